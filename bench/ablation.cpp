@@ -81,18 +81,17 @@ void keys(list& to) {
     key.template operator()<affine<B, per_channel<64>>>("channel g64");
     key.template operator()<centred<codebook_scheme<by_norm<normal_levels<B>>, per_channel<64>>>>(
         "channel g64, centred, normal levels");
-    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>(
+    key.template operator()<affine<B, per_channel<64>, byte_params, min_max>>(
         "channel g64, 8-bit parameters");
-    key.template operator()<hadamard<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>>(
+    key.template operator()<hadamard<affine<B, per_channel<64>, byte_params, min_max>>>(
         "channel g64, 8-bit parameters, Hadamard");
-    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, shrink_search>>(
+    key.template operator()<affine<B, per_channel<64>, byte_params, shrink_search>>(
         "channel g64, 8-bit parameters, shrink");
-    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, least_squares>>(
+    key.template operator()<affine<B, per_channel<64>, byte_params, least_squares>>(
         "channel g64, 8-bit parameters, least squares");
-    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, mean_corrected<min_max>>>(
+    key.template operator()<affine<B, per_channel<64>, byte_params, mean_corrected<min_max>>>(
         "channel g64, 8-bit parameters, mean corrected");
-    key.template
-    operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, byte_params, token_scales<byte_params>>>(
+    key.template operator()<affine<B, per_channel<>, byte_params, min_max, token_scales<byte_params>>>(
         "dual g128, 8-bit parameters");
     key.template operator()<variance_normalized<B>>("variance normalized");
     key.template operator()<typename kvarn<B>::keys>("variance normalized, Hadamard (KVarN)");
@@ -107,23 +106,24 @@ void keys_with_statistics(list& to) {
         add_keys_with_statistics<S>(to, name + what, [](const calibration& c) { return S(c); });
     };
     const auto plan = [&]<class Encoder>(const std::string& encoder) {
-        using S = channel_grid<kvq::grid{.bits = Widths, .average_eighths = 8 * B, .group = 64}, Encoder>;
+        using S = mixed_affine<width_mix{.bits = Widths, .average_eighths = 8 * B}, per_channel<64>,
+                               byte_params, Encoder>;
         add_keys_with_statistics<S>(
             to, name + "widths, 8-bit parameters, " + encoder,
             [](const calibration& c) { return S(std::make_shared<const width_plan>(S::make_plan(c))); });
     };
-    feedback.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, error_feedback<min_max>>>(
+    feedback.template operator()<affine<B, per_channel<64>, byte_params, error_feedback<min_max>>>(
         "channel g64, 8-bit parameters, feedback");
     plan.template operator()<min_max>("min-max");
     plan.template operator()<least_squares_below_3_bits>("least squares below 3 bits");
     using both = error_feedback<least_squares_below_3_bits>;
-    feedback.template
-    operator()<channel_grid<kvq::grid{.bits = Widths, .average_eighths = 8 * B, .group = 64}, both>>(
+    feedback.template operator()<mixed_affine<width_mix{.bits = Widths, .average_eighths = 8 * B},
+                                              per_channel<64>, byte_params, both>>(
         "widths, 8-bit parameters, least squares below 3 bits, feedback");
     // At head_dim 48 a row of 3-bit codes takes 5 words for 4.5; this one takes 4.
     if constexpr (B == 3)
-        feedback.template
-        operator()<channel_grid<kvq::grid{.bits = Widths, .average_eighths = 21, .group = 64}, both>>(
+        feedback.template operator()<mixed_affine<width_mix{.bits = Widths, .average_eighths = 21},
+                                                  per_channel<64>, byte_params, both>>(
             "2.625 bits, widths, 8-bit parameters, least squares below 3 bits, feedback");
 }
 
@@ -137,26 +137,24 @@ void values(list& to) {
     using dual = token_scales<byte_params>;
     value.template operator()<affine<B, per_token<64>>>("token g64");
     value.template operator()<hadamard<affine<B, per_token<64>>>>("token g64, Hadamard");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>(
+    value.template operator()<affine<B, per_channel<64>, byte_params, min_max>>(
         "channel g64, 8-bit parameters");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, mean_corrected<min_max>>>(
+    value.template operator()<affine<B, per_channel<64>, byte_params, mean_corrected<min_max>>>(
         "channel g64, 8-bit parameters, mean corrected");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, byte_params, dual>>(
+    value.template operator()<affine<B, per_channel<>, byte_params, min_max, dual>>(
         "dual g128, 8-bit parameters");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, shrink_search, byte_params, dual>>(
+    value.template operator()<affine<B, per_channel<>, byte_params, shrink_search, dual>>(
         "dual g128, 8-bit parameters, shrink");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, least_squares, byte_params, dual>>(
+    value.template operator()<affine<B, per_channel<>, byte_params, least_squares, dual>>(
         "dual g128, 8-bit parameters, least squares");
-    value.template
-    operator()<channel_grid<kvq::grid{.bits = {B}}, mean_corrected<min_max>, byte_params, dual>>(
+    value.template operator()<affine<B, per_channel<>, byte_params, mean_corrected<min_max>, dual>>(
         "dual g128, 8-bit parameters, mean corrected");
-    value.template
-    operator()<channel_grid<kvq::grid{.bits = {B}}, mean_corrected<least_squares>, byte_params, dual>>(
+    value.template operator()<affine<B, per_channel<>, byte_params, mean_corrected<least_squares>, dual>>(
         "dual g128, 8-bit parameters, least squares, mean corrected");
-    value.template operator()<hadamard<channel_grid<kvq::grid{.bits = {B}}, min_max, byte_params, dual>>>(
+    value.template operator()<hadamard<affine<B, per_channel<>, byte_params, min_max, dual>>>(
         "dual g128, 8-bit parameters, Hadamard");
     value.template
-    operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, params<float16>, token_scales<params<float16>>>>(
+    operator()<affine<B, per_channel<>, packed_params<float16>, min_max, token_scales<params<float16>>>>(
         "dual g128, fp16");
     value.template operator()<variance_normalized<B>>("variance normalized");
     value.template operator()<hadamard<variance_normalized<B, false>>>(

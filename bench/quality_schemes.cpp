@@ -111,7 +111,8 @@ void add_ingredients(list& to) {
     // low2 takes ranges where there is feedback, the others least squares for channels of 2 bits.
     using other_encoder =
         std::conditional_t<Bits == 2, kvq::detail::preset_key_encoder, error_feedback<min_max>>;
-    constexpr grid widths = preset_keys::options;
+    using codes = typename preset_keys::policy;
+    using fp16 = packed_params<float16>;
     using best = mean_corrected<least_squares>;
     const std::string name = Preset::name;
     const make_keys same_keys = built_in_keys(name);
@@ -126,20 +127,18 @@ void add_ingredients(list& to) {
     add("trusting", "widths as if the statistics were those of the text", &trusting_keys<preset_keys>,
         same_values);
     add("even", "keys of one width, error feedback alone",
-        &compiled_keys<channel_grid<kvq::grid{.bits = {Bits}, .group = 64}, encoder>>, same_values);
+        &compiled_keys<affine<Bits, per_channel<64>, byte_params, encoder>>, same_values);
     add("other-keys", "keys of 2 bits: range; low2: least squares",
-        &compiled_keys<channel_grid<widths, other_encoder>>, same_values);
-    add("fp16", "parameters in fp16", &compiled_keys<channel_grid<widths, encoder, params<float16>>>,
-        &compiled_values<
-            channel_grid<kvq::grid{.bits = {Bits}}, best, params<float16>, token_scales<params<float16>>>>);
+        &compiled_keys<scheme<codes, asymmetric, per_channel<64>, byte_params, other_encoder>>, same_values);
+    add("fp16", "parameters in fp16",
+        &compiled_keys<scheme<codes, asymmetric, per_channel<64>, fp16, encoder>>,
+        &compiled_values<affine<Bits, per_channel<>, fp16, best, token_scales<params<float16>>>>);
     add("range-values", "values without least squares and corrected mean", same_keys,
-        &compiled_values<
-            channel_grid<kvq::grid{.bits = {Bits}}, min_max, byte_params, token_scales<byte_params>>>);
+        &compiled_values<affine<Bits, per_channel<>, byte_params, min_max, token_scales<byte_params>>>);
     add("no-mean", "values without corrected mean", same_keys,
-        &compiled_values<
-            channel_grid<kvq::grid{.bits = {Bits}}, least_squares, byte_params, token_scales<byte_params>>>);
+        &compiled_values<affine<Bits, per_channel<>, byte_params, least_squares, token_scales<byte_params>>>);
     add("no-factors", "values without token scales", same_keys,
-        &compiled_values<channel_grid<kvq::grid{.bits = {Bits}}, best>>);
+        &compiled_values<affine<Bits, per_channel<>, byte_params, best>>);
     add("token-values", "values as in KIVI", same_keys,
         built_in_values("affine-" + std::to_string(Bits) + "-g64"));
 }

@@ -54,7 +54,7 @@ template <class Parameters, class Noise>
 __device__ void fill_channels(std::byte* at, int groups, int slot_count, float step, const Noise& noise) {
     for (int i = static_cast<int>(threadIdx.x); i < groups * slot_count; i += static_cast<int>(blockDim.x)) {
         const float a = noise(static_cast<std::size_t>(i)), b = noise(static_cast<std::size_t>(i) + 31);
-        if constexpr (std::is_same_v<Parameters, channel_parameters<byte_params>>) {
+        if constexpr (std::is_same_v<Parameters, block_parameters<byte_params>>) {
             at[i] = static_cast<std::byte>(208 + static_cast<int>(31.9f * a));  // 0.75 to 1.5 units
             at[groups * slot_count + i] = static_cast<std::byte>(static_cast<int>(255.9f * b));
         } else {
@@ -62,7 +62,7 @@ __device__ void fill_channels(std::byte* at, int groups, int slot_count, float s
             kvq::detail::store_as(at + 2 * (groups * slot_count + i), float16(-2.0f + 0.3f * b));
         }
     }
-    if constexpr (std::is_same_v<Parameters, channel_parameters<byte_params>>)
+    if constexpr (std::is_same_v<Parameters, block_parameters<byte_params>>)
         if (static_cast<int>(threadIdx.x) < groups) {
             std::byte* const line = Parameters::shared(at, groups, slot_count, static_cast<int>(threadIdx.x));
             kvq::detail::store_as(line, bfloat16(step));
@@ -88,26 +88,30 @@ __global__ void fill_parameters(std::byte* pages, std::size_t blocks, std::size_
         for (std::size_t i = threadIdx.x; i < block_bytes / sizeof(T); i += blockDim.x)
             kvq::detail::store_as(at + i * sizeof(T), T(3.0f * (noise(i) + noise(i + 7919) - 1.0f)));
     } else if constexpr (cuda::detail::is_mixed<S>) {
-        fill_channels<typename S::parameters>(at + S::parameter_offset(s), S::token_axis(s).groups(),
-                                              S::channel_slots(s), 4.0f / 15.0f, noise);
+        fill_channels<typename S::parameters>(at + typename S::layout_type{}.scale_offset(s),
+                                              typename S::layout_type{}.groups(s),
+                                              typename S::layout_type{}.slot_count(s), 4.0f / 15.0f, noise);
     } else if constexpr (cuda::detail::is_grid<S>) {
-        const int groups = S::token_axis(s).groups(), slot_count = S::channel_slots(s);
+        const int groups = typename S::layout_type{}.groups(s),
+                  slot_count = typename S::layout_type{}.slot_count(s);
         const float step = 4.0f / static_cast<float>((1 << S::code_bits) - 1);
-        std::byte* const parameters = at + S::parameter_offset(s);
+        std::byte* const parameters = at + typename S::layout_type{}.scale_offset(s);
         fill_channels<typename S::parameters>(parameters, groups, slot_count, step, noise);
         if constexpr (S::token_scale_type::present)
             for (int i = static_cast<int>(threadIdx.x); i < s.tokens; i += static_cast<int>(blockDim.x)) {
                 const float x = noise(static_cast<std::size_t>(i) + 77);
                 if constexpr (S::token_scale_type::bytes(1) == 1)  // 0.5 to 31/16
-                    at[S::token_scale_offset(s) + static_cast<std::size_t>(i)] =
+                    at[typename S::layout_type{}.token_scale_offset(s) + static_cast<std::size_t>(i)] =
                         static_cast<std::byte>(224 + static_cast<int>(31.9f * x));
                 else
-                    kvq::detail::store_as(at + S::token_scale_offset(s) + 2 * static_cast<std::size_t>(i),
+                    kvq::detail::store_as(at + typename S::layout_type{}.token_scale_offset(s) +
+                                              2 * static_cast<std::size_t>(i),
                                           float16(0.5f + x));
             }
     } else {
         using P = typename S::parameter;
-        const std::size_t scales = S{}.scale_offset(s), section = S{}.section_bytes(s);
+        const std::size_t scales = typename S::layout_type{}.scale_offset(s),
+                          section = typename S::layout_type{}.section_bytes(s);
         const float step = 4.0f / static_cast<float>((1 << S::code_bits) - 1);
         for (std::size_t i = threadIdx.x; i < section / sizeof(P); i += blockDim.x) {
             kvq::detail::store_as(at + scales + i * sizeof(P), P(step * (0.7f + 0.6f * noise(i))));

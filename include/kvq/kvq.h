@@ -186,7 +186,7 @@ KVQ_API kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, 
 
 typedef struct kvq_page_shape {
     kvq_role role;
-    int32_t tokens, heads, dim;  // at least 1 each
+    int32_t tokens, heads, dim;  // at least 1 each; tokens * dim at most 2^28
     int32_t layer, first_head;   // of the model, for formats that were made from statistics; else 0
 } kvq_page_shape;
 
@@ -626,7 +626,8 @@ KVQ_API kvq_status kvq_receiver_create(kvq_cache* cache, kvq_receiver** out);
 KVQ_API kvq_status kvq_receiver_free(kvq_receiver* receiver);
 /// Takes one whole message.
 KVQ_API kvq_status kvq_receiver_accept(kvq_receiver* receiver, const void* message, size_t bytes);
-/// The sequence, once every layer has `tokens` tokens (-1: as many as the messages say). The receiver is then empty.
+/// The sequence, once every layer has `tokens` tokens (-1: as many as the messages say). The receiver is then empty, and keeps its pages
+/// if the call fails.
 KVQ_API kvq_status kvq_receiver_finish(kvq_receiver* receiver, int32_t tokens, kvq_sequence** out);
 
 // ---- prefix cache ----------------------------------------------------------------------------------------------------

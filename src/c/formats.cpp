@@ -52,6 +52,7 @@ struct caller_page {
                role == tensor::key ? "values" : "keys", " only");
         expect(s.heads >= 1, KVQ_ERROR_ARGUMENT, "a page has at least 1 head, got ", s.heads);
         detail::check_shape({1, s.heads, s.dim, 0});
+        detail::check_page(s.tokens, s.dim);
         const cache_shape& of = get(handle, "format").model;
         expect(of.layers == 0 ||
                    (s.layer < of.layers && s.first_head <= of.kv_heads - s.heads && s.dim == of.dim(role)),

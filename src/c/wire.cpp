@@ -58,7 +58,8 @@ kvq_status kvq_receiver_finish(kvq_receiver* receiver, int32_t tokens, kvq_seque
         [&] {
             kvq_receiver& r = get(receiver, "receiver");
             place(out, "out");
-            *out = make<kvq_sequence>(r.of, tokens < 0 ? r.pages.finish() : r.pages.finish(tokens));
+            *out = make<kvq_sequence>(r.of,
+                                      [&] { return tokens < 0 ? r.pages.finish() : r.pages.finish(tokens); });
         },
         KVQ_ERROR_DATA);
 }

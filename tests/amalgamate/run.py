@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""The program of README.md, compiled with the one header of scripts/amalgamate in two files, and run.
+"""The program of README.md, compiled with the one header of scripts/amalgamate in two files, and run. With KVQ_DEFINE_BUILTIN_FORMATS the header
+defines the built-in formats in one of two files; that file is read only, since its code takes minutes.
 
     run.py REPOSITORY FOLDER COMPILER [flags...]
 """
@@ -39,6 +40,10 @@ const kvq::builtin_format* kvq::builtin_formats(std::size_t* count) {
     return list.data();
 }
 """
+DEFINING = """#define KVQ_DEFINE_BUILTIN_FORMATS
+#include "kvq_single.hpp"
+"""
+DEFINITION = re.compile(r"builtin_formats\(std::size_t\* count\) \{")
 
 
 def main():
@@ -55,6 +60,14 @@ def main():
         subprocess.run([*compiler, *flags, "-c", folder / source, "-o", folder / f"{source}.o"], check=True)
     subprocess.run([*compiler, *flags, folder / "main.cpp.o", folder / "formats.cpp.o", "-o", folder / "program"], check=True)
     subprocess.run([folder / "program"], check=True)
+
+    (folder / "defining.cpp").write_text(DEFINING)
+    for source, wanted in (("main.cpp", 0), ("defining.cpp", 1)):
+        read = subprocess.run([*compiler, *flags, "-E", folder / source], check=True, capture_output=True, text=True)
+        found = len(DEFINITION.findall(read.stdout))
+        if found != wanted:
+            sys.exit(f"{source} defines the built-in formats {found} times, not {wanted}")
+    subprocess.run([*compiler, *flags, "-fsyntax-only", folder / "defining.cpp"], check=True)
 
 
 main()

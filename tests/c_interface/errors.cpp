@@ -3,12 +3,14 @@
 #include <doctest/doctest.h>
 #include <kvq/kvq.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <new>
 #include <regex>
 #include <set>
 #include <sstream>
@@ -16,6 +18,29 @@
 #include <tuple>
 #include <type_traits>
 #include <vector>
+
+namespace errors_tests {
+
+namespace {
+
+/// The number of the next allocation on the heap that fails, counted from 0; negative: none.
+std::atomic<int> fail_at{-1};
+
+}  // namespace
+}  // namespace errors_tests
+
+// Handles come from the heap, whatever the allocator of a cache.
+void* operator new(std::size_t bytes) {
+    if (errors_tests::fail_at >= 0 && errors_tests::fail_at-- == 0) throw std::bad_alloc();
+    if (void* const memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
+    throw std::bad_alloc();
+}
+// Sanitizers have one of their own, whose memory is not for the delete below.
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+    return std::malloc(bytes > 0 ? bytes : 1);
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace errors_tests {
 
@@ -690,6 +715,12 @@ TEST_CASE("pages in memory of the caller that do not fit") {
     refused([](auto& p) { p.tokens = p.key_capacity = p.value_capacity = 16; },
             "16 tokens, quantized pages of this cache for 32");
     refused([](auto& p) { p.shift = 1; }, "moved by 1");
+    refused(
+        [](auto& p) {
+            p.key_format = p.value_format = 0;
+            p.key_capacity = p.value_capacity = -most - 1;
+        },
+        "of -2147483648");
 
     const auto quantize = [&](const kvq_page_shape& s, const kvq_tensor& x, std::size_t bytes,
                               std::size_t scratch, std::byte* page) {
@@ -712,6 +743,11 @@ TEST_CASE("pages in memory of the caller that do not fit") {
         CHECK(kvq_format_page_bytes(f.format, &s, &f.bytes, nullptr) == KVQ_ERROR_ARGUMENT);
         CHECK(quantize(s, f.page_values.t, f.page_bytes, f.scratch_bytes, f.page) == KVQ_ERROR_ARGUMENT);
     }
+    const kvq_page_shape large{KVQ_KEY, 257, 1, 1 << 20, 0, 0};
+    CHECK_REFUSED(kvq_format_page_bytes(f.format, &large, &f.bytes, nullptr), KVQ_ERROR_ARGUMENT,
+                  "257 tokens x 1048576 channels is too large");
+    CHECK_REFUSED(quantize(large, f.page_values.t, f.page_bytes, f.scratch_bytes, f.page), KVQ_ERROR_ARGUMENT,
+                  "must not be more than 268435456");
     kvq_format* planned = nullptr;
     REQUIRE(kvq_statistics_add_keys(f.statistics, 0, &f.k.t) == KVQ_OK);
     REQUIRE(kvq_format_find("mix4", KVQ_KEY, f.statistics, &planned) == KVQ_OK);
@@ -826,6 +862,38 @@ TEST_CASE(
     CHECK_REFUSED(kvq_sequence_append(s, 0, &k.t, &v.t), KVQ_ERROR_MEMORY, "budget of 4096");
     CHECK(kvq_sequence_free(s) == KVQ_OK);
     CHECK(kvq_cache_free(cache) == KVQ_OK);
+}
+
+TEST_CASE("a receiver keeps its pages when there is no memory for the sequence") {
+    fixture f;
+    std::vector<std::vector<std::byte>> messages;
+    const auto keep = [](void* to, const void* data, std::size_t size) -> std::int32_t {
+        const auto* const first = static_cast<const std::byte*>(data);
+        static_cast<std::vector<std::vector<std::byte>>*>(to)->emplace_back(first, first + size);
+        return 0;
+    };
+    for (int layer = 0; layer < layers; ++layer)
+        REQUIRE(kvq_sequence_send_pages(f.s, layer, keep, &messages) == KVQ_OK);
+    for (const auto& m : messages) REQUIRE(kvq_receiver_accept(f.receiver, m.data(), m.size()) == KVQ_OK);
+    int failures = 0;
+    for (;; ++failures) {
+        fail_at = failures;
+        const kvq_status status = kvq_receiver_finish(f.receiver, 100, &f.made);
+        const bool reached = fail_at.exchange(-1) < 0;
+        if (status == KVQ_OK) {
+            CHECK(!reached);
+            break;
+        }
+        REQUIRE(status == KVQ_ERROR_MEMORY);
+        CHECK(f.made == nullptr);
+    }
+    CHECK(failures > 0);
+    rows sent(100, kv_heads), got(100, kv_heads);
+    for (int layer = 0; layer < layers; ++layer) {
+        REQUIRE(kvq_sequence_dequantize(f.s, layer, KVQ_VALUE, 0, &sent.t) == KVQ_OK);
+        REQUIRE(kvq_sequence_dequantize(f.made, layer, KVQ_VALUE, 0, &got.t) == KVQ_OK);
+        CHECK(sent.x == got.x);
+    }
 }
 
 }  // namespace errors_tests

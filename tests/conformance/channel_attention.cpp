@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction (tests/properties/attention.cpp). Attention on channel grids, with factors of
+// Comparison family: mixed-precision reduction (tests/properties/attention.cpp). Attention on schemes with parameters per channel, with factors of
 // tokens and with channels of different widths, against double arithmetic on the dequantized values. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <kvq/backends/simd.hpp>
-#include <kvq/schemes/channel_grid.hpp>
+#include <kvq/schemes/affine.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/channel_plans.hpp"
@@ -19,17 +19,18 @@ constexpr double bound = 5e-4;
 
 using kvq::byte_params;
 using kvq::float16;
+using kvq::packed_params;
 using kvq::params;
 using kvq::token_scales;
-using mixed = kvq::channel_grid<kvq::grid{.bits = {6, 4, 3, 0}, .average_eighths = 26, .group = 64}>;
-using keys = test::formats<kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>, mixed,
-                           kvq::channel_grid<kvq::grid{.bits = {2}, .group = 7}, kvq::min_max, byte_params,
-                                             token_scales<byte_params>>>;
+using mixed =
+    kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<64>>;
+using keys =
+    test::formats<kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::min_max>, mixed,
+                  kvq::affine<2, kvq::per_channel<7>, byte_params, kvq::min_max, token_scales<byte_params>>>;
 using values = test::formats<
-    kvq::channel_grid<kvq::grid{.bits = {4}}, kvq::min_max, byte_params, token_scales<byte_params>>,
-    kvq::channel_grid<kvq::grid{.bits = {2}, .group = 64}, kvq::mean_corrected<kvq::least_squares>>,
-    kvq::channel_grid<kvq::grid{.bits = {8}, .group = 5}, kvq::min_max, params<float16>,
-                      token_scales<params<float16>>>>;
+    kvq::affine<4, kvq::per_channel<>, byte_params, kvq::min_max, token_scales<byte_params>>,
+    kvq::affine<2, kvq::per_channel<64>, kvq::byte_params, kvq::mean_corrected<kvq::least_squares>>,
+    kvq::affine<8, kvq::per_channel<5>, packed_params<float16>, kvq::min_max, token_scales<params<float16>>>>;
 
 }  // namespace
 
@@ -39,7 +40,8 @@ using values = test::formats<
 #define KVQ_TEST_BACKENDS kvq::scalar, kvq::simd<>
 #endif
 
-TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Backend, KVQ_TEST_BACKENDS) {
+TEST_CASE_TEMPLATE("attention with parameters per channel: any shape, page and length", Backend,
+                   KVQ_TEST_BACKENDS) {
     using C = test::typed_cache<keys, values, Backend>;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -52,7 +54,7 @@ TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Bac
         auto options = test::random_options(random);
         if (random.one_in(2)) options.page_tokens = random.pick(std::vector<int>{64, 128});
         options.layers = test::rotate_formats<C>(3);
-        const kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}> first;
+        const kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::min_max> first;
         const auto plan = test::with_random_plan<mixed>(random, {3, shape.kv_heads, shape.head_dim});
         C cache(shape, options, typename C::key_table(first, random.one_in(3) ? mixed{} : plan, {}));
         const int n = random.one_in(4) ? random.between(1, 1500) : random.between(1, 400);

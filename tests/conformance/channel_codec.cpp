@@ -15,7 +15,7 @@ namespace channel_codec_tests {
 namespace {
 
 using native = kvq::simd<>;
-using kvq::channel_grid, kvq::byte_params, kvq::float16, kvq::params, kvq::token_scales;
+using kvq::byte_params, kvq::float16, kvq::packed_params, kvq::params, kvq::token_scales;
 
 template <class S>
 constexpr bool codes(kvq::tensor role) {
@@ -98,40 +98,41 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     }
 }
 
-#define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                          \
-    kvq::std4::values, kvq::low2::keys,                                                        \
-        channel_grid<kvq::grid{.bits = {3}, .group = 5}, kvq::enclosing, params<float16>>,     \
-        channel_grid<kvq::grid{.bits = {7}, .group = 32}, kvq::least_squares, byte_params,     \
-                     token_scales<params<kvq::bfloat16>>>,                                     \
-        kvq::channel_grid<kvq::grid{.bits = {8, 5, 2, 1}, .average_eighths = 28, .group = 16}, \
-                          kvq::mean_corrected<kvq::least_squares>>
-#define KVQ_TEST_SOME_CHANNEL_KEYS                                                                 \
-    kvq::low3::keys,                                                                               \
-        channel_grid<kvq::grid{.bits = {3}, .group = 16}, kvq::error_feedback<kvq::least_squares>, \
-                     params<float16>, token_scales<byte_params>>
+#define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                                        \
+    kvq::std4::values, kvq::low2::keys,                                                                      \
+        kvq::affine<3, kvq::per_channel<5>, packed_params<float16>, kvq::enclosing>,                         \
+        kvq::affine<7, kvq::per_channel<32>, byte_params, kvq::least_squares,                                \
+                    token_scales<params<kvq::bfloat16>>>,                                                    \
+        kvq::mixed_affine<kvq::width_mix{.bits = {8, 5, 2, 1}, .average_eighths = 28}, kvq::per_channel<16>, \
+                          kvq::byte_params, kvq::mean_corrected<kvq::least_squares>>
+#define KVQ_TEST_SOME_CHANNEL_KEYS                                                \
+    kvq::low3::keys, kvq::affine<3, kvq::per_channel<16>, packed_params<float16>, \
+                                 kvq::error_feedback<kvq::least_squares>, token_scales<byte_params>>
 #define KVQ_TEST_SOME_TRANSFORMED_SCHEMES kvq::std4_h::keys, kvq::hadamard<kvq::affine<4, kvq::per_token<64>>>
 #if defined(KVQ_TEST_FEWER_SCHEMES)
 #define KVQ_TEST_TRANSFORMED_SCHEMES KVQ_TEST_SOME_TRANSFORMED_SCHEMES
 #define KVQ_TEST_CHANNEL_SCHEMES KVQ_TEST_SOME_CHANNEL_SCHEMES
 #define KVQ_TEST_CHANNEL_KEYS KVQ_TEST_SOME_CHANNEL_KEYS
 #else
-#define KVQ_TEST_TRANSFORMED_SCHEMES                                                                       \
-    KVQ_TEST_SOME_TRANSFORMED_SCHEMES, kvq::hadamard<kvq::std4::values>,                                   \
-        kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {5, 2, 0}, .average_eighths = 20, .group = 64}>, \
+#define KVQ_TEST_TRANSFORMED_SCHEMES                                                              \
+    KVQ_TEST_SOME_TRANSFORMED_SCHEMES, kvq::hadamard<kvq::std4::values>,                          \
+        kvq::hadamard<kvq::mixed_affine<kvq::width_mix{.bits = {5, 2, 0}, .average_eighths = 20}, \
+                                        kvq::per_channel<64>>,                                    \
                       16>
 #define KVQ_TEST_CHANNEL_SCHEMES                                                                          \
     KVQ_TEST_SOME_CHANNEL_SCHEMES, kvq::std4::keys, kvq::hi6::values, kvq::low3::keys, kvq::low3::values, \
-        kvq::low2::values, kvq::mix4::keys, kvq::ref8::values, channel_grid<kvq::grid{.bits = {1}}>,      \
-        channel_grid<kvq::grid{.bits = {8}, .group = 64}, kvq::shrink_search, params<float>>,             \
-        channel_grid<kvq::grid{.bits = {2}, .group = 64}, kvq::mean_corrected<kvq::enclosing>>,           \
-        channel_grid<kvq::grid{.bits = {5}}, kvq::least_squares_below_3_bits, params<float16>,            \
-                     token_scales<byte_params>>,                                                          \
-        kvq::channel_grid<kvq::grid{.bits = {7, 3, 0}, .average_eighths = 20},                            \
-                          kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
-#define KVQ_TEST_CHANNEL_KEYS                                                                      \
-    KVQ_TEST_SOME_CHANNEL_KEYS, kvq::hi6::keys, kvq::std4::keys, kvq::mix4::keys, kvq::low2::keys, \
-        kvq::channel_grid<kvq::grid{.bits = {7, 3, 0}, .average_eighths = 20},                     \
-                          kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
+        kvq::low2::values, kvq::mix4::keys, kvq::ref8::values,                                            \
+        kvq::affine<1, kvq::per_channel<>, kvq::byte_params, kvq::min_max>,                               \
+        kvq::affine<8, kvq::per_channel<64>, packed_params<float>, kvq::shrink_search>,                   \
+        kvq::affine<2, kvq::per_channel<64>, kvq::byte_params, kvq::mean_corrected<kvq::enclosing>>,      \
+        kvq::affine<5, kvq::per_channel<>, packed_params<float16>, kvq::least_squares_below_3_bits,       \
+                    token_scales<byte_params>>,                                                           \
+        kvq::mixed_affine<kvq::width_mix{.bits = {7, 3, 0}, .average_eighths = 20}, kvq::per_channel<>,   \
+                          kvq::byte_params, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
+#define KVQ_TEST_CHANNEL_KEYS                                                                           \
+    KVQ_TEST_SOME_CHANNEL_KEYS, kvq::hi6::keys, kvq::std4::keys, kvq::mix4::keys, kvq::low2::keys,      \
+        kvq::mixed_affine<kvq::width_mix{.bits = {7, 3, 0}, .average_eighths = 20}, kvq::per_channel<>, \
+                          kvq::byte_params, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
 #endif
 
 template <class S>
@@ -196,7 +197,7 @@ TEST_CASE_TEMPLATE("channels of ordinary blocks are quantized and dequantized in
             auto x = uneven_block(random, shape);
             std::vector<std::byte> block(scheme.block_bytes(shape));
             const bool key = role == kvq::tensor::key;
-            const int group = scheme.token_axis(shape).group;
+            const int group = scheme.layout().cut(shape).group;
             INFO(scheme.name(), ", ", shape);
             CHECK(kvq::kernels::channel_quantizer<native::lanes, S>(scheme, shape, {}, x.data(), block.data())
                       .run() == (key ? !S::encoder_type::corrects_mean : group % 32 == 0));

@@ -17,8 +17,8 @@ namespace score_estimate_tests {
 
 namespace {
 
-using token_scaled = kvq::channel_grid<kvq::grid{.bits = {4}, .group = 32}, kvq::min_max, kvq::byte_params,
-                                       kvq::token_scales<kvq::byte_params>>;
+using token_scaled =
+    kvq::affine<4, kvq::per_channel<32>, kvq::byte_params, kvq::min_max, kvq::token_scales<kvq::byte_params>>;
 
 /// dim: of all blocks; 0: any.
 void check_estimates(test::generator& random, const kvq::format& portable, const kvq::format& vectors,

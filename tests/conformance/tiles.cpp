@@ -144,7 +144,8 @@ void check(test::generator& random, const kvq::block_shape& shape, int n) {
         }
 }
 
-using mixed = kvq::channel_grid<kvq::grid{.bits = {6, 4, 3, 0}, .average_eighths = 26, .group = 64}>;
+using mixed =
+    kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<64>>;
 
 #if defined(__x86_64__)
 /// As much of arch::amx as needs no flags of the compiler.

@@ -81,18 +81,19 @@ kvq::calibration statistics() {
 
 TEST_CASE("bytes of channel grids, encoders and presets") {
     using kvq::byte_params;
-    using kvq::channel_grid;
+    using kvq::packed_params;
     using kvq::params;
     using kvq::token_scales;
-    check("channel_grid<4>", channel_grid<kvq::grid{.bits = {4}}>{});
-    check("channel_grid<3, 7>", channel_grid<kvq::grid{.bits = {3}, .group = 7}>{});
+    check("channel_grid<4>", kvq::affine<4, kvq::per_channel<>, kvq::byte_params, kvq::min_max>{});
+    check("channel_grid<3, 7>", kvq::affine<3, kvq::per_channel<7>, kvq::byte_params, kvq::min_max>{});
     check("channel_grid<4, 32, enclosing>",
-          channel_grid<kvq::grid{.bits = {4}, .group = 32}, kvq::enclosing>{});
-    check("channel_grid<2, 0, shrink_search>", channel_grid<kvq::grid{.bits = {2}}, kvq::shrink_search>{});
+          kvq::affine<4, kvq::per_channel<32>, kvq::byte_params, kvq::enclosing>{});
+    check("channel_grid<2, 0, shrink_search>",
+          kvq::affine<2, kvq::per_channel<>, kvq::byte_params, kvq::shrink_search>{});
     check("channel_grid<5, 0, min_max, float16>",
-          channel_grid<kvq::grid{.bits = {5}}, kvq::min_max, params<kvq::float16>>{});
-    check("channel_grid<4, 7, dual>", channel_grid<kvq::grid{.bits = {4}, .group = 7}, kvq::min_max,
-                                                   byte_params, token_scales<byte_params>>{});
+          kvq::affine<5, kvq::per_channel<>, packed_params<kvq::float16>, kvq::min_max>{});
+    check("channel_grid<4, 7, dual>",
+          kvq::affine<4, kvq::per_channel<7>, byte_params, kvq::min_max, token_scales<byte_params>>{});
     kvq::for_each_preset([]<class P>(P) {
         const std::string name = P::name;
         check((name + "::keys").c_str(), typename P::keys{});
@@ -103,7 +104,7 @@ TEST_CASE("bytes of channel grids, encoders and presets") {
     check("low3 with a plan", kvq::low3::keys(s));
     check("low2 with a plan", kvq::low2::keys(s));
     using feedback = kvq::error_feedback<kvq::min_max>;
-    channel_grid<kvq::grid{.bits = {3}}, feedback> grid;
+    kvq::affine<3, kvq::per_channel<>, kvq::byte_params, feedback> grid;
     grid.encoder = feedback(s);
     check("channel_grid<3, 0, error_feedback>", grid);
 }

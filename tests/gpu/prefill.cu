@@ -363,7 +363,7 @@ constexpr bool refused(std::string_view why) {
     return !cuda::detail::prefills<Format> && cuda::detail::no_prefill<Format> == why;
 }
 template <int... Bits>
-using widths = channel_grid<kvq::grid{.bits = {Bits...}, .average_eighths = 28}>;
+using widths = mixed_affine<width_mix{.bits = {Bits...}, .average_eighths = 28}, per_channel<>>;
 static_assert(refused<cuda::kivi_format<4, 64, 512, 64>>("head_dim is not a multiple of 32 up to 256"));
 static_assert(refused<cuda::format<int8, int8, 80, 64>>("head_dim is not a multiple of 32 up to 256"));
 static_assert(refused<cuda::format<int8, int8, 128, 64, 64>>("keys and values differ in head_dim"));
@@ -392,11 +392,10 @@ int main() {
     check_format<cuda::preset_format<std4, 128, 128>, float16>("std4", few);
     check_format<cuda::format<int8, int8, 128, 64>, float16>("int8", few);
     check_format<cuda::format<full<bfloat16>, full<bfloat16>, 128, 64>, bfloat16>("bf16", few);
-    check_format<
-        cuda::format<channel_grid<kvq::grid{.bits = {8, 5, 2, 0}, .average_eighths = 28, .group = 32},
-                                  min_max, params<float16>>,
-                     int8, 96, 32>,
-        bfloat16>("8, 5, 2 and 0 bits, groups of 32, head_dim 96", few);
+    check_format<cuda::format<mixed_affine<width_mix{.bits = {8, 5, 2, 0}, .average_eighths = 28},
+                                           per_channel<32>, packed_params<float16>, min_max>,
+                              int8, 96, 32>,
+                 bfloat16>("8, 5, 2 and 0 bits, groups of 32, head_dim 96", few);
 #endif
 #if !defined(PART) || PART == 1
     check_format<cuda::kivi_format<2, 32, 64, 32>, float16>("kivi-2-g32, head_dim 64");
@@ -422,10 +421,10 @@ int main() {
     check_format<cuda::preset_format<low2, 64, 64>, float16>("low2, head_dim 64");
 #if defined(__CUDACC__) || !defined(PART)  // emulated, they would take minutes
     check_format<cuda::preset_format<low3, 128, 64>, float16>("low3");
-    check_format<
-        cuda::format<channel_grid<kvq::grid{.bits = {6, 1}, .average_eighths = 24}, min_max, params<float>>,
-                     full<float16>, 128, 96>,
-        float16>("6 and 1 bits, fp32 parameters, page 96");
+    check_format<cuda::format<mixed_affine<width_mix{.bits = {6, 1}, .average_eighths = 24}, per_channel<>,
+                                           packed_params<float>, min_max>,
+                              full<float16>, 128, 96>,
+                 float16>("6 and 1 bits, fp32 parameters, page 96");
 #endif
 #endif
     return test::report("prefill");

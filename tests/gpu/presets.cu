@@ -9,9 +9,9 @@ using namespace kvq;
 namespace {
 
 template <int Bits, int Group, class Params = byte_params>
-using keys = channel_grid<kvq::grid{.bits = {Bits}, .group = Group}, min_max, Params>;
+using keys = affine<Bits, per_channel<Group>, Params, min_max>;
 template <int Bits, class Params = byte_params, int Group = 0>
-using values = channel_grid<kvq::grid{.bits = {Bits}, .group = Group}, min_max, Params, token_scales<Params>>;
+using values = affine<Bits, per_channel<Group>, Params, min_max, token_scales<Params>>;
 
 /// What the device dequantizes is what the CPU dequantizes, bit for bit.
 template <class Format>
@@ -85,24 +85,26 @@ int main() {
     check_dequantize<cuda::preset_format<low2, 128>>("low2");
     check_format<cuda::preset_format<low2, 128>, float16>("low2");
     check_format<cuda::preset_format<low3, 128>, float16>("low3");
-    check_format<cuda::format<channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 32}>,
-                              values<2>, 64, 96>,
-                 float16>("4, 2 and 0 bits, groups of 32, dim 64, page 96");
+    check_format<
+        cuda::format<mixed_affine<width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, per_channel<32>>,
+                     values<2>, 64, 96>,
+        float16>("4, 2 and 0 bits, groups of 32, dim 64, page 96");
 #endif
 #if !defined(PART) || PART == 4
     check_format<cuda::preset_format<mix4, 128>, float16>("mix4");
     check_format<cuda::preset_format<low3, 80, 32>, bfloat16>("low3, dim 80, page 32");
     check_format<
-        cuda::format<channel_grid<kvq::grid{.bits = {7, 5, 1, 0}, .average_eighths = 28, .group = 32}>,
+        cuda::format<mixed_affine<width_mix{.bits = {7, 5, 1, 0}, .average_eighths = 28}, per_channel<32>>,
                      values<3>, 64, 256>,
         float16>("7, 5, 1 and 0 bits, groups of 32, dim 64, page 256");
-    check_format<cuda::format<channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 20}, min_max,
-                                           params<float16>>,
+    check_format<cuda::format<mixed_affine<width_mix{.bits = {4, 2, 0}, .average_eighths = 20}, per_channel<>,
+                                           packed_params<float16>, min_max>,
                               full<float16>, 256, 32>,
                  float16>("4, 2 and 0 bits, fp16 parameters, fp16 values, dim 256, page 32");
-    check_dequantize<cuda::format<channel_grid<kvq::grid{.bits = {8, 3}, .average_eighths = 40, .group = 20}>,
-                                  values<4>, 72, 40>>("odd shapes, mixed");
-    check_format<cuda::format<channel_grid<kvq::grid{.bits = {8, 3}, .average_eighths = 40, .group = 20}>,
+    check_dequantize<cuda::format<
+        mixed_affine<width_mix{.bits = {8, 3}, .average_eighths = 40}, per_channel<20>>, values<4>, 72, 40>>(
+        "odd shapes, mixed");
+    check_format<cuda::format<mixed_affine<width_mix{.bits = {8, 3}, .average_eighths = 40}, per_channel<20>>,
                               values<4>, 72, 40>,
                  float16>("outside: mixed, odd shapes");
 #endif

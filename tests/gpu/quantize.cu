@@ -1,4 +1,4 @@
-// Coding to channel_grid and the presets on the device: the bytes that the CPU writes, whatever the numbers are.
+// Quantizing to schemes with encoders and to the presets on the device: the bytes that the CPU writes, whatever the numbers are.
 //
 //   quantize [seed]
 #include <kvq/schemes/presets.hpp>
@@ -318,7 +318,7 @@ void check_commit(int sequences, int steps) {
 }
 
 template <int Bits, int Group, class Encoder, class Params = byte_params, class TokenScales = no_token_scales>
-using encoded_grid = channel_grid<kvq::grid{.bits = {Bits}, .group = Group}, Encoder, Params, TokenScales>;
+using encoded_grid = affine<Bits, per_channel<Group>, Params, Encoder, TokenScales>;
 template <class K, class V, int D, int P, int VD = D>
 using f = cuda::format<K, V, D, P, VD>;
 
@@ -377,17 +377,17 @@ int main(int argc, char** argv) {
         "bf16 keys, groups of 36, dim 256, page 250: part by part");
 #endif
 #if !defined(PART) || PART == 5
-    check<bfloat16, f<channel_grid<kvq::grid{.bits = {7, 5, 1, 0}, .average_eighths = 28, .group = 32},
-                                   error_feedback<least_squares>>,
+    check<bfloat16, f<mixed_affine<width_mix{.bits = {7, 5, 1, 0}, .average_eighths = 28}, per_channel<32>,
+                                   byte_params, error_feedback<least_squares>>,
                       affine<4, per_token<>>, 64, 256>>("7, 5, 1 and 0 bits, groups of 32, dim 64, page 256",
                                                         2);
-    check<float16, f<channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 20},
-                                  mean_corrected<shrink_search>, params<float16>>,
+    check<float16, f<mixed_affine<width_mix{.bits = {4, 2, 0}, .average_eighths = 20}, per_channel<>,
+                                  packed_params<float16>, mean_corrected<shrink_search>>,
                      full<float16>, 256, 32>>("4, 2 and 0 bits, fp16 parameters, dim 256, page 32", 1);
-    check<float, f<channel_grid<kvq::grid{.bits = {8, 3}, .average_eighths = 40, .group = 20},
-                                error_feedback<min_max, least_squares_below_3_bits>>,
+    check<float, f<mixed_affine<width_mix{.bits = {8, 3}, .average_eighths = 40}, per_channel<20>,
+                                byte_params, error_feedback<min_max, least_squares_below_3_bits>>,
                    detail::preset_values<4>, 72, 40>>("8 and 3 bits, odd shape", 2);
-    check<float16, f<channel_grid<kvq::grid{.bits = {6, 3, 2}, .average_eighths = 25, .group = 64}>,
+    check<float16, f<mixed_affine<width_mix{.bits = {6, 3, 2}, .average_eighths = 25}, per_channel<64>>,
                      detail::preset_values<3, params<float16>>, 96, 128>>("6, 3 and 2 bits, dim 96", 1);
     check<float16, f<encoded_grid<8, 0, least_squares>, detail::preset_values<8>, 64, 128>>("8 bits, dim 64");
 #endif

@@ -145,12 +145,13 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
             for (int c = 0; c < s.dim; ++c)
                 std::memset(block + sizeof(T) * S::element(kvq::value_layout<T>(s), s, t, c), 0xff,
                             sizeof(T));
-        } else if constexpr (requires { S::token_scale_type::present; }) {
+        } else if constexpr (!kvq::cuda::detail::is_composed<S>) {
             if constexpr (S::token_scale_type::present &&
                           S::token_scale_type::bytes(1) > 1)  // codes are never NaN
-                std::memset(block + S::token_scale_offset(s) + S::token_scale_type::bytes(t), 0xff,
-                            S::token_scale_type::bytes(1));
-        } else if constexpr (kvq::cuda::detail::is_composed<S>) {
+                std::memset(
+                    block + typename S::layout_type{}.token_scale_offset(s) + S::token_scale_type::bytes(t),
+                    0xff, S::token_scale_type::bytes(1));
+        } else {
             if (!S::granularity_type::on_tokens) continue;
             using P = typename S::parameter;
             const int group = S::granularity_type::group;
@@ -158,7 +159,8 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
             for (int g = 0; g < groups; ++g) {
                 std::byte* const at = block + S{}.parameter_offset(s, g, t);
                 std::memset(at, 0xff, sizeof(P));
-                if (S::levels::has_bias) std::memset(at + S{}.section_bytes(s), 0xff, sizeof(P));
+                if (S::levels::has_bias)
+                    std::memset(at + typename S::layout_type{}.section_bytes(s), 0xff, sizeof(P));
             }
         }
     }

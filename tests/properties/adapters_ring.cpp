@@ -263,6 +263,18 @@ TEST_CASE("what was overwritten is named; options are checked") {
     for (int c = 0; c < 8; ++c) CHECK(out.view().at(0, 0)[c] == held.view().at(11, 0)[c]);
     r.trim(45);
     CHECK(r.tokens() == 45);
+    // More tokens than can be counted are refused before any is read.
+    constexpr int most = std::numeric_limits<int>::max();
+    const kvq::token_view<const float> endless(words.k.view().at(0, 0), most, 1, 8);
+    for (const int queries : {1, most}) {
+        const kvq::token_view<const float> q(words.k.view().at(0, 0), queries, 1, 8);
+        const kvq::token_view<float> to(out.view().at(0, 0), queries, 1, 8);
+        CHECK_THROWS_WITH_AS(r.prefill(0, endless, endless, q, to),
+                             doctest::Contains("a sequence of 9 tokens cannot take 2147483647 more"),
+                             kvq::error);
+    }
+    CHECK(r.tokens() == 45);
+    CHECK(r.held().tokens() == 9);
 
     ring s(with_sinks.new_sequence(), {.window = 10, .slack = 2});
     for (int i = 0; i < 50; ++i) s.append(0, words.k.slice(i, 1), words.v.slice(i, 1));

@@ -42,13 +42,14 @@ using transformed_cache = test::typed_cache<
 
 /// Wrappers around what is read otherwise than by folding, and what inherits from a scheme.
 using wrapped_cache = test::typed_cache<
-    test::formats<
-        baselines::centred<
-            kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>>,
-        kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>>,
-        baselines::centred<kvq::full<kvq::float16>>, kvq::hadamard<kvq::full<float>>,
-        baselines::centred<kvq::hadamard<symmetric_channels>>, kvq::std4_h::keys, doubled>,
-    test::formats<kvq::hadamard<kvq::full<float>>, kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {4}}>>,
+    test::formats<baselines::centred<kvq::mixed_affine<
+                      kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>>,
+                  kvq::hadamard<kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16},
+                                                  kvq::per_channel<64>>>,
+                  baselines::centred<kvq::full<kvq::float16>>, kvq::hadamard<kvq::full<float>>,
+                  baselines::centred<kvq::hadamard<symmetric_channels>>, kvq::std4_h::keys, doubled>,
+    test::formats<kvq::hadamard<kvq::full<float>>,
+                  kvq::hadamard<kvq::affine<4, kvq::per_channel<>, kvq::byte_params, kvq::min_max>>,
                   doubled>>;
 
 /// Methods of 2026: lengths of tokens in front of channels, clipped tokens, what went through wider codes, and one that is not foldable.

@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <kvq/schemes/affine.hpp>
-#include <kvq/schemes/channel_grid.hpp>
 #include <utility>
 
 #include "support/blocks.hpp"
@@ -50,11 +49,12 @@ double logit_error(const test::tensor<float>& q, const std::vector<float>& x, co
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("feedback makes logits of queries like the statistics' better, in the same format", S,
-                   kvq::affine<3, kvq::per_channel<64>, kvq::params<kvq::float16>, error_feedback<min_max>>,
-                   kvq::channel_grid<kvq::grid{.bits = {3}, .group = 64}, error_feedback<min_max>>,
-                   kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 24, .group = 64},
-                                     error_feedback<kvq::least_squares_below_3_bits>>) {
+TEST_CASE_TEMPLATE(
+    "feedback makes logits of queries like the statistics' better, in the same format", S,
+    kvq::affine<3, kvq::per_channel<64>, kvq::params<kvq::float16>, error_feedback<min_max>>,
+    kvq::affine<3, kvq::per_channel<64>, kvq::byte_params, error_feedback<min_max>>,
+    kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 24}, kvq::per_channel<64>,
+                      kvq::byte_params, error_feedback<kvq::least_squares_below_3_bits>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -86,7 +86,7 @@ TEST_CASE("independent queries have nothing to feed back: the same bytes") {
     std::vector<float> q(8 * 8, 0.0f);
     for (int i = 0; i < 8; ++i) q[static_cast<std::size_t>(i * 8 + i)] = 1.0f + static_cast<float>(i);
     statistics.add_queries(0, kvq::token_view<const float>(q.data(), 8, 1, 8));
-    using S = kvq::channel_grid<kvq::grid{.bits = {3}}, error_feedback<min_max>>;
+    using S = kvq::affine<3, kvq::per_channel<>, kvq::byte_params, error_feedback<min_max>>;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -94,12 +94,12 @@ TEST_CASE("independent queries have nothing to feed back: the same bytes") {
     const auto x = test::hostile_block(random, shape);
     CHECK(test::quantized(S(statistics), shape, x) == test::quantized(S{}, shape, x));
     CHECK(test::quantized(S(statistics), shape, x) ==
-          test::quantized(kvq::channel_grid<kvq::grid{.bits = {3}}>{}, shape, x));
+          test::quantized(kvq::affine<3, kvq::per_channel<>, kvq::byte_params, kvq::min_max>{}, shape, x));
 }
 
 TEST_CASE("an encoder for the time without matrices, another one with them") {
     using kvq::least_squares;
-    using both = kvq::channel_grid<kvq::grid{.bits = {2}}, error_feedback<min_max, least_squares>>;
+    using both = kvq::affine<2, kvq::per_channel<>, kvq::byte_params, error_feedback<min_max, least_squares>>;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -109,12 +109,13 @@ TEST_CASE("an encoder for the time without matrices, another one with them") {
     const kvq::block_shape shape{kvq::tensor::key, 64, 16};
     const auto x = test::random_block(random, shape);
     const auto squares =
-        test::quantized(kvq::channel_grid<kvq::grid{.bits = {2}}, least_squares>{}, shape, x);
+        test::quantized(kvq::affine<2, kvq::per_channel<>, kvq::byte_params, least_squares>{}, shape, x);
     CHECK(test::quantized(both{}, shape, x) == squares);
     CHECK(test::quantized(both(diagonal), shape, x) == squares);
     CHECK(test::quantized(both(statistics), shape, x) ==
-          test::quantized(kvq::channel_grid<kvq::grid{.bits = {2}}, error_feedback<min_max>>(statistics),
-                          shape, x));
+          test::quantized(
+              kvq::affine<2, kvq::per_channel<>, kvq::byte_params, error_feedback<min_max>>(statistics),
+              shape, x));
     CHECK(test::quantized(both(statistics), shape, x) != squares);
 }
 
@@ -125,7 +126,7 @@ TEST_CASE("values are left alone") {
     const auto q = correlated_queries(random, 2000, 16);
     kvq::calibration statistics({1, 1, 16}, true);
     statistics.add_queries(0, q.view());
-    using S = kvq::channel_grid<kvq::grid{.bits = {3}}, error_feedback<min_max>>;
+    using S = kvq::affine<3, kvq::per_channel<>, kvq::byte_params, error_feedback<min_max>>;
     for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
         const kvq::block_shape shape{role, 32, 16};
         const auto x = test::random_block(random, shape);

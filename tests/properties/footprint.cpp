@@ -121,4 +121,12 @@ TEST_CASE("a footprint of nothing, and of nonsense") {
     CHECK_THROWS_AS((void)kvq::footprint(cache, -1), kvq::error);
     CHECK_THROWS_AS((void)kvq::footprint(cache, 1, -2), kvq::error);
     CHECK_THROWS_AS((void)kvq::footprint(cache, std::numeric_limits<int>::max()), kvq::error);
+    // A chunk has no more tokens than the sequence.
+    const auto whole = kvq::footprint(cache, 1000, 1, {.chunk = 1000});
+    for (const int chunk : {1001, std::numeric_limits<int>::max()}) {
+        const auto more = kvq::footprint(cache, 1000, 1, {.chunk = chunk});
+        CHECK(more.total == whole.total);
+        CHECK(more.transient == whole.transient);
+    }
+    CHECK(whole.transient > kvq::footprint(cache, 1000, 1, {.chunk = 1}).transient);
 }

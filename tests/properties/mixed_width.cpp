@@ -6,7 +6,7 @@
 #include <cmath>
 #include <kvq/io/scheme_identity.hpp>
 #include <kvq/kvq.hpp>
-#include <kvq/schemes/channel_grid.hpp>
+#include <kvq/schemes/affine.hpp>
 #include <utility>
 
 #include "support/channel_plans.hpp"
@@ -24,15 +24,16 @@ kvq::block_shape key_shape(test::generator& random) {
 
 }  // namespace
 
-TEST_CASE(
-    "without a plan and with an average that is one of the widths, channels are those of a channel grid") {
+TEST_CASE("without a plan and with an average that is one of the widths, channels are those of one width") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}> mixed;
-    const kvq::channel_grid<kvq::grid{.bits = {2}, .group = 64}> plain;
-    const kvq::channel_grid<kvq::grid{.bits = {6, 4, 2, 0}, .average_eighths = 32, .group = 7}> mixed4;
-    const kvq::channel_grid<kvq::grid{.bits = {4}, .group = 7}> plain4;
+    const kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>
+        mixed;
+    const kvq::affine<2, kvq::per_channel<64>, kvq::byte_params, kvq::min_max> plain;
+    const kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 2, 0}, .average_eighths = 32}, kvq::per_channel<7>>
+        mixed4;
+    const kvq::affine<4, kvq::per_channel<7>, kvq::byte_params, kvq::min_max> plain4;
     for (int round = 0; round < 40; ++round) {
         const auto shape = key_shape(random);
         INFO(shape);
@@ -46,9 +47,12 @@ TEST_CASE(
 
 TEST_CASE_TEMPLATE(
     "any plan: every byte written, the same size for all, half a step of the channel's own width", S,
-    kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}, kvq::enclosing>,
-    kvq::channel_grid<kvq::grid{.bits = {8, 4, 3, 0}, .average_eighths = 26, .group = 7}, kvq::enclosing>,
-    kvq::channel_grid<kvq::grid{.bits = {5, 1}, .average_eighths = 17}, kvq::enclosing>) {
+    kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>,
+                      kvq::byte_params, kvq::enclosing>,
+    kvq::mixed_affine<kvq::width_mix{.bits = {8, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<7>,
+                      kvq::byte_params, kvq::enclosing>,
+    kvq::mixed_affine<kvq::width_mix{.bits = {5, 1}, .average_eighths = 17}, kvq::per_channel<>,
+                      kvq::byte_params, kvq::enclosing>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -118,7 +122,8 @@ TEST_CASE("the order of a plan is a permutation that dequantize undoes") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using S = kvq::channel_grid<kvq::grid{.bits = {4, 3, 2, 0}, .average_eighths = 24, .group = 64}>;
+    using S =
+        kvq::mixed_affine<kvq::width_mix{.bits = {4, 3, 2, 0}, .average_eighths = 24}, kvq::per_channel<64>>;
     for (const int dim : {1, 5, 48, 64, 80, 128}) {
         const S scheme = test::with_random_plan<S>(random, {1, 1, dim});
         const kvq::block_shape shape{kvq::tensor::key, 1, dim};
@@ -143,9 +148,8 @@ TEST_CASE("bits go where queries look: a channel that queries weigh most dequant
             for (int c = 0; c < 64; ++c) q.view().at(t, h)[c] *= c % 4 == 1 ? 30.0f : 0.5f;
     statistics.add_keys(0, std::as_const(k).view());
     statistics.add_queries(0, std::as_const(q).view());
-    const kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}> planned(
-        statistics),
-        even;
+    const kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>
+        planned(statistics), even;
     const kvq::block_shape block{kvq::tensor::key, 128, 64};
     CHECK(planned.block_bytes(block) == even.block_bytes(block));
     const auto x = random.normals(block.values());
@@ -173,7 +177,8 @@ TEST_CASE("statistics that say nothing about a text leave even widths: no keys, 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using S = kvq::channel_grid<kvq::grid{.bits = {6, 4, 3, 0}, .average_eighths = 32, .group = 64}>;
+    using S =
+        kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 32}, kvq::per_channel<64>>;
     for (const int dim : {8, 48, 64, 128}) {
         const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = dim};
         const kvq::block_shape block{kvq::tensor::key, 64, dim};
@@ -201,8 +206,8 @@ TEST_CASE(
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     using encoder = kvq::error_feedback<kvq::min_max>;
-    using S =
-        kvq::channel_grid<kvq::grid{.bits = {6, 4, 3, 2, 0}, .average_eighths = 24, .group = 64}, encoder>;
+    using S = kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 3, 2, 0}, .average_eighths = 24},
+                                kvq::per_channel<64>, kvq::byte_params, encoder>;
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 64};
     auto k = test::random_tensor(random, 640, 2, 64);
     for (int t = 0; t < 640; ++t)
@@ -233,17 +238,19 @@ TEST_CASE("malformed plans are refused; a plan is known by its fingerprint, an e
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using S = kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>;
+    using S =
+        kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>;
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 32};
     const auto one = test::random_statistics(random, shape), two = test::random_statistics(random, shape);
     const S scheme(one);
     CHECK(scheme.fingerprint() == S(kvq::calibration::load(one.save())).fingerprint());
     CHECK(scheme.fingerprint() != S(two).fingerprint());
     CHECK(S{}.fingerprint() == 0);
-    using fed = kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::error_feedback<kvq::min_max>>;
+    using fed = kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::error_feedback<kvq::min_max>>;
     const auto products = test::random_statistics(random, shape, true);
     const auto identity = [](const auto& s) { return kvq::identity_of(kvq::make_format<kvq::scalar>(s)); };
-    CHECK(identity(fed(products)) == identity(kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>{}));
+    CHECK(identity(fed(products)) ==
+          identity(kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::min_max>{}));
     CHECK(!(identity(scheme) == identity(S{})));
 
     const auto refused = [&](auto change) {
@@ -264,9 +271,9 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using keys = kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64},
-                                   kvq::error_feedback<kvq::min_max>>;
-    using grid = kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::error_feedback<kvq::min_max>>;
+    using keys = kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16},
+                                   kvq::per_channel<64>, kvq::byte_params, kvq::error_feedback<kvq::min_max>>;
+    using grid = kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::error_feedback<kvq::min_max>>;
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 16};
     const auto statistics = test::random_statistics(random, shape, true);
     // Not from kvq::library, whose formats the tests find by name and by what dequantizing needs: feedback is neither.
@@ -283,9 +290,10 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     }
 }
 
-TEST_CASE_TEMPLATE("value() is what dequantize() gives, by place", S,
-                   kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>,
-                   kvq::channel_grid<kvq::grid{.bits = {8, 4, 3, 0}, .average_eighths = 26, .group = 7}>) {
+TEST_CASE_TEMPLATE(
+    "value() is what dequantize() gives, by place", S,
+    kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>,
+    kvq::mixed_affine<kvq::width_mix{.bits = {8, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<7>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

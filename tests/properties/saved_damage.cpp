@@ -195,6 +195,13 @@ TEST_CASE("a file that contradicts itself is refused, even under a right seal") 
     metadata(R"("page_tokens":"4")", R"("page_tokens":"0")", "impossible options");
     metadata(R"("page_tokens":"4")", R"("page_tokens":"1")", "which has room for 1 of 21");
     metadata(R"("rollback":"4")", R"("rollback":"-1")", "impossible options");
+    // More than a cache may have: the positions of commits would overflow.
+    metadata(R"("recent":"2")", R"("recent":"536870912")", "1 sinks, 536870912 recent");
+    metadata(R"("rollback":"4")", R"("rollback":"536870912")", "536870912 rollback");
+    for (const std::string dim : {"head_dim", "value_dim"})
+        refused(edited(edited(f.bytes, R"("page_tokens":"4")", R"("page_tokens":"257")"),
+                       '"' + dim + R"(":"4")", '"' + dim + R"(":"1048576")"),
+                "a page of 257 tokens x 1048576 channels is too large");
     metadata(R"("window":"fp16")", R"("window":"fp32")", "is not its window");
     metadata(R"("key_scheme.1":)", R"("key_scheme.9":)", "is quantized to format 1 of 1");
 

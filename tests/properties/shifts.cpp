@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <kvq/cache/page_list.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/ring.hpp>
@@ -938,6 +939,74 @@ TEST_CASE("bad input is named in one sentence, and changes nothing") {
     wrong.rotary.resize(3);
     CHECK(test::contains(message_of([&] { test::int8_cache(shape, wrong); }),
                          "rotary embeddings are given for 3 layers of a cache with 2"));
+}
+
+TEST_CASE("keys that moved too far are refused in files, messages and pages of the caller") {
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 8};
+    kvq::cache_options options{.page_tokens = 4}, wide{.page_tokens = 8};
+    kvq::rotary_embedding rotary;
+    rotary.dims = 8;
+    options.rotary = wide.rotary = {rotary};
+    test::int8_cache cache(shape, options), other(shape, wide);
+    auto s = cache.new_sequence();
+    test::append(s, 1, test::stream(random, shape, 11), 0, 11);
+    std::int64_t& shift = kvq::detail::sequence_access::tracks(s)[0][1].shift;
+    const auto pages_of_s = [&] {
+        kvq::page_list pages(cache, 0);
+        for (int e = 0; e < s.pages(0).entries(); ++e) {
+            const auto entry = s.pages(0).at(e);
+            pages.add({.keys = entry.keys->data(),
+                       .values = entry.values->data(),
+                       .key_format = entry.keys->format,
+                       .value_format = entry.values->format,
+                       .key_capacity = entry.keys->tokens,
+                       .value_capacity = entry.values->tokens,
+                       .skip = entry.skip,
+                       .tokens = entry.tokens,
+                       .shift = entry.shift});
+        }
+        return pages.tokens();
+    };
+    constexpr std::int64_t limit = std::int64_t{1} << 52;
+    for (const std::int64_t far : {limit, -limit}) {
+        INFO(far);
+        shift = far;
+        for (const int how : {1, 2})
+            CHECK(test::contents(cache, elsewhere(cache, s, how)) == test::contents(cache, s));
+        CHECK(test::restored(other, test::saved(s), {.convert = true}).tokens() == 11);
+        CHECK(pages_of_s() == 11);
+        // Not a position farther.
+        const auto before = test::contents(cache, s, true);
+        const std::int64_t by = far > 0 ? 1 : -1;
+        const std::string from = "keys cannot move from " + std::to_string(far);
+        CHECK(test::contains(message_of([&] { s.shift(3, 11, by); }), from.c_str()));
+        CHECK(
+            test::contains(message_of([&] { far > 0 ? s.splice(s, 4, 11) : s.erase(0, 2); }), from.c_str()));
+        CHECK(test::contents(cache, s, true) == before);
+        CHECK(shift == far);
+    }
+    const std::size_t in_use = cache.bytes_in_use();
+    constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
+    for (const std::int64_t far : {limit + 1, -limit - 1, most, -most - 1}) {
+        INFO(far);
+        shift = far;
+        const std::string text =
+            " moved by " + std::to_string(far) + " positions, the limit is 4503599627370496";
+        const auto refused = [&](auto&& f, const std::string& whose) {
+            const std::string message = message_of(f);
+            INFO(message);
+            CHECK(test::contains(message, (whose + text).c_str()));
+            CHECK(cache.bytes_in_use() == in_use);
+            CHECK(other.bytes_in_use() == 0);
+        };
+        const auto bytes = test::saved(s);
+        refused([&] { test::restored(cache, bytes); }, "the saved sequence has keys that");
+        refused([&] { test::restored(other, bytes, {.convert = true}); }, "the saved sequence has keys that");
+        refused([&] { elsewhere(cache, s, 2); }, "layer 0 (keys): keys that");
+        refused([&] { pages_of_s(); }, "keys of pages 1");
+    }
+    shift = 0;
 }
 
 TEST_CASE("documents of a prefix cache are spliced in any order") {

@@ -1,8 +1,7 @@
-// expect: kvq::channel_grid: parameters are `byte_params` or params<P>, such as params<float16>
+// expect: kvq::scheme: parameters are params<P>, packed_params<P> or byte_params: params<float16>, not float16
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/schemes/channel_grid.hpp>
+#include <kvq/schemes/affine.hpp>
 
 const auto made =
-    kvq::make_format<kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::min_max, kvq::float16>,
-                     kvq::scalar>();
+    kvq::make_format<kvq::affine<4, kvq::per_channel<64>, kvq::float16, kvq::min_max>, kvq::scalar>();

@@ -1,8 +1,8 @@
-// expect: kvq::channel_grid<grid{...}, encoder, parameters, token scales>: token scales are no_token_scales, token_scales<byte_params>
+// expect: kvq::scheme<bits<B>, levels, granularity, params<P>, encoder, token scales>: token scales are no_token_scales, token_scales<byte_params>
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/schemes/channel_grid.hpp>
+#include <kvq/schemes/affine.hpp>
 
-const auto made = kvq::make_format<
-    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::min_max, kvq::byte_params, kvq::byte_params>,
-    kvq::scalar>();
+const auto made =
+    kvq::make_format<kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::min_max, kvq::byte_params>,
+                     kvq::scalar>();

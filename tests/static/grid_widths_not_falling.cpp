@@ -1,5 +1,5 @@
-// expect: kvq::channel_grid: .bits is a width of 1 to 8, or different widths of 0 to 8 bits, the widest first
+// expect: kvq::mixed_bits: .bits are different widths of 0 to 8 bits, the widest first
 // SPDX-License-Identifier: MIT
-#include <kvq/schemes/channel_grid.hpp>
+#include <kvq/schemes/affine.hpp>
 
-kvq::channel_grid<kvq::grid{.bits = {2, 4}, .average_eighths = 24, .group = 64}> made;
+kvq::mixed_affine<kvq::width_mix{.bits = {2, 4}, .average_eighths = 24}> made;

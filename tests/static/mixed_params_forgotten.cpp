@@ -1,8 +1,8 @@
-// expect: kvq::channel_grid: parameters are `byte_params` or params<P>, such as params<float16>
+// expect: kvq::scheme: parameters are params<P>, packed_params<P> or byte_params: params<float16>, not float16
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/schemes/channel_grid.hpp>
+#include <kvq/schemes/affine.hpp>
 
 const auto made = kvq::make_format<
-    kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}, kvq::min_max, float>,
+    kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>, float>,
     kvq::scalar>();

@@ -2,7 +2,7 @@
 // Plans of channel widths from random statistics.
 #pragma once
 
-#include <kvq/schemes/channel_grid.hpp>
+#include <kvq/schemes/affine.hpp>
 #include <utility>
 
 #include "blocks.hpp"

@@ -3,7 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
-#include <kvq/quant/channel_params.hpp>
+#include <kvq/quant/block_params.hpp>
 
 #include "support/random.hpp"
 
@@ -84,9 +84,8 @@ TEST_CASE("biases: on the line, nearest or not above, the range always inside") 
 }
 
 TEST_CASE_TEMPLATE("what is stored is what is loaded, for any groups and slots", P,
-                   kvq::channel_parameters<kvq::byte_params>,
-                   kvq::channel_parameters<kvq::params<kvq::float16>>,
-                   kvq::channel_parameters<kvq::params<float>>) {
+                   kvq::block_parameters<kvq::byte_params>, kvq::block_parameters<kvq::params<kvq::float16>>,
+                   kvq::block_parameters<kvq::params<float>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

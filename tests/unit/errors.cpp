@@ -76,12 +76,46 @@ TEST_CASE("a cache of impossible shape or options is not made") {
     check_message([&] { make(good, {.rollback = huge}); }, {"rollback", "2147483647"});
     check_message([&] { make(good, {.page_tokens = 0}); }, {"page_tokens", "0"});
     check_message([&] { make(good, {.page_tokens = 65537}); }, {"page_tokens", "65537", "65536"});
+    // Tokens times channels are counted with int.
+    const kvq::cache_shape wide{.layers = 1, .kv_heads = 1, .head_dim = 1 << 20, .value_dim = 8};
+    const kvq::cache_shape wide_values{.layers = 1, .kv_heads = 1, .head_dim = 8, .value_dim = 1 << 20};
+    make(wide, {.page_tokens = 256});
+    for (const kvq::cache_shape& shape : {wide, wide_values}) {
+        check_message([&] { make(shape, {.page_tokens = 257}); },
+                      {"257 tokens x 1048576 channels", "268435456"});
+        check_message([&] { make(shape, {.page_tokens = 65536}); }, {"65536 tokens x 1048576 channels"});
+        check_message([&] { make(shape, {.sinks = 500000000, .page_tokens = 128}); },
+                      {"500000000 tokens x ", " channels is too large"});
+    }
     check_message([&] { make(good, {.memory = nullptr}); }, {"memory resource"});
     check_message([&] { make(good, {.layers = {{}, {}, {}}}); }, {"3 layers", "2"});
     check_message([&] { make(good, {.layers = {{.key = 2}, {}}}); }, {"key format 2", "2 listed"});
     check_message([&] { make(good, {.layers = {{}, {.value = -1}}}); }, {"value format -1", "2 listed"});
     check_message([&] { test::typed_cache<ragged_blocks, ragged_blocks, test::usual> c(good); },
                   {"key format 0", "24 bytes"});
+}
+
+TEST_CASE("the largest numbers that are allowed do not overflow") {
+    constexpr int most = std::numeric_limits<int>::max();
+    const cache_type cache({.layers = 1, .kv_heads = 1, .head_dim = 8}, {.page_tokens = 4});
+    // One state for every chunk of 2048 tokens: 2^20, 2^19, 2^18 of them.
+    const auto workspace = [&](int tokens) { return cache.attention_workspace(tokens, 1); };
+    const std::size_t quarter = workspace(1 << 29), half = workspace(1 << 30);
+    CHECK(half - quarter >= (std::size_t{1} << 18) * 8 * sizeof(float));
+    CHECK(workspace(most - 4) - half == 2 * (half - quarter));
+    CHECK(cache.attention_workspace(100, 1, most) == cache.attention_workspace(100, 1, most / 2));
+
+    // The last page of a sequence that takes no more tokens, in the longest window.
+    const kvq::page_geometry g{0, most / 4, 4};
+    const kvq::page_span last{most - 8, 4, 4, {}, {}};
+    CHECK(!kvq::detail::layer_track::is_due(last, most - 4, g));
+    CHECK(kvq::detail::layer_track::keeps_copies(last, most - 4, g, most / 4));
+
+    const std::vector<kvq::token_range> ranges{{0, 4}};
+    const int starts[] = {0, 1};
+    CHECK(kvq::token_ranges{ranges, starts, 5}.of(5).size() == 1);
+    for (const int first_query : {most, 5 - most, -most - 1})
+        CHECK(kvq::token_ranges{ranges, starts, first_query}.of(5).empty());
 }
 
 TEST_CASE("append refuses what does not fit, and changes nothing") {

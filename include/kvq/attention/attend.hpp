@@ -81,7 +81,7 @@ public:
         int e = 0, end = pages.entries();
         if (plan.split()) {
             e = pages.lower_bound(at.chunk * plan.chunk_tokens);
-            end = pages.lower_bound(smaller(plan.tokens, (at.chunk + 1) * plan.chunk_tokens));
+            end = pages.lower_bound(plan.chunk_end(at.chunk));
         }
         float* const ranks = choice.ranks_of(at.head, at.first);
         for (; e < end; ++e) {
@@ -301,9 +301,8 @@ private:
 
     /// Is no key of the chunk visible to any of the rows? An empty state, which changes nothing when it is merged.
     bool hides(int chunk, int head, int first, int n) const {
-        const int begin = chunk * plan.chunk_tokens,
-                  next = begin + smaller(plan.chunk_tokens, plan.tokens - begin);
-        const int from = pages.lower_bound(begin), to = pages.lower_bound(next);
+        const int from = pages.lower_bound(chunk * plan.chunk_tokens),
+                  to = pages.lower_bound(plan.chunk_end(chunk));
         if (from == to) return true;
         if (const float* const ranks = choice.ranks_of(head, first))
             if (std::none_of(ranks + from, ranks + to, page_choice::chosen)) return true;
@@ -365,8 +364,7 @@ private:
         if (plan.skips) s.held->begin_chunk();
 
         const page_walk walk = walk_of(rows);
-        const int begin = chunk * plan.chunk_tokens;
-        const int last = begin + smaller(plan.chunk_tokens, plan.tokens - begin) - 1;
+        const int begin = chunk * plan.chunk_tokens, last = plan.chunk_end(chunk) - 1;
         visible_page page = next_page(walk, pages.lower_bound(begin), last);
         while (page.index < pages.entries()) {
             const visible_page following = next_page(walk, page.index + 1, last);

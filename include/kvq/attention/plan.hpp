@@ -38,14 +38,18 @@ struct attention_plan {
           value_dim(s.dim(tensor::value)),
           tokens(key_tokens),
           chunk_tokens(larger(1, attention_chunk / g.page_tokens) * g.page_tokens),
-          block_rows(most_rows > 64 && kv_heads * ceil_div(rows(), most_rows) < enough_tasks ? most_rows / 2
-                                                                                             : most_rows),
+          block_rows(most_rows > 64 && kv_heads * parts(rows(), most_rows) < enough_tasks ? most_rows / 2
+                                                                                          : most_rows),
           skips(skips_values) {}
 
     int rows() const noexcept { return group * query_tokens; }
-    int row_blocks() const noexcept { return ceil_div(rows(), block_rows); }
+    int row_blocks() const noexcept { return parts(rows(), block_rows); }
     /// Chunks are cut by position, so that trims change neither tasks nor workspace. A page belongs to the chunk of its first token.
-    int chunks() const noexcept { return ceil_div(tokens, chunk_tokens); }
+    int chunks() const noexcept { return parts(tokens, chunk_tokens); }
+    /// The token behind those of a chunk.
+    int chunk_end(int chunk) const noexcept {
+        return chunk * chunk_tokens + smaller(chunk_tokens, tokens - chunk * chunk_tokens);
+    }
     bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
     int tasks() const noexcept { return kv_heads * row_blocks() * (split() ? chunks() : 1); }
     /// Whether all tasks but the last chunk of a head see as many keys.
@@ -62,6 +66,10 @@ struct attention_plan {
                                   std::size_t{64})
                        : 0;
     }
+
+private:
+    /// ceil_div() of numbers up to the largest int.
+    static int parts(int n, int of_size) noexcept { return n / of_size + (n % of_size != 0); }
 };
 
 /// Query rows per task that every format of both tables supports.

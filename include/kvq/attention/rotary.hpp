@@ -210,5 +210,17 @@ private:
     std::vector<rotation> of_;
 };
 
+/// The farthest that keys may have moved since they were rotated: as a double, whole numbers up to here are exact.
+inline constexpr std::int64_t farthest_shift = std::int64_t{1} << 52;
+
+/// Raises kvq::error for keys that moved farther than that, or in a cache that cannot rotate them. keys: "keys of pages 3".
+template <class... Keys>
+void expect_shift(const rotation_table& rotations, std::int64_t shift, const Keys&... keys) {
+    expect(shift == 0 || rotations.known(), keys..., " moved by ", shift,
+           " positions: set cache_options::rotary to say how they are rotated");
+    expect(shift >= -farthest_shift && shift <= farthest_shift, keys..., " moved by ", shift,
+           " positions, the limit is ", farthest_shift);
+}
+
 }  // namespace detail
 }  // namespace kvq::inline KVQ_TAGGED

@@ -175,6 +175,9 @@ private:
         detail::expect(options.sinks <= most && options.recent <= most && options.rollback <= most, "sinks ",
                        options.sinks, ", recent ", options.recent, " and rollback ", options.rollback,
                        " must not be more than ", most);
+        const page_geometry g{options.sinks, options.recent, options.page_tokens};
+        for (const tensor role : {tensor::key, tensor::value})
+            detail::check_page(g.longest_page(), shape.dim(role));
         detail::expect(options.layers.empty() || static_cast<int>(options.layers.size()) == shape.layers,
                        "formats are given for ", options.layers.size(), " layers of a cache with ",
                        shape.layers);

@@ -24,7 +24,7 @@
 #include "../core/rounding.hpp"
 #include "../format/format_table.hpp"
 #include "../page/page.hpp"
-#include "../quant/quantize_channels.hpp"
+#include "../quant/quantize_group.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {
 

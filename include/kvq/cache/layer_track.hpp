@@ -51,9 +51,9 @@ struct layer_track {
     int size() const noexcept { return static_cast<int>(spans.size()); }
 
     /// Number of tokens at which a whole span is committed. A span that was closed is whole from the next token on.
-    static int commit_at(const page_span& s, const page_geometry& g) noexcept {
+    static std::int64_t commit_at(const page_span& s, const page_geometry& g) noexcept {
         const int closed = s.room < g.capacity(s.sinks) ? 1 : 0;
-        return s.first_token + s.room - s.skip + larger(g.recent, closed);
+        return std::int64_t{s.first_token} + s.room - s.skip + larger(g.recent, closed);
     }
     /// Is a span committed in a layer of n tokens without cuts?
     static bool is_due(const page_span& s, int n, const page_geometry& g) noexcept {

@@ -46,8 +46,7 @@ public:
                        "pages ", place, " show ", p.tokens, " tokens from ", p.skip, " on of ", capacity);
         detail::expect(tokens_ <= (std::numeric_limits<int>::max)() - cache_.options().page_tokens - p.tokens,
                        "pages ", place, " of ", p.tokens, " tokens behind ", tokens_, " tokens are too many");
-        detail::expect(p.shift == 0 || cache_.rotations().known(), "keys of pages ", place, " moved by ",
-                       p.shift, " positions: set cache_options::rotary to say how they are rotated");
+        detail::expect_shift(cache_.rotations(), p.shift, "keys of pages ", place);
         page_span span{tokens_, p.tokens, capacity, {}, {}, p.skip, false, p.shift};
         for (const tensor role : {tensor::key, tensor::value})
             span.pages[static_cast<std::size_t>(role)] = header(role, p, place);

@@ -30,11 +30,10 @@ public:
     /// Appends tokens [first, last) of `from`, moved by `by`.
     void take(const layer_track& from, int first, int last, std::int64_t by) {
         const page_geometry g = cache_.geometry();
-        constexpr std::int64_t farthest = std::int64_t{1} << 52;  // as a double, whole numbers are exact
         for (int i = 0; i < from.size(); ++i) {
             const int begin = larger(first, from[i].first_token), end = smaller(last, from[i].end());
             if (begin >= end) continue;
-            expect(from[i].shift <= farthest - by && from[i].shift >= -farthest - by,
+            expect(from[i].shift <= farthest_shift - by && from[i].shift >= -farthest_shift - by,
                    "keys cannot move from ", from[i].shift, " by ", by, " positions");
             const bool committed = i < from.committed;
             page_span s = from[i];

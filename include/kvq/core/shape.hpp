@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "error.hpp"
 
@@ -66,6 +67,15 @@ inline void check_shape(const cache_shape& s) {
            ", got ", s.head_dim);
     expect(s.value_dim >= 0 && s.value_dim <= most_head_dim, "value_dim must be between 1 and ",
            most_head_dim, " (or 0 for head_dim), got ", s.value_dim);
+}
+
+/// The most values of a block: its bytes in fp32 are an int, so that loops over a block may count with int.
+inline constexpr int most_block_values = 1 << 28;
+
+/// Raises kvq::error for pages of more tokens than a block has room for.
+inline void check_page(int tokens, int dim) {
+    expect(std::int64_t{tokens} * dim <= most_block_values, "a page of ", tokens, " tokens x ", dim,
+           " channels is too large: tokens times channels must not be more than ", most_block_values);
 }
 
 }  // namespace kvq::inline KVQ_TAGGED::detail

@@ -143,9 +143,8 @@ private:
             detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ", m.first_token,
             ", of which it shows ", m.used, ", does not belong to a cache with ", g.sinks, " sinks and ",
             g.page_tokens, " tokens per page");
-        detail::expect(m.shift == 0 || cache_.rotations().known(), detail::layer_text(layer, tensor_of),
-                       ": keys that moved by ", m.shift,
-                       " positions: set cache_options::rotary to say how they are rotated");
+        detail::expect_shift(cache_.rotations(), m.shift, detail::layer_text(layer, tensor_of),
+                             ": keys that");
         const bool copy = m.kind == page_kind::copy;
         const int format = detail::index_of_identity(cache_.table(tensor_of), m.scheme);
         if (format < 0)

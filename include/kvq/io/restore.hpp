@@ -98,9 +98,7 @@ private:
         same_layout_ = same_layout_ && file.window == mine;
         for (const saved_layer& layer : index_.layers())
             for (const page_span& s : layer.spans)
-                expect(s.shift == 0 || cache_.rotations().known(),
-                       "the saved sequence has keys that moved by ", s.shift,
-                       " positions: set cache_options::rotary to say how they are rotated");
+                expect_shift(cache_.rotations(), s.shift, "the saved sequence has keys that");
     }
 
     void find_formats(tensor role) {

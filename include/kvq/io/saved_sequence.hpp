@@ -139,6 +139,8 @@ public:
                    d.rollback <= most_recent,
                "a saved sequence has impossible options: ", g.sinks, " sinks, ", g.recent, " recent, ",
                g.page_tokens, " page_tokens, ", d.rollback, " rollback");
+        for (const tensor role : {tensor::key, tensor::value})
+            check_page(g.longest_page(), d.shape.dim(role));
         for (const tensor role : {tensor::key, tensor::value}) {
             auto& list = d.schemes[static_cast<std::size_t>(role)];
             for (std::size_t i = 0; m.count(scheme_key(role, i)); ++i) {

@@ -14,6 +14,7 @@
 // Thread safety: all members may be called from any thread; they run one after the other, reading and writing of files included.
 #pragma once
 
+#include <algorithm>
 #include <filesystem>
 #include <random>
 #include <string>
@@ -109,27 +110,25 @@ public:
     }
 
     /// As prefix_cache::fetch, over both tiers. Reading a file takes memory for its pages: the memory tier makes room for it in
-    /// cache_options::byte_budget first. Without enough memory the file stays, and the result is what the memory tier still has.
+    /// cache_options::byte_budget first. Without enough memory the file stays, and the next best entry with fewer bytes of pages is taken.
     fetch_result fetch(token_ids tokens) {
         const std::lock_guard lock(mutex_);
+        std::optional<std::size_t> too_large;  // bytes of the pages that memory had no room for
         while (true) {
             const int in_memory = memory_.lookup(tokens).tokens;
-            const auto m = tree_.find(tokens);
+            const nearest m = too_large ? nearest_smaller(tokens, *too_large) : nearest_of(tokens);
             const int in_file = static_cast<int>(m.tokens);
             if (in_file <= in_memory ||
                 (m.tokens < tokens.size() && in_file < options_.memory.min_prefix_tokens))
                 break;
-            const auto at = (m.exact ? m.exact : m.extension ? m.extension : m.prefix)->value;
-            const prefix_match kind = m.exact                     ? prefix_match::exact
-                                      : m.tokens == tokens.size() ? prefix_match::supersequence
-                                      : m.prefix && m.prefix->tokens().size() == m.tokens
-                                          ? prefix_match::prefix
-                                          : prefix_match::lcp;
+            const position at = m.at;
+            const prefix_match kind = m.match;
+            const std::size_t pages = at->pages;
             files_.splice(files_.begin(), files_, at);
             std::optional<kvq::sequence> found;
             const attempted how = read(at, found);
-            if (how == attempted::no_memory) break;
-            if (how == attempted::failed) continue;
+            if (how == attempted::no_memory) too_large = pages;
+            if (how != attempted::done) continue;
             if (found->tokens() > in_file) found->trim(in_file);
             return {kind, in_file, std::move(*found), prefix_tier::file};
         }
@@ -170,6 +169,38 @@ private:
         std::size_t pages = 0;  // bytes of its pages in memory
         typename tree::node* node = nullptr;
     };
+
+    /// A file with the most of some tokens. tokens 0: there is none.
+    struct nearest {
+        std::size_t tokens = 0;
+        position at = {};
+        prefix_match match = prefix_match::miss;
+    };
+    nearest nearest_of(token_ids tokens) const {
+        const auto m = tree_.find(tokens);
+        if (m.tokens == 0) return {};
+        const prefix_match match = m.exact                     ? prefix_match::exact
+                                   : m.tokens == tokens.size() ? prefix_match::supersequence
+                                   : m.prefix && m.prefix->tokens().size() == m.tokens ? prefix_match::prefix
+                                                                                       : prefix_match::lcp;
+        return {m.tokens, (m.exact ? m.exact : m.extension ? m.extension : m.prefix)->value, match};
+    }
+    /// The same, of the files whose pages have fewer bytes. O(files * tokens)
+    nearest nearest_smaller(token_ids tokens, std::size_t bytes) {
+        nearest best;
+        for (position f = files_.begin(); f != files_.end(); ++f) {
+            const token_ids own = f->node->tokens();
+            const auto common = static_cast<std::size_t>(
+                std::mismatch(own.begin(), own.end(), tokens.begin(), tokens.end()).first - own.begin());
+            if (f->pages >= bytes || common <= best.tokens) continue;
+            const prefix_match match = common < own.size() && common < tokens.size() ? prefix_match::lcp
+                                       : common < own.size()    ? prefix_match::supersequence
+                                       : common < tokens.size() ? prefix_match::prefix
+                                                                : prefix_match::exact;
+            best = {common, f, match};
+        }
+        return best;
+    }
 
     prefix_cache_options with_hook(prefix_cache_options o) {
         o.evicted = [this](token_ids tokens, const kvq::sequence& s) { write(tokens, s); };

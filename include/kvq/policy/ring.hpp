@@ -98,8 +98,8 @@ public:
                  const output_view& out, const Mods& more, executor_view executor, workspace& space) {
         static_assert(!std::is_same_v<Mods, sliding_window> && !std::is_same_v<Mods, sink_window>,
                       "kvq::ring: a ring has its window already");
-        if (q.tokens >= 1 && q.tokens <= sequence_.tokens(layer) + k.tokens)
-            check_window(tokens(layer) + k.tokens - q.tokens, "attend from");
+        const std::int64_t held = std::int64_t{sequence_.tokens(layer)} + k.tokens;
+        if (q.tokens >= 1 && q.tokens <= held) check_window(dropped_ + held - q.tokens, "attend from");
         const int tokens = droppable();
         sequence_.prefill(layer, k, v, q, out, mods{sink_window{options_.window, sinks()}, more}, executor,
                           space);

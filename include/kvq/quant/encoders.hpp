@@ -33,7 +33,7 @@ struct grid_range {
 
 namespace detail {
 
-/// The encoder argument of schemes; it also has the constants that quant/quantize_channels.hpp reads.
+/// The encoder argument of schemes; it also has the constants that quant/quantize_group.hpp reads.
 template <class E>
 concept grid_encoder = requires(const E e, const float* x, int n, float* codes) {
     { e.fit(x, n, n, codes) } -> std::same_as<grid_range>;

@@ -11,7 +11,7 @@
 // exact products, in a fixed order: the same bits from every compiler. Cost: grids about 3 passes, token scales 6 in each of 4 turns.
 #pragma once
 
-#include "channel_params.hpp"
+#include "block_params.hpp"
 #include "encoders.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {

@@ -3,6 +3,7 @@
 //   scheme<bits<3>, asymmetric, per_channel<32>, params<bfloat16>>     3-bit codes; scales and biases in bfloat16
 //
 // bits<B>: 1 to 8. params<P>: float16, bfloat16, float, or a type of your own that is made from a float and read back as one.
+// packed_params<P>: the same without padding between scales and biases, as the presets have it. byte_params: quant/byte_params.hpp.
 // Contract: P is trivially copyable, because its bytes are stored in pages.
 #pragma once
 
@@ -20,6 +21,7 @@ template <int Bits>
 struct bits {
     static_assert(Bits >= 1 && Bits <= 8, "kvq::bits<B>: a code has 1 to 8 bits");
     static constexpr int value = Bits;
+    static constexpr bool several_widths = false;
 };
 
 /// A type that can store a scale or bias: trivially copyable, constructible from float and convertible to float.
@@ -35,6 +37,16 @@ struct params {
         parameter_type<P>,
         "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float");
 };
+
+/// The same without padding between scales and biases.
+template <class P>
+struct packed_params : params<P> {};
+
+/// Are parameters stored as params<P>, which every granularity and all levels take?
+template <class Params>
+inline constexpr bool plain_params = false;
+template <class P>
+inline constexpr bool plain_params<params<P>> = true;
 
 namespace detail {
 
@@ -54,19 +66,6 @@ struct plain_loads {
         for (int i = 0; i < n; ++i)
             out[i] = static_cast<float>(load_as<P>(from + sizeof(P) * static_cast<std::size_t>(i)));
     }
-};
-
-/// The P of params<P>, for schemes that take no other parameters.
-template <class Params>
-struct parameter_of {
-    static_assert(std::is_void_v<Params>,
-                  "kvq::scheme: the type of parameters is written params<float16>, not float16");
-    using type = float16;
-};
-template <class Params>
-requires requires { typename Params::type; }
-struct parameter_of<Params> {
-    using type = typename Params::type;
 };
 
 }  // namespace detail

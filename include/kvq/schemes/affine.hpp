@@ -8,10 +8,16 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// affine<4, per_token<64>>, affine<2, per_channel<32>, params<float>>, affine<3, per_token<64>, params<float16>, least_squares>, ...
+/// affine<4, per_token<64>>, affine<2, per_channel<32>, params<float>>, affine<3, per_token<64>, params<float16>, least_squares>,
+/// affine<4, per_channel<64>, byte_params, min_max, token_scales<byte_params>>, ...
 template <int Bits, class Granularity = per_token<64>, class Params = params<float16>,
+          class Encoder = enclosing, class TokenScales = no_token_scales>
+using affine = scheme<bits<Bits>, asymmetric, Granularity, Params, Encoder, TokenScales>;
+
+/// The same with several widths: mixed_affine<width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 32}, per_channel<64>>. For keys.
+template <width_mix Widths, class Granularity = per_channel<64>, class Params = byte_params,
           class Encoder = min_max>
-using affine = scheme<bits<Bits>, asymmetric, Granularity, Params, Encoder>;
+using mixed_affine = scheme<mixed_bits<Widths>, asymmetric, Granularity, Params, Encoder>;
 
 static_assert(foldable<affine<4>>);
 static_assert(affine<4>{}.block_bytes({tensor::key, 64, 128}) == 64 * 72);

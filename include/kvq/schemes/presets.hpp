@@ -21,7 +21,6 @@
 #pragma once
 
 #include "affine.hpp"
-#include "channel_grid.hpp"
 #include "transformed.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -35,30 +34,29 @@ using preset_key_encoder = error_feedback<least_squares_below_3_bits>;
 using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
 
 /// Values of the presets: per channel over the page, one token scale, least squares and corrected mean.
-template <int Bits, class Params = byte_params>
-using preset_values =
-    channel_grid<grid{.bits = {Bits}}, mean_corrected<least_squares>, Params, token_scales<Params>>;
+template <int Bits, class Params = byte_params, class TokenScales = token_scales<byte_params>>
+using preset_values = affine<Bits, per_channel<>, Params, mean_corrected<least_squares>, TokenScales>;
 
 }  // namespace detail
 
 struct ref8 {
     static constexpr const char* name = "ref8";
     using keys = affine<8, per_channel<64>>;
-    using values = detail::preset_values<8, params<float16>>;
+    using values = detail::preset_values<8, packed_params<float16>, token_scales<params<float16>>>;
 };
 struct hi6 {
     static constexpr const char* name = "hi6";
-    using keys = channel_grid<grid{.bits = {6}}, error_feedback<min_max>>;
+    using keys = affine<6, per_channel<>, byte_params, error_feedback<min_max>>;
     using values = detail::preset_values<6>;
 };
 struct std5 {
     static constexpr const char* name = "std5";
-    using keys = channel_grid<grid{.bits = {5}, .group = 64}, error_feedback<min_max>>;
+    using keys = affine<5, per_channel<64>, byte_params, error_feedback<min_max>>;
     using values = detail::preset_values<5>;
 };
 struct std4 {
     static constexpr const char* name = "std4";
-    using keys = channel_grid<grid{.bits = {4}, .group = 64}, error_feedback<min_max>>;
+    using keys = affine<4, per_channel<64>, byte_params, error_feedback<min_max>>;
     using values = detail::preset_values<4>;
 };
 /// For models without statistics: a Hadamard matrix makes the channels of keys, and those of queries, alike, so that one width is right
@@ -66,25 +64,25 @@ struct std4 {
 /// nothing from a matrix; they are those of std4.
 struct std4_h {
     static constexpr const char* name = "std4-h";
-    using keys = hadamard<channel_grid<std4::keys::options, min_max, byte_params, token_scales<byte_params>>>;
+    using keys = hadamard<affine<4, per_channel<64>, byte_params, min_max, token_scales<byte_params>>>;
     using values = std4::values;
 };
 struct mix4 {
     static constexpr const char* name = "mix4";
-    using keys = channel_grid<grid{.bits = {6, 4, 3, 0}, .average_eighths = 32, .group = 64},
-                              detail::preset_key_encoder>;
+    using keys = mixed_affine<width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 32}, per_channel<64>,
+                              byte_params, detail::preset_key_encoder>;
     using values = detail::preset_values<4>;
 };
 struct low3 {
     static constexpr const char* name = "low3";
-    using keys = channel_grid<grid{.bits = {6, 4, 3, 2, 0}, .average_eighths = 24, .group = 64},
-                              detail::preset_key_encoder>;
+    using keys = mixed_affine<width_mix{.bits = {6, 4, 3, 2, 0}, .average_eighths = 24}, per_channel<64>,
+                              byte_params, detail::preset_key_encoder>;
     using values = detail::preset_values<3>;
 };
 struct low2 {
     static constexpr const char* name = "low2";
-    using keys =
-        channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}, detail::low2_key_encoder>;
+    using keys = mixed_affine<width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, per_channel<64>,
+                              byte_params, detail::low2_key_encoder>;
     using values = detail::preset_values<2>;
 };
 

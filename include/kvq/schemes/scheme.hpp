@@ -1,156 +1,271 @@
-// scheme<bits, levels, granularity, params, encoder>: the composed scheme that every published affine method is an alias of.
+// scheme<codes, levels, granularity, params, encoder, token scales>: the composed scheme. Every affine method is an alias of it.
 //
-//   block = [codes][scales][biases]          each section padded to 16 bytes; docs/reference/format.md
-//   parameters of rows    are stored [column group][row slot], those of columns [row group][column slot]
+//   x^ = r * (scale * code + bias)         r = 1 without token scales; symmetric levels have no bias
 //
-// Encoder: quant/encoders.hpp. min_max, the only encoder that kernels vectorise here, takes the range of the group with parameters
-// rounded outside it (quant/affine.hpp). All encoders have the same block format and the same dequantizing.
-// Example: scheme<bits<3>, asymmetric, per_channel<32>, params<float16>>
+//   codes         bits<B>, or mixed_bits<width_mix{...}>: several widths, with a plan of channels (schemes/mixed_bits.hpp)
+//   levels        asymmetric or symmetric (quant/affine.hpp, quant/symmetric.hpp)
+//   granularity   per_token<G> or per_channel<G>: which values share a scale and bias (quant/granularity.hpp)
+//   params        how they are stored: params<P>, packed_params<P> or byte_params (quant/block_params.hpp)
+//   encoder       how the grid of a group is found (quant/encoders.hpp); it changes neither the format of the block nor dequantizing
+//   token scales  no_token_scales, or token_scales<params<P> or byte_params>: r, a scale per token (quant/token_scales.hpp)
+//
+// Block: schemes/block_layout.hpp. Contract: quant/affine.hpp and quant/encoders.hpp, of x / r where there are token scales. NaN and
+// infinities never set parameters; NaN is quantized as the value nearest zero, infinities saturate. Blocks whose encoder is not
+// `enclosing` over params<P> have at most 1024 tokens and channels, and magnitudes above 2^100 saturate.
+// Example: scheme<bits<3>, asymmetric, per_channel<32>, params<float16>>. Source: the aliases (affine.hpp, int8.hpp, kivi.hpp,
+// presets.hpp) name theirs.
 #pragma once
 
 #include <cstring>
-#include <vector>
 
 #include "../core/text.hpp"
-#include "../pack/bit_pack.hpp"
 #include "../quant/affine.hpp"
 #include "../quant/error_feedback.hpp"
-#include "../quant/granularity.hpp"
-#include "../quant/params.hpp"
 #include "../quant/symmetric.hpp"
-#include "concepts.hpp"
+#include "../quant/token_scales.hpp"
+#include "block_layout.hpp"
+#include "scheme_codes.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
-template <class Bits, class Levels, class Granularity>
+
+template <class Codes, class Levels, class Granularity>
 concept scheme_arguments = granularity<Granularity> && requires {
-    { Bits::value } -> std::convertible_to<int>;
+    { Codes::several_widths } -> std::convertible_to<bool>;
     { Levels::has_bias } -> std::convertible_to<bool>;
     { Levels::min_bits } -> std::convertible_to<int>;
 };
+/// Bits of a code; 0: several widths.
+template <class Codes>
+inline constexpr int one_width = 0;
+template <int Bits>
+inline constexpr int one_width<bits<Bits>> = Bits;
+
+/// The columns of a block with several widths as one matrix: attention reads the position of their parameters here.
+template <class Layout>
+struct mixed_columns {
+    KVQ_HD static constexpr code_layout<8> codes(const block_shape& s) noexcept {
+        return {Layout{}.cut(s), {s.dim, s.dim}};
+    }
+    static constexpr fold_use fold(tensor) noexcept { return {false, false, true, true}; }
+    std::size_t parameters = 0;      ///< offset in the block
+    int groups = 0, slot_count = 0;  ///< of the parameters
+    template <class Backend>
+    void load(const std::byte* block, int row_group, float* scale, float* bias,
+              const float* factor = nullptr) const {
+        using stored = typename Layout::parameters;
+        const std::byte* const at = block + parameters;
+        stored::template load_scales<Backend>(at, groups, slot_count, row_group, 0, slot_count, scale,
+                                              factor);
+        stored::template load_biases<Backend>(at, groups, slot_count, row_group, 0, slot_count, bias);
+    }
+};
+
 }  // namespace detail
 
-template <class Bits, class Levels, class Granularity, class Params = params<float16>,
-          class Encoder = min_max>
-struct scheme {
-    using attends_as = scheme;
+template <class Codes, class Levels, class Granularity, class Params = params<float16>,
+          class Encoder = enclosing, class TokenScales = no_token_scales>
+struct scheme : detail::scheme_codes<Codes, Granularity> {
+private:
     static_assert(
-        detail::scheme_arguments<Bits, Levels, Granularity>,
+        detail::scheme_arguments<Codes, Levels, Granularity>,
         "kvq::scheme<bits<B>, levels, granularity, params<P>>: in this order, levels such as asymmetric, "
         "the granularity per_token<G> or per_channel<G>");
+    using base = detail::scheme_codes<Codes, Granularity>;
+    static constexpr bool by_token = Granularity::on_tokens;
+
+public:
+    using attends_as = scheme;
     using levels = Levels;
     using granularity_type = Granularity;
-    using parameter = typename detail::parameter_of<Params>::type;
     using encoder_type = Encoder;
-    static constexpr bool fits_range = std::same_as<Encoder, min_max>;
-    static_assert(detail::grid_encoder<Encoder> && (fits_range || Levels::has_bias),
-                  "kvq::scheme<bits<B>, levels, granularity, params<P>, encoder>: the fifth argument must be "
-                  "an encoder, such "
-                  "as least_squares; symmetric levels take min_max alone");
-    static constexpr int code_bits = Bits::value;
-    static_assert(code_bits < 1 || code_bits >= Levels::min_bits,
+    using token_scale_type = TokenScales;
+    using layout_type = block_layout<Codes, Granularity, Levels::has_bias, Params, TokenScales>;
+    using parameters = typename layout_type::parameters;
+    using parameter = typename parameters::stored;
+    static constexpr bool several_widths = Codes::several_widths;
+    /// Is the grid of a group its range, with parameters that any granularity and all levels take?
+    static constexpr bool fits_range =
+        plain_params<Params> && std::same_as<Encoder, enclosing> && !TokenScales::present && !several_widths;
+    static_assert(
+        detail::grid_encoder<Encoder>,
+        "kvq::scheme<bits<B>, levels, granularity, params<P>, encoder>: the fifth argument must be an "
+        "encoder, such as least_squares");
+    static_assert(token_scale_policy<TokenScales>,
+                  "kvq::scheme<bits<B>, levels, granularity, params<P>, encoder, token scales>: token scales "
+                  "are no_token_scales, token_scales<byte_params> or token_scales<params<P>>");
+    static_assert(fits_range || Levels::has_bias,
+                  "kvq::scheme: symmetric levels take params<P> and the encoder enclosing");
+    static_assert(!by_token || (plain_params<Params> && !TokenScales::present && !several_widths),
+                  "kvq::scheme: per_token takes bits<B> and params<P>; packed and 8-bit parameters, token "
+                  "scales and several widths are per channel");
+    static_assert(!several_widths || !TokenScales::present,
+                  "kvq::scheme: keys of several widths have no token scales");
+    static_assert(several_widths || Levels::min_bits <= detail::one_width<Codes>,
                   "kvq::scheme: symmetric levels need at least 2 bits");
-    static constexpr int zero_code = Levels::template zero_code<code_bits>;
+    static constexpr int zero_code = [] {
+        if constexpr (several_widths)
+            return 0;
+        else
+            return Levels::template zero_code<detail::one_width<Codes>>;
+    }();
 
-    [[no_unique_address]] Granularity granularity{};
+    static constexpr bool supports(tensor role) noexcept { return role == tensor::key || !several_widths; }
+
     [[no_unique_address]] Encoder encoder{};
 
     scheme() = default;
     /// For a granularity whose group size is a value.
-    explicit scheme(Granularity g, Encoder e = {}) : granularity(g), encoder(std::move(e)) {}
-    explicit scheme(Encoder e) requires(!fits_range) : encoder(std::move(e)) {}
-    /// With error feedback, if the statistics hold products of queries.
-    explicit scheme(const calibration& statistics) requires
-        std::constructible_from<Encoder, const calibration&, const width_plan*>
-        : encoder(statistics, nullptr) {}
+    explicit scheme(Granularity g, Encoder e = {}) requires(!several_widths)
+        : base(g), encoder(std::move(e)) {}
+    explicit scheme(Encoder e) requires(!several_widths && !fits_range) : encoder(std::move(e)) {}
+    /// plan: for every layer and head of the caches that use it; null: the same widths everywhere. Raises kvq::error when the orders
+    /// of a plan are not permutations, or when its widths do not fit the words of a row.
+    explicit scheme(std::shared_ptr<const width_plan> plan, Encoder e = {}) requires several_widths
+        : base(std::move(plan)),
+          encoder(std::move(e)) {}
+    /// Takes what it needs from the statistics: a plan for several widths, and feedback, if the encoder takes it and the statistics
+    /// hold products of queries.
+    explicit scheme(const calibration& statistics) requires(
+        several_widths || !plain_params<Params> ||
+        std::constructible_from<Encoder, const calibration&, const width_plan*>)
+        : base(statistics), encoder(detail::make_encoder<Encoder>(statistics, base::width_plan_of())) {}
 
+    /// Name of the format; encoders do not change it. It is part of saved files.
     short_text name() const {
-        return short_text(Levels::name) + short_text::of(code_bits) + "-" + granularity.name() + "-" +
-               detail::parameter_name<parameter>();
+        if constexpr (several_widths) {
+            return base::width_name() + group_name() + "-" + parameters::name();
+        } else {
+            const short_text width = short_text::of(base::code_bits);
+            if constexpr (plain_params<Params> && !TokenScales::present)
+                return short_text(Levels::name) + width + "-" + this->granularity.name() + "-" +
+                       parameters::name();
+            else
+                return short_text("channel") + width + group_name() + "-" + parameters::name() +
+                       TokenScales::name();
+        }
+    }
+    /// Of the plan of widths; 0 without one. Where the name says all there is none (io/scheme_identity.hpp).
+    std::uint64_t fingerprint() const noexcept
+        requires(!plain_params<Params> || TokenScales::present || several_widths) {
+        if constexpr (several_widths)
+            return base::fingerprint();
+        else
+            return 0;
     }
 
-    /// Codes of a block of shape `s`; they start at its first byte.
-    KVQ_HD KVQ_INLINE constexpr code_layout<code_bits> codes(const block_shape& s) const noexcept {
-        return {detail::row_axis(granularity, s), detail::col_axis(granularity, s)};
+    KVQ_HD constexpr layout_type layout() const noexcept { return {this->granularity}; }
+    /// Raises kvq::error for blocks of more than 1024 tokens or channels, unless the grid of a group is its range.
+    KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const {
+#if !defined(__CUDA_ARCH__)
+        if (!fits_range && (s.tokens > detail::most_quantized || s.dim > detail::most_quantized))
+            detail::expect(false, "encoders quantize blocks of up to ", detail::most_quantized,
+                           " tokens and channels, got ", s.tokens, " x ", s.dim);
+#endif
+        return layout().bytes(s);
     }
 
-    KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
-        return scale_offset(s) + (Levels::has_bias ? 2 : 1) * section_bytes(s);
+    /// values: [tokens][dim]; overwritten unless fits_range. Returns how many were not finite.
+    std::uint32_t quantize(const block_shape& s, block_id id,
+                           std::conditional_t<fits_range, const float, float>* values,
+                           std::byte* block) const {
+        if constexpr (fits_range)
+            return quantize_ranges(s, values, block);
+        else
+            return quantize_by(encoder, s, id, values, nullptr, block);
+    }
+    /// Quantizes values that were quantized before. scales_of_tokens: their last token scales (a float per token, overwritten), or null.
+    std::uint32_t requantize(const block_shape& s, block_id id, float* values, float* scales_of_tokens,
+                             std::byte* block) const requires(!fits_range && !by_token) {
+        return quantize_by(detail::grid_keeper<Encoder>{encoder}, s, id, values, scales_of_tokens, block);
+    }
+    /// Chooses the stored token scales of requantize(), from known or fitted ones.
+    void settle_token_scales(const block_shape& s, const float* values, float* scales_of_tokens) const
+        requires(!several_widths) {
+        const grouped_axis tokens = layout().cut(s);
+        for (int g = 0; g < tokens.groups(); ++g)
+            detail::settle_token_scales(values + g * tokens.group * s.dim, tokens.group_size(g), s.dim,
+                                        base::top, scales_of_tokens + g * tokens.group);
+    }
+    /// The token scale of every token, for requantize() of the next scheme.
+    void read_token_scales(const block_shape& s, const std::byte* block, float* out) const
+        requires(TokenScales::present) {
+        const grouped_axis tokens = layout().cut(s);
+        for (int t = 0; t < s.tokens; ++t)
+            out[t] = TokenScales::token_scale(block + layout().token_scale_offset(s), tokens.slot(t));
     }
 
-    std::uint32_t quantize(const block_shape& s, block_id id, const float* values, std::byte* block) const {
-        std::memset(block, 0, block_bytes(s));
-        if constexpr (!fits_range) return quantize_fitted(s, id, values, block);
-        const auto layout = codes(s);
-        std::uint32_t not_finite = 0;
-        each_group(s, [&](const value_group& g) {
-            float lo = 0.0f, hi = 0.0f;
-            bool any = false;
-            for (int i = 0; i < g.size; ++i) {
-                const float x = values[g.index(s, i)];
-                if (!detail::is_finite(x)) {
-                    ++not_finite;
-                    continue;
-                }
-                lo = any ? detail::smaller(lo, x) : x;
-                hi = any ? detail::larger(hi, x) : x;
-                any = true;
-            }
-            const auto stored = Levels::template fit<code_bits, parameter>(lo, hi);
-            store_parameters(s, block, g.number, g.slot, stored);
-            const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
-            const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-            for (int i = 0; i < g.size; ++i)
-                pack_code(layout, block, g.row(i), g.col(i),
-                          static_cast<unsigned>(
-                              Levels::template code<code_bits>(values[g.index(s, i)], bias, inverse)));
-        });
-        return not_finite;
+    void dequantize(const block_shape& s, block_id id, const std::byte* block, float* values) const {
+        if constexpr (plain_params<Params> && !TokenScales::present && !several_widths)
+            dequantize_groups(s, block, values);
+        else
+            dequantize_channels(s, id, block, values);
     }
 
-    void dequantize(const block_shape& s, block_id, const std::byte* block, float* values) const {
-        const auto layout = codes(s);
-        const bool rows = detail::on_rows<Granularity>(s.role);
-        const grouped_axis lines = rows ? layout.rows() : layout.cols;
-        const grouped_axis cut = rows ? layout.cols : layout.rows();
-        const std::byte* const scales = block + parameter_offset(s, 0, 0);
-        const std::size_t section = section_bytes(s);
-        const int slot_count = lines.padded_size(), row_count = s.rows(), col_count = s.cols();
-        for (int r = 0; r < row_count; ++r)
-            for (int c = 0; c < col_count; ++c) {
-                const int g = (rows ? c : r) / cut.group, slot = lines.slot(rows ? r : c);
-                const auto stored = load_parameters(
-                    scales + static_cast<std::size_t>(g * slot_count + slot) * sizeof(parameter), section);
-                values[index(s, r, c)] = Levels::template value<code_bits>(
-                    static_cast<int>(unpack_code(layout, block, r, c)), static_cast<float>(stored.scale),
-                    static_cast<float>(stored.bias));
-            }
+    /// One value, equal to that of dequantize(), for code that reads single values.
+    KVQ_HD static float value(const block_shape& s, const std::byte* block, int token, int channel) noexcept
+        requires(!several_widths && detail::fixed_group<Granularity>) {
+        constexpr layout_type at{};
+        const auto codes = at.codes(s);
+        const bool key = s.role == tensor::key;
+        const int code =
+            static_cast<int>(unpack_code(codes, block, key ? token : channel, key ? channel : token));
+        const float y = value_of(s, code, block, token, channel);
+        if constexpr (TokenScales::present)
+            return detail::rounded_product(
+                y, TokenScales::token_scale(block + at.token_scale_offset(s), at.cut(s).slot(token)));
+        else
+            return y;
+    }
+    /// The same for several widths, by place.
+    template <class Quads>
+    KVQ_HD static float value(const block_shape& s, const Quads& quads, const std::byte* block, int token,
+                              int place) noexcept requires several_widths {
+        return value_of(s, base::template code<0>(s, quads, block, token, place), block, token, place);
     }
 
-    /// Raises kvq::error if the encoder's statistics belong to another shape; a cache calls it when it is made.
-    void check(const cache_shape& shape, tensor) const requires(!fits_range) {
+    /// Raises kvq::error if a plan or statistics belong to another shape; a cache calls it when it is made.
+    void check(const cache_shape& shape, tensor) const {
+        base::check_shape(shape);
         if constexpr (requires { encoder.check(shape); }) encoder.check(shape);
     }
 
-    // Folding: attention on the codes (schemes/concepts.hpp).
+    // Folding with one width (schemes/concepts.hpp): parameters belong to rows or columns, token scales to the other axis.
 
-    KVQ_HD static constexpr fold_use fold(tensor role) noexcept {
-        return detail::on_rows<Granularity>(role) ? fold_use{true, Levels::has_bias, false, false}
-                                                  : fold_use{false, false, true, Levels::has_bias};
+    KVQ_HD static constexpr fold_use fold(tensor role) noexcept requires(!several_widths) {
+        return detail::on_rows<Granularity>(role)
+                   ? fold_use{true, Levels::has_bias, TokenScales::present, false}
+                   : fold_use{TokenScales::present, false, true, Levels::has_bias};
     }
     template <class Backend>
     void row_parameters(const block_shape& s, block_id, const std::byte* block, int col_group, float* scale,
                         float* bias) const {
-        load_section<Backend>(s, block, col_group, scale, bias);
+        load_axis<Backend>(s, block, col_group, true, scale, bias);
     }
     template <class Backend>
     void col_parameters(const block_shape& s, block_id, const std::byte* block, int row_group, float* scale,
                         float* bias) const {
-        load_section<Backend>(s, block, row_group, scale, bias);
+        load_axis<Backend>(s, block, row_group, false, scale, bias);
+    }
+    // Parameters of segments, for several widths.
+    static constexpr detail::mixed_columns<layout_type> columns(const block_shape& s) noexcept requires
+        several_widths {
+        constexpr layout_type at{};
+        return {at.scale_offset(s), at.groups(s), at.slot_count(s)};
     }
 
-    // Groups and sections of the block, for encoders.
+    /// Scales and biases of one group, for every slot of the lines (several widths: place).
+    template <class Backend>
+    void load(const block_shape& s, const std::byte* block, int group, float* scales, float* biases) const {
+        const std::byte* const at = block + layout().scale_offset(s);
+        const int groups = layout().groups(s), n = layout().slot_count(s);
+        parameters::template load_scales<Backend>(at, groups, n, group, 0, n, scales);
+        if constexpr (Levels::has_bias)
+            parameters::template load_biases<Backend>(at, groups, n, group, 0, n, biases);
+    }
+
+    // Groups of a block with params<P>, for schemes that are built on this one.
 
     /// Values that share parameters: a part of a row or of a column.
     struct value_group {
@@ -166,149 +281,210 @@ struct scheme {
     /// Calls f(value_group) for every group, line by line.
     template <class F>
     void each_group(const block_shape& s, F&& f) const {
-        const auto layout = codes(s);
         const bool rows = detail::on_rows<Granularity>(s.role);
-        const grouped_axis lines = rows ? layout.rows() : layout.cols;
-        const grouped_axis cut = rows ? layout.cols : layout.rows();
+        const grouped_axis lines = layout().lines(s), cut = layout().cut(s);
         for (int line = 0; line < lines.size; ++line)
             for (int g = 0; g < cut.groups(); ++g)
                 f(value_group{rows, line, g * cut.group, cut.group_size(g), g, lines.slot(line)});
     }
-
-    KVQ_HD constexpr std::size_t scale_offset(const block_shape& s) const noexcept {
-        return detail::round_up(codes(s).bytes(), std::size_t{16});
-    }
-    KVQ_HD constexpr std::size_t section_bytes(const block_shape& s) const noexcept {
-        const auto layout = codes(s);
-        const bool rows = detail::on_rows<Granularity>(s.role);
-        const int count = rows ? layout.cols.groups() * layout.rows().padded_size()
-                               : layout.rows().groups() * layout.cols.padded_size();
-        return detail::round_up(static_cast<std::size_t>(count) * sizeof(parameter), std::size_t{16});
-    }
-    KVQ_HD constexpr std::size_t parameter_offset(const block_shape& s, int group, int slot) const noexcept {
-        const auto layout = codes(s);
-        const int slot_count =
-            detail::on_rows<Granularity>(s.role) ? layout.rows().padded_size() : layout.cols.padded_size();
-        return scale_offset(s) + static_cast<std::size_t>(group * slot_count + slot) * sizeof(parameter);
+    KVQ_HD constexpr std::size_t parameter_offset(const block_shape& s, int group,
+                                                  int slot) const noexcept requires plain_params<Params> {
+        return layout().scale_offset(s) +
+               static_cast<std::size_t>(group * layout().slot_count(s) + slot) * sizeof(parameter);
     }
     KVQ_HD void store_parameters(const block_shape& s, std::byte* block, int group, int slot,
-                                 const stored_parameters<parameter>& stored) const noexcept {
+                                 const stored_parameters<parameter>& stored) const noexcept requires
+        plain_params<Params> {
         std::byte* at = block + parameter_offset(s, group, slot);
         detail::store_as(at, stored.scale);
-        if constexpr (Levels::has_bias) detail::store_as(at + section_bytes(s), stored.bias);
+        if constexpr (Levels::has_bias) detail::store_as(at + layout().section_bytes(s), stored.bias);
     }
 
 private:
-    /// Quantizing with an encoder that fits the grid of a group: as quant/quantize_channels.hpp, for any granularity.
-    std::uint32_t quantize_fitted(const block_shape& s, block_id id, const float* values,
-                                  std::byte* block) const {
-        constexpr int top = Levels::template top<code_bits>;
-        const auto layout = codes(s);
+    short_text group_name() const {
+        return this->granularity.group ? "-g" + short_text::of(this->granularity.group) : short_text("");
+    }
+
+    std::uint32_t quantize_ranges(const block_shape& s, const float* values,
+                                  std::byte* block) const requires fits_range {
+        std::memset(block, 0, layout().bytes(s));
+        const auto codes = base::codes(s);
         std::uint32_t not_finite = 0;
-        std::vector<float> finite, scratch;
         each_group(s, [&](const value_group& g) {
-            finite.clear();
+            float lo = 0.0f, hi = 0.0f;
+            bool any = false;
+            for (int i = 0; i < g.size; ++i) {
+                const float x = values[g.index(s, i)];
+                if (!detail::is_finite(x)) {
+                    ++not_finite;
+                    continue;
+                }
+                lo = any ? detail::smaller(lo, x) : x;
+                hi = any ? detail::larger(hi, x) : x;
+                any = true;
+            }
+            const auto stored = Levels::template fit<base::code_bits, parameter>(lo, hi);
+            store_parameters(s, block, g.number, g.slot, stored);
+            const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
+            const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
             for (int i = 0; i < g.size; ++i)
-                if (const float x = values[g.index(s, i)]; detail::is_finite(x)) finite.push_back(bounded(x));
-            const auto n = static_cast<int>(finite.size());
-            not_finite += static_cast<std::uint32_t>(g.size - n);
-            scratch.resize(finite.size());
-            const grid_range r = n > 0 ? encoder.fit(finite.data(), n, top, scratch.data()) : grid_range();
-            if constexpr (Encoder::rounding == parameter_rounding::outside) {
-                store_parameters(s, block, g.number, g.slot,
-                                 Levels::template fit<code_bits, parameter>(r.first, r.last));
-            } else {
-                const parameter bias(bounded(r.first));
-                const float scale = (r.last - static_cast<float>(bias)) / static_cast<float>(top);
-                store_parameters(s, block, g.number, g.slot,
-                                 {parameter(bounded(detail::larger(scale, 0.0f))), bias});
-            }
+                pack_code(codes, block, g.row(i), g.col(i),
+                          static_cast<unsigned>(
+                              Levels::template code<base::code_bits>(values[g.index(s, i)], bias, inverse)));
         });
-        const bool rows = detail::on_rows<Granularity>(s.role);
-        const grouped_axis lines = rows ? layout.rows() : layout.cols;
-        const grouped_axis cut = rows ? layout.cols : layout.rows();
-        std::vector<double> errors(static_cast<std::size_t>(cut.groups() * lines.padded_size())),
-            carried(static_cast<std::size_t>(s.dim));
-        std::vector<int> counts(errors.size());
-        for (int t = 0; t < s.tokens; ++t) {
-            std::fill(carried.begin(), carried.end(), 0.0);
-            for (int c = s.dim - 1; c >= 0; --c) {
-                const int row = s.role == tensor::key ? t : c, col = s.role == tensor::key ? c : t;
-                const int group = (rows ? col : row) / cut.group, slot = lines.slot(rows ? row : col);
-                const auto stored =
-                    load_parameters(block + parameter_offset(s, group, slot), section_bytes(s));
-                const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
-                const float x = values[t * s.dim + c];
-                const float wanted = x + static_cast<float>(carried[static_cast<std::size_t>(c)]);
-                const int code =
-                    Levels::template code<code_bits>(wanted, bias, scale > 0.0f ? 1.0f / scale : 0.0f);
-                pack_code(layout, block, row, col, static_cast<unsigned>(code));
-                if (!detail::is_finite(x)) continue;
-                const float error = bounded(x) - Levels::template value<code_bits>(code, scale, bias);
-                const auto at = static_cast<std::size_t>(group * lines.padded_size() + slot);
-                errors[at] += static_cast<double>(error);
-                ++counts[at];
-                if constexpr (requires { encoder.feedback_row(id, s.dim, c); })
-                    // Statistics of queries apply to keys, not to values.
-                    if (s.role == tensor::key)
-                        if (const float* const row_of = encoder.feedback_row(id, s.dim, c))
-                            for (int j = 0; j < c; ++j)
-                                carried[static_cast<std::size_t>(j)] +=
-                                    static_cast<double>(row_of[j]) * static_cast<double>(error);
-            }
-        }
-        if constexpr (Encoder::corrects_mean)
-            each_group(s, [&](const value_group& g) {
-                const auto at = static_cast<std::size_t>(g.number * lines.padded_size() + g.slot);
-                if (counts[at] == 0) return;
-                auto stored =
-                    load_parameters(block + parameter_offset(s, g.number, g.slot), section_bytes(s));
-                const double bias =
-                    static_cast<double>(static_cast<float>(stored.bias)) + errors[at] / counts[at];
-                stored.bias = parameter(bounded(static_cast<float>(bias)));
-                store_parameters(s, block, g.number, g.slot, stored);
-            });
         return not_finite;
     }
-    /// Clamps to the range of a parameter type, so that no parameter becomes infinite.
-    static float bounded(float x) noexcept {
-        constexpr float limit =
-            0x1p100f < detail::max_finite<parameter> ? 0x1p100f : detail::max_finite<parameter>;
-        return detail::larger(-limit, detail::smaller(x, limit));
+
+    /// Where quantize_group() stores: the parameters of all lines in a group, or those of one line in all groups.
+    struct group_store {
+        std::byte* at;
+        int groups, slot_count, group;
+        void biases(float* p, int n, parameter_rounding rounding) const {
+            parameters::store_biases(at, groups, slot_count, group, p, n, rounding);
+        }
+        void scales(float* p, int n, parameter_rounding rounding) const {
+            parameters::store_scales(at, groups, slot_count, group, p, n, rounding);
+        }
+    };
+    struct line_store {
+        std::byte* at;
+        int groups, slot_count, slot;
+        void biases(float* p, int n, parameter_rounding rounding) const {
+            for (int g = 0; g < n; ++g)
+                p[g] = parameters::store_bias(at, groups, slot_count, g, slot, p[g], {}, rounding);
+        }
+        void scales(float* p, int n, parameter_rounding rounding) const {
+            for (int g = 0; g < n; ++g)
+                p[g] = parameters::store_scale(at, groups, slot_count, g, slot, p[g], {}, rounding);
+        }
+    };
+
+    template <class E>
+    std::uint32_t quantize_by(const E& fitted, const block_shape& s, block_id id, float* values,
+                              [[maybe_unused]] float* known_scales, std::byte* block) const {
+        const layout_type at = layout();
+        std::memset(block, 0, block_bytes(s));
+        const std::uint32_t not_finite = detail::bound_magnitudes(values, s.values());
+        const grouped_axis cut = at.cut(s);
+        if constexpr (several_widths)
+            for (int t = 0; t < s.tokens; ++t) this->transform_query(s, id, values + t * s.dim);
+        if constexpr (TokenScales::present) {
+            float fitted_scales[detail::most_quantized];
+            float* const token_scale = known_scales ? known_scales : fitted_scales;
+            if (!known_scales) detail::fit_token_scales(values, s.tokens, s.dim, token_scale);
+            if constexpr (E::rounding == parameter_rounding::settled)
+                settle_token_scales(s, values, token_scale);
+            for (int g = 0; g < cut.groups(); ++g)
+                TokenScales::store(block + at.token_scale_offset(s), cut.group_begin(g),
+                                   token_scale + g * cut.group, cut.group_size(g));
+            for (int t = 0; t < s.tokens; ++t)
+                for (int c = 0; c < s.dim; ++c) values[t * s.dim + c] /= token_scale[t];
+        }
+        std::uint8_t tops[detail::most_quantized];
+        this->set_tops(s, id, tops);
+        const auto largest_code = [&](int c) { return static_cast<int>(tops[c]); };
+        // Only keys are multiplied with queries: statistics of queries do not apply to values.
+        const block_id statistics_of = s.role == tensor::key ? id : block_id{-1, -1};
+        std::byte* const stored = block + at.scale_offset(s);
+        const int groups = at.groups(s), slot_count = at.slot_count(s);
+        if constexpr (by_token)
+            for (int t = 0; t < s.tokens; ++t)
+                detail::quantize_group(fitted, statistics_of, values + t * s.dim, 1, s.dim, cut.group,
+                                       largest_code,
+                                       line_store{stored, groups, slot_count, at.lines(s).slot(t)});
+        else
+            for (int g = 0; g < groups; ++g)
+                detail::quantize_group(fitted, statistics_of, values + g * cut.group * s.dim,
+                                       cut.group_size(g), s.dim, 1, largest_code,
+                                       group_store{stored, groups, slot_count, g});
+        this->pack(s, id, values, block);
+        return not_finite;
+    }
+
+    /// Of params<P>, on either axis.
+    void dequantize_groups(const block_shape& s, const std::byte* block, float* values) const
+        requires(!several_widths) {
+        const auto codes = base::codes(s);
+        const bool rows = detail::on_rows<Granularity>(s.role);
+        const grouped_axis lines = layout().lines(s), cut = layout().cut(s);
+        const std::byte* const scales = block + layout().scale_offset(s);
+        const std::size_t section = layout().section_bytes(s);
+        const int slot_count = lines.padded_size(), row_count = s.rows(), col_count = s.cols();
+        for (int r = 0; r < row_count; ++r)
+            for (int c = 0; c < col_count; ++c) {
+                const int g = (rows ? c : r) / cut.group, slot = lines.slot(rows ? r : c);
+                const std::byte* const at =
+                    scales + static_cast<std::size_t>(g * slot_count + slot) * sizeof(parameter);
+                float bias = 0.0f;
+                if constexpr (Levels::has_bias)
+                    bias = static_cast<float>(detail::load_as<parameter>(at + section));
+                values[index(s, r, c)] = Levels::template value<base::code_bits>(
+                    static_cast<int>(unpack_code(codes, block, r, c)),
+                    static_cast<float>(detail::load_as<parameter>(at)), bias);
+            }
+    }
+    /// Of all other parameters, which are per channel.
+    void dequantize_channels(const block_shape& s, block_id id, const std::byte* block, float* values) const {
+        const grouped_axis tokens = layout().cut(s);
+        float scales[detail::most_quantized], biases[detail::most_quantized];
+        [[maybe_unused]] float token_scale[TokenScales::present ? detail::most_slots : 1];
+        if constexpr (TokenScales::present)
+            TokenScales::template load<detail::plain_loads>(block + layout().token_scale_offset(s),
+                                                            tokens.padded_size(), token_scale);
+        for (int g = 0; g < tokens.groups(); ++g) {
+            load<detail::plain_loads>(s, block, g, scales, biases);
+            const int begin = g * tokens.group;
+            this->each_code(s, id, block, begin, begin + tokens.group_size(g),
+                            [&]<int Bits>(int t, int place, int code) {
+                                float x = biases[place];
+                                if constexpr (Bits > 0) x = detail::affine_value(code, scales[place], x);
+                                if constexpr (TokenScales::present) x *= token_scale[tokens.slot(t)];
+                                values[t * s.dim + place] = x;
+                            });
+        }
+        if constexpr (several_widths)
+            for (int t = 0; t < s.tokens; ++t) this->restore_output(s, id, values + t * s.dim);
+    }
+
+    /// y of one code, before the token's scale.
+    KVQ_HD static float value_of(const block_shape& s, int code, const std::byte* block, int token,
+                                 int channel) noexcept {
+        constexpr layout_type at{};
+        const std::byte* const stored = block + at.scale_offset(s);
+        const int groups = at.groups(s), slot_count = at.slot_count(s);
+        const int line = by_token ? token : channel, group = (by_token ? channel : token) / at.cut(s).group;
+        const float scale = parameters::scale(stored, groups, slot_count, group, line);
+        float bias = 0.0f;
+        if constexpr (Levels::has_bias) bias = parameters::bias(stored, groups, slot_count, group, line);
+        if constexpr (several_widths)
+            return detail::affine_value(code, scale, bias);
+        else
+            return Levels::template value<base::code_bits>(code, scale, bias);
+    }
+
+    /// Parameters of a group on the axis that has them; token scales on the other one.
+    template <class Backend>
+    void load_axis(const block_shape& s, const std::byte* block, int group, bool rows, float* scale,
+                   float* bias) const {
+        if (detail::on_rows<Granularity>(s.role) == rows)
+            load<Backend>(s, block, group, scale, bias);
+        else if constexpr (TokenScales::present)
+            TokenScales::template load<Backend>(block + layout().token_scale_offset(s),
+                                                layout().cut(s).padded_size(), scale);
     }
 
     static constexpr int index(const block_shape& s, int row, int col) noexcept {
         return s.role == tensor::key ? row * s.dim + col : col * s.dim + row;
     }
-
-    /// at: a scale; `section`: bytes from a scale to its bias.
-    static stored_parameters<parameter> load_parameters(const std::byte* at, std::size_t section) noexcept {
-        stored_parameters<parameter> stored;
-        stored.scale = detail::load_as<parameter>(at);
-        if constexpr (Levels::has_bias) stored.bias = detail::load_as<parameter>(at + section);
-        return stored;
-    }
-
-    template <class Backend>
-    void load_section(const block_shape& s, const std::byte* block, int group, float* scale,
-                      float* bias) const {
-        const auto layout = codes(s);
-        const int slot_count =
-            detail::on_rows<Granularity>(s.role) ? layout.rows().padded_size() : layout.cols.padded_size();
-        const std::byte* at = block + parameter_offset(s, group, 0);
-        Backend::template load_floats<parameter>(at, slot_count, scale);
-        if constexpr (Levels::has_bias)
-            Backend::template load_floats<parameter>(at + section_bytes(s), slot_count, bias);
-    }
 };
 
 namespace detail {
-template <class Bits, class Levels, class Granularity, class Params, class Encoder>
-requires fixed_group<Granularity>
-struct with_any_group<scheme<Bits, Levels, Granularity, Params, Encoder>> {
+template <int Bits, class Levels, class Granularity, class Params, class Encoder>
+requires(fixed_group<Granularity>&& plain_params<Params>) struct with_any_group<
+    scheme<bits<Bits>, Levels, Granularity, Params, Encoder>> {
     using granularity_type = typename any_group_of<Granularity>::type;
-    using type = scheme<Bits, Levels, granularity_type, Params, Encoder>;
-    static type of(const scheme<Bits, Levels, Granularity, Params, Encoder>& fixed) {
+    using type = scheme<bits<Bits>, Levels, granularity_type, Params, Encoder>;
+    static type of(const scheme<bits<Bits>, Levels, Granularity, Params, Encoder>& fixed) {
         if constexpr (std::same_as<granularity_type, Granularity>)
             return fixed;
         else
@@ -317,10 +493,10 @@ struct with_any_group<scheme<Bits, Levels, Granularity, Params, Encoder>> {
 };
 
 // A group size as a value is part of the name.
-template <class Bits, class Levels, class Granularity, class Params, class Encoder>
-inline constexpr bool name_says_all<scheme<Bits, Levels, Granularity, Params, Encoder>> = true;
-template <class Bits, class Levels, class Granularity, class Params, class Encoder>
-inline constexpr bool quantizes_by_name<scheme<Bits, Levels, Granularity, Params, Encoder>> =
+template <int Bits, class Levels, class Granularity, class P, class Encoder>
+inline constexpr bool name_says_all<scheme<bits<Bits>, Levels, Granularity, params<P>, Encoder>> = true;
+template <int Bits, class Levels, class Granularity, class P, class Encoder>
+inline constexpr bool quantizes_by_name<scheme<bits<Bits>, Levels, Granularity, params<P>, Encoder>> =
     std::is_empty_v<Encoder>;
 }  // namespace detail
 

@@ -185,29 +185,33 @@ inline constexpr int shared_memory_budget<detail::read_as<Format, Same>> = share
 
 namespace detail {
 
-/// Keys of mixed widths without a plan have one width where the average is one of the widths. Then their blocks are those of a
-/// channel_grid, byte for byte, and its kernel reads them: widths are constants there, and the other kernel looks them up.
+/// Keys of mixed widths without a plan have one width where the average is one of the widths. Then their blocks are those of one
+/// width, byte for byte, and its kernel reads them: widths are constants there, and the other kernel looks them up.
 template <class Format>
 struct even_keys {
     static constexpr bool known = false;
 };
-template <grid Options, class Encoder, class Params, class Values, int HeadDim, int PageTokens, int ValueDim>
-requires(Options.bits.count() > 1 && Options.average_eighths >= 8 &&
-         Options.average_eighths % 8 == 0) struct even_keys<format<channel_grid<Options, Encoder, Params>,
-                                                                   Values, HeadDim, PageTokens, ValueDim>> {
-    using mixed = channel_grid<Options, Encoder, Params>;
-    static constexpr int width = Options.average_eighths / 8;
-    using even = channel_grid<grid{.bits = {width}, .group = Options.group}, min_max, Params>;
+template <width_mix Widths, class Granularity, class Params, class Encoder, class Values, int HeadDim,
+          int PageTokens, int ValueDim>
+requires(Widths.average_eighths >= 8 &&
+         Widths.average_eighths % 8 ==
+             0) struct even_keys<format<scheme<mixed_bits<Widths>, asymmetric, Granularity, Params, Encoder>,
+                                        Values, HeadDim, PageTokens, ValueDim>> {
+    using mixed = scheme<mixed_bits<Widths>, asymmetric, Granularity, Params, Encoder>;
+    static constexpr int width = Widths.average_eighths / 8;
+    using even = affine<width, Granularity, Params, min_max>;
     using format_type = read_as<format<mixed, Values, HeadDim, PageTokens, ValueDim>,
                                 format<even, Values, HeadDim, PageTokens, ValueDim>>;
     static constexpr block_shape shape{tensor::key, PageTokens, HeadDim};
     static constexpr bool known = [] {
         constexpr auto quads = mixed::even_quads(HeadDim);
         bool one_width = false;
-        for (int w = 0; w < Options.bits.count(); ++w)
-            one_width = one_width || (Options.bits[w] == width && 4 * quads.of[w] == HeadDim);
-        return one_width && mixed::parameter_offset(shape) == even::parameter_offset(shape) &&
-               mixed::block_bytes(shape) == even::block_bytes(shape);
+        for (int w = 0; w < Widths.bits.count(); ++w)
+            one_width = one_width || (Widths.bits[w] == width && 4 * quads.of[w] == HeadDim);
+        const typename mixed::layout_type a{};
+        const typename even::layout_type b{};
+        return one_width && a.scale_offset(shape) == b.scale_offset(shape) &&
+               a.bytes(shape) == b.bytes(shape);
     }();
     static cache_ref<format_type> cache(
         const cache_ref<format<mixed, Values, HeadDim, PageTokens, ValueDim>>& c) noexcept {

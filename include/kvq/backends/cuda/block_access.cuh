@@ -19,7 +19,8 @@ KVQ_HD stored_parameters<typename S::parameter> read_parameters(const block_shap
     const std::byte* const at = block + S{}.parameter_offset(s, group, slot);
     stored_parameters<P> stored;
     stored.scale = kvq::detail::load_as<P>(at);
-    if constexpr (S::levels::has_bias) stored.bias = kvq::detail::load_as<P>(at + S{}.section_bytes(s));
+    if constexpr (S::levels::has_bias)
+        stored.bias = kvq::detail::load_as<P>(at + typename S::layout_type{}.section_bytes(s));
     return stored;
 }
 
@@ -29,7 +30,8 @@ __device__ __forceinline__ void write_parameters(const block_shape& s, std::byte
                                                  const stored_parameters<typename S::parameter>& stored) {
     auto* const at = reinterpret_cast<typename S::parameter*>(block + S{}.parameter_offset(s, group, slot));
     *at = stored.scale;
-    if constexpr (S::levels::has_bias) at[S{}.section_bytes(s) / sizeof *at] = stored.bias;
+    if constexpr (S::levels::has_bias)
+        at[typename S::layout_type{}.section_bytes(s) / sizeof *at] = stored.bias;
 }
 
 /// x^ of one number.
@@ -39,19 +41,8 @@ KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token,
         using T = typename S::value_type;
         return static_cast<float>(
             kvq::detail::load_as<T>(block + sizeof(T) * S::element(value_layout<T>(s), s, token, channel)));
-    } else if constexpr (is_grid<S>) {
-        return S::value(s, block, token, channel);
     } else {
-        const auto layout = S{}.codes(s);
-        const bool rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);
-        const int row = s.role == tensor::key ? token : channel,
-                  col = s.role == tensor::key ? channel : token;
-        const int line = rows ? layout.rows().slot(row) : layout.cols.slot(col);
-        const int group = rows ? col / layout.cols.group : row / layout.rows().group;
-        const auto p = read_parameters<S>(s, block, group, line);
-        return S::levels::template value<S::code_bits>(static_cast<int>(unpack_code(layout, block, row, col)),
-                                                       static_cast<float>(p.scale),
-                                                       static_cast<float>(p.bias));
+        return S::value(s, block, token, channel);
     }
 }
 
@@ -134,7 +125,7 @@ template <class S>
 __device__ __forceinline__ void store_code_shared(const block_shape& s, std::byte* block, int token,
                                                   int channel, unsigned code) {
     using planes = typename code_layout<S::code_bits>::planes;
-    const auto layout = S{}.codes(s);
+    const auto layout = typename S::layout_type{}.codes(s);
     const int row = s.role == tensor::key ? token : channel, col = s.role == tensor::key ? channel : token;
     [[maybe_unused]] const int quad = layout.cols.slot(col) / 4;
     if constexpr (planes::count == 1 && planes::width(0) == 8) {  // a byte of its own

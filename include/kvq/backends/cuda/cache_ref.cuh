@@ -11,7 +11,6 @@
 #include <cstdint>
 
 #include "../../schemes/affine.hpp"
-#include "../../schemes/channel_grid.hpp"
 #include "../../schemes/full.hpp"
 #include "../../schemes/int8.hpp"
 #include "../../schemes/kivi.hpp"
@@ -24,10 +23,10 @@ namespace detail {
 
 template <class S>
 inline constexpr bool is_composed = false;
-template <class B, class L, class G, class P>
-inline constexpr bool is_composed<scheme<B, L, G, P>> = true;
+template <int B, class L, class G, class P>
+inline constexpr bool is_composed<scheme<bits<B>, L, G, params<P>>> = true;
 
-/// How parameters are stored: byte_params, or the type of params<P>.
+/// How parameters are stored: byte_params, or the type of params<P> and packed_params<P>.
 template <class Params>
 struct storage {
     using type = void;
@@ -40,6 +39,8 @@ template <class P>
 struct storage<params<P>> {
     using type = P;
 };
+template <class P>
+struct storage<packed_params<P>> : storage<params<P>> {};
 template <class Params>
 struct storage<token_scales<Params>> : storage<Params> {};
 template <class Params>
@@ -47,42 +48,45 @@ using stored_as = typename storage<Params>::type;
 
 template <class P>
 inline constexpr bool is_stored = float_format<P> || std::is_same_v<P, byte_params>;
+/// Parameters per channel that an encoder fits, in any storage, with or without token scales.
 template <class S>
 inline constexpr bool is_grid = false;
-template <grid Options, class Encoder, class Params, class TokenScales>
-requires(Options.bits.count() ==
-         1) inline constexpr bool is_grid<channel_grid<Options, Encoder, Params, TokenScales>> =
+template <int B, int G, class Params, class Encoder, class TokenScales>
+inline constexpr bool is_grid<scheme<bits<B>, asymmetric, per_channel<G>, Params, Encoder, TokenScales>> =
+    !scheme<bits<B>, asymmetric, per_channel<G>, Params, Encoder, TokenScales>::fits_range &&
     is_stored<stored_as<Params>> &&
     (std::is_same_v<TokenScales, no_token_scales> || is_stored<stored_as<TokenScales>>);
 
+/// Several widths. (Their kernels compute where biases lie: no padding.)
 template <class S>
 inline constexpr bool is_mixed = false;
-template <grid Options, class Encoder, class Params>
-requires(Options.bits.count() > 1) inline constexpr bool is_mixed<channel_grid<Options, Encoder, Params>> =
-    is_stored<stored_as<Params>>;
+template <width_mix W, class G, class Params, class Encoder>
+inline constexpr bool is_mixed<scheme<mixed_bits<W>, asymmetric, G, Params, Encoder>> =
+    is_stored<stored_as<Params>> && !plain_params<Params>;
 
 /// Bytes of a block, for schemes whose encoders have state as well.
 template <class S>
 constexpr std::size_t block_bytes_of(const block_shape& s) {
-    if constexpr (is_grid<S> || is_mixed<S>)
-        return S::block_bytes(s);
-    else
+    if constexpr (full_precision<S>)
         return S{}.block_bytes(s);
+    else
+        return typename S::layout_type{}.bytes(s);
 }
 
 }  // namespace detail
 
-/// Schemes that kernels know: full<T>, scheme<bits, levels, granularity, params> with parameters in a float format, and
-/// channel_grid with parameters of 8 bits or of a float format, and any encoder.
+/// Schemes that kernels know: full<T>; scheme<...> with parameters in a float format and the encoder `enclosing`; scheme<...> per channel
+/// with asymmetric levels, parameters of 8 bits or in a float format, token scales or none, any encoder, one width or several.
 template <class S>
 concept device_scheme = full_precision<S> || detail::is_grid<S> || detail::is_mixed<S> ||
     (detail::is_composed<S>&& float_format<typename S::parameter>);
 
 template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = HeadDim>
 struct format {
-    static_assert(device_scheme<Keys> && device_scheme<Values>,
-                  "kvq::cuda::format: schemes must be full<T>, scheme<...> with float, float16 or bfloat16 "
-                  "parameters, or channel_grid<...>");
+    static_assert(
+        device_scheme<Keys> && device_scheme<Values>,
+        "kvq::cuda::format: schemes must be full<T>, or scheme<...> with float, float16, bfloat16 or "
+        "8-bit parameters; encoders other than enclosing are per channel, with asymmetric levels");
     static_assert(!detail::is_mixed<Values>, "kvq::cuda::format: several widths are for keys only");
     static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1,
                   "kvq::cuda::format: sizes must be at least 1");

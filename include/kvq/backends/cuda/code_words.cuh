@@ -66,44 +66,26 @@ struct code_words_of {
     }
 };
 
-/// What the code layouts of full<T>, scheme<...> and channel_grid<...> have in common.
+/// What the code layouts of full<T> and scheme<...> have in common.
 template <class S>
-struct word_traits : code_words_of<S::code_bits> {  // scheme<...>
+struct word_traits : code_words_of<S::code_bits> {  // scheme<...> of one width
     using parameter = typename S::parameter;
-    using token_scale_type = void;  // of tokens, besides parameters of channels
+    using token_scale_type = stored_as<typename S::token_scale_type>;  // void: none
     static constexpr bool token_parameters = S::granularity_type::on_tokens;
     static constexpr int group = S::granularity_type::group;
     static constexpr bool has_bias = S::levels::has_bias;
     static constexpr int zero_code = S::zero_code;
 
     /// Where scales and biases of a block start, and numbers that channels share.
-    KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) { return S{}.scale_offset(s); }
-    KVQ_HD static constexpr std::size_t bias_offset(const block_shape& s) {
-        return S{}.scale_offset(s) + S{}.section_bytes(s);
-    }
-};
-template <grid Options, class Encoder, class Params, class TokenScales>
-requires(Options.bits.count() == 1) struct word_traits<channel_grid<Options, Encoder, Params, TokenScales>>
-    : code_words_of<Options.bits[0]> {
-    using grid = channel_grid<Options, Encoder, Params, TokenScales>;
-    using parameter = stored_as<Params>;
-    using token_scale_type = stored_as<TokenScales>;
-    static constexpr bool token_parameters = false;
-    static constexpr int group = Options.group;
-    static constexpr bool has_bias = true;
-    static constexpr int zero_code = 0;
     KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) {
-        return grid::parameter_offset(s);
+        return typename S::layout_type{}.scale_offset(s);
     }
     KVQ_HD static constexpr std::size_t bias_offset(const block_shape& s) {
-        return grid::parameter_offset(s) +
-               static_cast<std::size_t>(grid::token_axis(s).groups() * grid::channel_slots(s) *
-                                        parameter_width<parameter>);
+        return typename S::layout_type{}.bias_offset(s);
     }
 };
-template <grid Options, class Encoder, class Params>
-requires(Options.bits.count() >
-         1) struct word_traits<channel_grid<Options, Encoder, Params>> {  // see mixed_keys.cuh
+template <class S>
+requires S::several_widths struct word_traits<S> {  // see mixed_keys.cuh
     static constexpr bool token_parameters = false;
 };
 template <class T>

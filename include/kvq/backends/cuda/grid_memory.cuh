@@ -1,4 +1,5 @@
-// Shared memory of a thread block that quantizes a block of channel_grid, of one width or several, and where it must go step by step.
+// Shared memory of a thread block that quantizes a block whose channels an encoder fits, of one width or several, and where it must go
+// step by step.
 //
 //   numbers    of the channels that are fitted together, all tokens; then of the tokens that are quantized together, all channels
 //   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members
@@ -31,15 +32,16 @@ struct grid_memory {
     using S = scheme_of<Role, Format>;
     using encoder = typename S::encoder_type;
     static_assert(encoder_traits<encoder>::known,
-                  "kvq::cuda: channel_grid is quantized with the encoders of quant/encoders.hpp");
+                  "kvq::cuda: schemes are quantized with the encoders of quant/encoders.hpp");
     static constexpr bool feedback = Role == tensor::key && encoder_traits<encoder>::feedback;
     static_assert(Role == tensor::key || encoder_traits<encoder>::fits == encoder_traits<encoder>::alone,
                   "kvq::cuda: values have no feedback; name another encoder for them");
 
     static constexpr block_shape shape = shape_of<Role, Format>;
     static constexpr int tokens = shape.tokens, dim = shape.dim;
-    static constexpr int group = S::token_axis(shape).group, groups = S::token_axis(shape).groups();
-    static constexpr int slot_count = S::token_axis(shape).padded_size();
+    static constexpr int group = typename S::layout_type{}.cut(shape).group,
+                         groups = typename S::layout_type{}.cut(shape).groups();
+    static constexpr int slot_count = typename S::layout_type{}.cut(shape).padded_size();
     static constexpr int lines = groups * dim;
     static constexpr bool has_sums = may_search<encoder> || encoder::corrects_mean;
 

@@ -1,4 +1,4 @@
-// Keys of mixed widths (schemes/channel_codes.hpp) as a chunk of the warp kernel: as chunk.cuh and key_product.cuh, except that
+// Keys of mixed widths (schemes/scheme_codes.hpp) as a chunk of the warp kernel: as chunk.cuh and key_product.cuh, except that
 // where one width ends and the next begins differs between heads.
 //
 //   query    permuted once per item (place = order of the plan), folded once per group of tokens, as everywhere
@@ -28,7 +28,7 @@ struct mixed_chunk {
     static constexpr int page = Format::page_tokens, tokens = Tokens;
     static constexpr block_shape shape = Format::key_shape();
     static constexpr int group =
-        scheme::options.group == 0 || scheme::options.group > page ? page : scheme::options.group;
+        scheme::granularity.group == 0 || scheme::granularity.group > page ? page : scheme::granularity.group;
     static constexpr int quads = dim / 4;
     /// Bits of the codes that products see. Sums stay below 2^31.
     static constexpr int code_bits = dim <= 256 ? 8 : width_list::values[0];
@@ -39,7 +39,7 @@ struct mixed_chunk {
     static constexpr int tiles = ceil_div(Tokens, tile_height);
     static constexpr int row_words = scheme::row_words(dim);
 
-    using parameter = stored_as<typename scheme::params_type>;
+    using parameter = typename scheme::parameter;
     static constexpr bool has_byte_params = std::is_same_v<parameter, kvq::byte_params>;
     static constexpr int width = parameter_width<parameter>;
     static constexpr int runs = larger(1, Tokens / group);
@@ -130,7 +130,7 @@ struct mixed_chunk {
         constexpr int section_vectors = section / 16,
                       all = 2 * section_vectors + round_up(shared_bytes, 16) / 16;
         const std::byte* const parameters =
-            block + scheme::parameter_offset(shape) + first / group * run_bytes;
+            block + typename scheme::layout_type{}.scale_offset(shape) + first / group * run_bytes;
         static_for<ceil_div(all, warp_size)>([&](auto i) {
             const int at = (decltype(i)::value * warp_size + lane) * 16;
             int source = at;

@@ -10,7 +10,7 @@
 // biases are integers, and first + step * code is left to who adds them up.
 #pragma once
 
-#include "../../quant/channel_params.hpp"
+#include "../../quant/block_params.hpp"
 #include "ptx.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {

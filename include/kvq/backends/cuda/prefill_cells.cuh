@@ -27,11 +27,11 @@ inline constexpr const char* no_tiles = []() -> const char* {
         return "pages have neither 16 tokens nor a multiple of 32";
     } else if constexpr (is_mixed<S>) {
         // A row of codes of a cell lies in one page; the table has two planes; offsets of codes have 16 bits.
-        constexpr int group = S::options.group;
+        constexpr int group = S::granularity.group;
         return page % 32 != 0                    ? "pages of keys of several widths have 16 tokens"
                : group % 32 != 0 && group < page ? groups
                : most_planes<S> > 2              ? "7 bits are among several widths of keys"
-               : S::parameter_offset(shape_of<Role, Format>) > 65536
+               : typename S::layout_type{}.scale_offset(shape_of<Role, Format>) > 65536
                    ? "a block has more than 64 KB of codes of several widths"
                    : nullptr;
     } else if constexpr (traits::full) {

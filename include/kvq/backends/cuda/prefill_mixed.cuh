@@ -1,4 +1,4 @@
-// Keys of mixed widths (schemes/channel_codes.hpp) as tiles of half floats, as prefill_tile.cuh makes them of one width.
+// Keys of mixed widths (schemes/scheme_codes.hpp) as tiles of half floats, as prefill_tile.cuh makes them of one width.
 //
 //   tile      columns are channels in their own order, since the query and all other keys of a prompt have that order too
 //   channel   a lane has one channel of its warp's cells: its place in the plan of the head, and with it width, words and bits
@@ -28,11 +28,12 @@ inline constexpr int most_planes = [] {
 template <class Format, int TileRows, int TileColumns, int Warps, int Stride>
 struct mixed_cells {
     using S = typename Format::keys;
-    using P = stored_as<typename S::params_type>;
+    using P = typename S::parameter;
     using cells = tile_cells<TileRows, TileColumns, Warps>;
     static constexpr block_shape shape = Format::key_shape();
     static constexpr int page = Format::page_tokens, dim = Format::head_dim, count = cells::each;
-    static constexpr int group = S::options.group == 0 || S::options.group > page ? page : S::options.group;
+    static constexpr int group =
+        S::granularity.group == 0 || S::granularity.group > page ? page : S::granularity.group;
     static constexpr int groups = kvq::detail::ceil_div(page, group), planes = most_planes<S>;
     static constexpr bool exact = std::is_same_v<P, float16>;  // parameters are halves already
     /// Of the table: entries of every plane, scales, biases.
@@ -96,7 +97,7 @@ struct mixed_cells {
     template <class Source>
     __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int warp, int) {
         if (!source.any(tile)) return;
-        constexpr std::size_t scales = S::parameter_offset(shape),
+        constexpr std::size_t scales = typename S::layout_type{}.scale_offset(shape),
                               biases = scales + std::size_t{groups * dim * parameter_width<P>};
 #pragma unroll
         for (int i = 0; i < count; ++i) {

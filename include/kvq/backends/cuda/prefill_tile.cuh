@@ -298,7 +298,8 @@ struct cell_batch {
             constexpr int width = parameter_width<typename traits::token_scale_type>;
             const auto block = source.block(source.page(tile, column + lane), column + lane);
             token_scale = block.from(static_cast<std::size_t>((tile.first + column + lane) % page * width))
-                              .template get<width>(static_cast<int>(S::token_scale_offset(shape)));
+                              .template get<width>(
+                                  static_cast<int>(typename S::layout_type{}.token_scale_offset(shape)));
         }
     }
 

@@ -5,7 +5,7 @@
 //
 // A thread block quantizes one block (one head of one page): first all parameters, then all words, from values that a source
 // functor returns: of a 16-bit window page (commit) or a page in another scheme (requantize), in shared memory where they fit.
-// Blocks of channel_grid: quantize_grid.cuh.
+// Blocks whose channels an encoder fits: quantize_grid.cuh.
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::by
         }
     } else {
         constexpr bool scratch = !std::is_same_v<Scratch, std::nullptr_t>;
-        const auto layout = S{}.codes(s);
+        const auto layout = typename S::layout_type{}.codes(s);
         const bool on_rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);
         const grouped_axis lines = on_rows ? layout.rows() : layout.cols;
         const grouped_axis cut = on_rows ? layout.cols : layout.rows();
@@ -95,7 +95,7 @@ __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::by
             return s.role == tensor::key ? value(row, col) : value(col, row);
         };
         // Padding between and behind the sections, and slots without a line.
-        const std::size_t bytes = S{}.block_bytes(s);
+        const std::size_t bytes = typename S::layout_type{}.bytes(s);
         for (std::size_t i = layout.bytes() / 4 + static_cast<std::size_t>(thread); i < bytes / 4;
              i += std::size_t{Threads})
             reinterpret_cast<std::uint32_t*>(block)[i] = 0;
@@ -148,7 +148,7 @@ struct composed_memory {
     using S = scheme_of<Role, Format>;
     static constexpr block_shape shape = shape_of<Role, Format>;
     static constexpr int lines = [] {
-        const auto layout = S{}.codes(shape);
+        const auto layout = typename S::layout_type{}.codes(shape);
         return kvq::detail::on_rows<typename S::granularity_type>(Role)
                    ? layout.rows().size * layout.cols.groups()
                    : layout.cols.size * layout.rows().groups();

@@ -1,5 +1,5 @@
-// Coding blocks of channel_grid on the device, one thread block each: the steps of schemes/channel_grid.hpp,
-// schemes/channel_codes.hpp and quant/quantize_channels.hpp.
+// Quantizing blocks whose channels an encoder fits on the device, one thread block each: the steps of schemes/scheme.hpp,
+// schemes/scheme_codes.hpp and quant/quantize_group.hpp.
 //
 //   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words
 //
@@ -94,14 +94,16 @@ private:
     __device__ __forceinline__ double* sums() const { return at<double>(memory::sums); }
     __device__ __forceinline__ std::uint16_t* members() const { return at<std::uint16_t>(memory::members); }
     __device__ __forceinline__ std::byte* parameter_section() const {
-        return block_ + S::parameter_offset(shape());
+        return block_ + typename S::layout_type{}.scale_offset(shape());
     }
 
     static __device__ __forceinline__ constexpr block_shape shape() {
         return Role == tensor::key ? To::key_shape() : To::value_shape();
     }
     /// Tokens as groups and slots.
-    static __device__ __forceinline__ constexpr grouped_axis axis() { return S::token_axis(shape()); }
+    static __device__ __forceinline__ constexpr grouped_axis axis() {
+        return typename S::layout_type{}.cut(shape());
+    }
     static __device__ __forceinline__ bool holds_token(int slot) {
         return slot_count == memory::tokens || axis().index(slot) >= 0;
     }
@@ -134,7 +136,7 @@ private:
         if constexpr (is_mixed<S>)
             return S::template segment_layout<Bits>(shape(), segment);
         else
-            return S::codes(shape());
+            return typename S::layout_type{}.codes(shape());
     }
 
     /// Zeros behind the codes: parameters without a channel, padding.
@@ -222,8 +224,9 @@ private:
             normalize_token_scales<Threads, slot_count>(
                 token_scales_, dim, holds_token, [&](int slot, float token_scale) {
                     if (i == iterations - 1 && holds_token(slot))
-                        S::token_scale_type::store(block_ + S::token_scale_offset(shape()), slot,
-                                                   &token_scale, 1);
+                        S::token_scale_type::store(
+                            block_ + typename S::layout_type{}.token_scale_offset(shape()), slot,
+                            &token_scale, 1);
                     return token_scale;
                 });
         }
@@ -315,7 +318,7 @@ private:
     __device__ __forceinline__ void for_each_group(const Values& values, const Line& line, const F& f) const {
         for (int g = 0; g < groups; ++g) {
             float lo = INFINITY, hi = -INFINITY;
-            if constexpr (std::is_same_v<parameters, channel_parameters<byte_params>>) {
+            if constexpr (std::is_same_v<parameters, block_parameters<byte_params>>) {
                 for (int c = thread() % warp_size; c < dim; c += warp_size) {
                     const float x = values(g * dim + c);
                     lo = fminf(lo, x);

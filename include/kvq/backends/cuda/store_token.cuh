@@ -189,7 +189,7 @@ private:
     __device__ __forceinline__ static void store_words(std::byte* block, int token, int lane,
                                                        const std::uint32_t (&codes)[per_lane]) {
         constexpr block_shape s = shape_of<Role, Format>;
-        const auto layout = S{}.codes(s);
+        const auto layout = typename S::layout_type{}.codes(s);
         static_for<planes::count>([&](auto plane) {
             constexpr int p = decltype(plane)::value, per = planes::quads_per_word(p);
             constexpr std::uint32_t mask = ((1u << planes::width(p)) - 1u) * 0x01010101u;
@@ -212,7 +212,7 @@ private:
     __device__ __forceinline__ static void store_codes(std::byte* block, int token, int lane,
                                                        const std::uint32_t (&codes)[per_lane]) {
         constexpr block_shape s = shape_of<Role, Format>;
-        const auto layout = S{}.codes(s);
+        const auto layout = typename S::layout_type{}.codes(s);
         const int slot = layout.cols.slot(token), quad = slot / 4, byte = slot % 4;
 #pragma unroll
         for (int i = 0; i < ceil_div(dim, warp_size); ++i) {

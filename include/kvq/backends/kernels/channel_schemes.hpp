@@ -1,9 +1,11 @@
-// Schemes with parameters per channel, and encoders, that the kernels support, and the supported blocks.
+// Schemes whose blocks the kernels quantize and dequantize channel by channel, and the blocks that they take.
 //
+// These are scheme<...> per channel with asymmetric levels, any of the library's encoders, any parameters, token scales, several widths.
+// Where the grid is the range in params<P>, quantizing group by group is faster (composed.hpp).
 // Contract: at most most_channels channels and tokens; channels are a multiple of 4; groups of tokens of V are whole steps of codes.
 #pragma once
 
-#include "../../schemes/channel_grid.hpp"
+#include "../../schemes/scheme.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
@@ -12,8 +14,10 @@ inline constexpr int most_channels = 256;  // also of tokens
 /// False for types derived from the library's schemes, which may differ.
 template <class S>
 inline constexpr bool is_channel_scheme = false;
-template <grid Options, class Encoder, class Params, class TokenScales>
-inline constexpr bool is_channel_scheme<channel_grid<Options, Encoder, Params, TokenScales>> = true;
+template <class Codes, class Granularity, class Params, class Encoder, class TokenScales>
+inline constexpr bool
+    is_channel_scheme<scheme<Codes, asymmetric, Granularity, Params, Encoder, TokenScales>> =
+        !Granularity::on_tokens;
 
 template <class Scheme>
 requires is_channel_scheme<Scheme>

@@ -1,8 +1,8 @@
-// Which schemes the vectorised kernels for quantizing and dequantizing take (quantize_block.hpp, quantize_values.hpp, dequantize_block.hpp),
-// and where the parameters of such a block lie.
+// Which schemes the vectorised kernels take that work group by group, on either axis (quantize_block.hpp, quantize_values.hpp,
+// dequantize_block.hpp), and where the parameters of such a block lie.
 //
-// They take scheme<...> with the library's own levels; quantizing also needs the encoder min_max. Others are quantized by
-// scheme::quantize(). Grids of channels have kernels of their own (channel_schemes.hpp).
+// They take scheme<...> with the library's own levels and params<P>; quantizing also needs the encoder `enclosing`. Kernels that work
+// channel by channel take other encoders, parameters, token scales and several widths (channel_schemes.hpp).
 // Contract: types derived from scheme<...> are not taken, because their members may do more. Same bytes as scheme::quantize().
 #pragma once
 
@@ -12,8 +12,8 @@ namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class S>
 inline constexpr bool is_composed = false;
-template <class Bits, class Levels, class Granularity, class Params, class Encoder>
-inline constexpr bool is_composed<scheme<Bits, Levels, Granularity, Params, Encoder>> =
+template <int Bits, class Levels, class Granularity, class P, class Encoder>
+inline constexpr bool is_composed<scheme<bits<Bits>, Levels, Granularity, params<P>, Encoder>> =
     std::same_as<Levels, asymmetric> || std::same_as<Levels, symmetric>;
 
 /// A scheme composed of the library's own levels. Types derived from one are excluded: their quantize() and dequantize() may do more
@@ -24,17 +24,16 @@ concept composed_scheme = is_composed<S>;
 template <class S>
 concept range_scheme = composed_scheme<S> && S::fits_range;
 
-/// Offsets of a block's parameters: scheme::parameter_offset and section_bytes, computed once per block.
+/// Offsets of a block's parameters (schemes/block_layout.hpp), computed once per block.
 struct parameter_sections {
     std::size_t first, bytes;
     int slot_count, size;
 
     template <composed_scheme S>
-    parameter_sections(const S& scheme, const block_shape& shape, const code_layout<S::code_bits>& codes)
-        : first(scheme.scale_offset(shape)),
-          bytes(scheme.section_bytes(shape)),
-          slot_count(detail::on_rows<typename S::granularity_type>(shape.role) ? codes.rows().padded_size()
-                                                                               : codes.cols.padded_size()),
+    parameter_sections(const S& scheme, const block_shape& shape)
+        : first(scheme.layout().scale_offset(shape)),
+          bytes(scheme.layout().section_bytes(shape)),
+          slot_count(scheme.layout().slot_count(shape)),
           size(sizeof(typename S::parameter)) {}
 
     KVQ_INLINE std::size_t offset(int group, int slot) const {

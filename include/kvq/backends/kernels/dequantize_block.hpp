@@ -20,7 +20,7 @@ template <class Backend, composed_scheme Scheme>
 class block_dequantizer {
 public:
     block_dequantizer(const Scheme& scheme, const block_shape& shape, const std::byte* block)
-        : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape, codes_), from_(block) {}
+        : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape), from_(block) {}
 
     /// Writes x^ of all tokens. False: this kernel does not take the block, and nothing was written.
     template <class T>

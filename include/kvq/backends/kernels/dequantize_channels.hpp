@@ -1,4 +1,4 @@
-// Dequantizing blocks with parameters per channel and scales per token (schemes/channel_grid.hpp) to tokens, in
+// Dequantizing blocks with parameters per channel and scales per token (schemes/scheme.hpp) to tokens, in
 // lanes: the mirror of quantize_channels.hpp.
 //
 //   V   a lane is a channel, as in the output
@@ -21,7 +21,7 @@ requires is_channel_scheme<Scheme>
 class channel_dequantizer {
 public:
     channel_dequantizer(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block)
-        : scheme_(scheme), shape_(shape), id_(id), tokens_(scheme.token_axis(shape)), from_(block) {}
+        : scheme_(scheme), shape_(shape), id_(id), tokens_(scheme.layout().cut(shape)), from_(block) {}
 
     /// Writes x^ of all tokens. False: this kernel does not take the block, and nothing was written.
     template <class T>
@@ -66,8 +66,8 @@ private:
             scheme_.template load<Backend>(shape_, from_, g, scale_, bias_);
         if constexpr (has_token_scales)
             if (g == 0)
-                Scheme::token_scale_type::template load<Backend>(from_ + scheme_.token_scale_offset(shape_),
-                                                                 tokens_.padded_size(), token_scale_);
+                Scheme::token_scale_type::template load<Backend>(
+                    from_ + scheme_.layout().token_scale_offset(shape_), tokens_.padded_size(), token_scale_);
     }
 
     /// Calls f(column, codes) for the columns of quads [first, end) of n rows; first begins a step.

@@ -25,7 +25,7 @@ public:
                       std::ptrdiff_t stride)
         : shape_(shape),
           codes_(scheme.codes(shape)),
-          sections_(scheme, shape, codes_),
+          sections_(scheme, shape),
           from_(block),
           to_(out),
           stride_(stride) {}

@@ -25,7 +25,7 @@ public:
           shape_(shape),
           window_(shape),
           codes_(scheme.codes(shape)),
-          sections_(scheme, shape, codes_),
+          sections_(scheme, shape),
           from_(window),
           to_(block) {}
 

@@ -1,8 +1,8 @@
-// Quantizing blocks with parameters per channel that encoders fit (schemes/channel_grid.hpp), in lanes.
+// Quantizing blocks with parameters per channel that encoders fit (schemes/scheme.hpp), in lanes.
 //
 //   1. scales      of tokens; every token is divided by its token scale                   (token_scale_fit.hpp)
 //   2. fit         a lane is a channel                                                    (channel_fit.hpp)
-//   3. store       parameters, by the functions of quant/channel_params.hpp
+//   3. store       parameters, by the functions of quant/block_params.hpp
 //   4. round       a lane is a row of the block: a channel of V, with the mean of its errors; a token of K, after a transposition
 //   5. feedback    of K, from the last channel to the first, a few channels at a time: the weighted errors of later channels
 //                  are summed in registers                                                (quant/error_feedback.hpp)
@@ -17,6 +17,7 @@
 #include "channel_fit.hpp"
 #include "channel_schemes.hpp"
 #include "code_words.hpp"
+#include "composed.hpp"
 #include "special_values.hpp"
 #include "token_scale_fit.hpp"
 
@@ -24,7 +25,8 @@ namespace kvq::inline KVQ_TAGGED::kernels {
 
 /// Schemes whose channels are fitted by one of the library's own encoders.
 template <class S>
-concept channel_scheme = is_channel_scheme<S> && detail::encoder_traits<typename S::encoder_type>::known;
+concept channel_scheme =
+    is_channel_scheme<S> && !range_scheme<S> && detail::encoder_traits<typename S::encoder_type>::known;
 
 template <class Lanes, channel_scheme Scheme>
 class channel_quantizer {
@@ -38,7 +40,7 @@ public:
           encoder_(scheme.encoder),
           shape_(shape),
           id_(id),
-          tokens_(scheme.token_axis(shape)),
+          tokens_(scheme.layout().cut(shape)),
           values_(values),
           known_scales_(token_scales),
           to_(block) {}
@@ -114,7 +116,7 @@ private:
         if constexpr (keeper::keeps)
             if (again_) scheme_.settle_token_scales(shape_, values_, token_scales);
         for (int g = 0; g < tokens_.groups(); ++g)
-            token_scales_of::store(to_ + scheme_.token_scale_offset(shape_), tokens_.group_begin(g),
+            token_scales_of::store(to_ + scheme_.layout().token_scale_offset(shape_), tokens_.group_begin(g),
                                    token_scales + g * tokens_.group, tokens_.group_size(g));
         for (int t = 0; t < shape_.tokens; ++t) {
             const floats by = Lanes::splat_float(token_scales[t]);
@@ -165,8 +167,8 @@ private:
     /// Stores the grids of a group of tokens; bias_ and scale_ become what is stored.
     KVQ_INLINE void store_grids(int g, parameter_rounding rounding) {
         const int dim = shape_.dim;
-        std::byte* const at = to_ + scheme_.parameter_offset(shape_);
-        const int groups = tokens_.groups(), slot_count = scheme_.channel_slots(shape_);
+        std::byte* const at = to_ + scheme_.layout().scale_offset(shape_);
+        const int groups = tokens_.groups(), slot_count = scheme_.layout().slot_count(shape_);
         parameters::store_biases(at, groups, slot_count, g, bias_, dim, rounding);
         for (int c = 0; c < dim; ++c)
             scale_[c] = top_[c] > 0 ? (scale_[c] - bias_[c]) / static_cast<float>(top_[c]) : 0.0f;
@@ -218,8 +220,8 @@ private:
             for (int c = 0; c < dim; ++c)
                 bias_[c] =
                     static_cast<float>(static_cast<double>(bias_[c]) + errors[c] / tokens_.group_size(g));
-            parameters::store_biases(to_ + scheme_.parameter_offset(shape_), tokens_.groups(),
-                                     scheme_.channel_slots(shape_), g, bias_, dim, mean_rounding());
+            parameters::store_biases(to_ + scheme_.layout().scale_offset(shape_), tokens_.groups(),
+                                     scheme_.layout().slot_count(shape_), g, bias_, dim, mean_rounding());
         }
     }
 

@@ -27,7 +27,7 @@ public:
     value_quantizer(const Scheme& scheme, const block_shape& shape, const float* values, std::byte* block)
         : shape_(shape),
           codes_(scheme.codes(shape)),
-          sections_(scheme, shape, codes_),
+          sections_(scheme, shape),
           halves_(per_token && axis(false).groups() > 1 && axis(false).group == unit / 2),
           from_(values),
           to_(block) {}

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <kvq/backends/simd.hpp>
-#include <kvq/schemes/channel_grid.hpp>
+#include <kvq/schemes/affine.hpp>
 
 #include "support/blocks.hpp"
 
-namespace channel_grid_tests {
+namespace channel_schemes_tests {
 
 namespace {
 
@@ -20,6 +20,7 @@ using kvq::least_squares;
 using kvq::mean_corrected;
 using kvq::min_max;
 using kvq::no_token_scales;
+using kvq::packed_params;
 using kvq::params;
 using kvq::token_scales;
 
@@ -35,19 +36,19 @@ void for_each_channel(const S& scheme, const kvq::block_shape& shape, const std:
                       const std::vector<std::byte>& block, Check check) {
     using loads = kvq::detail::plain_loads;
     const auto z = test::dequantized(scheme, shape, block);
-    const kvq::grouped_axis tokens = S::token_axis(shape);
-    const auto slot_count = static_cast<std::size_t>(S::channel_slots(shape));
+    const kvq::grouped_axis tokens = typename S::layout_type().cut(shape);
+    const auto slot_count = static_cast<std::size_t>(typename S::layout_type().slot_count(shape));
     std::vector<float> scales(slot_count), biases(slot_count),
         factors(static_cast<std::size_t>(tokens.padded_size()), 1.0f);
     if constexpr (S::token_scale_type::present)
-        S::token_scale_type::template load<loads>(block.data() + scheme.token_scale_offset(shape),
+        S::token_scale_type::template load<loads>(block.data() + scheme.layout().token_scale_offset(shape),
                                                   tokens.padded_size(), factors.data());
     for (int g = 0; g < tokens.groups(); ++g) {
         scheme.template load<loads>(shape, block.data(), g, scales.data(), biases.data());
         double step = 0;
-        if constexpr (std::is_same_v<typename S::parameters, kvq::channel_parameters<byte_params>>)
+        if constexpr (std::is_same_v<typename S::parameters, kvq::block_parameters<byte_params>>)
             step = static_cast<double>(static_cast<float>(kvq::detail::load_as<kvq::bfloat16>(
-                block.data() + scheme.parameter_offset(shape) +
+                block.data() + scheme.layout().scale_offset(shape) +
                 2 * slot_count * static_cast<std::size_t>(tokens.groups()) + 6 * static_cast<std::size_t>(g) +
                 4)));
         for (int c = 0; c < shape.dim; ++c) {
@@ -78,12 +79,11 @@ double evaluation(const channel& ch, double y) {
 
 }  // namespace
 
-#define KVQ_ENCLOSING_GRIDS                                                                           \
-    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, enclosing>,                                \
-        kvq::channel_grid<kvq::grid{.bits = {2}}, enclosing, byte_params, token_scales<byte_params>>, \
-        kvq::channel_grid<kvq::grid{.bits = {3}, .group = 7}, enclosing, params<float>,               \
-                          token_scales<params<float16>>>,                                             \
-        kvq::channel_grid<kvq::grid{.bits = {8}, .group = 32}, enclosing>
+#define KVQ_ENCLOSING_GRIDS                                                                                  \
+    kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, enclosing>,                                       \
+        kvq::affine<2, kvq::per_channel<>, byte_params, enclosing, token_scales<byte_params>>,               \
+        kvq::affine<3, kvq::per_channel<7>, packed_params<float>, enclosing, token_scales<params<float16>>>, \
+        kvq::affine<8, kvq::per_channel<32>, kvq::byte_params, enclosing>
 
 TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING_GRIDS) {
     const S scheme;
@@ -101,9 +101,9 @@ TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING
 }
 
 TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to nearest cuts off", S,
-                   kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>,
-                   kvq::channel_grid<kvq::grid{.bits = {3}}, min_max, byte_params, token_scales<byte_params>>,
-                   kvq::channel_grid<kvq::grid{.bits = {8}, .group = 5}>) {
+                   kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::min_max>,
+                   kvq::affine<3, kvq::per_channel<>, byte_params, min_max, token_scales<byte_params>>,
+                   kvq::affine<8, kvq::per_channel<5>, kvq::byte_params, kvq::min_max>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x =
@@ -123,10 +123,9 @@ TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to 
 
 TEST_CASE_TEMPLATE(
     "mean_corrected: errors of a channel average to at most half a step of biases", S,
-    kvq::channel_grid<kvq::grid{.bits = {2}, .group = 64}, mean_corrected<least_squares>>,
-    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<min_max>, byte_params,
-                      token_scales<byte_params>>,
-    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 33}, mean_corrected<enclosing>, params<float>>) {
+    kvq::affine<2, kvq::per_channel<64>, kvq::byte_params, mean_corrected<least_squares>>,
+    kvq::affine<2, kvq::per_channel<>, byte_params, mean_corrected<min_max>, token_scales<byte_params>>,
+    kvq::affine<4, kvq::per_channel<33>, packed_params<float>, mean_corrected<enclosing>>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x = test::random_block(random, shape);
@@ -143,12 +142,12 @@ TEST_CASE_TEMPLATE(
     });
 }
 
-TEST_CASE_TEMPLATE("any input: every byte written, the same from every backend, finite numbers back", S,
-                   kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::error_feedback<min_max>>,
-                   kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<least_squares>, byte_params,
-                                     token_scales<byte_params>>,
-                   kvq::channel_grid<kvq::grid{.bits = {7}, .group = 5}, kvq::shrink_search, params<float16>,
-                                     token_scales<params<float16>>>) {
+TEST_CASE_TEMPLATE(
+    "any input: every byte written, the same from every backend, finite numbers back", S,
+    kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::error_feedback<min_max>>,
+    kvq::affine<2, kvq::per_channel<>, byte_params, mean_corrected<least_squares>, token_scales<byte_params>>,
+    kvq::affine<7, kvq::per_channel<5>, packed_params<float16>, kvq::shrink_search,
+                token_scales<params<float16>>>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         auto x = test::hostile_block(random, shape);
@@ -199,7 +198,7 @@ TEST_CASE("a scale per token keeps tokens of any size as precise as the others")
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const kvq::channel_grid<kvq::grid{.bits = {4}}, min_max, byte_params, token_scales<byte_params>> dual;
+    const kvq::affine<4, kvq::per_channel<>, byte_params, min_max, token_scales<byte_params>> dual;
     for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
         const kvq::block_shape shape{role, 64, 64};
         auto x = test::random_block(random, shape);
@@ -227,10 +226,9 @@ TEST_CASE("a scale per token keeps tokens of any size as precise as the others")
 
 TEST_CASE_TEMPLATE(
     "zero is zero, and one constant everywhere is nearly exact", S,
-    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>,
-    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<least_squares>, byte_params,
-                      token_scales<byte_params>>,
-    kvq::channel_grid<kvq::grid{.bits = {8}}, min_max, params<float16>, token_scales<params<float16>>>) {
+    kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::min_max>,
+    kvq::affine<2, kvq::per_channel<>, byte_params, mean_corrected<least_squares>, token_scales<byte_params>>,
+    kvq::affine<8, kvq::per_channel<>, packed_params<float16>, min_max, token_scales<params<float16>>>) {
     const S scheme;
     INFO(scheme.name());
     for (const float value : {0.0f, 1.0f, -2.5f, 1000.0f, 1e-6f}) {
@@ -242,16 +240,17 @@ TEST_CASE_TEMPLATE(
 }
 
 TEST_CASE("blocks beyond 1024 tokens or channels are refused") {
-    const kvq::channel_grid<kvq::grid{.bits = {4}}> scheme;
+    const kvq::affine<4, kvq::per_channel<>, kvq::byte_params, kvq::min_max> scheme;
     CHECK(scheme.block_bytes({kvq::tensor::key, 1024, 1024}) > 0);
     CHECK_THROWS_AS(scheme.block_bytes({kvq::tensor::key, 1025, 64}), kvq::error);
     CHECK_THROWS_AS(scheme.block_bytes({kvq::tensor::value, 64, 1025}), kvq::error);
 }
 
 TEST_CASE_TEMPLATE(
-    "value() is what dequantize() gives", S, kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>,
-    kvq::channel_grid<kvq::grid{.bits = {5}, .group = 20}, min_max, byte_params, token_scales<byte_params>>,
-    kvq::channel_grid<kvq::grid{.bits = {8}}, min_max, params<float16>, token_scales<params<float16>>>) {
+    "value() is what dequantize() gives", S,
+    kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::min_max>,
+    kvq::affine<5, kvq::per_channel<20>, byte_params, min_max, token_scales<byte_params>>,
+    kvq::affine<8, kvq::per_channel<>, packed_params<float16>, min_max, token_scales<params<float16>>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -269,4 +268,4 @@ TEST_CASE_TEMPLATE(
     }
 }
 
-}  // namespace channel_grid_tests
+}  // namespace channel_schemes_tests

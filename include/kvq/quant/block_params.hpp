@@ -1,14 +1,15 @@
-// Storage of the scales and biases of channels, and of token scales, in a block.
+// Storage of scales and biases, and of token scales, in a block.
 //
-//   channel_parameters<params<P>>   [scales][biases], each [group][slot] of type P
-//   channel_parameters<byte_params>       the same in one byte each (quant/byte_params.hpp), then 3 bfloat16 per group:
-//                                   scale unit, first bias, bias step
+//   block_parameters<params<P>>          [scales][biases], each [group][slot] of type P, padded to 16 bytes
+//   block_parameters<packed_params<P>>   the same without padding
+//   block_parameters<byte_params>        one byte each (quant/byte_params.hpp), then 3 bfloat16 per group: scale unit, first bias,
+//                                        bias step
 //   token_scales<byte_params>            one byte per token: 31/16 for the token with the largest token scale, down to 2^-15
-//   token_scales<params<P>>        one P per token
+//   token_scales<params<P>>              one P per token
 //
-// Slots: pack/tile_layout.hpp; token scales are indexed by token slot. Functions that store return the stored parameters for the
-// wanted ones; codes are then computed from the stored ones. Order for a group: `scale_line` or `bias_line` from the range of the
-// wanted parameters, written by `store_line`; then one scale or bias after the other.
+// Groups and slots: schemes/block_layout.hpp; token scales are indexed by token slot. Functions that store return the stored parameters
+// for the wanted ones; codes are then computed from the stored ones. Order for a group: `scale_line` or `bias_line` from the range of
+// the wanted parameters, written by `store_line`; then one scale or bias after the other.
 #pragma once
 
 #include <string>
@@ -30,13 +31,21 @@ KVQ_HD P round_nearest(float x) noexcept {
 }  // namespace detail
 
 template <class Params>
-struct channel_parameters;
+struct block_parameters;
 
-template <class P>
-struct channel_parameters<params<P>> {
-    static short_text name() { return detail::parameter_name<P>(); }
+namespace detail {
+
+/// Parameters of type P; scales and biases are each padded to a multiple of `Padding` bytes.
+template <class P, std::size_t Padding>
+struct parameters_of_type {
+    using stored = P;
+    static short_text name() { return parameter_name<P>(); }
+    /// Bytes from a scale to its bias.
+    KVQ_HD static constexpr std::size_t section_bytes(int groups, int slot_count) noexcept {
+        return round_up(sizeof(P) * static_cast<std::size_t>(groups * slot_count), Padding);
+    }
     KVQ_HD static constexpr std::size_t bytes(int groups, int slot_count) noexcept {
-        return 2 * sizeof(P) * static_cast<std::size_t>(groups * slot_count);
+        return 2 * section_bytes(groups, slot_count);
     }
     struct nothing {};
     KVQ_HD static nothing scale_line(float, parameter_rounding = {}) noexcept { return {}; }
@@ -44,18 +53,18 @@ struct channel_parameters<params<P>> {
     KVQ_HD static void store_line(std::byte*, int, int, int, nothing) noexcept {}
     KVQ_HD static float store_scale(std::byte* at, int, int slot_count, int group, int slot, float scale,
                                     nothing, parameter_rounding rounding) noexcept {
-        const float wanted = scale > 0.0f ? detail::larger(scale, 1.17549435e-38f) : 0.0f;
-        const P p = rounding == parameter_rounding::outside ? detail::round_up_to<P>(wanted)
-                                                            : detail::round_nearest<P>(wanted);
-        detail::store_as(at + sizeof(P) * static_cast<std::size_t>(group * slot_count + slot), p);
+        const float wanted = scale > 0.0f ? larger(scale, 1.17549435e-38f) : 0.0f;
+        const P p =
+            rounding == parameter_rounding::outside ? round_up_to<P>(wanted) : round_nearest<P>(wanted);
+        store_as(at + offset(slot_count, group, slot), p);
         return static_cast<float>(p);
     }
     KVQ_HD static float store_bias(std::byte* at, int groups, int slot_count, int group, int slot, float bias,
                                    nothing, parameter_rounding rounding) noexcept {
         const float wanted = bias + 0.0f;
-        const P p = rounding == parameter_rounding::outside ? detail::round_down<P>(wanted)
-                                                            : detail::round_nearest<P>(wanted);
-        detail::store_as(at + sizeof(P) * static_cast<std::size_t>((groups + group) * slot_count + slot), p);
+        const P p =
+            rounding == parameter_rounding::outside ? round_down<P>(wanted) : round_nearest<P>(wanted);
+        store_as(at + section_bytes(groups, slot_count) + offset(slot_count, group, slot), p);
         return static_cast<float>(p);
     }
     static void store_scales(std::byte* at, int groups, int slot_count, int group, float* scales, int n,
@@ -70,17 +79,15 @@ struct channel_parameters<params<P>> {
     }
     /// Scale and bias of one channel slot.
     KVQ_HD static float scale(const std::byte* at, int, int slot_count, int group, int slot) noexcept {
-        return static_cast<float>(
-            detail::load_as<P>(at + sizeof(P) * static_cast<std::size_t>(group * slot_count + slot)));
+        return static_cast<float>(load_as<P>(at + offset(slot_count, group, slot)));
     }
     KVQ_HD static float bias(const std::byte* at, int groups, int slot_count, int group, int slot) noexcept {
-        return scale(at, groups, slot_count, groups + group, slot);
+        return scale(at + section_bytes(groups, slot_count), groups, slot_count, group, slot);
     }
     template <class Backend>
     static void load_scales(const std::byte* at, int, int slot_count, int group, int first, int n, float* out,
                             const float* factor = nullptr) {
-        Backend::template load_floats<P>(
-            at + sizeof(P) * static_cast<std::size_t>(group * slot_count + first), n, out);
+        Backend::template load_floats<P>(at + offset(slot_count, group, first), n, out);
         if (factor)
             for (int i = 0; i < n; ++i) out[i] *= factor[i];
     }
@@ -88,13 +95,29 @@ struct channel_parameters<params<P>> {
     static void load_biases(const std::byte* at, int groups, int slot_count, int group, int first, int n,
                             float* out) {
         Backend::template load_floats<P>(
-            at + sizeof(P) * static_cast<std::size_t>((groups + group) * slot_count + first), n, out);
+            at + section_bytes(groups, slot_count) + offset(slot_count, group, first), n, out);
+    }
+
+private:
+    KVQ_HD static constexpr std::size_t offset(int slot_count, int group, int slot) noexcept {
+        return sizeof(P) * static_cast<std::size_t>(group * slot_count + slot);
     }
 };
 
+}  // namespace detail
+
+template <class P>
+struct block_parameters<params<P>> : detail::parameters_of_type<P, 16> {};
+template <class P>
+struct block_parameters<packed_params<P>> : detail::parameters_of_type<P, 1> {};
+
 template <>
-struct channel_parameters<byte_params> {
+struct block_parameters<byte_params> {
+    using stored = byte_params;
     static short_text name() { return byte_params::name; }
+    KVQ_HD static constexpr std::size_t section_bytes(int groups, int slot_count) noexcept {
+        return static_cast<std::size_t>(groups * slot_count);
+    }
     KVQ_HD static constexpr std::size_t bytes(int groups, int slot_count) noexcept {
         return static_cast<std::size_t>(2 * groups * slot_count) +
                shared_bytes * static_cast<std::size_t>(groups);
@@ -236,7 +259,7 @@ struct token_scales<byte_params> {
 template <class P>
 struct token_scales<params<P>> {
     static constexpr bool present = true;
-    static short_text name() { return "-dual-" + channel_parameters<params<P>>::name(); }
+    static short_text name() { return "-dual-" + detail::parameter_name<P>(); }
     KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
         return sizeof(P) * static_cast<std::size_t>(slot_count);
     }
@@ -257,9 +280,10 @@ struct token_scales<params<P>> {
 };
 
 template <class Params>
-struct channel_parameters : channel_parameters<byte_params> {
+struct block_parameters : block_parameters<params<float16>> {
     static_assert(std::is_void_v<Params>,
-                  "kvq::channel_grid: parameters are `byte_params` or params<P>, such as params<float16>");
+                  "kvq::scheme: parameters are params<P>, packed_params<P> or byte_params: params<float16>, "
+                  "not float16");
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -1,11 +1,11 @@
-// Position of the codes of a channel grid in a block: one width for all channels, or several.
+// The codes of scheme<...>: how they are packed, with one width for all channels (bits<B>) or with several (mixed_bits<...>).
 //
 //   one width        the matrix of the block (core/shape.hpp): codes(shape)
 //   several widths   [codes of the widest channels] ... [codes of the narrowest], each a matrix of its own: for_each_segment(shape, id, f)
 //
 // Several widths have a plan. For each layer and head, a plan gives the order of the channels and the number of quads of each width. It
-// is fixed before the first token; every plan of a shape gives blocks of the same size. Without a plan channels keep their order and
-// have the average width, or the two widths around it. The order is a permutation of the query, which attention applies once.
+// is fixed before the first token; every plan of a shape gives blocks of the same size. The order is a permutation of the query, which
+// attention applies once.
 // Source: allocation by E[q^2] var(k): quant/width_allocation.hpp. docs/reference/format.md draws the block.
 #pragma once
 
@@ -21,97 +21,36 @@
 #include "../pack/bit_pack.hpp"
 #include "../quant/calibration.hpp"
 #include "../quant/granularity.hpp"
-#include "../quant/quantize_channels.hpp"
+#include "../quant/quantize_group.hpp"
 #include "../quant/width_allocation.hpp"
 #include "concepts.hpp"
+#include "mixed_bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq::inline KVQ_TAGGED::detail {
 
-/// Bits per code: one width for all channels, {4}, or up to 8 different ones, the widest first, {6, 4, 3, 0}. A last width of 0 stores
-/// the mean alone. (An aggregate, because nvcc prints template arguments as aggregates.)
-struct code_widths {
-    int first = 0, second = -1, third = -1, fourth = -1, fifth = -1, sixth = -1, seventh = -1, eighth = -1;
-
-    KVQ_HD constexpr int operator[](int i) const noexcept {
-        return i == 0   ? first
-               : i == 1 ? second
-               : i == 2 ? third
-               : i == 3 ? fourth
-               : i == 4 ? fifth
-               : i == 5 ? sixth
-               : i == 6 ? seventh
-               : i == 7 ? eighth
-                        : -1;
-    }
-    KVQ_HD constexpr int count() const noexcept {
-        int n = 1;
-        while ((*this)[n] >= 0) ++n;
-        return n;
-    }
-};
-
-/// Widths and groups of a channel grid: channel_grid<grid{.bits = {4}, .group = 64}>,
-/// channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>.
-struct grid {
-    code_widths bits{};
-    int average_eighths = 0;  ///< for several widths: average bits of a channel, in eighths
-    int group = 0;            ///< tokens that share a channel's parameters; 0: the whole page
-};
-
-namespace detail {
-
-/// Common part of one width and several widths.
-template <grid Options>
-struct grid_geometry {
+template <class Codes, class Granularity>
+struct scheme_codes {
     static_assert(
-        [] {
-            for (int i = 0; i + 1 < Options.bits.count(); ++i)
-                if (Options.bits[i] <= Options.bits[i + 1]) return false;
-            return Options.bits[0] >= 1 && Options.bits[0] <= 8;
-        }(),
-        "kvq::channel_grid: .bits is a width of 1 to 8, or different widths of 0 to 8 bits, the widest "
-        "first");
-    static_assert(Options.group >= 0, "kvq::channel_grid: .group is at least 1 (or 0 for the whole page)");
-
-    static constexpr bool several_widths = Options.bits.count() > 1;
-
-    KVQ_HD static constexpr grouped_axis token_axis(const block_shape& s) noexcept {
-        const per_channel<Options.group> tokens;
-        return s.role == tensor::key ? row_axis(tokens, s) : col_axis(tokens, s);
-    }
-    KVQ_HD static constexpr int channel_slots(const block_shape& s) noexcept { return round_up(s.dim, 4); }
+        std::is_void_v<Codes> || !requires { Codes::row_words(1); },
+        "kvq::scheme: several widths are per channel, over a number of tokens that is part of the type");
 };
-
-template <grid Options>
-struct channel_codes;
 
 /// One width.
-template <grid Options>
-requires(Options.bits.count() == 1) struct channel_codes<Options> : grid_geometry<Options> {
-    static constexpr int code_bits = Options.bits[0], zero_code = 0, top = (1 << code_bits) - 1;
+template <int Bits, class Granularity>
+struct scheme_codes<bits<Bits>, Granularity> {
+    static constexpr int code_bits = Bits, top = (1 << Bits) - 1;
 
-    channel_codes() = default;
-    explicit channel_codes(const calibration&) {}
+    [[no_unique_address]] Granularity granularity{};
+
+    scheme_codes() = default;
+    explicit scheme_codes(Granularity g) : granularity(g) {}
+    explicit scheme_codes(const calibration&) {}
     static const width_plan* width_plan_of() noexcept { return nullptr; }
     static void check_shape(const cache_shape&) noexcept {}
-    /// 0: encoders do not change dequantizing, so that pages of all encoders are read in the same way (io/scheme_identity.hpp).
-    static constexpr std::uint64_t fingerprint() noexcept { return 0; }
 
-    static short_text name() {
-        return short_text("channel") + short_text::of(code_bits) +
-               (Options.group ? "-g" + short_text::of(Options.group) : "");
-    }
-
-    KVQ_HD static constexpr code_layout<code_bits> codes(const block_shape& s) noexcept {
-        const per_channel<Options.group> tokens;
-        return {row_axis(tokens, s), col_axis(tokens, s)};
-    }
-    KVQ_HD static constexpr std::size_t parameter_offset(const block_shape& s) noexcept {
-        return round_up(codes(s).bytes(), std::size_t{16});
-    }
-    KVQ_HD static int code(const block_shape& s, const std::byte* block, int token, int channel) noexcept {
-        const bool key = s.role == tensor::key;
-        return static_cast<int>(unpack_code(codes(s), block, key ? token : channel, key ? channel : token));
+    /// Codes of a block; they start at its first byte.
+    KVQ_HD KVQ_INLINE constexpr code_layout<Bits> codes(const block_shape& s) const noexcept {
+        return {row_axis(granularity, s), col_axis(granularity, s)};
     }
 
     /// The largest code of every channel.
@@ -119,54 +58,44 @@ requires(Options.bits.count() == 1) struct channel_codes<Options> : grid_geometr
         std::memset(tops, top, static_cast<std::size_t>(s.dim));
     }
     /// values: codes, [tokens][dim].
-    static void pack(const block_shape& s, block_id, const float* values, std::byte* block) noexcept {
+    void pack(const block_shape& s, block_id, const float* values, std::byte* block) const noexcept {
         const auto layout = codes(s);
+        const bool key = s.role == tensor::key;
         for (int t = 0; t < s.tokens; ++t)
-            for (int c = 0; c < s.dim; ++c) {
-                const bool key = s.role == tensor::key;
+            for (int c = 0; c < s.dim; ++c)
                 pack_code(layout, block, key ? t : c, key ? c : t,
                           static_cast<unsigned>(values[t * s.dim + c]));
-            }
     }
     /// Calls f.operator()<bits>(token, channel, code) for tokens [begin, end).
     template <class F>
-    static void each_code(const block_shape& s, block_id, const std::byte* block, int begin, int end, F&& f) {
+    void each_code(const block_shape& s, block_id, const std::byte* block, int begin, int end, F&& f) const {
         const auto layout = codes(s);
+        const bool key = s.role == tensor::key;
         for (int t = begin; t < end; ++t)
-            for (int c = 0; c < s.dim; ++c) {
-                const bool key = s.role == tensor::key;
-                f.template operator()<code_bits>(
+            for (int c = 0; c < s.dim; ++c)
+                f.template operator()<Bits>(
                     t, c, static_cast<int>(unpack_code(layout, block, key ? t : c, key ? c : t)));
-            }
     }
-};
-
-template <grid Options, class Index>
-struct listed_widths;
-template <grid Options, int... Width>
-struct listed_widths<Options, std::integer_sequence<int, Width...>> {
-    static constexpr int count = sizeof...(Width);
-    static constexpr int values[count] = {Options.bits[Width]...};
 };
 
 /// Several widths. Place: the position of a channel in the order of the plan.
-template <grid Options>
-requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry<Options> {
-    using width_list = listed_widths<Options, std::make_integer_sequence<int, Options.bits.count()>>;
-    using grid_geometry<Options>::token_axis;
-    static constexpr int average_eighths = Options.average_eighths;
-    static_assert(
-        average_eighths >= 8 * width_list::values[width_list::count - 1] &&
-            average_eighths <= 8 * width_list::values[0],
-        "kvq::channel_grid: .average_eighths / 8 lies between the narrowest and the widest channel");
+template <width_mix Widths, int Group>
+struct scheme_codes<mixed_bits<Widths>, per_channel<Group>> : mixed_bits<Widths> {
+    using policy = mixed_bits<Widths>;
+    using policy::average_eighths;
+    using policy::even_quads;
+    using policy::row_words;
+    using typename policy::width_list;
+    using typename policy::width_quads;
+    static constexpr per_channel<Group> granularity{};
 
-    channel_codes() = default;
-    explicit channel_codes(std::shared_ptr<const width_plan> plan) : plan_(std::move(plan)) {
+    scheme_codes() = default;
+    explicit scheme_codes(std::shared_ptr<const width_plan> plan) : plan_(std::move(plan)) {
         if (plan_) check_plan(*plan_);
         fingerprint_ = fingerprint_of(plan_.get());
     }
-    explicit channel_codes(const calibration& statistics)
-        : channel_codes(std::make_shared<const width_plan>(make_plan(statistics))) {}
+    explicit scheme_codes(const calibration& statistics)
+        : scheme_codes(std::make_shared<const width_plan>(make_plan(statistics))) {}
 
     /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the quantized text may differ from that of
     /// the statistics; 0: not at all. Few statistics raise it, statistics without queries raise it to at least key_doubt, and
@@ -204,13 +133,12 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
                " channels in a cache of ", s.layers, " layers, ", s.kv_heads, " heads of ", s.head_dim);
     }
 
-    static short_text name() {
+    static short_text width_name() {
         short_text all = "mixed";
         for (const int w : width_list::values) all += "-" + short_text::of(w);
         all += "-avg" + short_text::of(average_eighths / 8);
         constexpr const char* eighths[8] = {"", ".125", ".25", ".375", ".5", ".625", ".75", ".875"};
-        return all + eighths[average_eighths % 8] +
-               (Options.group ? "-g" + short_text::of(Options.group) : "");
+        return all + eighths[average_eighths % 8];
     }
 
     /// Channels in the order of the plan.
@@ -243,41 +171,9 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
     template <int Bits>
     KVQ_HD static constexpr code_layout<Bits> segment_layout(const block_shape& s,
                                                              const code_segment& segment) noexcept {
-        return {token_axis(s), {segment.columns, segment.columns}};
+        return {row_axis(granularity, s), {segment.columns, segment.columns}};
     }
 
-    KVQ_HD static constexpr std::size_t parameter_offset(const block_shape& s) noexcept {
-        return round_up(static_cast<std::size_t>(token_axis(s).padded_size()) *
-                            static_cast<std::size_t>(row_words(s.dim)) * 4,
-                        std::size_t{16});
-    }
-    /// Words of a row of codes: the average width, but at least enough for the narrower of the two widths around it.
-    KVQ_HD static constexpr int row_words(int dim) noexcept {
-        const int quads = ceil_div(dim, 4);
-        return larger(ceil_div(quads * average_eighths, 64), code_words(narrow_width, quads));
-    }
-    /// Quads of every width.
-    struct width_quads {
-        int of[width_list::count] = {};
-    };
-    /// Quads without a plan: the average width; if it is not a width of the list, the next narrower one and as many quads of the next
-    /// wider one as fit.
-    KVQ_HD static constexpr width_quads even_quads(int dim) noexcept {
-        const int all = ceil_div(dim, 4), words = row_words(dim);
-        constexpr int w = width_below_average;
-        width_quads quads;
-        quads.of[w] = all;
-        if constexpr (8 * narrow_width < average_eighths) {
-            constexpr int wider = width_list::values[w - 1];
-            for (int wide = all; wide > 0; --wide)
-                if (code_words(wider, wide) + code_words(narrow_width, all - wide) <= words) {
-                    quads.of[w - 1] = wide;
-                    quads.of[w] = all - wide;
-                    break;
-                }
-        }
-        return quads;
-    }
     /// Position of the codes of one width; no columns if no channel has this width.
     template <int Width>
     KVQ_HD static constexpr code_segment segment(const block_shape& s, const width_quads& quads) noexcept {
@@ -286,7 +182,7 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
             at = segment<Width - 1>(s, quads);
             at.first += 4 * quads.of[Width - 1];
             at.offset +=
-                4 * static_cast<std::size_t>(token_axis(s).padded_size()) *
+                4 * static_cast<std::size_t>(row_axis(granularity, s).padded_size()) *
                 static_cast<std::size_t>(code_words(width_list::values[Width - 1], quads.of[Width - 1]));
         }
         at.columns = larger(0, smaller(4 * quads.of[Width], s.dim - at.first));
@@ -326,7 +222,7 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
                 }
         });
     }
-    /// Quantizes to the widths from `Width` on.
+    /// The code of a place that has width number `Width` or a later one.
     template <int Width>
     KVQ_HD static int code(const block_shape& s, const width_quads& quads, const std::byte* block, int token,
                            int place) noexcept {
@@ -345,13 +241,6 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
     }
 
 private:
-    static constexpr int width_below_average = [] {
-        int w = 0;
-        while (8 * width_list::values[w] > average_eighths) ++w;
-        return w;
-    }();
-    static constexpr int narrow_width = width_list::values[width_below_average];
-
     /// Variance, by chance, of the logarithm of an importance: 2 / n each for a mean of n independent squares, twice that
     /// for tokens that resemble their neighbours.
     static double chance(const calibration& statistics, int layer, int head) {
@@ -422,5 +311,4 @@ private:
     std::uint64_t fingerprint_ = 0;
 };
 
-}  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}  // namespace kvq::inline KVQ_TAGGED::detail
