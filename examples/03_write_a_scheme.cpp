@@ -40,10 +40,10 @@ struct sign_only {
 static_assert(kvq::value_scheme<sign_only>);
 
 int main() {
+    const kvq::format keys = kvq::make_format<my_keys, kvq::scalar>(),
+                      values = kvq::make_format<sign_only, kvq::scalar>();
     kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = 64},
-                     {.keys = kvq::make_format<my_keys, kvq::scalar>(),
-                      .values = kvq::make_format<sign_only, kvq::scalar>(),
-                      .recent = 32});
+                     {.keys = keys, .values = values, .recent = 32});
     auto sequence = cache.new_sequence();
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
@@ -51,8 +51,7 @@ int main() {
     for (float& x : kv) x = normal(random);
     sequence.append(0, kvq::token_view(kv.data(), 500, 1, 64), kvq::token_view(kv.data(), 500, 1, 64));
     sequence.attend(0, kvq::token_view(kv.data(), 1, 1, 64), kvq::token_view(out.data(), 1, 1, 64));
-    std::printf("%s + %s: %.2f bytes per token; out[0] = %f\n", my_keys{}.name().c_str(),
-                sign_only{}.name().c_str(), kvq::bytes_per_token<my_keys, sign_only>(cache.shape(), 64),
-                static_cast<double>(out[0]));
+    std::printf("%s + %s: %.2f bytes per token; out[0] = %f\n", keys.name(), values.name(),
+                kvq::bytes_per_token(cache.shape(), 64, keys, values), static_cast<double>(out[0]));
     return 0;
 }

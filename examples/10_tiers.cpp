@@ -1,8 +1,8 @@
 // Conversations that wait leave memory for files, and come back when the next question comes: a prefix cache over two tiers.
 #include <cstdio>
-#include <kvq/adapters/prefix_tiers.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/policy/prefix_tiers.hpp>
 #include <random>
 #include <string>
 #include <vector>

@@ -55,8 +55,7 @@ std::shared_ptr<const mapped_file> add_tensors(const std::string& path, tensor_d
     };
     kvq::safetensors_header header;
     try {
-        kvq::detail::exact_source source(read);
-        header = kvq::read_safetensors_header(source);
+        header = kvq::read_safetensors_header(read);
     } catch (const kvq::error& error) {
         refuse(error.what());
     }

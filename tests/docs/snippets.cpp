@@ -8,7 +8,6 @@
 #include <kvq/adapters/distributed/send_sequence.hpp>
 #include <kvq/adapters/eigen.hpp>
 #include <kvq/adapters/paged.hpp>
-#include <kvq/adapters/prefix_tiers.hpp>
 #include <kvq/backends/simd.hpp>
 #include <kvq/core/team.hpp>
 #include <kvq/core/thread_pool.hpp>
@@ -16,6 +15,7 @@
 #include <kvq/io/file.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/policy/prefix_cache.hpp>
+#include <kvq/policy/prefix_tiers.hpp>
 #include <kvq/policy/ring.hpp>
 #include <kvq/policy/self_calibration.hpp>
 #include <string>

@@ -35,7 +35,7 @@ DEVICE = ("version.hpp", "config.hpp", "core/", "pack/", "quant/", "schemes/", "
 THIRD_PARTY = {
     "simd": ("backends/simd", "format/define_builtin_formats"),
     "eigen": ("adapters/eigen",),
-    "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file", "adapters/prefix_tiers"),
+    "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file", "policy/prefix_tiers"),
     "mpi": ("adapters/distributed/mpi",),
     "ggml": ("adapters/ggml",),
     "nccl": ("adapters/distributed/nccl", "adapters/distributed/peer_attention"),

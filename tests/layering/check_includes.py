@@ -55,7 +55,7 @@ ALLOWED = {
     "adapters/distributed/nccl_wire": NCCL,
     "adapters/distributed/nccl_pages": NCCL | {"adapters/distributed/nccl_wire"},
     "adapters/distributed/nccl_transfer": NCCL | {"adapters/distributed/nccl_pages"},
-    "adapters/prefix_tiers": CACHE | {"io", "policy"},
+    "policy/prefix_tiers": CACHE | {"io", "policy"},
     "io": CACHE,
     "estimate": CACHE,
     "kvq": CACHE | {"io", "estimate"},
@@ -68,7 +68,7 @@ ALLOWED = {
 # Headers of others: pattern, and the only paths where it may stand (none: nowhere).
 RESTRICTED = [
     (r"ranges|iostream|regex", ()),
-    (r"random", ("adapters/prefix_tiers",)),  # names of folders that nobody can foretell
+    (r"random", ("policy/prefix_tiers",)),  # names of folders that nobody can foretell
     (r"xsimd/.*", ("backends/simd",)),
     (r"immintrin\.h|x86intrin\.h|[a-z]mmintrin\.h|arm_neon\.h", ("backends/simd",)),
     (r"(unsupported/)?Eigen/.*", ("adapters/eigen",)),
@@ -82,7 +82,7 @@ RESTRICTED = [
 NOT_IN_UMBRELLA = (
     "backends/simd", "backends/cuda", "adapters/eigen",
     "io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file",
-    "adapters/prefix_tiers", "adapters/ggml", "adapters/distributed",
+    "policy/prefix_tiers", "adapters/ggml", "adapters/distributed",
 )
 # Headers of the C interface are as long as it is.
 LONG = ("kvq.h", "kvq_cuda.h")

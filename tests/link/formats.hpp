@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The same formats, compiled for three instruction sets in one program.
+// The same formats, compiled for several instruction sets in one program.
 #pragma once
 
 #include <kvq/format/format.hpp>
@@ -11,3 +11,5 @@ kvq::format keys_avx2();
 kvq::format values_avx2();
 kvq::format keys_avx512vnni();
 kvq::format values_avx512vnni();
+kvq::format keys_amx();
+kvq::format values_amx();

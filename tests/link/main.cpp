@@ -57,6 +57,9 @@ int main() {
     check(true, keys_sse2, values_sse2);
     check(kvq::arch::avx2::available(), keys_avx2, values_avx2);
     check(kvq::arch::avx512vnni::available(), keys_avx512vnni, values_avx512vnni);
+#if defined(WITH_AMX)
+    check(kvq::arch::amx::available(), keys_amx, values_amx);
+#endif
     std::printf("%d instruction sets, %d wrong\n", levels, failures);
     return failures;
 }

@@ -101,7 +101,8 @@ TEST_CASE("quantized bytes per token are what the estimate says") {
     auto sequence = cache.new_sequence();
     append(sequence, 3, s, 0, 640);
     const double per_token =
-        kvq::bytes_per_token<kvq::kivi<4, 32>::keys, kvq::kivi<4, 32>::values>(shape, 64);
+        kvq::bytes_per_token(shape, 64, test::made<test::usual>(kvq::kivi<4, 32>::keys{}),
+                             test::made<test::usual>(kvq::kivi<4, 32>::values{}));
     CHECK(static_cast<double>(sequence.usage().quantized) == 640 * per_token);
     CHECK(sequence.usage().window == 0);
 }

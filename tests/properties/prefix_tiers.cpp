@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <kvq/adapters/prefix_tiers.hpp>
+#include <kvq/policy/prefix_tiers.hpp>
 #include <map>
 
 #include "support/caches.hpp"

@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <kvq/schemes/affine.hpp>
 #include <kvq/schemes/transformed.hpp>
@@ -61,14 +63,14 @@ struct float24 {
 
     float24() = default;
     explicit float24(float x) noexcept {
-        auto u = kvq::detail::bit_cast<std::uint32_t>(x);
+        auto u = std::bit_cast<std::uint32_t>(x);
         u += 0x7fu + ((u >> 8) & 1u);
         for (int i = 0; i < 3; ++i) bytes[i] = static_cast<unsigned char>(u >> (8 * (i + 1)));
     }
     operator float() const noexcept {
         std::uint32_t u = 0;
         for (int i = 0; i < 3; ++i) u |= static_cast<std::uint32_t>(bytes[i]) << (8 * (i + 1));
-        return kvq::detail::bit_cast<float>(u);
+        return std::bit_cast<float>(u);
     }
 };
 static_assert(sizeof(float24) == 3 && kvq::parameter_type<float24>);
@@ -84,7 +86,7 @@ struct magnitude_bytes {
     explicit magnitude_bytes(float s) noexcept : step(s) {}
 
     std::string name() const { return "magnitude-bytes"; }
-    std::uint64_t fingerprint() const { return kvq::detail::bit_cast<std::uint32_t>(step); }
+    std::uint64_t fingerprint() const { return std::bit_cast<std::uint32_t>(step); }
 
     std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return (s.values() + 15) / 16 * 16; }
 
@@ -93,7 +95,7 @@ struct magnitude_bytes {
         std::uint32_t not_finite = 0;
         for (std::size_t i = 0; i < s.values(); ++i) {
             float x = values[i];
-            if (!kvq::detail::is_finite(x)) ++not_finite;
+            if (!std::isfinite(x)) ++not_finite;
             if (std::isnan(x)) x = 0.0f;
             const float levels = std::fabs(x) / step;
             const int level = levels >= 127.0f ? 127 : static_cast<int>(levels + 0.5f);
@@ -150,29 +152,29 @@ struct product_scheme {
             float* const row = values + t * s.dim;
             float largest = 0.0f;
             for (int c = 0; c < s.dim; ++c)
-                if (kvq::detail::is_finite(row[c]))
+                if (std::isfinite(row[c]))
                     largest = std::fmax(largest, std::fabs(row[c]));
                 else
                     ++not_finite;
-            const kvq::float16 token_scale =
-                kvq::detail::round_up_to<kvq::float16>(largest > 0.0f ? largest : 1.0f);
-            kvq::detail::store_as(block + at.token_scales + 2 * static_cast<std::size_t>(t), token_scale);
+            const kvq::float16 token_scale = rounded_up(largest > 0.0f ? largest : 1.0f);
+            std::memcpy(block + at.token_scales + 2 * static_cast<std::size_t>(t), &token_scale,
+                        sizeof token_scale);
             for (int c = 0; c < s.dim; ++c) row[c] = row[c] / static_cast<float>(token_scale);
         }
         float super = 0.0f;
         for (int c = 0; c < s.dim; ++c) super = std::fmax(super, wanted_scale(s, values, c));
-        kvq::detail::store_as(block + at.super, super);
+        std::memcpy(block + at.super, &super, sizeof super);
         for (int c = 0; c < s.dim; ++c) {
             const float wanted = wanted_scale(s, values, c);
             int step = 255;
             if (wanted > 0.0f) step = std::min(255, 1 + static_cast<int>(8.0f * std::log2(super / wanted)));
             while (step > 0 && dequantized_scale(super, step) < wanted) --step;
             block[at.scales + static_cast<std::size_t>(c)] = static_cast<std::byte>(step);
-            const kvq::float16 bias = kvq::detail::round_down<kvq::float16>(lowest(s, values, c));
-            kvq::detail::store_as(block + at.biases + 2 * static_cast<std::size_t>(c), bias);
+            const kvq::float16 bias = rounded_down(lowest(s, values, c));
+            std::memcpy(block + at.biases + 2 * static_cast<std::size_t>(c), &bias, sizeof bias);
             const float scale = dequantized_scale(super, step), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
             for (int t = 0; t < s.tokens; ++t) {
-                const int code = kvq::detail::affine_code(values[t * s.dim + c], bias, inverse, top);
+                const int code = affine_code(values[t * s.dim + c], bias, inverse);
                 const bool key = s.role == kvq::tensor::key;
                 kvq::pack_code(layout, block, key ? t : c, key ? c : t, static_cast<unsigned>(code));
             }
@@ -188,9 +190,8 @@ struct product_scheme {
             for (int c = 0; c < s.dim; ++c)
                 values[t * s.dim + c] =
                     token_scale(s, block, t) *
-                    kvq::detail::affine_value(
-                        static_cast<int>(kvq::unpack_code(layout, block, key ? t : c, key ? c : t)),
-                        scale(s, block, c), bias(s, block, c));
+                    affine_value(static_cast<int>(kvq::unpack_code(layout, block, key ? t : c, key ? c : t)),
+                                 scale(s, block, c), bias(s, block, c));
     }
 
     template <class Backend>
@@ -217,6 +218,38 @@ struct product_scheme {
     }
 
 private:
+    template <class T>
+    static T load(const std::byte* from) noexcept {
+        T value;
+        std::memcpy(&value, from, sizeof value);
+        return value;
+    }
+    /// float16 is sign and magnitude, so the next value away from zero has the next bits.
+    static kvq::float16 moved(kvq::float16 x, bool up) noexcept {
+        if ((x.bits & 0x7fff) == 0) return kvq::float16::from_bits(up ? 0x0001 : 0x8001);
+        const bool away = up == (x.bits < 0x8000);
+        return kvq::float16::from_bits(static_cast<std::uint16_t>(x.bits + (away ? 1 : -1)));
+    }
+    /// The largest float16 that is at most x, and the smallest that is at least x.
+    static kvq::float16 rounded_down(float x) noexcept {
+        const float held = std::clamp(x, -65504.0f, 65504.0f);
+        const kvq::float16 nearest(held);
+        return static_cast<float>(nearest) > held ? moved(nearest, false) : nearest;
+    }
+    static kvq::float16 rounded_up(float x) noexcept {
+        const float held = std::clamp(x, -65504.0f, 65504.0f);
+        const kvq::float16 nearest(held);
+        return static_cast<float>(nearest) < held ? moved(nearest, true) : nearest;
+    }
+    /// kvq::rounded_product: the same bits on CPUs that fuse a product with a sum.
+    static int affine_code(float x, float bias, float inverse) noexcept {
+        const float position = kvq::rounded_product((std::isnan(x) ? 0.0f : x) - bias, inverse);
+        if (!(position > 0.0f)) return 0;  // also an infinity times zero
+        return static_cast<int>(std::nearbyint(std::fmin(position, static_cast<float>(top))));
+    }
+    static float affine_value(int code, float scale, float bias) noexcept {
+        return kvq::rounded_product(scale, static_cast<float>(code)) + bias;
+    }
     struct section_offsets {
         std::size_t super, scales, biases, token_scales, end;
     };
@@ -239,27 +272,25 @@ private:
     static float lowest(const kvq::block_shape& s, const float* values, int c) noexcept {
         float lo = std::numeric_limits<float>::infinity();
         for (int t = 0; t < s.tokens; ++t)
-            if (kvq::detail::is_finite(values[t * s.dim + c])) lo = std::fmin(lo, values[t * s.dim + c]);
+            if (std::isfinite(values[t * s.dim + c])) lo = std::fmin(lo, values[t * s.dim + c]);
         return std::isinf(lo) ? 0.0f : lo;
     }
     static float wanted_scale(const kvq::block_shape& s, const float* values, int c) noexcept {
-        const float bias = kvq::detail::round_down<kvq::float16>(lowest(s, values, c));
+        const float bias = rounded_down(lowest(s, values, c));
         float hi = bias;
         for (int t = 0; t < s.tokens; ++t)
-            if (kvq::detail::is_finite(values[t * s.dim + c])) hi = std::fmax(hi, values[t * s.dim + c]);
+            if (std::isfinite(values[t * s.dim + c])) hi = std::fmax(hi, values[t * s.dim + c]);
         return (hi - bias) / static_cast<float>(top);
     }
     float token_scale(const kvq::block_shape& s, const std::byte* block, int t) const noexcept {
-        return kvq::detail::load_as<kvq::float16>(block + sections(s).token_scales +
-                                                  2 * static_cast<std::size_t>(t));
+        return load<kvq::float16>(block + sections(s).token_scales + 2 * static_cast<std::size_t>(t));
     }
     float bias(const kvq::block_shape& s, const std::byte* block, int c) const noexcept {
-        return kvq::detail::load_as<kvq::float16>(block + sections(s).biases +
-                                                  2 * static_cast<std::size_t>(c));
+        return load<kvq::float16>(block + sections(s).biases + 2 * static_cast<std::size_t>(c));
     }
     float scale(const kvq::block_shape& s, const std::byte* block, int c) const noexcept {
         const auto at = sections(s);
-        return dequantized_scale(kvq::detail::load_as<float>(block + at.super),
+        return dequantized_scale(load<float>(block + at.super),
                                  static_cast<int>(block[at.scales + static_cast<std::size_t>(c)]));
     }
 };

@@ -273,7 +273,8 @@ TEST_CASE("numbers that make no sense are refused, whoever is asked") {
     CHECK(out == std::vector<float>(16, 7.0f));
     check_message([&] { (void)cache.attention_workspace(most, 2); }, {"2147483647 tokens"});
     check_message([&] { (void)kvq::footprint(cache, most - 8, most); }, {"2147483647 sequences"});
-    check_message([&] { (void)kvq::bytes_per_token<kvq::int8, kvq::int8>(shape, 0); }, {"page", "0"});
+    const kvq::format int8 = test::made<test::usual>(kvq::int8{});
+    check_message([&] { (void)kvq::bytes_per_token(shape, 0, int8, int8); }, {"page", "0"});
     check_message([&] { (void)kvq::bits_per_value<kvq::int8>({kvq::tensor::key, 0, 16}); }, {"0 tokens"});
 }
 

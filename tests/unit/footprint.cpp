@@ -96,10 +96,10 @@ TEST_CASE("published check: 28 layers, 8 kv heads, D 128, 500 blocks of 256 toke
     const kvq::cache_shape shape{28, 8, 128};
     constexpr double mebi = 1024.0 * 1024.0;
     const double tokens = 500.0 * 256.0;
-    CHECK(kvq::bytes_per_token<kvq::full<kvq::float16>, kvq::full<kvq::float16>>(shape, 256) * tokens /
-              mebi ==
-          14000.0);
-    CHECK(kvq::bytes_per_token<kvq::int8, kvq::int8>(shape, 256) * tokens / mebi == 7218.75);
+    const kvq::format fp16 = test::made<test::usual>(kvq::full<kvq::float16>{}),
+                      int8 = test::made<test::usual>(kvq::int8{});
+    CHECK(kvq::bytes_per_token(shape, 256, fp16, fp16) * tokens / mebi == 14000.0);
+    CHECK(kvq::bytes_per_token(shape, 256, int8, int8) * tokens / mebi == 7218.75);
 
     const kvq::cache_options options{.page_tokens = 256, .rollback = 0};
     CHECK(static_cast<double>(
@@ -121,8 +121,8 @@ TEST_CASE("bytes per 128-vector are the published ones, at compile time") {
     static_assert(kvq::bits_per_value<kvq::kivi<2, 32>::keys>(keys) * 16 == 48);
     static_assert(kvq::bits_per_value<kvq::kivi<2, 32>::values>(values) * 16 == 48);
     static_assert(kvq::bits_per_value<kvq::affine<3>>(keys) == 3.5);
-    CHECK(kvq::bytes_per_token<kvq::kivi<4, 64>::keys, kvq::kivi<4, 64>::values>({32, 8, 128}, 64) ==
-          32 * 8 * 144);
+    CHECK(kvq::bytes_per_token({32, 8, 128}, 64, test::made<test::usual>(kvq::kivi<4, 64>::keys{}),
+                               test::made<test::usual>(kvq::kivi<4, 64>::values{})) == 32 * 8 * 144);
 }
 
 TEST_CASE("the longest context fits, one token more does not") {

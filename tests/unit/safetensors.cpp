@@ -27,8 +27,7 @@ kvq::safetensors_header parsed(const std::string& file) {
         position += n;
         return n;
     };
-    kvq::detail::exact_source source(read);
-    return kvq::read_safetensors_header(source);
+    return kvq::read_safetensors_header(read);
 }
 
 std::string message_of(const std::string& file) {

@@ -15,7 +15,7 @@
 //       scales of their last block, scratch afterwards, or null
 //   write_tokens<Window>(shape, block, tokens, stride, count, at)
 //       writes `count` tokens, `stride` elements apart, to tokens [at, at + count) of a window block
-//   describe(scheme, shape)            which of these are vectorised (format/format.hpp)
+//   describe(scheme, shape, window)    which of these are vectorised (format/format.hpp)
 //   name()
 #pragma once
 
@@ -62,7 +62,7 @@ struct scalar : detail::plain_loads {
     }
 
     template <kv_scheme Scheme>
-    static format_description describe(const Scheme&, const block_shape&) {
+    static format_description describe(const Scheme&, const block_shape&, float_type) {
         return {};
     }
 

@@ -152,30 +152,40 @@ struct simd {
     }
 
     template <kv_scheme Scheme>
-    static format_description describe(const Scheme& scheme, const block_shape& shape) {
-        if constexpr (kernels::transformed_scheme<Scheme>) {
-            return describe<typename Scheme::inner_scheme>(scheme, shape);
+    static format_description describe(const Scheme& scheme, const block_shape& shape, float_type window) {
+        // Each kernel is run on a block of zeros and reports whether it takes such blocks.
+        kernels::zeroed_memory block(scheme.block_bytes(shape)), values(shape.values() * sizeof(float));
+        auto* const floats = reinterpret_cast<float*>(values.data);
+        bool reads = false, direct = false;
+        detail::visit_float_type(window, [&]<class Window>(Window) {
+            kernels::zeroed_memory from(full<Window>{}.block_bytes(shape));
+            reads = kernels::read_tokens<lanes, Window>(shape, from.data, floats, shape.dim);
+            if constexpr (kernels::range_scheme<Scheme> && std::same_as<Window, float16>)
+                direct = kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
+        });
+        format_description d;
+        d.transform = true;
+        if constexpr (full_precision<Scheme>) {
+            d.quantize = reads;
+            d.dequantize = kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block.data, floats,
+                                                                                    shape.dim);
+        } else if constexpr (kernels::transformed_scheme<Scheme>) {
+            using inner = typename Scheme::inner_scheme;
+            d.transform = transforms_in_vectors(scheme, shape);
+            d.quantize =
+                reads && d.transform && quantizes_in_vectors<inner>(scheme, shape, {}, floats, block.data);
+            d.dequantize = d.transform && dequantizes_in_vectors<inner>(
+                                              scheme, shape, {}, block.data,
+                                              kernels::token_rows<lanes, float>(floats, shape.dim));
         } else {
-            // Each kernel is run on a block of zeros and reports whether it takes such blocks.
-            kernels::zeroed_memory from(full<float16>{}.block_bytes(shape)), block(scheme.block_bytes(shape)),
-                values(shape.values() * sizeof(float));
-            auto* const floats = reinterpret_cast<float*>(values.data);
-            format_description d;
-            if constexpr (full_precision<Scheme>) {
-                d.quantize = true;
-                d.dequantize = kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block.data,
-                                                                                        floats, shape.dim);
-            } else {
-                d.quantize = quantizes_in_vectors(scheme, shape, {}, floats, block.data);
-                if constexpr (kernels::range_scheme<Scheme>)
-                    d.quantize =
-                        kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
-                d.dequantize = dequantizes_in_vectors(scheme, shape, {}, block.data,
-                                                      kernels::token_rows<lanes, float>(floats, shape.dim));
-            }
-            d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || d.dequantize;
-            return d;
+            d.quantize = direct || (reads && quantizes_in_vectors(scheme, shape, {}, floats, block.data));
+            d.dequantize = dequantizes_in_vectors(scheme, shape, {}, block.data,
+                                                  kernels::token_rows<lanes, float>(floats, shape.dim));
+            // Kernels of channel grids order the channels themselves.
+            d.transform = !transforming<Scheme> || (d.quantize && d.dequantize);
         }
+        d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || d.dequantize;
+        return d;
     }
 
     template <class Window, class T>
@@ -185,6 +195,17 @@ struct simd {
     }
 
 private:
+    /// Are tokens transformed in vectors? Only Hadamard transforms are, and their blocks of at least a vector.
+    template <kernels::transformed_scheme Scheme>
+    static bool transforms_in_vectors(const Scheme& scheme, const block_shape& shape) {
+        if constexpr (kernels::is_hadamard<decltype(scheme.transform)>) {
+            bool all = true;
+            scheme.transform.each_block(shape.dim, [&](int, int n) { all = all && n >= lanes::width; });
+            return all;
+        } else {
+            return false;
+        }
+    }
     /// Was the block quantized? False: no kernel takes it, and the contents of the block are undefined.
     template <kv_scheme Scheme>
     static bool quantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,

@@ -1,20 +1,20 @@
-// Bytes per token of a scheme, at compile time.
+// Bytes per token of two formats; bits per value of a scheme, at compile time (of a format: format::bits).
 //
 //   bytes per token = layers * kv_heads * (block bytes of K + of V) / page_tokens
 //   bits per value  = 8 * block bytes / (tokens * dim)
 //
-// Contract: exactly the bytes of quantized pages, parameters and padding included; constexpr if block_bytes is.
+// Contract: exactly the bytes of quantized pages, parameters and padding included. bits_per_value is constexpr if block_bytes is.
 #pragma once
 
+#include "../format/format.hpp"
 #include "../schemes/full.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
 /// Bytes of quantized K and V per token over all layers and kv heads: the cost of a long context per token.
 /// (Page headers, 16-bit window and unfinished pages: estimate/footprint.hpp.)
-template <key_scheme Keys, value_scheme Values>
-[[nodiscard]] constexpr double bytes_per_token(const cache_shape& shape, int page_tokens,
-                                               const Keys& keys = {}, const Values& values = {}) {
+[[nodiscard]] inline double bytes_per_token(const cache_shape& shape, int page_tokens, const format& keys,
+                                            const format& values) {
     detail::expect(page_tokens >= 1, "a page has at least 1 token, got ", page_tokens);
     const std::size_t block = keys.block_bytes({tensor::key, page_tokens, shape.dim(tensor::key)}) +
                               values.block_bytes({tensor::value, page_tokens, shape.dim(tensor::value)});

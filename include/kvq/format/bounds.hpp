@@ -91,11 +91,10 @@ struct bounded_record : format_record {
         table.estimate_floats = [](const void* self, const block_shape& shape) {
             return functions_of(self).backend->estimate_floats(shape.dim);
         };
-        table.describe = [](const void* self, const block_shape& shape) {
-            format_description d = functions_of(self).describe(state_of(self), shape);
+        table.describe = [](const void* self, const block_shape& shape, float_type window) {
+            format_description d = functions_of(self).describe(state_of(self), shape, window);
             // Values of the window's type are copied; other types are rounded one by one.
-            if (functions_of(self).holds_values)
-                d.quantize = functions_of(self).value_type == float_type::fp16;
+            if (functions_of(self).holds_values) d.quantize = functions_of(self).value_type == window;
             return d;
         };
         if (!table.transforms) return;

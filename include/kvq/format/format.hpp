@@ -50,11 +50,14 @@ struct backend_functions {
 
 /// Which functions of a format are vectorised for blocks of some shape; the others are portable loops, which are slower.
 struct format_description {
-    bool quantize = false;    ///< from a block of fp16
-    bool dequantize = false;  ///< to fp16 and fp32
+    bool quantize = false;    ///< from a block of a window, the transform of its tokens included
+    bool dequantize = false;  ///< to fp16 and fp32, the transform of the tokens included
     bool attend = false;      ///< products on the block itself, or on a copy that is dequantized in vectors
+    /// The transform of tokens; true for schemes without one. Attention transforms queries and outputs, once for each row, by a
+    /// portable loop.
+    bool transform = false;
 
-    KVQ_NO_COPY bool all() const noexcept { return quantize && dequantize && attend; }
+    KVQ_NO_COPY bool all() const noexcept { return quantize && dequantize && attend && transform; }
 };
 
 /// The functions of one scheme on one backend. `scheme` is the state of the format. Shapes, ids and blocks: schemes/concepts.hpp.
@@ -112,7 +115,7 @@ struct format_functions {
     /// Floats of `scratch`.
     std::size_t (*estimate_floats)(const void* scheme, const block_shape&);
 
-    format_description (*describe)(const void* scheme, const block_shape&);
+    format_description (*describe)(const void* scheme, const block_shape&, float_type window);
 
     void (*transform_query)(const void* scheme, const block_shape&, block_id, float* x);
     void (*restore_output)(const void* scheme, const block_shape&, block_id, float* y);
@@ -175,9 +178,10 @@ public:
         return 8.0 * static_cast<double>(block_bytes(shape)) / static_cast<double>(shape.values());
     }
 
-    /// Which functions are fast for blocks of this shape: describe() runs the kernels on a block of zeros.
-    KVQ_NO_COPY format_description describe(const block_shape& shape) const {
-        return record_->functions->describe(record_->scheme, shape);
+    /// Which functions are fast for blocks of this shape, under a window of this type: describe() runs the kernels on a block of zeros.
+    KVQ_NO_COPY format_description describe(const block_shape& shape,
+                                            float_type window = float_type::fp16) const {
+        return record_->functions->describe(record_->scheme, shape, window);
     }
 
     /// Are both formats copies of one format?

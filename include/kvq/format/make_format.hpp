@@ -174,8 +174,8 @@ struct scheme_table {
         else
             return 0;
     }
-    static format_description describe(const void* scheme, const block_shape& shape) {
-        return Backend::describe(of(scheme), shape);
+    static format_description describe(const void* scheme, const block_shape& shape, float_type window) {
+        return Backend::describe(of(scheme), shape, window);
     }
     static void transform_query(const void* scheme, const block_shape& shape, block_id id, float* x) {
         if constexpr (transforming<Scheme>) of(scheme).transform_query(shape, id, x);

@@ -216,9 +216,11 @@ inline std::string write_safetensors_header(safetensors_header& header) {
     return bytes + text;
 }
 
+namespace detail {
+
 /// Reads length and header; the rest of the source is the data.
 template <class Source>
-safetensors_header read_safetensors_header(detail::exact_source<Source>& source) {
+safetensors_header read_header(detail::exact_source<Source>& source) {
     std::byte length_bytes[8];
     source.read(length_bytes, 8, "the length of the header");
     const auto length = detail::load_as<std::uint64_t>(length_bytes);
@@ -238,6 +240,15 @@ safetensors_header read_safetensors_header(detail::exact_source<Source>& source)
     nlohmann::json::sax_parse(text, &parser);
     detail::check_safetensors(header);
     return header;
+}
+
+}  // namespace detail
+
+/// Reads length and header; the rest of the source is the data.
+template <byte_source Source>
+safetensors_header read_safetensors_header(Source&& read) {
+    detail::exact_source source(read);
+    return detail::read_header(source);
 }
 
 }  // namespace kvq::inline KVQ_TAGGED

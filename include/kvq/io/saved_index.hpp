@@ -30,7 +30,7 @@ public:
     template <class Source>
     explicit saved_index(exact_source<Source>& source) {
         source.restart();
-        header_ = read_safetensors_header(source);
+        header_ = read_header(source);
         const auto& metadata = header_.metadata;
         const auto format = metadata.find("format");
         expect(format != metadata.end() && format->second == saved_format_name,

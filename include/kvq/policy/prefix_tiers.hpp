@@ -21,7 +21,7 @@
 #include <system_error>
 
 #include "../io/file.hpp"
-#include "../policy/prefix_cache.hpp"
+#include "prefix_cache.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
