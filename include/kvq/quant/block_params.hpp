@@ -116,7 +116,7 @@ struct block_parameters<byte_params> {
     using stored = byte_params;
     static short_text name() { return byte_params::name; }
     KVQ_HD static constexpr std::size_t section_bytes(int groups, int slot_count) noexcept {
-        return static_cast<std::size_t>(groups * slot_count);
+        return static_cast<std::size_t>(groups) * static_cast<std::size_t>(slot_count);
     }
     KVQ_HD static constexpr std::size_t bytes(int groups, int slot_count) noexcept {
         return static_cast<std::size_t>(2 * groups * slot_count) +
