@@ -167,14 +167,13 @@ KVQ_API kvq_status kvq_format_free(kvq_format* format);
 
 typedef struct kvq_format_description {
     size_t size;
-    const char* name;     // of the scheme; lives as long as the handle
-    const char* backend;  // "avx2", ...
-    double bits;          // per value, parameters included
-    size_t block_bytes;   // of one head, a multiple of 16
-    int32_t quantize, dequantize,
-        attend;                 // 1: in vectors; 0: a portable loop, which is slower. quantize: from fp16
-    int32_t dequantizes_first;  // 1: attention multiplies a dequantized copy of each block
-    int32_t holds_values;       // 1: fp32, fp16 or bf16, not quantized
+    const char* name;                      // of the scheme; lives as long as the handle
+    const char* backend;                   // "avx2", ...
+    double bits;                           // per value, parameters included
+    size_t block_bytes;                    // of one head, a multiple of 16
+    int32_t quantize, dequantize, attend;  // 1: in vectors (quantize: from fp16); 0: a portable loop, slower
+    int32_t dequantizes_first;             // 1: attention multiplies a dequantized copy of each block
+    int32_t holds_values;                  // 1: fp32, fp16 or bf16, not quantized
 } kvq_format_description;
 
 /// Describes the format for blocks of tokens x dim values. Runs its kernels on a block of zeros.

@@ -10,8 +10,8 @@ namespace {
 
 template <int Bits, int Group, class Params = byte_params>
 using keys = affine<Bits, per_channel<Group>, Params, min_max>;
-template <int Bits, class Params = byte_params, int Group = 0>
-using values = affine<Bits, per_channel<Group>, Params, min_max, token_scales<Params>>;
+template <int Bits, class Params = byte_params, int Group = 0, class TokenScales = token_scales<byte_params>>
+using values = affine<Bits, per_channel<Group>, Params, min_max, TokenScales>;
 
 /// What the device dequantizes is what the CPU dequantizes, bit for bit.
 template <class Format>
@@ -70,8 +70,9 @@ int main() {
     check_format<cuda::preset_format<std4, 80, 32>, float16>("std4, dim 80, page 32");
 #endif
 #if !defined(PART) || PART == 2
-    check_format<cuda::format<keys<3, 64>, values<2, params<float16>>, 96, 64>, float16>(
-        "3 bit, 8-bit parameters, 2 bit fp16, dim 96");
+    check_format<cuda::format<keys<3, 64>,
+                              values<2, packed_params<float16>, 0, token_scales<params<float16>>>, 96, 64>,
+                 float16>("3 bit, 8-bit parameters, 2 bit fp16, dim 96");
     check_format<cuda::format<keys<2, 0, params<bfloat16>>, values<3, byte_params, 64>, 128, 128>, float>(
         "2 bit bf16, 3 bit, 8-bit parameters in groups of 64");
     check_format<cuda::format<values<4>, keys<4, 0>, 256, 16>, float16>(

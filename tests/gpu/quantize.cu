@@ -367,7 +367,8 @@ int main(int argc, char** argv) {
 #if !defined(PART) || PART == 4
     check<float16,
           f<encoded_grid<2, 16, error_feedback<least_squares>, byte_params, token_scales<params<float>>>,
-            encoded_grid<1, 16, mean_corrected<least_squares>, params<float16>, token_scales<byte_params>>,
+            encoded_grid<1, 16, mean_corrected<least_squares>, packed_params<float16>,
+                         token_scales<byte_params>>,
             256, 16>>("token scales of keys, dim 256, page 16", 2);
     check<float16, cuda::preset_format<std4, 256, 256>>("std4, dim 256, page 256: part by part", 2);
     check<bfloat16, cuda::preset_format<low2, 256, 256>>("low2, dim 256, page 256: part by part", 1);
@@ -387,8 +388,10 @@ int main(int argc, char** argv) {
     check<float, f<mixed_affine<code_widths<8, 3>, average_eighths<40>, per_channel<20>, byte_params,
                                 error_feedback<min_max, least_squares_below_3_bits>>,
                    detail::preset_values<4>, 72, 40>>("8 and 3 bits, odd shape", 2);
-    check<float16, f<mixed_affine<code_widths<6, 3, 2>, average_eighths<25>, per_channel<64>>,
-                     detail::preset_values<3, params<float16>>, 96, 128>>("6, 3 and 2 bits, dim 96", 1);
+    check<float16,
+          f<mixed_affine<code_widths<6, 3, 2>, average_eighths<25>, per_channel<64>>,
+            detail::preset_values<3, packed_params<float16>, token_scales<params<float16>>>, 96, 128>>(
+        "6, 3 and 2 bits, dim 96", 1);
     check<float16, f<encoded_grid<8, 0, least_squares>, detail::preset_values<8>, 64, 128>>("8 bits, dim 64");
 #endif
     return test::report("quantize");

@@ -181,7 +181,7 @@ struct simd {
             d.quantize = direct || (reads && quantizes_in_vectors(scheme, shape, {}, floats, block.data));
             d.dequantize = dequantizes_in_vectors(scheme, shape, {}, block.data,
                                                   kernels::token_rows<lanes, float>(floats, shape.dim));
-            // Kernels of channel grids order the channels themselves.
+            // Kernels that go channel by channel put channels in order themselves.
             d.transform = !transforming<Scheme> || (d.quantize && d.dequantize);
         }
         d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || d.dequantize;

@@ -86,8 +86,7 @@ public:
     using parameter = typename parameters::stored;
     static constexpr bool several_widths = Codes::several_widths;
     /// Is the grid of a group its range, with parameters that any granularity and all levels take?
-    static constexpr bool fits_range =
-        plain_params<Params> && std::same_as<Encoder, enclosing> && !TokenScales::present && !several_widths;
+    static constexpr bool fits_range = plain_params<Params> && std::same_as<Encoder, enclosing>;
     static_assert(
         detail::grid_encoder<Encoder>,
         "kvq::scheme<bits<B>, levels, granularity, params<P>, encoder>: the fifth argument must be an "
@@ -102,6 +101,8 @@ public:
                   "scales and several widths are per channel");
     static_assert(!several_widths || !TokenScales::present,
                   "kvq::scheme: keys of several widths have no token scales");
+    static_assert(!plain_params<Params> || (!TokenScales::present && !several_widths),
+                  "kvq::scheme: token scales and several widths take packed_params<P> or byte_params");
     static_assert(several_widths || Levels::min_bits <= detail::one_width<Codes>,
                   "kvq::scheme: symmetric levels need at least 2 bits");
     static constexpr int zero_code = [] {
@@ -128,8 +129,7 @@ public:
     /// Takes what it needs from the statistics: a plan for several widths, and feedback, if the encoder takes it and the statistics
     /// hold products of queries.
     explicit scheme(const calibration& statistics) requires(
-        several_widths || !plain_params<Params> ||
-        std::constructible_from<Encoder, const calibration&, const width_plan*>)
+        !plain_params<Params> || std::constructible_from<Encoder, const calibration&, const width_plan*>)
         : base(statistics), encoder(detail::make_encoder<Encoder>(statistics, base::width_plan_of())) {}
 
     /// Name of the format; encoders do not change it. It is part of saved files.
@@ -138,7 +138,7 @@ public:
             return base::width_name() + group_name() + "-" + parameters::name();
         } else {
             const short_text width = short_text::of(base::code_bits);
-            if constexpr (plain_params<Params> && !TokenScales::present)
+            if constexpr (plain_params<Params>)
                 return short_text(Levels::name) + width + "-" + this->granularity.name() + "-" +
                        parameters::name();
             else
@@ -147,8 +147,7 @@ public:
         }
     }
     /// Of the plan of widths; 0 without one. Where the name says all there is none (io/scheme_identity.hpp).
-    std::uint64_t fingerprint() const noexcept
-        requires(!plain_params<Params> || TokenScales::present || several_widths) {
+    std::uint64_t fingerprint() const noexcept requires(!plain_params<Params>) {
         if constexpr (several_widths)
             return base::fingerprint();
         else
@@ -202,7 +201,7 @@ public:
     }
 
     void dequantize(const block_shape& s, block_id id, const std::byte* block, float* values) const {
-        if constexpr (plain_params<Params> && !TokenScales::present && !several_widths)
+        if constexpr (plain_params<Params>)
             dequantize_groups(s, block, values);
         else
             dequantize_channels(s, id, block, values);

@@ -57,12 +57,12 @@ inline constexpr bool is_grid<scheme<bits<B>, asymmetric, per_channel<G>, Params
     is_stored<stored_as<Params>> &&
     (std::is_same_v<TokenScales, no_token_scales> || is_stored<stored_as<TokenScales>>);
 
-/// Several widths. (Their kernels compute where biases lie: no padding.)
+/// Several widths. (Kernels compute where biases lie: parameters have no padding.)
 template <class S>
 inline constexpr bool is_mixed = false;
 template <class W, class A, class G, class Params, class Encoder>
 inline constexpr bool is_mixed<scheme<mixed_bits<W, A>, asymmetric, G, Params, Encoder>> =
-    is_stored<stored_as<Params>> && !plain_params<Params>;
+    is_stored<stored_as<Params>>;
 
 /// Bytes of a block, for schemes whose encoders have state as well.
 template <class S>
