@@ -234,7 +234,7 @@ struct own_scheme {
 template <class Scheme>
 void measure_portable(const char* name, const settings& s, working_set& set, const bounds (&b)[3],
                       const report& out) {
-    const auto d = backend::describe(Scheme{}, {kvq::tensor::key, s.tokens, s.dim});
+    const auto d = backend::describe(Scheme{}, {kvq::tensor::key, s.tokens, s.dim}, kvq::float_type::fp16);
     const std::string full = std::string(name) + (d.quantize ? "" : " q") + (d.dequantize ? "" : " d");
     measure_all<Scheme>(full.c_str(), kvq::tensor::key, s, set, b, out);
 }
