@@ -160,9 +160,12 @@ struct simd {
         detail::visit_float_type(window, [&]<class Window>(Window) {
             kernels::zeroed_memory from(full<Window>{}.block_bytes(shape));
             reads = kernels::read_tokens<lanes, Window>(shape, from.data, floats, shape.dim);
-            if constexpr (kernels::range_scheme<Scheme> && std::same_as<Window, float16>)
-                direct = kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
         });
+        if constexpr (kernels::range_scheme<Scheme>)
+            if (window == float_type::fp16) {
+                kernels::zeroed_memory from(full<float16>{}.block_bytes(shape));
+                direct = kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
+            }
         format_description d;
         d.transform = true;
         if constexpr (full_precision<Scheme>) {

@@ -148,7 +148,7 @@ inline channel_allocation allocate_widths(std::span<const double> importance, st
                static_cast<std::size_t>(u);
     };
     std::vector<double> least(index(quads, words) + 1, never), next(least.size());
-    std::vector<std::vector<std::uint16_t>> taken(widths.size(), std::vector<std::uint16_t>(least.size()));
+    std::vector<std::uint16_t> taken(widths.size() * least.size());  // [w][q][u]
     least[0] = 0.0;
     for (std::size_t w = 0; w < widths.size(); ++w) {
         std::fill(next.begin(), next.end(), never);
@@ -164,7 +164,7 @@ inline channel_allocation allocate_widths(std::span<const double> importance, st
                         least[index(q, u)] + detail::rounded_product(detail::width_noise(widths[w]), share);
                     if (error < next[to]) {
                         next[to] = error;
-                        taken[w][to] = static_cast<std::uint16_t>(n);
+                        taken[w * least.size() + to] = static_cast<std::uint16_t>(n);
                     }
                 }
             }
@@ -176,7 +176,7 @@ inline channel_allocation allocate_widths(std::span<const double> importance, st
     detail::expect(least[index(quads, u)] != never, words, " words do not hold ", channels, " channels");
     result.quads.resize(widths.size());
     for (int w = static_cast<int>(widths.size()) - 1, q = quads; w >= 0; --w) {
-        const auto n = taken[static_cast<std::size_t>(w)][index(q, u)];
+        const auto n = taken[static_cast<std::size_t>(w) * least.size() + index(q, u)];
         result.quads[static_cast<std::size_t>(w)] = n;
         q -= n;
         u -= detail::code_words(widths[static_cast<std::size_t>(w)], n);
