@@ -123,7 +123,9 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     KVQ_TEST_SOME_CHANNEL_SCHEMES, kvq::std4::keys, kvq::hi6::values, kvq::low3::keys, kvq::low3::values, \
         kvq::low2::values, kvq::mix4::keys, kvq::ref8::values,                                            \
         kvq::affine<1, kvq::per_channel<>, kvq::byte_params, kvq::min_max>,                               \
-        kvq::affine<8, kvq::per_channel<64>, packed_params<float>, kvq::shrink_search>,                   \
+        kvq::affine<8, kvq::per_channel<64>, params<float>, kvq::shrink_search>,                          \
+        kvq::affine<4, kvq::per_channel<kvq::any_group>, params<float16>,                                 \
+                    kvq::mean_corrected<kvq::least_squares>>,                                             \
         kvq::affine<2, kvq::per_channel<64>, kvq::byte_params, kvq::mean_corrected<kvq::enclosing>>,      \
         kvq::affine<5, kvq::per_channel<>, packed_params<float16>, kvq::least_squares_below_3_bits,       \
                     token_scales<byte_params>>,                                                           \
