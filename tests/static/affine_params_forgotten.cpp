@@ -1,4 +1,4 @@
-// expect: kvq::scheme: the type of parameters is written params<float16>, not float16
+// expect: kvq::scheme: parameters are params<P>, packed_params<P> or byte_params: params<float16>, not float16
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
 #include <kvq/schemes/affine.hpp>

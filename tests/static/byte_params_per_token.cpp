@@ -1,4 +1,4 @@
-// expect: kvq::scheme: per_token takes bits<B> and params<P>; packed and 8-bit parameters, token scales and several widths are per channel
+// expect: kvq::scheme: per_token takes bits<B> and params<P>, since packed and 8-bit parameters, token scales and several widths are per channel
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
 #include <kvq/schemes/affine.hpp>

@@ -38,7 +38,7 @@ namespace detail {
 /// Parameters of type P; scales and biases are each padded to a multiple of `Padding` bytes.
 template <class P, std::size_t Padding>
 struct parameters_of_type {
-    using stored = P;
+    using stored = typename params<P>::type;
     static short_text name() { return parameter_name<P>(); }
     /// Bytes from a scale to its bias.
     KVQ_HD static constexpr std::size_t section_bytes(int groups, int slot_count) noexcept {

@@ -97,8 +97,8 @@ public:
     static_assert(fits_range || Levels::has_bias,
                   "kvq::scheme: symmetric levels take params<P> and the encoder enclosing");
     static_assert(!by_token || (plain_params<Params> && !TokenScales::present && !several_widths),
-                  "kvq::scheme: per_token takes bits<B> and params<P>; packed and 8-bit parameters, token "
-                  "scales and several widths are per channel");
+                  "kvq::scheme: per_token takes bits<B> and params<P>, since packed and 8-bit parameters, "
+                  "token scales and several widths are per channel");
     static_assert(!several_widths || !TokenScales::present,
                   "kvq::scheme: keys of several widths have no token scales");
     static_assert(!plain_params<Params> || (!TokenScales::present && !several_widths),
