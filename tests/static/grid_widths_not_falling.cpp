@@ -1,4 +1,4 @@
-// expect: kvq::code_widths: different widths of 0 to 8 bits, the widest first
+// expect: kvq::code_widths: 2 to 8 different widths of 0 to 8 bits, the widest first
 // SPDX-License-Identifier: MIT
 #include <kvq/schemes/affine.hpp>
 

@@ -85,6 +85,7 @@ TEST_CASE("biases: on the line, nearest or not above, the range always inside") 
 
 TEST_CASE_TEMPLATE("what is stored is what is loaded, for any groups and slots", P,
                    kvq::block_parameters<kvq::byte_params>, kvq::block_parameters<kvq::params<kvq::float16>>,
+                   kvq::block_parameters<kvq::packed_params<kvq::float16>>,
                    kvq::block_parameters<kvq::params<float>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

@@ -77,7 +77,7 @@ struct parameters_of_type {
         for (int i = 0; i < n; ++i)
             biases[i] = store_bias(at, groups, slot_count, group, i, biases[i], {}, rounding);
     }
-    /// Scale and bias of one channel slot.
+    /// Scale and bias of one slot.
     KVQ_HD static float scale(const std::byte* at, int, int slot_count, int group, int slot) noexcept {
         return static_cast<float>(load_as<P>(at + offset(slot_count, group, slot)));
     }
@@ -181,7 +181,7 @@ struct block_parameters<byte_params> {
     KVQ_HD static Byte* shared(Byte* at, int groups, int slot_count, int group) noexcept {
         return at + 2 * groups * slot_count + static_cast<int>(shared_bytes) * group;
     }
-    /// Scale and bias of one channel slot.
+    /// Scale and bias of one slot.
     KVQ_HD static float scale(const std::byte* at, int groups, int slot_count, int group, int slot) noexcept {
         return static_cast<float>(detail::load_as<bfloat16>(shared(at, groups, slot_count, group))) *
                detail::scale_float::value(static_cast<unsigned>(at[group * slot_count + slot]));

@@ -1,17 +1,17 @@
-// Encoders: the fit of a channel's grid to its values. The block format and dequantizing do not depend on the encoder.
+// Encoders: the fit of a grid to the values of a group. The block format and dequantizing do not depend on the encoder.
 //
 //   min_max          the range itself
 //   enclosing        the range itself, with parameters rounded outside it, so that no value is clamped
 //   shrink_search    the range or one of 9 narrower ones around its middle, whichever has the least squared error
 //   least_squares    the same, then up to 4 iterations: codes for the grid, best grid for the codes
-//   mean_corrected<E>  afterwards the bias moves by the mean error of the channel, so that errors of a page average out
+//   mean_corrected<E>  afterwards the bias moves by the mean error of the group, so that errors of a page average out
 //
 // Contract, y the value and y^ the dequantized one, both before multiplication by the token scale:
 //   enclosing                   |y - y^| <= scale / 2
 //   min_max                     |y - y^| <= scale / 2 + the loss from rounding the stored parameters to nearest: half a step of
 //                               stored biases and 1/64 of the range for 8-bit parameters, one rounding of each for other types
 //   mean_corrected<either>      in addition at most scale / 2, the correction, and half a step of stored biases
-//   the others                  may clamp; the channel's sum of squared errors is at most that of its range, before storing
+//   the others                  may clamp; the group's sum of squared errors is at most that of its range, before storing
 // All arithmetic is float without operations that a compiler could fuse, or double over exact products in a fixed order: every
 // compiler gives the same codes.
 // Source: search and refits: HQQ- and ggml-like; correction of the mean: bias correction (Nagel et al., arXiv 1906.04721,

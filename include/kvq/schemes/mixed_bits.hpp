@@ -14,16 +14,16 @@ namespace kvq::inline KVQ_TAGGED {
 
 /// Bits per code: 2 to 8 different widths of 0 to 8 bits, the widest first, code_widths<6, 4, 3, 0>.
 template <int... Width>
-struct code_widths {
+requires(sizeof...(Width) > 0) struct code_widths {
     static constexpr int count = sizeof...(Width);
     static constexpr int values[count] = {Width...};
     static_assert(
         [] {
             for (int i = 0; i + 1 < count; ++i)
                 if (values[i] <= values[i + 1]) return false;
-            return count > 1 && values[0] <= 8 && values[count - 1] >= 0;
+            return count >= 2 && count <= 8 && values[0] <= 8 && values[count - 1] >= 0;
         }(),
-        "kvq::code_widths: different widths of 0 to 8 bits, the widest first");
+        "kvq::code_widths: 2 to 8 different widths of 0 to 8 bits, the widest first");
 };
 /// Average bits of a channel, in eighths.
 template <int Eighths>

@@ -11,7 +11,7 @@
 //
 // Block: schemes/block_layout.hpp. Contract: quant/affine.hpp and quant/encoders.hpp, of x / r where there are token scales. NaN and
 // infinities never set parameters; NaN is quantized as the value nearest zero, infinities saturate. Blocks whose encoder is not
-// `enclosing` over params<P> have at most 1024 tokens and channels, and magnitudes above 2^100 saturate.
+// `enclosing` over params<P> have at most 1024 tokens (per_channel) and channels, and magnitudes above 2^100 saturate.
 // Example: scheme<bits<3>, asymmetric, per_channel<32>, params<float16>>. Source: the aliases (affine.hpp, int8.hpp, kivi.hpp,
 // presets.hpp) name theirs.
 #pragma once
@@ -68,48 +68,50 @@ template <class Codes, class Levels, class Granularity, class Params = params<fl
           class Encoder = enclosing, class TokenScales = no_token_scales>
 struct scheme : detail::scheme_codes<Codes, Granularity> {
 private:
+    static constexpr bool in_order = detail::scheme_arguments<Codes, Levels, Granularity>;
     static_assert(
-        detail::scheme_arguments<Codes, Levels, Granularity>,
+        in_order,
         "kvq::scheme<bits<B>, levels, granularity, params<P>>: in this order, levels such as asymmetric, "
         "the granularity per_token<G> or per_channel<G>");
+    static_assert(token_scale_policy<TokenScales>,
+                  "kvq::scheme<bits<B>, levels, granularity, params<P>, encoder, token scales>: token scales "
+                  "are no_token_scales, token_scales<byte_params> or token_scales<params<P>>");
     using base = detail::scheme_codes<Codes, Granularity>;
-    static constexpr bool by_token = Granularity::on_tokens;
 
 public:
     using attends_as = scheme;
-    using levels = Levels;
-    using granularity_type = Granularity;
+    // A wrong argument gives one error: another one takes its place behind it.
+    using levels = std::conditional_t<in_order, Levels, asymmetric>;
+    using granularity_type = std::conditional_t<in_order, Granularity, per_channel<>>;
     using encoder_type = Encoder;
-    using token_scale_type = TokenScales;
-    using layout_type = block_layout<Codes, Granularity, Levels::has_bias, Params, TokenScales>;
+    using token_scale_type =
+        std::conditional_t<token_scale_policy<TokenScales>, TokenScales, no_token_scales>;
+    using layout_type = block_layout<Codes, granularity_type, levels::has_bias, Params, token_scale_type>;
     using parameters = typename layout_type::parameters;
     using parameter = typename parameters::stored;
-    static constexpr bool several_widths = Codes::several_widths;
+    static constexpr bool several_widths = Codes::several_widths, by_token = granularity_type::on_tokens;
     /// Is the grid of a group its range, with parameters that any granularity and all levels take?
     static constexpr bool fits_range = plain_params<Params> && std::same_as<Encoder, enclosing>;
     static_assert(
         detail::grid_encoder<Encoder>,
         "kvq::scheme<bits<B>, levels, granularity, params<P>, encoder>: the fifth argument must be an "
         "encoder, such as least_squares");
-    static_assert(token_scale_policy<TokenScales>,
-                  "kvq::scheme<bits<B>, levels, granularity, params<P>, encoder, token scales>: token scales "
-                  "are no_token_scales, token_scales<byte_params> or token_scales<params<P>>");
-    static_assert(fits_range || Levels::has_bias,
-                  "kvq::scheme: symmetric levels take params<P> and the encoder enclosing");
-    static_assert(!by_token || (plain_params<Params> && !TokenScales::present && !several_widths),
+    static_assert(fits_range || std::same_as<levels, asymmetric>,
+                  "kvq::scheme: levels other than asymmetric take params<P> and the encoder enclosing");
+    static_assert(!by_token || (plain_params<Params> && !token_scale_type::present && !several_widths),
                   "kvq::scheme: per_token takes bits<B> and params<P>, since packed and 8-bit parameters, "
                   "token scales and several widths are per channel");
-    static_assert(!several_widths || !TokenScales::present,
+    static_assert(!several_widths || !token_scale_type::present,
                   "kvq::scheme: keys of several widths have no token scales");
-    static_assert(!plain_params<Params> || (!TokenScales::present && !several_widths),
+    static_assert(!plain_params<Params> || (!token_scale_type::present && !several_widths),
                   "kvq::scheme: token scales and several widths take packed_params<P> or byte_params");
-    static_assert(several_widths || Levels::min_bits <= detail::one_width<Codes>,
+    static_assert(detail::one_width<Codes> < 1 || levels::min_bits <= detail::one_width<Codes>,
                   "kvq::scheme: symmetric levels need at least 2 bits");
     static constexpr int zero_code = [] {
         if constexpr (several_widths)
             return 0;
         else
-            return Levels::template zero_code<detail::one_width<Codes>>;
+            return levels::template zero_code<detail::one_width<Codes>>;
     }();
 
     static constexpr bool supports(tensor role) noexcept { return role == tensor::key || !several_widths; }
@@ -139,11 +141,11 @@ public:
         } else {
             const short_text width = short_text::of(base::code_bits);
             if constexpr (plain_params<Params>)
-                return short_text(Levels::name) + width + "-" + this->granularity.name() + "-" +
+                return short_text(levels::name) + width + "-" + this->granularity.name() + "-" +
                        parameters::name();
             else
                 return short_text("channel") + width + group_name() + "-" + parameters::name() +
-                       TokenScales::name();
+                       token_scale_type::name();
         }
     }
     /// Of the plan of widths; 0 without one. Where the name says all there is none (io/scheme_identity.hpp).
@@ -163,7 +165,8 @@ public:
     /// Raises kvq::error for blocks of more than 1024 tokens or channels, unless the grid of a group is its range.
     KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const {
 #if !defined(__CUDA_ARCH__)
-        if (!fits_range && (s.tokens > detail::most_quantized || s.dim > detail::most_quantized))
+        if (!fits_range &&
+            ((!by_token && s.tokens > detail::most_quantized) || s.dim > detail::most_quantized))
             detail::expect(false, "encoders quantize blocks of up to ", detail::most_quantized,
                            " tokens and channels, got ", s.tokens, " x ", s.dim);
 #endif
@@ -194,10 +197,10 @@ public:
     }
     /// The token scale of every token, for requantize() of the next scheme.
     void read_token_scales(const block_shape& s, const std::byte* block, float* out) const
-        requires(TokenScales::present) {
+        requires(token_scale_type::present) {
         const grouped_axis tokens = layout().cut(s);
         for (int t = 0; t < s.tokens; ++t)
-            out[t] = TokenScales::token_scale(block + layout().token_scale_offset(s), tokens.slot(t));
+            out[t] = token_scale_type::token_scale(block + layout().token_scale_offset(s), tokens.slot(t));
     }
 
     void dequantize(const block_shape& s, block_id id, const std::byte* block, float* values) const {
@@ -209,16 +212,16 @@ public:
 
     /// One value, equal to that of dequantize(), for code that reads single values.
     KVQ_HD static float value(const block_shape& s, const std::byte* block, int token, int channel) noexcept
-        requires(!several_widths && detail::fixed_group<Granularity>) {
+        requires(!several_widths && detail::fixed_group<granularity_type>) {
         constexpr layout_type at{};
         const auto codes = at.codes(s);
         const bool key = s.role == tensor::key;
         const int code =
             static_cast<int>(unpack_code(codes, block, key ? token : channel, key ? channel : token));
         const float y = value_of(s, code, block, token, channel);
-        if constexpr (TokenScales::present)
+        if constexpr (token_scale_type::present)
             return detail::rounded_product(
-                y, TokenScales::token_scale(block + at.token_scale_offset(s), at.cut(s).slot(token)));
+                y, token_scale_type::token_scale(block + at.token_scale_offset(s), at.cut(s).slot(token)));
         else
             return y;
     }
@@ -238,9 +241,9 @@ public:
     // Folding with one width (schemes/concepts.hpp): parameters belong to rows or columns, token scales to the other axis.
 
     KVQ_HD static constexpr fold_use fold(tensor role) noexcept requires(!several_widths) {
-        return detail::on_rows<Granularity>(role)
-                   ? fold_use{true, Levels::has_bias, TokenScales::present, false}
-                   : fold_use{TokenScales::present, false, true, Levels::has_bias};
+        return detail::on_rows<granularity_type>(role)
+                   ? fold_use{true, levels::has_bias, token_scale_type::present, false}
+                   : fold_use{token_scale_type::present, false, true, levels::has_bias};
     }
     template <class Backend>
     void row_parameters(const block_shape& s, block_id, const std::byte* block, int col_group, float* scale,
@@ -265,7 +268,7 @@ public:
         const std::byte* const at = block + layout().scale_offset(s);
         const int groups = layout().groups(s), n = layout().slot_count(s);
         parameters::template load_scales<Backend>(at, groups, n, group, 0, n, scales);
-        if constexpr (Levels::has_bias)
+        if constexpr (levels::has_bias)
             parameters::template load_biases<Backend>(at, groups, n, group, 0, n, biases);
     }
 
@@ -285,7 +288,7 @@ public:
     /// Calls f(value_group) for every group, line by line.
     template <class F>
     void each_group(const block_shape& s, F&& f) const {
-        const bool rows = detail::on_rows<Granularity>(s.role);
+        const bool rows = detail::on_rows<granularity_type>(s.role);
         const grouped_axis lines = layout().lines(s), cut = layout().cut(s);
         for (int line = 0; line < lines.size; ++line)
             for (int g = 0; g < cut.groups(); ++g)
@@ -301,7 +304,7 @@ public:
         plain_params<Params> {
         std::byte* at = block + parameter_offset(s, group, slot);
         detail::store_as(at, stored.scale);
-        if constexpr (Levels::has_bias) detail::store_as(at + layout().section_bytes(s), stored.bias);
+        if constexpr (levels::has_bias) detail::store_as(at + layout().section_bytes(s), stored.bias);
     }
 
 private:
@@ -328,14 +331,14 @@ private:
                 hi = any ? detail::larger(hi, x) : x;
                 any = true;
             }
-            const auto stored = Levels::template fit<base::code_bits, parameter>(lo, hi);
+            const auto stored = levels::template fit<base::code_bits, parameter>(lo, hi);
             store_parameters(s, block, g.number, g.slot, stored);
             const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
             const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
             for (int i = 0; i < g.size; ++i)
                 pack_code(codes, block, g.row(i), g.col(i),
                           static_cast<unsigned>(
-                              Levels::template code<base::code_bits>(values[g.index(s, i)], bias, inverse)));
+                              levels::template code<base::code_bits>(values[g.index(s, i)], bias, inverse)));
         });
         return not_finite;
     }
@@ -373,15 +376,15 @@ private:
         const grouped_axis cut = at.cut(s);
         if constexpr (several_widths)
             for (int t = 0; t < s.tokens; ++t) this->transform_query(s, id, values + t * s.dim);
-        if constexpr (TokenScales::present) {
+        if constexpr (token_scale_type::present) {
             float fitted_scales[detail::most_quantized];
             float* const token_scale = known_scales ? known_scales : fitted_scales;
             if (!known_scales) detail::fit_token_scales(values, s.tokens, s.dim, token_scale);
             if constexpr (E::rounding == parameter_rounding::settled)
                 settle_token_scales(s, values, token_scale);
             for (int g = 0; g < cut.groups(); ++g)
-                TokenScales::store(block + at.token_scale_offset(s), cut.group_begin(g),
-                                   token_scale + g * cut.group, cut.group_size(g));
+                token_scale_type::store(block + at.token_scale_offset(s), cut.group_begin(g),
+                                        token_scale + g * cut.group, cut.group_size(g));
             for (int t = 0; t < s.tokens; ++t)
                 for (int c = 0; c < s.dim; ++c) values[t * s.dim + c] /= token_scale[t];
         }
@@ -410,7 +413,7 @@ private:
     void dequantize_groups(const block_shape& s, const std::byte* block, float* values) const
         requires(!several_widths) {
         const auto codes = base::codes(s);
-        const bool rows = detail::on_rows<Granularity>(s.role);
+        const bool rows = detail::on_rows<granularity_type>(s.role);
         const grouped_axis lines = layout().lines(s), cut = layout().cut(s);
         const std::byte* const scales = block + layout().scale_offset(s);
         const std::size_t section = layout().section_bytes(s);
@@ -421,9 +424,9 @@ private:
                 const std::byte* const at =
                     scales + static_cast<std::size_t>(g * slot_count + slot) * sizeof(parameter);
                 float bias = 0.0f;
-                if constexpr (Levels::has_bias)
+                if constexpr (levels::has_bias)
                     bias = static_cast<float>(detail::load_as<parameter>(at + section));
-                values[index(s, r, c)] = Levels::template value<base::code_bits>(
+                values[index(s, r, c)] = levels::template value<base::code_bits>(
                     static_cast<int>(unpack_code(codes, block, r, c)),
                     static_cast<float>(detail::load_as<parameter>(at)), bias);
             }
@@ -432,10 +435,10 @@ private:
     void dequantize_channels(const block_shape& s, block_id id, const std::byte* block, float* values) const {
         const grouped_axis tokens = layout().cut(s);
         float scales[detail::most_quantized], biases[detail::most_quantized];
-        [[maybe_unused]] float token_scale[TokenScales::present ? detail::most_slots : 1];
-        if constexpr (TokenScales::present)
-            TokenScales::template load<detail::plain_loads>(block + layout().token_scale_offset(s),
-                                                            tokens.padded_size(), token_scale);
+        [[maybe_unused]] float token_scale[token_scale_type::present ? detail::most_slots : 1];
+        if constexpr (token_scale_type::present)
+            token_scale_type::template load<detail::plain_loads>(block + layout().token_scale_offset(s),
+                                                                 tokens.padded_size(), token_scale);
         for (int g = 0; g < tokens.groups(); ++g) {
             load<detail::plain_loads>(s, block, g, scales, biases);
             const int begin = g * tokens.group;
@@ -443,7 +446,7 @@ private:
                             [&]<int Bits>(int t, int place, int code) {
                                 float x = biases[place];
                                 if constexpr (Bits > 0) x = detail::affine_value(code, scales[place], x);
-                                if constexpr (TokenScales::present) x *= token_scale[tokens.slot(t)];
+                                if constexpr (token_scale_type::present) x *= token_scale[tokens.slot(t)];
                                 values[t * s.dim + place] = x;
                             });
         }
@@ -460,22 +463,22 @@ private:
         const int line = by_token ? token : channel, group = (by_token ? channel : token) / at.cut(s).group;
         const float scale = parameters::scale(stored, groups, slot_count, group, line);
         float bias = 0.0f;
-        if constexpr (Levels::has_bias) bias = parameters::bias(stored, groups, slot_count, group, line);
+        if constexpr (levels::has_bias) bias = parameters::bias(stored, groups, slot_count, group, line);
         if constexpr (several_widths)
             return detail::affine_value(code, scale, bias);
         else
-            return Levels::template value<base::code_bits>(code, scale, bias);
+            return levels::template value<base::code_bits>(code, scale, bias);
     }
 
     /// Parameters of a group on the axis that has them; token scales on the other one.
     template <class Backend>
     void load_axis(const block_shape& s, const std::byte* block, int group, bool rows, float* scale,
                    float* bias) const {
-        if (detail::on_rows<Granularity>(s.role) == rows)
+        if (detail::on_rows<granularity_type>(s.role) == rows)
             load<Backend>(s, block, group, scale, bias);
-        else if constexpr (TokenScales::present)
-            TokenScales::template load<Backend>(block + layout().token_scale_offset(s),
-                                                layout().cut(s).padded_size(), scale);
+        else if constexpr (token_scale_type::present)
+            token_scale_type::template load<Backend>(block + layout().token_scale_offset(s),
+                                                     layout().cut(s).padded_size(), scale);
     }
 
     static constexpr int index(const block_shape& s, int row, int col) noexcept {

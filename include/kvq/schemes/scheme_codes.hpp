@@ -13,8 +13,8 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <span>
 #include <utility>
+#include <vector>
 
 #include "../core/error.hpp"
 #include "../core/text.hpp"
@@ -80,7 +80,8 @@ struct scheme_codes<bits<Bits>, Granularity> {
 
 /// Several widths. Place: the position of a channel in the order of the plan.
 template <class Widths, class Average, int Group>
-struct scheme_codes<mixed_bits<Widths, Average>, per_channel<Group>> : mixed_bits<Widths, Average> {
+requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, per_channel<Group>>
+    : mixed_bits<Widths, Average> {
     using policy = mixed_bits<Widths, Average>;
     using policy::eighths;
     using policy::even_quads;

@@ -1,6 +1,6 @@
 // Single numbers of a block on the device, for every scheme: the slow, certain way in and out of a page.
 //
-//   read     x^ of (token, channel): the code through unpack_code, its parameters through parameter_offset
+//   read     x^ of (token, channel): the code through unpack_code, its parameters through scheme::value (schemes/block_layout.hpp)
 //   quantize   one line of parameters and its codes, with the same functions as the CPU, so that bytes are the same
 //
 // Contract: dequantizing equals the CPU's bit for bit; quantizing gives the CPU's bytes (core/rounding.hpp), also with --use_fast_math,

@@ -24,7 +24,7 @@ namespace detail {
 template <class S>
 inline constexpr bool is_composed = false;
 template <int B, class L, class G, class P>
-inline constexpr bool is_composed<scheme<bits<B>, L, G, params<P>>> = true;
+inline constexpr bool is_composed<scheme<bits<B>, L, G, params<P>>> = kvq::detail::fixed_group<G>;
 
 /// How parameters are stored: byte_params, or the type of params<P> and packed_params<P>.
 template <class Params>
@@ -53,6 +53,7 @@ template <class S>
 inline constexpr bool is_grid = false;
 template <int B, int G, class Params, class Encoder, class TokenScales>
 inline constexpr bool is_grid<scheme<bits<B>, asymmetric, per_channel<G>, Params, Encoder, TokenScales>> =
+    G != any_group &&
     !scheme<bits<B>, asymmetric, per_channel<G>, Params, Encoder, TokenScales>::fits_range &&
     is_stored<stored_as<Params>> &&
     (std::is_same_v<TokenScales, no_token_scales> || is_stored<stored_as<TokenScales>>);

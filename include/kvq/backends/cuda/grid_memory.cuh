@@ -1,5 +1,5 @@
-// Shared memory of a thread block that quantizes a block whose channels an encoder fits, of one width or several, and where it must go
-// step by step.
+// Shared memory of a thread block that quantizes a block with parameters per channel, of one width or several; and which blocks it takes in
+// parts.
 //
 //   numbers    of the channels that are fitted together, all tokens; then of the tokens that are quantized together, all channels
 //   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members

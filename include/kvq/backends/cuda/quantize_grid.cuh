@@ -1,4 +1,4 @@
-// Quantizing blocks whose channels an encoder fits on the device, one thread block each: the steps of schemes/scheme.hpp,
+// Quantizes blocks with parameters per channel on the device, one thread block for each: the steps of schemes/scheme.hpp,
 // schemes/scheme_codes.hpp and quant/quantize_group.hpp.
 //
 //   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words
