@@ -1,6 +1,6 @@
 // An engine in C++ over the compiled library: its files compile quickly, since they instantiate no cache.
 //
-//   12_library [format]      any name of kvq_format_list; std4 by default
+//   12_library [format [tokens]]      any name of kvq_format_list, std4 by default; of the prompt, 700
 #include <cstdio>
 #include <cstdlib>
 #include <kvq/library.hpp>
@@ -10,7 +10,7 @@
 namespace {
 
 namespace library = kvq::library;
-constexpr int layers = 4, kv_heads = 2, q_heads = 8, head_dim = 64, prompt = 700, answer = 20;
+constexpr int layers = 4, kv_heads = 2, q_heads = 8, head_dim = 64, answer = 20;
 
 /// What a model computes: n tokens, here of random values.
 std::vector<float> values(int n, int heads) {
@@ -34,6 +34,7 @@ void forward(library::sequence& sequence, int n, const library::attend_options& 
 }  // namespace
 
 int main(int argc, char** argv) {
+    const int prompt = argc > 2 ? std::atoi(argv[2]) : 700;  // tokens
     const std::string formats = (argc > 1 ? argv[1] : "std4") + std::string(",low2");
     library::cache_options options;
     options.layers = layers;
