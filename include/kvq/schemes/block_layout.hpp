@@ -57,6 +57,11 @@ struct block_layout {
     KVQ_HD constexpr std::size_t section_bytes(const block_shape& s) const noexcept {
         return parameters::section_bytes(groups(s), slot_count(s));
     }
+    /// The scale of a slot in a group, of params<P>.
+    KVQ_HD constexpr std::size_t parameter_offset(const block_shape& s, int group, int slot) const noexcept {
+        return scale_offset(s) +
+               static_cast<std::size_t>(group * slot_count(s) + slot) * sizeof(typename parameters::stored);
+    }
     KVQ_HD constexpr std::size_t bias_offset(const block_shape& s) const noexcept {
         return scale_offset(s) + section_bytes(s);
     }

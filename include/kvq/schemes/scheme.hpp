@@ -296,8 +296,7 @@ public:
     }
     KVQ_HD constexpr std::size_t parameter_offset(const block_shape& s, int group,
                                                   int slot) const noexcept requires plain_params<Params> {
-        return layout().scale_offset(s) +
-               static_cast<std::size_t>(group * layout().slot_count(s) + slot) * sizeof(parameter);
+        return layout().parameter_offset(s, group, slot);
     }
     KVQ_HD void store_parameters(const block_shape& s, std::byte* block, int group, int slot,
                                  const stored_parameters<parameter>& stored) const noexcept requires

@@ -16,7 +16,7 @@ template <class S>
 KVQ_HD stored_parameters<typename S::parameter> read_parameters(const block_shape& s, const std::byte* block,
                                                                 int group, int slot) noexcept {
     using P = typename S::parameter;
-    const std::byte* const at = block + S{}.parameter_offset(s, group, slot);
+    const std::byte* const at = block + typename S::layout_type{}.parameter_offset(s, group, slot);
     stored_parameters<P> stored;
     stored.scale = kvq::detail::load_as<P>(at);
     if constexpr (S::levels::has_bias)
@@ -28,7 +28,8 @@ KVQ_HD stored_parameters<typename S::parameter> read_parameters(const block_shap
 template <class S>
 __device__ __forceinline__ void write_parameters(const block_shape& s, std::byte* block, int group, int slot,
                                                  const stored_parameters<typename S::parameter>& stored) {
-    auto* const at = reinterpret_cast<typename S::parameter*>(block + S{}.parameter_offset(s, group, slot));
+    auto* const at = reinterpret_cast<typename S::parameter*>(
+        block + typename S::layout_type{}.parameter_offset(s, group, slot));
     *at = stored.scale;
     if constexpr (S::levels::has_bias)
         at[typename S::layout_type{}.section_bytes(s) / sizeof *at] = stored.bias;
