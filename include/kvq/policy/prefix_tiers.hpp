@@ -46,7 +46,7 @@ struct prefix_tier_statistics {
 
 namespace detail {
 
-/// A folder that this object has made and that nobody but its user may use. It is removed with the object, if it is empty then.
+/// A new folder with permissions for its user alone. It is removed with the object, if it is empty then.
 class private_folder {
 public:
     private_folder() = default;
@@ -68,7 +68,7 @@ public:
         }
         expect(!path_.empty(), "cannot make a folder in ", in.string(), ": ", failed.message());
         std::filesystem::permissions(path_, std::filesystem::perms::owner_all, failed);
-        // Only now do others stay out, whatever the umask: nothing may lie there yet.
+        // The umask has set other permissions until here: no file may be there yet.
         const bool alone = !failed && std::filesystem::is_empty(path_, failed);
         expect(alone, path_.string(), " is not this store's alone",
                failed ? ": " + failed.message() : std::string());

@@ -71,8 +71,10 @@ void quantize_group(const Encoder& encoder, block_id id, float* y, int tokens, i
 
     float* const inverses = codes;
     for (int s = 0; s < sets; ++s) inverses[s] = scales[s] > 0.0f ? 1.0f / scales[s] : 0.0f;
-    double errors[most_quantized] = {};
-    int finite[most_quantized] = {};
+    // Only a mean that is corrected needs its errors.
+    constexpr int summed = Encoder::corrects_mean ? most_quantized : 1;
+    [[maybe_unused]] double errors[summed] = {};
+    [[maybe_unused]] int finite[summed] = {};
     for (int t = 0; t < tokens; ++t) {
         constexpr bool feeds_back = requires { encoder.feedback_row(id, channels, 0); };
         double carried[most_quantized];
@@ -84,13 +86,16 @@ void quantize_group(const Encoder& encoder, block_id id, float* y, int tokens, i
             float wanted = x;
             if constexpr (feeds_back) wanted += static_cast<float>(carried[c]);
             const int code = affine_code(wanted, biases[s], inverses[s], top(c));
-            const float error = is_finite(x) ? x - affine_value(code, scales[s], biases[s]) : 0.0f;
+            [[maybe_unused]] const float error =
+                is_finite(x) ? x - affine_value(code, scales[s], biases[s]) : 0.0f;
             if constexpr (feeds_back)
                 if (const float* const row = encoder.feedback_row(id, channels, c))
                     for (int j = 0; j < c; ++j)
                         carried[j] += static_cast<double>(row[j]) * static_cast<double>(error);
-            errors[s] += static_cast<double>(error);
-            finite[s] += is_finite(x);
+            if constexpr (Encoder::corrects_mean) {
+                errors[s] += static_cast<double>(error);
+                finite[s] += is_finite(x);
+            }
             x = static_cast<float>(code);
         }
     }

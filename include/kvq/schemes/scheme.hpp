@@ -98,7 +98,7 @@ public:
         "encoder, such as least_squares");
     static_assert(fits_range || std::same_as<levels, asymmetric>,
                   "kvq::scheme: levels other than asymmetric take params<P> and the encoder enclosing");
-    static_assert(!by_token || (plain_params<Params> && !token_scale_type::present && !several_widths),
+    static_assert(!by_token || plain_params<Params>,
                   "kvq::scheme: per_token takes bits<B> and params<P>, since packed and 8-bit parameters, "
                   "token scales and several widths are per channel");
     static_assert(!several_widths || !token_scale_type::present,
@@ -162,7 +162,7 @@ public:
         else
             return {this->granularity};
     }
-    /// Raises kvq::error for blocks of more than 1024 tokens or channels, unless the grid of a group is its range.
+    /// Raises kvq::error for blocks of more than 1024 channels, or per channel 1024 tokens, unless the grid of a group is its range.
     KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const {
 #if !defined(__CUDA_ARCH__)
         if (!fits_range &&
