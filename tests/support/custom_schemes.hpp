@@ -22,6 +22,7 @@ namespace test {
 
 /// Sign and magnitude 0 or 2^((m - 64) / 4), m = 1..127, in one byte. Rounds to the nearest magnitude.
 struct log8 {
+    static constexpr const char* name = "log8";
     std::uint8_t code = 0;
 
     log8() = default;
@@ -59,6 +60,7 @@ static_assert(sizeof(log8) == 1 && kvq::parameter_type<log8>);
 
 /// The upper three bytes of a float, rounded to nearest even. Its size is no power of two.
 struct float24 {
+    static constexpr const char* name = "float24";
     unsigned char bytes[3] = {};
 
     float24() = default;

@@ -21,7 +21,7 @@ TEST_CASE("schemes have names that say what they are") {
     CHECK(kvq::affine<4>{}.name() == "affine4-token-g64-fp16");
     CHECK(kvq::kivi<2>::keys{}.name() == "affine2-channel-g32-fp16");
     CHECK(kvq::full<kvq::bfloat16>{}.name() == "bf16");
-    CHECK(test::odd_values{}.name() == "affine5-token-g5-p24");
+    CHECK(test::odd_values{}.name() == "affine5-token-g5-float24");
 }
 
 TEST_CASE("bits per number, parameters included") {

@@ -12,7 +12,6 @@
 // the wanted parameters, written by `store_line`; then one scale or bias after the other.
 #pragma once
 
-#include <string>
 
 #include "../core/text.hpp"
 #include "byte_params.hpp"
@@ -39,7 +38,7 @@ namespace detail {
 template <class P, std::size_t Padding>
 struct parameters_of_type {
     using stored = typename params<P>::type;
-    static short_text name() { return parameter_name<P>(); }
+    static short_text name() { return float_name<P>; }
     /// Bytes from a scale to its bias.
     KVQ_HD static constexpr std::size_t section_bytes(int groups, int slot_count) noexcept {
         return round_up(sizeof(P) * static_cast<std::size_t>(groups * slot_count), Padding);
@@ -259,7 +258,7 @@ struct token_scales<byte_params> {
 template <class P>
 struct token_scales<params<P>> {
     static constexpr bool present = true;
-    static short_text name() { return "-dual-" + detail::parameter_name<P>(); }
+    static short_text name() { return short_text("-dual-") + float_name<P>; }
     KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
         return sizeof(P) * static_cast<std::size_t>(slot_count);
     }

@@ -4,15 +4,14 @@
 //
 // bits<B>: 1 to 8. params<P>: float16, bfloat16, float, or a type of your own that is made from a float and read back as one.
 // packed_params<P>: the same without padding between scales and biases, as the presets have it. byte_params: quant/byte_params.hpp.
-// Contract: P is trivially copyable, because its bytes are stored in pages.
+// Contract: P is trivially copyable, because its bytes are stored in pages. A type of your own has a `name`, which is part of the
+// scheme's name: two types of one size are two formats, also in files.
 #pragma once
 
 #include <concepts>
-#include <string>
 #include <type_traits>
 
 #include "../core/float_formats.hpp"
-#include "../core/text.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -24,10 +23,12 @@ struct bits {
     static constexpr bool several_widths = false;
 };
 
-/// A type that can store a scale or bias: trivially copyable, constructible from float and convertible to float.
+/// A type that can store a scale or bias: trivially copyable, constructible from float and convertible to float; with a name such as
+/// `static constexpr const char* name = "log8"` (letters and digits) if it is not a float_format.
 template <class P>
 concept parameter_type = std::is_trivially_copyable_v<P> && std::is_default_constructible_v<P> &&
-    std::constructible_from<P, float> && std::convertible_to<P, float>;
+    std::constructible_from<P, float> && std::convertible_to<P, float> &&
+    (float_format<P> || requires { { P::name } -> std::convertible_to<const char*>; });
 
 /// Scales and biases are stored as `P`: float16, bfloat16, float, or a type of your own.
 template <class P>
@@ -35,7 +36,8 @@ struct params {
     using type = P;
     static_assert(
         parameter_type<P>,
-        "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float");
+        "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float, and "
+        "have a name (static constexpr const char*)");
 };
 
 /// The same without padding between scales and biases.
@@ -49,15 +51,6 @@ template <class P>
 inline constexpr bool plain_params<params<P>> = true;
 
 namespace detail {
-
-/// The name of P in the names of schemes.
-template <class P>
-short_text parameter_name() {
-    if constexpr (float_format<P>)
-        return float_name<P>;
-    else
-        return "p" + short_text::of(8 * sizeof(P));
-}
 
 /// Parameter loads for backends without vectors, and for functions that have no backend.
 struct plain_loads {

@@ -14,7 +14,7 @@
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// Stored parameters of a channel and its largest code.
-struct channel_grid_of {
+struct stored_grid {
     float bias, scale, inverse;
     int top;
 
@@ -28,7 +28,7 @@ struct channel_grid_of {
 };
 
 /// matrix: [dim][dim], row c: what an error of channel c adds to those before it. rows: scratch of 2 * 8 * dim doubles. numbers,
-/// codes: [dim][stride]. grid(channel, slot): a channel_grid_of. All threads of a block; ends with a barrier.
+/// codes: [dim][stride]. grid(channel, slot): a stored_grid. All threads of a block; ends with a barrier.
 template <int Threads, int Dim, class Valid, class Grid>
 __device__ __forceinline__ void code_with_feedback(const float* matrix, double* rows, float* numbers,
                                                    int stride, std::uint8_t* codes, int count,
@@ -74,7 +74,7 @@ __device__ __forceinline__ void code_with_feedback(const float* matrix, double* 
             for (int k = some - 1; k >= 0; --k) {
                 const int c = first + k;
                 if (c >= Dim) continue;
-                const channel_grid_of g = grid(c, t);
+                const stored_grid g = grid(c, t);
                 const float x = numbers[c * stride + t];
                 const int code = g.code(x + static_cast<float>(carried[k]));
                 const float lost = real ? g.error(x, code) : 0.0f;

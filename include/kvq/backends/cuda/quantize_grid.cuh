@@ -374,7 +374,7 @@ private:
                     [&](int slot) { return holds_token(first + slot); },
                     [&](int place, int slot) {
                         const int l = (groups == 1 ? 0 : (first + slot) / axis().stride) * dim + place;
-                        return channel_grid_of{biases()[l], scales()[l], inverses()[l], top(place)};
+                        return stored_grid{biases()[l], scales()[l], inverses()[l], top(place)};
                     });
                 if constexpr (encoder::corrects_mean) {
                     add_errors(first, count);
@@ -390,7 +390,7 @@ private:
         for (int i = thread(); i < memory::lines * slices; i += Threads) {
             const int l = i % memory::lines, g = l / dim, c = l % dim;
             const int begin = axis().group_begin(g), end = begin + axis().group_size(g);
-            const channel_grid_of grid{biases()[l], scales()[l], inverses()[l], top(c)};
+            const stored_grid grid{biases()[l], scales()[l], inverses()[l], top(c)};
             double sum = encoder::corrects_mean ? sums()[l] : 0.0;
             for (int s = larger(begin, first) + i / memory::lines * 4; s < smaller(end, first + count);
                  s += 4 * slices) {
