@@ -11,7 +11,8 @@ With nvcc: everything that must be usable from device code in one translation un
 the one with the instructions of devices (ptx.cuh). The other *.cuh are compiled by themselves with clang++, and tests/gpu/emulated
 in place of ptx.cuh: nvcc takes longer.
 "By itself": headers are compiled in chains. Each header of a chain includes the one before it, and therefore sees nothing
-that it does not include. A chain is one translation unit, and there are a quarter as many chains as headers.
+that it does not include. A chain is one translation unit. A few headers are precompiled (PRECOMPILED), and chains of headers
+that include one of them begin with it: that takes half as long.
 With all of them: every header in one translation unit, behind the standard library and macros that it cannot take
 (poison_late.hpp).
 """
@@ -53,6 +54,9 @@ INSTRUCTION_SETS = {
 # The processor that the headers above are tested on, with all of its instructions.
 WHOLE_PROCESSOR = {"x86_64": ["-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-int8"]}
 
+# Headers that many others include, by themselves or through others; each by itself, too. More of them would not be faster.
+PRECOMPILED = ("core/text.hpp", "quant/error_feedback.hpp", "attention/held_pages.hpp", "cache/sequence.hpp", "backends/cuda/cache_ref.cuh")
+
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
 
 
@@ -62,14 +66,31 @@ def warnings_of(compiler):
     return [*WARNINGS, "-fmax-errors=3"]
 
 
-def compile_chain(compiler, flags, include, chain, poisoned):
-    # Without warnings, which the one translation unit of all headers gives.
-    command = [compiler, "-std=c++20", "-fsyntax-only", "-w", *flags, "-I", str(include)]
-    if poisoned:
-        command += ["-include", str(HERE / "poison.hpp")]
+def precompile(command, header, output):
+    command = [*command, "-x", "c++-header", "-include", f"kvq/{header}", os.devnull, "-o", output]
+    return f"{header}, precompiled", subprocess.run(command, capture_output=True, text=True)
+
+
+def compile_chain(command, chain, precompiled):
+    if precompiled:
+        command = [*command, "-include-pch", precompiled.result()[1].args[-1]]
     for header in chain:
-        command += ["-include", f"kvq/{header}"] * 2
-    return ", ".join(chain), subprocess.run([*command, "-x", "c++", os.devnull], capture_output=True, text=True)
+        command = [*command, "-include", f"kvq/{header}", "-include", f"kvq/{header}"]
+    return ", ".join(chain), subprocess.run([*command, "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True, text=True)
+
+
+def submit_chains(pool, graph, headers, command, folder):
+    """Jobs that compile headers in chains. Without warnings, which the one translation unit of all headers gives."""
+    command = [*command, "-std=c++20", "-w"]
+    jobs, groups = {}, {}
+    for header in PRECOMPILED:
+        if header in headers:
+            jobs[header] = pool.submit(precompile, command, header, f"{folder}/{header.replace('/', '_')}.pch")
+    for header in headers:
+        included = [other for other in jobs if other in graph.of(header)]
+        groups.setdefault(jobs[max(included, key=lambda other: len(graph.of(other)))] if included else None, []).append(header)
+    chains = [pool.submit(compile_chain, command, chain, begin) for begin, group in groups.items() for chain in graph.chains(group)]
+    return [*jobs.values(), *chains]
 
 
 class include_graph:
@@ -199,14 +220,13 @@ def main():
                     poisoned = not header.startswith(sum(THIRD_PARTY.values(), ()))
                     alone.setdefault((poisoned, *extra), []).append(header)
             for (poisoned, *extra), group in alone.items() if not together_only else ():
-                for chain in graph.chains(group):
-                    jobs.append(pool.submit(compile_chain, compiler, [*flags, *extra], include, chain, poisoned))
+                poison = ["-include", str(HERE / "poison.hpp")] if poisoned else []
+                jobs += submit_chains(pool, graph, group, [compiler, *flags, *extra, "-I", str(include), *poison], folder)
             if "clang" in os.path.basename(compiler) and not together_only:
                 emulated, extra = emulated_device(include, folder)
                 group = [header for header in device_headers if not header.startswith(THIRD_PARTY["nccl"])]
-                for chain in graph.chains(group):
-                    # Before the flags, which may name the folder of the toolkit's own headers.
-                    jobs.append(pool.submit(compile_chain, compiler, [*extra, *flags], emulated, chain, False))
+                # Before the flags, which may name the folder of the toolkit's own headers.
+                jobs += submit_chains(pool, graph, group, [compiler, *extra, *flags, "-I", str(emulated)], folder)
             extra = WHOLE_PROCESSOR.get(machine, [])
             jobs.append(pool.submit(compile_poisoned, compiler, [*flags, *extra], include, together, folder))
         results = [job.result() for job in jobs]
