@@ -12,7 +12,6 @@
 // the wanted parameters, written by `store_line`; then one scale or bias after the other.
 #pragma once
 
-
 #include "../core/text.hpp"
 #include "byte_params.hpp"
 #include "params.hpp"

@@ -27,17 +27,18 @@ struct bits {
 /// `static constexpr const char* name = "log8"` (letters and digits) if it is not a float_format.
 template <class P>
 concept parameter_type = std::is_trivially_copyable_v<P> && std::is_default_constructible_v<P> &&
-    std::constructible_from<P, float> && std::convertible_to<P, float> &&
-    (float_format<P> || requires { { P::name } -> std::convertible_to<const char*>; });
+    std::constructible_from<P, float> && std::convertible_to<P, float> &&(float_format<P> || requires {
+        { P::name } -> std::convertible_to<const char*>;
+    });
 
 /// Scales and biases are stored as `P`: float16, bfloat16, float, or a type of your own.
 template <class P>
 struct params {
     using type = P;
-    static_assert(
-        parameter_type<P>,
-        "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float, and "
-        "have a name (static constexpr const char*)");
+    static_assert(parameter_type<P>,
+                  "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to "
+                  "float, and "
+                  "have a name (static constexpr const char*)");
 };
 
 /// The same without padding between scales and biases.
