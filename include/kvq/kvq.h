@@ -414,7 +414,8 @@ KVQ_API kvq_status kvq_sequence_append(kvq_sequence* sequence, int32_t layer, co
 KVQ_API kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
                                        const kvq_tensor* out, const kvq_attend_options* options);
 
-/// Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under kvq_mods.tree_parents.
+/// Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under kvq_mods.tree_parents. Until then all other
+/// changes are refused but a trim to the accepted tokens or fewer, which removes the draft.
 KVQ_API kvq_status kvq_sequence_append_draft(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                              const kvq_tensor* v);
 /// Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every layer with a draft.

@@ -4,8 +4,8 @@
 //
 // Committed means: quantized, or left in 16 bit if that is the target format of the tensor. Spans that are not committed
 // are the last ones: they hold 16-bit pages and skip no tokens, and the very last one may take more tokens, unless its keys moved.
-// The pages of a committed span have the full capacity; if it was closed before it was full (cache/rearrange.hpp), the last
-// token is repeated behind it.
+// The pages of a committed span have the full capacity; if it was closed before it was full (cache/rearrange.hpp), its
+// tokens are repeated in turn behind them.
 // Contract: K and V share the spans. The vector reserves its memory before anything changes, so that later steps cannot fail.
 #pragma once
 

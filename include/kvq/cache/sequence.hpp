@@ -77,7 +77,8 @@ public:
     /// Appends k.tokens drafted tokens to one layer; at most 64 drafted tokens wait at a time. They stay 16 bit, and the pages of the
     /// accepted tokens stay as they are, until keep(). attend() sees them: under a token_tree{tokens(layer) before the draft, parents} as
     /// mask, or as a chain without. Further calls make the draft longer, level by level. While a layer has a draft, all other
-    /// changes are refused but trim() to the accepted tokens or fewer. k and v: as for append(). O(k.tokens)
+    /// changes are refused but trim() to the accepted tokens or fewer, and an erase() to the end that is such a
+    /// trim. k and v: as for append(). O(k.tokens)
     void append_draft(int layer, const input_view& k, const input_view& v) {
         check_rows(layer, k, v);
         detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
