@@ -3,6 +3,7 @@
 #include <kvq/backends/simd.hpp>
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>
+#include <span>
 
 #include "formats.hpp"
 
@@ -14,4 +15,9 @@ kvq::format JOINED(keys_, LEVEL)() {
 }
 kvq::format JOINED(values_, LEVEL)() {
     return kvq::make_format<kvq::std4::values, kvq::simd<kvq::arch::LEVEL>>();
+}
+// What is computed from statistics, once for a cache. Its kernels are the portable ones, which compile fast.
+kvq::format JOINED(planned_, LEVEL)(const std::byte* statistics, std::size_t bytes) {
+    return kvq::make_format<kvq::scalar>(
+        kvq::low2::keys(kvq::calibration::load(std::span(statistics, bytes))));
 }

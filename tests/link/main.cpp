@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Attends with the formats of every instruction set that the CPU has, each of them against the scalar backend. Compiled for the
-// weakest CPU.
+// Attends with the formats of every instruction set that the CPU has, each of them against the scalar backend, and with
+// the plans that they make from statistics. Compiled for the weakest CPU.
 #include <cmath>
 #include <cstdio>
 #include <kvq/backends/simd/arch.hpp>
@@ -11,6 +11,12 @@
 
 #include "formats.hpp"
 
+static std::vector<float> wave(int n, float step) {
+    std::vector<float> x(static_cast<std::size_t>(n));
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = std::sin(step * static_cast<float>(i));
+    return x;
+}
+
 static std::vector<float> attend(const kvq::format& keys, const kvq::format& values) {
     constexpr int tokens = 300, heads = 2, dim = 64;
     kvq::cache_options options;
@@ -19,11 +25,6 @@ static std::vector<float> attend(const kvq::format& keys, const kvq::format& val
     options.recent = 40;
     kvq::cache cache({.layers = 1, .kv_heads = heads, .head_dim = dim}, options);
     auto sequence = cache.new_sequence();
-    const auto wave = [](int n, float step) {
-        std::vector<float> x(static_cast<std::size_t>(n));
-        for (std::size_t i = 0; i < x.size(); ++i) x[i] = std::sin(step * static_cast<float>(i));
-        return x;
-    };
     const auto k = wave(tokens * heads * dim, 0.37F);
     const auto v = wave(tokens * heads * dim, 0.11F);
     const auto q = wave(20 * 2 * heads * dim, 0.53F);
@@ -36,29 +37,41 @@ static std::vector<float> attend(const kvq::format& keys, const kvq::format& val
     return out;
 }
 
+static double distance(const std::vector<float>& a, const std::vector<float>& b) {
+    double worst = 0;
+    for (std::size_t i = 0; i < a.size(); ++i) {
+        const double difference = std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i]));
+        if (!(difference <= worst)) worst = difference;  // also a NaN
+    }
+    return worst;
+}
+
 int main() {
-    const auto expected = attend(kvq::make_format<kvq::kivi<4, 32>::keys, kvq::scalar>(),
-                                 kvq::make_format<kvq::std4::values, kvq::scalar>());
+    kvq::calibration statistics({.layers = 1, .kv_heads = 2, .head_dim = 64}, true);
+    const auto k = wave(500 * 2 * 64, 0.41F), q = wave(500 * 2 * 64, 0.29F);
+    statistics.add_keys(0, kvq::token_view<const float>(k.data(), 500, 2, 64));
+    statistics.add_queries(0, kvq::token_view<const float>(q.data(), 500, 2, 64));
+    const std::vector<std::byte> saved = statistics.save();
+    const auto portable_values = kvq::make_format<kvq::std4::values, kvq::scalar>();
+    const auto plan = kvq::make_format<kvq::scalar>(kvq::low2::keys(statistics));
+    const auto planned_output = attend(plan, portable_values);
+    const auto expected = attend(kvq::make_format<kvq::kivi<4, 32>::keys, kvq::scalar>(), portable_values);
     int failures = 0, levels = 0;
-    const auto check = [&](bool available, auto keys, auto values) {
+    const auto check = [&](bool available, auto keys, auto values, auto planned) {
         if (!available) return;
-        const kvq::format k = keys(), v = values();
-        const auto actual = attend(k, v);
-        double worst = 0;
-        for (std::size_t i = 0; i < expected.size(); ++i) {
-            const double difference =
-                std::abs(static_cast<double>(expected[i]) - static_cast<double>(actual[i]));
-            if (!(difference <= worst)) worst = difference;  // also a NaN
-        }
-        std::printf("%s: largest difference from the scalar backend %g\n", k.backend(), worst);
-        failures += worst <= 1e-3 ? 0 : 1;
+        const kvq::format of_level = keys(), of_plan = planned(saved.data(), saved.size());
+        const double worst = distance(expected, attend(of_level, values()));
+        const double with_plan = distance(planned_output, attend(of_plan, portable_values));
+        std::printf("%s: largest difference from the scalar backend %g, with a plan %g\n", of_level.backend(),
+                    worst, with_plan);
+        failures += worst <= 1e-3 && with_plan <= 1e-3 ? 0 : 1;
         ++levels;
     };
-    check(true, keys_sse2, values_sse2);
-    check(kvq::arch::avx2::available(), keys_avx2, values_avx2);
-    check(kvq::arch::avx512vnni::available(), keys_avx512vnni, values_avx512vnni);
+    check(true, keys_sse2, values_sse2, planned_sse2);
+    check(kvq::arch::avx2::available(), keys_avx2, values_avx2, planned_avx2);
+    check(kvq::arch::avx512vnni::available(), keys_avx512vnni, values_avx512vnni, planned_avx512vnni);
 #if defined(WITH_AMX)
-    check(kvq::arch::amx::available(), keys_amx, values_amx);
+    check(kvq::arch::amx::available(), keys_amx, values_amx, planned_amx);
 #endif
     std::printf("%d instruction sets, %d wrong\n", levels, failures);
     return failures;

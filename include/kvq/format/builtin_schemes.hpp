@@ -8,8 +8,8 @@
 
 #include <span>
 #include <string_view>
-#include <vector>
 
+#include "../core/tagged_vector.hpp"
 #include "../schemes/int8.hpp"
 #include "../schemes/kivi.hpp"
 #include "../schemes/presets.hpp"
@@ -36,7 +36,7 @@ builtin_format builtin_entry(const char* name, bool keys, bool values, int group
             group,  &make_builtin<Backend, Scheme>};
 }
 
-using builtin_list = std::vector<builtin_format>;
+using builtin_list = tagged_vector<builtin_format>;
 
 constexpr bool every_format(std::string_view) { return true; }
 

@@ -12,7 +12,6 @@
 // Thread safety: as a container.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -22,6 +21,7 @@
 #include "../core/error.hpp"
 #include "../core/rounding.hpp"
 #include "../core/shape.hpp"
+#include "../core/tagged_vector.hpp"
 #include "../core/token_view.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -81,7 +81,7 @@ public:
         // A few queries at a time, so that a row of sums stays in registers or close by. The order of each sum is that of the queries.
         constexpr std::size_t most = 16;
         const std::size_t n = channels();
-        std::vector<double> rows(most * n);
+        detail::tagged_vector<double> rows(most * n);
         for (int h = 0; h < shape_.kv_heads; ++h) {
             std::size_t held = 0;
             for (int i = 0; i < q.tokens * share; ++i) {
@@ -110,8 +110,8 @@ public:
     /// A copy with the same keys and no queries.
     calibration without_queries() const {
         calibration c = *this;
-        std::fill(c.queries_.begin(), c.queries_.end(), 0.0);
-        std::fill(c.query_tokens_.begin(), c.query_tokens_.end(), 0.0);
+        for (double& x : c.queries_) x = 0.0;
+        for (double& x : c.query_tokens_) x = 0.0;
         return c;
     }
     double queries(int layer, int head) const noexcept { return query_tokens_[block(layer, head)]; }
@@ -142,7 +142,7 @@ public:
                                        products_ ? 1 : 0};
         std::memcpy(bytes.data() + 8, sizes, sizeof sizes);
         std::byte* at = bytes.data() + header;
-        for (const std::vector<double>* v :
+        for (const detail::tagged_vector<double>* v :
              {&keys_, &key_squares_, &queries_, &key_tokens_, &query_tokens_}) {
             if (!v->empty()) std::memcpy(at, v->data(), 8 * v->size());
             at += 8 * v->size();
@@ -169,7 +169,7 @@ public:
                        " channels does not have ", bytes.size(), " bytes");
         calibration c({sizes[0], sizes[1], sizes[2], sizes[3]}, sizes[4] == 1);
         const std::byte* at = bytes.data() + header;
-        for (std::vector<double>* v :
+        for (detail::tagged_vector<double>* v :
              {&c.keys_, &c.key_squares_, &c.queries_, &c.key_tokens_, &c.query_tokens_}) {
             std::memcpy(v->data(), at, 8 * v->size());
             at += 8 * v->size();
@@ -205,7 +205,7 @@ private:
         return keys_.size() + key_squares_.size() + queries_.size() + key_tokens_.size() +
                query_tokens_.size();
     }
-    double of_keys(const std::vector<double>& sums, int layer, int head, int c) const noexcept {
+    double of_keys(const detail::tagged_vector<double>& sums, int layer, int head, int c) const noexcept {
         const std::size_t b = block(layer, head);
         return key_tokens_[b] == 0 ? 1.0
                                    : sums[b * channels() + static_cast<std::size_t>(c)] / key_tokens_[b];
@@ -235,7 +235,7 @@ private:
 
     cache_shape shape_;
     bool products_ = false;
-    std::vector<double> keys_, key_squares_, queries_, key_tokens_, query_tokens_;
+    detail::tagged_vector<double> keys_, key_squares_, queries_, key_tokens_, query_tokens_;
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

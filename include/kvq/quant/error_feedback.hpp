@@ -17,6 +17,7 @@
 #include <concepts>
 #include <memory>
 
+#include "../core/tagged_vector.hpp"
 #include "../core/text.hpp"
 #include "calibration.hpp"
 #include "encoders.hpp"
@@ -41,7 +42,7 @@ public:
                        "a plan of another shape than the calibration");
         const auto n = static_cast<std::size_t>(dim_);
         coefficients_.resize(static_cast<std::size_t>(layers * heads_) * n * n);
-        std::vector<double> r(n * n);
+        detail::tagged_vector<double> r(n * n);
         for (int layer = 0; layer < layers; ++layer)
             for (int head = 0; head < heads_; ++head) {
                 if (statistics.queries(layer, head) == 0) continue;
@@ -102,7 +103,7 @@ private:
 
     /// H of a head, by places; false if all queries are zero.
     bool fill_damped(const calibration& statistics, const width_plan* plan, const block_id& id,
-                     std::size_t block, double damping, std::vector<double>& h) const {
+                     std::size_t block, double damping, detail::tagged_vector<double>& h) const {
         const double keep = kept_correlation(statistics, id);
         double mean = 0.0;
         for (int c = 0; c < dim_; ++c) mean += statistics.query_power(id.layer, id.head, c) / dim_;
@@ -121,7 +122,7 @@ private:
     }
 
     /// Cholesky: replaces the upper triangle of H = R^T R by R, row after row; false if H is not positive.
-    static bool factorize(std::vector<double>& r, std::size_t n) {
+    static bool factorize(detail::tagged_vector<double>& r, std::size_t n) {
         for (std::size_t i = 0; i < n; ++i) {
             for (std::size_t k = 0; k < i; ++k)
                 for (std::size_t j = i; j < n; ++j)
@@ -134,7 +135,7 @@ private:
     }
 
     int heads_, dim_;
-    std::vector<float> coefficients_;
+    detail::tagged_vector<float> coefficients_;
 };
 
 /// Any encoder, with feedback for blocks that have matrices. Alone: the encoder while there are no matrices.

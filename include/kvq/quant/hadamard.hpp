@@ -30,7 +30,10 @@ constexpr float random_sign(std::uint32_t seed, const block_id& id, int channel)
     return (h >> 13) & 1u ? -1.0f : 1.0f;
 }
 
-inline float hadamard_norm(int n) noexcept { return 1.0f / std::sqrt(static_cast<float>(n)); }
+/// The root of a double, rounded to float, is that of a float, and std::sqrt(double) is one function for all instruction sets.
+inline float hadamard_norm(int n) noexcept {
+    return 1.0f / static_cast<float>(std::sqrt(static_cast<double>(n)));
+}
 
 /// In place, orthonormal; n is a power of two. The transform is its own inverse.
 inline void walsh_hadamard(float* x, int n) noexcept {

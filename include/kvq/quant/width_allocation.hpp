@@ -27,6 +27,7 @@
 
 #include "../core/error.hpp"
 #include "../core/rounding.hpp"
+#include "../core/tagged_vector.hpp"
 #include "../pack/code_layout.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -91,10 +92,11 @@ inline constexpr double key_doubt = 0.6;
 /// Shrinks importances (>= 0, in any unit) by what may be chance; their order stays. doubt: expected variance of the natural
 /// logarithm of a channel's importance; 0 changes nothing. An importance below 2^-20 of the largest counts as 2^-20 of it.
 inline void steady_importance(std::span<double> importance, double doubt) {
-    const double top = importance.empty() ? 0.0 : *std::max_element(importance.begin(), importance.end());
+    double top = 0.0;
+    for (const double x : importance) top = detail::larger(top, x);
     if (!(top > 0.0) || doubt == 0.0) return;
     constexpr double range = 0x1p20, ln2 = 0.6931471805599453;
-    std::vector<double> logs;
+    detail::tagged_vector<double> logs;
     double mean = 0.0, variance = 0.0;
     for (const double x : importance) {
         logs.push_back(detail::floor_log2(detail::larger(1.0, x / top * range)));
@@ -128,16 +130,16 @@ struct width_plan {
 inline channel_allocation allocate_widths(std::span<const double> importance, std::span<const int> widths,
                                           int words) {
     const int channels = static_cast<int>(importance.size()), quads = detail::ceil_div(channels, 4);
-    channel_allocation result;
-    result.order.resize(importance.size());
-    std::iota(result.order.begin(), result.order.end(), std::uint16_t{0});
-    std::stable_sort(result.order.begin(), result.order.end(),
+    detail::tagged_vector<std::uint16_t> order(importance.size());
+    std::iota(order.begin(), order.end(), std::uint16_t{0});
+    std::stable_sort(order.begin(), order.end(),
                      [&](std::uint16_t a, std::uint16_t b) { return importance[a] > importance[b]; });
-    std::vector<double> below(static_cast<std::size_t>(quads) + 1, 0.0);  // importance of the first quads
+    detail::tagged_vector<double> below(static_cast<std::size_t>(quads) + 1,
+                                        0.0);  // importance of the first quads
     for (int q = 0; q < quads; ++q) {
         double sum = 0.0;
         for (int c = 4 * q; c < detail::smaller(4 * q + 4, channels); ++c)
-            sum += importance[result.order[static_cast<std::size_t>(c)]];
+            sum += importance[order[static_cast<std::size_t>(c)]];
         below[static_cast<std::size_t>(q) + 1] = below[static_cast<std::size_t>(q)] + sum;
     }
 
@@ -147,11 +149,11 @@ inline channel_allocation allocate_widths(std::span<const double> importance, st
         return static_cast<std::size_t>(q) * static_cast<std::size_t>(words + 1) +
                static_cast<std::size_t>(u);
     };
-    std::vector<double> least(index(quads, words) + 1, never), next(least.size());
-    std::vector<std::uint16_t> taken(widths.size() * least.size());  // [w][q][u]
+    detail::tagged_vector<double> least(index(quads, words) + 1, never), next(least.size());
+    detail::tagged_vector<std::uint16_t> taken(widths.size() * least.size());  // [w][q][u]
     least[0] = 0.0;
     for (std::size_t w = 0; w < widths.size(); ++w) {
-        std::fill(next.begin(), next.end(), never);
+        for (double& x : next) x = never;
         for (int q = 0; q <= quads; ++q)
             for (int u = 0; u <= words; ++u) {
                 if (least[index(q, u)] == never) continue;
@@ -174,6 +176,8 @@ inline channel_allocation allocate_widths(std::span<const double> importance, st
     for (int i = 0; i <= words; ++i)
         if (least[index(quads, i)] < least[index(quads, u)]) u = i;
     detail::expect(least[index(quads, u)] != never, words, " words do not hold ", channels, " channels");
+    channel_allocation result;
+    result.order.assign(order.begin(), order.end());
     result.quads.resize(widths.size());
     for (int w = static_cast<int>(widths.size()) - 1, q = quads; w >= 0; --w) {
         const auto n = taken[static_cast<std::size_t>(w) * least.size() + index(q, u)];

@@ -14,9 +14,9 @@
 #include <limits>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "../core/error.hpp"
+#include "../core/tagged_vector.hpp"
 #include "../core/text.hpp"
 #include "../pack/bit_pack.hpp"
 #include "../quant/calibration.hpp"
@@ -103,7 +103,7 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
     static width_plan make_plan(const calibration& statistics, double doubt = text_doubt(eighths / 8.0)) {
         const cache_shape& s = statistics.shape();
         width_plan plan{s.kv_heads, s.head_dim, {}};
-        std::vector<double> importance(static_cast<std::size_t>(s.head_dim));
+        tagged_vector<double> importance(static_cast<std::size_t>(s.head_dim));
         for (int layer = 0; layer < s.layers; ++layer)
             for (int head = 0; head < s.kv_heads; ++head) {
                 const bool queries = statistics.queries(layer, head) > 0.0;
@@ -244,7 +244,8 @@ private:
     /// for tokens that resemble their neighbours.
     static double chance(const calibration& statistics, int layer, int head) {
         const double queries = statistics.queries(layer, head), keys = statistics.keys(layer, head);
-        if (keys == 0.0) return std::numeric_limits<double>::infinity();
+        constexpr double unknown = std::numeric_limits<double>::infinity();
+        if (keys == 0.0) return unknown;
         return 4.0 / (queries > 0.0 ? queries : keys) + 4.0 / keys;
     }
 
@@ -286,14 +287,14 @@ private:
         expect(plan.head_dim >= 1 && plan.kv_heads >= 1, "a plan for ", plan.kv_heads, " heads of ",
                plan.head_dim, " channels");
         for (const channel_allocation& a : plan.blocks) {
-            std::vector<bool> seen(dim);
+            tagged_vector<char> seen(dim);
             expect(a.order.size() == dim && a.quads.size() == std::size_t{width_list::count}, "a plan with ",
                    a.order.size(), " places and ", a.quads.size(), " widths for ", dim, " channels and ",
                    width_list::count);
             for (const int c : a.order) {
                 expect(static_cast<std::size_t>(c) < dim && !seen[static_cast<std::size_t>(c)],
                        "a plan is no permutation: channel ", c, " of ", dim);
-                seen[static_cast<std::size_t>(c)] = true;
+                seen[static_cast<std::size_t>(c)] = 1;
             }
             int quads = 0, words = 0;
             for (int w = 0; w < width_list::count; ++w) {

@@ -8,8 +8,6 @@
 // Source: the bound is that of Quest, arXiv 2406.10774, section 3.2, with the stored grid instead of stored minima and maxima.
 #pragma once
 
-#include <algorithm>
-
 #include "channel_ranges.hpp"
 #include "folded.hpp"
 
@@ -52,8 +50,8 @@ public:
         float* const token_scale = bias + 2 * padded(of.cols);
         if constexpr (segmented<Scheme>)
             scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
-                std::fill_n(bias + padded(of.cols) + segment.first, segment.columns,
-                            static_cast<float>((1 << Bits) - 1));
+                float* const top = bias + padded(of.cols) + segment.first;
+                for (int c = 0; c < segment.columns; ++c) top[c] = static_cast<float>((1 << Bits) - 1);
             });
         for (int rg = first / of.rows.group; rg * of.rows.group < end; ++rg) {
             for (const std::size_t to = detail::smaller(next + part, bytes); next < to; next += 64)

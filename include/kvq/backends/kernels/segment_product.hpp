@@ -5,8 +5,6 @@
 // code_product.hpp for a block of one width.
 #pragma once
 
-#include <algorithm>
-
 #include "code_product.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
@@ -45,11 +43,12 @@ struct segment_plan {
     /// For every column 2^-(widest width - width of its codes); 0 for a column without codes.
     void write_units(std::byte* workspace) const {
         float* const unit = units(workspace);
-        std::fill_n(unit, codes.cols.padded_size(), 0.0f);
-        for (int w = 0; w < list::count; ++w)
-            if (list::values[w] > 0)
-                std::fill_n(unit + segments[w].first, segments[w].columns,
-                            1.0f / static_cast<float>(1 << (list::values[0] - list::values[w])));
+        for (int c = 0; c < codes.cols.padded_size(); ++c) unit[c] = 0.0f;
+        for (int w = 0; w < list::count; ++w) {
+            if (list::values[w] == 0) continue;
+            const float one = 1.0f / static_cast<float>(1 << (list::values[0] - list::values[w]));
+            for (int c = 0; c < segments[w].columns; ++c) unit[segments[w].first + c] = one;
+        }
     }
 
 private:

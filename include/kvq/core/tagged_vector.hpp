@@ -1,0 +1,39 @@
+// tagged_vector: std::vector for code that is compiled for several instruction sets.
+//
+// A function of std::vector has no name of an instruction set, so objects of several share one copy, whichever the linker keeps
+// (config.hpp, KVQ_TAGGED). The name of this allocator has one, and so have all functions of a vector that takes its memory with it.
+// Contract: a std::vector in all else, of types that operator new aligns. Algorithms of std over float and double have no such name
+// either: loops take their place (tests/link).
+#pragma once
+
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "../config.hpp"
+
+namespace kvq::inline KVQ_TAGGED::detail {
+
+template <class T>
+struct tagged_allocator {
+    using value_type = T;
+
+    tagged_allocator() = default;
+    template <class U>
+    tagged_allocator(const tagged_allocator<U>&) noexcept {}
+
+    T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T))); }
+    void deallocate(T* data, std::size_t) noexcept { ::operator delete(data); }
+    // Here, since std::construct_at has no name of an instruction set.
+    template <class... Arguments>
+    void construct(T* at, Arguments&&... arguments) {
+        ::new (static_cast<void*>(at)) T(std::forward<Arguments>(arguments)...);
+    }
+
+    friend bool operator==(const tagged_allocator&, const tagged_allocator&) noexcept { return true; }
+};
+
+template <class T>
+using tagged_vector = std::vector<T, tagged_allocator<T>>;
+
+}  // namespace kvq::inline KVQ_TAGGED::detail
