@@ -415,7 +415,7 @@ KVQ_API kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t lay
                                        const kvq_tensor* out, const kvq_attend_options* options);
 
 /// Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under kvq_mods.tree_parents. Until then all other
-/// changes are refused but a trim to the accepted tokens or fewer, which removes the draft.
+/// changes are refused but a trim to the accepted tokens or fewer, which removes the draft; an erase to the end is a trim.
 KVQ_API kvq_status kvq_sequence_append_draft(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                              const kvq_tensor* v);
 /// Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every layer with a draft.
@@ -693,7 +693,7 @@ KVQ_API kvq_status kvq_prefix_cache_get_statistics(const kvq_prefix_cache* store
 typedef struct kvq_ring_options {
     size_t size;
     int32_t window;  // a query attends to itself, the window - 1 tokens before it, and the sinks of the cache
-    int32_t slack;   // a trim by so many tokens is always possible; 0: 16; KVQ_NONE
+    int32_t slack;   // a trim to so many tokens less than the most so far is always possible; 0: 16; KVQ_NONE
     int32_t
         sinks_in_cache;  // 1: sinks move along, directly before the window; needs kvq_cache_options.rotary
     int32_t reserved;    // 0

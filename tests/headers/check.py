@@ -85,7 +85,7 @@ def submit_chains(pool, graph, headers, command, folder):
     command = [*command, "-std=c++20", "-w"]
     jobs, groups = {}, {}
     for header in PRECOMPILED:
-        if header in headers:
+        if header in headers and "clang" in os.path.basename(command[0]):
             jobs[header] = pool.submit(precompile, command, header, f"{folder}/{header.replace('/', '_')}.pch")
     for header in headers:
         included = [other for other in jobs if other in graph.of(header)]

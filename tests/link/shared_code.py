@@ -5,7 +5,9 @@
 shared_code.py <object>[,<object>...] <object>...    an argument for each instruction set, from the weakest to the strongest
 
 The linker keeps one copy of every function of one name, from whichever object comes first. A copy may therefore use no instruction
-and no register that is not also somewhere in the code of each weaker instruction set with a copy. Reads objects with ld, nm and objdump.
+and no register that is not also somewhere in the code of each weaker instruction set with a copy. So an instruction that happens to be
+missing there is a false alarm; and tzcnt is none where the weakest objects have `rep bsf`, which has the same bytes.
+Reads objects with ld.bfd, nm and objdump.
 """
 
 import collections
@@ -24,6 +26,8 @@ REGISTERS = (
     ("zmm", r"%zmm"),
     ("xmm16 to ymm31", r"%[xy]mm(1[6-9]|2\d|3[01])"),
     ("masks", r"%k[0-7]"),
+    ("broadcast", r"\{1to"),
+    ("rounding", r"\{r?[nduz]?-?sae\}"),
     ("tiles", r"%tmm"),
 )
 
@@ -57,13 +61,13 @@ class instruction_set:
             # In one section: objdump takes a hundred times as long for one of each function.
             script, merged = pathlib.Path(folder) / "script", pathlib.Path(folder) / "merged.o"
             script.write_text("SECTIONS { .text : { *(.text .text.*) } }")
-            lines_of("ld", "-r", "--force-group-allocation", "-T", script, path, "-o", merged)
+            lines_of("ld.bfd", "-r", "--force-group-allocation", "-T", script, path, "-o", merged)
             weak = {name for _, kind, name in (line.split() for line in lines_of("nm", "--defined-only", merged)) if kind in "WVu"}
             code = lines_of("objdump", "-d", "--no-show-raw-insn", merged)
         functions, name = collections.defaultdict(set), None
         for line in code:
             if found := HEADER.match(line):
-                name = found[1]
+                name = re.sub(r"\.(cold|part|constprop|isra).*", "", found[1])  # parts of a function, in its group
             elif (found := INSTRUCTION.match(line)) and name:
                 functions[name].update(words_of(found[1]))
         for name, words in functions.items():
@@ -85,10 +89,11 @@ def main(paths):
                     wrong += 1
                     readable = lines_of("c++filt", name)[0]
                     print(f"{readable}\n  in {stronger.name}: {', '.join(sorted(foreign))}; also in {weaker.name}")
-    print(f"{len(shared)} functions of several of {len(sets)} instruction sets, {wrong} copies with instructions that a weaker one lacks")
-    if not shared:
-        print("no function is shared: these are not objects of one program")
-    return wrong > 0 or not shared
+    print(f"{len(shared)} functions of several of {len(sets)} instruction sets, {wrong} copies with instructions that no code of a weaker one uses")
+    unread = [one.name for one in sets if not one.shareable.keys() & shared]
+    if unread:
+        print(f"no function is shared, so these are not objects of one program: {', '.join(unread)}")
+    return wrong > 0 or bool(unread)
 
 
 if __name__ == "__main__":

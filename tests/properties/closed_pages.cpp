@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// A page that was closed before it was full is fitted to all of its tokens alike.
+// A page that was closed before it was full is fitted to all of its tokens.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -45,7 +45,7 @@ TEST_CASE_TEMPLATE("tokens of a closed page have no larger errors than those of 
     rotary.dims = dim;
     options.rotary = {rotary};
     kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = dim}, options);
-    for (const int tokens : {2, 5, 20, page_tokens}) {
+    for (const int tokens : {2, 5, 20, 40, 63}) {
         double errors[2] = {};  // of a closed page, of a full one
         constexpr int rounds = 8;
         for (int round = 0; round < rounds; ++round) {
@@ -62,6 +62,30 @@ TEST_CASE_TEMPLATE("tokens of a closed page have no larger errors than those of 
         INFO(tokens, " tokens");
         CHECK(errors[0] > 1e-3);  // they are quantized
         CHECK(errors[0] <= 1.05 * errors[1]);
+    }
+}
+
+TEST_CASE("a value of a closed page that is not finite is counted once") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    kvq::cache_options options{.sinks = 0, .recent = 0, .page_tokens = page_tokens};
+    options.keys = kvq::make_format<kvq::scalar>(kvq::std4::keys{});
+    options.values = kvq::make_format<kvq::scalar>(kvq::std4::values{});
+    kvq::rotary_embedding rotary;
+    rotary.dims = dim;
+    options.rotary = {rotary};
+    kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = dim}, options);
+    for (int broken = 0; broken < 3; ++broken) {
+        const auto k = test::random_tensor(random, page_tokens, 1, dim);
+        auto v = test::random_tensor(random, page_tokens, 1, dim);
+        v.view().at(broken, 0)[7] = NAN;
+        auto closed = cache.new_sequence();
+        closed.append(0, k.slice(0, 3), v.slice(0, 3));
+        closed.shift(0, 3, 1);
+        CHECK(closed.usage().not_finite == 0);  // not yet quantized
+        closed.append(0, k.slice(3, page_tokens - 3), v.slice(3, page_tokens - 3));
+        CHECK(closed.usage().not_finite == 1);
     }
 }
 

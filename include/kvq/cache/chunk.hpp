@@ -40,8 +40,8 @@ inline page_ref new_window_page(cache& of, int role, int tokens, page_stock* sto
     return p;
 }
 
-/// A copy of the 16-bit page of a span that was closed before it was full, to be committed: its tokens are repeated in turn behind it.
-/// So what is not there sets no range, and every token weighs the same in a fit by squares of errors.
+/// A copy of the 16-bit page of a span that was closed before it was full, to be committed: its tokens are repeated in turn behind
+/// them. So empty places set no range, and in a fit by squares of errors no token weighs more than one repetition more than another.
 inline page_ref filled_page(cache& of, const page& from, int role, int tokens, int capacity,
                             page_stock* stock = nullptr) {
     const auto tensor_of = static_cast<tensor>(role);
@@ -50,8 +50,7 @@ inline page_ref filled_page(cache& of, const page& from, int role, int tokens, i
     page_ref p = new_window_page(of, role, capacity, stock);
     p->not_finite = from.not_finite;
     copy_tokens(window, from, *p, tensor_of, dim, heads, tokens);
-    for (int t = tokens; t < capacity; ++t)
-        move_tokens(window, *p, t - tokens, *p, t, tensor_of, dim, heads, 1);
+    repeat_tokens(window, *p, tensor_of, dim, heads, tokens, capacity);
     return p;
 }
 

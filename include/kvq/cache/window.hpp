@@ -93,4 +93,25 @@ inline void move_tokens(float_type window, const page& from, int first, page& to
     });
 }
 
+/// Repeats the first `count` tokens of a window page in turn until it holds `capacity`. A value that is not finite is repeated as zero:
+/// it is counted once when the page is quantized.
+inline void repeat_tokens(float_type window, page& p, tensor role, int dim, int heads, int count,
+                          int capacity) {
+    visit_float_type(window, [&]<class Window>(Window) {
+        const block_shape shape{role, p.tokens, dim};
+        const value_layout<Window> layout(shape);
+        for (int h = 0; h < heads; ++h) {
+            std::byte* const block =
+                p.data() + full<Window>{}.block_bytes(shape) * static_cast<std::size_t>(h);
+            for (int t = count; t < capacity; ++t)
+                for (int c = 0; c < dim; ++c) {
+                    auto x = load_as<Window>(block + sizeof(Window) *
+                                                         full<Window>::element(layout, shape, t - count, c));
+                    if (!is_finite(static_cast<float>(x))) x = Window(0.0f);
+                    store_as(block + sizeof(Window) * full<Window>::element(layout, shape, t, c), x);
+                }
+        }
+    });
+}
+
 }  // namespace kvq::inline KVQ_TAGGED::detail

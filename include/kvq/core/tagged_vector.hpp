@@ -1,11 +1,12 @@
 // tagged_vector: std::vector for code that is compiled for several instruction sets.
 //
 // A function of std::vector has no name of an instruction set, so objects of several share one copy, whichever the linker keeps
-// (config.hpp, KVQ_TAGGED). The name of this allocator has one, and so have all functions of a vector that takes its memory with it.
+// (config.hpp, KVQ_TAGGED). The name of this allocator has one, and so have the functions of a vector that takes its memory with it.
 // Contract: a std::vector in all else, of types that operator new aligns. Algorithms of std over float and double have no such name
-// either: loops take their place (tests/link).
+// either, and copies are assigned with one of them: code for an instruction set has loops and copy constructors (tests/link).
 #pragma once
 
+#include <cstddef>
 #include <new>
 #include <utility>
 #include <vector>
@@ -30,7 +31,10 @@ struct tagged_allocator {
         ::new (static_cast<void*>(at)) T(std::forward<Arguments>(arguments)...);
     }
 
-    friend bool operator==(const tagged_allocator&, const tagged_allocator&) noexcept { return true; }
+    template <class U>
+    bool operator==(const tagged_allocator<U>&) const noexcept {
+        return true;
+    }
 };
 
 template <class T>

@@ -10,6 +10,7 @@
 
 #include <concepts>
 #include <cstddef>
+#include <string_view>
 #include <type_traits>
 
 #include "../core/float_formats.hpp"
@@ -32,14 +33,29 @@ concept parameter_type = std::is_trivially_copyable_v<P> && std::is_default_cons
         { P::name } -> std::convertible_to<const char*>;
     });
 
+namespace detail {
+/// Letters and digits, and not the name of a float_format.
+constexpr bool is_type_name(std::string_view name) noexcept {
+    for (const char c : name)
+        if (!((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9'))) return false;
+    return !name.empty() && name != "fp32" && name != "fp16" && name != "bf16";
+}
+template <class P>
+inline constexpr bool has_own_name = true;
+template <parameter_type P>
+requires(!float_format<P>) inline constexpr bool has_own_name<P> = is_type_name(P::name);
+}  // namespace detail
+
 /// Scales and biases are stored as `P`: float16, bfloat16, float, or a type of your own.
 template <class P>
 struct params {
     using type = P;
     static_assert(parameter_type<P>,
                   "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to "
-                  "float, and "
-                  "have a name (static constexpr const char*)");
+                  "float, and have a name (static constexpr const char*)");
+    static_assert(
+        detail::has_own_name<P>,
+        "kvq::params<P>: the name of P has letters and digits alone, and is not fp32, fp16 or bf16");
 };
 
 /// The same without padding between scales and biases.

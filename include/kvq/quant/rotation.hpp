@@ -16,6 +16,7 @@
 
 #include "../core/bits.hpp"
 #include "../core/shape.hpp"
+#include "../core/tagged_vector.hpp"
 #include "../core/text.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -40,14 +41,14 @@ public:
         for (int layer = 0; layer < layers; ++layer)
             for (int head = 0; head < heads; ++head)
                 check_matrix(matrices.data() + offset({layer, head}), layer, head);
-        auto transposed = matrices;
+        detail::tagged_vector<float> transposed(wanted);
         for (std::size_t b = 0; b < wanted; b += size())
             for (int i = 0; i < dim; ++i)
                 for (int c = 0; c < dim; ++c)
                     transposed[b + static_cast<std::size_t>(c * dim + i)] =
                         matrices[b + static_cast<std::size_t>(i * dim + c)];
-        matrices_ = std::make_shared<const std::vector<float>>(std::move(matrices));
-        transposed_ = std::make_shared<const std::vector<float>>(std::move(transposed));
+        matrices_ = std::make_shared<const shared_matrices>(matrices.begin(), matrices.end());
+        transposed_ = std::make_shared<const shared_matrices>(std::move(transposed));
     }
 
     short_text name() const { return "rotated"; }
@@ -74,6 +75,8 @@ public:
     void backward(int dim, const block_id& id, float* x) const { apply(*matrices_, dim, id, x); }
 
 private:
+    using shared_matrices = detail::tagged_vector<float>;
+
     std::size_t size() const noexcept {
         return static_cast<std::size_t>(dim_) * static_cast<std::size_t>(dim_);
     }
@@ -97,7 +100,7 @@ private:
     }
 
     /// columns: the columns of the matrix of the product, one after the other.
-    void apply(const std::vector<float>& columns, int dim, const block_id& id, float* x) const {
+    void apply(const shared_matrices& columns, int dim, const block_id& id, float* x) const {
         detail::expect(dim == dim_, "a rotation of ", dim_, " channels does not fit a block of ", dim);
         detail::expect(id.layer >= 0 && id.layer < layers_ && id.head >= 0 && id.head < heads_, "layer ",
                        id.layer, ", head ", id.head, " has no rotation; there are ", layers_, " layers of ",
@@ -118,7 +121,7 @@ private:
     }
 
     int layers_, heads_, dim_;
-    std::shared_ptr<const std::vector<float>> matrices_, transposed_;  // whose columns are read side by side
+    std::shared_ptr<const shared_matrices> matrices_, transposed_;  // whose columns are read side by side
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

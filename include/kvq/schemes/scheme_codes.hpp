@@ -244,6 +244,7 @@ private:
     /// for tokens that resemble their neighbours.
     static double chance(const calibration& statistics, int layer, int head) {
         const double queries = statistics.queries(layer, head), keys = statistics.keys(layer, head);
+        // A constant: the function belongs to no instruction set (core/tagged_vector.hpp).
         constexpr double unknown = std::numeric_limits<double>::infinity();
         if (keys == 0.0) return unknown;
         return 4.0 / (queries > 0.0 ? queries : keys) + 4.0 / keys;
