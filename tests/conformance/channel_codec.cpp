@@ -186,6 +186,16 @@ TEST_CASE_TEMPLATE("channels with plans and feedback: same bytes from every back
     }
 }
 
+TEST_CASE("token scales of short groups have more slots than the block has tokens") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::affine<6, kvq::per_channel<1>, byte_params, kvq::min_max, token_scales<byte_params>> scheme;
+    for (const int tokens : {3, 65, 256})
+        check_scheme<std::remove_const_t<decltype(scheme)>, float16>(scheme, random,
+                                                                     {kvq::tensor::key, tokens, 16}, {});
+}
+
 TEST_CASE_TEMPLATE("channels of ordinary blocks are quantized and dequantized in lanes", S,
                    KVQ_TEST_CHANNEL_SCHEMES) {
     const auto seed = test::seed();

@@ -192,7 +192,9 @@ private:
     const grouped_axis tokens_;
     const std::byte* const from_;
     int place_[most];
-    alignas(64) float scale_[most], bias_[most], token_scale_[most];
+    alignas(64) float scale_[most], bias_[most];
+    // By slots: a group of one token has four of them.
+    alignas(64) float token_scale_[has_token_scales ? 4 * most : 1];
 };
 
 }  // namespace kvq::inline KVQ_TAGGED::kernels
