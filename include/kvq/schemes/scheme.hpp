@@ -210,7 +210,8 @@ public:
             dequantize_channels(s, id, block, values);
     }
 
-    /// One value, equal to that of dequantize(), for code that reads single values.
+    /// One value, equal to that of dequantize(), for code that reads single values. Of transformed<scheme, ...> the value before the
+    /// transform is undone, for which all channels of a token are needed.
     KVQ_HD static float value(const block_shape& s, const std::byte* block, int token, int channel) noexcept
         requires(!several_widths && detail::fixed_group<granularity_type>) {
         constexpr layout_type at{};
