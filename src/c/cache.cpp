@@ -45,9 +45,13 @@ int cache_state::list(tensor role, const std::string& name, format_list& formats
     std::vector<named>& known = names[static_cast<std::size_t>(role)];
     for (const named& n : known)
         if (n.name == name) return n.listed;
-    formats.push_back(found_format(name, role, statistics));
-    known.push_back({name, formats.size() - 1});
-    return formats.size() - 1;
+    // Presets share value schemes, as affine and kivi do, and bounds are for keys alone: two names, one index.
+    const format found = found_format(name, role, statistics);
+    int listed = 0;
+    while (listed < formats.size() && !formats[listed].same_as(found)) ++listed;
+    if (listed == formats.size()) formats.push_back(found);
+    known.push_back({name, listed});
+    return listed;
 }
 
 cache_options cache_state::read(const kvq_cache_options& o) {
@@ -177,8 +181,10 @@ kvq_status kvq_cache_get_format(const kvq_cache* cache, kvq_role role, int32_t i
         expect(index >= 0 && index < table.size(), KVQ_ERROR_ARGUMENT, "format ", index, " is not among the ",
                table.size(), " of the cache");
         std::string name = table[index].name();
-        for (const auto& n : state.names_of(of))
-            if (n.listed == index - 1) name = n.name;
+        const auto& names = state.names_of(of);
+        const auto first =
+            std::find_if(names.begin(), names.end(), [&](const auto& n) { return n.listed == index - 1; });
+        if (first != names.end()) name = first->name;
         *out = make<kvq_format>(table[index], name, state.cache.shape());
     });
 }

@@ -229,6 +229,22 @@ class Attend(Base):
         self.assertTrue((self.cache().new_sequence().prefill(0, same, v, q)
                          == self.cache().new_sequence().prefill(0, same.copy(), v, q)).all())
 
+    def test_no_queries(self):
+        """A chunk that needs no output, alone and beside others; numpy gives arrays without elements the strides 0, 0, 0."""
+        k, v = self.tensor(7, KV), self.tensor(7, KV, DV)
+        none = np.empty((0, Q, D), np.float32)
+        cache = self.cache()
+        a, b = cache.new_sequence(), cache.new_sequence()
+        self.assertEqual(a.prefill(0, k, v, none).shape, (0, Q, DV))
+        self.assertEqual(a.attend(0, none, lse=np.empty((0, Q), np.float32)).shape, (0, Q, DV))
+        q = self.tensor(1, Q)
+        outs = cache.prefill(0, [a, b], [k, k], [v, v], [none, q])
+        self.assertEqual([x.shape for x in outs], [(0, Q, DV), (1, Q, DV)])
+        self.expect(outs[1], attention(q, k, v)[0])
+        self.assertEqual((len(a), len(b)), (14, 7))
+        a.append(0, k[:0], v[:0])
+        self.assertEqual(a.dequantize(0, "key", np.empty((0, KV, D), np.float32)).shape, (0, KV, D))
+
     def test_threads_and_workspace(self):
         s, _, _ = self.filled(500, "std4", recent=16)
         q = self.tensor(2, Q)

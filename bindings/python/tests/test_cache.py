@@ -6,7 +6,7 @@ import tempfile
 import unittest
 
 import numpy as np
-from support import attention, generator
+from support import generator
 
 import kvq
 
@@ -179,6 +179,23 @@ class Sequences(Base):
         mixed.add_format(kvq.Format("affine-6-g64", "key"), "wide")
         self.fill(mixed.new_sequence(), 80).requantize("wide")
 
+    def test_names_of_one_format(self):
+        """Values of two names may be one format, which then has both names."""
+        for names in ("int8,int8", "std4,mix4", "std4,std4-h", "kivi-4-g64,affine-4-g64", "int8,int8-bounds"):
+            with self.subTest(names=names):
+                cache = self.cache(names)
+                first, second = names.split(",")
+                s = self.fill(cache.new_sequence(), 100)
+                before = s.to_bytes()
+                self.assertEqual(s.requantize(values=second).pages, 0)  # it is that format
+                self.assertEqual(s.to_bytes(), before)
+                s.requantize(second, second)
+                cache.commit_to("value", second)
+        other = self.cache("std4", layer_formats={0: ("mix4", "mix4")})
+        self.fill(other.new_sequence(), 100)
+        with self.assertRaisesRegex(kvq.ArgumentError, 'no value format "std5", only std4, mix4'):
+            other.commit_to("value", "std5")
+
 
 class Files(Base):
     def test_save_and_restore(self):
@@ -288,6 +305,22 @@ class Formats(Base):
         self.fill(self.cache("low2", statistics=loaded, page_tokens=64).new_sequence(), 200)
         with self.assertRaises(kvq.Error):
             kvq.Statistics.from_bytes(data[:-3])
+
+    def test_statistics_of_a_sequence(self):
+        """Those of the keys that it holds."""
+        cache, added, own = self.cache("fp32", window="fp32"), [], []
+        s = cache.new_sequence()
+        for layer in range(2):
+            k = self.tensor(150)
+            s.append(layer, k, k)
+            added.append(k)
+        right, own = (kvq.Statistics(layers=2, kv_heads=KV, head_dim=D) for _ in range(2))
+        for layer, k in enumerate(added):
+            right.add_keys(layer, k[10:138])
+        own.add_sequence(s, 10, 128)
+        self.assertEqual(own.to_bytes(), right.to_bytes())
+        with self.assertRaisesRegex(kvq.HandleError, "no handle of a sequence"):
+            own.add_sequence(cache, 0, 64)
 
 
 class Prefixes(Base):

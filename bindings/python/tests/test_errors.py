@@ -48,6 +48,15 @@ class Errors(unittest.TestCase):
         self.expect(kvq.ArgumentError, "layer 2, the cache has 2", kvq.Cache, 2, KV, D, layer_formats={2: ("int8", None)})
         self.expect(kvq.ArgumentError, "zero in it", kvq.Cache, 2, KV, D, "int8\0")
         self.expect(kvq.ArgumentError, "byte_budget is 0", kvq.Cache, 2, KV, D, byte_budget=0)
+        for name in ("sinks", "recent", "rollback"):
+            for number in (-1, -5):
+                self.expect(kvq.ArgumentError, f"{name} is {number}, which must be at least 0", kvq.Cache, 2, KV, D, **{name: number})
+        for name in ("page_tokens", "value_dim"):
+            self.expect(kvq.ArgumentError, f"{name} is 0, which must be at least 1", kvq.Cache, 2, KV, D, **{name: 0})
+        cache = kvq.Cache(2, KV, D, "int8")
+        self.expect(kvq.ArgumentError, "chunk is 0", cache.footprint, 100, chunk=0)
+        self.expect(kvq.ArgumentError, "slack is -1", kvq.Ring, cache.new_sequence(), 64, slack=-1)
+        self.expect(kvq.ArgumentError, "min_prefix_tokens is -1", kvq.PrefixCache, cache, min_prefix_tokens=-1)
         self.expect(kvq.ArgumentError, "layout is 'neox', none of", kvq.Rotary, 8, layout="neox")
         self.expect(TypeError, "a format name is a int, not a str", kvq.Cache, 2, KV, D, 4)
         self.expect(TypeError, "float", kvq.Cache, 2.0, KV, D)

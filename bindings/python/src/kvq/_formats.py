@@ -7,7 +7,7 @@ from typing import Any, List, Optional
 
 from . import _abi
 from ._attention import choice
-from ._library import Handle, ask, library, optional_handle, text
+from ._library import Handle, ask, handle_of, library, optional_handle, text
 from ._tensors import Tensor, tensor
 
 _ROLES = {"key": _abi.KEY, "value": _abi.VALUE}

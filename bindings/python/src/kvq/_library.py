@@ -88,15 +88,17 @@ def text(name: Optional[str]) -> Optional[bytes]:
     return name.encode()
 
 
-def count(number: Optional[int]) -> int:
+def count(number: Optional[int], what: str) -> int:
     """A number of tokens where None is the default of C, and 0 is none of them."""
     if number is None:
         return 0
+    if number < 0:  # KVQ_NONE is negative, and would be taken for 0
+        raise ArgumentError(f"kvq: {what} is {number}, which must be at least 0, or None")
     return _abi.NONE if number == 0 else number
 
 
 def limit(number: Optional[int], what: str) -> int:
-    """A number of bytes, pages or entries where None is no limit (0 in C)."""
+    """A number of tokens, bytes, pages or entries where None is the default, or no limit (0 in C)."""
     if number is None:
         return 0
     if number < 1:

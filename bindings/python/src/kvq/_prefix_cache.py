@@ -60,7 +60,8 @@ class PrefixCache(Handle):
                  keys: Optional[str] = None, values: Optional[str] = None) -> None:
         o = _abi.kvq_prefix_cache_options(
             byte_limit=limit(byte_limit, "byte_limit"), max_entries=limit(max_entries, "max_entries"),
-            min_prefix_tokens=count(min_prefix_tokens), min_quantize_tokens=count(min_quantize_tokens), keys=text(keys),
+            min_prefix_tokens=count(min_prefix_tokens, "min_prefix_tokens"),
+            min_quantize_tokens=count(min_quantize_tokens, "min_quantize_tokens"), keys=text(keys),
             values=text(values))
         self.cache = cache
         super().__init__(ask(library.kvq_prefix_cache_create, handle_of(cache, Cache, "cache"), ctypes.byref(o)),

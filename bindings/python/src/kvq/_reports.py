@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence
 
 from . import _abi
 from ._library import limit, text
@@ -211,8 +211,8 @@ def policy_to_c(policy: StepDownPolicy) -> _abi.kvq_step_down_policy:
 def query_to_c(sequences: int, q_heads: Optional[int], q_tokens: int, threads: int, chunk: Optional[int],
                policy: Optional[StepDownPolicy]) -> _abi.kvq_footprint_query:
     """The question of an estimate."""
-    c = _abi.kvq_footprint_query(sequences=sequences, q_heads=q_heads or 0, q_tokens=q_tokens, threads=threads,
-                                 chunk=chunk or 0)
+    c = _abi.kvq_footprint_query(sequences=sequences, q_heads=limit(q_heads, "q_heads"), q_tokens=q_tokens, threads=threads,
+                                 chunk=limit(chunk, "chunk"))
     if policy is not None:
         c.policy = ctypes.pointer(policy_to_c(policy))
     return c

@@ -221,7 +221,7 @@ class Ring(TokenStore):
                  first_token: int = 0) -> None:
         from ._library import count
 
-        options = _abi.kvq_ring_options(window=window, slack=count(slack), sinks_in_cache=int(sinks_in_cache),
+        options = _abi.kvq_ring_options(window=window, slack=count(slack, "slack"), sinks_in_cache=int(sinks_in_cache),
                                         first_token=first_token)
         of = handle_of(sequence, Sequence, "sequence")
         super().__init__(sequence.cache, ask(library.kvq_ring_create, of, ctypes.byref(options)))

@@ -76,9 +76,10 @@ def tensor(x: Tensor, name: str, write: bool = False) -> _abi.kvq_tensor:
     tokens, heads, dim = shape
     if dim > 1 and strides[2] != 1 and tokens * heads > 0:
         raise ArgumentError(f"kvq: {name} has strides {list(strides)}; its channels must be contiguous, so copy it")
-    # Strides of axes with one entry mean nothing, and may be anything.
-    token_stride = strides[0] if tokens > 1 else heads * dim
-    head_stride = strides[1] if heads > 1 else dim
+    # Strides of axes with one entry mean nothing, nor do those of no values, and may be anything.
+    empty = 0 in (tokens, heads, dim)
+    token_stride = strides[0] if tokens > 1 and not empty else heads * dim
+    head_stride = strides[1] if heads > 1 and not empty else dim
     repeats = (token_stride == 0 and tokens > 1) or (head_stride == 0 and heads > 1)
     if dim > 0 and ((repeats and write) or (token_stride == 0 and head_stride == 0 and tokens * heads > 0)):
         raise ArgumentError(f"kvq: {name} has strides {list(strides)}: tokens or heads share memory, so copy it")
@@ -99,7 +100,7 @@ def rows(x: Optional[Tensor], shape: Sequence[int], name: str) -> Optional[int]:
         raise ArgumentError(f"kvq: {name} is {x.dtype} {list(got)}, not float32 {list(shape)}")
     dense = 1
     for n, stride in zip(reversed(got), reversed(strides)):
-        if n > 1 and stride != dense:
+        if n > 1 and stride != dense and 0 not in got:
             raise ArgumentError(f"kvq: {name} has strides {list(strides)} and must be contiguous")
         dense *= n
     if address % 4:

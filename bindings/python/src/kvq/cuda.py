@@ -24,7 +24,7 @@ from . import _abi, _cuda_abi
 from ._cache import Cache as _HostCache, _names
 from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
 from ._formats import Statistics, from_c
-from ._library import Handle, _checked, ask, count, handle_of, library, optional_handle, text
+from ._library import Handle, _checked, ask, count, handle_of, library, limit, optional_handle, text
 from ._sequence import Sequence as _HostSequence
 from ._tensors import Tensor, integers
 
@@ -196,8 +196,8 @@ class Cache(Handle):
             self.device, on_device = torch.device(_KIND), contextlib.nullcontext()
         o = _cuda_abi.kvq_cuda_cache_options(
             layers=layers, kv_heads=kv_heads, head_dim=head_dim, formats=text(_names(formats)), window=text(_NAMES[dtype]),
-            page_tokens=page_tokens or 0, sinks=count(sinks), recent=count(recent), rollback=count(rollback), max_batch=max_batch,
-            max_tokens=max_tokens, step_tokens=step_tokens, draft_tokens=draft_tokens, pool_tokens=pool_tokens,
+            page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent, "recent"),
+            rollback=count(rollback, "rollback"), max_batch=max_batch, max_tokens=max_tokens, step_tokens=step_tokens, draft_tokens=draft_tokens, pool_tokens=pool_tokens,
             pool_sequences=pool_sequences, fixed=int(not growing), alibi=int(alibi))
         o.statistics = optional_handle(statistics, Statistics, "statistics")
         with on_device:
@@ -322,7 +322,8 @@ class Cache(Handle):
         """tiers: (age, format), ages ascending: from `age` tokens behind the newest one on, pages have this format. byte_budget: of all
         pages in use; beyond it the oldest pages go down further."""
         c = (_cuda_abi.kvq_cuda_tier * len(tiers))(*[_cuda_abi.kvq_cuda_tier(age=a, format=text(f)) for a, f in tiers])
-        self._with_memory(self._f.kvq_cuda_cache_step_down, self, *_rows(sequences), c, len(tiers), byte_budget or 0, self.stream())
+        self._with_memory(self._f.kvq_cuda_cache_step_down, self, *_rows(sequences), c, len(tiers),
+                          limit(byte_budget, "byte_budget"), self.stream())
 
     def onload(self, sequence: _HostSequence) -> "Sequence":
         """A sequence from one of a CPU cache with the same options. Waits for the stream."""
