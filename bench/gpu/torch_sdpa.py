@@ -45,6 +45,7 @@ def time_shape(batch, tokens, q_heads, kv_heads):
             end.synchronize()
             if i >= 2:
                 times.append(begin.elapsed_time(end))
+    del outputs, graph
     return 1000 * sorted(times)[len(times) // 2] / count
 
 

@@ -2,6 +2,7 @@
 
 Skipped without torch.
 """
+import copy
 import importlib
 import sys
 import types
@@ -45,8 +46,46 @@ def stand_in():
         def get_mask_sizes(self, query, layer_idx):
             return self.layers[layer_idx].get_mask_sizes(query)
 
-        def __getattr__(self, name):  # crop, reorder_cache, ...: every layer
-            return lambda *a: [getattr(layer, name)(*a) for layer in self.__dict__["layers"]]
+        def crop(self, n):
+            for layer in self.layers:
+                layer.crop(n)
+
+        def reorder_cache(self, chosen):
+            for layer in self.layers:
+                layer.reorder_cache(chosen)
+
+        def batch_select_indices(self, chosen):
+            for layer in self.layers:
+                layer.batch_select_indices(chosen)
+
+        def batch_repeat_interleave(self, n):
+            for layer in self.layers:
+                layer.batch_repeat_interleave(n)
+
+        def update_conv_state(self, states, layer_idx):
+            return self.layers[layer_idx].update_conv_state(states)
+
+        def has_previous_state(self, layer_idx=None):
+            return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)][-1].states is not None
+
+    class DynamicLayer(CacheLayerMixin):
+        keeps_all = True  # crop(0)
+
+        def update(self, keys, values):
+            self.keys = keys
+
+        def crop(self, n):
+            self.keys = self.keys if n < 0 or (n == 0 and self.keeps_all) else self.keys[:, :, :n]
+
+        def get_seq_length(self):
+            return self.keys.shape[2]
+
+    class LinearAttentionLayer:
+        states = None
+
+        def update_conv_state(self, states):
+            self.states = states if self.states is None else self.states + states
+            return self.states
 
     class Registry:
         functions = None
@@ -60,7 +99,52 @@ def stand_in():
     package.AttentionMaskInterface = type("AttentionMaskInterface", (Registry,), {"functions": {}})
     package.cache_utils = caches
     caches.Cache, caches.CacheLayerMixin = Cache, CacheLayerMixin
+    caches.DynamicLayer, caches.LinearAttentionLayer = DynamicLayer, LinearAttentionLayer
+    caches.DYNAMIC_LAYER_TYPE_MAPPING = {"full_attention": DynamicLayer, "linear_attention": LinearAttentionLayer,
+                                         "indexed_attention": DynamicLayer}
     return package, caches
+
+
+def of_package(name):
+    """Gives a function the name of one that the package makes: kvq.transformers knows it by this."""
+
+    def named(f):
+        f.__module__, f.__qualname__ = "transformers.masking_utils", name
+        return f
+
+    return named
+
+
+@of_package("causal_mask_function")
+def causal(batch, head, query, key):
+    return key <= query
+
+
+def and_masks(*mask_functions):
+    @of_package("and_masks.<locals>.and_mask")
+    def and_mask(*at):
+        seen = mask_functions[0](*at)
+        for f in mask_functions[1:]:
+            seen = seen & f(*at)
+        return seen
+
+    return and_mask
+
+
+def window(sliding_window):
+    @of_package("sliding_window_overlay.<locals>.inner_mask")
+    def inner_mask(batch, head, query, key):
+        return key > query - sliding_window
+
+    return and_masks(inner_mask, causal)
+
+
+def chunks(chunk_size, left_padding):
+    @of_package("chunked_overlay.<locals>.inner_mask")
+    def inner_mask(batch, head, query, key):
+        return (query - left_padding[batch]) // chunk_size == (key - left_padding[batch]) // chunk_size
+
+    return and_masks(inner_mask, causal)
 
 
 class Everything:
@@ -79,14 +163,12 @@ class Everything:
         return k, v
 
 
-def eager(module, q, k, v, mask, scaling, dropout=0.0, sliding_window=None, s_aux=None, **_):
+def eager(module, q, k, v, mask, scaling, dropout=0.0, s_aux=None, **_):
     k, v = (x.repeat_interleave(Q // KV, dim=1) for x in (k, v))
     n, m = k.shape[2], q.shape[2]
-    i, j = torch.arange(n - m, n, device=q.device)[:, None], torch.arange(n, device=q.device)[None, :]
-    seen = j <= i
-    if sliding_window:
-        seen &= j > i - sliding_window
-    seen = seen[None, None] & (torch.ones(1, n, dtype=torch.bool, device=q.device) if mask is None else mask.bool())[:, None, None, :]
+    b, i, j = (torch.arange(*of, device=q.device) for of in ((q.shape[0],), (n - m, n), (n,)))
+    seen = module.sees(b[:, None, None, None], 0, i[:, None], j[None, :])
+    seen = seen & (torch.ones(1, n, dtype=torch.bool, device=q.device) if mask is None else mask.bool())[:, None, None, :]
     scores = (q.double() @ k.double().transpose(2, 3) * scaling).masked_fill(~seen, -1e30)
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.double()[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
@@ -97,7 +179,9 @@ class Model:
     """Attention layers in the way of modeling_llama.py, with random weights."""
 
     is_causal = True
-    window = sinks = None
+    sinks = config = None
+    sees = staticmethod(causal)
+    share = False  # the layers behind the first attend with its keys
 
     def __init__(self, device="cpu", dtype=None):
         def matrix(*shape):
@@ -116,14 +200,19 @@ class Model:
         past = cache.get_seq_length()
         real = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long, device=ids.device) if mask is None else mask
         positions = (real.cumsum(-1) - 1).clamp(min=0)[:, past:]
-        given = mask if mask_function is None else mask_function(batch_size=ids.shape[0], attention_mask=mask)
+        given = mask
+        if mask_function is not None:
+            given = mask_function(
+                batch_size=ids.shape[0], q_length=ids.shape[1], kv_length=real.shape[1], q_offset=past, kv_offset=0,
+                mask_function=self.sees, attention_mask=mask, config=self.config, use_vmap=False, device=ids.device)
         x = self.words[ids]
         for layer, (wq, wk, wv, wo) in enumerate(self.weights):
             h = x / x.norm(dim=-1, keepdim=True) * WIDTH**0.5
             q, k, v = ((h @ w).view(*h.shape[:2], -1, D).transpose(1, 2) for w in (wq, wk, wv))
             q, k, v = (x.to(self.dtype) for x in (self.rotated(q, positions), self.rotated(k, positions), v))
-            k, v = cache.update(k, v, layer, {"cache_position": None})
-            out, _ = attention(self, q, k, v, given, scaling=0.3, dropout=0.0, sliding_window=self.window, s_aux=self.sinks)
+            if layer == 0 or not self.share:
+                keys, values = cache.update(k, v, layer, {"cache_position": None})
+            out, _ = attention(self, q, keys, values, given, scaling=0.3, dropout=0.0, s_aux=self.sinks)
             x = x + out.reshape(*ids.shape, -1).to(x.dtype).contiguous() @ wo
         return x @ self.words.T
 
@@ -137,7 +226,9 @@ class StandIn(unittest.TestCase):
         kept = {name: sys.modules.get(name) for name in ("transformers", "transformers.cache_utils", "kvq.transformers")}
         sys.modules.update({"transformers": package, "transformers.cache_utils": caches})
         sys.modules.pop("kvq.transformers", None)
-        self.module = importlib.import_module("kvq.transformers")
+        for name in ("kvq._models", "kvq._masks"):
+            kept[name] = sys.modules.pop(name, None)
+        self.module, self.caches = importlib.import_module("kvq.transformers"), caches
 
         def back():
             for name, module in kept.items():
@@ -249,10 +340,159 @@ class StandIn(unittest.TestCase):
         self.both(self.ids[:, :1], ours, theirs, torch.cat([mask, mask[:, -1:]], dim=1))
 
     def test_sliding_window(self):
-        self.model.window = 40
+        self.model.sees = window(40)
         ours, theirs = self.exact(), Everything()
         self.both(self.ids, ours, theirs)
         self.both(self.ids[:, :1], ours, theirs)
+
+    def steps(self, mask=None):
+        """A prompt, a chunk and decode steps."""
+        ours, theirs = self.exact(), Everything()
+        for n in (50, 70, 1, 1):
+            past = ours.get_seq_length()
+            self.both(self.ids[:, :n], ours, theirs, None if mask is None else mask[:, : past + n])
+
+    def test_chunks(self):
+        """Chunked attention, also where rows have padding on the left."""
+        mask = torch.ones(3, 122, dtype=torch.long, device=self.device)
+        mask[0, :33] = 0
+        mask[2, :48] = 0
+        for left, given in ((torch.zeros(3, dtype=torch.long), None), (122 - mask.sum(1), mask)):
+            self.model.sees = chunks(32, left.to(self.device))
+            if self.device == "cpu":
+                self.steps(given)
+            elif given is None:
+                cache = self.exact()
+                self.both(self.ids[:, :32], cache, Everything())
+                with self.assertRaisesRegex(kvq.UnsupportedError, "33 tokens in chunks of 32 are attended to on the CPU only"):
+                    self.model(self.ids[:, :1], cache, self.attention, None, self.mask)
+
+    def test_other_masks(self):
+        """Prefix-LM, packed sequences, a window behind them, and a mask that hides tokens at random."""
+        generator = torch.Generator().manual_seed(5)
+        random = (torch.rand(3, 122, 122, generator=generator) < 0.5).to(self.device)
+        documents = torch.tensor([0] * 17 + [1] * 60 + [2] * 45, device=self.device)
+        padding = torch.ones(3, 122, dtype=torch.long, device=self.device)
+        padding[1, :20] = 0
+        masks = {
+            "prefix": lambda b, h, q, k: (k <= q) | (k < 30),
+            "packed": lambda b, h, q, k: (k <= q) & (documents[k] == documents[q]),
+            "packed within a window": and_masks(window(9), lambda b, h, q, k: documents[k] == documents[q]),
+            "random": lambda b, h, q, k: ((k <= q) & random[b, q, k]) | (k == q),
+        }
+        for name, sees in masks.items():
+            for mask in (None, padding):
+                with self.subTest(name=name, padded=mask is not None):
+                    self.model.sees = sees
+                    if self.device == "cpu":
+                        self.steps(mask)
+                    else:
+                        with self.assertRaisesRegex(kvq.UnsupportedError, "the mask of .* is neither causal nor a sliding window"):
+                            self.model(self.ids, self.exact(), self.attention, None, self.mask)
+        self.model.sees = lambda b, h, q, k: ~(k > q)  # causal, under a name that is not known
+        self.steps()
+
+    def test_own_masks(self):
+        """Masks [batch][1][queries][tokens] that a user gives."""
+        shown = torch.rand(3, 1, 120, 120, generator=torch.Generator().manual_seed(6)) < 0.5
+        shown = shown.to(self.device) | torch.eye(120, dtype=torch.bool, device=self.device)
+        self.model.sees = lambda b, h, q, k: shown[b, 0, q, k]
+        expected = self.model(self.ids, Everything(), eager)
+        for given in (shown, torch.where(shown, 0.0, torch.finfo(torch.float32).min)):
+            if self.device == "cpu":
+                out = self.model(self.ids, self.exact(), self.attention, None, lambda given=given, **_: given)
+                self.assertLess((out - expected).abs().max().item(), self.most)
+        for bad, text in ((shown.float() * 0.5, "adds to scores"), (shown.repeat(1, 2, 1, 1), "neither .batch..tokens. nor")):
+            with self.assertRaisesRegex(kvq.UnsupportedError, text):
+                self.model(self.ids, self.exact(), self.attention, None, lambda bad=bad, **_: bad)
+
+    def test_shared_keys(self):
+        """Layers that attend with the keys of another one: by the name of the option, and by what they do."""
+        self.model.config = types.SimpleNamespace(num_kv_shared_layers=1)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "last 1 layers of .* attend with the keys of earlier ones"):
+            self.model(self.ids, self.exact(), self.attention, None, self.mask)
+        self.model.config, self.model.share = None, True
+        cache = self.exact()
+        with self.assertRaisesRegex(kvq.UnsupportedError, "attend with the keys of another layer"):
+            self.model(self.ids, cache, self.attention, None, self.mask)
+
+    def test_kinds_of_layers(self):
+        self.model.config = types.SimpleNamespace(layer_types=["full_attention", "linear_attention", "sliding_attention"])
+        self.model(self.ids, self.exact(), self.attention, None, self.mask)
+        for kind in ("indexed_attention", "of_no_name"):
+            self.model.config.layer_types[1] = kind
+            with self.assertRaisesRegex(kvq.UnsupportedError, f"layers of the type {kind}"):
+                self.model(self.ids, self.exact(), self.attention, None, self.mask)
+        del self.caches.LinearAttentionLayer  # older versions
+        self.model.config.layer_types[1] = "linear_attention"
+        with self.assertRaisesRegex(kvq.UnsupportedError, "layers of the type linear_attention"):
+            self.model(self.ids, self.exact(), self.attention, None, self.mask)
+
+    def test_layers_of_states(self):
+        """Are the package's own; keys and lengths are found behind them."""
+        cache, one = self.exact(), torch.ones(3, 1)
+        key = torch.zeros(3, KV, 5, D, device=self.device, dtype=self.dtype)
+        for past in (0, 5):
+            self.assertEqual(cache.has_previous_state(1), past > 0)
+            self.assertEqual(cache.has_previous_state(), past > 0)
+            self.assertEqual((cache.get_seq_length(), cache.get_mask_sizes(5, 0)), (past, (past + 5, 0)))
+            cache.update_conv_state(one, 1)
+            q = torch.zeros(3, Q, 5, D, device=self.device, dtype=self.dtype)
+            self.attention(self.model, q, *cache.update(key, key, 3), None)
+        self.assertIsInstance(cache.layers[1], self.caches.LinearAttentionLayer)
+        self.assertFalse(cache.has_previous_state(3))
+        other = copy.deepcopy(cache)
+        other.layers[1].states += 1
+        self.assertEqual(cache.layers[1].states.max().item(), 2)
+        for f in (lambda: cache.update(key, key, 1), lambda: cache.update_conv_state(one, 3)):
+            with self.assertRaisesRegex(kvq.UnsupportedError, "keys and recurrent states at once|recurrent states and keys at once"):
+                f()
+        cache.reset()
+        self.assertFalse(cache.has_previous_state())
+        self.assertEqual(cache.get_seq_length(), 0)
+
+    def test_copies(self):
+        """copy.deepcopy() forks: both go on, as prompts are used again."""
+        ours, theirs = self.exact(), Everything()
+        self.both(self.ids, ours, theirs)
+        other, others = copy.deepcopy(ours), copy.deepcopy(theirs)
+        self.assertIs(other.layers[0].pages, ours.layers[0].pages)
+        self.both(self.ids[:, 3:9], ours, theirs)
+        for _ in range(2):
+            self.both(self.ids[:, :1], other, others)
+        self.assertEqual((ours.get_seq_length(), other.get_seq_length()), (126, 122))
+        other.crop(-50)
+        del ours
+        others.layers = {i: (k[:, :, :72], v[:, :, :72]) for i, (k, v) in others.layers.items()}
+        self.both(self.ids[:, :2], other, others)
+        empty = copy.deepcopy(self.exact())
+        self.both(self.ids, empty, Everything())
+
+    def test_reset(self):
+        """Another batch may follow."""
+        ours = self.exact()
+        self.both(self.ids, ours, Everything())
+        pages = ours.layers[0].pages
+        ours.reset()
+        self.both(self.ids, ours, Everything())
+        self.assertIs(ours.layers[0].pages, pages)
+        for rows in (2, 5):
+            ours.reset()
+            theirs = Everything()
+            ids = torch.randint(0, WORDS, (rows, 40)).to(self.device)
+            self.both(ids, ours, theirs)
+            self.both(ids[:, :1], ours, theirs)
+
+    def test_crop_of_older_versions(self):
+        """crop(0) removes all where a positive number is what is kept."""
+        for keeps in (False, True):
+            self.caches.DynamicLayer.keeps_all = keeps
+            self.module._zero_keeps_all.cache_clear()
+            ours = self.exact()
+            self.both(self.ids, ours, Everything())
+            ours.crop(0)
+            self.assertEqual(ours.get_seq_length(), 120 if keeps else 0)
+            self.assertEqual(len(ours.layers[0].sequences[1]), 120 if keeps else 0)
 
     def test_beams_and_crops(self):
         ours, theirs = self.exact(), Everything()
@@ -278,9 +518,11 @@ class StandIn(unittest.TestCase):
 
     def test_misuse(self):
         cache = self.exact()
-        self.model(self.ids, cache, eager)  # the first chunk needs no cache
+        with self.assertRaisesRegex(kvq.UnsupportedError, "does not hand the keys of its cache to the attention function"):
+            self.model(self.ids, cache, eager)  # the first chunk would need no cache
         with self.assertRaisesRegex(kvq.ArgumentError, 'load it with attn_implementation="kvq"'):
-            self.model(self.ids, cache, eager)
+            self.model(self.ids, cache, lambda module, q, *_, **__: (q.transpose(1, 2), None))
+            self.model(self.ids, cache, self.attention)
         with self.assertRaisesRegex(kvq.ArgumentError, "needs past_key_values"):
             self.model(self.ids, Everything(), self.attention)
         cache = self.exact()
@@ -289,7 +531,8 @@ class StandIn(unittest.TestCase):
             self.model(self.ids[:2], cache, self.attention)
         q = torch.zeros(1, Q, 1, D, device=self.device, dtype=self.dtype)
         key = torch.zeros(1, KV, 1, D, device=self.device, dtype=self.dtype)
-        for options, text in (({"dropout": 0.1}, "dropout"), ({"is_causal": False}, "not causal"), ({"head_mask": q}, "head_mask")):
+        for options, text in (({"dropout": 0.1}, "dropout"), ({"is_causal": False}, "not causal"), ({"head_mask": q}, "head_mask"),
+                              ({"output_attentions": True}, "gives no weights")):
             k, v = self.exact().update(key, key, 0)
             with self.assertRaisesRegex(kvq.UnsupportedError, text):
                 self.attention(self.model, q, k, v, None, **options)

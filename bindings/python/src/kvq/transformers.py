@@ -4,33 +4,38 @@
     model.generate(**inputs, past_key_values=kvq.transformers.Cache("std4"))
 
 Written for the classes Cache, CacheLayerMixin, AttentionInterface and AttentionMaskInterface of transformers 4.56 and 5; run with 5.17.
-tests/test_transformers.py runs it against a small model and stand-ins of these classes, and against a LlamaForCausalLM of the
-package where that is installed.
+tests/test_transformers.py runs it against a small model and stand-ins of these classes, tests/architectures.py with models of the package where
+that is installed.
 
-For decoder-only models whose attention is causal (a sliding window, softcapping and learned sinks included). Batches may be padded. Masks of
-other kinds (prefix-LM, packed sequences) are not seen by an attention function and must not be used. Beam search forks sequences, assisted
-decoding trims them.
+For models whose attention is the function that attn_implementation="kvq" names, and causal: a sliding window, chunks, softcapping and learned
+sinks included. Batches may be padded. On the CPU a mask may hide and show any tokens (prefix-LM, packed sequences). Layers of recurrent states
+are the package's own. What a cache does not hold, or cannot see, is refused with the model's class before anything is attended to. Beam
+search forks sequences, assisted decoding trims them, copy.deepcopy(cache) forks all of them.
 On a GPU (a library with KVQ_LIBRARY_CUDA; float16 or bfloat16) every layer has a kvq.cuda.Cache on its device. Padding is not appended: each
 row of a batch is a sequence of its own length. Nothing waits for the device, but for the mask of a batch, once in a forward pass.
 """
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
 from transformers.cache_utils import Cache as _Cache, CacheLayerMixin
 
 from ._attention import Mods, Threads
 from ._cache import Cache as _Pages
 from ._errors import ArgumentError, Error, UnsupportedError
+from ._masks import Said, given_mask, said
+from ._models import Handed, HandedMask, check_model, model_name, state_layer
 from ._sequence import Sequence
 
-__all__ = ["Cache", "DecodeGraph", "attention", "decode_in_graphs", "padding_mask"]
+__all__ = ["Cache", "DecodeGraph", "attention", "attention_mask", "decode_in_graphs"]
 
 _DEVICE = "cuda"  # of tensors for caches on a GPU
+How = Tuple[Optional[float], Optional[float], Optional[int]]  # scale, softcap, window
 
 
 class _Padding:
@@ -105,11 +110,13 @@ class Layer(CacheLayerMixin):
         self._formats = (keys, values)
         self._threads = threads
         self._options = options
-        self._waits = False
+        self._waiting: Optional[Tuple[Handed, torch.Tensor]] = None  # what update() has returned, and the keys
         self._padding = padding or _Padding()
+        self._shape: Any = None  # of keys and values, what pages are made for
         self._device: Any = None  # on a GPU: DevicePages
         self.pages: Any = None  # a kvq.Cache or a kvq.cuda.Cache
         self._host: List[Sequence] = []
+        self.chunk: Optional[int] = None  # tokens of a chunk, where attention is chunked
         self.tokens = 0  # padding included
         self.real: Optional[torch.Tensor] = None  # [batch][tokens]: False for padding; None: there is none
 
@@ -121,7 +128,9 @@ class Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: Optional[torch.Tensor] = None) -> None:
         batch, kv_heads, _, head_dim = key_states.shape
         value_dim = head_dim if value_states is None else value_states.shape[-1]
+        self._shape = self._shape_of(key_states, value_dim)
         keys, values = self._formats
+        self._device = None
         if key_states.device.type == _DEVICE:
             if value_dim != head_dim:
                 raise UnsupportedError(f"kvq: on a GPU keys and values have one head_dim, not {head_dim} and {value_dim}")
@@ -134,37 +143,50 @@ class Layer(CacheLayerMixin):
             self._host = [self.pages.new_sequence() for _ in range(batch)]
         self.is_initialized = True
 
+    @staticmethod
+    def _shape_of(k: torch.Tensor, value_dim: int) -> Tuple:
+        return k.shape[0], k.shape[1], k.shape[3], value_dim, k.device, k.dtype if k.device.type == _DEVICE else None
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
                **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Returns both as they are: attention() reads the cache itself."""
+        """Returns both as they are: attention() reads the cache itself. Keys are for it alone."""
         if key_states.device.type not in ("cpu", _DEVICE):
             raise UnsupportedError(f"kvq: the model is on {key_states.device}, neither on the CPU nor on a CUDA device")
-        if self._waits:
-            raise ArgumentError('kvq: the attention of this model did not read the cache; load it with attn_implementation="kvq"')
-        if not self.is_initialized:
+        if self._waiting is not None:
+            self._waiting = None
+            raise ArgumentError(f'kvq: the attention of {model_name()} did not read the cache; load it with attn_implementation="kvq"')
+        # A layer without tokens is as good as new: after reset() the batch may be another.
+        if not self.is_initialized or (self.tokens == 0 and self._shape != self._shape_of(key_states, value_states.shape[-1])):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != len(self.sequences):
             raise ArgumentError(f"kvq: a batch of {key_states.shape[0]} for a cache of {len(self.sequences)} sequences")
-        self._waits = True
-        key_states = key_states.view_as(key_states)  # an object of its own
-        setattr(key_states, "kvq_layer", self)
-        return key_states, value_states
+        handed = Handed.make(key_states, self, "the keys of its cache")
+        self._waiting = (handed, key_states)
+        return handed, value_states
 
-    def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, mask: Optional[torch.Tensor],
-               how: Tuple[Optional[float], Optional[float], Optional[int]], s_aux: Optional[torch.Tensor]) -> torch.Tensor:
-        """Appends k and v, [batch][kv_heads][n][dim], and attends for q, [batch][q_heads][n][dim]. Returns [batch][n][q_heads][dim].
+    def take(self, handed: Handed) -> torch.Tensor:
+        """The keys that update() has handed out, once."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None or waiting[0] is not handed:
+            raise UnsupportedError(f"kvq: layers of {model_name()} attend with the keys of another layer, which kvq.transformers.Cache does "
+                                   "not hold: each layer must update() the cache itself")
+        return waiting[1]
 
-        mask: [batch][all tokens so far], 0 for padding; None: there is none. how: scale, softcap, window
-        """
+    def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, mask: Said, how: How,
+               s_aux: Optional[torch.Tensor]) -> torch.Tensor:
+        """Appends k and v, [batch][kv_heads][n][dim], and attends for q, [batch][q_heads][n][dim]. Returns [batch][n][q_heads][dim]."""
         batch, _, n, _ = q.shape
-        self._waits = False
-        new, real = self._padding.read(self, mask, self.real, batch, self.tokens, n)
+        new, real = self._padding.read(self, mask.padding, self.real, batch, self.tokens, n)
         if self._device is None:
-            out = self._on_cpu(k, v, q, new, how, s_aux)
+            out = self._on_cpu(k, v, q, new, real, mask, how, s_aux)
+        elif mask.needs_rows(self.tokens + n):
+            raise UnsupportedError(
+                f"kvq: {self.tokens + n} tokens in chunks of {mask.chunk} are attended to on the CPU only, not on a GPU" if mask.seen is None else
+                f"kvq: the mask of {model_name()} is neither causal nor a sliding window; others are for the CPU only, not for a GPU")
         else:
             out = self._device.attend(k, v, q, new, how, s_aux)
         self.tokens += n
-        self.real = real
+        self.real, self.chunk = real, mask.chunk
         return out
 
     def stepped(self) -> None:
@@ -175,19 +197,23 @@ class Layer(CacheLayerMixin):
 
     def restore(self, tokens: int, real: Optional[torch.Tensor]) -> None:
         """Back to what a step has found: the first `tokens` tokens, padding included."""
-        self.tokens, self.real, self._waits = tokens, real, False
+        self.tokens, self.real, self._waiting = tokens, real, None
         self._device.trim([tokens] * len(self.sequences) if real is None else real.sum(1).tolist())
 
-    def _on_cpu(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
-                how: Tuple[Optional[float], Optional[float], Optional[int]], s_aux: Optional[torch.Tensor]) -> torch.Tensor:
+    def _on_cpu(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor], real: Optional[torch.Tensor],
+                mask: Said, how: How, s_aux: Optional[torch.Tensor]) -> torch.Tensor:
         batch, q_heads, n, _ = q.shape
-        mods = None
-        if s_aux is not None or any(x is not None for x in how):
-            scale, softcap, window = how
-            mods = Mods(scale=scale, window=window, softcap=softcap,
-                        sink_logits=None if s_aux is None else s_aux.detach().float().flatten().tolist())
+        scale, softcap, window = how
+        shared: Dict[str, Any] = dict(scale=scale, window=window, softcap=softcap,
+                                      sink_logits=None if s_aux is None else s_aux.detach().float().flatten().tolist())
         out = torch.zeros(batch, n, q_heads, v.shape[-1], dtype=q.dtype)
         rows = [i for i in range(batch) if new is None or bool(new[i].any())]
+        mods: Any = None
+        if mask.needs_rows(self.tokens + n):
+            of_rows = mask.rows(real, batch, self.tokens + n, n)
+            mods = [Mods(**shared, **of_rows[i]) for i in rows]
+        elif any(x is not None for x in shared.values()):
+            mods = Mods(**shared)
 
         def tokens(x: torch.Tensor, i: int) -> torch.Tensor:
             x = x[i].transpose(0, 1)
@@ -220,15 +246,17 @@ class Layer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
+        """No tokens. The next batch may have another size."""
         if self.is_initialized:
             for s in self.sequences:
                 s.trim(0)
-            self.tokens, self.real, self._waits = 0, None, False
+        self.tokens, self.real, self._waiting = 0, None, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """-n removes n tokens from the end, 0 none; a positive number, of older versions, is the number of tokens to keep."""
+        """As the installed version of the package means it: -n removes n tokens from the end, a positive number is the number of tokens to
+        keep; 0 removes none where it is a number to remove, and all where it is a number to keep."""
         n, change = self.get_seq_length(), int(tokens_to_remove)
-        keep = change if change > 0 else max(n + change, 0)
+        keep = change if change > 0 else 0 if change == 0 and not _zero_keeps_all() else max(n + change, 0)
         if keep < n:
             real = self._padding.change(self.real, keep, lambda r: r[:, :keep])
             for i, s in enumerate(self.sequences):  # a cache on a GPU may refuse the first
@@ -252,6 +280,16 @@ class Layer(CacheLayerMixin):
         if self.is_initialized:
             self.batch_select_indices(torch.arange(len(self.sequences)).repeat_interleave(repeats))
 
+    def copy(self, padding: _Padding) -> "Layer":
+        """A layer of another cache with the same tokens, which shares pages with this one."""
+        made = Layer(*self._formats, self._threads, padding, **self._options)
+        if self.is_initialized:
+            made.is_initialized, made._shape, made.pages = True, self._shape, self.pages
+            made._host = [s.fork() for s in self._host]
+            made._device = None if self._device is None else self._device.copy()
+            made.tokens, made.real, made.chunk = self.tokens, self.real, self.chunk
+        return made
+
     def offload(self) -> None:
         """Nothing: pages stay where they are."""
 
@@ -259,8 +297,20 @@ class Layer(CacheLayerMixin):
         """Nothing."""
 
 
+@functools.lru_cache(maxsize=None)
+def _zero_keeps_all() -> bool:
+    """Whether crop(0) of the package's own layers removes nothing; in older versions it removes all."""
+    layer, token = cache_utils.DynamicLayer(), torch.zeros(1, 1, 1, 1)
+    layer.update(token, token)
+    layer.crop(0)
+    return layer.get_seq_length() > 0
+
+
 class Cache(_Cache):
     """past_key_values of a model whose attention is "kvq".
+
+    Layers of recurrent states (linear attention, convolutions) are the package's own. copy.deepcopy() forks all sequences: the copy shares
+    pages with this cache, and bytes() counts those of both.
 
     keys, values  formats by name, as of kvq.Cache; on a GPU of kvq.cuda.Cache, one for both
     threads       of kvq, on the CPU; None: the calling thread
@@ -270,11 +320,75 @@ class Cache(_Cache):
     def __init__(self, keys: Any = "std4", values: Any = None, *, threads: Optional[Threads] = None, **options: Any) -> None:
         self._padding = padding = _Padding()
         self._graph: Optional[DecodeGraph] = None  # of decode_in_graphs
+        self._given = dict(keys=keys, values=values, threads=threads, **options)
         super().__init__(layer_class_to_replicate=lambda: Layer(keys, values, threads, padding, **options))
 
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "Cache":
+        made = memo[id(self)] = type(self)(**self._given)
+        made.layers.extend(layer.copy(made._padding) if isinstance(layer, Layer) else copy.deepcopy(layer, memo) for layer in self.layers)
+        return made
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
+               **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+        if layer_idx < len(self.layers) and not isinstance(self.layers[layer_idx], Layer):
+            raise UnsupportedError(f"kvq: layer {layer_idx} of {model_name()} has keys and recurrent states at once, which "
+                                   "kvq.transformers.Cache does not hold")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _of_states(self, layer_idx: int) -> None:
+        """Makes the package's own layer where a model keeps recurrent states."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(self.layer_class_to_replicate())
+        made, layer = state_layer(), self.layers[layer_idx]
+        if isinstance(layer, Layer):
+            if made is None or layer.is_initialized:
+                raise UnsupportedError(f"kvq: layer {layer_idx} of {model_name()} has recurrent states" +
+                                       (" and keys at once" if made else "") + ", which kvq.transformers.Cache does not hold")
+            self.layers[layer_idx] = made()
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._of_states(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._of_states(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def has_previous_state(self, layer_idx: Optional[int] = None, *args: Any, **kwargs: Any) -> bool:
+        """Whether a layer of recurrent states has some; None: the last such layer."""
+        own = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
+        return not all(isinstance(layer, Layer) for layer in own) and super().has_previous_state(layer_idx, *args, **kwargs)
+
+    def _held(self, layer_idx: int) -> Optional[Layer]:
+        """The layer, or the first one that has been given keys: a model may have layers without."""
+        of_model = [layer for layer in self.layers if isinstance(layer, Layer) and layer.is_initialized]
+        asked = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return asked if asked in of_model else of_model[0] if of_model else None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens so far, padding included."""
+        held = self._held(layer_idx)
+        return 0 if held is None else held.get_seq_length()
+
+    def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> Tuple[int, int]:
+        held = self._held(layer_idx)
+        return (query if isinstance(query, int) else query.shape[0], 0) if held is None else held.get_mask_sizes(query)
+
+    def reset(self) -> None:
+        """No tokens and no states. The next batch may have another size."""
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, Layer):
+                layer.reset()
+            else:
+                self.layers[i] = self.layer_class_to_replicate()
+
     def bytes(self) -> int:
-        """Of all layers and sequences, shared pages counted once."""
-        return sum(layer.pages.info().bytes_in_use for layer in self.layers if layer.pages is not None)
+        """Of kvq's layers and sequences, shared pages counted once."""
+        return sum(layer.pages.info().bytes_in_use for layer in self.layers if isinstance(layer, Layer) and layer.pages is not None)
+
+    def _on_device(self) -> bool:
+        """Whether all layers are kvq's, on a GPU, and hold tokens."""
+        return len(self.layers) > 0 and all(isinstance(layer, Layer) and layer._device is not None for layer in self.layers)
 
 
 class DecodeGraph:
@@ -310,8 +424,8 @@ class DecodeGraph:
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """One token of every row, [batch][1]. Returns logits."""
         layers: List[Any] = self._cache.layers
-        if not layers or any(layer._device is None for layer in layers):
-            raise ArgumentError("kvq: a graph of decode steps needs a cache on a GPU that holds a prompt")
+        if not self._cache._on_device():
+            raise ArgumentError("kvq: a graph of decode steps needs a cache on a GPU that holds a prompt, and no layers of recurrent states")
         batch = len(layers[0].sequences)
         if tuple(ids.shape) != (batch, 1):
             raise ArgumentError(f"kvq: the ids of a step are {list(ids.shape)}, not [{batch}][1]")
@@ -332,6 +446,9 @@ class DecodeGraph:
         return self._logits
 
     def _step(self, ids: torch.Tensor, layers: List[Any], batch: int) -> None:
+        for layer in layers:
+            if layer.chunk is not None and layer.tokens + 1 > layer.chunk:
+                raise UnsupportedError(f"kvq: {layer.tokens + 1} tokens in chunks of {layer.chunk} are attended to on the CPU only, not on a GPU")
         lengths = [layers[0].tokens] * batch if layers[0].real is None else layers[0].real.sum(1).tolist()
         if lengths != self._lengths:
             self._positions.copy_(torch.tensor(lengths).unsqueeze(1))
@@ -385,7 +502,7 @@ def decode_in_graphs(model: torch.nn.Module) -> None:
 def _fits_graph(cache: Cache, kwargs: Dict[str, Any]) -> bool:
     layers: List[Any] = cache.layers
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-    if ids is None or not layers or any(layer._device is None for layer in layers) or torch.is_grad_enabled():
+    if ids is None or not cache._on_device() or torch.is_grad_enabled():
         return False
     if kwargs.get("return_dict") is False or any(kwargs.get(name) for name in ("output_attentions", "output_hidden_states")):
         return False
@@ -402,23 +519,38 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
               sliding_window: Optional[int] = None, softcap: Optional[float] = None, s_aux: Optional[torch.Tensor] = None,
               is_causal: Optional[bool] = None, **others: Any) -> Tuple[torch.Tensor, None]:
     """The attention function "kvq". query: [batch][q_heads][n][head_dim]; returns [batch][n][q_heads][value_dim], None."""
-    layer = getattr(key, "kvq_layer", None)
-    if layer is None:
-        raise ArgumentError('kvq: attn_implementation="kvq" needs past_key_values=kvq.transformers.Cache(...)')
+    layer: Any = key.of if isinstance(key, Handed) else None
+    keys = None if layer is None else layer.take(key)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedError(f"kvq: the attention of {type(module).__name__} is not causal")
+    if keys is None:
+        raise ArgumentError(f'kvq: {model_name()} attends with keys that were not given to a cache of kvq; attn_implementation="kvq" needs '
+                            "past_key_values=kvq.transformers.Cache(...)")
     if dropout:
         raise UnsupportedError(f"kvq: attention has no dropout, got {dropout}; call model.eval()")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UnsupportedError("kvq: this attention is not causal")
     for name in ("head_mask", "position_bias", "layer_head_mask"):
         if others.get(name) is not None:
-            raise UnsupportedError(f"kvq: attention takes no {name}")
-    return layer.attend(key, value, query, attention_mask, (scaling, softcap, sliding_window), s_aux), None
+            raise UnsupportedError(f"kvq: attention takes no {name}, which {model_name()} gives")
+    if others.get("output_attentions"):
+        raise UnsupportedError("kvq: attention gives no weights, but output_attentions is set")
+    if isinstance(attention_mask, HandedMask):
+        mask, window = attention_mask.of, attention_mask.of.window
+    else:
+        check_model(getattr(module, "config", None))
+        mask, window = Said() if attention_mask is None else given_mask(attention_mask), sliding_window
+    return layer.attend(keys, value, query, mask, (scaling, softcap, window), s_aux), None
 
 
-def padding_mask(*args: Any, attention_mask: Optional[torch.Tensor] = None, **kwargs: Any) -> Optional[torch.Tensor]:
-    """The mask function "kvq": hands the padding of the batch on, [batch][tokens]."""
-    return attention_mask
+def attention_mask(batch_size: int, kv_length: int = 0, kv_offset: int = 0, mask_function: Optional[Callable] = None,
+                   attention_mask: Optional[torch.Tensor] = None, q_length: int = 0, q_offset: int = 0,
+                   cache_position: Optional[torch.Tensor] = None, config: Any = None, use_vmap: bool = False, device: Any = "cpu",
+                   **others: Any) -> torch.Tensor:
+    """The mask function "kvq": hands on what the package says of the mask, for the attention function."""
+    check_model(config)
+    queries = (q_offset, q_offset + q_length) if cache_position is None else cache_position
+    return HandedMask.make(_EMPTY, said(mask_function, attention_mask, batch_size, queries, kv_length, use_vmap, device), "its attention mask")
 
 
+_EMPTY = torch.empty(0)
 AttentionInterface.register("kvq", attention)
-AttentionMaskInterface.register("kvq", padding_mask)
+AttentionMaskInterface.register("kvq", attention_mask)

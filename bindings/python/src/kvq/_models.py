@@ -1,0 +1,83 @@
+"""What kvq.transformers knows of a model of transformers: its class, the kinds of its layers, and what it does with tensors that it was
+handed."""
+from __future__ import annotations
+
+import sys
+from typing import Any, Optional
+
+import torch
+from transformers import cache_utils
+
+from ._errors import UnsupportedError
+
+# Of config.layer_types. Masks say what these attend to.
+_HELD = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def model_name() -> str:
+    """The class of the model whose forward pass this is. For messages only: it walks the stack."""
+    name, frame = "this model", sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module) and hasattr(module, "config"):
+            name = type(module).__name__
+        frame = frame.f_back
+    return name
+
+
+def state_layer() -> Optional[type]:
+    """The package's layer of recurrent and convolution states; None: this version has none."""
+    return getattr(cache_utils, "LinearAttentionLayer", None)
+
+
+def check_model(config: Any) -> None:
+    """Raises UnsupportedError for layers that no cache of kvq.transformers holds."""
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    if shared > 0:
+        raise UnsupportedError(f"kvq: the last {shared} layers of {model_name()} attend with the keys of earlier ones "
+                               "(num_kv_shared_layers), which kvq.transformers.Cache does not hold")
+    kinds = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in _HELD and (state_layer() is None or kinds.get(kind) is not state_layer()):
+            raise UnsupportedError(f"kvq: {model_name()} has layers of the type {kind}, which neither kvq.transformers.Cache nor the layer "
+                                   "of recurrent states of this version of transformers holds")
+
+
+class Handed(torch.Tensor):
+    """A tensor that goes through a model to the attention function, and stands for what that finds in `of`. Anything else that is done
+    with it would go unnoticed, and is refused."""
+
+    of: Any = None
+    what = ""
+
+    @classmethod
+    def make(cls, x: torch.Tensor, of: Any, what: str) -> "Handed":
+        made = torch.Tensor._make_subclass(cls, x)
+        made.of, made.what = of, what
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            name = getattr(function, "__name__", "")
+            if name in _LOOKS:
+                result = function(*args, **(kwargs or {}))
+                if result is args[0] or not isinstance(result, torch.Tensor):
+                    return result
+            if name == "__get__":
+                name = getattr(function.__self__, "__name__", name)
+        what = next((x.what for x in (*args, *(kwargs or {}).values()) if isinstance(x, Handed)), "a tensor")
+        raise UnsupportedError(f"kvq: {model_name()} does not hand {what} to the attention function as it is, but calls {name or function} "
+                               'with it; kvq needs a model whose attention is the function that attn_implementation="kvq" names')
+
+
+# What tells something of a tensor, or changes nothing.
+_LOOKS = {"__get__", "__len__", "__hash__", "__repr__", "__format__", "__str__", "size", "dim", "ndimension", "stride", "numel", "nelement",
+          "is_contiguous", "is_floating_point", "element_size", "data_ptr", "get_device", "to", "contiguous", "type"}
+
+
+class HandedMask(Handed):
+    """Goes with a model's layers to any device."""
+
+    def to(self, *_: Any, **__: Any) -> "HandedMask":
+        return self
