@@ -238,7 +238,7 @@ class StandInOnGpu(OnGpu, of_cpu.StandIn):
         for n in (1, 5):
             k, q = normal(3, KV, n, D), normal(3, 3, n, D)  # 3 query heads on 2
             with self.assertRaises(kvq.ArgumentError):
-                layer.attend(k, k, q, None, (None, None, None), None)
+                layer.attend(k, k, q, self.module.Said(), (None, None, None), None)
             self.assertEqual([len(s) for s in layer.sequences], [120] * 3)
         self.both(self.ids[:, :1], ours, theirs)
 
@@ -297,7 +297,7 @@ class Real(OnGpu):
                             self.assertIsNotNone(cache._graph._graph)
         used = []
         for keys in ("fp16", "std4"):
-            cache = kvq.transformers.Cache(keys, max_tokens=1024)
+            cache = kvq.transformers.Cache(keys, max_tokens=1024, page_tokens=64)
             out = model.generate(ids, past_key_values=cache, attention_mask=mask, max_new_tokens=60, do_sample=False)
             self.assertEqual(out.shape, (3, 360))
             used.append(cache.bytes())

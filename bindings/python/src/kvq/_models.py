@@ -3,7 +3,7 @@ handed."""
 from __future__ import annotations
 
 import sys
-from typing import Any, Optional
+from typing import Any, Iterator, Optional
 
 import torch
 from transformers import cache_utils
@@ -36,6 +36,9 @@ def check_model(config: Any) -> None:
     if shared > 0:
         raise UnsupportedError(f"kvq: the last {shared} layers of {model_name()} attend with the keys of earlier ones "
                                "(num_kv_shared_layers), which kvq.transformers.Cache does not hold")
+    states = getattr(config, "number_of_conv_states", None) or 1
+    if states > 1:
+        raise UnsupportedError(f"kvq: layers of {model_name()} keep {states} convolution states each, kvq.transformers.Cache holds one")
     kinds = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in _HELD and (state_layer() is None or kinds.get(kind) is not state_layer()):
@@ -48,7 +51,7 @@ class Handed(torch.Tensor):
     with it would go unnoticed, and is refused."""
 
     of: Any = None
-    what = ""
+    what = ""  # for messages
 
     @classmethod
     def make(cls, x: torch.Tensor, of: Any, what: str) -> "Handed":
@@ -66,9 +69,33 @@ class Handed(torch.Tensor):
                     return result
             if name == "__get__":
                 name = getattr(function.__self__, "__name__", name)
-        what = next((x.what for x in (*args, *(kwargs or {}).values()) if isinstance(x, Handed)), "a tensor")
-        raise UnsupportedError(f"kvq: {model_name()} does not hand {what} to the attention function as it is, but calls {name or function} "
+            handed = next(x for x in _flat((args, kwargs or {})) if isinstance(x, Handed))
+            module = _expanding()
+            if module is not None and hasattr(handed.of, "expand"):
+                handed.of.expand(handed, module)
+                return function(*args, **(kwargs or {}))
+        raise UnsupportedError(f"kvq: {model_name()} does not hand {handed.what} to the attention function as it is, but calls {name or function} "
                                'with it; kvq needs a model whose attention is the function that attn_implementation="kvq" names')
+
+
+def _flat(x: Any) -> Iterator[Any]:
+    """What lists, tuples and dictionaries hold."""
+    if isinstance(x, dict):
+        x = tuple(x.values())
+    if isinstance(x, (list, tuple)):
+        for part in x:
+            yield from _flat(part)
+    else:
+        yield x
+
+
+def _expanding() -> Optional[torch.nn.Module]:
+    """The module of latent attention that makes the keys and values of each head, from the latents of new tokens which it has given to the
+    cache: its method expand_kv (transformers 5.17) is running. None: there is none."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "expand_kv":
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("self")
 
 
 # What tells something of a tensor, or changes nothing.

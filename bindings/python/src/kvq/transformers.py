@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -155,11 +156,6 @@ class Layer(CacheLayerMixin):
         if self._waiting is not None:
             self._waiting = None
             raise ArgumentError(f'kvq: the attention of {model_name()} did not read the cache; load it with attn_implementation="kvq"')
-        # A layer without tokens is as good as new: after reset() the batch may be another.
-        if not self.is_initialized or (self.tokens == 0 and self._shape != self._shape_of(key_states, value_states.shape[-1])):
-            self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != len(self.sequences):
-            raise ArgumentError(f"kvq: a batch of {key_states.shape[0]} for a cache of {len(self.sequences)} sequences")
         handed = Handed.make(key_states, self, "the keys of its cache")
         self._waiting = (handed, key_states)
         return handed, value_states
@@ -172,10 +168,22 @@ class Layer(CacheLayerMixin):
                                    "not hold: each layer must update() the cache itself")
         return waiting[1]
 
+    def expand(self, handed: Handed, module: torch.nn.Module) -> None:
+        """A module of latent attention makes the keys and values of each head from what update() has handed out. Its call of attention()
+        follows, with these."""
+        if _expanded.layer is not self:
+            self.take(handed)
+            _expanded.layer, _expanded.module = self, module
+
     def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, mask: Said, how: How,
                s_aux: Optional[torch.Tensor]) -> torch.Tensor:
         """Appends k and v, [batch][kv_heads][n][dim], and attends for q, [batch][q_heads][n][dim]. Returns [batch][n][q_heads][dim]."""
         batch, _, n, _ = q.shape
+        # A layer without tokens is as good as new: after reset() the batch may be another.
+        if not self.is_initialized or (self.tokens == 0 and self._shape != self._shape_of(k, v.shape[-1])):
+            self.lazy_initialization(k, v)
+        if batch != len(self.sequences):
+            raise ArgumentError(f"kvq: a batch of {batch} for a cache of {len(self.sequences)} sequences")
         new, real = self._padding.read(self, mask.padding, self.real, batch, self.tokens, n)
         if self._device is None:
             out = self._on_cpu(k, v, q, new, real, mask, how, s_aux)
@@ -320,11 +328,13 @@ class Cache(_Cache):
     def __init__(self, keys: Any = "std4", values: Any = None, *, threads: Optional[Threads] = None, **options: Any) -> None:
         self._padding = padding = _Padding()
         self._graph: Optional[DecodeGraph] = None  # of decode_in_graphs
+        self._records = False  # activate_past_recording
         self._given = dict(keys=keys, values=values, threads=threads, **options)
         super().__init__(layer_class_to_replicate=lambda: Layer(keys, values, threads, padding, **options))
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "Cache":
         made = memo[id(self)] = type(self)(**self._given)
+        made._records = self._records
         made.layers.extend(layer.copy(made._padding) if isinstance(layer, Layer) else copy.deepcopy(layer, memo) for layer in self.layers)
         return made
 
@@ -345,6 +355,17 @@ class Cache(_Cache):
                 raise UnsupportedError(f"kvq: layer {layer_idx} of {model_name()} has recurrent states" +
                                        (" and keys at once" if made else "") + ", which kvq.transformers.Cache does not hold")
             self.layers[layer_idx] = made()
+            if self._records:
+                self.layers[layer_idx].activate_past_recording()
+
+    def activate_past_recording(self) -> None:
+        """Layers of recurrent states keep what crop() needs, those that will be made as well."""
+        self._records = True
+        super().activate_past_recording()
+
+    def update_indexer(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise UnsupportedError(f"kvq: {model_name()} chooses the tokens that it attends to with keys of an indexer, which "
+                               "kvq.transformers.Cache does not hold")
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._of_states(layer_idx)
@@ -519,8 +540,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
               sliding_window: Optional[int] = None, softcap: Optional[float] = None, s_aux: Optional[torch.Tensor] = None,
               is_causal: Optional[bool] = None, **others: Any) -> Tuple[torch.Tensor, None]:
     """The attention function "kvq". query: [batch][q_heads][n][head_dim]; returns [batch][n][q_heads][value_dim], None."""
-    layer: Any = key.of if isinstance(key, Handed) else None
-    keys = None if layer is None else layer.take(key)
+    layer: Any = key.of if isinstance(key, Handed) else _expanded.layer if _expanded.module is module else None
+    _expanded.layer = _expanded.module = None
+    keys = layer.take(key) if isinstance(key, Handed) else None if layer is None else key
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedError(f"kvq: the attention of {type(module).__name__} is not causal")
     if keys is None:
@@ -528,7 +550,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
                             "past_key_values=kvq.transformers.Cache(...)")
     if dropout:
         raise UnsupportedError(f"kvq: attention has no dropout, got {dropout}; call model.eval()")
-    for name in ("head_mask", "position_bias", "layer_head_mask"):
+    for name in _REFUSED:
         if others.get(name) is not None:
             raise UnsupportedError(f"kvq: attention takes no {name}, which {model_name()} gives")
     if others.get("output_attentions"):
@@ -551,6 +573,14 @@ def attention_mask(batch_size: int, kv_length: int = 0, kv_offset: int = 0, mask
     return HandedMask.make(_EMPTY, said(mask_function, attention_mask, batch_size, queries, kv_length, use_vmap, device), "its attention mask")
 
 
+class _Expanded(threading.local):
+    layer: Optional[Layer] = None
+    module: Optional[torch.nn.Module] = None
+
+
 _EMPTY = torch.empty(0)
+_expanded = _Expanded()  # of latent attention: the layer whose keys the module's next call of attention() is given
+# What changes attention: biases, tokens that a model chooses, documents of packed sequences.
+_REFUSED = ("head_mask", "layer_head_mask", "position_bias", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k")
 AttentionInterface.register("kvq", attention)
 AttentionMaskInterface.register("kvq", attention_mask)
