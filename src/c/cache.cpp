@@ -45,7 +45,7 @@ int cache_state::list(tensor role, const std::string& name, format_list& formats
     std::vector<named>& known = names[static_cast<std::size_t>(role)];
     for (const named& n : known)
         if (n.name == name) return n.listed;
-    // Presets share value schemes, as affine and kivi do, and bounds are for keys alone: two names, one index.
+    // Presets share value schemes, as affine and kivi do; bounds are for keys alone: two names, one index.
     const format found = found_format(name, role, statistics);
     int listed = 0;
     while (listed < formats.size() && !formats[listed].same_as(found)) ++listed;

@@ -230,7 +230,8 @@ class Attend(Base):
                          == self.cache().new_sequence().prefill(0, same.copy(), v, q)).all())
 
     def test_no_queries(self):
-        """A chunk that needs no output, alone and beside others; numpy gives arrays without elements the strides 0, 0, 0."""
+        """A chunk that needs no output, alone and beside others; numpy gives arrays without elements the
+        strides 0, 0, 0."""
         k, v = self.tensor(7, KV), self.tensor(7, KV, DV)
         none = np.empty((0, Q, D), np.float32)
         cache = self.cache()

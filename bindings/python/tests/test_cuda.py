@@ -243,11 +243,14 @@ class StandInOnGpu(OnGpu, of_cpu.StandIn):
         self.both(self.ids[:, :1], ours, theirs)
 
     def test_refused(self):
-        key = torch.zeros(1, KV, 1, D, device=DEVICE)
-        with self.assertRaisesRegex(kvq.UnsupportedError, "the keys are torch.float32"):
-            self.module.Cache("fp16").update(key, key, 0)
-        with self.assertRaisesRegex(kvq.UnsupportedError, "keys and values have one format"):
-            self.module.Cache("fp16", "int8").update(key.half(), key.half(), 0)
+        q, key = torch.zeros(1, Q, 1, D, device=DEVICE), torch.zeros(1, KV, 1, D, device=DEVICE)
+        for cache, given, value, text in (
+            (self.module.Cache("fp16"), key, key, "the keys are torch.float32"),
+            (self.module.Cache("fp16", "int8"), key.half(), key.half(), "keys and values have one format"),
+            (self.module.Cache("fp16"), key.half(), key.half()[..., :32], "have one head_dim, not 64 and 32"),
+        ):
+            with self.assertRaisesRegex(kvq.UnsupportedError, text):
+                self.attention(self.model, q.to(given.dtype), *cache.update(given, value, 0), None)
         with self.assertRaisesRegex(kvq.ArgumentError, "max_tokens is 10"):
             cache = self.module.Cache("fp16", max_tokens=10)
             self.model(self.ids, cache, self.attention)

@@ -203,8 +203,9 @@ class Model:
         given = mask
         if mask_function is not None:
             given = mask_function(
-                batch_size=ids.shape[0], q_length=ids.shape[1], kv_length=real.shape[1], q_offset=past, kv_offset=0,
-                mask_function=self.sees, attention_mask=mask, config=self.config, use_vmap=False, device=ids.device)
+                batch_size=ids.shape[0], q_length=ids.shape[1], kv_length=real.shape[1], q_offset=past,
+                kv_offset=0, mask_function=self.sees, attention_mask=mask, config=self.config, use_vmap=False,
+                device=ids.device)
         x = self.words[ids]
         for layer, (wq, wk, wv, wo) in enumerate(self.weights):
             h = x / x.norm(dim=-1, keepdim=True) * WIDTH**0.5
@@ -364,7 +365,7 @@ class StandIn(unittest.TestCase):
             elif given is None:
                 cache = self.exact()
                 self.both(self.ids[:, :32], cache, Everything())
-                with self.assertRaisesRegex(kvq.UnsupportedError, "33 tokens in chunks of 32 are attended to on the CPU only"):
+                with self.assertRaisesRegex(kvq.UnsupportedError, "chunks of 32 tokens; 33 tokens are for the CPU only"):
                     self.model(self.ids[:, :1], cache, self.attention, None, self.mask)
 
     def test_other_masks(self):

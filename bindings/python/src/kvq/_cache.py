@@ -100,10 +100,10 @@ class Cache(Handle):
                  rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
                  preallocate: bool = False) -> None:
         o = _abi.kvq_cache_options(
-            layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=limit(value_dim, "value_dim"), keys=text(_names(keys)),
-            values=text(_names(values)), window=text(window),
-            page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent, "recent"),
-            rollback=count(rollback, "rollback"), byte_budget=limit(byte_budget, "byte_budget"),
+            layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=limit(value_dim, "value_dim"),
+            keys=text(_names(keys)), values=text(_names(values)), window=text(window),
+            page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent,
+            "recent"), rollback=count(rollback, "rollback"), byte_budget=limit(byte_budget, "byte_budget"),
             preallocate=int(preallocate))
         o.statistics = optional_handle(statistics, Statistics, "statistics")
         if layer_formats is not None:

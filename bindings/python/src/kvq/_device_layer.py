@@ -65,7 +65,8 @@ class DevicePages:
             raise UnsupportedError(f"kvq: the keys are {k.dtype}; caches on a GPU take torch.float16 and torch.bfloat16")
         if window not in (None, names[k.dtype]):
             raise ArgumentError(f"kvq: the window is {window}, but the keys are {names[k.dtype]}")
-        pages = Cache(1, kv_heads, head_dim, keys, dtype=k.dtype, device=k.device, max_batch=given.pop("max_batch", batch), **given)
+        most = given.pop("max_batch", batch)
+        pages = Cache(1, kv_heads, head_dim, keys, dtype=k.dtype, device=k.device, max_batch=most, **given)
         self._hold(pages, [pages.new_sequence() for _ in range(batch)])
 
     def _hold(self, pages: Cache, sequences: List[Sequence]) -> None:
@@ -74,7 +75,8 @@ class DevicePages:
         self._begun = False
         self._address, self._stream = pages.address, pages.stream_of()
         number = _abi.FP16 if self.dtype == torch.float16 else _abi.BF16
-        self._k, self._v, self._q, self._out = (_Rows(name, self.dtype, pages.device, number) for name in ("k", "v", "q", "out"))
+        names = ("k", "v", "q", "out")
+        self._k, self._v, self._q, self._out = (_Rows(n, self.dtype, pages.device, number) for n in names)
         self._options: Dict[Tuple, Any] = {}
         f = self.pages._f
         self._begin, self._prefill = f.raw_kvq_cuda_cache_begin_step, f.raw_kvq_cuda_cache_prefill

@@ -14,14 +14,16 @@ class Said:
 
     padding  [batch][tokens so far], False for padding; None: there is none
     window   only itself and the window - 1 tokens before it; None: no window
-    chunk    tokens attend within chunks of so many, counted from the first token behind padding on the left; None: none
+    chunk    tokens attend within chunks of so many; None: no chunks
+    left     padding on the left, behind which chunks are counted, [batch]; None: none
     seen     [batch or 1][queries][tokens so far] on the CPU, what each query sees; None: what the others say
     """
 
-    def __init__(self, padding: Optional[torch.Tensor] = None, window: Optional[int] = None, chunk: Optional[int] = None,
-                 left: Optional[torch.Tensor] = None, seen: Optional[torch.Tensor] = None) -> None:
+    def __init__(self, padding: Optional[torch.Tensor] = None, window: Optional[int] = None,
+                 chunk: Optional[int] = None, left: Optional[torch.Tensor] = None,
+                 seen: Optional[torch.Tensor] = None) -> None:
         self.padding, self.window, self.chunk, self.seen = padding, window, chunk, seen
-        self._left = left  # padding on the left that chunks count from, [batch]
+        self._left = left
         self._rows: Tuple[Any, Any] = (None, None)
 
     def needs_rows(self, tokens: int) -> bool:
@@ -31,7 +33,8 @@ class Said:
     def rows(self, real: Optional[torch.Tensor], batch: int, tokens: int, new: int) -> List[Dict[str, Any]]:
         """Arguments of Mods for each row of the batch. Found once for layers that have the same `real`.
 
-        real: [batch][tokens] on the CPU, False for padding; None: there is none. new: the last so many tokens are queries
+        real  [batch][tokens] on the CPU, False for padding; None: there is none
+        new   the last so many tokens are queries
         """
         known, rows = self._rows
         if known is None or known[0] is not real or known[1:] != (batch, tokens, new):
@@ -50,7 +53,7 @@ class Said:
         return {"document_starts": [0] + [at if before is None else int(before[at - 1]) for at in starts]}
 
     def _ranges(self, row: int, real: Optional[torch.Tensor], tokens: int, new: int) -> Dict[str, Any]:
-        """What each query sees, as ranges of tokens."""
+        """What each query sees, as ranges of the tokens that are no padding."""
         seen = self.seen[min(row, len(self.seen) - 1)]
         if real is not None:
             seen = seen[real[tokens - new :]][:, real]
@@ -58,60 +61,74 @@ class Said:
         if queries == 0:
             return {}
         edges = torch.nn.functional.pad(seen.to(torch.int8), (1, 1)).diff(dim=1)
+        begins, ends = ((edges == step).nonzero().tolist() for step in (1, -1))
         lists: List[List[Tuple[int, int]]] = [[] for _ in range(queries)]
-        for (query, begin), (_, end) in zip((edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()):
+        for (query, begin), (_, end) in zip(begins, ends):
             lists[query].append((begin, end))
         first = count - queries
         later = any(ranges and ranges[-1][1] > first + i + 1 for i, ranges in enumerate(lists))
-        return {"direction": "bidirectional" if later else "causal", "token_ranges": lists, "range_first_query": first}
+        direction = "bidirectional" if later else "causal"
+        return {"direction": direction, "token_ranges": lists, "range_first_query": first}
 
 
 def given_mask(mask: torch.Tensor) -> Said:
-    """A mask that was not made by said(): [batch][tokens], 0 for padding, or [batch][1][queries][tokens], True or 0.0 for what is seen."""
+    """A mask that said() has not made: [batch][tokens], 0 for padding, or [batch][1][queries][tokens], True
+    or 0.0
+    for what is seen."""
     if mask.dim() == 2:
         return Said(mask)
     if mask.dim() != 4 or mask.shape[1] != 1:
-        raise UnsupportedError(f"kvq: the attention mask of {model_name()} is {list(mask.shape)}, neither [batch][tokens] nor "
-                               "[batch][1][queries][tokens]")
+        raise UnsupportedError(f"kvq: the attention mask of {model_name()} is {list(mask.shape)}, neither "
+                               "[batch][tokens] nor [batch][1][queries][tokens]")
     if mask.dtype != torch.bool:
         seen = mask == 0
         if not bool((seen | (mask <= -1e4)).all()):
-            raise UnsupportedError(f"kvq: the attention mask of {model_name()} adds to scores; kvq hides tokens, and adds nothing")
+            raise UnsupportedError(f"kvq: the attention mask of {model_name()} adds to scores; kvq hides tokens, and "
+                                   "adds nothing")
         mask = seen
     return Said(seen=mask[:, 0].cpu())
 
 
-def said(mask_function: Optional[Callable], attention_mask: Optional[torch.Tensor], batch: int, queries: Any, tokens: int,
-         use_vmap: bool, device: Any) -> Said:
-    """What transformers hands to a mask function. queries: their positions"""
+def said(mask_function: Optional[Callable], attention_mask: Optional[torch.Tensor], batch: int, queries: Any,
+         tokens: int, use_vmap: bool, device: Any) -> Said:
+    """What transformers hands to a mask function.
+
+    mask_function   f(batch, head, query, key) -> bool; None: causal
+    attention_mask  [batch][tokens], False for padding; None: there is none
+    queries         their positions: (first, last + 1), or a tensor
+    use_vmap        mask_function takes numbers, not tensors that are joined by broadcasting
+    """
     if mask_function is None:
         return Said(attention_mask)
     known = _known(mask_function)
     if known is not None:
         return Said(attention_mask, **known)
     # Of no known kind: asked for every query and token, as the package's own attention does.
-    queries = torch.arange(queries[0], queries[1], device=device) if isinstance(queries, tuple) else queries.to(device)
-    all_of = (torch.arange(batch, device=device), torch.arange(1, device=device), queries, torch.arange(tokens, device=device))
-    if use_vmap:
-        f = mask_function
-        for at in (3, 2, 1, 0):
-            f = torch.vmap(f, in_dims=tuple(0 if i == at else None for i in range(4)))
-        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-        with TransformGetItemToIndex():
-            seen = f(*all_of)
-    else:
-        seen = mask_function(*(x.view([-1 if i == at else 1 for i in range(4)]) for at, x in enumerate(all_of)))
+    queries = torch.arange(*queries, device=device) if isinstance(queries, tuple) else queries.to(device)
+    batches, heads, keys = (torch.arange(n, device=device) for n in (batch, 1, tokens))
+    seen = _asked(mask_function, (batches, heads, queries, keys), use_vmap)
     seen = seen.expand(batch, -1, len(queries), tokens)
     if seen.shape[1] != 1:
         raise UnsupportedError(f"kvq: the mask of {model_name()} differs between heads")
     seen = seen[:, 0]
-    causal = torch.arange(tokens, device=device)[None, :] <= queries[:, None]
-    if bool((seen == causal).all()):
+    if bool((seen == (keys[None, :] <= queries[:, None])).all()):
         return Said(attention_mask)
     if attention_mask is not None:
         seen = seen & attention_mask[:, None, :tokens].to(device, torch.bool)
     return Said(attention_mask, seen=seen.cpu())
+
+
+def _asked(f: Callable, at: Tuple[torch.Tensor, ...], use_vmap: bool) -> torch.Tensor:
+    """f of all combinations of numbers, [batch][heads][queries][keys], or of sizes that broadcast to
+    these."""
+    if not use_vmap:
+        return f(*(x.view([-1 if i == axis else 1 for i in range(4)]) for axis, x in enumerate(at)))
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    for axis in (3, 2, 1, 0):
+        f = torch.vmap(f, in_dims=tuple(0 if i == axis else None for i in range(4)))
+    with TransformGetItemToIndex():  # numbers as indices
+        return f(*at)
 
 
 def _known(f: Callable) -> Optional[Dict[str, Any]]:
@@ -127,9 +144,9 @@ def _known(f: Callable) -> Optional[Dict[str, Any]]:
             causal = True
         elif name.startswith("and_masks.") and "mask_functions" in inside:
             parts.extend(inside["mask_functions"])
-        elif name.startswith("sliding_window_overlay.") and "sliding_window" in inside and "window" not in found:
+        elif name.startswith("sliding_window_overlay.") and "sliding_window" in inside and not found:
             found["window"] = int(inside["sliding_window"])
-        elif name.startswith("chunked_overlay.") and "chunk_size" in inside and "chunk" not in found:
+        elif name.startswith("chunked_overlay.") and "chunk_size" in inside and not found:
             found.update(chunk=int(inside["chunk_size"]), left=inside.get("left_padding"))
         else:
             return None
@@ -138,4 +155,6 @@ def _known(f: Callable) -> Optional[Dict[str, Any]]:
 
 def _closure(f: Callable) -> Dict[str, Any]:
     code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None)
-    return {} if code is None or cells is None else dict(zip(code.co_freevars, (cell.cell_contents for cell in cells)))
+    if code is None or cells is None:
+        return {}
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells)))

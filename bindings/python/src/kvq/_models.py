@@ -1,5 +1,5 @@
-"""What kvq.transformers knows of a model of transformers: its class, the kinds of its layers, and what it does with tensors that it was
-handed."""
+"""What kvq.transformers knows of a model of transformers: its class, the kinds of its layers, and what it
+does with tensors that it was handed."""
 from __future__ import annotations
 
 import sys
@@ -11,7 +11,11 @@ from transformers import cache_utils
 from ._errors import UnsupportedError
 
 # Of config.layer_types. Masks say what these attend to.
-_HELD = {"full_attention", "sliding_attention", "chunked_attention"}
+_HELD = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+# What tells something of a tensor, or changes nothing.
+_LOOKS = {"__get__", "__len__", "__hash__", "__repr__", "__format__", "__str__", "size", "dim", "ndimension",
+          "stride", "numel", "nelement", "is_contiguous", "is_floating_point", "element_size", "data_ptr",
+          "get_device", "to", "contiguous", "type"}
 
 
 def model_name() -> str:
@@ -34,21 +38,24 @@ def check_model(config: Any) -> None:
     """Raises UnsupportedError for layers that no cache of kvq.transformers holds."""
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     if shared > 0:
-        raise UnsupportedError(f"kvq: the last {shared} layers of {model_name()} attend with the keys of earlier ones "
-                               "(num_kv_shared_layers), which kvq.transformers.Cache does not hold")
+        raise UnsupportedError(f"kvq: the last {shared} layers of {model_name()} attend with the keys of earlier "
+                               "ones (num_kv_shared_layers), which kvq.transformers.Cache does not hold")
     states = getattr(config, "number_of_conv_states", None) or 1
     if states > 1:
-        raise UnsupportedError(f"kvq: layers of {model_name()} keep {states} convolution states each, kvq.transformers.Cache holds one")
-    kinds = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
+        raise UnsupportedError(f"kvq: layers of {model_name()} keep {states} convolution states each, "
+                               "kvq.transformers.Cache holds one")
+    kinds: Any = {}
+    for name in ("LAYER_TYPE_CACHE_MAPPING", "DYNAMIC_LAYER_TYPE_MAPPING"):  # of 5.7, of 5.17
+        kinds = getattr(cache_utils, name, kinds)
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in _HELD and (state_layer() is None or kinds.get(kind) is not state_layer()):
-            raise UnsupportedError(f"kvq: {model_name()} has layers of the type {kind}, which neither kvq.transformers.Cache nor the layer "
-                                   "of recurrent states of this version of transformers holds")
+            raise UnsupportedError(f"kvq: {model_name()} has layers of the type {kind}, which neither "
+                                   "kvq.transformers.Cache nor the package's layer of recurrent states holds")
 
 
 class Handed(torch.Tensor):
-    """A tensor that goes through a model to the attention function, and stands for what that finds in `of`. Anything else that is done
-    with it would go unnoticed, and is refused."""
+    """A tensor that goes through a model to the attention function, and stands for what that finds in `of`.
+    Anything else that is done with it would go unnoticed, and is refused."""
 
     of: Any = None
     what = ""  # for messages
@@ -61,21 +68,30 @@ class Handed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", str(function))
         with torch._C.DisableTorchFunction():
-            name = getattr(function, "__name__", "")
             if name in _LOOKS:
-                result = function(*args, **(kwargs or {}))
+                result = function(*args, **kwargs)
                 if result is args[0] or not isinstance(result, torch.Tensor):
                     return result
-            if name == "__get__":
-                name = getattr(function.__self__, "__name__", name)
-            handed = next(x for x in _flat((args, kwargs or {})) if isinstance(x, Handed))
+            handed = next(x for x in _flat((args, kwargs)) if isinstance(x, Handed))
             module = _expanding()
             if module is not None and hasattr(handed.of, "expand"):
                 handed.of.expand(handed, module)
-                return function(*args, **(kwargs or {}))
-        raise UnsupportedError(f"kvq: {model_name()} does not hand {handed.what} to the attention function as it is, but calls {name or function} "
-                               'with it; kvq needs a model whose attention is the function that attn_implementation="kvq" names')
+                return function(*args, **kwargs)
+        if name == "__get__":
+            name = getattr(function.__self__, "__name__", name)
+        raise UnsupportedError(
+            f"kvq: {model_name()} does not hand {handed.what} to the attention function as it is, but calls "
+            f'{name} with it; kvq needs a model whose attention is the function that attn_implementation="kvq" names')
+
+
+class HandedMask(Handed):
+    """Goes with a model's layers to any device."""
+
+    def to(self, *_: Any, **__: Any) -> "HandedMask":
+        return self
 
 
 def _flat(x: Any) -> Iterator[Any]:
@@ -90,21 +106,10 @@ def _flat(x: Any) -> Iterator[Any]:
 
 
 def _expanding() -> Optional[torch.nn.Module]:
-    """The module of latent attention that makes the keys and values of each head, from the latents of new tokens which it has given to the
-    cache: its method expand_kv (transformers 5.17) is running. None: there is none."""
+    """The module of latent attention that makes the keys and values of each head, from the latents of new
+    tokens which it has given to the cache: its method expand_kv (transformers 5.17) is running. None: there
+    is none."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "expand_kv":
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get("self")
-
-
-# What tells something of a tensor, or changes nothing.
-_LOOKS = {"__get__", "__len__", "__hash__", "__repr__", "__format__", "__str__", "size", "dim", "ndimension", "stride", "numel", "nelement",
-          "is_contiguous", "is_floating_point", "element_size", "data_ptr", "get_device", "to", "contiguous", "type"}
-
-
-class HandedMask(Handed):
-    """Goes with a model's layers to any device."""
-
-    def to(self, *_: Any, **__: Any) -> "HandedMask":
-        return self

@@ -196,8 +196,9 @@ class Cache(Handle):
             self.device, on_device = torch.device(_KIND), contextlib.nullcontext()
         o = _cuda_abi.kvq_cuda_cache_options(
             layers=layers, kv_heads=kv_heads, head_dim=head_dim, formats=text(_names(formats)), window=text(_NAMES[dtype]),
-            page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent, "recent"),
-            rollback=count(rollback, "rollback"), max_batch=max_batch, max_tokens=max_tokens, step_tokens=step_tokens, draft_tokens=draft_tokens, pool_tokens=pool_tokens,
+            page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent,
+            "recent"), rollback=count(rollback, "rollback"), max_batch=max_batch, max_tokens=max_tokens,
+            step_tokens=step_tokens, draft_tokens=draft_tokens, pool_tokens=pool_tokens,
             pool_sequences=pool_sequences, fixed=int(not growing), alibi=int(alibi))
         o.statistics = optional_handle(statistics, Statistics, "statistics")
         with on_device:

@@ -3,16 +3,18 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvq")
     model.generate(**inputs, past_key_values=kvq.transformers.Cache("std4"))
 
-Written for the classes Cache, CacheLayerMixin, AttentionInterface and AttentionMaskInterface of transformers 4.56 and 5; run with 5.17.
-tests/test_transformers.py runs it against a small model and stand-ins of these classes, tests/architectures.py with models of the package where
-that is installed.
+Written for the classes Cache, CacheLayerMixin, AttentionInterface and AttentionMaskInterface of transformers
+4.56 and 5; run with 5.17. tests/test_transformers.py runs it against a small model and stand-ins of these
+classes, tests/architectures.py with models of the package where that is installed.
 
-For models whose attention is the function that attn_implementation="kvq" names, and causal: a sliding window, chunks, softcapping and learned
-sinks included. Batches may be padded. On the CPU a mask may hide and show any tokens (prefix-LM, packed sequences). Layers of recurrent states
-are the package's own. What a cache does not hold, or cannot see, is refused with the model's class before anything is attended to. Beam
-search forks sequences, assisted decoding trims them, copy.deepcopy(cache) forks all of them.
-On a GPU (a library with KVQ_LIBRARY_CUDA; float16 or bfloat16) every layer has a kvq.cuda.Cache on its device. Padding is not appended: each
-row of a batch is a sequence of its own length. Nothing waits for the device, but for the mask of a batch, once in a forward pass.
+For models whose attention is the function that attn_implementation="kvq" names, and causal: a sliding window,
+chunks, softcapping and learned sinks included. Batches may be padded. On the CPU a mask may show and hide any
+tokens (prefix-LM, packed sequences). Layers of recurrent states are the package's own. What a cache does not
+hold, or cannot see, is refused with the model's class in the first forward pass. Beam search forks sequences,
+assisted decoding trims them, copy.deepcopy(cache) forks all of them.
+On a GPU (a library with KVQ_LIBRARY_CUDA; float16 or bfloat16) every layer has a kvq.cuda.Cache on its
+device. Padding is not appended: each row of a batch is a sequence of its own length. Nothing waits for the
+device, but for the mask of a batch, once in a forward pass.
 """
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ How = Tuple[Optional[float], Optional[float], Optional[int]]  # scale, softcap, 
 
 
 class _Padding:
-    """What masks say, found once for all layers of a forward pass, and which tokens of the cache are padding, held once for all layers.
+    """What masks say of padding, found once for all layers of a forward pass, and which tokens of the cache
+    are padding, held once for all layers.
 
     real: [batch][tokens] on the CPU, False for padding; None: there is none
     """
@@ -54,8 +57,8 @@ class _Padding:
              n: int) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
         """Of n new tokens behind `past`: which of them are real (None: all), and `real` with them.
 
-        mask: [batch][all tokens so far], 0 for padding; None: there is none. A layer that reads again begins the next forward pass, whose
-        mask may be the same tensor with other contents
+        mask: [batch][all tokens so far], 0 for padding; None: there is none. A layer that reads again begins
+        the next forward pass, whose mask may be the same tensor with other contents
         """
         if mask is None and real is None:
             return None, None
@@ -88,7 +91,8 @@ class _Padding:
             mask = mask[:, : past + n].to(torch.bool).cpu()
             before = mask[:, :past]
             if not (bool(before.all()) if real is None else torch.equal(before, real)):
-                raise ArgumentError("kvq: the attention mask hides other tokens than before; cached tokens cannot be hidden")
+                raise ArgumentError("kvq: the attention mask hides other tokens than before; cached tokens "
+                                    "cannot be hidden")
             new = mask[:, past:]
         whole = bool(new.all())
         if whole and real is None:
@@ -98,20 +102,20 @@ class _Padding:
 
 
 class Layer(CacheLayerMixin):
-    """One layer of a Cache: one sequence per row of the batch. update() only takes note of keys and values; attention() appends them, as
-    it knows which of them are padding."""
+    """One layer of a Cache: one sequence per row of the batch. update() only takes note of keys and values;
+    attention() appends them, as it knows which of them are padding."""
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, keys: Any = "std4", values: Any = None, threads: Optional[Threads] = None, padding: Optional[_Padding] = None,
-                 **options: Any) -> None:
+    def __init__(self, keys: Any = "std4", values: Any = None, threads: Optional[Threads] = None,
+                 padding: Optional[_Padding] = None, **options: Any) -> None:
         super().__init__()
         self._formats = (keys, values)
         self._threads = threads
         self._options = options
-        self._waiting: Optional[Tuple[Handed, torch.Tensor]] = None  # what update() has returned, and the keys
+        self._waiting: Optional[Tuple[Handed, torch.Tensor]] = None  # what update() returned, and the keys
         self._padding = padding or _Padding()
         self._shape: Any = None  # of keys and values, what pages are made for
         self._device: Any = None  # on a GPU: DevicePages
@@ -134,7 +138,8 @@ class Layer(CacheLayerMixin):
         self._device = None
         if key_states.device.type == _DEVICE:
             if value_dim != head_dim:
-                raise UnsupportedError(f"kvq: on a GPU keys and values have one head_dim, not {head_dim} and {value_dim}")
+                raise UnsupportedError(
+                    f"kvq: on a GPU keys and values have one head_dim, not {head_dim} and {value_dim}")
             from ._device_layer import DevicePages
 
             self._device = DevicePages(key_states, values, keys, self._options)
@@ -146,16 +151,19 @@ class Layer(CacheLayerMixin):
 
     @staticmethod
     def _shape_of(k: torch.Tensor, value_dim: int) -> Tuple:
-        return k.shape[0], k.shape[1], k.shape[3], value_dim, k.device, k.dtype if k.device.type == _DEVICE else None
+        dtype = k.dtype if k.device.type == _DEVICE else None  # pages of the CPU take any
+        return k.shape[0], k.shape[1], k.shape[3], value_dim, k.device, dtype
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
                **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
         """Returns both as they are: attention() reads the cache itself. Keys are for it alone."""
         if key_states.device.type not in ("cpu", _DEVICE):
-            raise UnsupportedError(f"kvq: the model is on {key_states.device}, neither on the CPU nor on a CUDA device")
+            raise UnsupportedError(
+                f"kvq: {model_name()} is on {key_states.device}, neither on the CPU nor on a CUDA device")
         if self._waiting is not None:
             self._waiting = None
-            raise ArgumentError(f'kvq: the attention of {model_name()} did not read the cache; load it with attn_implementation="kvq"')
+            raise ArgumentError(f"kvq: the attention of {model_name()} did not read the cache; load it with "
+                                'attn_implementation="kvq"')
         handed = Handed.make(key_states, self, "the keys of its cache")
         self._waiting = (handed, key_states)
         return handed, value_states
@@ -164,20 +172,24 @@ class Layer(CacheLayerMixin):
         """The keys that update() has handed out, once."""
         waiting, self._waiting = self._waiting, None
         if waiting is None or waiting[0] is not handed:
-            raise UnsupportedError(f"kvq: layers of {model_name()} attend with the keys of another layer, which kvq.transformers.Cache does "
-                                   "not hold: each layer must update() the cache itself")
+            raise UnsupportedError(
+                f"kvq: layers of {model_name()} attend with the keys of another layer, which "
+                "kvq.transformers.Cache does not hold: each layer must update() the cache itself")
         return waiting[1]
 
     def expand(self, handed: Handed, module: torch.nn.Module) -> None:
-        """A module of latent attention makes the keys and values of each head from what update() has handed out. Its call of attention()
-        follows, with these."""
+        """A module of latent attention makes the keys and values of each head from what update() has handed
+        out. Its call of attention() follows, with these."""
         if _expanded.layer is not self:
             self.take(handed)
             _expanded.layer, _expanded.module = self, module
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, mask: Said, how: How,
                s_aux: Optional[torch.Tensor]) -> torch.Tensor:
-        """Appends k and v, [batch][kv_heads][n][dim], and attends for q, [batch][q_heads][n][dim]. Returns [batch][n][q_heads][dim]."""
+        """Appends k and v, [batch][kv_heads][n][dim], and attends for q, [batch][q_heads][n][dim].
+
+        Returns [batch][n][q_heads][dim].
+        """
         batch, _, n, _ = q.shape
         # A layer without tokens is as good as new: after reset() the batch may be another.
         if not self.is_initialized or (self.tokens == 0 and self._shape != self._shape_of(k, v.shape[-1])):
@@ -188,9 +200,10 @@ class Layer(CacheLayerMixin):
         if self._device is None:
             out = self._on_cpu(k, v, q, new, real, mask, how, s_aux)
         elif mask.needs_rows(self.tokens + n):
-            raise UnsupportedError(
-                f"kvq: {self.tokens + n} tokens in chunks of {mask.chunk} are attended to on the CPU only, not on a GPU" if mask.seen is None else
-                f"kvq: the mask of {model_name()} is neither causal nor a sliding window; others are for the CPU only, not for a GPU")
+            if mask.seen is None:
+                raise _chunks_on_gpu(self.tokens + n, mask.chunk)
+            raise UnsupportedError(f"kvq: the mask of {model_name()} is neither causal nor a sliding window; "
+                                   "others are for the CPU only, not for a GPU")
         else:
             out = self._device.attend(k, v, q, new, how, s_aux)
         self.tokens += n
@@ -208,12 +221,13 @@ class Layer(CacheLayerMixin):
         self.tokens, self.real, self._waiting = tokens, real, None
         self._device.trim([tokens] * len(self.sequences) if real is None else real.sum(1).tolist())
 
-    def _on_cpu(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor], real: Optional[torch.Tensor],
-                mask: Said, how: How, s_aux: Optional[torch.Tensor]) -> torch.Tensor:
+    def _on_cpu(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
+                real: Optional[torch.Tensor], mask: Said, how: How,
+                s_aux: Optional[torch.Tensor]) -> torch.Tensor:
         batch, q_heads, n, _ = q.shape
         scale, softcap, window = how
-        shared: Dict[str, Any] = dict(scale=scale, window=window, softcap=softcap,
-                                      sink_logits=None if s_aux is None else s_aux.detach().float().flatten().tolist())
+        sinks = None if s_aux is None else s_aux.detach().float().flatten().tolist()
+        shared: Dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sink_logits=sinks)
         out = torch.zeros(batch, n, q_heads, v.shape[-1], dtype=q.dtype)
         rows = [i for i in range(batch) if new is None or bool(new[i].any())]
         mods: Any = None
@@ -261,8 +275,9 @@ class Layer(CacheLayerMixin):
         self.tokens, self.real, self._waiting = 0, None, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As the installed version of the package means it: -n removes n tokens from the end, a positive number is the number of tokens to
-        keep; 0 removes none where it is a number to remove, and all where it is a number to keep."""
+        """As the installed version of the package means it: -n removes n tokens from the end, a positive
+        number is the number of tokens to keep; 0 removes none where it is a number to remove, and all where
+        it is one to keep."""
         n, change = self.get_seq_length(), int(tokens_to_remove)
         keep = change if change > 0 else 0 if change == 0 and not _zero_keeps_all() else max(n + change, 0)
         if keep < n:
@@ -305,6 +320,11 @@ class Layer(CacheLayerMixin):
         """Nothing."""
 
 
+def _chunks_on_gpu(tokens: int, chunk: int) -> UnsupportedError:
+    return UnsupportedError(f"kvq: {model_name()} attends within chunks of {chunk} tokens; {tokens} tokens are "
+                            "for the CPU only, not for a GPU")
+
+
 @functools.lru_cache(maxsize=None)
 def _zero_keeps_all() -> bool:
     """Whether crop(0) of the package's own layers removes nothing; in older versions it removes all."""
@@ -317,15 +337,17 @@ def _zero_keeps_all() -> bool:
 class Cache(_Cache):
     """past_key_values of a model whose attention is "kvq".
 
-    Layers of recurrent states (linear attention, convolutions) are the package's own. copy.deepcopy() forks all sequences: the copy shares
-    pages with this cache, and bytes() counts those of both.
+    Layers of recurrent states (linear attention, convolutions) are the package's own. copy.deepcopy() forks
+    all sequences: the copy shares pages with this cache, and bytes() counts those of both.
 
     keys, values  formats by name, as of kvq.Cache; on a GPU of kvq.cuda.Cache, one for both
     threads       of kvq, on the CPU; None: the calling thread
-    options       others of kvq.Cache: sinks, recent, window, ...; on a GPU of kvq.cuda.Cache: max_tokens (None: 32768), ...
+    options       others of kvq.Cache: sinks, recent, window, ...; on a GPU of kvq.cuda.Cache: max_tokens
+                  (None: 32768), ...
     """
 
-    def __init__(self, keys: Any = "std4", values: Any = None, *, threads: Optional[Threads] = None, **options: Any) -> None:
+    def __init__(self, keys: Any = "std4", values: Any = None, *, threads: Optional[Threads] = None,
+                 **options: Any) -> None:
         self._padding = padding = _Padding()
         self._graph: Optional[DecodeGraph] = None  # of decode_in_graphs
         self._records = False  # activate_past_recording
@@ -335,14 +357,16 @@ class Cache(_Cache):
     def __deepcopy__(self, memo: Dict[int, Any]) -> "Cache":
         made = memo[id(self)] = type(self)(**self._given)
         made._records = self._records
-        made.layers.extend(layer.copy(made._padding) if isinstance(layer, Layer) else copy.deepcopy(layer, memo) for layer in self.layers)
+        for layer in self.layers:
+            own = isinstance(layer, Layer)
+            made.layers.append(layer.copy(made._padding) if own else copy.deepcopy(layer, memo))
         return made
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
                **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
         if layer_idx < len(self.layers) and not isinstance(self.layers[layer_idx], Layer):
-            raise UnsupportedError(f"kvq: layer {layer_idx} of {model_name()} has keys and recurrent states at once, which "
-                                   "kvq.transformers.Cache does not hold")
+            raise UnsupportedError(f"kvq: layer {layer_idx} of {model_name()} has keys and recurrent states at "
+                                   "once, which kvq.transformers.Cache does not hold")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _of_states(self, layer_idx: int) -> None:
@@ -352,8 +376,9 @@ class Cache(_Cache):
         made, layer = state_layer(), self.layers[layer_idx]
         if isinstance(layer, Layer):
             if made is None or layer.is_initialized:
-                raise UnsupportedError(f"kvq: layer {layer_idx} of {model_name()} has recurrent states" +
-                                       (" and keys at once" if made else "") + ", which kvq.transformers.Cache does not hold")
+                both = " and keys at once" if made else ""
+                raise UnsupportedError(f"kvq: layer {layer_idx} of {model_name()} has recurrent states{both}, "
+                                       "which kvq.transformers.Cache does not hold")
             self.layers[layer_idx] = made()
             if self._records:
                 self.layers[layer_idx].activate_past_recording()
@@ -364,21 +389,25 @@ class Cache(_Cache):
         super().activate_past_recording()
 
     def update_indexer(self, *_: Any, **__: Any) -> torch.Tensor:
-        raise UnsupportedError(f"kvq: {model_name()} chooses the tokens that it attends to with keys of an indexer, which "
-                               "kvq.transformers.Cache does not hold")
+        raise UnsupportedError(f"kvq: {model_name()} chooses the tokens that it attends to with keys of an "
+                               "indexer, which kvq.transformers.Cache does not hold")
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any,
+                          **kwargs: Any) -> torch.Tensor:
         self._of_states(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any,
+                               **kwargs: Any) -> torch.Tensor:
         self._of_states(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def has_previous_state(self, layer_idx: Optional[int] = None, *args: Any, **kwargs: Any) -> bool:
         """Whether a layer of recurrent states has some; None: the last such layer."""
         own = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
-        return not all(isinstance(layer, Layer) for layer in own) and super().has_previous_state(layer_idx, *args, **kwargs)
+        if all(isinstance(layer, Layer) for layer in own):
+            return False
+        return super().has_previous_state(layer_idx, *args, **kwargs)
 
     def _held(self, layer_idx: int) -> Optional[Layer]:
         """The layer, or the first one that has been given keys: a model may have layers without."""
@@ -393,7 +422,9 @@ class Cache(_Cache):
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> Tuple[int, int]:
         held = self._held(layer_idx)
-        return (query if isinstance(query, int) else query.shape[0], 0) if held is None else held.get_mask_sizes(query)
+        if held is not None:
+            return held.get_mask_sizes(query)
+        return query if isinstance(query, int) else query.shape[0], 0
 
     def reset(self) -> None:
         """No tokens and no states. The next batch may have another size."""
@@ -405,11 +436,13 @@ class Cache(_Cache):
 
     def bytes(self) -> int:
         """Of kvq's layers and sequences, shared pages counted once."""
-        return sum(layer.pages.info().bytes_in_use for layer in self.layers if isinstance(layer, Layer) and layer.pages is not None)
+        held = [layer for layer in self.layers if isinstance(layer, Layer) and layer.is_initialized]
+        return sum(layer.pages.info().bytes_in_use for layer in held)
 
     def _on_device(self) -> bool:
         """Whether all layers are kvq's, on a GPU, and hold tokens."""
-        return len(self.layers) > 0 and all(isinstance(layer, Layer) and layer._device is not None for layer in self.layers)
+        on_device = [isinstance(layer, Layer) and layer._device is not None for layer in self.layers]
+        return len(on_device) > 0 and all(on_device)
 
 
 class DecodeGraph:
@@ -446,7 +479,8 @@ class DecodeGraph:
         """One token of every row, [batch][1]. Returns logits."""
         layers: List[Any] = self._cache.layers
         if not self._cache._on_device():
-            raise ArgumentError("kvq: a graph of decode steps needs a cache on a GPU that holds a prompt, and no layers of recurrent states")
+            raise ArgumentError("kvq: a graph of decode steps needs a cache on a GPU that holds a prompt, and no "
+                                "layers of recurrent states")
         batch = len(layers[0].sequences)
         if tuple(ids.shape) != (batch, 1):
             raise ArgumentError(f"kvq: the ids of a step are {list(ids.shape)}, not [{batch}][1]")
@@ -469,7 +503,7 @@ class DecodeGraph:
     def _step(self, ids: torch.Tensor, layers: List[Any], batch: int) -> None:
         for layer in layers:
             if layer.chunk is not None and layer.tokens + 1 > layer.chunk:
-                raise UnsupportedError(f"kvq: {layer.tokens + 1} tokens in chunks of {layer.chunk} are attended to on the CPU only, not on a GPU")
+                raise _chunks_on_gpu(layer.tokens + 1, layer.chunk)
         lengths = [layers[0].tokens] * batch if layers[0].real is None else layers[0].real.sum(1).tolist()
         if lengths != self._lengths:
             self._positions.copy_(torch.tensor(lengths).unsqueeze(1))
@@ -537,17 +571,25 @@ def _fits_graph(cache: Cache, kwargs: Dict[str, Any]) -> bool:
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
               attention_mask: Optional[torch.Tensor], scaling: Optional[float] = None, dropout: float = 0.0,
-              sliding_window: Optional[int] = None, softcap: Optional[float] = None, s_aux: Optional[torch.Tensor] = None,
-              is_causal: Optional[bool] = None, **others: Any) -> Tuple[torch.Tensor, None]:
-    """The attention function "kvq". query: [batch][q_heads][n][head_dim]; returns [batch][n][q_heads][value_dim], None."""
-    layer: Any = key.of if isinstance(key, Handed) else _expanded.layer if _expanded.module is module else None
+              sliding_window: Optional[int] = None, softcap: Optional[float] = None,
+              s_aux: Optional[torch.Tensor] = None, is_causal: Optional[bool] = None,
+              **others: Any) -> Tuple[torch.Tensor, None]:
+    """The attention function "kvq". query: [batch][q_heads][n][head_dim]. Returns
+    [batch][n][q_heads][value_dim], None.
+
+    attention_mask is what the mask function "kvq" has returned, or [batch][tokens] or [batch][1][n][tokens]
+    of a user. sliding_window counts where that says nothing of a window.
+    """
+    if isinstance(key, Handed):
+        layer, keys = key.of, key.of.take(key)
+    else:
+        layer, keys = (_expanded.layer if _expanded.module is module else None), key
     _expanded.layer = _expanded.module = None
-    keys = layer.take(key) if isinstance(key, Handed) else None if layer is None else key
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UnsupportedError(f"kvq: the attention of {type(module).__name__} is not causal")
-    if keys is None:
-        raise ArgumentError(f'kvq: {model_name()} attends with keys that were not given to a cache of kvq; attn_implementation="kvq" needs '
-                            "past_key_values=kvq.transformers.Cache(...)")
+        raise UnsupportedError(f"kvq: {type(module).__name__} of {model_name()} is not causal")
+    if layer is None:
+        raise ArgumentError(f"kvq: {model_name()} attends with keys that were not given to a cache of kvq; "
+                            'attn_implementation="kvq" needs past_key_values=kvq.transformers.Cache(...)')
     if dropout:
         raise UnsupportedError(f"kvq: attention has no dropout, got {dropout}; call model.eval()")
     for name in _REFUSED:
@@ -563,14 +605,15 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     return layer.attend(keys, value, query, mask, (scaling, softcap, window), s_aux), None
 
 
-def attention_mask(batch_size: int, kv_length: int = 0, kv_offset: int = 0, mask_function: Optional[Callable] = None,
-                   attention_mask: Optional[torch.Tensor] = None, q_length: int = 0, q_offset: int = 0,
-                   cache_position: Optional[torch.Tensor] = None, config: Any = None, use_vmap: bool = False, device: Any = "cpu",
-                   **others: Any) -> torch.Tensor:
+def attention_mask(batch_size: int, kv_length: int = 0, kv_offset: int = 0,
+                   mask_function: Optional[Callable] = None, attention_mask: Optional[torch.Tensor] = None,
+                   q_length: int = 0, q_offset: int = 0, cache_position: Optional[torch.Tensor] = None,
+                   config: Any = None, use_vmap: bool = False, device: Any = "cpu", **others: Any) -> torch.Tensor:
     """The mask function "kvq": hands on what the package says of the mask, for the attention function."""
     check_model(config)
     queries = (q_offset, q_offset + q_length) if cache_position is None else cache_position
-    return HandedMask.make(_EMPTY, said(mask_function, attention_mask, batch_size, queries, kv_length, use_vmap, device), "its attention mask")
+    mask = said(mask_function, attention_mask, batch_size, queries, kv_length, use_vmap, device)
+    return HandedMask.make(_EMPTY, mask, "its attention mask")
 
 
 class _Expanded(threading.local):
@@ -579,8 +622,9 @@ class _Expanded(threading.local):
 
 
 _EMPTY = torch.empty(0)
-_expanded = _Expanded()  # of latent attention: the layer whose keys the module's next call of attention() is given
+_expanded = _Expanded()  # of latent attention: the layer whose keys the module gives to attention() next
 # What changes attention: biases, tokens that a model chooses, documents of packed sequences.
-_REFUSED = ("head_mask", "layer_head_mask", "position_bias", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k")
+_REFUSED = ("head_mask", "layer_head_mask", "position_bias", "indices", "block_indices", "cu_seq_lens_q",
+            "cu_seq_lens_k")
 AttentionInterface.register("kvq", attention)
 AttentionMaskInterface.register("kvq", attention_mask)
