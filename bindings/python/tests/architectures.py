@@ -1,4 +1,5 @@
-"""Tiny random models of many architectures of transformers, generated from with the package's cache and with kvq's: prints a table.
+"""Generates from tiny random models of many architectures of transformers, with the package's cache and with
+kvq's, and prints a table.
 
     python3 architectures.py [--least N] [--jobs N] [NAME]...
 
@@ -29,66 +30,83 @@ import kvq.transformers
 
 WORDS, PAD = 120, 0
 COMMON = dict(
-    vocab_size=WORDS, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=16, max_position_embeddings=256, bos_token_id=1, eos_token_id=None, pad_token_id=PAD, tie_word_embeddings=False,
-    attention_dropout=0.0, initializer_range=0.3)
-EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    vocab_size=WORDS, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=1, eos_token_id=None,
+    pad_token_id=PAD, tie_word_embeddings=False, attention_dropout=0.0, initializer_range=0.3)
+EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
+               moe_intermediate_size=32)
+SHARED_EXPERT = dict(EXPERTS, shared_expert_intermediate_size=32)
 WINDOW = dict(sliding_window=12)
 SLIDING = dict(WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_expand=2, mamba_chunk_size=16)
-EXPERTS_OF_GRANITE = dict(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32)
-LINEAR = dict(layer_types=["linear_attention", "linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_conv_kernel_dim=4)
-LATENT = dict(q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12, head_dim=8, num_key_value_heads=4,
-              n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
-GPT = dict(n_embd=64, n_head=4, n_layer=3, n_positions=256, n_inner=96, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+GEMMA4 = dict(SLIDING, hidden_size_per_layer_input=8, vocab_size_per_layer_input=WORDS, global_head_dim=24)
+CHUNKED = dict(attention_chunk_size=8, no_rope_layers=[1, 1, 0],
+               layer_types=["chunked_attention", "chunked_attention", "full_attention"])
+LATENT = dict(q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+              head_dim=8, num_key_value_heads=4, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
+LINEAR = dict(layer_types=["linear_attention", "linear_attention", "full_attention"], linear_num_key_heads=2,
+              linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+              linear_conv_kernel_dim=4)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_expand=2,
+             mamba_chunk_size=16)
+GPT = dict(n_embd=64, n_head=4, n_layer=3, n_positions=256, n_inner=96, attn_pdrop=0.0, resid_pdrop=0.0,
+           embd_pdrop=0.0)
 
-# Options of each. The model is NAMEForCausalLM with NAMEConfig, unless CLASSES says otherwise.
+# The model is NAMEForCausalLM with NAMEConfig, unless this says otherwise.
 CLASSES = {
-    "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig"), "GPT2": ("GPT2LMHeadModel", "GPT2Config"),
-    "Llama4": ("Llama4ForCausalLM", "Llama4TextConfig"), "Qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
-    "Gemma3n": ("Gemma3nForCausalLM", "Gemma3nTextConfig"), "Gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig"),
-    "Gemma4, nothing shared": ("Gemma4ForCausalLM", "Gemma4TextConfig"), "Bart": ("BartForConditionalGeneration", "BartConfig"),
+    "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig"),
+    "Gemma3n": ("Gemma3nForCausalLM", "Gemma3nTextConfig"),
+    "Gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig"),
+    "Gemma4, nothing shared": ("Gemma4ForCausalLM", "Gemma4TextConfig"),
+    "GPT2": ("GPT2LMHeadModel", "GPT2Config"),
+    "Llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
+    "Qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
+    "Bart": ("BartForConditionalGeneration", "BartConfig"),
 }
+# Options beside COMMON.
 HELD = {
     "Llama": {}, "Mistral": WINDOW, "Mixtral": dict(WINDOW, **EXPERTS), "Qwen2": {},
-    "Qwen2Moe": dict(EXPERTS, shared_expert_intermediate_size=32), "Qwen3": dict(SLIDING, use_sliding_window=True), "Qwen3Moe": EXPERTS,
-    "Gemma": {}, "Gemma2": dict(SLIDING, attn_logit_softcapping=5.0), "Gemma3": SLIDING,
-    "Gemma4, nothing shared": dict(SLIDING, num_kv_shared_layers=0, hidden_size_per_layer_input=8, vocab_size_per_layer_input=WORDS,
-                                   global_head_dim=24),
-    "Phi": {}, "Phi3": WINDOW, "StableLm": {}, "Starcoder2": WINDOW, "Olmo": {}, "Olmo2": {}, "Olmo3": SLIDING, "Olmoe": EXPERTS,
-    "Granite": {}, "GraniteMoe": EXPERTS, "Cohere": {}, "Cohere2": SLIDING, "GPTNeoX": {}, "GPT2": GPT, "GPTBigCode": GPT,
-    "OPT": dict(ffn_dim=96, word_embed_proj_dim=64), "Glm": {}, "Glm4": {}, "Helium": {}, "Nemotron": {}, "Persimmon": {}, "SmolLM3": {},
-    "Exaone4": dict(SLIDING, sliding_window_pattern=2), "Ernie4_5": {}, "GptOss": dict(SLIDING, **EXPERTS), "Arcee": {},
-    "HunYuanDenseV1": {}, "SeedOss": {}, "Apertus": {},
+    "Qwen2Moe": SHARED_EXPERT, "Qwen3": dict(SLIDING, use_sliding_window=True), "Qwen3Moe": EXPERTS, "Gemma": {},
+    "Gemma2": dict(SLIDING, attn_logit_softcapping=5.0), "Gemma3": SLIDING,
+    "Gemma4, nothing shared": dict(GEMMA4, num_kv_shared_layers=0), "Phi": {}, "Phi3": WINDOW, "StableLm": {},
+    "Starcoder2": WINDOW, "Olmo": {}, "Olmo2": {}, "Olmo3": SLIDING, "Olmoe": EXPERTS, "Granite": {},
+    "GraniteMoe": EXPERTS, "Cohere": {}, "Cohere2": SLIDING, "GPTNeoX": {}, "GPT2": GPT, "GPTBigCode": GPT,
+    "OPT": dict(ffn_dim=96, word_embed_proj_dim=64), "Glm": {}, "Glm4": {}, "Helium": {}, "Nemotron": {},
+    "Persimmon": {}, "SmolLM3": {}, "Exaone4": dict(SLIDING, sliding_window_pattern=2), "Ernie4_5": {},
+    "GptOss": dict(SLIDING, **EXPERTS), "Arcee": {}, "HunYuanDenseV1": {}, "SeedOss": {}, "Apertus": {},
     # Attention in chunks.
-    "Llama4": dict(EXPERTS, attention_chunk_size=8, intermediate_size_mlp=96, no_rope_layers=[1, 1, 0], moe_layers=[1],
-                   layer_types=["chunked_attention", "chunked_attention", "full_attention"]),
+    "Llama4": dict(CHUNKED, **EXPERTS, intermediate_size_mlp=96, moe_layers=[1]),
     # Latent attention.
-    "DeepseekV2": dict(EXPERTS, **LATENT), "DeepseekV3": dict(EXPERTS, **LATENT), "MiniCPM3": LATENT,
-    "Glm4MoeLite": dict(EXPERTS, **LATENT), "Youtu": LATENT,
+    "DeepseekV2": dict(LATENT, **EXPERTS), "DeepseekV3": dict(LATENT, **EXPERTS), "MiniCPM3": LATENT,
+    "Glm4MoeLite": dict(LATENT, **EXPERTS), "Youtu": LATENT,
     # Recurrent states in some layers.
-    "Qwen3Next": dict(EXPERTS, **LINEAR, shared_expert_intermediate_size=32), "Qwen3_5": LINEAR,
+    "Qwen3Next": dict(LINEAR, **SHARED_EXPERT), "Qwen3_5": LINEAR,
     "Lfm2": dict(conv_L_cache=3, layer_types=["conv", "full_attention", "conv"], full_attn_idxs=[1]),
-    "Jamba": dict(attn_layer_period=3, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_d_state=8, mamba_dt_rank=8,
-                  use_mamba_kernels=False),
+    "Jamba": dict(attn_layer_period=3, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1,
+                  mamba_d_state=8, mamba_dt_rank=8, use_mamba_kernels=False),
     "Bamba": dict(MAMBA, attn_layer_indices=[1]),
-    "GraniteMoeHybrid": dict(MAMBA, **EXPERTS_OF_GRANITE, layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    "GraniteMoeHybrid": dict(MAMBA, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32,
+                             layer_types=["linear_attention", "full_attention", "linear_attention"]),
 }
 # And what the refusal says.
 OWN_ATTENTION = "does not hand"
 REFUSED = {
-    "Gemma3n": (dict(SLIDING, num_kv_shared_layers=1, laurel_rank=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=WORDS,
-                     activation_sparsity_pattern=[0.0] * 3, altup_num_inputs=2), "num_kv_shared_layers"),
-    "Gemma4": (dict(SLIDING, num_kv_shared_layers=1, hidden_size_per_layer_input=8, vocab_size_per_layer_input=WORDS, global_head_dim=16),
-               "num_kv_shared_layers"),
+    "Gemma3n": (dict(SLIDING, num_kv_shared_layers=1, laurel_rank=8, hidden_size_per_layer_input=8,
+                     vocab_size_per_layer_input=WORDS, activation_sparsity_pattern=[0.0] * 3,
+                     altup_num_inputs=2),
+                "num_kv_shared_layers"),
+    "Gemma4": (dict(GEMMA4, num_kv_shared_layers=1), "num_kv_shared_layers"),
     "Bloom": (dict(n_layer=3, n_head=4), OWN_ATTENTION),
-    "Falcon": (dict(new_decoder_architecture=False, multi_query=True, alibi=False, head_dim=None), OWN_ATTENTION),
+    "Falcon": (dict(new_decoder_architecture=False, multi_query=True, alibi=False, head_dim=None),
+               OWN_ATTENTION),
     "Mpt": (dict(d_model=64, n_heads=4, n_layers=3, max_seq_len=256), OWN_ATTENTION),
-    "GPTJ": (dict(GPT, rotary_dim=8), OWN_ATTENTION), "CodeGen": (dict(GPT, rotary_dim=8), OWN_ATTENTION),
-    "FalconH1": (dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1), "hybrid"),
-    "DeepseekV32": (dict(EXPERTS, **LATENT, index_topk=8, index_head_dim=16, index_n_heads=2), "deepseek_sparse_attention|an indexer"),
-    "Bart": (dict(d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=96,
-                  decoder_ffn_dim=96, decoder_start_token_id=1), "not causal"),
+    "GPTJ": (dict(GPT, rotary_dim=8), OWN_ATTENTION),
+    "CodeGen": (dict(GPT, rotary_dim=8), OWN_ATTENTION),
+    "FalconH1": (dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1),
+                 "hybrid"),
+    "DeepseekV32": (dict(LATENT, **EXPERTS, index_topk=8, index_head_dim=16, index_n_heads=2),
+                    "deepseek_sparse_attention"),
+    "Bart": (dict(d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+                  encoder_ffn_dim=96, decoder_attention_heads=4, decoder_ffn_dim=96, decoder_start_token_id=1), "not causal"),
 }
 MODES = ("greedy", "padded", "beams", "beams padded", "drafts", "chunks", "two each", "copy", "crop", "reset")
 
@@ -99,7 +117,8 @@ def made(name, options):
     if not hasattr(transformers, model_class) or not hasattr(transformers, config_class):
         return None
     torch.manual_seed(7)
-    config = getattr(transformers, config_class)(**{k: v for k, v in {**COMMON, **options}.items() if v is not None or k == "eos_token_id"})
+    options = {k: v for k, v in {**COMMON, **options}.items() if k != "head_dim" or v is not None}
+    config = getattr(transformers, config_class)(**options)
     model = getattr(transformers, model_class)(config).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD
@@ -126,21 +145,22 @@ def runs(model, mode, make):
         ids = ids.masked_fill(mask == 0, PAD)
     if mode == "drafts":  # what it says is in it twice
         ids, mask = ids[:1].repeat(1, 2), mask[:1].repeat(1, 2)
-    options = dict(max_new_tokens=12, do_sample=False)
-    options.update({"beams": dict(num_beams=3), "beams padded": dict(num_beams=3), "drafts": dict(prompt_lookup_num_tokens=3),
-                    "chunks": dict(prefill_chunk_size=8), "two each": dict(num_beams=3, num_return_sequences=2)}.get(mode, {}))
+    of_modes = {"beams": dict(num_beams=3), "beams padded": dict(num_beams=3),
+                "drafts": dict(prompt_lookup_num_tokens=3), "chunks": dict(prefill_chunk_size=8),
+                "two each": dict(num_beams=3, num_return_sequences=2)}
+    options = dict(max_new_tokens=12, do_sample=False, **of_modes.get(mode, {}))
 
     def generated(ids, given=None, mask=None):
         mask = torch.ones_like(ids) if mask is None else mask
-        return model.generate(ids, attention_mask=mask, past_key_values=make(model) if given is None else given, **options)
+        given = make(model) if given is None else given
+        return model.generate(ids, attention_mask=mask, past_key_values=given, **options)
 
     other = torch.cat([ids[:, :12], ids[:, 3:9]], 1)
     if mode in ("copy", "crop"):
         prompt = make(model)
         if own and mode == "crop":  # its layers of windows forget what is needed: all tokens again
             return torch.cat([generated(ids), generated(other)], 1)
-        with torch.no_grad():
-            model(ids[:, :15] if mode == "crop" else ids[:, :12], past_key_values=prompt, use_cache=True)
+        logits(model, ids[:, :15] if mode == "crop" else ids[:, :12], prompt)
         first = generated(ids, copy.deepcopy(prompt))
         if mode == "crop":
             prompt.crop(-3)
@@ -182,7 +202,7 @@ def compare(name):
             found = runs(model, mode, lambda _: cache())
             results[mode] = "equal" if torch.equal(found, expected) else "OTHER"
             if results[mode] == "OTHER":
-                log.append(f"{mode}: ids differ in {(found != expected).sum().item()} of {expected.numel()} places")
+                log.append(f"{mode}: {(found != expected).sum().item()} of {expected.numel()} ids differ")
         except Exception as e:
             # Layers of recurrent states are the package's own, which cannot go back.
             results[mode] = "-" if mode == "crop" and "track past states" in str(e) else "FAILED"
@@ -190,8 +210,13 @@ def compare(name):
     return name, results, log, time.perf_counter() - start
 
 
+def logits(model, ids, given, **options):
+    with torch.no_grad():
+        return model(ids, past_key_values=given, use_cache=True, **options).logits
+
+
 def masks():
-    """Logits of prompts and decode steps under masks that are not causal, as the package's own functions make them."""
+    """Logits of prompts and decode steps under masks that are not causal, made by the package."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     model, worst = made("Gemma2", dict(HELD["Gemma2"], sliding_window=64)), {}
@@ -200,7 +225,8 @@ def masks():
     padded[0, :5] = 0
     blocks = torch.full_like(ids, -1)
     blocks[:, 8:15], blocks[:, 17:20] = 0, 1
-    kinds = {"prefix": dict(or_mask_function=lambda b, h, q, k: k < 9), "blocks": dict(block_sequence_ids=blocks),
+    kinds = {"prefix": dict(or_mask_function=lambda b, h, q, k: k < 9),
+             "blocks": dict(block_sequence_ids=blocks),
              "packed": dict(and_mask_function=lambda b, h, q, k: (q < 13) == (k < 13))}
     for kind, options in kinds.items():
         for mask in (None, padded):
@@ -209,12 +235,12 @@ def masks():
                 model.set_attn_implementation(implementation)
                 out = []
                 for first, last in ((0, 30), (30, 31)):
-                    common = dict(config=model.config, inputs_embeds=torch.zeros(2, last - first, 1), past_key_values=given,
-                                  attention_mask=None if mask is None else mask[:, :last], **options)
+                    common = dict(config=model.config, inputs_embeds=torch.zeros(2, last - first, 1),
+                                  past_key_values=given, **options,
+                                  attention_mask=None if mask is None else mask[:, :last])
                     of_layers = {"full_attention": create_causal_mask(**common),
                                  "sliding_attention": create_sliding_window_causal_mask(**common)}
-                    with torch.no_grad():
-                        out.append(model(ids[:, first:last], attention_mask=of_layers, past_key_values=given, use_cache=True).logits)
+                    out.append(logits(model, ids[:, first:last], given, attention_mask=of_layers))
                 outs.append(torch.cat(out, 1))
             seen = slice(None) if mask is None else mask.bool()
             error = ((outs[1] - outs[0])[seen].abs().max() / outs[0].abs().max()).item()
@@ -236,17 +262,19 @@ def refuse(name):
         passes = []
         model.register_forward_hook(lambda *_: passes.append(0))
         ids = torch.randint(2, WORDS, (2, 9))
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, past_key_values=cache())
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
+                       past_key_values=cache())
         return name, "FAILED", "it was generated from"
     except kvq.UnsupportedError as e:
         right = type(model).__name__ in str(e) and re.search(text, str(e)) and not passes
-        return name, "refused" if right else "FAILED", f"{e}" + (f" (after {len(passes)} passes)" if passes else "")
+        said = f"{e} (after {len(passes)} passes)" if passes else str(e)
+        return name, "refused" if right else "FAILED", said
     except Exception as e:
         return name, "FAILED", f"{line(e)}\n{traceback.format_exc()}"
 
 
 def on_gpu():
-    """Errors of logits in bfloat16 against float32, the package's attention and kvq's. Returns rows and whether all is well."""
+    """Errors of logits in bfloat16 against float32, the package's attention and kvq's."""
     import kvq.cuda
 
     if not torch.cuda.is_available() or not kvq.cuda.available():
@@ -255,7 +283,8 @@ def on_gpu():
     well = True
     print(f"\n{'bfloat16 on a GPU':24}{'own error':>12}{'kvq':>12}{'ratio':>8}")
     for name in ("Llama", "Mistral", "Qwen3", "Gemma2", "Phi3", "GptOss", "Qwen3Next"):
-        options = dict(HELD[name], hidden_size=256, head_dim=64, intermediate_size=384, initializer_range=0.05, max_position_embeddings=1024)
+        options = dict(HELD[name], hidden_size=256, head_dim=64, intermediate_size=384,
+                       initializer_range=0.05, max_position_embeddings=1024)
         if "sliding_window" in options:
             options["sliding_window"] = 100
         try:
@@ -266,18 +295,17 @@ def on_gpu():
             torch.manual_seed(3)
             ids = torch.randint(2, WORDS, (2, 340), device="cuda")
 
-            def logits(given):
-                with torch.no_grad():
-                    out = [model(ids[:, :300], past_key_values=given, use_cache=True).logits]
-                    out += [model(ids[:, i : i + 1], past_key_values=given, use_cache=True).logits for i in range(300, 340)]
-                return torch.cat(out, 1).double()
+            def all_logits(given):
+                steps = [(0, 300)] + [(i, i + 1) for i in range(300, 340)]
+                return torch.cat([logits(model, ids[:, a:b], given) for a, b in steps], 1).double()
 
             model.set_attn_implementation("eager")
-            right = logits(theirs(model))
+            right = all_logits(theirs(model))
             model = model.to(torch.bfloat16)
-            own = (logits(theirs(model)) - right).square().mean().sqrt().item()
+            own = (all_logits(theirs(model)) - right).square().mean().sqrt().item()
             model.set_attn_implementation("kvq")
-            ours = (logits(kvq.transformers.Cache("bf16", max_tokens=512)) - right).square().mean().sqrt().item()
+            given = kvq.transformers.Cache("bf16", max_tokens=512)
+            ours = (all_logits(given) - right).square().mean().sqrt().item()
             ok = ours <= 1.2 * own
             print(f"{name:24}{own:12.3e}{ours:12.3e}{ours / own:8.2f}{'' if ok else '  FAILED'}")
         except Exception as e:
@@ -294,7 +322,7 @@ def main():
     parser.add_argument("names", nargs="*")
     a = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {kvq.__version__ if hasattr(kvq, '__version__') else 'kvq'}")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, kvq {kvq.__version__}")
     held, refused = ([n for n in of if not a.names or n in a.names] for of in (HELD, REFUSED))
     failed, logs, generated, equal = 0, [], 0, 0
     with multiprocessing.get_context("fork").Pool(a.jobs) as pool:

@@ -429,6 +429,33 @@ class StandIn(unittest.TestCase):
         with self.assertRaisesRegex(kvq.UnsupportedError, "layers of the type linear_attention"):
             self.model(self.ids, self.exact(), self.attention, None, self.mask)
 
+    def test_latent_attention(self):
+        """A module that gives latents to the cache, and makes keys and values of what comes back."""
+        def matrix():
+            return torch.randn(KV * D, 16, device=self.device, dtype=self.dtype) / 4
+
+        class Latent:
+            is_causal, sees, maps = True, staticmethod(causal), (matrix(), matrix())
+
+            def expand_kv(self, latents):
+                k, v = (torch.nn.functional.linear(latents, of) for of in self.maps)
+                return (x.view(*x.shape[:2], x.shape[2], KV, D)[:, 0].transpose(1, 2) for x in (k, v))
+
+        module, cache, all_of = Latent(), self.exact(), torch.zeros(2, 1, 0, 16, device=self.device, dtype=self.dtype)
+        for n in (30, 5, 1):
+            new = torch.randn(2, 1, n, 16, device=self.device, dtype=self.dtype)
+            q = torch.randn(2, Q, n, D, device=self.device, dtype=self.dtype)
+            all_of = torch.cat([all_of, new], dim=2)
+            latents, _ = cache.update(new, new[..., :4], 0)
+            out = self.attention(module, q, *module.expand_kv(latents), None, scaling=0.3)[0]
+            expected = eager(module, q, *module.expand_kv(all_of), None, 0.3)[0]
+            self.assertLess((out - expected).abs().max().item(), self.most)
+        self.assertEqual(cache.get_seq_length(), 36)
+        latents, _ = cache.update(new, new[..., :4], 0)
+        keys = module.expand_kv(latents)
+        with self.assertRaisesRegex(kvq.ArgumentError, "were not given to a cache of kvq"):  # another module's
+            self.attention(Latent(), q, *keys, None)
+
     def test_layers_of_states(self):
         """Are the package's own; keys and lengths are found behind them."""
         cache, one = self.exact(), torch.ones(3, 1)
@@ -445,6 +472,8 @@ class StandIn(unittest.TestCase):
         other = copy.deepcopy(cache)
         other.layers[1].states += 1
         self.assertEqual(cache.layers[1].states.max().item(), 2)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "keys of an indexer"):
+            cache.update_indexer(one, 0)
         for f in (lambda: cache.update(key, key, 1), lambda: cache.update_conv_state(one, 3)):
             with self.assertRaisesRegex(kvq.UnsupportedError, "keys and recurrent states at once|recurrent states and keys at once"):
                 f()
@@ -533,7 +562,8 @@ class StandIn(unittest.TestCase):
         q = torch.zeros(1, Q, 1, D, device=self.device, dtype=self.dtype)
         key = torch.zeros(1, KV, 1, D, device=self.device, dtype=self.dtype)
         for options, text in (({"dropout": 0.1}, "dropout"), ({"is_causal": False}, "not causal"), ({"head_mask": q}, "head_mask"),
-                              ({"output_attentions": True}, "gives no weights")):
+                              ({"output_attentions": True}, "gives no weights"), ({"indices": q}, "takes no indices"),
+                              ({"cu_seq_lens_q": q}, "takes no cu_seq_lens_q")):
             k, v = self.exact().update(key, key, 0)
             with self.assertRaisesRegex(kvq.UnsupportedError, text):
                 self.attention(self.model, q, k, v, None, **options)
