@@ -909,6 +909,25 @@ TEST_CASE("the list of formats, descriptions, the options of a cache, frequencie
     CHECK(info.bytes_in_use == 0);
     OK(kvq_cache_free(cache));
 
+    // Values of two names may be one format, which then has both.
+    o.keys = "std4,mix4, int8, int8-bounds,kivi-4-g64,affine-4-g64";
+    OK(kvq_cache_create(&o, &cache));
+    const auto index_of = [&](kvq_role role, const char* name) {
+        std::int32_t index = -1;
+        OK(kvq_cache_find_format(cache, role, name, &index));
+        return index;
+    };
+    CHECK(index_of(KVQ_VALUE, "std4") == 1);
+    CHECK(index_of(KVQ_VALUE, "mix4") == 1);
+    CHECK(index_of(KVQ_VALUE, "int8") == 2);
+    CHECK(index_of(KVQ_VALUE, "int8-bounds") == 2);
+    CHECK(index_of(KVQ_VALUE, "kivi-4-g64") == 3);
+    CHECK(index_of(KVQ_VALUE, "affine-4-g64") == 3);
+    CHECK(index_of(KVQ_KEY, "mix4") == 2);
+    CHECK(index_of(KVQ_KEY, "int8-bounds") == 4);
+    CHECK(index_of(KVQ_KEY, "affine-4-g64") == 6);
+    OK(kvq_cache_free(cache));
+
     double frequencies[32] = {};
     OK(kvq_rotary_llama3(64, 5e5, 8.0, 1.0, 4.0, 8192.0, frequencies));
     CHECK(std::vector<double>(frequencies, frequencies + 32) == kvq::llama3_frequencies(64, 5e5, {}));

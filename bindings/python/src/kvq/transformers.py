@@ -608,10 +608,12 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
 def attention_mask(batch_size: int, kv_length: int = 0, kv_offset: int = 0,
                    mask_function: Optional[Callable] = None, attention_mask: Optional[torch.Tensor] = None,
                    q_length: int = 0, q_offset: int = 0, cache_position: Optional[torch.Tensor] = None,
-                   config: Any = None, use_vmap: bool = False, device: Any = "cpu", **others: Any) -> torch.Tensor:
+                   config: Any = None, use_vmap: bool = False, device: Any = None, **others: Any) -> torch.Tensor:
     """The mask function "kvq": hands on what the package says of the mask, for the attention function."""
     check_model(config)
     queries = (q_offset, q_offset + q_length) if cache_position is None else cache_position
+    if device is None and cache_position is not None:  # older versions
+        device = cache_position.device
     mask = said(mask_function, attention_mask, batch_size, queries, kv_length, use_vmap, device)
     return HandedMask.make(_EMPTY, mask, "its attention mask")
 
