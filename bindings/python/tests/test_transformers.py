@@ -512,6 +512,13 @@ class StandIn(unittest.TestCase):
             ids = torch.randint(0, WORDS, (rows, 40)).to(self.device)
             self.both(ids, ours, theirs)
             self.both(ids[:, :1], ours, theirs)
+        ours.reset()
+        layer, (q, k, bad) = ours.layers[0], (torch.zeros(5, h, 1, d, device=self.device, dtype=self.dtype)
+                                              for h, d in ((Q, D), (KV, D), (KV, 1 << 20)))
+        for _ in range(2):  # what cannot be held changes nothing
+            with self.assertRaises(kvq.Error):
+                self.attention(self.model, q, *layer.update(bad, bad), None)
+        self.attention(self.model, q, *layer.update(k, k), None)
 
     def test_crop_of_older_versions(self):
         """crop(0) removes all where a positive number is what is kept."""

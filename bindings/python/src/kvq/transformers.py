@@ -133,9 +133,7 @@ class Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: Optional[torch.Tensor] = None) -> None:
         batch, kv_heads, _, head_dim = key_states.shape
         value_dim = head_dim if value_states is None else value_states.shape[-1]
-        self._shape = self._shape_of(key_states, value_dim)
         keys, values = self._formats
-        self._device = None
         if key_states.device.type == _DEVICE:
             if value_dim != head_dim:
                 raise UnsupportedError(
@@ -143,11 +141,12 @@ class Layer(CacheLayerMixin):
             from ._device_layer import DevicePages
 
             self._device = DevicePages(key_states, values, keys, self._options)
-            self.pages = self._device.pages
+            self.pages, self._host = self._device.pages, []
         else:
-            self.pages = _Pages(1, kv_heads, head_dim, keys, values, value_dim=value_dim, **self._options)
-            self._host = [self.pages.new_sequence() for _ in range(batch)]
-        self.is_initialized = True
+            pages = _Pages(1, kv_heads, head_dim, keys, values, value_dim=value_dim, **self._options)
+            self._host = [pages.new_sequence() for _ in range(batch)]
+            self.pages, self._device = pages, None
+        self._shape, self.is_initialized = self._shape_of(key_states, value_dim), True
 
     @staticmethod
     def _shape_of(k: torch.Tensor, value_dim: int) -> Tuple:
