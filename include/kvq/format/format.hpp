@@ -56,6 +56,8 @@ struct format_description {
     /// The transform of tokens; true for schemes without one. Attention transforms queries and outputs, once for each row, by a
     /// portable loop.
     bool transform = false;
+    /// Attention multiplies a copy that it dequantizes, because codes cannot be folded (schemes/concepts.hpp).
+    bool dequantizes_first = false;
 
     KVQ_NO_COPY bool all() const noexcept { return quantize && dequantize && attend && transform; }
 };
@@ -181,7 +183,9 @@ public:
     /// Which functions are fast for blocks of this shape, under a window of this type: describe() runs the kernels on a block of zeros.
     KVQ_NO_COPY format_description describe(const block_shape& shape,
                                             float_type window = float_type::fp16) const {
-        return record_->functions->describe(record_->scheme, shape, window);
+        format_description d = record_->functions->describe(record_->scheme, shape, window);
+        d.dequantizes_first = record_->functions->dequantizes_first;
+        return d;
     }
 
     /// Are both formats copies of one format?

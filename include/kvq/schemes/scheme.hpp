@@ -3,7 +3,8 @@
 //   x^ = r * (scale * code + bias)         r = 1 without token scales; symmetric levels have no bias
 //
 //   codes         bits<B>, or mixed_bits<...>: several widths, with a plan of channels (schemes/mixed_bits.hpp)
-//   levels        asymmetric or symmetric (quant/affine.hpp, quant/symmetric.hpp)
+//   levels        asymmetric or symmetric (quant/affine.hpp, quant/symmetric.hpp), or a type of your own (quant/levels.hpp); where its
+//                 values are not of the form above, attention dequantizes blocks
 //   granularity   per_token<G> or per_channel<G>: which values share a scale and bias (quant/granularity.hpp)
 //   params        how they are stored: params<P>, packed_params<P> or byte_params (quant/block_params.hpp)
 //   encoder       how the grid of a group is found (quant/encoders.hpp); it changes neither the format of the block nor dequantizing
@@ -19,9 +20,8 @@
 #include <cstring>
 
 #include "../core/text.hpp"
-#include "../quant/affine.hpp"
 #include "../quant/error_feedback.hpp"
-#include "../quant/symmetric.hpp"
+#include "../quant/levels.hpp"
 #include "../quant/token_scales.hpp"
 #include "block_layout.hpp"
 #include "scheme_codes.hpp"
@@ -41,6 +41,11 @@ template <class Codes>
 inline constexpr int one_width = 0;
 template <int Bits>
 inline constexpr int one_width<bits<Bits>> = Bits;
+/// May attention multiply the codes? (Several widths are asymmetric.)
+template <class Codes, class Levels>
+inline constexpr bool codes_fold = Codes::several_widths;
+template <int Bits, class Levels>
+inline constexpr bool codes_fold<bits<Bits>, Levels> = affine_levels<Levels, Bits>;
 
 /// The columns of a block with several widths as one matrix: attention reads the position of their parameters here.
 template <class Layout>
@@ -79,9 +84,10 @@ private:
     using base = detail::scheme_codes<Codes, Granularity>;
 
 public:
-    using attends_as = scheme;
     // A wrong argument gives one error: another one takes its place behind it.
     using levels = std::conditional_t<in_order, Levels, asymmetric>;
+    static constexpr bool folds = detail::codes_fold<Codes, levels>;
+    using attends_as = std::conditional_t<folds, scheme, void>;
     using granularity_type = std::conditional_t<in_order, Granularity, per_channel<>>;
     using encoder_type = Encoder;
     using token_scale_type =
@@ -107,6 +113,9 @@ public:
                   "kvq::scheme: token scales and several widths take packed_params<P> or byte_params");
     static_assert(detail::one_width<Codes> < 1 || levels::min_bits <= detail::one_width<Codes>,
                   "kvq::scheme: symmetric levels need at least 2 bits");
+    static_assert(detail::levels_named<levels>,
+                  "kvq::scheme: levels of your own need a name (static constexpr const char*) of letters, "
+                  "digits, - and _, which is not affine or int");
     static constexpr int zero_code = [] {
         if constexpr (several_widths)
             return 0;
@@ -148,10 +157,14 @@ public:
                        token_scale_type::name();
         }
     }
-    /// Of the plan of widths; 0 without one. Where the name says all there is none (io/scheme_identity.hpp).
-    std::uint64_t fingerprint() const noexcept requires(!plain_params<Params>) {
+    /// Of the plan of widths, 0 without one; or of levels that are not the library's. Where the name says all there is none
+    /// (io/scheme_identity.hpp).
+    std::uint64_t fingerprint() const noexcept
+        requires(!plain_params<Params> || !detail::library_levels<levels>) {
         if constexpr (several_widths)
             return base::fingerprint();
+        else if constexpr (!detail::library_levels<levels>)
+            return detail::levels_fingerprint<levels, base::code_bits>();
         else
             return 0;
     }
@@ -241,7 +254,7 @@ public:
 
     // Folding with one width (schemes/concepts.hpp): parameters belong to rows or columns, token scales to the other axis.
 
-    KVQ_HD static constexpr fold_use fold(tensor role) noexcept requires(!several_widths) {
+    KVQ_HD static constexpr fold_use fold(tensor role) noexcept requires(!several_widths && folds) {
         return detail::on_rows<granularity_type>(role)
                    ? fold_use{true, levels::has_bias, token_scale_type::present, false}
                    : fold_use{token_scale_type::present, false, true, levels::has_bias};
@@ -315,6 +328,10 @@ private:
 
     std::uint32_t quantize_ranges(const block_shape& s, const float* values,
                                   std::byte* block) const requires fits_range {
+        static_assert(detail::quantizing_levels<levels, base::code_bits, parameter>,
+                      "kvq::scheme: levels of your own need `template <int Bits, class P> static "
+                      "stored_parameters<P> fit(float lo, float hi)` and `template <int Bits> static int "
+                      "code(float x, float bias, float inverse)`");
         std::memset(block, 0, layout().bytes(s));
         const auto codes = base::codes(s);
         std::uint32_t not_finite = 0;
@@ -334,11 +351,19 @@ private:
             const auto stored = levels::template fit<base::code_bits, parameter>(lo, hi);
             store_parameters(s, block, g.number, g.slot, stored);
             const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
+            if constexpr (!detail::library_levels<levels> || !float_format<parameter>)
+                detail::expect(scale >= 0.0f && detail::is_finite(scale) && detail::is_finite(bias), name(),
+                               " has the scale ", scale, " and the bias ", bias, " for values from ", lo,
+                               " to ", hi, "; scales are finite and not negative, biases are finite");
             const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-            for (int i = 0; i < g.size; ++i)
-                pack_code(codes, block, g.row(i), g.col(i),
-                          static_cast<unsigned>(
-                              levels::template code<base::code_bits>(values[g.index(s, i)], bias, inverse)));
+            for (int i = 0; i < g.size; ++i) {
+                const float x = values[g.index(s, i)];
+                const int code = levels::template code<base::code_bits>(x, bias, inverse);
+                if constexpr (!detail::library_levels<levels>)
+                    detail::expect(code >= 0 && code <= base::top, name(), " has the code ", code, " for ", x,
+                                   "; codes of ", base::code_bits, " bits are 0 to ", base::top);
+                pack_code(codes, block, g.row(i), g.col(i), static_cast<unsigned>(code));
+            }
         });
         return not_finite;
     }

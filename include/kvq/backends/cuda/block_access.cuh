@@ -93,13 +93,11 @@ __device__ __forceinline__ stored_parameters<typename S::parameter> fit_range(fl
         const float range = hi - to_float(bias);
         if (!(range > 0.0f)) return {P{}, bias};
         return {round_outside<P>(fmaxf(__fdiv_rn(range, static_cast<float>(top)), least), true), bias};
-    } else if constexpr (std::is_same_v<levels, symmetric>) {
+    } else {
         const float largest = fmaxf(-lo, hi);
         if (!(largest > 0.0f)) return {P{}, P{}};
         constexpr float steps = static_cast<float>(top - levels::template zero_code<S::code_bits>);
         return {round_outside<P>(fmaxf(__fdiv_rn(largest, steps), least), true), P{}};
-    } else {
-        return levels::template fit<S::code_bits, P>(lo, hi);
     }
 }
 

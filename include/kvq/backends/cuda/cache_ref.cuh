@@ -24,7 +24,14 @@ namespace detail {
 template <class S>
 inline constexpr bool is_composed = false;
 template <int B, class L, class G, class P>
-inline constexpr bool is_composed<scheme<bits<B>, L, G, params<P>>> = kvq::detail::fixed_group<G>;
+inline constexpr bool is_composed<scheme<bits<B>, L, G, params<P>>> =
+    kvq::detail::library_levels<L>&& kvq::detail::fixed_group<G>;
+
+/// Levels of one's own: kernels would compute with the zero code and the grid of the library's.
+template <class S>
+inline constexpr bool has_own_levels = false;
+template <class C, class L, class G, class Params, class E, class T>
+inline constexpr bool has_own_levels<scheme<C, L, G, Params, E, T>> = !kvq::detail::library_levels<L>;
 
 /// How parameters are stored: byte_params, or the type of params<P> and packed_params<P>.
 template <class Params>
@@ -76,16 +83,19 @@ constexpr std::size_t block_bytes_of(const block_shape& s) {
 
 }  // namespace detail
 
-/// Schemes that kernels know: full<T>; scheme<...> with parameters in a float format and the encoder `enclosing`; scheme<...> per channel
-/// with asymmetric levels, parameters of 8 bits or in a float format, token scales or none, any encoder, one width or several.
+/// Schemes that kernels know: full<T>; scheme<...> with the library's levels, parameters in a float format and the encoder `enclosing`;
+/// scheme<...> per channel with asymmetric levels, parameters of 8 bits or in a float format, token scales or none, any encoder, one width or several.
 template <class S>
 concept device_scheme = full_precision<S> || detail::is_grid<S> || detail::is_mixed<S> ||
     (detail::is_composed<S>&& float_format<typename S::parameter>);
 
 template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = HeadDim>
 struct format {
+    static_assert(!detail::has_own_levels<Keys> && !detail::has_own_levels<Values>,
+                  "kvq::cuda::format: levels are asymmetric or symmetric; levels of your own run on the CPU");
     static_assert(
-        device_scheme<Keys> && device_scheme<Values>,
+        (device_scheme<Keys> && device_scheme<Values>) || detail::has_own_levels<Keys> ||
+            detail::has_own_levels<Values>,
         "kvq::cuda::format: schemes must be full<T>, or scheme<...> with float, float16, bfloat16 or "
         "8-bit parameters; encoders other than enclosing are per channel, with asymmetric levels");
     static_assert(!detail::is_mixed<Values>, "kvq::cuda::format: several widths are for keys only");

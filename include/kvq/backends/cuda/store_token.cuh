@@ -69,13 +69,11 @@ struct quantized_row {
     using store_type = store_traits<S, dim_of<Role, Format>, Format::page_tokens>;
     static constexpr int dim = dim_of<Role, Format>, group = store_type::group, groups = store_type::groups;
     static constexpr int quads = ceil_div(dim, 4), per_lane = ceil_div(quads, warp_size);
-    /// Does quick_code know the levels, and do neighbouring lanes have the quads of a group?
-    static constexpr bool known_levels =
-        std::is_same_v<typename S::levels, asymmetric> || std::is_same_v<typename S::levels, symmetric>;
+    /// Do neighbouring lanes have the quads of a group?
     static constexpr bool whole_lanes =
         groups == 1 || (dim % group == 0 && (group == 4 || group == 8 || group == 16 || group == 32 ||
                                              group == 64 || group == 128));
-    static constexpr bool quick = dim % 4 == 0 && known_levels && whole_lanes;
+    static constexpr bool quick = dim % 4 == 0 && whole_lanes;
     static constexpr int group_lanes = groups == 1 ? warp_size : group / 4;
     std::uint32_t words[per_lane][sizeof(T)];
 

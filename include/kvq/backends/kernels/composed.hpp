@@ -14,7 +14,7 @@ template <class S>
 inline constexpr bool is_composed = false;
 template <int Bits, class Levels, class Granularity, class P, class Encoder>
 inline constexpr bool is_composed<scheme<bits<Bits>, Levels, Granularity, params<P>, Encoder>> =
-    std::same_as<Levels, asymmetric> || std::same_as<Levels, symmetric>;
+    detail::library_levels<Levels>;
 
 /// A scheme composed of the library's own levels. Types derived from one are excluded: their quantize() and dequantize() may do more
 /// (transform, search).
