@@ -174,6 +174,7 @@ typedef struct kvq_format_description {
     int32_t quantize, dequantize, attend;  // 1: in vectors (quantize: from fp16); 0: a portable loop, slower
     int32_t dequantizes_first;             // 1: attention multiplies a dequantized copy of each block
     int32_t holds_values;                  // 1: fp32, fp16 or bf16, not quantized
+    const char* asked_name;  // by which it was found, such as "std4"; lives as long as the handle
 } kvq_format_description;
 
 /// Describes the format for blocks of tokens x dim values. Runs its kernels on a block of zeros.

@@ -48,7 +48,7 @@ struct caller_page {
                s.tokens);
         expect(s.layer >= 0 && s.first_head >= 0 && s.first_head <= detail::most_heads, KVQ_ERROR_ARGUMENT,
                "layer ", s.layer, " and first_head ", s.first_head, " of a page");
-        expect(f.supports(role), KVQ_ERROR_ARGUMENT, f.name(), " holds ",
+        expect(f.supports(role), KVQ_ERROR_ARGUMENT, format_text(f), " holds ",
                role == tensor::key ? "values" : "keys", " only");
         expect(s.heads >= 1, KVQ_ERROR_ARGUMENT, "a page has at least 1 head, got ", s.heads);
         detail::check_shape({1, s.heads, s.dim, 0});
@@ -139,10 +139,11 @@ kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, int32_t 
         const kvq_page_shape shape{role, tokens, 1, dim, 0, 0};
         const caller_page page(format, &shape);
         const kvq::format_description d = page.f.describe(page.block);
-        write_struct(description,
-                     kvq_format_description{0, page.f.name(), page.f.backend(), page.f.bits(page.block),
-                                            page.block_bytes, d.quantize, d.dequantize, d.attend,
-                                            page.f.functions().dequantizes_first, page.f.holds_values()});
+        write_struct(
+            description,
+            kvq_format_description{0, page.f.name(), page.f.backend(), page.f.bits(page.block),
+                                   page.block_bytes, d.quantize, d.dequantize, d.attend, d.dequantizes_first,
+                                   page.f.holds_values(), get(format, "format").name.c_str()});
     });
 }
 

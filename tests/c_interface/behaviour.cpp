@@ -873,6 +873,7 @@ TEST_CASE("the list of formats, descriptions, the options of a cache, frequencie
     OK(kvq_format_describe(f, KVQ_KEY, 64, 128, &d));
     const kvq::format same = kvq::find_format("kivi-4-g48", kvq::tensor::key);
     CHECK(std::string(d.name) == same.name());
+    CHECK(std::string(d.asked_name) == "kivi-4-g48");
     CHECK(d.bits == same.bits({kvq::tensor::key, 64, 128}));
     CHECK(d.block_bytes == same.block_bytes({kvq::tensor::key, 64, 128}));
     const kvq::format_description described = same.describe({kvq::tensor::key, 64, 128});

@@ -13,7 +13,7 @@ import sys
 BASE = {"version", "config"}
 CODES = BASE | {"core", "pack", "quant", "schemes"}
 # What a format is, without any kernel: all that the floors above a block see.
-FORMAT = BASE | {"core", "format/format", "format/bounds", "format/builtin_format"}
+FORMAT = BASE | {"core", "format/format", "format/format_names", "format/bounds", "format/builtin_format"}
 KERNELS = CODES | FORMAT | {"backends/kernels"}
 # The quantizers' limits and the layout of 16-bit pages; no scheme is a template argument here.
 CACHE = CODES | FORMAT | {"format/format_table", "page", "attention", "cache"}
@@ -27,7 +27,9 @@ ALLOWED = {
     "quant": BASE | {"core", "pack"},
     "schemes": BASE | {"core", "pack", "quant"},
     "format/format": BASE | {"core"},
-    "format/format_table": FORMAT,
+    "format/format_names": BASE | {"core", "format/format"},
+    "format/check_products": FORMAT,
+    "format/format_table": FORMAT | {"format/check_products"},
     "format/bounds": FORMAT,
     "format/builtin_format": FORMAT,
     "page": BASE | {"core"},

@@ -5,7 +5,9 @@
 #include <cmath>
 
 #include "support/blocks.hpp"
+#include "support/messages.hpp"
 #include "support/scheme_list.hpp"
+#include "support/typed_cache.hpp"
 
 TEST_CASE_TEMPLATE("parameter types: P(float(p)) = p for every pattern", P, test::log8, test::float24) {
     const auto seed = test::seed();
@@ -58,5 +60,71 @@ TEST_CASE("direct scheme: half a step, whatever layer and head") {
         const auto x = test::random_block(random, shape);
         const auto y = test::dequantized(scheme, shape, test::quantized(scheme, shape, x, nullptr, id), id);
         for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(std::fabs(x[i] - y[i]) <= 0.03125f);
+    }
+}
+
+namespace {
+
+/// dequantize() counts codes from 0, attention from 1.
+struct other_zero : test::product_scheme<4> {
+    using attends_as = other_zero;
+    static constexpr int zero_code = 1;
+};
+/// Attention swaps scales and biases of values.
+struct other_parameters : test::product_scheme<4> {
+    using attends_as = other_parameters;
+    template <class Backend>
+    void row_parameters(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block, int group,
+                        float* scales, float* biases) const {
+        product_scheme::row_parameters<Backend>(s, id, block, group, biases, scales);
+        if (s.role == kvq::tensor::key) std::copy(biases, biases + s.rows(), scales);
+    }
+};
+/// Lengths change by a factor: orthogonal with 1 alone.
+template <int Percent>
+struct stretched {
+    static std::string name() { return "stretched"; }
+    static std::uint64_t fingerprint() { return Percent; }
+    static void forward(int dim, const kvq::block_id&, float* x) {
+        for (int c = 0; c < dim; ++c) x[c] *= 0.01f * Percent;
+    }
+    static void backward(int dim, const kvq::block_id&, float* x) {
+        for (int c = 0; c < dim; ++c) x[c] /= 0.01f * Percent;
+    }
+};
+template <int Percent>
+using behind_stretch = kvq::transformed<stretched<Percent>, kvq::affine<8, kvq::per_channel<>>>;
+
+template <class Keys, class Values>
+std::string refusal(const kvq::cache_shape& shape, const kvq::cache_options& options) {
+    return test::message_of([&] {
+        kvq::cache_options with = options;
+        with.keys = kvq::make_format<Keys, kvq::scalar>();
+        with.values = kvq::make_format<Values, kvq::scalar>();
+        const kvq::cache cache(shape, with);
+    });
+}
+
+}  // namespace
+
+TEST_CASE("a cache refuses a scheme that attention reads differently from dequantize()") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    using right = test::product_scheme<4>;
+    for (int round = 0; round < 6; ++round) {
+        const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = random.between(4, 130)};
+        const kvq::cache_options options{.page_tokens = 16 * random.between(1, 8)};
+        INFO(shape.head_dim, " channels, pages of ", options.page_tokens);
+        CHECK(refusal<right, right>(shape, options).empty());
+        CHECK(refusal<behind_stretch<100>, behind_stretch<100>>(shape, options).empty());
+        CHECK(test::contains(refusal<other_zero, right>(shape, options),
+                             "key format 0, product4, has attends_as"));
+        CHECK(test::contains(refusal<right, other_zero>(shape, options), "value format 0, product4, has"));
+        CHECK(test::contains(refusal<right, other_parameters>(shape, options),
+                             "value format 0, product4, has"));
+        CHECK(test::contains(refusal<behind_stretch<200>, right>(shape, options),
+                             "stretched-affine8-channel-fp16, has attends_as"));
+        CHECK(refusal<right, behind_stretch<200>>(shape, options).empty());  // sum p v is linear in v
     }
 }

@@ -276,7 +276,8 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     test::int8_cache other_sinks(shape, other_options);
     refused(other_sinks, "does not belong to a cache with 3 sinks");
     test::typed_cache<kvq::affine<4>> stranger(shape, options);
-    refused(stranger, "not among the formats of this cache: fp16");
+    refused(stranger,
+            "quantized with int8 (int8-token-fp32), which is not among the formats of this cache: fp16");
     test::typed_cache<test::formats<kvq::affine<4>, kvq::int8>> friendly(shape, options);
     kvq::page_receiver to_friend(friendly);
     for (const message& m : messages) to_friend.accept(kvq::parse_page(m));

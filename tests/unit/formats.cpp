@@ -112,6 +112,58 @@ TEST_CASE("bounds of keys are a part of a format's name, and are taken where key
     CHECK(kvq::cache(shape, {.keys = halves}).target_format(kvq::tensor::key, 0) == 1);
 }
 
+TEST_CASE("formats know the name that was asked for; what they are does not depend on it") {
+    using kvq::tensor;
+    const auto asked = kvq::find_format("int8", tensor::key),
+               made = kvq::make_format<kvq::int8, kvq::scalar>();
+    CHECK(std::string(asked.asked_name()) == "int8");
+    CHECK(std::string(asked.name()) == "int8-token-fp32");
+    CHECK(std::string(made.asked_name()) == "int8-token-fp32");
+    CHECK(asked.same_as(made));
+    CHECK(made.same_as(asked));
+    CHECK(kvq::identity_of(asked) == kvq::identity_of(made));
+    CHECK(kvq::format_text(asked) == "int8 (int8-token-fp32)");
+    CHECK(kvq::format_text(made) == "int8-token-fp32");
+    CHECK(kvq::format_text(kvq::find_format("fp16", tensor::key)) == "fp16");
+    CHECK(kvq::format_text(kvq::find_format("kivi-4-g48", tensor::value)) ==
+          "kivi-4-g48 (affine4-token-g48-fp16)");
+    CHECK(kvq::format_text(kvq::find_format("int8-bounds", tensor::key)) ==
+          "int8-bounds (int8-token-fp32-bounds)");
+    CHECK(kvq::format_text(kvq::with_bounds(asked)) == "int8-bounds (int8-token-fp32-bounds)");
+    CHECK(kvq::format_text(kvq::find_format("int8-bounds", tensor::value)) ==
+          "int8-bounds (int8-token-fp32)");
+    CHECK(kvq::find_format("int8-bounds", tensor::value).same_as(asked));
+}
+
+TEST_CASE("a scheme of another cache is shown with every built-in name that it has") {
+    using kvq::tensor;
+    const auto has = [](const kvq::short_text& scheme, tensor role, const std::string& name) {
+        for (const char* ending : {"", "-bounds"}) {
+            const auto names = kvq::detail::built_in_names(std::string(scheme) + ending, role);
+            INFO(std::string(scheme), ending, ": ", kvq::scheme_text(std::string(scheme) + ending, role));
+            CHECK(std::find(names.begin(), names.end(), name + ending) != names.end());
+        }
+    };
+    std::size_t presets = 0;
+    kvq::for_each_preset([&]<class Preset>(Preset) {
+        ++presets;
+        has(typename Preset::keys{}.name(), tensor::key, Preset::name);
+        has(typename Preset::values{}.name(), tensor::value, Preset::name);
+    });
+    CHECK(presets == std::size(kvq::detail::schemes_of_presets));
+    has(kvq::int8{}.name(), tensor::key, "int8");
+    has(kvq::affine<1>{}.name(), tensor::value, "affine-1-g64");
+    has(kvq::kivi<8, 96>::keys{}.name(), tensor::key, "kivi-8-g96");
+    has(kvq::kivi<8, 96>::values{}.name(), tensor::value, "kivi-8-g96");
+    CHECK(kvq::scheme_text("channel4-coded-dual", tensor::value) ==
+          "std4, std4-h or mix4 (channel4-coded-dual)");
+    for (const char* other : {"", "fp16", "affine", "affine4-token-g-fp16", "affine4-token-gx-fp16",
+                              "affine4-token-fp16", "affine4-channel-g32-fp32", "-bounds", "mine"})
+        CHECK(kvq::scheme_text(other, tensor::key) == other);
+    // KIVI's values are per token, and no built-in format has values of this kind per channel.
+    CHECK(kvq::scheme_text("affine4-channel-g32-fp16", tensor::value) == "affine4-channel-g32-fp16");
+}
+
 TEST_CASE("an unknown name is refused with the names that are most like it") {
     const auto message = message_of([] { (void)kvq::find_format("kivi-5-g32", kvq::tensor::key); });
     CHECK(contains(message, "there is no format \"kivi-5-g32\" for keys"));
@@ -202,8 +254,10 @@ TEST_CASE("what a cache cannot use is refused with a sentence") {
     refused({}, "a cache needs a format for its keys");
     refused({.keys = kvq::format()}, "a format of the cache is empty");
     refused({.keys = keys, .window = keys},
-            "the window format must be fp32, fp16 or bf16, got int8-token-fp32");
+            "the window format must be fp32, fp16 or bf16, got int8 (int8-token-fp32)");
     const auto only = kvq::make_format<values_only, kvq::scalar>();
+    refused({.keys = kvq::format_list{keys, keys}},
+            "key formats 0 and 1 are both int8 (int8-token-fp32) on ");
     refused({.keys = only}, "key format 0, affine4-token-g64-fp16, holds values only");
     CHECK_NOTHROW(kvq::cache(shape, {.keys = keys, .values = only}));
     refused({.keys = keys, .layers = {{0, 0}, {1, 0}}}, "key format 1 is not among the 1 listed ones");

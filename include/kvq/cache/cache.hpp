@@ -43,8 +43,8 @@ public:
                 check(role, table(role)[i + 1], i);
                 const int first = table(role).find(table(role)[i + 1]);
                 detail::expect(first == i, detail::name_of(role), " formats ", first, " and ", i,
-                               " are both ", table(role)[i + 1].name(), " on ", table(role)[i + 1].backend(),
-                               ": list a format once");
+                               " are both ", format_text(table(role)[i + 1]), " on ",
+                               table(role)[i + 1].backend(), ": list a format once");
             }
         detail::check_backends(keys_, values_);
     }
@@ -186,7 +186,7 @@ private:
             for (const format& f : *list)
                 detail::expect(static_cast<bool>(f), "a format of the cache is empty");
         detail::expect(!options.window || options.window.holds_values(), "the window format must be ",
-                       "fp32, fp16 or bf16, got ", options.window ? options.window.name() : "none");
+                       "fp32, fp16 or bf16, got ", options.window ? format_text(options.window) : "none");
         return options;
     }
     static const format& window_of(const cache_options& options) {

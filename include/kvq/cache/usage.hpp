@@ -18,7 +18,8 @@ struct usage_row {
     int layer = 0;
     tensor role = tensor::key;
     int format = 0;
-    std::string scheme;
+    std::string name;    ///< the name that was asked for (format::asked_name)
+    std::string scheme;  ///< the scheme behind it
     int pages = 0;
     int tokens = 0;
     std::size_t codes = 0;  ///< bytes of codes or of 16/32-bit values
@@ -47,6 +48,7 @@ struct usage_row {
                 static_cast<std::size_t>(shape.kv_heads);
             row.codes += codes;
             row.parameters += p.bytes - codes;
+            row.name = f.asked_name();
             row.scheme = f.name();
             if (p.format == 0)
                 row.slack +=

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "../core/bits.hpp"
@@ -38,6 +39,12 @@ struct bounded_record : format_record {
         functions = &table;
         scheme = this;
         name = held_name.c_str();
+        if (inner.record().asked_name[0] != '\0') {
+            short_text asked = inner.asked_name();
+            asked += "-bounds";
+            const std::string_view text = asked.c_str();
+            if (text.size() < sizeof(asked_name)) std::memcpy(asked_name, text.data(), text.size() + 1);
+        }
         has_state = inner.record().has_state;
         has_fingerprint = inner.record().has_fingerprint;
         fingerprint = inner.record().fingerprint;

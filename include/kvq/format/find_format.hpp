@@ -6,7 +6,7 @@
 //   cache cache(shape, preset("std4"));                        both formats, window and page size
 //   find_format("low2", tensor::key, statistics)               keys made from statistics (quant/calibration.hpp)
 //
-// Contract: an unknown name raises kvq::error, whose message lists the most similar names. The program needs kvq::library,
+// Contract: the format keeps the name that was asked for, for messages (format/format_names.hpp). An unknown name raises kvq::error, whose message lists the most similar names. The program needs kvq::library,
 // or one file that includes format/define_builtin_formats.hpp.
 #pragma once
 
@@ -91,6 +91,11 @@ inline std::string_view name_before_bounds(std::string_view name) noexcept {
 }
 inline format bounded(const format& f, tensor role) { return role == tensor::key ? with_bounds(f) : f; }
 
+inline format asked_as(std::string_view name, format made) {
+    made.set_asked_name(name.data(), name.size());
+    return made;
+}
+
 }  // namespace detail
 
 /// Calls f(const builtin_format&) for every built-in format.
@@ -104,18 +109,18 @@ void for_each_format(F&& f) {
 /// "NAME-bounds": format NAME; as keys with_bounds() (format/bounds.hpp).
 [[nodiscard]] inline format find_format(std::string_view name, tensor role) {
     if (const auto inner = detail::name_before_bounds(name); !inner.empty())
-        return detail::bounded(find_format(inner, role), role);
+        return detail::asked_as(name, detail::bounded(find_format(inner, role), role));
     const auto [entry, group] = detail::find_builtin(name, role);
-    return entry->make(group, nullptr, 0);
+    return detail::asked_as(name, entry->make(group, nullptr, 0));
 }
 /// The format made from statistics, if it takes them; else the same as without them.
 [[nodiscard]] inline format find_format(std::string_view name, tensor role, const calibration& statistics) {
     if (const auto inner = detail::name_before_bounds(name); !inner.empty())
-        return detail::bounded(find_format(inner, role, statistics), role);
+        return detail::asked_as(name, detail::bounded(find_format(inner, role, statistics), role));
     const auto [entry, group] = detail::find_builtin(name, role);
-    if (!entry->takes_statistics) return entry->make(group, nullptr, 0);
+    if (!entry->takes_statistics) return detail::asked_as(name, entry->make(group, nullptr, 0));
     const std::vector<std::byte> saved = statistics.save();
-    return entry->make(group, saved.data(), saved.size());
+    return detail::asked_as(name, entry->make(group, saved.data(), saved.size()));
 }
 
 /// K and V in the formats of one name, with the window and the page size of presets.

@@ -71,7 +71,9 @@ struct format_functions {
     bool estimates_first;    ///< estimate_scores takes vectors before transform_query
     bool begins_once[2];     ///< K, V: begin() serves every block of a layer and head
     bool holds_values;       ///< full precision
-    float_type value_type;   ///< type of the values, if holds_values
+    bool
+        reads_own_blocks;  ///< products on the blocks of a scheme that is not of the library (format/check_products.hpp)
+    float_type value_type;  ///< type of the values, if holds_values
     std::size_t plan_bytes;
 
     /// Raises kvq::error when the state belongs to another shape.
@@ -131,6 +133,9 @@ struct format_record {
     bool has_state = false, has_fingerprint = false;
     bool all_in_name = false;  ///< formats of these functions and this name quantize and dequantize the same
     std::uint64_t fingerprint = 0;
+    /// The name that find_format was asked for; empty: the format was made without one. Messages show it (format/format_names.hpp); what a
+    /// format is, `name` says.
+    char asked_name[64] = {};
     void (*destroy)(format_record*) = nullptr;
     std::atomic<std::uint32_t> references{1};
 
@@ -164,6 +169,10 @@ public:
 
     /// The name of the scheme, such as "affine4-token-g64-fp16".
     KVQ_NO_COPY const char* name() const noexcept { return record_->name; }
+    /// The name that find_format was asked for, such as "std4"; of other formats the name of the scheme.
+    KVQ_NO_COPY const char* asked_name() const noexcept {
+        return record_->asked_name[0] != '\0' ? record_->asked_name : record_->name;
+    }
     /// The name of the backend: "scalar", "avx2", ...
     KVQ_NO_COPY const char* backend() const noexcept { return record_->functions->backend->name; }
     KVQ_NO_COPY bool supports(tensor role) const noexcept {
@@ -203,6 +212,12 @@ public:
     KVQ_NO_COPY const format_functions& functions() const noexcept { return *record_->functions; }
     KVQ_NO_COPY const void* scheme() const noexcept { return record_->scheme; }
     KVQ_NO_COPY const format_record& record() const noexcept { return *record_; }
+    /// For whoever has just made the format, and holds its only copy. A name that is too long is not kept.
+    KVQ_NO_COPY void set_asked_name(const char* name, std::size_t length) noexcept {
+        if (length >= sizeof(record_->asked_name)) return;
+        for (std::size_t i = 0; i < length; ++i) record_->asked_name[i] = name[i];
+        record_->asked_name[length] = '\0';
+    }
 
 private:
     format_record* record_ = nullptr;

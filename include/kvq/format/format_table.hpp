@@ -6,7 +6,8 @@
 // A listed format that equals the window format needs no quantizing: its pages have index 0.
 #pragma once
 
-#include "format.hpp"
+#include "check_products.hpp"
+#include "format_names.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
@@ -58,11 +59,12 @@ private:
 inline void check_format(const format& f, const cache_shape& shape, tensor role, int page_tokens,
                          const std::string& what) {
     expect(static_cast<bool>(f), what, " is empty");
-    expect(f.supports(role), what, ", ", f.name(), ", holds ", role == tensor::key ? "values" : "keys",
+    expect(f.supports(role), what, ", ", format_text(f), ", holds ", role == tensor::key ? "values" : "keys",
            " only");
     f.functions().check(f.scheme(), shape, role);
     const std::size_t bytes = f.block_bytes({role, page_tokens, shape.dim(role)});
     expect(bytes % 16 == 0, "blocks of ", what, " have ", bytes, " bytes, which is no multiple of 16");
+    check_products(f, {role, page_tokens, shape.dim(role)}, what);
 }
 
 /// Raises kvq::error when the formats of a cache, and `added`, have two backends that multiply tiles: a thread has one tile state.

@@ -199,6 +199,7 @@ struct scheme_table {
         false,
         {product::folds_once(tensor::key), product::folds_once(tensor::value)},
         full_precision<Scheme>,
+        (foldable<Scheme> || segmented<Scheme>)&&!composed_by_library<Scheme>,
         value_type(),
         sizeof(product),
         &check,

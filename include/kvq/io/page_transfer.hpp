@@ -156,7 +156,8 @@ private:
                        " is quantized or copied, but not committed");
         const std::size_t bytes = cache_.page_bytes(tensor_of, format, m.tokens);
         detail::expect(bytes == m.data.size(), detail::layer_text(layer, tensor_of), ": a page of ",
-                       m.scheme.name, " has ", m.data.size(), " bytes, here it would have ", bytes);
+                       format_text(cache_.table(tensor_of)[format]), " has ", m.data.size(),
+                       " bytes, here it would have ", bytes);
         received_pages& list = received_[2 * layer + role];
         const received fresh{span, m.layer_tokens, m.committed, {}, {}};
         const auto known = list.find(m.first_token);

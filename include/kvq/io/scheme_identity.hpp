@@ -26,7 +26,7 @@ struct scheme_identity {
 /// Raises kvq::error for a format with state that has no fingerprint.
 inline scheme_identity identity_of(const format& f) {
     const format_record& r = f.record();
-    detail::expect(r.has_fingerprint || !r.has_state, "pages of ", f.name(),
+    detail::expect(r.has_fingerprint || !r.has_state, "pages of ", format_text(f),
                    " cannot be saved or sent: it holds state, so its scheme must have std::uint64_t "
                    "fingerprint() const");
     return {f.name(), r.has_fingerprint ? std::optional(r.fingerprint) : std::nullopt};
@@ -59,12 +59,13 @@ inline int index_of_identity(const format_table& table, const scheme_identity& i
     std::string listed;
     for (int i = 0; i < table.size(); ++i) {
         const scheme_identity mine = identity_of(table[i]);
-        expect(mine.name != id.name, what, " quantized with ", id.name,
+        expect(mine.name != id.name, what, " quantized with ", format_text(table[i]),
                ", whose parameters differ from this cache's: ", "fingerprint ",
                fingerprint_text(id.fingerprint), ", here ", fingerprint_text(mine.fingerprint));
-        listed += (listed.empty() ? "" : ", ") + mine.name;
+        listed += (listed.empty() ? "" : ", ") + format_text(table[i]);
     }
-    fail(what, " quantized with ", id.name, ", which is not among the formats of this cache: ", listed);
+    fail(what, " quantized with ", scheme_text(id.name, table.role()),
+         ", which is not among the formats of this cache: ", listed);
 }
 
 }  // namespace detail

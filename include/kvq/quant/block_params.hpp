@@ -224,11 +224,18 @@ struct no_token_scales {
 template <class Params>
 struct token_scales;
 
-/// Token scales of a scheme: no_token_scales or token_scales<...>.
+namespace detail {
 template <class F>
-concept token_scale_policy = requires {
-    { F::present } -> std::convertible_to<bool>;
-};
+inline constexpr bool is_token_scales = false;
+template <>
+inline constexpr bool is_token_scales<no_token_scales> = true;
+template <class Params>
+inline constexpr bool is_token_scales<token_scales<Params>> = true;
+}  // namespace detail
+
+/// Token scales of a scheme: no_token_scales or token_scales<...>. Kernels know no others.
+template <class F>
+concept token_scale_policy = detail::is_token_scales<F>;
 
 template <>
 struct token_scales<byte_params> {

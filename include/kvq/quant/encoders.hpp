@@ -38,6 +38,8 @@ template <class E>
 concept grid_encoder = requires(const E e, const float* x, int n, float* codes) {
     { e.fit(x, n, n, codes) } -> std::same_as<grid_range>;
     { E::name() } -> std::convertible_to<std::string>;
+    { E::rounding } -> std::convertible_to<parameter_rounding>;
+    { E::corrects_mean } -> std::convertible_to<bool>;
 };
 
 inline grid_range range_of(const float* x, int n) noexcept {

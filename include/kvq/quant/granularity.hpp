@@ -67,11 +67,18 @@ struct per_channel<any_group> {
     short_text name() const { return detail::granularity_name("channel", group); }
 };
 
+namespace detail {
 template <class T>
-concept granularity = requires(const T g) {
-    { g.group } -> std::convertible_to<int>;
-    { T::on_tokens } -> std::convertible_to<bool>;
-};
+inline constexpr bool is_granularity = false;
+template <int Group>
+inline constexpr bool is_granularity<per_token<Group>> = true;
+template <int Group>
+inline constexpr bool is_granularity<per_channel<Group>> = true;
+}  // namespace detail
+
+/// per_token<G> or per_channel<G>: the layout of blocks and all kernels know no others.
+template <class T>
+concept granularity = detail::is_granularity<T>;
 
 namespace detail {
 

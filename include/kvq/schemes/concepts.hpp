@@ -122,6 +122,13 @@ concept with_token_scales = read_by_attention<S> &&
 };
 }  // namespace detail
 
+namespace detail {
+/// Do the parts of S make its dequantize() agree with what attention reads? Of other schemes a cache compares both
+/// (format/check_products.hpp).
+template <class S>
+inline constexpr bool composed_by_library = false;
+}  // namespace detail
+
 /// Parameters of a foldable scheme, on the axes of the block's matrix:
 ///
 ///   x^[r][c] = row_scale[r] * (col_scale[c] * (code[r][c] - zero_code) + col_bias[c]) + row_bias[r] * col_scale[c]

@@ -525,6 +525,11 @@ requires(fixed_group<Granularity>&& plain_params<Params>) struct with_any_group<
     }
 };
 
+// Levels that are not of the form of attention have no fold().
+template <class Codes, class Levels, class Granularity, class Params, class Encoder, class TokenScales>
+inline constexpr bool composed_by_library<scheme<Codes, Levels, Granularity, Params, Encoder, TokenScales>> =
+    true;
+
 // A group size as a value is part of the name.
 template <int Bits, class Levels, class Granularity, class P, class Encoder>
 inline constexpr bool name_says_all<scheme<bits<Bits>, Levels, Granularity, params<P>, Encoder>> = true;

@@ -55,7 +55,7 @@ struct scheme_codes<bits<Bits>, Granularity> {
 
     /// The largest code of every channel.
     static void set_tops(const block_shape& s, block_id, std::uint8_t* tops) noexcept {
-        std::memset(tops, top, static_cast<std::size_t>(s.dim));
+        for (int c = 0; c < s.dim; ++c) tops[c] = top;
     }
     /// values: codes, [tokens][dim].
     void pack(const block_shape& s, block_id, const float* values, std::byte* block) const noexcept {
@@ -191,7 +191,8 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
     /// The largest code of every place.
     void set_tops(const block_shape& s, block_id id, std::uint8_t* tops) const {
         for_each_segment(s, id, [&]<int Bits>(const code_segment& segment) {
-            std::memset(tops + segment.first, (1 << Bits) - 1, static_cast<std::size_t>(segment.columns));
+            for (int c = 0; c < segment.columns; ++c)
+                tops[segment.first + c] = static_cast<std::uint8_t>((1 << Bits) - 1);
         });
     }
     /// values: codes, [tokens][places].

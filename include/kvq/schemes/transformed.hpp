@@ -97,6 +97,15 @@ struct transformed : Inner {
     }
 };
 
+namespace detail {
+// Matrices of a rotation are checked when it is made (quant/rotation.hpp).
+template <int Largest, std::uint32_t Seed, class Inner>
+inline constexpr bool composed_by_library<transformed<hadamard_transform<Largest, Seed>, Inner>> =
+    composed_by_library<Inner>;
+template <class Inner>
+inline constexpr bool composed_by_library<transformed<rotation, Inner>> = composed_by_library<Inner>;
+}  // namespace detail
+
 /// Random signs and Walsh-Hadamard before Inner, in blocks of at most `Largest` channels (0: as large as they fit).
 template <kv_scheme Inner, int Largest = 0, std::uint32_t Seed = 1>
 using hadamard = transformed<hadamard_transform<Largest, Seed>, Inner>;

@@ -143,6 +143,8 @@ class FormatDescription:
     """Attention multiplies a dequantized copy of each block."""
     holds_values: bool
     """fp32, fp16 or bf16, not quantized."""
+    asked_name: str
+    """By which it was found, such as "std4"."""
 
 
 class Format(Handle):

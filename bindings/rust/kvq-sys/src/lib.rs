@@ -144,6 +144,7 @@ pub struct kvq_format_description {
     pub attend: i32,
     pub dequantizes_first: i32,
     pub holds_values: i32,
+    pub asked_name: *const c_char,
 }
 
 #[repr(C)]

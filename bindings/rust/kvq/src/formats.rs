@@ -103,6 +103,7 @@ impl Statistics {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FormatDescription {
+    /// Of the scheme.
     pub name: String,
     pub backend: String,
     /// Per value, parameters included.
@@ -117,6 +118,8 @@ pub struct FormatDescription {
     pub dequantizes_first: bool,
     /// fp32, fp16 or bf16, not quantized.
     pub holds_values: bool,
+    /// By which it was found, such as "std4".
+    pub asked_name: String,
 }
 
 mod raw {
@@ -159,6 +162,7 @@ impl Format {
             attend: c.attend != 0,
             dequantizes_first: c.dequantizes_first != 0,
             holds_values: c.holds_values != 0,
+            asked_name: text_of(c.asked_name),
         })
     }
     /// The page of these tensors, its bytes and those of the workspace. layer, first_head: see quantize

@@ -82,7 +82,8 @@ fn structs() {
             dequantize,
             attend,
             dequantizes_first,
-            holds_values
+            holds_values,
+            asked_name
         }
     );
     layout!(

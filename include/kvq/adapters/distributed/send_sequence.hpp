@@ -51,10 +51,11 @@ inline int requested_format(const cache& of, tensor role, const std::string& nam
     const format_table& table = of.table(role);
     std::string listed;
     for (int i = 0; i < table.listed(); ++i) {
-        if (table[i + 1].name() == name) return i;
-        listed += (listed.empty() ? "" : ", ") + std::string(table[i + 1].name());
+        const format& f = table[i + 1];
+        if (f.asked_name() == name || f.name() == name) return i;
+        listed += (listed.empty() ? "" : ", ") + format_text(f);
     }
-    fail("pages of ", role == tensor::key ? "keys" : "values", " are asked for in ", name,
+    fail("pages of ", role == tensor::key ? "keys" : "values", " are asked for in ", scheme_text(name, role),
          ", which is not among the formats of the sending cache: ", listed);
 }
 

@@ -225,8 +225,9 @@ struct cache_access {
     }
     static status no_format(const kvq::cache& cpu, int keys, int values) {
         return bad_value(
-            "keys in %.40s with values in %.40s: add their format to the make_device_format<...>()",
-            cpu.table(tensor::key)[keys].name(), cpu.table(tensor::value)[values].name());
+            "keys in %.60s with values in %.60s: add their format to the make_device_format<...>()",
+            format_text(cpu.table(tensor::key)[keys]).c_str(),
+            format_text(cpu.table(tensor::value)[values]).c_str());
     }
 
     static status onload(const sequence& from, cache& gpu, sequence_id& made, cudaStream_t stream) {
