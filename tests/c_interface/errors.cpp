@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 #include <kvq/kvq.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -757,6 +758,65 @@ TEST_CASE("pages in memory of the caller that do not fit") {
         CHECK_REFUSED(kvq_format_page_bytes(planned, &s, &f.bytes, nullptr), KVQ_ERROR_ARGUMENT,
                       "was made for 2 layers");
     CHECK(kvq_format_free(planned) == KVQ_OK);
+}
+
+TEST_CASE("messages name formats as they were asked for, with the scheme behind them") {
+    fixture f;
+    auto options = usual_options();
+    options.keys = "std4";
+    REQUIRE(kvq_cache_create(&options, &f.made_cache) == KVQ_OK);
+    REQUIRE(kvq_sequence_create(f.made_cache, &f.made) == KVQ_OK);
+    for (int layer = 0; layer < layers; ++layer)
+        REQUIRE(kvq_sequence_append(f.made, layer, &f.k.t, &f.v.t) == KVQ_OK);
+    std::vector<std::vector<std::byte>> messages;
+    const auto keep = [](void* to, const void* data, std::size_t size) -> std::int32_t {
+        const auto* const first = static_cast<const std::byte*>(data);
+        static_cast<std::vector<std::vector<std::byte>>*>(to)->emplace_back(first, first + size);
+        return 0;
+    };
+    REQUIRE(kvq_sequence_send_pages(f.made, 0, keep, &messages) == KVQ_OK);
+    bool refused = false;
+    for (const auto& m : messages) {
+        refused = kvq_receiver_accept(f.receiver, m.data(), m.size()) != KVQ_OK;
+        if (refused) break;
+    }
+    CHECK(refused);
+    INFO(message());
+    CHECK(message().find("layer 0 (keys) is quantized with std4 (channel4-g64-coded), which is not among the "
+                         "formats of this cache: fp16, int8 (int8-token-fp32)") != std::string::npos);
+
+    std::vector<std::byte> file;
+    const auto write = [](void* to, const void* data, std::size_t size) -> std::int32_t {
+        const auto* const first = static_cast<const std::byte*>(data);
+        auto& all = *static_cast<std::vector<std::byte>*>(to);
+        all.insert(all.end(), first, first + size);
+        return 0;
+    };
+    if (kvq_sequence_save(f.made, nullptr, write, &file) != KVQ_ERROR_UNSUPPORTED) {
+        struct source {
+            const std::vector<std::byte>& bytes;
+            std::size_t at = 0;
+        } from{file};
+        const auto read = [](void* of, void* to, std::size_t size) -> std::size_t {
+            auto& s = *static_cast<source*>(of);
+            const std::size_t count = std::min(size, s.bytes.size() - s.at);
+            std::memcpy(to, s.bytes.data() + s.at, count);
+            s.at += count;
+            return count;
+        };
+        kvq_sequence* restored = nullptr;
+        CHECK_REFUSED(
+            kvq_sequence_restore(f.cache, nullptr, read, &from, &restored), KVQ_ERROR_DATA,
+            "layer 0 (keys) of the saved sequence is to be quantized with std4 (channel4-g64-coded)");
+    }
+
+    kvq_format* values = nullptr;
+    REQUIRE(kvq_format_find("std4", KVQ_VALUE, nullptr, &values) == KVQ_OK);
+    auto description = init<kvq_format_description>();
+    REQUIRE(kvq_format_describe(values, KVQ_VALUE, 64, 64, &description) == KVQ_OK);
+    CHECK(std::string(description.asked_name) == "std4");
+    CHECK(std::string(description.name) == "channel4-coded-dual");
+    CHECK(kvq_format_free(values) == KVQ_OK);
 }
 
 TEST_CASE("callbacks that fail") {
