@@ -277,6 +277,7 @@ class Formats(Base):
         d = kvq.Format("affine-4-g64", "key").describe(128, 128)
         self.assertEqual((d.bits, d.block_bytes), (4.5, 128 * 128 * 4.5 / 8))
         self.assertFalse(d.holds_values)
+        self.assertEqual((d.asked_name, d.name), ("affine-4-g64", "affine4-token-g64-fp16"))
         self.assertTrue(kvq.Format("fp16", "value").describe().holds_values)
 
     def test_pages(self):

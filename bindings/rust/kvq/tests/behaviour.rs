@@ -691,6 +691,7 @@ fn formats_and_statistics() {
     let f = Format::find("affine-4-g64", Role::Key).unwrap();
     let d = f.describe(128, 128).unwrap();
     assert_eq!((d.bits, d.block_bytes, d.holds_values), (4.5, 9216, false));
+    assert_eq!(d.asked_name, "affine-4-g64");
     let x = values(3, 32 * KV * D);
     let page = f.quantize(&Tensor::new(&x, 32, KV, D).unwrap(), 0, 0).unwrap();
     let mut y = vec![0f32; x.len()];
