@@ -6,8 +6,9 @@
 //   cache cache(shape, preset("std4"));                        both formats, window and page size
 //   find_format("low2", tensor::key, statistics)               keys made from statistics (quant/calibration.hpp)
 //
-// Contract: the format keeps the name that was asked for, for messages (format/format_names.hpp). An unknown name raises kvq::error, whose message lists the most similar names. The program needs kvq::library,
-// or one file that includes format/define_builtin_formats.hpp.
+// Contract: the format keeps the name that was asked for, for messages (format/format_names.hpp). An unknown
+// name raises kvq::error, whose message lists the most similar names. The program needs kvq::library, or one
+// file that includes format/define_builtin_formats.hpp.
 #pragma once
 
 #include <algorithm>

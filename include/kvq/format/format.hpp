@@ -71,9 +71,8 @@ struct format_functions {
     bool estimates_first;    ///< estimate_scores takes vectors before transform_query
     bool begins_once[2];     ///< K, V: begin() serves every block of a layer and head
     bool holds_values;       ///< full precision
-    bool
-        reads_own_blocks;  ///< products on the blocks of a scheme that is not of the library (format/check_products.hpp)
-    float_type value_type;  ///< type of the values, if holds_values
+    bool reads_own_blocks;   ///< of a scheme that is not of the library (format/check_products.hpp)
+    float_type value_type;   ///< type of the values, if holds_values
     std::size_t plan_bytes;
 
     /// Raises kvq::error when the state belongs to another shape.
@@ -133,8 +132,8 @@ struct format_record {
     bool has_state = false, has_fingerprint = false;
     bool all_in_name = false;  ///< formats of these functions and this name quantize and dequantize the same
     std::uint64_t fingerprint = 0;
-    /// The name that find_format was asked for; empty: the format was made without one. Messages show it (format/format_names.hpp); what a
-    /// format is, `name` says.
+    /// The name that find_format was asked for; empty: the format was made without one. Messages show it
+    /// (format/format_names.hpp). What a format is, `name` says.
     char asked_name[64] = {};
     void (*destroy)(format_record*) = nullptr;
     std::atomic<std::uint32_t> references{1};

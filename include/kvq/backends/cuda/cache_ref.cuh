@@ -83,8 +83,9 @@ constexpr std::size_t block_bytes_of(const block_shape& s) {
 
 }  // namespace detail
 
-/// Schemes that kernels know: full<T>; scheme<...> with the library's levels, parameters in a float format and the encoder `enclosing`;
-/// scheme<...> per channel with asymmetric levels, parameters of 8 bits or in a float format, token scales or none, any encoder, one width or several.
+/// Schemes that kernels know: full<T>; scheme<...> with the library's levels, parameters in a float format and the
+/// encoder `enclosing`; scheme<...> per channel with asymmetric levels, parameters of 8 bits or in a float format,
+/// token scales or none, any encoder, one width or several.
 template <class S>
 concept device_scheme = full_precision<S> || detail::is_grid<S> || detail::is_mixed<S> ||
     (detail::is_composed<S>&& float_format<typename S::parameter>);
