@@ -490,7 +490,7 @@ TEST_CASE("a sequence arrives as the same bytes; requantizing on the way equals 
                     after = pages_of(s, 3);
                 } else {
                     kvq::transfer_request request;
-                    if (fewer_bits) request = {std4().keys.name(), std4().values.name()};
+                    if (fewer_bits) request = {"std4", std4().values.name()};
                     kvq::sequence_receiver receiver(c, 0, cache, request);
                     auto [s, report] = receiver.receive();
                     reports[1] = report;

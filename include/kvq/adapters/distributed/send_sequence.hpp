@@ -14,13 +14,18 @@
 // messages at the sender, and one in new pages if it requantizes; one message and one page at the receiver.
 #pragma once
 
+#include <algorithm>
+#include <string>
+#include <vector>
+
 #include "../../cache/requantize.hpp"
 #include "../../io/page_transfer.hpp"
 #include "message.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Names of the formats in which committed pages shall arrive, among those listed in the sender's cache. Empty: as they are.
+/// Names of the formats in which committed pages shall arrive, among those listed in the sender's cache: "std4", or
+/// the name of its scheme. Empty: as they are.
 struct transfer_request {
     std::string key = {};
     std::string value = {};
@@ -52,7 +57,10 @@ inline int requested_format(const cache& of, tensor role, const std::string& nam
     std::string listed;
     for (int i = 0; i < table.listed(); ++i) {
         const format& f = table[i + 1];
-        if (f.asked_name() == name || f.name() == name) return i;
+        const std::vector<std::string> built_in = built_in_names(f.name(), role);
+        if (f.asked_name() == name || f.name() == name ||
+            std::find(built_in.begin(), built_in.end(), name) != built_in.end())
+            return i;
         listed += (listed.empty() ? "" : ", ") + format_text(f);
     }
     fail("pages of ", role == tensor::key ? "keys" : "values", " are asked for in ", scheme_text(name, role),
