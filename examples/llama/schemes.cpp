@@ -61,7 +61,7 @@ void expect_known(std::string_view name, kvq::tensor role) {
         if (baselines().empty()) {
             message += "; CMake's KVQ_LIBRARY_FORMATS=all and KVQ_LLAMA_BASELINES=ON add others";
         }
-        throw kvq::error(message);
+        throw kvq::argument_error(message);
     }
 }
 

@@ -28,10 +28,10 @@ kvq_status report(kvq_status of_errors) noexcept {
         throw;
     } catch (const failure& e) {
         return keep(e.status, e.message.c_str());
-    } catch (const error& e) {
-        return keep(of_errors, e.what());
     } catch (const out_of_memory& e) {
         return keep(KVQ_ERROR_MEMORY, e.what());
+    } catch (const error& e) {
+        return keep(of_errors, e.what());
     } catch (const std::bad_alloc&) {
         return keep(KVQ_ERROR_MEMORY, "kvq: out of memory");
     } catch (const std::length_error&) {

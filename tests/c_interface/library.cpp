@@ -309,6 +309,8 @@ TEST_CASE("batches of a reserved step, with memory of a std::pmr::memory_resourc
                                              {other.get(), 1, 1, nullptr}};
             CHECK(raised([&] { both.cache.reserve(many, q_heads, o); }) == "kvq: out of memory");
             CHECK_THROWS_AS(both.append(random, 200), kvq::out_of_memory);
+            CHECK_THROWS_AS(both.append(random, 200), kvq::error);
+            CHECK_THROWS_AS(both.append(random, 200), std::exception);
             resource.most = SIZE_MAX;
             both.cache.reserve(many, q_heads, o);
             CHECK(both.sequence.usage().reserved > 0);

@@ -155,7 +155,7 @@ TEST_CASE("a team keeps the first error, and leaves out operations until somebod
                     if (i == failing_operation) throw std::runtime_error("operation");
                     all.parallel_for(5, [&](int task) {
                         ++tasks;
-                        if (i == 2 && task == failing_task) throw kvq::error("task");
+                        if (i == 2 && task == failing_task) throw kvq::argument_error("task");
                     });
                 });
             ++left;

@@ -297,6 +297,50 @@ TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and 
     CHECK(cache.bytes_in_use() == 0);
 }
 
+TEST_CASE("one handler of kvq::error takes a bad argument and a budget that is used up, as do their standard handlers") {
+    test::typed_cache<kvq::int8> cache({.layers = 1, .kv_heads = 1, .head_dim = 8},
+                                       {.page_tokens = 64, .byte_budget = 1000});
+    auto sequence = cache.new_sequence();
+    const std::vector<float> data(8);
+    const token_view<const float> x(data.data(), 1, 1, 8);
+    const auto no_room = [&] { sequence.append(0, x, x); };
+    const auto no_layer = [&] { sequence.append(1, x, x); };
+    const auto message = []<class Handler>(auto&& call, const Handler*) {
+        std::string said;
+        try {
+            call();
+        } catch (const Handler& e) {
+            said = e.what();
+        } catch (...) {
+            said = "another handler";
+        }
+        return said;
+    };
+    constexpr const kvq::error* any = nullptr;
+    constexpr const std::exception* standard = nullptr;
+    const std::string budget = message(no_room, any), layer = message(no_layer, any);
+    CHECK(budget.find("budget of 1000 bytes") != std::string::npos);
+    CHECK(layer.find("layer 1") != std::string::npos);
+    CHECK(message(no_room, standard) == budget);
+    CHECK(message(no_layer, standard) == layer);
+    CHECK(message(no_room, static_cast<const std::bad_alloc*>(nullptr)) == budget);
+    CHECK(message(no_layer, static_cast<const std::bad_alloc*>(nullptr)) == "another handler");
+    CHECK(message(no_layer, static_cast<const std::invalid_argument*>(nullptr)) == layer);
+    CHECK(message(no_room, static_cast<const std::invalid_argument*>(nullptr)) == "another handler");
+    // Also after the way through another thread.
+    const auto passed_on = [&] {
+        std::exception_ptr held;
+        try {
+            no_room();
+        } catch (...) {
+            held = std::current_exception();
+        }
+        std::rethrow_exception(held);
+    };
+    CHECK(message(passed_on, any) == budget);
+    CHECK(message(passed_on, standard) == budget);
+}
+
 TEST_CASE("a sequence that is assigned takes along the memory resource of its cache") {
     test::counting_resource first;
     test::counting_resource second;
@@ -349,8 +393,12 @@ TEST_CASE("what a task throws reaches the caller, after all tasks have ended") {
 }
 
 TEST_CASE("errors belong to the families that callers already catch") {
-    static_assert(std::is_base_of_v<std::invalid_argument, kvq::error>);
+    static_assert(std::is_base_of_v<std::invalid_argument, kvq::argument_error>);
     static_assert(std::is_base_of_v<std::bad_alloc, kvq::out_of_memory>);
+    // A second std::exception in a type would make handlers of std::exception miss it.
+    static_assert(std::is_convertible_v<kvq::argument_error*, std::exception*>);
+    static_assert(std::is_convertible_v<kvq::out_of_memory*, std::exception*>);
+    static_assert(std::is_abstract_v<kvq::error> && !std::is_base_of_v<std::exception, kvq::error>);
     // What must not throw says so: sequences move into containers, pages are released in destructors.
     using sequence = cache_type::sequence_type;
     static_assert(std::is_nothrow_move_constructible_v<sequence> &&

@@ -1,7 +1,17 @@
-// Errors: one exception type, raised in one place.
+// Errors: what kvq raises has one base, and is raised in one place.
 //
-// Bad shapes, sizes and arguments raise kvq::error with the offending numbers in the message, before anything
-// is changed. Running out of memory or of a byte budget raises kvq::out_of_memory (a std::bad_alloc).
+//   kvq::error              the base: catch (const kvq::error& e) takes everything that kvq raises itself; e.what() says why
+//     kvq::argument_error   a std::invalid_argument: bad shapes, sizes, arguments and states, with the numbers in the message
+//     kvq::out_of_memory    a std::bad_alloc: no room in a byte budget
+//
+// All are raised before anything is changed. Memory that the system or a memory resource refuses is a std::bad_alloc of theirs,
+// so a handler of std::bad_alloc, before that of kvq::error, takes all that ends when memory is freed:
+//
+//   try { step(); }
+//   catch (const std::bad_alloc&) { make room and try again }
+//   catch (const kvq::error& e) { refuse the request, with e.what() }
+//
+// Contract: each type has one std::exception, so a handler of std::exception takes all of them; therefore kvq::error is none itself.
 // With exceptions switched off the message goes to a handler that must not return (default: print and abort).
 #pragma once
 
@@ -15,15 +25,29 @@
 
 namespace kvq::inline v0_2 {
 
-/// Bad argument or state. The message is one sentence that contains the numbers.
-class error : public std::invalid_argument {
+/// What kvq raises: an argument_error or out_of_memory.
+class error {
 public:
-    KVQ_NO_COPY explicit error(const char* message) : std::invalid_argument(message) {}
-    KVQ_NO_COPY explicit error(const std::string& message) : std::invalid_argument(message) {}
+    /// One sentence with the numbers.
+    virtual const char* what() const noexcept = 0;
+
+protected:
+    KVQ_NO_COPY error() noexcept = default;
+    KVQ_NO_COPY error(const error&) noexcept = default;
+    error& operator=(const error&) = default;
+    ~error() = default;
+};
+
+/// Bad argument or state.
+class argument_error : public std::invalid_argument, public error {
+public:
+    KVQ_NO_COPY explicit argument_error(const char* message) : std::invalid_argument(message) {}
+    KVQ_NO_COPY explicit argument_error(const std::string& message) : std::invalid_argument(message) {}
+    const char* what() const noexcept override { return std::invalid_argument::what(); }
 };
 
 /// No memory, or the byte budget of a page pool would be exceeded. Nothing was changed.
-class out_of_memory : public std::bad_alloc {
+class out_of_memory : public std::bad_alloc, public error {
 public:
     KVQ_NO_COPY explicit out_of_memory(const char* message) : message_(message) {}
     KVQ_NO_COPY out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
@@ -78,10 +102,10 @@ template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
     short_text message = "kvq: ";
     ((message += to_text(parts)), ...);
-    raise<error>(message.c_str());
+    raise<argument_error>(message.c_str());
 }
 
-/// Raises kvq::error with all arguments joined, unless `condition` holds.
+/// Raises kvq::argument_error with all arguments joined, unless `condition` holds.
 template <class... Parts>
 constexpr void expect(bool condition, const Parts&... parts) {
     if (!condition) [[unlikely]]

@@ -19,9 +19,10 @@
 namespace kvq::inline v0_2 {
 
 /// What a function of the compiled library reported.
-class library_error : public error {
+class library_error : public argument_error {
 public:
-    KVQ_NO_COPY library_error(kvq_status status, const char* message) : error(message), status_(status) {}
+    KVQ_NO_COPY library_error(kvq_status status, const char* message)
+        : argument_error(message), status_(status) {}
     KVQ_NO_COPY kvq_status status() const noexcept { return status_; }
 
 private:

@@ -215,12 +215,12 @@ private:
 #if KVQ_EXCEPTIONS
         try {
             f();
-        } catch (const error& e) {
-            count_failure(e.what());
-            return attempted::failed;
         } catch (const std::bad_alloc& e) {
             count_failure(e.what());
             return attempted::no_memory;
+        } catch (const error& e) {
+            count_failure(e.what());
+            return attempted::failed;
         }
 #else
         f();
