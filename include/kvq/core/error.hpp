@@ -25,39 +25,56 @@
 
 namespace kvq::inline v0_2 {
 
-/// What kvq raises: an argument_error or out_of_memory.
+/// What kvq raises: an argument_error or out_of_memory. It has no virtual functions: a type with two tables of them would have a
+/// destructor with vector instructions, which objects of several instruction sets share.
 class error {
 public:
     /// One sentence with the numbers.
-    virtual const char* what() const noexcept = 0;
+    KVQ_NO_COPY const char* what() const noexcept { return message_; }
+
+    error(const error&) = delete;
+    error& operator=(const error&) = delete;
 
 protected:
     KVQ_NO_COPY error() noexcept = default;
-    KVQ_NO_COPY error(const error&) noexcept = default;
-    error& operator=(const error&) = default;
     ~error() = default;
+    /// message: as long as this object lives.
+    KVQ_NO_COPY void say(const char* message) noexcept { message_ = message; }
+
+private:
+    const char* message_ = "";
 };
 
 /// Bad argument or state.
 class argument_error : public std::invalid_argument, public error {
 public:
-    KVQ_NO_COPY explicit argument_error(const char* message) : std::invalid_argument(message) {}
-    KVQ_NO_COPY explicit argument_error(const std::string& message) : std::invalid_argument(message) {}
-    const char* what() const noexcept override { return std::invalid_argument::what(); }
+    KVQ_NO_COPY explicit argument_error(const char* message) : std::invalid_argument(message) { say(what()); }
+    KVQ_NO_COPY explicit argument_error(const std::string& message) : std::invalid_argument(message) {
+        say(what());
+    }
+    KVQ_NO_COPY argument_error(const argument_error& other) noexcept : std::invalid_argument(other), error() {
+        say(what());
+    }
+    using std::invalid_argument::what;
 };
 
 /// No memory, or the byte budget of a page pool would be exceeded. Nothing was changed.
 class out_of_memory : public std::bad_alloc, public error {
 public:
-    KVQ_NO_COPY explicit out_of_memory(const char* message) : message_(message) {}
+    KVQ_NO_COPY explicit out_of_memory(const std::string& message) : message_(message) { say(what()); }
     KVQ_NO_COPY out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
-        : message_("kvq: a page of " + std::to_string(wanted) +
-                   " bytes does not fit: " + std::to_string(in_use) + " of a budget of " +
-                   std::to_string(budget) + " bytes are in use") {}
+        : out_of_memory("kvq: a page of " + std::to_string(wanted) +
+                        " bytes does not fit: " + std::to_string(in_use) + " of a budget of " +
+                        std::to_string(budget) + " bytes are in use") {}
     /// The same when the memory was allocated up front: `longest` bytes are free in one range.
     KVQ_NO_COPY out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget, std::size_t longest)
         : out_of_memory(wanted, in_use, budget) {
         message_ += ", and the longest free range has " + std::to_string(longest);
+        say(what());
+    }
+    KVQ_NO_COPY out_of_memory(const out_of_memory& other)
+        : std::bad_alloc(other), error(), message_(other.message_) {
+        say(what());
     }
     const char* what() const noexcept override { return message_.c_str(); }
 
