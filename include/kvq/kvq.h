@@ -595,6 +595,23 @@ KVQ_API kvq_status kvq_cache_get_footprint(const kvq_cache* cache, int32_t token
 KVQ_API kvq_status kvq_cache_longest_context(const kvq_cache* cache, size_t budget,
                                              const kvq_footprint_query* query, int32_t* tokens);
 
+/// What an engine asks of a cache.
+typedef struct kvq_budget_query {
+    size_t size;
+    int32_t tokens;     // most tokens of a sequence
+    int32_t sequences;  // of so many tokens each; 0: 1
+    int32_t chunk;      // most new tokens of a sequence in one step; 0: 1
+    /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens leaves at
+    /// most one; kvq_sequence_erase, _shift and _splice leave at most two each.
+    int32_t cuts;
+} kvq_budget_query;
+
+/// The least byte_budget with which every step succeeds (kvq_cache_reserve of all sequences at once, and steps without it), before there
+/// is a cache; options.byte_budget does not matter. With cuts it is an upper bound. A draft takes kvq_sequence_draft_bytes more; with
+/// `preallocate` free ranges that fit no page come on top. KVQ_ERROR_ARGUMENT as kvq_cache_create.
+KVQ_API kvq_status kvq_get_budget(const kvq_cache_options* options, const kvq_budget_query* query,
+                                  size_t* bytes);
+
 // ---- saved sequences and pages on the wire ---------------------------------------------------------------------------
 
 /// Takes all bytes and returns 0; any other result is KVQ_ERROR_CALLBACK.

@@ -14,6 +14,7 @@
 #include "cache/step_down.hpp"
 #include "cache/usage.hpp"
 #include "estimate/bytes.hpp"
+#include "estimate/budget.hpp"
 #include "estimate/footprint.hpp"
 #include "format/bounds.hpp"
 #include "io/page_transfer.hpp"

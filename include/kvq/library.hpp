@@ -31,6 +31,7 @@ using attend_options = initialized<kvq_attend_options>;
 using requantize_request = initialized<kvq_requantize_request>;
 using step_down_policy = initialized<kvq_step_down_policy>;
 using footprint_query = initialized<kvq_footprint_query>;
+using budget_query = initialized<kvq_budget_query>;
 using save_options = initialized<kvq_save_options>;
 using prefix_cache_options = initialized<kvq_prefix_cache_options>;
 using ring_options = initialized<kvq_ring_options>;

@@ -1,6 +1,8 @@
 // Requantizing, stepping down and estimates of the C interface.
 #include <kvq/cache/step_down.hpp>
+#include <kvq/estimate/budget.hpp>
 #include <kvq/estimate/footprint.hpp>
+#include <utility>
 
 #include "convert.hpp"
 
@@ -119,6 +121,21 @@ kvq_status kvq_cache_longest_context(const kvq_cache* cache, size_t budget, cons
         place(tokens, "tokens");
         const estimate e(query, state);
         *tokens = kvq::longest_context(state.cache, budget, e.sequences, e.use, e.policy);
+    });
+}
+
+kvq_status kvq_get_budget(const kvq_cache_options* options, const kvq_budget_query* query, size_t* bytes) {
+    return guard([&] {
+        kvq_cache_options o = read_reserved(options, "options");
+        const kvq_budget_query q = read_struct(query, "query");
+        place(bytes, "bytes");
+        const bool preallocate = std::exchange(o.preallocate, 0) != 0;
+        o.byte_budget = 0;
+        const cache_state state(o);
+        kvq::cache_options given = state.cache.options();
+        given.preallocate = preallocate;
+        *bytes = kvq::budget(given, state.cache.shape(),
+                             {q.tokens, q.sequences == 0 ? 1 : q.sequences, q.chunk == 0 ? 1 : q.chunk, q.cuts});
     });
 }
 }

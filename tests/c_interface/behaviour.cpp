@@ -557,6 +557,20 @@ TEST_CASE("trim, fork, erase, shift, splice, drafts, requantizing and stepping d
     std::int32_t longest = 0;
     OK(kvq_cache_longest_context(both.c, f.total, &query, &longest));
     CHECK(longest == kvq::longest_context(*both.cpp, f.total, 3, {.q_heads = q_heads}, cpp_policy));
+    auto asked = init<kvq_budget_query>();
+    asked.tokens = 500;
+    asked.sequences = 2;
+    asked.chunk = 64;
+    asked.cuts = 1;
+    for (const std::int32_t preallocate : {0, 1}) {
+        kvq_cache_options o = both.options;
+        o.byte_budget = 1;  // does not matter
+        o.preallocate = preallocate;
+        kvq::cache_options cpp_o = both.cpp->options();
+        cpp_o.preallocate = preallocate != 0;
+        OK(kvq_get_budget(&o, &asked, &bytes));
+        CHECK(bytes == kvq::budget(cpp_o, both.cpp->shape(), {500, 2, 64, 1}));
+    }
     OK(kvq_cache_workspace_bytes(both.c, 500, q_heads, 3, 2, &bytes));
     CHECK(bytes == both.cpp->attention_workspace(500, q_heads, 3, 2));
     OK(kvq_sequence_free(fork));

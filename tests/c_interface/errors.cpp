@@ -332,6 +332,7 @@ TEST_CASE(
     REFUSES(kvq_cache_requantize, MAY_BE_NULL(4), f.cache, list, 1, &request, &report);
     REFUSES(kvq_cache_step_down, MAY_BE_NULL(4, 5), f.cache, list, 1, &policy, f.executor, &step_report);
     REFUSES(kvq_cache_get_footprint, MAY_BE_NULL(2), f.cache, 100, &query, &footprint);
+    REFUSES(kvq_get_budget, MAY_BE_NULL(), &f.options, &budget, &f.size);
     REFUSES(kvq_cache_longest_context, MAY_BE_NULL(2), f.cache, std::size_t{1000000}, &query, &f.n);
     REFUSES(kvq_sequence_save, MAY_BE_NULL(1, 3), f.s, nullptr, &take_all, none);
     REFUSES(kvq_sequence_save_file, MAY_BE_NULL(1), f.s, nullptr, "/no/such/folder/file");
@@ -596,6 +597,12 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     nothing.allocate = [](void*, std::size_t, std::size_t) -> void* { return nullptr; };
     nothing.deallocate = [](void*, void*, std::size_t, std::size_t) {};
     CHECK_REFUSED(kvq_workspace_create(&nothing, 64, &f.made_workspace), KVQ_ERROR_MEMORY, "memory");
+    auto budget = init<kvq_budget_query>();
+    budget.tokens = -1;
+    CHECK_REFUSED(kvq_get_budget(&f.options, &budget, &f.size), KVQ_ERROR_ARGUMENT, "-1");
+    budget.tokens = 10;
+    budget.chunk = -2;
+    CHECK_REFUSED(kvq_get_budget(&f.options, &budget, &f.size), KVQ_ERROR_ARGUMENT, "chunks of -2");
     auto footprint = init<kvq_footprint>();
     CHECK_REFUSED(kvq_cache_get_footprint(f.cache, -1, nullptr, &footprint), KVQ_ERROR_ARGUMENT, "-1");
     auto ring_options = init<kvq_ring_options>();

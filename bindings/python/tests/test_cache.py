@@ -157,6 +157,13 @@ class Sequences(Base):
         self.assertLessEqual(cache.footprint(longest, q_heads=Q).total, 10**6)
         self.assertGreater(longest, 100)
         self.assertEqual(cache.longest_context(0), -1)
+        shape = dict(layers=2, kv_heads=2, head_dim=32, keys="int8")
+        budget = kvq.Cache.budget(300, chunk=64, **shape)
+        self.assertGreater(kvq.Cache.budget(300, chunk=64, cuts=1, **shape), budget)
+        self.assertEqual(kvq.Cache.budget(300, sequences=3, chunk=64, **shape), 3 * budget)
+        self.assertGreaterEqual(budget, kvq.Cache(**shape).footprint(300).quantized)
+        with self.assertRaisesRegex(kvq.ArgumentError, "chunks of -1"):
+            kvq.Cache.budget(300, chunk=-1, **shape)
         policy = kvq.StepDownPolicy([kvq.Tier(64)])
         self.assertGreater(cache.footprint(500, sequences=3, threads=2, chunk=64, policy=policy).total, 0)
 

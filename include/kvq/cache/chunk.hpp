@@ -212,6 +212,12 @@ public:
             [&](std::size_t bytes) { n.returned += page_pool::allocation(bytes); });
         return n;
     }
+    /// Adds the pages that a reserved step of n tokens takes for this layer to a stock. Returns the number of spans that are committed.
+    static std::size_t count_reserved(const cache& of, const layer_track& track, int n, page_stock& stock) {
+        return for_each_need(
+            of, track, n, chunk_pages::after_attend, [&](std::size_t bytes) { stock.takes(bytes); },
+            [&](std::size_t bytes) { stock.gives_back(bytes); });
+    }
     /// Calls take(bytes of data) for every page that stage() takes, and give_back(bytes) for those of them that commit() gives back.
     /// Returns the number of spans that are committed.
     template <class Take, class GiveBack>
@@ -254,7 +260,7 @@ public:
             if (last && track.has_open_span()) {
                 const int shown = s.tokens + smaller(tokens, s.room - s.tokens);
                 for (int role = 0; role < 2; ++role)
-                    if (needs_copy(s, role, shown))
+                    if (needs_copy(s, role, shown, g))
                         take(bytes_of(role, 0, g.window_tokens(s.first_token, shown, s.room)));
                 at = s.first_token + shown;
             }
@@ -268,8 +274,11 @@ public:
     }
 
 private:
-    static bool needs_copy(const page_span& s, int role, int tokens) noexcept {
-        return s.pages[role].shared() || s.pages[role]->tokens < tokens;
+    /// A span without pages is that of an estimate (estimate/budget.hpp), with the memory that a page of its tokens gets.
+    static bool needs_copy(const page_span& s, int role, int tokens, const page_geometry& g) noexcept {
+        const page_ref& p = s.pages[static_cast<std::size_t>(role)];
+        if (!p) return g.window_tokens(s.first_token, s.tokens, s.room) < tokens;
+        return p.shared() || p->tokens < tokens;
     }
     /// Moves a page to its place. The page that was there goes back to the stock.
     void put(page_ref& place, page_ref& p) noexcept {
@@ -315,7 +324,7 @@ private:
         const int tokens = s.tokens + smaller(after_ - before_, s.room - s.tokens);
         page_ref larger_pages[2];
         for (int role = 0; role < 2; ++role) {
-            if (!needs_copy(s, role, tokens)) continue;
+            if (!needs_copy(s, role, tokens, cache_->geometry())) continue;
             larger_pages[role] =
                 window_page(role, cache_->geometry().window_tokens(s.first_token, tokens, s.room));
             copy_tokens(cache_->table(tensor::key).window_type(), *s.pages[role], *larger_pages[role],

@@ -27,22 +27,29 @@ public:
         : filled(memory), quantized(memory), shelves_(memory), pages_(memory), tables_(memory) {}
 
     /// What one step needs, layer by layer: takes(bytes) and gives_back(bytes) of pages' data, then end_layer(). Then fill().
-    void takes(std::size_t bytes) { ++shelf_of(bytes).stay; }
-    void gives_back(std::size_t bytes) {
-        shelf& s = shelf_of(bytes);
-        --s.stay;
-        ++s.back;
-    }
-    /// table: spans that the layer must have room for, if it has not; commits: spans that it commits.
-    void end_layer(std::size_t table, std::size_t commits) {
-        for (shelf& s : shelves_) s.most_back = larger(s.most_back, std::exchange(s.back, 0));
+    void takes(std::size_t bytes) { ++shelf_of(bytes).taken; }
+    void gives_back(std::size_t bytes) { ++shelf_of(bytes).back; }
+    /// table: spans that the layer must have room for, if it has not; commits: spans that it commits; alike: number of such layers.
+    void end_layer(std::size_t table, std::size_t commits, int alike = 1) {
+        for (shelf& s : shelves_) {
+            s.stay += alike * (std::exchange(s.taken, 0) - s.back);
+            s.most_back = larger(s.most_back, std::exchange(s.back, 0));
+        }
         if (table > 0) {
             while (tables_.size() <= static_cast<std::size_t>(layers_))
                 tables_.emplace_back(tables_.get_allocator());
             tables_.back().reserve(table);
         }
         commits_ = larger(commits_, commits);
-        ++layers_;
+        layers_ += alike;
+    }
+    /// Bytes of pages that fill() takes, where each takes a multiple of `multiple` bytes.
+    std::size_t bytes_to_fill(std::size_t multiple) const noexcept {
+        std::size_t bytes = 0;
+        for (const shelf& s : shelves_)
+            bytes += static_cast<std::size_t>(s.stay + s.most_back) *
+                     round_up(page_pool::allocation(s.bytes), multiple);
+        return bytes;
     }
     /// Takes the memory. Raises out_of_memory or std::bad_alloc; the caller then drops the stock.
     void fill(page_pool& pool) {
@@ -126,7 +133,8 @@ public:
 private:
     struct shelf {
         std::size_t bytes;  // of data
-        int stay = 0, back = 0, most_back = 0;
+        int taken = 0, back = 0;      // by the layer that is counted
+        int stay = 0, most_back = 0;  // of all layers
         int first = 0, held = 0, room = 0;  // places in pages_
 
         std::size_t place(int i) const noexcept {

@@ -14,10 +14,7 @@ namespace kvq::inline KVQ_TAGGED {
 inline void sequence::reserve_step(int n) {
     detail::page_stock fresh(memory());
     for (const detail::layer_track& track : tracks_) {
-        const std::size_t commits = detail::chunk::for_each_need(
-            *cache_, track, n, detail::chunk_pages::after_attend,
-            [&](std::size_t bytes) { fresh.takes(bytes); },
-            [&](std::size_t bytes) { fresh.gives_back(bytes); });
+        const std::size_t commits = detail::chunk::count_reserved(*cache_, track, n, fresh);
         const std::size_t table =
             detail::table_capacity(static_cast<std::size_t>(track.size_after(n, geometry())));
         fresh.end_layer(table > track.spans.capacity() ? table : 0, commits);

@@ -228,6 +228,10 @@ class kvq_footprint(_Struct):
                 ("workspace", c_size_t), ("attention", c_size_t), ("total", c_size_t), ("transient", c_size_t), ("unused", c_size_t)]
 
 
+class kvq_budget_query(_Struct):
+    _fields_ = [("size", c_size_t), ("tokens", c_int32), ("sequences", c_int32), ("chunk", c_int32), ("cuts", c_int32)]
+
+
 class kvq_save_options(_Struct):
     _fields_ = [("size", c_size_t), ("model", c_char_p), ("convert", c_int32)]
 
@@ -317,6 +321,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cache_step_down": [handle, _handles, i32, POINTER(kvq_step_down_policy), handle,
                             POINTER(kvq_step_down_report)],
     "kvq_cache_get_footprint": [handle, i32, POINTER(kvq_footprint_query), POINTER(kvq_footprint)],
+    "kvq_get_budget": [POINTER(kvq_cache_options), POINTER(kvq_budget_query), _size_out],
     "kvq_cache_longest_context": [handle, size, POINTER(kvq_footprint_query), _i32_out],
     "kvq_sequence_save": [handle, _save, write_function, c_void_p],
     "kvq_sequence_save_file": [handle, _save, c_char_p],

@@ -71,6 +71,34 @@ def _names(names: Optional[Names]) -> Optional[str]:
     return ",".join(names)
 
 
+def _options(layers: int, kv_heads: int, head_dim: int, keys: Names = "std4", values: Optional[Names] = None, *,
+             value_dim: Optional[int] = None, window: Optional[str] = None, page_tokens: Optional[int] = None,
+             sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None,
+             byte_budget: Optional[int] = None,
+             layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
+             rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
+             preallocate: bool = False) -> Tuple[_abi.kvq_cache_options, List[Rotary]]:
+    """Options of a cache in C, and the embeddings whose callbacks they refer to."""
+    o = _abi.kvq_cache_options(
+        layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=limit(value_dim, "value_dim"),
+        keys=text(_names(keys)), values=text(_names(values)), window=text(window),
+        page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent, "recent"),
+        rollback=count(rollback, "rollback"), byte_budget=limit(byte_budget, "byte_budget"), preallocate=int(preallocate))
+    o.statistics = optional_handle(statistics, Statistics, "statistics")
+    if layer_formats is not None:
+        formats = (_abi.kvq_layer_formats * max(o.layers, 0))()
+        for layer, (of_keys, of_values) in layer_formats.items():
+            if not 0 <= layer < o.layers:
+                raise ArgumentError(f"kvq: layer_formats has layer {layer}, the cache has {o.layers} layers")
+            formats[layer] = _abi.kvq_layer_formats(keys=text(of_keys), values=text(of_values))
+        o.layer_formats = formats
+    of_layers = [rotary] if isinstance(rotary, Rotary) else list(rotary or [])
+    if of_layers:
+        o.rotary = (_abi.kvq_rotary * len(of_layers))(*[r._c for r in of_layers])
+        o.rotary_count = len(of_layers)
+    return o, of_layers
+
+
 class Cache(Handle):
     """Keys and values of any number of sequences, in pages of quantized blocks.
 
@@ -99,24 +127,10 @@ class Cache(Handle):
                  layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
                  rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
                  preallocate: bool = False) -> None:
-        o = _abi.kvq_cache_options(
-            layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=limit(value_dim, "value_dim"),
-            keys=text(_names(keys)), values=text(_names(values)), window=text(window),
-            page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent,
-            "recent"), rollback=count(rollback, "rollback"), byte_budget=limit(byte_budget, "byte_budget"),
-            preallocate=int(preallocate))
-        o.statistics = optional_handle(statistics, Statistics, "statistics")
-        if layer_formats is not None:
-            of_layers = (_abi.kvq_layer_formats * max(o.layers, 0))()
-            for layer, (of_keys, of_values) in layer_formats.items():
-                if not 0 <= layer < o.layers:
-                    raise ArgumentError(f"kvq: layer_formats has layer {layer}, the cache has {o.layers} layers")
-                of_layers[layer] = _abi.kvq_layer_formats(keys=text(of_keys), values=text(of_values))
-            o.layer_formats = of_layers
-        self._rotary = [rotary] if isinstance(rotary, Rotary) else list(rotary or [])  # callbacks are kept
-        if self._rotary:
-            o.rotary = (_abi.kvq_rotary * len(self._rotary))(*[r._c for r in self._rotary])
-            o.rotary_count = len(self._rotary)
+        o, self._rotary = _options(
+            layers, kv_heads, head_dim, keys, values, value_dim=value_dim, window=window, page_tokens=page_tokens,
+            sinks=sinks, recent=recent, rollback=rollback, byte_budget=byte_budget, layer_formats=layer_formats,
+            rotary=rotary, statistics=statistics, preallocate=preallocate)  # callbacks of rotary are kept
         super().__init__(ask(library.kvq_cache_create, ctypes.byref(o)), library.kvq_cache_free)
         self.value_dim = self.info().value_dim
 
@@ -278,6 +292,21 @@ class Cache(Handle):
         """The longest context that fits `budget` bytes at every length up to it; -1: not even an empty one."""
         return ask(library.kvq_cache_longest_context, self, budget,
                    ctypes.byref(query_to_c(sequences, q_heads, q_tokens, threads, chunk, policy)), out=ctypes.c_int32)
+
+    @staticmethod
+    def budget(tokens: int, *, sequences: int = 1, chunk: int = 1, cuts: int = 0, **options: Any) -> int:
+        """The least byte_budget with which every step succeeds, for a cache with these options (those of Cache: layers, kv_heads, head_dim,
+        keys and others), before it is made. With cuts it is an upper bound.
+
+        tokens     most tokens of a sequence
+        sequences  of so many tokens each
+        chunk      most new tokens of a sequence in one step
+        cuts       most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens
+                   leaves at most one; erase, shift and splice leave at most two each
+        """
+        o, _rotary = _options(**options)
+        query = _abi.kvq_budget_query(tokens=tokens, sequences=sequences, chunk=chunk, cuts=cuts)
+        return ask(library.kvq_get_budget, ctypes.byref(o), ctypes.byref(query), out=ctypes.c_size_t)
 
     # ---- saved sequences ----
 

@@ -465,6 +465,16 @@ pub struct kvq_footprint {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+pub struct kvq_budget_query {
+    pub size: usize,
+    pub tokens: i32,
+    pub sequences: i32,
+    pub chunk: i32,
+    pub cuts: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 pub struct kvq_save_options {
     pub size: usize,
     pub model: *const c_char,
@@ -738,6 +748,11 @@ extern "C" {
         budget: usize,
         query: *const kvq_footprint_query,
         tokens: *mut i32,
+    ) -> kvq_status;
+    pub fn kvq_get_budget(
+        options: *const kvq_cache_options,
+        query: *const kvq_budget_query,
+        bytes: *mut usize,
     ) -> kvq_status;
     pub fn kvq_sequence_save(
         sequence: *const kvq_sequence,

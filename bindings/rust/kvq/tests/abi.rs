@@ -386,6 +386,16 @@ fn structs() {
             unused
         }
     );
+    layout!(
+        lines,
+        kvq_budget_query {
+            size,
+            tokens,
+            sequences,
+            chunk,
+            cuts
+        }
+    );
     layout!(lines, kvq_save_options { size, model, convert });
     layout!(
         lines,
