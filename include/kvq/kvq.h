@@ -602,7 +602,7 @@ typedef struct kvq_budget_query {
     int32_t sequences;  // of so many tokens each; 0: 1
     int32_t chunk;      // most new tokens of a sequence in one step; 0: 1
     /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens leaves at
-    /// most one; kvq_sequence_erase, _shift and _splice leave at most two each.
+    /// most one; kvq_sequence_erase, _shift and _splice leave at most three each.
     int32_t cuts;
 } kvq_budget_query;
 

@@ -25,7 +25,7 @@ struct budget_use {
     int sequences = 1;  ///< sequences of so many tokens; sequences that share pages take less
     int chunk = 1;      ///< most new tokens of a sequence in one step
     /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens leaves at
-    /// most one; erase(), shift() and splice() leave at most two each (cache/rearrange.hpp).
+    /// most one; erase(), shift() and splice() leave at most three each (cache/rearrange.hpp).
     int cuts = 0;
 };
 

@@ -302,7 +302,7 @@ class Cache(Handle):
         sequences  of so many tokens each
         chunk      most new tokens of a sequence in one step
         cuts       most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens
-                   leaves at most one; erase, shift and splice leave at most two each
+                   leaves at most one; erase, shift and splice leave at most three each
         """
         o, _rotary = _options(**options)
         query = _abi.kvq_budget_query(tokens=tokens, sequences=sequences, chunk=chunk, cuts=cuts)

@@ -129,6 +129,20 @@ impl Cache {
         Self::made(options, Some(statistics))
     }
     fn made(o: &CacheOptions, statistics: Option<&Statistics>) -> Result<Self> {
+        Self::with_c(o, statistics, |c| Self::make(|out| unsafe { sys::kvq_cache_create(c, out) }))
+    }
+    /// The least byte_budget with which every step succeeds, for a cache with these options, before it is made; their own byte_budget does
+    /// not matter. With cuts it is an upper bound.
+    pub fn budget(options: &CacheOptions, query: &BudgetQuery) -> Result<usize> {
+        let query = query.to_c()?;
+        Self::with_c(options, None, |c| ask(|out| unsafe { sys::kvq_get_budget(c, &query, out) }))
+    }
+    /// Calls f with the options in C.
+    fn with_c<T>(
+        o: &CacheOptions,
+        statistics: Option<&Statistics>,
+        f: impl FnOnce(&sys::kvq_cache_options) -> Result<T>,
+    ) -> Result<T> {
         let (keys, values, window) = (
             Text::new(&o.keys)?,
             Text::optional(o.values.as_ref())?,
@@ -200,7 +214,7 @@ impl Cache {
             statistics: statistics.map_or(ptr::null(), |s| s.raw() as *const _),
             preallocate: o.preallocate as i32,
         });
-        Self::make(|out| unsafe { sys::kvq_cache_create(&c, out) })
+        f(&c)
     }
 
     /// The options in force, and bytes and pages in use.

@@ -40,8 +40,8 @@ pub use formats::{formats, Format, FormatDescription, FormatEntry, Role, Statist
 pub use options::{AttendOptions, Direction, Mods, Threads, TokenRange, Workspace};
 pub use prefix_cache::{Match, MatchKind, Outcome, PrefixCache, PrefixCacheOptions, PrefixCacheStatistics};
 pub use reports::{
-    CacheInfo, ChosenTokens, Footprint, FootprintQuery, Requantize, RequantizeReport, SelectionReport, SkippingReport,
-    StepDownPolicy, StepDownReport, Tier, Usage,
+    BudgetQuery, CacheInfo, ChosenTokens, Footprint, FootprintQuery, Requantize, RequantizeReport, SelectionReport,
+    SkippingReport, StepDownPolicy, StepDownReport, Tier, Usage,
 };
 pub use ring::{Ring, RingOptions};
 pub use sequence::{Receiver, Sequence};

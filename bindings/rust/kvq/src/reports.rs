@@ -323,6 +323,30 @@ pub struct FootprintQuery {
     pub policy: Option<StepDownPolicy>,
 }
 
+/// What an engine asks of a cache.
+#[derive(Clone, Debug, Default)]
+pub struct BudgetQuery {
+    /// Most tokens of a sequence.
+    pub tokens: usize,
+    /// Of so many tokens each; 0: 1
+    pub sequences: usize,
+    /// Most new tokens of a sequence in one step; 0: 1
+    pub chunk: usize,
+    /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens leaves at
+    /// most one; erase, shift and splice leave at most three each.
+    pub cuts: usize,
+}
+impl BudgetQuery {
+    pub(crate) fn to_c(&self) -> Result<sys::kvq_budget_query> {
+        Ok(init!(kvq_budget_query {
+            tokens: int(self.tokens, "tokens")?,
+            sequences: int(self.sequences, "sequences")?,
+            chunk: int(self.chunk, "chunk")?,
+            cuts: int(self.cuts, "cuts")?,
+        }))
+    }
+}
+
 pub(crate) struct QueryC {
     c: sys::kvq_footprint_query,
     policy: Option<PolicyC>,

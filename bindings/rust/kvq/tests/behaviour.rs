@@ -725,6 +725,20 @@ fn formats_and_statistics() {
     let longest = cache.longest_context(1_000_000, &query).unwrap().unwrap();
     assert!(cache.footprint(longest, &query).unwrap().total <= 1_000_000);
     assert_eq!(cache.longest_context(0, &query).unwrap(), None);
+    let options = CacheOptions::new(2, 2, 32, "int8");
+    let asked = BudgetQuery {
+        tokens: 300,
+        chunk: 64,
+        ..Default::default()
+    };
+    let budget = Cache::budget(&options, &asked).unwrap();
+    let three = BudgetQuery {
+        sequences: 3,
+        ..asked.clone()
+    };
+    assert_eq!(Cache::budget(&options, &three).unwrap(), 3 * budget);
+    let cut = BudgetQuery { cuts: 1, ..asked };
+    assert!(Cache::budget(&options, &cut).unwrap() > budget);
     assert!(Rotary::llama3(D, 500000.0, 8.0, 1.0, 4.0, 8192.0).unwrap().frequencies[0] == 1.0);
     assert!(Rotary::yarn(D, 10000.0, 4.0, 2048.0, 32.0, 1.0).is_ok());
 }
