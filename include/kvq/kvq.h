@@ -424,6 +424,9 @@ KVQ_API kvq_status kvq_sequence_keep(kvq_sequence* sequence, const int32_t* path
 
 /// Removes every token from position `tokens` on, in all layers.
 KVQ_API kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens);
+/// Gives back the 16-bit copies of quantized pages (kvq_usage.rollback). A trim into pages that are quantized now then keeps their codes, as
+/// one by more than `rollback` tokens does. With kvq_sequence_fork: a sequence to save or send without copies.
+KVQ_API kvq_status kvq_sequence_drop_copies(kvq_sequence* sequence);
 /// Removes tokens [first, last); those behind them move to the front, keys included. Needs kvq_cache_options.rotary if keys move.
 KVQ_API kvq_status kvq_sequence_erase(kvq_sequence* sequence, int32_t first, int32_t last);
 /// Moves the rotary positions of the keys of tokens [first, last) by `by`.

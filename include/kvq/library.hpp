@@ -174,6 +174,7 @@ public:
     }
     void keep(std::span<const int32_t> path) { call(kvq_sequence_keep, path.data(), detail::count(path)); }
     void trim(int32_t tokens) { call(kvq_sequence_trim, tokens); }
+    void drop_copies() { call(kvq_sequence_drop_copies); }
     void erase(int32_t first, int32_t last) { call(kvq_sequence_erase, first, last); }
     void shift(int32_t first, int32_t last, int64_t by) { call(kvq_sequence_shift, first, last, by); }
     void splice(const sequence& other, int32_t first, int32_t last) {
@@ -217,6 +218,11 @@ class cache : public detail::owner<kvq_cache, kvq_cache_free> {
 public:
     using owner::owner;
     explicit cache(kvq_cache_options options) : owner(kvq_cache_create, detail::sized(options)) {}
+
+    /// The least byte_budget of a cache with these options.
+    static size_t budget(kvq_cache_options options, kvq_budget_query query) {
+        return detail::ask<size_t>(kvq_get_budget, detail::sized(options), detail::sized(query));
+    }
 
     sequence new_sequence() { return {kvq_sequence_create, get()}; }
     kvq_cache_info info() const { return ask<kvq_cache_info>(kvq_cache_get_info); }

@@ -97,6 +97,10 @@ kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens) {
     return guard([&] { get(sequence, "sequence").sequence.trim(tokens); });
 }
 
+kvq_status kvq_sequence_drop_copies(kvq_sequence* sequence) {
+    return guard([&] { get(sequence, "sequence").sequence.drop_copies(); });
+}
+
 kvq_status kvq_sequence_erase(kvq_sequence* sequence, int32_t first, int32_t last) {
     return guard([&] { get(sequence, "sequence").sequence.erase(first, last); });
 }

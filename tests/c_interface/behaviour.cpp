@@ -478,6 +478,11 @@ TEST_CASE("trim, fork, erase, shift, splice, drafts, requantizing and stepping d
     test::generator random(seed);
     twins both;
     both.append(random, 400);
+    OK(kvq_sequence_drop_copies(both.c_sequence));
+    both.sequence->drop_copies();
+    auto without = init<kvq_usage>();
+    OK(kvq_sequence_get_usage(both.c_sequence, &without));
+    CHECK(without.rollback == 0);
     OK(kvq_sequence_trim(both.c_sequence, 333));
     both.sequence->trim(333);
     kvq_sequence* fork = nullptr;
@@ -563,7 +568,14 @@ TEST_CASE("trim, fork, erase, shift, splice, drafts, requantizing and stepping d
     asked.chunk = 64;
     asked.cuts = 1;
     for (const std::int32_t preallocate : {0, 1}) {
-        kvq_cache_options o = both.options;
+        auto o = init<kvq_cache_options>();
+        o.layers = layers;
+        o.kv_heads = kv_heads;
+        o.head_dim = dim;
+        o.value_dim = value_dim;
+        o.keys = "std4";
+        o.values = "kivi-4-g64";
+        o.page_tokens = 64;
         o.byte_budget = 1;  // does not matter
         o.preallocate = preallocate;
         kvq::cache_options cpp_o = both.cpp->options();

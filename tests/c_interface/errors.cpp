@@ -265,6 +265,7 @@ TEST_CASE(
     auto info = init<kvq_cache_info>();
     auto usage = init<kvq_usage>();
     auto query = init<kvq_footprint_query>();
+    auto budget = init<kvq_budget_query>();
     auto footprint = init<kvq_footprint>();
     auto ring_options = init<kvq_ring_options>();
     ring_options.window = 64;
@@ -315,6 +316,7 @@ TEST_CASE(
     REFUSES(kvq_sequence_append_draft, MAY_BE_NULL(), f.s, 0, &f.q.t, &f.q.t);
     REFUSES(kvq_sequence_keep, MAY_BE_NULL(), f.s, f.ids, 1);
     REFUSES(kvq_sequence_trim, MAY_BE_NULL(), f.s, 10);
+    REFUSES(kvq_sequence_drop_copies, MAY_BE_NULL(), f.s);
     REFUSES(kvq_sequence_erase, MAY_BE_NULL(), f.s, 10, 20);
     REFUSES(kvq_sequence_shift, MAY_BE_NULL(), f.s, 10, 20, std::int64_t{1});
     REFUSES(kvq_sequence_splice, MAY_BE_NULL(), f.s, f.s, 10, 20);
@@ -332,7 +334,7 @@ TEST_CASE(
     REFUSES(kvq_cache_requantize, MAY_BE_NULL(4), f.cache, list, 1, &request, &report);
     REFUSES(kvq_cache_step_down, MAY_BE_NULL(4, 5), f.cache, list, 1, &policy, f.executor, &step_report);
     REFUSES(kvq_cache_get_footprint, MAY_BE_NULL(2), f.cache, 100, &query, &footprint);
-    REFUSES(kvq_get_budget, MAY_BE_NULL(), &f.options, &budget, &f.size);
+    REFUSES(kvq_get_budget, MAY_BE_NULL(), &f.options, &budget, &f.bytes);
     REFUSES(kvq_cache_longest_context, MAY_BE_NULL(2), f.cache, std::size_t{1000000}, &query, &f.n);
     REFUSES(kvq_sequence_save, MAY_BE_NULL(1, 3), f.s, nullptr, &take_all, none);
     REFUSES(kvq_sequence_save_file, MAY_BE_NULL(1), f.s, nullptr, "/no/such/folder/file");
@@ -599,10 +601,10 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK_REFUSED(kvq_workspace_create(&nothing, 64, &f.made_workspace), KVQ_ERROR_MEMORY, "memory");
     auto budget = init<kvq_budget_query>();
     budget.tokens = -1;
-    CHECK_REFUSED(kvq_get_budget(&f.options, &budget, &f.size), KVQ_ERROR_ARGUMENT, "-1");
+    CHECK_REFUSED(kvq_get_budget(&f.options, &budget, &f.bytes), KVQ_ERROR_ARGUMENT, "-1");
     budget.tokens = 10;
     budget.chunk = -2;
-    CHECK_REFUSED(kvq_get_budget(&f.options, &budget, &f.size), KVQ_ERROR_ARGUMENT, "chunks of -2");
+    CHECK_REFUSED(kvq_get_budget(&f.options, &budget, &f.bytes), KVQ_ERROR_ARGUMENT, "chunks of -2");
     auto footprint = init<kvq_footprint>();
     CHECK_REFUSED(kvq_cache_get_footprint(f.cache, -1, nullptr, &footprint), KVQ_ERROR_ARGUMENT, "-1");
     auto ring_options = init<kvq_ring_options>();

@@ -126,6 +126,61 @@ TEST_CASE("the file does not depend on what was trimmed, nor on how pages are sh
     }
 }
 
+TEST_CASE_TEMPLATE("without 16-bit copies all is the same but trims into pages that are quantized", C,
+                   test::kivi_cache, test::mixed_cache) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < test::rounds(6); ++round) {
+        const auto shape = test::random_cache_shape(random, random.between(1, 3), 20);
+        auto options = test::random_options(random);
+        options.page_tokens = random.pick(std::vector<int>{8, 16, 33});
+        options.recent = random.between(0, 8);
+        options.rollback = random.between(20, 50);
+        options.layers = test::rotate_formats<C>(shape.layers);
+        auto cache = test::make_cache<C>(shape, options);
+        const test::stream s(random, shape, 300);
+        const int held = random.between(60, 150);
+        auto sequence = cache.new_sequence();
+        append(sequence, shape.layers, s, 0, held);
+        const auto u = sequence.usage();
+        REQUIRE(u.rollback > 0);
+        const test::file_bytes whole = saved(sequence), without = saved(sequence, {.copies = false});
+        CHECK(kvq::saved_bytes(sequence) == whole.size());
+        CHECK(kvq::saved_bytes(sequence, {.copies = false}) == without.size());
+        CHECK(without.size() < whole.size());
+        CHECK(saved(sequence) == whole);
+        auto a = restored(cache, whole), b = restored(cache, without);
+        CHECK(saved(b) == without);
+        CHECK(b.usage().rollback == 0);
+        CHECK(b.usage().quantized == u.quantized);
+        // Later tokens: the same pages, and copies of those that are quantized from now on.
+        auto later_a = a.fork(), later_b = b.fork();
+        append(later_a, shape.layers, s, held, 100);
+        append(later_b, shape.layers, s, held, 100);
+        CHECK(saved(later_a) == saved(later_b));
+        // A trim within `rollback`: exact with copies; without, the tokens keep their codes.
+        const int n = held - options.rollback;
+        auto exact = cache.new_sequence();
+        append(exact, shape.layers, s, 0, n);
+        for (int layer = 0; layer < shape.layers; ++layer)
+            for (const kvq::tensor role : {kvq::tensor::key, kvq::tensor::value}) {
+                test::tensor<float> before(n, shape.kv_heads, shape.dim(role)),
+                    after(n, shape.kv_heads, shape.dim(role));
+                b.dequantize(layer, role, 0, before.view());
+                auto cut = b.fork();
+                cut.trim(n);
+                cut.dequantize(layer, role, 0, after.view());
+                CHECK(after.values() == before.values());
+            }
+        a.trim(n);
+        b.trim(n);
+        CHECK(saved(a, {.copies = false}) == saved(exact, {.copies = false}));
+        CHECK(saved(b, {.copies = false}) != saved(exact, {.copies = false}));
+        CHECK(b.usage().quantized > exact.usage().quantized);
+    }
+}
+
 TEST_CASE_TEMPLATE("no memory, no budget: the cache is as it was", C, test::mixed_cache) {
     test::generator random(test::seed());
     test::counting_resource memory;

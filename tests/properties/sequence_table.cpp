@@ -85,7 +85,7 @@ struct drawn_batch {
     }
 };
 
-std::vector<std::byte> state(kvq::sequence_table& table, int id = -1) {
+std::vector<std::byte> state(kvq::sequence_table& table, int id = -1, const kvq::state_options& options = {}) {
     std::vector<std::byte> bytes;
     kvq::write_state(
         table,
@@ -93,7 +93,8 @@ std::vector<std::byte> state(kvq::sequence_table& table, int id = -1) {
             const auto* const p = static_cast<const std::byte*>(data);
             bytes.insert(bytes.end(), p, p + n);
         },
-        id);
+        id, options);
+    CHECK(kvq::state_bytes(table, id, options) == bytes.size());
     return bytes;
 }
 void restore(kvq::sequence_table& table, std::span<const std::byte> bytes, int id = -1) {
@@ -418,8 +419,11 @@ TEST_CASE("ids with the same tokens share them") {
     restore(table, state(table));
     CHECK(table.find(4) == table.find(0));
     CHECK(cache.bytes_in_use() == alone.bytes_in_use());
+    CHECK(table.distinct_tokens() == 200);
     // One token of one id: the others stay together.
     run(table, following(table, 1, 1), 2, space);
+    // Sinks of 2, pages of 32: the last page begins at 194 and was copied.
+    CHECK(table.distinct_tokens() == 200 + 6 + 1);
     CHECK(table.find(1) != table.find(0));
     CHECK(table.find(2) == table.find(0));
     // Removal for all ids keeps them together.
@@ -427,6 +431,49 @@ TEST_CASE("ids with the same tokens share them") {
     CHECK(table.find(3) == table.find(0));
     CHECK(table.tokens(3) == 190);
     CHECK(table.tokens(1) == 191);
+    // Both sides of the cut show parts of one page.
+    CHECK(table.distinct_tokens() == 190 + 6 + 1);
+    table.clear();
+    CHECK(table.distinct_tokens() == 0);
+}
+
+TEST_CASE("a state without 16-bit copies is smaller, and attends as one with them") {
+    kvq::cache_options options = std4_options();
+    options.rollback = 40;
+    kvq::cache cache(shape, options);
+    kvq::sequence_table table(cache, ids);
+    kvq::workspace space;
+    run(table, following(table, 0, 150), 1, space);
+    const std::size_t copies = table.find(0)->usage().rollback;
+    REQUIRE(copies > 0);
+    const auto whole = state(table, 0), without = state(table, 0, {.copies = false});
+    CHECK(without.size() + copies <= whole.size());
+    CHECK(table.find(0)->usage().rollback == copies);
+    restore(table, whole, 1);
+    restore(table, without, 2);
+    CHECK(table.find(1)->usage().rollback == copies);
+    CHECK(table.find(2)->usage().rollback == 0);
+    CHECK(table.find(2)->usage().quantized == table.find(1)->usage().quantized);
+    const auto step = [&](int id) {
+        drawn_batch one;
+        one.add(150, {id});
+        return run(table, one, 7, space);
+    };
+    CHECK(step(1) == step(2));
+}
+
+TEST_CASE("a state of int8 is smaller than one of fp16 without copies of its pages") {
+    const auto bytes = [](const kvq::format& f, bool copies) {
+        kvq::cache_options o = kvq::preset_options();
+        o.keys = {f};
+        kvq::cache cache(shape, o);
+        kvq::sequence_table table(cache, ids);
+        kvq::workspace space;
+        run(table, following(table, 0, 300), 1, space);
+        return state(table, 0, {.copies = copies}).size();
+    };
+    const std::size_t fp16 = bytes(test::made<test::usual>(kvq::full<kvq::float16>{}), true);
+    CHECK(bytes(test::made<test::usual>(kvq::int8{}), false) < fp16);
 }
 
 TEST_CASE("a step that does not end well is taken back") {

@@ -15,6 +15,10 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
+struct state_options {
+    bool copies = true;  ///< with the 16-bit copies of quantized pages, as save_options::copies
+};
+
 struct sequence_table::access {
     struct header {
         char magic[8] = "kvqseqs";
@@ -22,7 +26,7 @@ struct sequence_table::access {
     };
 
     template <class Sink>
-    static void write(sequence_table& table, Sink& sink, int id) {
+    static void write(sequence_table& table, Sink& sink, int id, const state_options& options) {
         table.settle();
         struct saved {
             shared_entry of;
@@ -54,9 +58,11 @@ struct sequence_table::access {
             summed(s.of->positions.data(), s.of->positions.size() * sizeof(std::int32_t));
             const std::uint32_t checksum = sum.value();
             put(sink, &checksum, sizeof checksum);
+            sequence shown = s.of->tokens.fork();
+            if (!options.copies) shown.drop_copies();
             int sent = 0;  // a message comes in three
             for (int layer = 0; layer < table.cache_->shape().layers; ++layer)
-                send_pages(s.of->tokens, layer, [&](const void* data, std::size_t bytes) {
+                send_pages(shown, layer, [&](const void* data, std::size_t bytes) {
                     if (sent++ % 3 == 0) put(sink, &page_follows, sizeof page_follows);
                     put(sink, data, bytes);
                 });
@@ -153,8 +159,15 @@ private:
 
 /// Writes all sequences, or that of one id. A step that is open ends first.
 template <byte_sink Sink>
-void write_state(sequence_table& table, Sink&& sink, int id = -1) {
-    sequence_table::access::write(table, sink, id);
+void write_state(sequence_table& table, Sink&& sink, int id = -1, const state_options& options = {}) {
+    sequence_table::access::write(table, sink, id, options);
+}
+/// The bytes that write_state() writes. Reads every page once, for its checksum.
+[[nodiscard]] inline std::size_t state_bytes(sequence_table& table, int id = -1,
+                                             const state_options& options = {}) {
+    std::size_t sum = 0;
+    write_state(table, [&](const void*, std::size_t bytes) { sum += bytes; }, id, options);
+    return sum;
 }
 /// Replaces all sequences, or that of one id, by what was written. Needs the memory of both while it reads.
 template <byte_source Source>

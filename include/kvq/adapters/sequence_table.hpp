@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -61,6 +62,34 @@ public:
     }
     /// The sequence of an id; null if it is empty. Valid until the table changes. Other ids may have the same one.
     const sequence* find(int id) const { return at(id) ? &at(id)->tokens : nullptr; }
+    /// Tokens that are stored, for a limit in tokens: those of pages that sequences share count once, those of a page that a sequence had to
+    /// copy when its tokens began to differ count again. O(pages log pages)
+    [[nodiscard]] std::size_t distinct_tokens() const {
+        struct run {
+            const page* of;
+            int first, last;
+        };
+        std::vector<run> runs;
+        for_each_entry([&](const shared_entry& e) {
+            const layer_pages pages = e->tokens.pages(0);
+            for (int i = 0; i < pages.entries(); ++i) {
+                const layer_pages::entry s = pages.at(i);
+                runs.push_back({s.keys, s.skip, s.skip + s.tokens});
+            }
+        });
+        std::sort(runs.begin(), runs.end(), [](const run& a, const run& b) {
+            return a.of != b.of ? std::less<const page*>()(a.of, b.of) : a.first < b.first;
+        });
+        std::size_t sum = 0;
+        int end = 0;  // of the tokens of the present page that are counted
+        for (std::size_t i = 0; i < runs.size(); ++i) {
+            if (i == 0 || runs[i].of != runs[i - 1].of) end = 0;
+            sum += static_cast<std::size_t>(
+                detail::larger(0, runs[i].last - detail::larger(end, runs[i].first)));
+            end = detail::larger(end, runs[i].last);
+        }
+        return sum;
+    }
     /// Bytes of pages (cache::bytes_held) and of positions.
     [[nodiscard]] std::size_t bytes() const {
         std::size_t sum = cache_->bytes_held();

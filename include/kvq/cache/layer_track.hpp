@@ -104,6 +104,11 @@ struct layer_track {
             for (page_ref& copy : s.copies) copy = page_ref{};
         }
     }
+    /// Drops all copies: trims find the quantized pages alone.
+    void drop_all_copies() noexcept {
+        for (; first_copy < committed; ++first_copy)
+            for (page_ref& copy : (*this)[first_copy].copies) copy = page_ref{};
+    }
     /// Removes every token from position n on. Spans that are not due any more become 16 bit again where an exact copy exists;
     /// the remaining tokens of other quantized pages keep their codes.
     void cut(int n, const page_geometry& g) noexcept {

@@ -185,6 +185,13 @@ public:
     /// Gives back what cache::reserve took for this sequence and what no step has used.
     void release_reserved() noexcept { stock_.clear(); }
 
+    /// Gives back the 16-bit copies of quantized pages (usage().rollback). A trim into pages that are quantized now then keeps their
+    /// codes, as one by more than `rollback` tokens does; pages that are quantized later have copies again. With fork(), which shares
+    /// the pages, a sequence to save or send without copies. O(spans)
+    void drop_copies() noexcept {
+        for (detail::layer_track& track : tracks_) track.drop_all_copies();
+    }
+
     /// A sequence with the same tokens that shares every page.
     [[nodiscard]] sequence fork() const { return {*this, 0}; }
 

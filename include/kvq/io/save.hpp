@@ -15,6 +15,9 @@ namespace kvq::inline KVQ_TAGGED {
 
 struct save_options {
     std::string model = {};  ///< model of these tokens: any text by which the engine recognizes it
+    /// With the 16-bit copies of quantized pages that `rollback` keeps. Without, what is restored has the same tokens and attention, but a
+    /// trim into pages that are quantized now keeps their codes (sequence::drop_copies).
+    bool copies = true;
 };
 
 namespace detail {
@@ -151,7 +154,17 @@ private:
 /// Writes the sequence to a sink: a callable write(const void*, std::size_t) that takes all bytes or throws.
 template <byte_sink Sink>
 void save(const sequence& s, Sink&& write, const save_options& options = {}) {
-    detail::sequence_writer(s, options).write(write);
+    if (options.copies) return detail::sequence_writer(s, options).write(write);
+    sequence without = s.fork();
+    without.drop_copies();
+    detail::sequence_writer(without, options).write(write);
+}
+
+/// The bytes that save() writes. Reads every page once, for its checksum.
+[[nodiscard]] inline std::size_t saved_bytes(const sequence& s, const save_options& options = {}) {
+    std::size_t sum = 0;
+    save(s, [&](const void*, std::size_t bytes) { sum += bytes; }, options);
+    return sum;
 }
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -303,6 +303,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_sequence_append_draft": [handle, i32, _tensor, _tensor],
     "kvq_sequence_keep": [handle, _ids, i32],
     "kvq_sequence_trim": [handle, i32],
+    "kvq_sequence_drop_copies": [handle],
     "kvq_sequence_erase": [handle, i32, i32],
     "kvq_sequence_shift": [handle, i32, i32, i64],
     "kvq_sequence_splice": [handle, handle, i32, i32],

@@ -119,6 +119,11 @@ class Sequence(TokenStore):
         return ask(library.kvq_sequence_tokens, self, _abi.ALL_LAYERS if layer is None else _layer(layer),
                    out=ctypes.c_int32)
 
+    def drop_copies(self) -> None:
+        """Gives back the 16-bit copies of quantized pages (usage().rollback). A trim into pages that are quantized now then keeps their
+        codes, as one by more than `rollback` tokens does. With fork(): a sequence to save or send without copies."""
+        library.kvq_sequence_drop_copies(self)
+
     def erase(self, first: int, last: int) -> None:
         """Removes tokens [first, last); those behind them move to the front, keys included. Needs Cache(rotary=...) if keys move."""
         library.kvq_sequence_erase(self, first, last)

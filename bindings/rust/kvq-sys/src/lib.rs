@@ -665,6 +665,7 @@ extern "C" {
     ) -> kvq_status;
     pub fn kvq_sequence_keep(sequence: *mut kvq_sequence, path: *const i32, count: i32) -> kvq_status;
     pub fn kvq_sequence_trim(sequence: *mut kvq_sequence, tokens: i32) -> kvq_status;
+    pub fn kvq_sequence_drop_copies(sequence: *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_erase(sequence: *mut kvq_sequence, first: i32, last: i32) -> kvq_status;
     pub fn kvq_sequence_shift(sequence: *mut kvq_sequence, first: i32, last: i32, by: i64) -> kvq_status;
     pub fn kvq_sequence_splice(

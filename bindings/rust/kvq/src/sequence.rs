@@ -98,6 +98,11 @@ impl Sequence {
     pub fn trim(&mut self, tokens: usize) -> Result<()> {
         check(unsafe { sys::kvq_sequence_trim(self.raw(), int(tokens, "tokens")?) })
     }
+    /// Gives back the 16-bit copies of quantized pages ([`crate::Usage::rollback`]). A trim into pages that are quantized now then keeps
+    /// their codes, as one by more than `rollback` tokens does. With [`Sequence::fork`]: a sequence to save or send without copies.
+    pub fn drop_copies(&mut self) -> Result<()> {
+        check(unsafe { sys::kvq_sequence_drop_copies(self.raw()) })
+    }
     /// Removes tokens [first, last); those behind them move to the front, keys included. Needs [`crate::CacheOptions::rotary`] if keys move.
     pub fn erase(&mut self, first: usize, last: usize) -> Result<()> {
         check(unsafe { sys::kvq_sequence_erase(self.raw(), int(first, "first")?, int(last, "last")?) })
