@@ -134,8 +134,9 @@ kvq_status kvq_get_budget(const kvq_cache_options* options, const kvq_budget_que
         const cache_state state(o);
         kvq::cache_options given = state.cache.options();
         given.preallocate = preallocate;
-        *bytes = kvq::budget(given, state.cache.shape(),
-                             {q.tokens, q.sequences == 0 ? 1 : q.sequences, q.chunk == 0 ? 1 : q.chunk, q.cuts});
+        *bytes =
+            kvq::budget(given, state.cache.shape(),
+                        {q.tokens, q.sequences == 0 ? 1 : q.sequences, q.chunk == 0 ? 1 : q.chunk, q.cuts});
     });
 }
 }

@@ -85,7 +85,8 @@ struct drawn_batch {
     }
 };
 
-std::vector<std::byte> state(kvq::sequence_table& table, int id = -1, const kvq::state_options& options = {}) {
+std::vector<std::byte> state(kvq::sequence_table& table, int id = -1,
+                             const kvq::state_options& options = {}) {
     std::vector<std::byte> bytes;
     kvq::write_state(
         table,

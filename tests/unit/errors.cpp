@@ -297,7 +297,9 @@ TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and 
     CHECK(cache.bytes_in_use() == 0);
 }
 
-TEST_CASE("one handler of kvq::error takes a bad argument and a budget that is used up, as do their standard handlers") {
+TEST_CASE(
+    "one handler of kvq::error takes a bad argument and a budget that is used up, as do their standard "
+    "handlers") {
     test::typed_cache<kvq::int8> cache({.layers = 1, .kv_heads = 1, .head_dim = 8},
                                        {.page_tokens = 64, .byte_budget = 1000});
     auto sequence = cache.new_sequence();
@@ -409,7 +411,8 @@ TEST_CASE("errors belong to the families that callers already catch") {
     // A second std::exception in a type would make handlers of std::exception miss it.
     static_assert(std::is_convertible_v<kvq::argument_error*, std::exception*>);
     static_assert(std::is_convertible_v<kvq::out_of_memory*, std::exception*>);
-    static_assert(!std::is_base_of_v<std::exception, kvq::error> && !std::is_copy_constructible_v<kvq::error>);
+    static_assert(!std::is_base_of_v<std::exception, kvq::error> &&
+                  !std::is_copy_constructible_v<kvq::error>);
     // What must not throw says so: sequences move into containers, pages are released in destructors.
     using sequence = cache_type::sequence_type;
     static_assert(std::is_nothrow_move_constructible_v<sequence> &&

@@ -227,6 +227,13 @@ class Files(Base):
         with self.assertRaises(kvq.DataError):
             other.from_bytes(data)
         self.assertEqual(len(other.from_bytes(data, convert=True)), 123)
+        s = self.fill(self.cache().new_sequence(), 88)
+        self.assertGreater(s.usage().rollback, 0)
+        without = s.fork()
+        without.drop_copies()
+        self.assertEqual(without.usage().rollback, 0)
+        self.assertLess(len(without.to_bytes()), len(s.to_bytes()))
+        self.assertTrue((s.cache.from_bytes(without.to_bytes()).attend(1, q) == s.attend(1, q)).all())
 
     def test_damaged(self):
         s = self.fill(self.cache().new_sequence(), 123)

@@ -166,7 +166,8 @@ void write_state(sequence_table& table, Sink&& sink, int id = -1, const state_op
 [[nodiscard]] inline std::size_t state_bytes(sequence_table& table, int id = -1,
                                              const state_options& options = {}) {
     std::size_t sum = 0;
-    write_state(table, [&](const void*, std::size_t bytes) { sum += bytes; }, id, options);
+    write_state(
+        table, [&](const void*, std::size_t bytes) { sum += bytes; }, id, options);
     return sum;
 }
 /// Replaces all sequences, or that of one id, by what was written. Needs the memory of both while it reads.

@@ -132,9 +132,9 @@ public:
 
 private:
     struct shelf {
-        std::size_t bytes;  // of data
-        int taken = 0, back = 0;      // by the layer that is counted
-        int stay = 0, most_back = 0;  // of all layers
+        std::size_t bytes;                  // of data
+        int taken = 0, back = 0;            // by the layer that is counted
+        int stay = 0, most_back = 0;        // of all layers
         int first = 0, held = 0, room = 0;  // places in pages_
 
         std::size_t place(int i) const noexcept {

@@ -129,7 +129,7 @@ private:
                 [&](std::size_t data) { taken += allocation(data); },
                 [&](std::size_t data) { back += allocation(data); });
             if (from > 0 && g_.sinks > 0) taken += page(0, 0, g_.sinks) + page(1, 0, g_.sinks);
-            for (std::size_t role = 0; role < 2; ++role) 
+            for (std::size_t role = 0; role < 2; ++role)
                 taken += pages * page(role, k.targets[role], g_.page_tokens);
             bytes += static_cast<std::size_t>(k.layers) * (taken - back);
         }

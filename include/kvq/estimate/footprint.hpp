@@ -8,6 +8,7 @@
 // (tests/unit/footprint.cpp counts with a memory resource). Cuts add to it: a trim into a quantized page leaves a page that shows
 // fewer tokens than it holds, at most one for every cut that is still in the sequence, until a deeper trim removes it. Likewise
 // erase(), shift() and splice(): at most two such pages per layer and tensor for every call (cache/rearrange.hpp).
+// A step that cache::reserve takes ahead of it needs more: estimate/budget.hpp is the byte_budget of an engine.
 // `transient` is an upper bound of temporary bytes of a call: while append() quantizes pages, or while prefill() has a chunk of one
 // layer in 16 bit.
 #pragma once

@@ -163,7 +163,8 @@ void save(const sequence& s, Sink&& write, const save_options& options = {}) {
 /// The bytes that save() writes. Reads every page once, for its checksum.
 [[nodiscard]] inline std::size_t saved_bytes(const sequence& s, const save_options& options = {}) {
     std::size_t sum = 0;
-    save(s, [&](const void*, std::size_t bytes) { sum += bytes; }, options);
+    save(
+        s, [&](const void*, std::size_t bytes) { sum += bytes; }, options);
     return sum;
 }
 

@@ -613,6 +613,10 @@ fn files() {
         Status::Data,
         "/no such/file",
     );
+    let mut without = s.fork().unwrap();
+    assert!(s.usage().unwrap().rollback > 0);
+    without.drop_copies().unwrap();
+    assert_eq!(without.usage().unwrap().rollback, 0);
     refused(s.save(&mut Broken, "m"), Status::Callback, "the writer failed: gone");
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cache.restore(&mut Broken, None, false)));
     assert_eq!(panicked.unwrap_err().downcast_ref::<&str>(), Some(&"of the reader"));
