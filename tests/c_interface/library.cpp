@@ -333,7 +333,12 @@ TEST_CASE("trim, fork, erase, shift, splice, drafts, requantizing with a dry run
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     twins both;
-    both.append(random, 400);
+    both.append(random, 360);
+    CHECK(both.sequence.usage().rollback > 0);
+    both.sequence.drop_copies();
+    both.same.drop_copies();
+    CHECK(both.sequence.usage().rollback == 0);
+    both.append(random, 40);
     both.sequence.trim(333);
     both.same.trim(333);
     library::sequence fork = both.sequence.fork();
@@ -401,6 +406,10 @@ TEST_CASE("trim, fork, erase, shift, splice, drafts, requantizing with a dry run
     CHECK(both.cache.longest_context(bytes_of.total, query) ==
           kvq::longest_context(both.same_cache, bytes_of.total, 3, {.q_heads = q_heads}, same_policy));
     CHECK(both.cache.footprint(1000).total > 0);
+    library::budget_query asked;
+    asked.tokens = 500, asked.chunk = 64;
+    CHECK(library::cache::budget(twins::options(nullptr, 1), asked) ==
+          kvq::budget(twins::same_options(1), both.same_cache.shape(), {.tokens = 500, .chunk = 64}));
 
     chunk c(random, 30);
     both.sequence.dequantize(1, KVQ_KEY, 40, c.k.out());
