@@ -8,7 +8,9 @@ use crate::{
     formats::Statistics,
     io::with_reader,
     options::{lse_of, AttendOptions, Call, Mods, Threads},
-    reports::{CacheInfo, Footprint, FootprintQuery, Requantize, RequantizeReport, StepDownPolicy, StepDownReport},
+    reports::{
+        BudgetQuery, CacheInfo, Footprint, FootprintQuery, Requantize, RequantizeReport, StepDownPolicy, StepDownReport,
+    },
     sequence::{path_text, Sequence},
     tensor::{Tensor, TensorMut, Value},
 };
@@ -129,13 +131,17 @@ impl Cache {
         Self::made(options, Some(statistics))
     }
     fn made(o: &CacheOptions, statistics: Option<&Statistics>) -> Result<Self> {
-        Self::with_c(o, statistics, |c| Self::make(|out| unsafe { sys::kvq_cache_create(c, out) }))
+        Self::with_c(o, statistics, |c| {
+            Self::make(|out| unsafe { sys::kvq_cache_create(c, out) })
+        })
     }
     /// The least byte_budget with which every step succeeds, for a cache with these options, before it is made; their own byte_budget does
     /// not matter. With cuts it is an upper bound.
     pub fn budget(options: &CacheOptions, query: &BudgetQuery) -> Result<usize> {
         let query = query.to_c()?;
-        Self::with_c(options, None, |c| ask(|out| unsafe { sys::kvq_get_budget(c, &query, out) }))
+        Self::with_c(options, None, |c| {
+            ask(|out| unsafe { sys::kvq_get_budget(c, &query, out) })
+        })
     }
     /// Calls f with the options in C.
     fn with_c<T>(
