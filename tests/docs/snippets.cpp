@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The C++ examples of README.md and docs/, each in the surroundings that it supposes. Compiled; check.py sees to it that none is
 // missing or differs.
+#include <cstdio>
 #include <functional>
 #include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/distributed/context_parallel.hpp>
@@ -8,6 +9,7 @@
 #include <kvq/adapters/distributed/send_sequence.hpp>
 #include <kvq/adapters/eigen.hpp>
 #include <kvq/adapters/paged.hpp>
+#include <kvq/adapters/sequence_state.hpp>
 #include <kvq/backends/simd.hpp>
 #include <kvq/core/team.hpp>
 #include <kvq/core/thread_pool.hpp>
@@ -228,6 +230,37 @@ void reserve(kvq::cache& cache, std::span<request> running, int layers, int q_he
     for (int layer = 0; layer < layers; ++layer) prefill_layer(layer);
 }
 
+void errors(kvq::cache& cache, const std::vector<kvq::step_request>& step, int q_heads,
+            kvq::thread_pool& threads, kvq::workspace& workspace, void (*make_room)(),
+            void (*refuse)(const char*)) {
+    try {
+        cache.reserve(step, q_heads, threads.concurrency(), workspace);
+    } catch (const std::bad_alloc&) {
+        make_room();
+    } catch (const kvq::error& e) {
+        refuse(e.what());
+    }
+}
+
+template <class Memory>
+int begin(Memory& memory, const kvq::token_batch& batch, int q_heads, int threads) {
+    try {
+        memory.begin(batch, q_heads, threads);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    } catch (const kvq::error& e) {
+        std::fprintf(stderr, "%s\n", e.what());
+        return -1;
+    }
+    return 0;
+}
+
+void budget(kvq::cache_options options, kvq::cache_shape shape, int n_ctx, int slots, int n_batch) {
+    options.byte_budget =
+        kvq::budget(options, shape, {.tokens = n_ctx, .sequences = slots, .chunk = n_batch, .cuts = 0});
+    kvq::cache cache(shape, options);
+}
+
 std::size_t preallocate(kvq::cache_shape shape, const kvq::format_list& keys, const kvq::format_list& values,
                         int tokens, int q_heads, int threads) {
     kvq::cache cache(
@@ -269,6 +302,14 @@ void requantize(kvq::cache_shape shape, kvq::sequence& sequence) {
 void save(kvq::cache& cache, const kvq::sequence& sequence) {
     kvq::save(sequence, "prompt.safetensors", {.model = "my-model-7"});
     auto again = kvq::restore(cache, "prompt.safetensors", {.model = "my-model-7"});
+}
+
+template <class Sink>
+void without_copies(const kvq::sequence& sequence, kvq::sequence_table& table, int id, Sink&& sink) {
+    kvq::save(sequence, "prompt.safetensors", {.copies = false});
+    kvq::write_state(table, sink, id, {.copies = false});
+    auto without = sequence.fork();
+    without.drop_copies();
 }
 
 void presets(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
