@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <kvq/estimate/budget.hpp>
+#include <limits>
 
 #include "support/caches.hpp"
 
@@ -13,10 +14,8 @@ namespace budget_tests {
 
 using test::append;
 
-int rounds(int usual) {
-    const char* const wanted = std::getenv("KVQ_BUDGET_ROUNDS");
-    return test::rounds(wanted ? std::atoi(wanted) : usual);
-}
+const char* wanted() { return std::getenv("KVQ_BUDGET_ROUNDS"); }
+int rounds(int usual) { return test::rounds(wanted() ? std::atoi(wanted()) : usual); }
 
 /// A step of n more tokens for each sequence, under attention by two query heads for each of theirs.
 void reserve(kvq::cache& cache, std::vector<kvq::sequence>& sequences, int n) {
@@ -58,14 +57,16 @@ TEST_CASE_TEMPLATE("the budget is what the hungriest step takes, and with one by
         const auto shape = test::random_cache_shape(random, random.between(1, 3), 8);
         auto options = test::random_options(random);
         options.layers = test::rotate_formats<C>(shape.layers);
-        const kvq::budget_use use{.tokens = random.between(0, 150),
+        if (random.one_in(3)) options.sinks = random.between(30, 80);
+        const int longest = wanted() && random.one_in(8) ? 400 : 150;
+        const kvq::budget_use use{.tokens = random.between(0, longest),
                                   .sequences = random.between(1, 3),
-                                  .chunk = random.one_in(3) ? 1 : random.between(1, 70)};
+                                  .chunk = random.one_in(3) ? 1 : random.between(1, longest / 2)};
         INFO(use.tokens, " tokens in chunks of ", use.chunk, ", ", use.sequences, " sequences, sinks ",
              options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens, ", rollback ",
              options.rollback);
         auto unbounded = test::make_cache<C>(shape, options);
-        const test::stream s(random, shape, 150);
+        const test::stream s(random, shape, longest);
         const need one = least(unbounded, s, use);
         const std::size_t budget = kvq::budget(unbounded.options(), shape, use);
         INFO("hungriest: ", one.added, " tokens more than ", one.held);
@@ -85,6 +86,31 @@ TEST_CASE_TEMPLATE("the budget is what the hungriest step takes, and with one by
                 CHECK_THROWS_AS(reserve(cache, all, one.added), kvq::out_of_memory);
         }
     }
+}
+
+TEST_CASE("a budget of nothing, of nonsense, and of pages that are allocated up front") {
+    const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 3};
+    kvq::cache_options options = test::kivi_cache(shape, {.page_tokens = 7}).options();
+    CHECK(kvq::budget(options, shape, {.tokens = 0, .chunk = 9}) == 0);
+    CHECK(kvq::budget(options, shape, {.tokens = 9, .sequences = 0}) == 0);
+    CHECK_THROWS_AS((void)kvq::budget(options, shape, {.tokens = -1}), kvq::error);
+    CHECK_THROWS_AS((void)kvq::budget(options, shape, {.tokens = std::numeric_limits<int>::max()}),
+                    kvq::error);
+    CHECK_THROWS_AS((void)kvq::budget(options, shape, {.tokens = 1, .sequences = -1}), kvq::error);
+    CHECK_THROWS_AS((void)kvq::budget(options, shape, {.tokens = 1, .chunk = 0}), kvq::error);
+    CHECK_THROWS_AS((void)kvq::budget(options, shape, {.tokens = 1, .cuts = -1}), kvq::error);
+    // A chunk has no more tokens than a sequence, nor a sequence more cuts.
+    constexpr int most = std::numeric_limits<int>::max();
+    CHECK(kvq::budget(options, shape, {.tokens = 50, .chunk = most, .cuts = most}) ==
+          kvq::budget(options, shape, {.tokens = 50, .chunk = 50, .cuts = 50}));
+    const auto exact = kvq::budget(options, shape, {.tokens = 50});
+    options.byte_budget = 1;
+    options.preallocate = true;
+    const auto rounded = kvq::budget(options, shape, {.tokens = 50});
+    CHECK(rounded > exact);
+    CHECK(rounded % 64 == 0);
+    options.page_tokens = -1;
+    CHECK_THROWS_AS((void)kvq::budget(options, shape, {.tokens = 1}), kvq::error);
 }
 
 TEST_CASE_TEMPLATE("cuts take no more than the budget adds for them", C, test::plain_cache, test::kivi_cache,

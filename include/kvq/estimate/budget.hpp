@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -60,7 +61,8 @@ public:
             most = larger(most, most_in_step(offset));
         for (const kind& k : kinds_)
             for (std::size_t role = 0; role < 2; ++role)
-                most += static_cast<std::size_t>(use_.cuts) * static_cast<std::size_t>(k.layers) *
+                most += static_cast<std::size_t>(smaller(use_.cuts, use_.tokens)) *
+                        static_cast<std::size_t>(k.layers) *
                         (page(role, 0, larger(g_.page_tokens, g_.sinks)) +
                          (k.targets[role] == 0 ? 0 : page(role, k.targets[role], g_.page_tokens)));
         return most;
@@ -138,11 +140,10 @@ private:
 
     /// May a layer of n tokens hold or need other bytes than one of n - 1?
     bool changes(int n) const noexcept {
-        if (n <= first_ + 1) return n <= 1 || n == g_.sinks || n == g_.sinks + 1 || n >= first_;
         const auto at = [&](std::int64_t from, int step) { return (n - from) % step == 0; };
         const std::int64_t first = first_, commit = first + g_.recent;
-        return at(1, page_geometry::window_step) || at(first, g_.page_tokens) ||
-               at(first + 1, g_.page_tokens) || at(commit, g_.page_tokens) ||
+        return n == g_.sinks || n == g_.sinks + 1 || at(1, page_geometry::window_step) ||
+               at(first, g_.page_tokens) || at(first + 1, g_.page_tokens) || at(commit, g_.page_tokens) ||
                at(commit + rollback_, g_.page_tokens);
     }
 
@@ -196,16 +197,16 @@ private:
 /// that fit no page come on top (page/page_arena.hpp). Raises kvq::error as cache() does. O(kinds of layers * tokens), some milliseconds.
 [[nodiscard]] inline std::size_t budget(const cache_options& options, const cache_shape& shape,
                                         const budget_use& use) {
-    detail::expect(use.tokens >= 0, "a budget needs at least 0 tokens, got ", use.tokens);
-    detail::expect(use.tokens <= (std::numeric_limits<int>::max)() - options.page_tokens, "a budget for ",
-                   use.tokens, " tokens: no sequence takes that many");
-    detail::expect(use.sequences >= 0, "a budget needs at least 0 sequences, got ", use.sequences);
-    detail::expect(use.chunk >= 1, "a budget for chunks of ", use.chunk, " tokens");
-    detail::expect(use.cuts >= 0, "a budget needs at least 0 cuts, got ", use.cuts);
     cache_options plain = options;
     plain.byte_budget = page_pool::no_budget;
     plain.preallocate = false;
     const cache of(shape, plain);
+    detail::expect(use.tokens >= 0, "a budget needs at least 0 tokens, got ", use.tokens);
+    detail::expect(use.tokens <= (std::numeric_limits<int>::max)() - of.options().page_tokens,
+                   "a budget for ", use.tokens, " tokens: no sequence takes that many");
+    detail::expect(use.sequences >= 0, "a budget needs at least 0 sequences, got ", use.sequences);
+    detail::expect(use.chunk >= 1, "a budget for chunks of ", use.chunk, " tokens");
+    detail::expect(use.cuts >= 0, "a budget needs at least 0 cuts, got ", use.cuts);
     const std::size_t multiple = options.preallocate ? detail::page_arena::alignment : 1;
     const std::size_t bytes = detail::budget_search(of, use, multiple).of_sequence();
     detail::expect(
