@@ -57,7 +57,7 @@ public:
         std::size_t most = most_in_step(0);
         if (use_.cuts == 0) return most;
         // Behind a cut, pages begin at any position, and 16-bit pages end at multiples of window_step.
-        for (int offset = 1; offset < page_geometry::window_step; ++offset)
+        for (int offset = 1; offset < smaller(page_geometry::window_step, g_.page_tokens); ++offset)
             most = larger(most, most_in_step(offset));
         for (const kind& k : kinds_)
             for (std::size_t role = 0; role < 2; ++role)
@@ -155,10 +155,14 @@ private:
         const auto bounded = [&](std::int64_t n) {
             return static_cast<int>(larger(std::int64_t{base}, smaller(n, std::int64_t{use_.tokens})));
         };
-        // One more period of tokens only adds pages: the longest sequences, of the last period, and the longest chunks need most.
+        // Behind the sinks, one more period of tokens only adds pages: the longest sequences, of the last period, and the longest chunks
+        // need most. The page of the sinks is held twice while it grows.
         std::vector<int> afters;
-        for (int n = bounded(use_.tokens - period()) + 1; n <= use_.tokens; ++n)
+        const int last_period = bounded(use_.tokens - period()), behind_sinks = bounded(first_ + period());
+        for (int n = base + 1; n <= use_.tokens; ++n) {
+            if (n == behind_sinks + 1) n = larger(n, last_period + 1);
             if (changes(n) || n == base + 1) afters.push_back(n);
+        }
         if (afters.empty()) return 0;
         std::size_t most = 0;
         std::vector<layer_track> tracks;
@@ -194,7 +198,7 @@ private:
 
 /// The least cache_options::byte_budget for a cache of this shape with these options, whose own byte_budget does not matter. With
 /// cuts it is an upper bound: a closed page waits in 16 bit until it is quantized. A draft takes sequence::draft_bytes() more. With cache_options::preallocate pages count in multiples of 64 bytes, and free ranges
-/// that fit no page come on top (page/page_arena.hpp). Raises kvq::error as cache() does. O(kinds of layers * tokens), some milliseconds.
+/// that fit no page come on top (page/page_arena.hpp). Raises kvq::error as cache() does. Takes milliseconds, with cuts 32 times as long.
 [[nodiscard]] inline std::size_t budget(const cache_options& options, const cache_shape& shape,
                                         const budget_use& use) {
     cache_options plain = options;
