@@ -196,9 +196,11 @@ private:
 
 }  // namespace detail
 
-/// The least cache_options::byte_budget for a cache of this shape with these options, whose own byte_budget does not matter. With
-/// cuts it is an upper bound: a closed page waits in 16 bit until it is quantized. A draft takes sequence::draft_bytes() more. With cache_options::preallocate pages count in multiples of 64 bytes, and free ranges
-/// that fit no page come on top (page/page_arena.hpp). Raises kvq::error as cache() does. Takes milliseconds, with cuts 32 times as long.
+/// The least cache_options::byte_budget for a cache of this shape with these options, whose own byte_budget does not matter. With cuts it
+/// is an upper bound: a closed page waits in 16 bit until it is quantized. A draft takes sequence::draft_bytes() more. With
+/// cache_options::preallocate pages count in multiples of 64 bytes, and free ranges that fit no page come on top
+/// (page/page_arena.hpp). Raises kvq::error as cache() does, and for negative numbers. Takes milliseconds, with cuts up to 32 times
+/// as long.
 [[nodiscard]] inline std::size_t budget(const cache_options& options, const cache_shape& shape,
                                         const budget_use& use) {
     cache_options plain = options;
