@@ -142,8 +142,11 @@ private:
     bool changes(int n) const noexcept {
         const auto at = [&](std::int64_t from, int step) { return (n - from) % step == 0; };
         const std::int64_t first = first_, commit = first + g_.recent;
-        return n == g_.sinks || n == g_.sinks + 1 || at(1, page_geometry::window_step) ||
-               at(first, g_.page_tokens) || at(first + 1, g_.page_tokens) || at(commit, g_.page_tokens) ||
+        // 16-bit pages grow in steps, of positions or of their own tokens.
+        const bool grows = at(1, page_geometry::window_step) ||
+                           (n > first && (n - first - 1) % g_.page_tokens % page_geometry::window_step == 0);
+        return n == g_.sinks || n == g_.sinks + 1 || grows || at(first, g_.page_tokens) ||
+               at(first + 1, g_.page_tokens) || at(commit, g_.page_tokens) ||
                at(commit + rollback_, g_.page_tokens);
     }
 
