@@ -455,7 +455,7 @@ typedef struct kvq_usage {
     size_t bookkeeping;  // page headers and tables
     size_t workspace;    // scratch for quantizing
     size_t bytes;        // the sum of all of the above but `slack`, and `reserved`
-    size_t not_finite;   // NaN and infinities that were quantized
+    size_t not_finite;   // NaN and infinities in 16-bit pages (of numbers beyond their type, too), and those that were quantized
     int32_t tokens;      // of the longest layer
     size_t reserved;     // for the next step: kvq_cache_reserve
 } kvq_usage;

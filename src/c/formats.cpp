@@ -176,11 +176,11 @@ kvq_status kvq_format_quantize(const kvq_format* format, const kvq_page_shape* s
             std::byte* const written = holds_values ? block : block_of_values;
             const kvq::format& writer = holds_values ? to.f : plain;
             std::memset(written, 0, writer.block_bytes(to.block));
-            writer.functions().write_tokens(to.block, written, from.type, from.at(0, h), from.token_stride(),
-                                            from.tokens, 0);
-            if (!holds_values)
-                count += to.f.functions().quantize(to.f.scheme(), to.block, to.id(h), from.type, written,
-                                                   block, scratch);
+            const std::uint32_t found = writer.functions().write_tokens(
+                to.block, written, from.type, from.at(0, h), from.token_stride(), from.tokens, 0);
+            count += holds_values ? found
+                                  : to.f.functions().quantize(to.f.scheme(), to.block, to.id(h), from.type,
+                                                              written, block, scratch);
         }
         if (not_finite) *not_finite = count;
     });

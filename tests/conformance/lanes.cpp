@@ -236,6 +236,7 @@ TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads a
                    most = io::out(L::larger(io::in(a), io::in(b))),
                    least = io::out(L::smaller(io::in(a), io::in(b))), size = io::out(L::abs(io::in(a))),
                    above = io::out(L::keep_above(io::in(a), io::in(b), 0.25f)),
+                   not_below = io::out(L::keep_unless_below(io::in(a), io::in(b), 0.25f)),
                    even = io::out(L::keep_even(io::in(a))), pair = io::out(L::splat_pair(a.data() + 1)),
                    one = io::out(L::splat_float(a[0]));
         double total = 0, magnitude = 0;
@@ -258,6 +259,7 @@ TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads a
             REQUIRE(least[i] == std::fmin(a[i], b[i]));
             REQUIRE(size[i] == std::fabs(a[i]));
             REQUIRE(above[i] == (b[i] > 0.25f ? a[i] : 0.0f));
+            REQUIRE(not_below[i] == (b[i] <= 0.25f ? 0.0f : a[i]));
             REQUIRE(even[i] == (i % 2 ? 0.0f : a[i]));
             REQUIRE(pair[i] == a[1 + i % 2]);
             REQUIRE(one[i] == a[0]);
@@ -457,6 +459,35 @@ TEST_CASE_TEMPLATE("softmax_tile: rows side by side are rows one by one", L, KVQ
             // A compiler may fuse the last product and sum for one row, and not for four.
             REQUIRE(std::fabs(sum[r] - one[1]) <= 0x1p-22f * one[1]);
         }
+    }
+}
+
+TEST_CASE_TEMPLATE("softmax_tile: a score of NaN or +infinity makes the sum of its row NaN, for good", L,
+                   KVQ_TEST_LANES) {
+    fixture<L> f;
+    constexpr float infinity = std::numeric_limits<float>::infinity();
+    const std::vector<float> hostile{NAN, -NAN, infinity};
+    for (int round = 0; round < 300; ++round) {
+        const int n = f.random.between(1, 70), stride = n + f.random.between(0, 3),
+                  bad_row = f.random.between(0, 3);
+        std::vector<float> scores(static_cast<std::size_t>(4 * stride));
+        for (float& s : scores) s = f.random.one_in(9) ? -infinity : 5.0f * f.random.normal();
+        float* const row = scores.data() + bad_row * stride;
+        if (f.random.one_in(3)) std::fill_n(row, n, -infinity);
+        for (int k = f.random.between(1, 3); k > 0; --k)
+            row[f.random.between(0, n - 1)] = f.random.pick(hostile);
+        float max[4], sum[4], factor[4];
+        for (int r = 0; r < 4; ++r) {
+            max[r] = f.random.one_in(3) ? -infinity : 5.0f * f.random.normal();
+            sum[r] = std::isinf(max[r]) ? 0.0f : 1.0f;
+        }
+        kvq::kernels::softmax_tile<L, 4>(scores.data(), stride, n, max, sum, factor);
+        for (int r = 0; r < 4; ++r) REQUIRE(std::isnan(sum[r]) == (r == bad_row));
+        REQUIRE(std::all_of(row, row + n, [](float w) { return w == 0.0f; }));
+        // Later tiles change nothing.
+        for (float& s : scores) s = 5.0f * f.random.normal();
+        kvq::kernels::softmax_tile<L, 4>(scores.data(), stride, n, max, sum, factor);
+        for (int r = 0; r < 4; ++r) REQUIRE(std::isnan(sum[r]) == (r == bad_row));
     }
 }
 

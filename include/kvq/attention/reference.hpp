@@ -48,7 +48,7 @@ void reference_attend(const token_view<const float>& k, const token_view<const f
                     score = static_cast<double>(
                         detail::changed_score(mods, static_cast<float>(score), h, q_pos, i));
                 p[static_cast<std::size_t>(i)] = score;
-                top = std::fmax(top, score);
+                top = score > top || std::isnan(score) ? score : top;
             }
 
             for (int c = 0; c < out.dim; ++c) out.at(t, h)[c] = 0.0;

@@ -5,9 +5,11 @@
 //   alibi           score - slope[q_head] * distance       Press et al., arXiv 2108.12409
 //   learned_sinks   exp(logit[q_head]) more in the softmax sum of a row, without a value; gpt-oss, arXiv 2508.10925, section 2
 //
-// Contract: one number per query head where a modifier has numbers per head; another number of query heads is refused.
+// Contract: one number per query head where a modifier has numbers per head; another number of query heads is refused, and so are numbers
+// that are not finite. A score that a modifier makes NaN or +infinity gives a row of NaN.
 #pragma once
 
+#include <cmath>
 #include <span>
 
 #include "mods.hpp"
@@ -18,6 +20,9 @@ namespace kvq::inline KVQ_TAGGED {
 struct score_scale {
     float value;
     float scale(int) const noexcept { return value; }
+    void check(int) const {
+        detail::expect(std::isfinite(value), "a score_scale of ", value, " is not a number to multiply by");
+    }
 };
 
 namespace detail {
@@ -48,6 +53,10 @@ struct softcap {
     float score(float score, int, int, int) const noexcept {
         return cap * detail::rational_tanh(score / cap);
     }
+    void check(int) const {
+        detail::expect(std::isfinite(cap) && cap != 0.0f, "a softcap of ", cap,
+                       " is not a number other than 0");
+    }
 };
 
 /// score - slopes[q_head] * (q_pos - k_pos). The span is not copied.
@@ -60,12 +69,15 @@ struct alibi {
     void check(int q_heads) const {
         detail::expect(slopes.size() == static_cast<std::size_t>(q_heads), "ALiBi has ", slopes.size(),
                        " slopes for ", q_heads, " query heads");
+        for (std::size_t h = 0; h < slopes.size(); ++h)
+            detail::expect(std::isfinite(slopes[h]), "the ALiBi slope of query head ", h, " is ", slopes[h],
+                           ", which is not finite");
     }
 };
 
 /// softmax over the visible keys and one more score, logits[q_head], whose value is zero. Other modifiers do not change it. The log-sum-exp
 /// of a row includes it, so of outputs that will be merged over parts of the keys only one takes the sinks. A row without visible keys
-/// gives zeros. -infinity: no sink; any other logit that is not finite gives NaN. The span is not copied.
+/// gives zeros. -infinity: no sink; any other logit that is not finite is refused. The span is not copied.
 struct learned_sinks {
     std::span<const float> logits;  ///< one per query head
 
@@ -73,6 +85,10 @@ struct learned_sinks {
     void check(int q_heads) const {
         detail::expect(logits.size() == static_cast<std::size_t>(q_heads), "there are ", logits.size(),
                        " learned sinks for ", q_heads, " query heads");
+        for (std::size_t h = 0; h < logits.size(); ++h)
+            detail::expect(std::isfinite(logits[h]) || (std::isinf(logits[h]) && logits[h] < 0.0f),
+                           "the sink logit of query head ", h, " is ", logits[h],
+                           ", neither finite nor -infinity");
     }
 };
 

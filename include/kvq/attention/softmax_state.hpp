@@ -23,7 +23,7 @@ struct softmax_state {
 
     /// The state of an output that is already divided by its sum; lse as from log_sum_exp().
     static softmax_state from_output(float* output, float lse) noexcept {
-        return {lse * log2e, std::isinf(lse) && lse < 0 ? 0.0f : 1.0f, output};
+        return {in_powers_of_two(lse), std::isinf(lse) && lse < 0 ? 0.0f : 1.0f, output};
     }
 
     /// Adds the keys of `other`.
@@ -37,13 +37,20 @@ struct softmax_state {
         max = top;
     }
 
+    /// A score as a maximum, in powers of two: the nearest float that is finite, if it is. Beyond largest_score no two scores differ.
+    static float in_powers_of_two(float score) noexcept {
+        if (std::isinf(score)) return score;
+        return detail::larger(detail::smaller(score, largest_score), -largest_score) * log2e;
+    }
+    static constexpr float largest_score = 2.3586e38f;
+
     /// Adds a key with this score (not in powers of two) whose value is zero: a learned sink. -infinity adds nothing.
     void add_sink(float score, int dim) noexcept {
-        const float top = detail::larger(max, score * log2e);
+        const float own = in_powers_of_two(score), top = detail::larger(max, own);
         if (std::isinf(top) && top < 0) return;
         const float mine = std::isinf(max) ? 0.0f : std::exp2(max - top);
         for (int d = 0; d < dim; ++d) output[d] *= mine;
-        sum = sum * mine + std::exp2(score * log2e - top);
+        sum = sum * mine + std::exp2(own - top);
         max = top;
     }
 

@@ -14,7 +14,8 @@
 //       the same for values that were quantized before: scheme::requantize, or quantize for a scheme without it; token_scales: the token
 //       scales of their last block, scratch afterwards, or null
 //   write_tokens<Window>(shape, block, tokens, stride, count, at)
-//       writes `count` tokens, `stride` elements apart, to tokens [at, at + count) of a window block
+//       writes `count` tokens, `stride` elements apart, to tokens [at, at + count) of a window block; returns how many of the
+//       written values are not finite
 //   describe(scheme, shape, window)    which of these are vectorised (format/format.hpp)
 //   name()
 #pragma once
@@ -67,13 +68,17 @@ struct scalar : detail::plain_loads {
     }
 
     template <class Window, class T>
-    static void write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
-                             std::ptrdiff_t stride, int count, int at) {
+    static std::uint32_t write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
+                                      std::ptrdiff_t stride, int count, int at) {
         const value_layout<Window> layout(shape);
+        std::uint32_t not_finite = 0;
         for (int t = 0; t < count; ++t)
-            for (int c = 0; c < shape.dim; ++c)
-                detail::store_as(block + sizeof(Window) * full<Window>::element(layout, shape, at + t, c),
-                                 Window(static_cast<float>(tokens[t * stride + c])));
+            for (int c = 0; c < shape.dim; ++c) {
+                const Window x(static_cast<float>(tokens[t * stride + c]));
+                not_finite += !detail::is_finite(static_cast<float>(x));
+                detail::store_as(block + sizeof(Window) * full<Window>::element(layout, shape, at + t, c), x);
+            }
+        return not_finite;
     }
 };
 

@@ -95,11 +95,9 @@ struct simd {
             return not_finite;
         }
         if constexpr (full_precision<Scheme>) {
-            std::uint32_t not_finite = 0;
-            for (std::size_t i = 0; i < shape.values(); ++i) not_finite += !detail::is_finite(values[i]);
             std::memset(block, 0, scheme.block_bytes(shape));  // odd rows and columns leave gaps
-            write_tokens<typename Scheme::value_type>(shape, block, values, shape.dim, shape.tokens, 0);
-            return not_finite;
+            return write_tokens<typename Scheme::value_type>(shape, block, values, shape.dim, shape.tokens,
+                                                             0);
         }
         if (quantizes_in_vectors(scheme, shape, id, values, block)) return 0;
         return scheme.quantize(shape, id, values, block);
@@ -192,9 +190,9 @@ struct simd {
     }
 
     template <class Window, class T>
-    static void write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
-                             std::ptrdiff_t stride, int count, int at) {
-        kernels::token_writer<lanes, Window, T>(shape, block, tokens, stride, count, at).run();
+    static std::uint32_t write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
+                                      std::ptrdiff_t stride, int count, int at) {
+        return kernels::token_writer<lanes, Window, T>(shape, block, tokens, stride, count, at).run();
     }
 
 private:

@@ -8,6 +8,7 @@
 // Thread safety: every const member and new_sequence() may be called from any thread. A cache outlives its sequences.
 #pragma once
 
+#include <cmath>
 #include <limits>
 #include <span>
 
@@ -218,6 +219,7 @@ private:
         detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
         detail::expect(out.data != nullptr || q.tokens == 0, "out has no data for ", out.tokens, " tokens");
         mods.check(q.heads);
+        detail::expect(std::isfinite(mods.scale(q.dim)), "scores cannot be scaled by ", mods.scale(q.dim));
     }
     /// Floats that quantizing one block takes as scratch.
     std::size_t scratch_floats() const noexcept {

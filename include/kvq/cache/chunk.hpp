@@ -48,7 +48,6 @@ inline page_ref filled_page(cache& of, const page& from, int role, int tokens, i
     const int dim = of.shape().dim(tensor_of), heads = of.shape().kv_heads;
     const float_type window = of.table(tensor::key).window_type();
     page_ref p = new_window_page(of, role, capacity, stock);
-    p->not_finite = from.not_finite;
     copy_tokens(window, from, *p, tensor_of, dim, heads, tokens);
     repeat_tokens(window, *p, tensor_of, dim, heads, tokens, capacity);
     return p;
@@ -147,6 +146,7 @@ private:
             const page_span& s = (*track_)[i];
             const int from = larger(s.first_token, before_);
             page& to = s.pages[role] ? *s.pages[role] : *temporary_[role];
+            if (!s.pages[role]) to.not_finite = 0;  // of the page before
             write_tokens(cache_->window(), to, tensor_of, dim, source, from - before_, s.end() - from,
                          from - s.first_token);
             if (!s.pages[role])
@@ -169,8 +169,7 @@ public:
             page& to = *quantized_[at];
             const std::uint32_t found = convert_block(cache_->table(static_cast<tensor>(at % 2)),
                                                       cache_->shape(), layer_, *from, to, head, scratch);
-            if (head == 0) add(to.not_finite, from->not_finite);
-            add(to.not_finite, found);
+            add_not_finite(to, found);
             return;
         }
     }
@@ -309,10 +308,6 @@ private:
         stock_->filled.swap(filled_);
         stock_->quantized.swap(quantized_);
     }
-    /// On several threads.
-    static void add(std::uint32_t& sum, std::uint32_t n) noexcept {
-        if (n > 0) __atomic_fetch_add(&sum, n, __ATOMIC_RELAXED);
-    }
     page_ref window_page(int role, int tokens) { return new_window_page(*cache_, role, tokens, stock_); }
     page_ref& quantized(int i, std::size_t role) {
         return quantized_[2 * static_cast<std::size_t>(i - track_->committed) + role];
@@ -324,12 +319,17 @@ private:
         const int tokens = s.tokens + smaller(after_ - before_, s.room - s.tokens);
         page_ref larger_pages[2];
         for (int role = 0; role < 2; ++role) {
-            if (!needs_copy(s, role, tokens, cache_->geometry())) continue;
+            page& now = *s.pages[role];
+            const auto tensor_of = static_cast<tensor>(role);
+            const float_type window = cache_->table(tensor::key).window_type();
+            const int dim = cache_->shape().dim(tensor_of), heads = cache_->shape().kv_heads;
+            if (!needs_copy(s, role, tokens, cache_->geometry())) {
+                now.not_finite = held_not_finite(window, now, tensor_of, dim, heads, s.tokens);
+                continue;
+            }
             larger_pages[role] =
                 window_page(role, cache_->geometry().window_tokens(s.first_token, tokens, s.room));
-            copy_tokens(cache_->table(tensor::key).window_type(), *s.pages[role], *larger_pages[role],
-                        static_cast<tensor>(role), cache_->shape().dim(static_cast<tensor>(role)),
-                        cache_->shape().kv_heads, s.tokens);
+            copy_tokens(window, now, *larger_pages[role], tensor_of, dim, heads, s.tokens);
         }
         last_before_ = s;
         for (int role = 0; role < 2; ++role)

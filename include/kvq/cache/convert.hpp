@@ -46,12 +46,8 @@ inline std::uint32_t convert_block(const format_table& table, const cache_shape&
         return write.quantize(target_format.scheme(), block, id, table.window_type(), source, target,
                               scratch);
     read.dequantize(source_format.scheme(), block, id, source, float_type::fp32, scratch, block.dim, scratch);
-    std::uint32_t not_finite = 0;
-    if (to.format == 0) {
-        for (std::size_t i = 0; i < block.values(); ++i) not_finite += !is_finite(scratch[i]);
-        write.write_tokens(block, target, float_type::fp32, scratch, block.dim, block.tokens, 0);
-        return not_finite;
-    }
+    if (to.format == 0)
+        return write.write_tokens(block, target, float_type::fp32, scratch, block.dim, block.tokens, 0);
     float token_scales[most_quantized];
     const bool known = read.read_token_scales != nullptr;
     if (known) read.read_token_scales(source_format.scheme(), block, source, token_scales);
@@ -63,9 +59,11 @@ inline std::uint32_t convert_block(const format_table& table, const cache_shape&
 inline void convert_page(const format_table& table, const cache_shape& shape, int layer, const page& from,
                          page& to, float* scratch) {
     if (to.format == 0) std::memset(to.data(), 0, to.bytes);
-    to.not_finite = from.not_finite;
+    std::uint32_t found = 0;
     for (int h = 0; h < shape.kv_heads; ++h)
-        to.not_finite += convert_block(table, shape, layer, from, to, h, scratch);
+        found += convert_block(table, shape, layer, from, to, h, scratch);
+    // Those that a page of values has counted are found again; codes hold none.
+    to.not_finite = larger(from.not_finite, found);
 }
 
 }  // namespace kvq::inline KVQ_TAGGED::detail

@@ -269,6 +269,15 @@ public:
             u.bookkeeping += track.spans.capacity() * sizeof(page_span);
             for (std::size_t role = 0; role < 2; ++role)
                 track.for_each_page(role, [&](const page& p, int shown) { count_page(p, shown, u); });
+            if (track.size() > track.committed) {  // a trim may have hidden tokens of the last page
+                const page_span& last = track.spans.back();
+                for (const tensor role : {tensor::key, tensor::value}) {
+                    const page& p = *last.pages[static_cast<std::size_t>(role)];
+                    u.not_finite -= p.not_finite - detail::held_not_finite(
+                                                       cache_->table(role).window_type(), p, role,
+                                                       shape().dim(role), shape().kv_heads, last.tokens);
+                }
+            }
             for (const page_span& s : track.spans) {
                 for (const page_ref& copy : s.copies) {
                     if (!copy) continue;
@@ -434,8 +443,11 @@ inline std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tok
     const detail::attention_items items{&item, 0, 1, [](const void* of, int, int) {
                                             return *static_cast<const detail::attention_item*>(of);
                                         }};
-    return detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items, mods)
-        .bytes(threads);
+    const std::size_t bytes =
+        detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items, mods).bytes(threads);
+    detail::expect(bytes <= detail::most_bytes, "a workspace for ", q_tokens, " query tokens of ", q_heads,
+                   " heads over ", tokens, " tokens on ", threads, " threads is larger than memory");
+    return bytes;
 }
 
 inline void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,

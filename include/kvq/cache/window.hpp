@@ -14,19 +14,46 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
+/// Adds to page::not_finite; on several threads.
+inline void add_not_finite(page& p, std::uint32_t n) noexcept {
+    if (n > 0) __atomic_fetch_add(&p.not_finite, n, __ATOMIC_RELAXED);
+}
+
 /// Writes tokens [from, from + count) of head `h` of `source` to positions [at, at + count) of block `h` of a window page.
 inline void write_tokens(const format& window, page& p, tensor role, int dim, const input_view& source, int h,
                          int from, int count, int at) {
     if (count == 0) return;
     const block_shape shape{role, p.tokens, dim};
     const default_arithmetic arithmetic;
-    window.functions().write_tokens(shape, p.data() + window.block_bytes(shape) * static_cast<std::size_t>(h),
-                                    source.type, source.at(from, h), source.token_stride(), count, at);
+    add_not_finite(p, window.functions().write_tokens(
+                          shape, p.data() + window.block_bytes(shape) * static_cast<std::size_t>(h),
+                          source.type, source.at(from, h), source.token_stride(), count, at));
 }
 /// The same for all heads.
 inline void write_tokens(const format& window, page& p, tensor role, int dim, const input_view& source,
                          int from, int count, int at) {
     for (int h = 0; h < source.heads; ++h) write_tokens(window, p, role, dim, source, h, from, count, at);
+}
+
+/// NaN and infinities of a page of any format; of a window page, those of its first `count` tokens. Window pages without any, nearly all,
+/// are not read.
+inline std::uint32_t held_not_finite(float_type window, const page& p, tensor role, int dim, int heads,
+                                     int count) {
+    if (p.format != 0 || p.not_finite == 0) return p.not_finite;
+    std::uint32_t n = 0;
+    visit_float_type(window, [&]<class Window>(Window) {
+        const block_shape shape{role, p.tokens, dim};
+        const value_layout<Window> layout(shape);
+        for (int h = 0; h < heads; ++h) {
+            const std::byte* const block =
+                p.data() + full<Window>{}.block_bytes(shape) * static_cast<std::size_t>(h);
+            for (int t = 0; t < count; ++t)
+                for (int c = 0; c < dim; ++c)
+                    n += !is_finite(static_cast<float>(load_as<Window>(
+                        block + sizeof(Window) * full<Window>::element(layout, shape, t, c))));
+        }
+    });
+    return n;
 }
 
 /// Copies the first `count` tokens of a window page to a new (zeroed) page, which may have memory for more or fewer tokens.
@@ -67,6 +94,7 @@ void copy_values(const page& from, page& to, tensor role, int dim, int heads, in
 
 inline void copy_tokens(float_type window, const page& from, page& to, tensor role, int dim, int heads,
                         int count) {
+    to.not_finite = held_not_finite(window, from, role, dim, heads, count);
     visit_float_type(window,
                      [&]<class Window>(Window) { copy_values<Window>(from, to, role, dim, heads, count); });
 }
@@ -75,6 +103,7 @@ inline void copy_tokens(float_type window, const page& from, page& to, tensor ro
 /// for the few tokens of a cut.
 inline void move_tokens(float_type window, const page& from, int first, page& to, int at, tensor role,
                         int dim, int heads, int count) {
+    if (from.not_finite > 0) to.not_finite = from.not_finite;
     visit_float_type(window, [&]<class Window>(Window) {
         const block_shape from_shape{role, from.tokens, dim}, to_shape{role, to.tokens, dim};
         const value_layout<Window> from_layout(from_shape), to_layout(to_shape);

@@ -6,7 +6,8 @@
 
 #include <cstddef>
 #include <memory_resource>
-#include <new>
+
+#include "allocate.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -23,11 +24,12 @@ public:
     }
     ~workspace() { release(); }
 
-    /// At least `bytes` bytes, aligned to 64. Contents are lost when it grows.
+    /// At least `bytes` bytes, aligned to 64. Contents are lost when it grows. Raises kvq::out_of_memory for more bytes than
+    /// PTRDIFF_MAX, else what the memory resource raises; then it holds nothing.
     std::byte* reserve(std::size_t bytes) {
         if (bytes > size_) {
             release();
-            data_ = static_cast<std::byte*>(memory_->allocate(bytes, 64));
+            data_ = static_cast<std::byte*>(detail::allocate_bytes(*memory_, bytes, 64));
             size_ = bytes;
         }
         return data_;

@@ -49,6 +49,11 @@ inline int pages_of_age(const page_geometry& g, int age, int n) noexcept {
     return smaller(g.committed(n), larger(0, n - age - g.sinks) / g.page_tokens);
 }
 
+/// Adds n pages of so many bytes; the largest std::size_t where the sum does not fit.
+inline void add_bytes(std::size_t& sum, int n, std::size_t bytes) noexcept {
+    sum = bounded_sum(sum, bounded_product(static_cast<std::size_t>(n), bytes));
+}
+
 inline void add_layer(const cache& of, tensor role, int layer, int tokens, int chunk,
                       const step_down_policy& policy, footprint_report& f) {
     const page_geometry g = of.geometry();
@@ -62,8 +67,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     std::size_t copies = 0;
     int format = target, left = committed;
     const auto take = [&](int older) {
-        (format == 0 ? f.window : f.quantized) +=
-            static_cast<std::size_t>(left - older) * bytes(format, g.page_tokens);
+        add_bytes(format == 0 ? f.window : f.quantized, left - older, bytes(format, g.page_tokens));
         if (target != 0 || format != 0)
             copies += static_cast<std::size_t>(larger(0, left - larger(older, in_reach)));
         left = older;
@@ -78,13 +82,14 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     take(0);
     if (pages > committed) {
         const int first = g.first_token(pages - 1);
-        f.window += static_cast<std::size_t>(pages - committed - 1) * window_page +
-                    bytes(0, g.window_tokens(first, tokens - first, g.page_tokens));
+        add_bytes(f.window, pages - committed - 1, window_page);
+        add_bytes(f.window, 1, bytes(0, g.window_tokens(first, tokens - first, g.page_tokens)));
     }
     if (g.sinks > 0 && tokens > 0)
-        f.window += bytes(0, g.window_tokens(0, smaller(tokens, g.sinks), g.sinks));
-    f.rollback += copies * window_page;
-    f.bookkeeping += (static_cast<std::size_t>(g.spans(tokens)) + copies) * sizeof(page);
+        add_bytes(f.window, 1, bytes(0, g.window_tokens(0, smaller(tokens, g.sinks), g.sinks)));
+    f.rollback = bounded_sum(f.rollback, bounded_product(copies, window_page));
+    f.bookkeeping =
+        bounded_sum(f.bookkeeping, (static_cast<std::size_t>(g.spans(tokens)) + copies) * sizeof(page));
     // Window pages that a call frees only after it has all its new pages: recent pages that it quantizes, copies that `rollback` no
     // longer covers, one page that was begun, and one that serves as scratch or, in a chunk of prefill(), the pages of the chunk.
     // Without pages to quantize: only the page that was begun, if it was shared or is enlarged.
@@ -95,7 +100,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
         committed == 0 || target == 0
             ? 1
             : smaller(ceil_div(g.recent, g.page_tokens) + 2 + reach + chunk_pages, pages + 1));
-    f.transient = larger(f.transient, held * page_pool::allocation(window_page));
+    f.transient = larger(f.transient, bounded_product(held, page_pool::allocation(window_page)));
 }
 
 }  // namespace detail
@@ -121,15 +126,19 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     // The capacity of the table of spans, and the lists of a chunk.
     const auto spans = static_cast<std::size_t>(of.geometry().spans(tokens));
     const std::size_t table = detail::table_capacity(spans) * sizeof(page_span);
+    // Far above any address space, and sums of a few such numbers do not overflow.
+    constexpr std::size_t most = std::size_t{1} << 60;
+    detail::expect(f.transient <= most / 4, "a footprint of ", tokens, " tokens is larger than memory");
     f.transient = 2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
-    f.bookkeeping += static_cast<std::size_t>(shape.layers) * (sizeof(detail::layer_track) + table);
+    f.bookkeeping = detail::bounded_sum(
+        f.bookkeeping,
+        detail::bounded_product(static_cast<std::size_t>(shape.layers), sizeof(detail::layer_track) + table));
     f.workspace = static_cast<std::size_t>(of.options().page_tokens) *
                   static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
                   sizeof(float);
     for (std::size_t* part : {&f.quantized, &f.window, &f.rollback, &f.bookkeeping, &f.workspace}) {
-        // Far above any address space, and the sum of all parts does not overflow.
         detail::expect(
-            sequences == 0 || *part <= (std::size_t{1} << 60) / static_cast<std::size_t>(sequences),
+            *part <= most && (sequences == 0 || *part <= most / static_cast<std::size_t>(sequences)),
             "a footprint of ", sequences, " sequences with ", *part, " bytes each is too large");
         *part *= static_cast<std::size_t>(sequences);
     }

@@ -133,13 +133,15 @@ struct scheme_table {
             Backend::dequantize(of(scheme), shape, id, block, static_cast<T*>(out), stride, scratch);
         });
     }
-    static void write_tokens(const block_shape& shape, std::byte* block, float_type type, const void* tokens,
-                             std::ptrdiff_t stride, int count, int at) {
+    static std::uint32_t write_tokens(const block_shape& shape, std::byte* block, float_type type,
+                                      const void* tokens, std::ptrdiff_t stride, int count, int at) {
         if constexpr (full_precision<Scheme>)
-            visit_float_type(type, [&]<class T>(T) {
-                Backend::template write_tokens<typename Scheme::value_type>(
+            return visit_float_type(type, [&]<class T>(T) {
+                return Backend::template write_tokens<typename Scheme::value_type>(
                     shape, block, static_cast<const T*>(tokens), stride, count, at);
             });
+        else
+            return 0;
     }
 
     static std::size_t make_plan(const void* scheme, const block_shape& shape, block_id id, int rows,

@@ -25,7 +25,6 @@ inline page_ref clean_page(const format& window, const layer_track& track, int i
         window.block_bytes({role, tokens, shape.dim(role)}) * static_cast<std::size_t>(shape.kv_heads);
     page_ref copy = scratch.allocate(bytes, 0, tokens);
     std::memset(copy->data(), 0, bytes);
-    copy->not_finite = p->not_finite;
     copy_tokens(window.functions().value_type, *p, *copy, role, shape.dim(role), shape.kv_heads, s.tokens);
     return copy;
 }

@@ -15,6 +15,7 @@
 #include <optional>
 #include <utility>
 
+#include "../core/allocate.hpp"
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
 #include "page_arena.hpp"
@@ -26,7 +27,9 @@ class page_pool;
 /// Header in front of a page's data. 64 bytes, so that the data starts on a cache line.
 struct alignas(64) page {
     std::atomic<std::uint32_t> references{1};
-    std::uint32_t not_finite = 0;  ///< NaN and infinities that were quantized
+    /// NaN and infinities among the values that it holds, as they were before they were quantized. Of a 16-bit page an upper bound: a
+    /// trim leaves it as it is, and held_not_finite() (cache/window.hpp) counts again.
+    std::uint32_t not_finite = 0;
     std::int32_t format = 0;       ///< index in the cache's list of formats; 0 is the 16-bit window
     std::int32_t tokens = 0;       ///< capacity
     std::size_t bytes = 0;         ///< bytes of data
@@ -106,13 +109,13 @@ public:
         }
 #if KVQ_EXCEPTIONS
         try {
-            memory = memory_->allocate(total, alignof(page));
+            memory = detail::allocate_bytes(*memory_, total, alignof(page));
         } catch (...) {
             in_use_.fetch_sub(total, std::memory_order_relaxed);
             throw;
         }
 #else
-        memory = memory_->allocate(total, alignof(page));
+        memory = detail::allocate_bytes(*memory_, total, alignof(page));
 #endif
         return page_in(memory, bytes, format, tokens);
     }

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <new>
 
+#include "../core/allocate.hpp"
 #include "../core/bits.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {
@@ -20,9 +21,9 @@ class page_arena {
 public:
     static constexpr std::size_t alignment = 64;
 
-    /// Takes `bytes` bytes from `memory`. Raises what the resource raises.
+    /// Takes `bytes` bytes from `memory`. Raises what allocate_bytes() raises.
     page_arena(std::pmr::memory_resource* memory, std::size_t bytes)
-        : memory_(memory), bytes_(bytes), data_(static_cast<std::byte*>(memory->allocate(bytes, alignment))) {
+        : memory_(memory), bytes_(bytes), data_(static_cast<std::byte*>(allocate_bytes(*memory, bytes, alignment))) {
         if (const std::size_t usable = bytes / alignment * alignment; usable > 0)
             first_ = ::new (data_) range{usable, nullptr};
     }

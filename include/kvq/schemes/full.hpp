@@ -1,6 +1,6 @@
 // 16- or 32-bit values, not quantized: the baseline, and the format of sinks and the recent window.
 //
-// Contract: x^ = x rounded once to T; infinities and NaN are kept. Bytes per value: sizeof(T).
+// Contract: x^ = x rounded once to T; infinities and NaN are kept, and counted where they are written, with values that T has no room for. Bytes per value: sizeof(T).
 #pragma once
 
 #include <cstring>
@@ -29,9 +29,9 @@ struct full {
         std::uint32_t not_finite = 0;
         for (int t = 0; t < s.tokens; ++t)
             for (int c = 0; c < s.dim; ++c) {
-                const float x = values[t * s.dim + c];
-                not_finite += !detail::is_finite(x);
-                detail::store_as(block + sizeof(T) * element(layout, s, t, c), T(x));
+                const T x(values[t * s.dim + c]);
+                not_finite += !detail::is_finite(static_cast<float>(x));
+                detail::store_as(block + sizeof(T) * element(layout, s, t, c), x);
             }
         return not_finite;
     }

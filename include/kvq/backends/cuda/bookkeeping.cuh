@@ -78,9 +78,8 @@ struct pool_memory {
     std::size_t key_page_bytes = 0, value_page_bytes = 0;
     int pages = 0;  ///< of a layer
 
-    KVQ_HD std::size_t layer_bytes() const noexcept {
-        return static_cast<std::size_t>(pages) * (key_page_bytes + value_page_bytes);
-    }
+    KVQ_HD std::size_t page_bytes() const noexcept { return key_page_bytes + value_page_bytes; }
+    KVQ_HD std::size_t layer_bytes() const noexcept { return static_cast<std::size_t>(pages) * page_bytes(); }
     KVQ_HD layer_memory layer(int i) const noexcept {
         std::byte* const keys = data + static_cast<std::size_t>(i) * layer_bytes();
         return {keys, keys + static_cast<std::size_t>(pages) * key_page_bytes, key_page_bytes,

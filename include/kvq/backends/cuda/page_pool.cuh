@@ -51,7 +51,8 @@ public:
     /// Zeroed memory, in the order of the stream. Must be empty before.
     status allocate(const device_allocator& from, std::size_t bytes, const char* what, cudaStream_t stream) {
         from_ = from;
-        data_ = bytes == 0 ? nullptr : from.allocate(bytes, from.user);
+        const bool possible = bytes > 0 && bytes <= kvq::detail::most_bytes;
+        data_ = possible ? from.allocate(bytes, from.user) : nullptr;
         if (data_ == nullptr && bytes > 0) {
             status s = bad_value("%zu bytes of device memory for %s are not there", bytes, what);
             s.code = cudaErrorMemoryAllocation;
@@ -128,8 +129,12 @@ public:
         pool_memory next = memory_;
         next.pages = pages;
         device_memory bigger;
-        if (status s = bigger.allocate(from_, next.layer_bytes() * static_cast<std::size_t>(layers_),
-                                       name_.c_str(), stream);
+        if (status s = bigger.allocate(
+                from_,
+                kvq::detail::bounded_product(
+                    kvq::detail::bounded_product(static_cast<std::size_t>(pages), next.page_bytes()),
+                    static_cast<std::size_t>(layers_)),
+                name_.c_str(), stream);
             !s)
             return s;
         next.data = bigger.as<>();

@@ -127,7 +127,7 @@ __device__ __forceinline__ void finish_row(const Args& a, int token, int head, f
                                            Output&& output, int t) {
     float factor = 1.0f;
     if (a.sink_logits != nullptr) {
-        const float sink = __ldg(a.sink_logits + head) * log2e, top = fmaxf(max, sink);
+        const float sink = sink_score(__ldg(a.sink_logits + head)), top = fmaxf(max, sink);
         factor = exp2_fast(max - top);
         sum = sum * factor + exp2_fast(sink - top);
         max = top;

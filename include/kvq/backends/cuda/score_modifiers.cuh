@@ -30,7 +30,8 @@ struct alibi {
 };
 
 /// exp(logits[q_head]) more in the softmax sum of a row, without a value; also in lse and state_out: of launches whose states are merged, only
-/// one takes it. Rows without keys stay empty. -infinity: none; another logit that is not finite gives NaN. gpt-oss, arXiv 2508.10925.
+/// one takes it. Rows without keys stay empty. -infinity: none; logits above 2.3586e38 count as that; NaN gives NaN. gpt-oss,
+/// arXiv 2508.10925.
 struct learned_sinks {
     const float* logits;  ///< [q_heads], device memory
 
@@ -53,7 +54,7 @@ inline constexpr bool is_modifier = has_score<Score> || has_sinks<Score> || std:
 /// A row's learned sink becomes a part of its state: one more score, without a value. Returns the factor of the row's output.
 __device__ __forceinline__ float add_sink(float logit, float& max, float& sum) {
     if (max == -INFINITY) return 1.0f;
-    const float score = logit * log2e, top = fmaxf(max, score), factor = exp2_fast(max - top);
+    const float score = sink_score(logit), top = fmaxf(max, score), factor = exp2_fast(max - top);
     sum = sum * factor + exp2_fast(score - top);
     max = top;
     return factor;

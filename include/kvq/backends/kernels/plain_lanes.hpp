@@ -254,6 +254,10 @@ struct plain_lanes {
     static KVQ_INLINE floats keep_above(floats a, floats test, float limit) {
         return map_floats([&](int i) { return test.v[i] > limit ? a.v[i] : 0.0f; });
     }
+    /// 0 where `test` <= `limit`, else `a`, also where `test` is NaN.
+    static KVQ_INLINE floats keep_unless_below(floats a, floats test, float limit) {
+        return map_floats([&](int i) { return test.v[i] <= limit ? 0.0f : a.v[i]; });
+    }
     static KVQ_INLINE floats as_floats(ints a) { return detail::load_as<floats>(a.v); }
     static KVQ_INLINE ints as_ints(floats a) { return detail::load_as<ints>(a.v); }
 

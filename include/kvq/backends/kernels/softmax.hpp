@@ -2,7 +2,8 @@
 //
 //   m' = max(m, max s),  w = 2^(s - m'),  sum' = sum * 2^(m - m') + sum of w,   returns 2^(m - m')
 //
-// Contract: exp2 has a relative error below 3e-7 for arguments in [-126, 0]; below that the weight is exactly 0.
+// Contract: exp2 has a relative error below 3e-7 for arguments in [-126, 0]; below that the weight is exactly 0. A score of NaN or +infinity
+// makes the sum of its row NaN; the weights of the tile are then 0, so that no product sees them.
 // Source: online softmax, Milakov & Gimelshein, arXiv 1805.02867, algorithm 3.
 #pragma once
 
@@ -12,7 +13,7 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-/// 2^x for x <= 0.
+/// 2^x for x <= 0. NaN stays NaN, whatever Lanes::larger makes of it.
 template <class Lanes>
 KVQ_INLINE typename Lanes::floats exp2_negative(typename Lanes::floats x) {
     constexpr bool scales = requires { Lanes::scale_by_power(x, x); };
@@ -23,7 +24,7 @@ KVQ_INLINE typename Lanes::floats exp2_negative(typename Lanes::floats x) {
     } else {
         const auto bounded = Lanes::larger(x, Lanes::splat_float(-126.0f));
         whole = Lanes::round(bounded);
-        f = Lanes::subtract(bounded, Lanes::to_floats(whole));
+        f = Lanes::subtract(x, Lanes::to_floats(whole));
     }
     auto p = Lanes::splat_float(1.540353039e-4f);
     p = Lanes::multiply_add(p, f, Lanes::splat_float(1.333355815e-3f));
@@ -33,9 +34,9 @@ KVQ_INLINE typename Lanes::floats exp2_negative(typename Lanes::floats x) {
     p = Lanes::multiply_add(p, f, Lanes::splat_float(6.931471806e-1f));
     p = Lanes::multiply_add(p, f, Lanes::splat_float(1.0f));
     if constexpr (scales)
-        return Lanes::keep_above(Lanes::scale_by_power(p, Lanes::subtract(x, f)), x, -126.0f);
+        return Lanes::keep_unless_below(Lanes::scale_by_power(p, Lanes::subtract(x, f)), x, -126.0f);
     const auto power = Lanes::as_floats(Lanes::template shift_left<23>(Lanes::add(whole, Lanes::splat(127))));
-    return Lanes::keep_above(Lanes::multiply(p, power), x, -126.0f);
+    return Lanes::keep_unless_below(Lanes::multiply(p, power), x, -126.0f);
 }
 
 /// Turns scores [0, n) of `Rows` rows, `stride` apart, into weights, in place; updates max and sum. factor: scale of a row's earlier
@@ -83,6 +84,8 @@ void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float
             float& score = scores[r * stride + k];
             weights += score = one_weight(score - (top[r] == lowest ? 0.0f : top[r]));
         }
+        if (weights != weights)
+            for (int k = 0; k < n; ++k) scores[r * stride + k] = 0.0f;
         factor[r] = top[r] > max[r] ? one_weight(max[r] == lowest ? -1e30f : max[r] - top[r]) : 1.0f;
         sum[r] = sum[r] * factor[r] + weights;
         max[r] = top[r];

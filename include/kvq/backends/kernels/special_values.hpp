@@ -2,6 +2,7 @@
 //
 //   marks(words)   sign bits for words with a special value; other bits are undefined
 //   any(marks)     does a word have a sign bit? Combine the marks of many words with bit_or first.
+//   mark(word)     the same for one word outside of vectors, to be combined with |
 #pragma once
 
 #include <concepts>
@@ -19,10 +20,12 @@ struct special_values {
     static KVQ_INLINE ints marks(ints words) {
         return Lanes::add(Lanes::bit_and(words, Lanes::splat(exponent)), Lanes::splat(one));
     }
-    static bool any(ints marks) {
+    static KVQ_INLINE std::uint32_t mark(std::uint32_t word) {
+        return (word & static_cast<std::uint32_t>(exponent)) + static_cast<std::uint32_t>(one);
+    }
+    static bool any(ints marks, std::uint32_t found = 0) {
         std::byte all[4 * Lanes::width];
         Lanes::store(all, marks);
-        std::uint32_t found = 0;
         for (int i = 0; i < Lanes::width; ++i) found |= detail::load_as<std::uint32_t>(all + 4 * i);
         return (found & (sizeof(T) == 2 ? 0x80008000u : 0x80000000u)) != 0;
     }

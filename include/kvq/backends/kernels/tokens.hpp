@@ -4,7 +4,8 @@
 //   K   rows are tokens: words of a square of tokens and columns are transposed in registers
 //
 // Contract: Window(static_cast<float>(x)), NaN payloads included. Values that already have the format are copied as words.
-// Only words with NaN or infinities are converted again through float, which makes NaN quiet.
+// Only words with NaN or infinities are converted again through float, which makes NaN quiet. Written words are searched for them on the
+// way; only where there are some, the values are counted one by one.
 #pragma once
 
 #include "../../config.hpp"
@@ -22,19 +23,26 @@ public:
                  int count, int at)
         : shape_(shape), layout_(shape), to_(block), from_(tokens), stride_(stride), count_(count), at_(at) {}
 
-    void run() {
-        if constexpr (std::same_as<T, Window>) {
-            copies_ = true;
-            write();
-            if (sizeof(T) == 4 || !special_values<Lanes, T>::any(special_)) return;
-            copies_ = false;
-        }
+    /// Returns how many of the written values are not finite.
+    std::uint32_t run() {
+        copies_ = std::same_as<T, Window>;
         write();
+        if (!special::any(special_, special_rest_)) return 0;
+        if (copies_ && sizeof(T) == 2) {
+            copies_ = false;
+            write();
+        }
+        std::uint32_t n = 0;
+        for (int t = 0; t < count_; ++t)
+            for (int c = 0; c < shape_.dim; ++c)
+                n += !detail::is_finite(static_cast<float>(rounded(from_[t * stride_ + c])));
+        return n;
     }
 
 private:
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
+    using special = special_values<Lanes, Window>;
     static constexpr int width = Lanes::width;
     static constexpr int per_word = value_layout<Window>::values_per_word;
     static constexpr int square_columns = width * per_word;
@@ -51,11 +59,22 @@ private:
         else
             return Window(static_cast<float>(x));
     }
-    /// Collects words whose halves have all bits of the exponent set.
-    KVQ_INLINE void look_at(ints words) {
-        if constexpr (sizeof(T) == 2) {
-            special_ = Lanes::bit_or(special_, special_values<Lanes, T>::marks(words));
-        }
+    /// Collects words that hold a value with all bits of the exponent set.
+    KVQ_INLINE void look_at(ints words) { special_ = Lanes::bit_or(special_, special::marks(words)); }
+    KVQ_INLINE void look_at_rest(std::uint32_t word) { special_rest_ |= special::mark(word); }
+    /// Rounds and stores one value.
+    KVQ_INLINE void put(std::byte* to, T x) {
+        const Window value = rounded(x);
+        if constexpr (per_word == 2)
+            look_at_rest(value.bits);
+        else
+            look_at_rest(detail::bit_cast<std::uint32_t>(value));
+        detail::store_as(to, value);
+    }
+    KVQ_INLINE void put_word(std::byte* to, const Window* values) {
+        const auto word = detail::load_as<std::uint32_t>(values);
+        look_at_rest(word);
+        detail::store_as(to, word);
     }
     const T* token(int t) const { return from_ + (t - at_) * stride_; }
 
@@ -93,8 +112,10 @@ private:
                         Lanes::template load_values<T>(
                             reinterpret_cast<const std::byte*>(token(t + i) + c + part)));
             KVQ_UNROLL
-            for (int i = 0; i < width; ++i)
+            for (int i = 0; i < width; ++i) {
                 words[i] = Lanes::load(reinterpret_cast<const std::byte*>(rounded_row[i]));
+                look_at(words[i]);
+            }
         }
         Lanes::transpose(words);
         std::byte* const to = to_ + 4 * layout_.tiles.word(t, c / per_word);
@@ -103,7 +124,7 @@ private:
     }
 
     /// Columns from c on of one token, word by word: they lie a tile's height apart.
-    void row(int t, int c, int height) const {
+    void row(int t, int c, int height) {
         const T* const from = token(t);
         std::byte* to = to_ + 4 * layout_.tiles.word(t, c / per_word);
         if constexpr (!std::same_as<T, Window>)
@@ -112,14 +133,14 @@ private:
                 Lanes::template store_values<Window>(
                     reinterpret_cast<std::byte*>(some),
                     Lanes::template load_values<T>(reinterpret_cast<const std::byte*>(from + c)));
-                for (int i = 0; i < width; i += per_word, to += 4 * height) __builtin_memcpy(to, some + i, 4);
+                for (int i = 0; i < width; i += per_word, to += 4 * height) put_word(to, some + i);
             }
         for (; c + per_word <= shape_.dim; c += per_word, to += 4 * height) {
             Window word[per_word];
             for (int i = 0; i < per_word; ++i) word[i] = rounded(from[c + i]);
-            __builtin_memcpy(to, word, 4);
+            put_word(to, word);
         }
-        if (c < shape_.dim) detail::store_as(to, rounded(from[c]));
+        if (c < shape_.dim) put(to, from[c]);
     }
 
     void values() {
@@ -135,8 +156,8 @@ private:
                                                                    : half_words(t, tile + r, to + 4 * r));
                 for (; r < rows; ++r)
                     for (int i = 0; i < (pair ? 2 : 1); ++i)
-                        detail::store_as(to + 4 * r + static_cast<int>(sizeof(Window)) * ((t + i) % per_word),
-                                         rounded(token(t + i)[tile + r]));
+                        put(to + 4 * r + static_cast<int>(sizeof(Window)) * ((t + i) % per_word),
+                            token(t + i)[tile + r]);
                 t += pair ? 2 : 1;
             }
         }
@@ -147,17 +168,20 @@ private:
         if constexpr (per_word == 2) {
             const ints both =
                 Lanes::bit_or(bits(token(t) + c), Lanes::template shift_left<16>(bits(token(t + 1) + c)));
-            if (copies_) look_at(both);
+            look_at(both);
             return both;
-        } else
-            return Lanes::as_ints(
+        } else {
+            const ints one = Lanes::as_ints(
                 Lanes::template load_values<T>(reinterpret_cast<const std::byte*>(token(t) + c)));
+            look_at(one);
+            return one;
+        }
     }
     /// The words of `width` channels with one half replaced by token t.
     KVQ_INLINE ints half_words(int t, int c, const std::byte* old) {
         if constexpr (per_word == 2) {
             const ints now = Lanes::load(old), one = bits(token(t) + c);
-            if (copies_) look_at(one);
+            look_at(one);
             return t % 2 == 0 ? Lanes::bit_or(one, Lanes::bit_and(now, Lanes::splat(-65536)))
                               : Lanes::bit_or(Lanes::bit_and(now, Lanes::splat(65535)),
                                               Lanes::template shift_left<16>(one));
@@ -179,8 +203,9 @@ private:
     const T* from_;
     std::ptrdiff_t stride_;
     int count_, at_;
-    bool copies_ = false;  // T is Window, and no special value was found
+    bool copies_ = false;  // words as they are: T is Window, and no special value was found
     ints special_ = Lanes::splat(0);
+    std::uint32_t special_rest_ = 0;  // of values outside of vectors
 };
 
 /// Reads a square of keys: Lanes::width tokens of Columns channels, at most as many as a register has values. from: its first word;

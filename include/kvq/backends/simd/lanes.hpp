@@ -132,6 +132,10 @@ struct simd_lanes : arch::register_ops<Arch> {
     static KVQ_INLINE floats keep_above(floats a, floats test, float limit) {
         return xsimd::select(test > floats(limit), a, floats(0.0f));
     }
+    /// 0 where `test` <= `limit`, else `a`, also where `test` is NaN.
+    static KVQ_INLINE floats keep_unless_below(floats a, floats test, float limit) {
+        return xsimd::select(test <= floats(limit), floats(0.0f), a);
+    }
 };
 
 }  // namespace kvq::inline KVQ_TAGGED
