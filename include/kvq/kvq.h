@@ -130,14 +130,14 @@ typedef struct kvq_executor_callbacks {
     size_t size;
     int32_t concurrency;  // tasks that may run at once, at least 1
     /// Calls task(task_data, i) for every i in [0, n), in any order, on any threads, and returns 0 when all have ended. Any other result is
-    /// KVQ_ERROR_CALLBACK; no task may run after the return.
+    /// KVQ_ERROR_CALLBACK, and so is a task that was not run, or run twice; no task may run after the return.
     int32_t (*parallel_for)(void* user, int32_t n, kvq_task task, void* task_data);
     void* user;
 } kvq_executor_callbacks;
 
 /// The functions and `user` are kept. An executor serves one call at a time.
 KVQ_API kvq_status kvq_executor_create(const kvq_executor_callbacks* callbacks, kvq_executor** out);
-/// Threads of kvq, at least 1.
+/// Threads of kvq, at least 1. After fork() a child has none of them: there an executor runs its tasks on the calling thread.
 KVQ_API kvq_status kvq_executor_create_threads(int32_t threads, kvq_executor** out);
 KVQ_API kvq_status kvq_executor_free(kvq_executor* executor);
 
@@ -233,7 +233,7 @@ typedef struct kvq_selection_report {
     kvq_chosen_tokens*
         chosen;  // NULL, or gets the runs of read pages: requests, kv heads, rows and tokens ascend
     int32_t chosen_capacity;  // entries of `chosen`
-    int32_t chosen_count;     // runs so far; those beyond the capacity are not written
+    int32_t chosen_count;     // runs so far, at most INT32_MAX; those beyond the capacity are not written
 } kvq_selection_report;
 
 /// What kvq_mods.skipped_mass did. As kvq_selection_report.

@@ -81,9 +81,10 @@ public:
     /// After a call that succeeded: adds what it did to the reports of the caller.
     void report() const noexcept {
         if (kvq_selection_report* const to = m_.selection) {
-            to->pages += selection_found_.pages;
-            to->read += selection_found_.read;
+            count(to->pages, selection_found_.pages);
+            count(to->read, selection_found_.read);
             for (const chosen_tokens& c : chosen_) {
+                if (to->chosen_count == std::numeric_limits<std::int32_t>::max()) break;
                 if (to->chosen_count < to->chosen_capacity)
                     to->chosen[to->chosen_count] = {
                         c.layer, c.kv_head, c.first_query, c.last_query, {c.tokens.begin, c.tokens.end}};
@@ -91,9 +92,9 @@ public:
             }
         }
         if (kvq_skipping_report* const to = m_.skipping) {
-            to->pages += skipping_found_.pages;
-            to->skipped += skipping_found_.skipped;
-            to->rows += skipping_found_.rows;
+            count(to->pages, skipping_found_.pages);
+            count(to->skipped, skipping_found_.skipped);
+            count(to->rows, skipping_found_.rows);
             to->left_out += skipping_found_.left_out;
             to->most_left_out = detail::larger(to->most_left_out, skipping_found_.most_left_out);
         }
@@ -127,6 +128,10 @@ public:
     float sink_logit(int q_head) const { return logits().sink_logit(q_head); }
 
 private:
+    /// Adds to a count of the caller, which stays at the largest number that it can be.
+    static void count(std::int64_t& to, std::int64_t n) noexcept {
+        if (__builtin_add_overflow(to, n, &to)) to = std::numeric_limits<std::int64_t>::max();
+    }
     template <class Use>
     void each_mask(Use use) const {
         if (m_.window > 0) use(sink_window{m_.window, m_.window_sinks});

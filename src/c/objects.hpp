@@ -4,6 +4,7 @@
 #include <deque>
 #include <kvq/cache/page_list.hpp>
 #include <kvq/cache/requantize.hpp>
+#include <kvq/core/task_marks.hpp>
 #include <kvq/core/thread_pool.hpp>
 #include <kvq/quant/calibration.hpp>
 #include <memory>
@@ -40,27 +41,25 @@ public:
     explicit caller_executor(const kvq_executor_callbacks& callbacks)
         : callbacks_(callbacks), concurrency_(callbacks.concurrency) {}
 
+    static constexpr bool runs_each_task_once = true;  // else it raises a failure with its own status
     int concurrency() const noexcept { return concurrency_; }
     template <class F>
     void parallel_for(int n, F&& f) const {
         if (own_) return own_->parallel_for(n, f);
+        if (n <= 0) return;
         struct work {
             std::remove_reference_t<F>& f;
-            int n;
+            detail::task_marks marks;
             detail::task_errors errors{};
-            std::atomic<int> done{0};
-        } all{f, n};
+        } all{f, detail::task_marks(n)};
         const kvq_task task = [](void* data, std::int32_t i) {
             work& mine = *static_cast<work*>(data);
-            if (i < 0 || i >= mine.n) return;
-            mine.errors.run(mine.f, i);
-            mine.done.fetch_add(1);
+            if (mine.marks.take(i)) mine.errors.run(mine.f, i);
         };
         const std::int32_t result = callbacks_.parallel_for(callbacks_.user, n, task, &all);
         all.errors.raise();
         expect(result == 0, KVQ_ERROR_CALLBACK, "parallel_for returned ", result);
-        expect(all.done.load() == n, KVQ_ERROR_CALLBACK, "parallel_for ran ", all.done.load(), " of ", n,
-               " tasks");
+        if (!all.marks.all_once()) fail(KVQ_ERROR_CALLBACK, all.marks.complaint());
     }
 
 private:

@@ -868,7 +868,7 @@ TEST_CASE("callbacks that fail") {
     REQUIRE(kvq_executor_create(&callbacks, &lazy) == KVQ_OK);
     o.executor = lazy;
     CHECK_REFUSED(kvq_sequence_prefill(f.s, 0, &f.k.t, &f.v.t, &f.q.t, &f.out.t, &o), KVQ_ERROR_CALLBACK,
-                  "ran 0 of");
+                  "did not run task 0 of");
     CHECK(kvq_executor_free(lazy) == KVQ_OK);
     callbacks.concurrency = 0;
     CHECK_REFUSED(kvq_executor_create(&callbacks, &lazy), KVQ_ERROR_ARGUMENT, "at least 1 task");

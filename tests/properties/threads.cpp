@@ -13,6 +13,10 @@
 
 #include "support/caches.hpp"
 #include "support/memory.hpp"
+#if defined(__unix__)
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
 
 namespace threads_tests {
 
@@ -38,6 +42,17 @@ void on_threads(int threads, Each each) {
     for (int i = 0; i < threads; ++i) all.emplace_back([&each, i] { each(i); });
     for (std::thread& t : all) t.join();
 }
+
+/// Runs the tasks of a list that ends with -100, whatever it is asked for.
+struct broken_executor {
+    const int* list;
+
+    static int concurrency() { return 2; }
+    template <class F>
+    void parallel_for(int, const F& f) const {
+        for (const int* i = list; *i != -100; ++i) f(*i);
+    }
+};
 
 void sleep_us(int us) {
     if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
@@ -78,6 +93,59 @@ TEST_CASE("a thread pool takes calls from several threads and from its own tasks
     CHECK(ran == 20);
     CHECK(wrong == 0);
 }
+
+TEST_CASE("an executor that runs a task twice, not at all, or one that is none, is refused; no task runs twice") {
+    const auto run = [](std::initializer_list<int> order, int n) {
+        std::vector<int> list(order), ran(static_cast<std::size_t>(n));
+        list.push_back(-100);
+        std::string message;
+        try {
+            const broken_executor executor{list.data()};
+            kvq::executor_view(executor).parallel_for(n,
+                                                      [&](int i) { ++ran[static_cast<std::size_t>(i)]; });
+        } catch (const kvq::error& e) {
+            message = e.what();
+        }
+        CHECK(std::all_of(ran.begin(), ran.end(), [](int r) { return r <= 1; }));
+        return message;
+    };
+    CHECK(run({2, 0, 1}, 3) == "");
+    CHECK(run({}, 0) == "");
+    CHECK(run({0, 0, 0}, 3) == "kvq: the executor's parallel_for ran task 0 of 3 twice");
+    CHECK(run({0, 2}, 3) == "kvq: the executor's parallel_for did not run task 1 of 3");
+    CHECK(run({0, 1, 2, 3}, 3) == "kvq: the executor's parallel_for ran task 3 of 3");
+    CHECK(run({0, 1, -1}, 2) == "kvq: the executor's parallel_for ran task -1 of 2");
+    for (const int n : {31, 32, 33, 64, 4127, 4128, 10000}) {
+        kvq::detail::task_marks marks(n);
+        for (int i = 0; i < n - 1; ++i) REQUIRE(marks.take(n - 1 - i));
+        CHECK_FALSE(marks.all_once());
+        CHECK(std::string(marks.complaint()) == "parallel_for did not run task 0 of " + std::to_string(n));
+        CHECK(marks.take(0));
+        CHECK(marks.all_once());
+        CHECK_FALSE(marks.take(n / 2));
+        CHECK_FALSE(marks.all_once());
+    }
+}
+
+#if defined(__unix__)
+TEST_CASE("a pool in a forked child runs its tasks there, and goes without waiting") {
+    auto pool = std::make_unique<kvq::thread_pool>(4);
+    REQUIRE(runs_every_task_once(*pool, 20, 1));
+    const pid_t child = ::fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        ::alarm(60);  // ends a child that hangs
+        const bool ran = runs_every_task_once(*pool, 20, 1) && runs_every_task_once(*pool, 7, 2);
+        pool.reset();
+        ::_exit(ran ? 0 : 1);
+    }
+    int status = -1;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 0);
+    CHECK(runs_every_task_once(*pool, 20, 3));
+}
+#endif
 
 TEST_CASE("an error of a task reaches the caller of the pool, and the next call works") {
     const kvq::thread_pool pool(4);

@@ -105,6 +105,41 @@ TEST_CASE("what cannot be written is refused") {
     CHECK_THROWS_AS(kvq::write_safetensors_header(h), kvq::error);
 }
 
+TEST_CASE("a header of very many short names, texts or sizes is refused, written and read") {
+    const auto message = [](const std::string& of_tensors) {
+        return message_of(file_of("{" + of_tensors + "}"));
+    };
+    const auto many = [](int n, const char* behind_name) {
+        std::string text;
+        for (int i = 0; i < n; ++i) text += (i > 0 ? ",\"" : "\"") + std::to_string(i) + "\"" + behind_name;
+        return text;
+    };
+    const char* const tensor = R"(:{"dtype":"U8","shape":[0],"data_offsets":[0,0]})";
+    constexpr auto most = static_cast<int>(kvq::safetensors_header::most_names);
+    CHECK(message(many(most, tensor)).empty());
+    CHECK(message(many(most + 1, tensor)).find("more than 100000 tensors") != std::string::npos);
+    CHECK(message("\"__metadata__\":{" + many(most, ":\"\"") + "}").empty());
+    CHECK(message("\"__metadata__\":{" + many(most + 1, ":\"\"") + "}").find("more than 100000 texts") !=
+          std::string::npos);
+    const auto shape = [](int sizes) {
+        std::string text = R"("a":{"dtype":"U8","shape":[1)";
+        for (int i = 1; i < sizes; ++i) text += ",1";
+        return text + R"(],"data_offsets":[0,1]})";
+    };
+    CHECK(message(shape(16)).empty());
+    CHECK(message(shape(17)).find("more than 16 numbers") != std::string::npos);
+
+    kvq::safetensors_header h;
+    for (int i = 0; i <= most; ++i) h.metadata[std::to_string(i)] = "";
+    CHECK_THROWS_AS(kvq::write_safetensors_header(h), kvq::error);
+    h = {};
+    h.tensors = {{"a", "U8", std::vector<std::uint64_t>(17, 1), 0, 0}};
+    CHECK_THROWS_AS(kvq::write_safetensors_header(h), kvq::error);
+    h.tensors = {};
+    h.tensors.resize(static_cast<std::size_t>(most) + 1);
+    CHECK_THROWS_AS(kvq::write_safetensors_header(h), kvq::error);
+}
+
 TEST_CASE("what the format does not allow is refused with a sentence") {
     const auto refused = [](const std::string& file, const char* part) {
         const std::string message = message_of(file);
@@ -146,7 +181,7 @@ TEST_CASE("what the format does not allow is refused with a sentence") {
     refused(tensor(R"("dtype":null,"shape":[2],"data_offsets":[0,2])"), "null");
     refused(tensor(R"("dtype":"U8","shape":[true],"data_offsets":[0,2])"), "boolean");
     refused(tensor(R"("dtype":"U8","shape":[2])"), "nothing else");
-    refused(tensor(R"("dtype":"U8","shape":[2],"data_offsets":[0,2],"more":"text")"), "text");
+    refused(tensor(R"("dtype":"U8","shape":[2],"data_offsets":[0,2],"more":"text")"), "has more");
     refused(tensor(R"("dtype":"U8","shape":[2],"shape":[2],"data_offsets":[0,2])"), "is duplicated");
     refused(
         file_of(
@@ -176,7 +211,7 @@ TEST_CASE("what the format does not allow is refused with a sentence") {
     refused(file_of(nested(1'000'000)), "a list");
     std::string objects = "{";
     for (int i = 0; i < 100'000; ++i) objects += R"("a":{)";
-    refused(file_of(objects), "an object");
+    refused(file_of(objects), "has a");
 }
 
 TEST_CASE("random changes of a header end in a header or in kvq::error, never in anything else") {

@@ -502,7 +502,10 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
         chunk.stage();
         jobs += chunk.jobs();
     }
-    const int heads = shape_.kv_heads, writes = static_cast<int>(batch.size()) * 2 * heads;
+    const int heads = shape_.kv_heads;
+    detail::expect(batch.size() <= static_cast<std::size_t>((std::numeric_limits<int>::max)() / (2 * heads)),
+                   "a batch of ", batch.size(), " sequences with ", heads, " kv heads");
+    const int writes = static_cast<int>(batch.size()) * 2 * heads;
     const auto write = [&](int i) {
         const prefill_request& r = batch[static_cast<std::size_t>(i / (2 * heads))];
         const tensor role = i % (2 * heads) < heads ? tensor::key : tensor::value;

@@ -4,6 +4,7 @@
 //   void parallel_for(int n, F f)           calls f(0) ... f(n-1), in any order, and returns when all are done. f may throw (a scheme
 //                                           that runs out of memory): after the last task ends, the caller must get one of the errors
 //
+// A list of which a task was not run, or run twice, raises kvq::error; a task never runs a second time.
 // Results never depend on the executor: tasks are cut by shape, and partial results are merged in a fixed order.
 // serial_executor: everything on the calling thread. thread_pool (core/thread_pool.hpp): threads that wait for work. team (core/team.hpp):
 // the threads of an engine that sends all of them into every operation, of ggml and OpenMP for example.
@@ -13,7 +14,8 @@
 #include <concepts>
 #include <type_traits>
 
-#include "../config.hpp"
+#include "error.hpp"
+#include "task_marks.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -23,8 +25,17 @@ concept executor = requires(E& e, void (*f)(int)) {
     e.parallel_for(1, f);
 };
 
+namespace detail {
+/// Executors of kvq, whose tasks need no marks.
+template <class E>
+concept exact_executor = requires {
+    requires E::runs_each_task_once;
+};
+}  // namespace detail
+
 /// Everything on the calling thread.
 struct serial_executor {
+    static constexpr bool runs_each_task_once = true;
     static constexpr int concurrency() noexcept { return 1; }
     template <class F>
     void parallel_for(int n, F&& f) const {
@@ -41,7 +52,15 @@ public:
         : executor_(const_cast<E*>(&e)),
           threads_(static_cast<int>(const_cast<E&>(e).concurrency())),
           run_([](void* self, int n, void* f, void (*call)(void*, int)) {
-              static_cast<E*>(self)->parallel_for(n, [f, call](int i) { call(f, i); });
+              if constexpr (detail::exact_executor<E>) {
+                  static_cast<E*>(self)->parallel_for(n, [f, call](int i) { call(f, i); });
+              } else if (n > 0) {
+                  detail::task_marks marks(n);
+                  static_cast<E*>(self)->parallel_for(n, [f, call, &marks](int i) {
+                      if (marks.take(i)) call(f, i);
+                  });
+                  if (!marks.all_once()) detail::fail("the executor's ", marks.complaint());
+              }
           }) {}
 
     int concurrency() const noexcept { return threads_; }

@@ -64,6 +64,7 @@ private:
     struct members {
         detail::task_list* tasks;
         int threads;
+        static constexpr bool runs_each_task_once = true;
         int concurrency() const noexcept { return threads; }
         template <class F>
         void parallel_for(int n, F&& f) const {

@@ -4,10 +4,16 @@
 //   cache.prefill(layer, batch, kvq::causal{}, threads, workspace);
 //
 // For engines without threads of their own; those that send all of their threads into an operation: core/team.hpp.
+// fork(): a child has none of the threads. There parallel_for() runs all tasks on the calling thread, and the destructor waits for nobody.
+// A fork while a call of kvq is going on on another thread leaves the child what that call had locked.
 #pragma once
 
+#include <memory>
 #include <thread>
 #include <vector>
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
 
 #include "error.hpp"
 #include "executor.hpp"
@@ -20,13 +26,14 @@ public:
     /// Starts threads - 1 threads; the calling thread of parallel_for() is the other one. Raises kvq::error below 1.
     explicit thread_pool(int threads) : threads_(threads) {
         detail::expect(threads >= 1, "a thread_pool needs at least 1 thread, got ", threads);
-        helpers_.all.reserve(static_cast<std::size_t>(threads - 1));
+        helpers_.all->reserve(static_cast<std::size_t>(threads - 1));
         for (int i = 1; i < threads; ++i)
-            helpers_.all.emplace_back([this] { tasks_.help([this] { return helpers_.stop.load(); }); });
+            helpers_.all->emplace_back([this] { tasks_.help([this] { return helpers_.stop.load(); }); });
     }
     thread_pool(const thread_pool&) = delete;
     thread_pool& operator=(const thread_pool&) = delete;
 
+    static constexpr bool runs_each_task_once = true;
     int concurrency() const noexcept { return threads_; }
     /// Calls f(0) ... f(n-1) and returns when all have ended; then raises the first error of a task. Allocates nothing. May be called from
     /// any thread; while another call is going on, and from a task, it runs its tasks on the calling thread alone.
@@ -40,13 +47,25 @@ private:
     struct helpers {
         detail::task_list& tasks;
         std::atomic<bool> stop{false};
-        std::vector<std::thread> all{};
+        long process = this_process();
+        std::unique_ptr<std::vector<std::thread>> all = std::make_unique<std::vector<std::thread>>();
         ~helpers() {
+            if (this_process() != process) {  // the threads are those of the parent: left as they are
+                (void)all.release();
+                return;
+            }
             stop = true;
             tasks.wake();
-            for (std::thread& t : all) t.join();
+            for (std::thread& t : *all) t.join();
         }
     };
+    static long this_process() noexcept {
+#if defined(__unix__) || defined(__APPLE__)
+        return static_cast<long>(::getpid());
+#else
+        return 0;  // no fork()
+#endif
+    }
 
     int threads_;
     mutable detail::task_list tasks_;

@@ -5,7 +5,8 @@
 //              name: {"dtype": text, "shape": [sizes], "data_offsets": [begin, end]}; may end in spaces
 //   the rest   the tensors, without gaps or overlaps; offsets count from here
 //
-// Any other form raises kvq::error. Source: the format's README, github.com/huggingface/safetensors.
+// Any other form raises kvq::error. So do more than 100000 tensors or texts, and shapes of more than 16 sizes: parsed, short names take
+// twenty times their bytes. Source: the format's README, github.com/huggingface/safetensors.
 #pragma once
 
 #include <algorithm>
@@ -29,6 +30,8 @@ struct safetensors_tensor {
 
 struct safetensors_header {
     static constexpr std::uint64_t most_bytes = 100'000'000;  ///< longest header, a limit of the format
+    static constexpr std::size_t most_names = 100'000;        ///< of tensors and of texts, each
+    static constexpr std::size_t most_sizes = 16;             ///< of a shape
 
     std::vector<safetensors_tensor> tensors;  ///< in the order of their data
     std::map<std::string, std::string> metadata;
@@ -99,13 +102,17 @@ public:
 
     bool number_unsigned(number_unsigned_t number) override {
         if (!numbers_) return unexpected("a number");
+        expect(numbers_->size() < safetensors_header::most_sizes, "tensor ", tensor().name, " has a list of more than ",
+               safetensors_header::most_sizes, " numbers");
         numbers_->push_back(number);
         return true;
     }
     bool string(string_t& text) override {
-        if (depth_ == 2 && in_metadata_ && !numbers_)
+        if (depth_ == 2 && in_metadata_ && !numbers_) {
+            expect(header_.metadata.size() < safetensors_header::most_names,
+                   "the header of a safetensors file has more than ", safetensors_header::most_names, " texts");
             expect(header_.metadata.emplace(key_, text).second, "metadata ", key_, " is duplicated");
-        else if (depth_ == 2 && key_ == "dtype" && !numbers_)
+        } else if (depth_ == 2 && key_ == "dtype" && !numbers_)
             tensor().dtype = text;
         else
             return unexpected("text");
@@ -116,6 +123,8 @@ public:
         ++depth_;
         if (depth_ == 2) {
             in_metadata_ = key_ == "__metadata__";
+            expect(header_.tensors.size() < safetensors_header::most_names,
+                   "the header of a safetensors file has more than ", safetensors_header::most_names, " tensors");
             if (!in_metadata_) header_.tensors.push_back({key_, {}, {}, 0, 0});
             seen_.clear();
             offsets_.clear();
@@ -126,8 +135,13 @@ public:
         key_ = name;
         if (depth_ == 1)
             expect(names_.emplace(name, true).second, "tensor ", name, " is duplicated");
-        else
+        else if (in_metadata_)
+            expect(!header_.metadata.count(name), "metadata ", name, " is duplicated");
+        else {
+            expect(name == "dtype" || name == "shape" || name == "data_offsets", "tensor ", tensor().name,
+                   " must have dtype, shape and data_offsets and nothing else, but has ", name);
             expect(seen_.emplace(name, true).second, name, " is duplicated");
+        }
         return true;
     }
     bool end_object() override {
@@ -199,8 +213,13 @@ inline std::string write_safetensors_header(safetensors_header& header) {
             metadata[name] = text;
         }
     }
+    for (const std::size_t n : {header.tensors.size(), header.metadata.size()})
+        detail::expect(n <= safetensors_header::most_names, "a header of ", n,
+                       " tensors or texts, the limit is ", safetensors_header::most_names);
     std::uint64_t offset = 0;
     for (safetensors_tensor& t : header.tensors) {
+        detail::expect(t.shape.size() <= safetensors_header::most_sizes, "tensor ", t.name, " has ",
+                       t.shape.size(), " sizes, the limit is ", safetensors_header::most_sizes);
         detail::expect(detail::is_utf8(t.name) && !json.contains(t.name), "tensor ", t.name,
                        " has a name that is duplicated or not UTF-8");
         t.begin = offset;
