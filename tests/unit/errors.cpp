@@ -254,13 +254,6 @@ TEST_CASE("numbers that make no sense are refused, whoever is asked") {
                       parts);
         CHECK(sequence.tokens(0) == 20);
     };
-    // A workspace whose size does not fit a std::size_t.
-    cache_type wide({.layers = 1, .kv_heads = 1 << 16, .head_dim = 8}, {.page_tokens = 1});
-    check_message(
-        [&] {
-            (void)wide.attention_workspace(most - 1, 1 << 16, 32767, most, kvq::selected_pages{1});
-        },
-        {"32767 query tokens", "larger than memory"});
     const std::vector<float> three(3, 0.5f);
     refused(kvq::alibi{three}, {"3 slopes", "2 query heads"});
     refused(kvq::learned_sinks{three}, {"3 learned sinks", "2 query heads"});

@@ -55,7 +55,7 @@ public:
             const page_choice choice(plan, of.pages, mods_of(of), nullptr);
             tasks_ += plan.tasks();
             partial_bytes_ += plan.partial_bytes();
-            choice_bytes_ = bounded_sum(choice_bytes_, choice.bytes);
+            choice_bytes_ += choice.bytes;
             selects_ = selects_ || choice.selection;
             skips_ = skips_ || choice.skipping;
             reports_ = reports_ || mods_of(of).selection() || mods_of(of).skipping();
@@ -71,8 +71,8 @@ public:
 
     int workers(int threads) const noexcept { return larger(1, smaller(threads, tasks_)); }
     std::size_t bytes(int threads) const noexcept {
-        return bounded_sum(bounded_sum(place_bytes_ + partial_bytes_, choice_bytes_),
-                           bounded_product(static_cast<std::size_t>(workers(threads)), scratch_bytes_));
+        return place_bytes_ + partial_bytes_ + choice_bytes_ +
+               static_cast<std::size_t>(workers(threads)) * scratch_bytes_;
     }
 
     /// memory: bytes(threads) bytes, aligned to 64.

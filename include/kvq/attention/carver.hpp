@@ -1,12 +1,10 @@
 // Aligned parts of one buffer, in the order in which they are taken.
 //
-// Contract: bytes are counted with the code that carves them: carver(nullptr) takes the same parts and gives null for each. A count
-// that does not fit is the largest std::size_t.
+// Contract: bytes are counted with the code that carves them: carver(nullptr) takes the same parts and gives null for each.
 #pragma once
 
 #include <cstddef>
 
-#include "../core/allocate.hpp"
 #include "../core/bits.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {
@@ -17,10 +15,10 @@ public:
     explicit carver(std::byte* memory) noexcept : memory_(memory) {}
     std::byte* take(std::size_t bytes) noexcept {
         std::byte* const p = memory_ ? memory_ + used_ : nullptr;
-        used_ = bytes > most_bytes ? SIZE_MAX : bounded_sum(used_, round_up(bytes, std::size_t{64}));
+        used_ += round_up(bytes, std::size_t{64});
         return p;
     }
-    float* floats(std::size_t n) noexcept { return reinterpret_cast<float*>(take(bounded_product(n, sizeof(float)))); }
+    float* floats(std::size_t n) noexcept { return reinterpret_cast<float*>(take(n * sizeof(float))); }
     std::size_t used() const noexcept { return used_; }
 
 private:

@@ -50,9 +50,8 @@ struct page_choice {
         // A selection of all pages is none.
         if (mods.selection() && wanted(*mods.selection(), pages.geometry) < stride) {
             selection = mods.selection();
-            const std::size_t n = bounded_product(lists, static_cast<std::size_t>(stride));
-            ranks = c.floats(n);
-            order = reinterpret_cast<int*>(c.take(bounded_product(n, sizeof(int))));
+            ranks = c.floats(lists * static_cast<std::size_t>(stride));
+            order = reinterpret_cast<int*>(c.take(lists * static_cast<std::size_t>(stride) * sizeof(int)));
         }
         if (selection)
             formats = reinterpret_cast<int*>(c.take(static_cast<std::size_t>(stride) * sizeof(int)));

@@ -443,11 +443,8 @@ inline std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tok
     const detail::attention_items items{&item, 0, 1, [](const void* of, int, int) {
                                             return *static_cast<const detail::attention_item*>(of);
                                         }};
-    const std::size_t bytes =
-        detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items, mods).bytes(threads);
-    detail::expect(bytes <= detail::most_bytes, "a workspace for ", q_tokens, " query tokens of ", q_heads,
-                   " heads over ", tokens, " tokens on ", threads, " threads is larger than memory");
-    return bytes;
+    return detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items, mods)
+        .bytes(threads);
 }
 
 inline void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
