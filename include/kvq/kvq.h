@@ -137,7 +137,8 @@ typedef struct kvq_executor_callbacks {
 
 /// The functions and `user` are kept. An executor serves one call at a time.
 KVQ_API kvq_status kvq_executor_create(const kvq_executor_callbacks* callbacks, kvq_executor** out);
-/// Threads of kvq, at least 1. After fork() a child has none of them: there an executor runs its tasks on the calling thread.
+/// Threads of kvq, at least 1. After fork() a child has none of them: there an executor runs its tasks on the
+/// calling thread.
 KVQ_API kvq_status kvq_executor_create_threads(int32_t threads, kvq_executor** out);
 KVQ_API kvq_status kvq_executor_free(kvq_executor* executor);
 
@@ -455,7 +456,7 @@ typedef struct kvq_usage {
     size_t bookkeeping;  // page headers and tables
     size_t workspace;    // scratch for quantizing
     size_t bytes;        // the sum of all of the above but `slack`, and `reserved`
-    size_t not_finite;   // NaN and infinities in 16-bit pages (of numbers beyond their type, too), and those that were quantized
+    size_t not_finite;   // NaN and infinities that were appended: in 16-bit pages, or quantized
     int32_t tokens;      // of the longest layer
     size_t reserved;     // for the next step: kvq_cache_reserve
 } kvq_usage;

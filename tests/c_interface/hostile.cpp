@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Hostile numbers to kvq.h: sizes near SIZE_MAX, counters near their ends, executors that repeat tasks, NaN; and random steps over all
-// verbs with such numbers among them. What is refused has changed nothing: usage, tokens, pages and outputs.
-// KVQ_HOSTILE_STEPS sets their number, KVQ_SEED where they start.
+// Hostile numbers to kvq.h: sizes near SIZE_MAX, counters near their ends, executors that repeat tasks, NaN;
+// and random steps over all verbs with such numbers among them. What is refused has changed nothing: usage,
+// tokens, pages and outputs. KVQ_HOSTILE_STEPS sets their number, KVQ_SEED where they start.
 #include <doctest/doctest.h>
 #include <kvq/kvq.h>
 
@@ -35,8 +35,9 @@ struct rows {
     std::vector<float> x;
     kvq_tensor t;
     rows(int tokens, int heads, test::generator& random)
-        : x(random.normals(static_cast<std::size_t>(tokens * heads * dim))),
-          t{x.data(), KVQ_FP32, tokens, heads, dim, 0, 0} {}
+        : x(random.normals(static_cast<std::size_t>(tokens * heads * dim))), t{x.data(), KVQ_FP32, tokens,
+                                                                               heads,    dim,      0,
+                                                                               0} {}
     rows(rows&&) = delete;
 };
 
@@ -186,18 +187,24 @@ TEST_CASE("an executor that runs one task n times is refused, and the sequence i
         CHECK(tokens == 300);
         CHECK(kvq_executor_free(executor) == KVQ_OK);
     };
-    run([](void*, std::int32_t n, kvq_task task, void* data) -> std::int32_t {
-        for (std::int32_t i = 0; i < n; ++i) task(data, 0);
-        return 0;
-    }, "task 0 of 4 twice");
-    run([](void*, std::int32_t n, kvq_task task, void* data) -> std::int32_t {
-        for (std::int32_t i = 1; i < n; ++i) task(data, i);
-        return 0;
-    }, "did not run task 0 of 4");
-    run([](void*, std::int32_t n, kvq_task task, void* data) -> std::int32_t {
-        for (std::int32_t i = 0; i <= n; ++i) task(data, i);
-        return 0;
-    }, "ran task 4 of 4");
+    run(
+        [](void*, std::int32_t n, kvq_task task, void* data) -> std::int32_t {
+            for (std::int32_t i = 0; i < n; ++i) task(data, 0);
+            return 0;
+        },
+        "task 0 of 4 twice");
+    run(
+        [](void*, std::int32_t n, kvq_task task, void* data) -> std::int32_t {
+            for (std::int32_t i = 1; i < n; ++i) task(data, i);
+            return 0;
+        },
+        "did not run task 0 of 4");
+    run(
+        [](void*, std::int32_t n, kvq_task task, void* data) -> std::int32_t {
+            for (std::int32_t i = 0; i <= n; ++i) task(data, i);
+            return 0;
+        },
+        "ran task 4 of 4");
 }
 
 TEST_CASE("NaN is refused where it is given once, and counted where it is a value") {
@@ -255,7 +262,9 @@ namespace {
 /// What a sequence is, as bytes: usage, tokens, every page as a message, outputs.
 std::string state_of(const kvq_cache* cache, const kvq_sequence* s, rows& q, rows& out) {
     std::string all;
-    const auto add = [&all](const void* data, std::size_t n) { all.append(static_cast<const char*>(data), n); };
+    const auto add = [&all](const void* data, std::size_t n) {
+        all.append(static_cast<const char*>(data), n);
+    };
     auto u = init<kvq_usage>();
     REQUIRE(kvq_sequence_get_usage(s, &u) == KVQ_OK);
     add(&u, sizeof u);
@@ -298,26 +307,38 @@ public:
         return random_.pick(std::vector<std::size_t>{0, 1, 4096, SIZE_MAX, SIZE_MAX - 7, SIZE_MAX - 62,
                                                      SIZE_MAX - 63, std::size_t{PTRDIFF_MAX} + 1});
     }
-    /// A tensor whose shape may lie, but never about more memory than there is, unless it is refused for that.
+    /// A tensor whose shape may lie, but never about more memory than there is, unless it is refused for
+    /// that.
     kvq_tensor tensor(kvq_tensor t, int tokens) {
         t.tokens = tokens;
         if (!random_.one_in(6)) return t;
         hostile = true;
         switch (random_.between(0, 7)) {
-            case 0: t.tokens = random_.pick(std::vector<std::int32_t>{-1, int_min}); break;
-            case 1: t.heads = random_.pick(std::vector<std::int32_t>{-1, 0, 1, 3, int_max, int_min}); break;
-            case 2: t.dim = random_.pick(std::vector<std::int32_t>{-1, 0, 31, int_max, int_min}); break;
-            case 3: t.dtype = random_.pick(std::vector<std::int32_t>{-1, 3, int_max}); break;
-            case 4: t.data = nullptr; break;
+            case 0:
+                t.tokens = random_.pick(std::vector<std::int32_t>{-1, int_min});
+                break;
+            case 1:
+                t.heads = random_.pick(std::vector<std::int32_t>{-1, 0, 1, 3, int_max, int_min});
+                break;
+            case 2:
+                t.dim = random_.pick(std::vector<std::int32_t>{-1, 0, 31, int_max, int_min});
+                break;
+            case 3:
+                t.dtype = random_.pick(std::vector<std::int32_t>{-1, 3, int_max});
+                break;
+            case 4:
+                t.data = nullptr;
+                break;
             case 5:
                 t.data = reinterpret_cast<char*>(t.data) + 1;
                 break;
             case 6:
                 t.tokens = 2;
-                t.token_stride = random_.pick(std::vector<std::ptrdiff_t>{PTRDIFF_MAX, PTRDIFF_MIN,
-                                                                          PTRDIFF_MAX / 2});
+                t.token_stride =
+                    random_.pick(std::vector<std::ptrdiff_t>{PTRDIFF_MAX, PTRDIFF_MIN, PTRDIFF_MAX / 2});
                 break;
-            default: t.head_stride = random_.pick(std::vector<std::ptrdiff_t>{PTRDIFF_MAX, PTRDIFF_MIN});
+            default:
+                t.head_stride = random_.pick(std::vector<std::ptrdiff_t>{PTRDIFF_MAX, PTRDIFF_MIN});
         }
         return t;
     }
@@ -419,9 +440,15 @@ TEST_CASE("random steps over all verbs with hostile numbers: what is refused cha
                 changes_nothing = true;
                 break;
             }
-            case 5: call("trim", kvq_sequence_trim(s, n(0, held))); break;
-            case 6: call("erase", kvq_sequence_erase(s, n(0, held), n(0, held))); break;
-            case 7: call("shift", kvq_sequence_shift(s, n(0, held), n(0, held), n.far())); break;
+            case 5:
+                call("trim", kvq_sequence_trim(s, n(0, held)));
+                break;
+            case 6:
+                call("erase", kvq_sequence_erase(s, n(0, held), n(0, held)));
+                break;
+            case 7:
+                call("shift", kvq_sequence_shift(s, n(0, held), n(0, held), n.far()));
+                break;
             case 8: {
                 std::int32_t theirs = 0;
                 REQUIRE(kvq_sequence_tokens(other, KVQ_ALL_LAYERS, &theirs) == KVQ_OK);
@@ -430,7 +457,8 @@ TEST_CASE("random steps over all verbs with hostile numbers: what is refused cha
                 break;
             }
             case 9: {
-                const kvq_tensor kt = n.tensor(k.t, std::min(9, tokens)), vt = n.tensor(v.t, std::min(9, tokens));
+                const kvq_tensor kt = n.tensor(k.t, std::min(9, tokens)),
+                                 vt = n.tensor(v.t, std::min(9, tokens));
                 call("draft", kvq_sequence_append_draft(s, layer, &kt, &vt));
                 break;
             }
@@ -479,8 +507,8 @@ TEST_CASE("random steps over all verbs with hostile numbers: what is refused cha
             case 14: {
                 const kvq_step_request r{s, n(0, 20), n(0, 1), nullptr};
                 attend.workspace = workspace;
-                call("reserve", kvq_cache_reserve(cache, &r, n(1, 1) == 1 ? 1 : int_min, n(q_heads, q_heads),
-                                                  &attend));
+                call("reserve",
+                     kvq_cache_reserve(cache, &r, n(1, 1) == 1 ? 1 : int_min, n(q_heads, q_heads), &attend));
                 REQUIRE(kvq_sequence_release_reserved(s) == KVQ_OK);
                 break;
             }
@@ -530,11 +558,14 @@ TEST_CASE("random steps over all verbs with hostile numbers: what is refused cha
                 const kvq_tensor to = n.tensor(k.t, 1);
                 rows copy(1, kv_heads, random);
                 kvq_tensor mine = to;
-                if (mine.data == k.t.data) mine.data = copy.x.data();
-                else if (mine.data != nullptr) mine.data = reinterpret_cast<char*>(copy.x.data()) + 1;
+                if (mine.data == k.t.data)
+                    mine.data = copy.x.data();
+                else if (mine.data != nullptr)
+                    mine.data = reinterpret_cast<char*>(copy.x.data()) + 1;
                 std::size_t bytes = 0;
-                call("read", random.one_in(2) ? kvq_sequence_dequantize(s, layer, n(0, 1), n(0, held - 1), &mine)
-                                              : kvq_sequence_append_bytes(s, n(0, 900), n.pointer(&bytes)));
+                call("read", random.one_in(2)
+                                 ? kvq_sequence_dequantize(s, layer, n(0, 1), n(0, held - 1), &mine)
+                                 : kvq_sequence_append_bytes(s, n(0, 900), n.pointer(&bytes)));
                 changes_nothing = true;
                 break;
             }
@@ -553,8 +584,10 @@ TEST_CASE("random steps over all verbs with hostile numbers: what is refused cha
                 kvq_receiver* receiver = nullptr;
                 REQUIRE(kvq_receiver_create(cache, &receiver) == KVQ_OK);
                 for (std::string& m : to.messages) {
-                    if (random.one_in(3)) m[random.bits() % m.size()] ^= static_cast<char>(1 << random.between(0, 7));
-                    (void)kvq_receiver_accept(receiver, m.data(), random.one_in(4) ? random.bits() % m.size() : m.size());
+                    if (random.one_in(3))
+                        m[random.bits() % m.size()] ^= static_cast<char>(1 << random.between(0, 7));
+                    (void)kvq_receiver_accept(receiver, m.data(),
+                                              random.one_in(4) ? random.bits() % m.size() : m.size());
                 }
                 kvq_sequence* made = nullptr;
                 (void)kvq_receiver_finish(receiver, n(-1, held), &made);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: double arithmetic. NaN and infinities in 16-bit pages, in sinks and in what score modifiers return: rows are NaN where
-// the reference is, and usage() counts every such value once.
+// Comparison family: double arithmetic. NaN and infinities in 16-bit pages, in sinks and in what score
+// modifiers return: rows are NaN where the reference is, and usage() counts every such value once.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -83,8 +83,8 @@ TEST_CASE_TEMPLATE("keys that are not finite give NaN where the reference does",
         options.page_tokens = random.pick(std::vector<int>{4, 16, 32, 64});
         const int n = random.between(1, 120);
         test::stream s(random, shape, n);
-        // Values stay finite: one that is not reaches every query that reads its page, masks or not. The first four are not finite in any
-        // window; what a wider window holds would be an outlier.
+        // Values stay finite: one that is not reaches every query that reads its page, masks or not. The
+        // first four are not finite in any window; what a wider window holds would be an outlier.
         const bool narrow = std::is_same_v<typename C::window, kvq::float16>;
         for (float& x : s.k.values())
             if (random.one_in(random.one_in(2) ? 400 : 3000))
@@ -144,8 +144,8 @@ TEST_CASE("sinks of any finite logit") {
     auto sequence = cache.new_sequence();
     append(sequence, 1, s, 0, 50);
     const auto q = test::random_tensor(random, 1, 1, 16);
-    for (const float logit : {-INFINITY, -3.4e38f, -2.5e38f, -1e30f, 0.0f, 3.0f, 90.0f, 1e30f, 2.3e38f, 2.5e38f,
-                              3.4e38f}) {
+    for (const float logit :
+         {-INFINITY, -3.4e38f, -2.5e38f, -1e30f, 0.0f, 3.0f, 90.0f, 1e30f, 2.3e38f, 2.5e38f, 3.4e38f}) {
         INFO("logit ", logit);
         const kvq::learned_sinks sinks{{&logit, 1}};
         compare(cache, sequence, q, sinks);
@@ -216,7 +216,8 @@ TEST_CASE_TEMPLATE("usage().not_finite counts each value once, from the call tha
         };
         while (sequence.tokens() < n) {
             const int held = sequence.tokens(), most = n - held;
-            const int more = random.one_in(2) ? std::min(most, random.between(1, 3)) : random.between(1, most);
+            const int more =
+                random.one_in(2) ? std::min(most, random.between(1, 3)) : random.between(1, most);
             const auto k = s.k.slice(held, more), v = s.v.slice(held, more);
             switch (random.between(0, 3)) {
                 case 0: {

@@ -94,15 +94,15 @@ TEST_CASE("a thread pool takes calls from several threads and from its own tasks
     CHECK(wrong == 0);
 }
 
-TEST_CASE("an executor that runs a task twice, not at all, or one that is none, is refused; no task runs twice") {
+TEST_CASE(
+    "an executor that runs a task twice, not at all, or one that is none, is refused; no task runs twice") {
     const auto run = [](std::initializer_list<int> order, int n) {
         std::vector<int> list(order), ran(static_cast<std::size_t>(n));
         list.push_back(-100);
         std::string message;
         try {
             const broken_executor executor{list.data()};
-            kvq::executor_view(executor).parallel_for(n,
-                                                      [&](int i) { ++ran[static_cast<std::size_t>(i)]; });
+            kvq::executor_view(executor).parallel_for(n, [&](int i) { ++ran[static_cast<std::size_t>(i)]; });
         } catch (const kvq::error& e) {
             message = e.what();
         }

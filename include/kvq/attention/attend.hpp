@@ -10,8 +10,8 @@
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
 // arithmetic on the dequantized values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
-// score are large: outliers of keys times large queries (docs/reference/architecture.md). Queries that are not finite give NaN, and
-// so do visible scores that are NaN or +infinity.
+// score are large: outliers of keys times large queries (docs/reference/architecture.md). Queries that are
+// not finite give NaN, and so do visible scores that are NaN or +infinity.
 #pragma once
 
 #include <algorithm>
@@ -68,8 +68,8 @@ public:
             float& floor = choice.floors[at.head * choice.rows + at.first + i];
             floor = sum[i] > 0.0f ? max[i] + std::log2(sum[i]) : minus_infinity;
             if (mods.has_sink())
-                floor = larger(floor, softmax_state::in_powers_of_two(
-                                           mods.sink_logit(q_head(at.head, at.first + i))));
+                floor = larger(
+                    floor, softmax_state::in_powers_of_two(mods.sink_logit(q_head(at.head, at.first + i))));
         }
     }
 

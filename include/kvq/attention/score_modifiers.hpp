@@ -5,8 +5,9 @@
 //   alibi           score - slope[q_head] * distance       Press et al., arXiv 2108.12409
 //   learned_sinks   exp(logit[q_head]) more in the softmax sum of a row, without a value; gpt-oss, arXiv 2508.10925, section 2
 //
-// Contract: one number per query head where a modifier has numbers per head; another number of query heads is refused, and so are numbers
-// that are not finite. A score that a modifier makes NaN or +infinity gives a row of NaN.
+// Contract: one number per query head where a modifier has numbers per head; another number of query heads is
+// refused, and so are numbers that are not finite. A score that a modifier makes NaN or +infinity gives a row
+// of NaN.
 #pragma once
 
 #include <cmath>

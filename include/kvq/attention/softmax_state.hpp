@@ -37,7 +37,8 @@ struct softmax_state {
         max = top;
     }
 
-    /// A score as a maximum, in powers of two: the nearest float that is finite, if it is. Beyond largest_score no two scores differ.
+    /// A score as a maximum, in powers of two: the nearest float that is finite, if it is. Beyond
+    /// largest_score no two scores differ.
     static float in_powers_of_two(float score) noexcept {
         if (std::isinf(score)) return score;
         return detail::larger(detail::smaller(score, largest_score), -largest_score) * log2e;

@@ -14,8 +14,8 @@
 //       the same for values that were quantized before: scheme::requantize, or quantize for a scheme without it; token_scales: the token
 //       scales of their last block, scratch afterwards, or null
 //   write_tokens<Window>(shape, block, tokens, stride, count, at)
-//       writes `count` tokens, `stride` elements apart, to tokens [at, at + count) of a window block; returns how many of the
-//       written values are not finite
+//       writes `count` tokens, `stride` elements apart, to tokens [at, at + count) of a window block; returns
+//       how many of the written values are not finite
 //   describe(scheme, shape, window)    which of these are vectorised (format/format.hpp)
 //   name()
 #pragma once

@@ -273,9 +273,9 @@ public:
                 const page_span& last = track.spans.back();
                 for (const tensor role : {tensor::key, tensor::value}) {
                     const page& p = *last.pages[static_cast<std::size_t>(role)];
-                    u.not_finite -= p.not_finite - detail::held_not_finite(
-                                                       cache_->table(role).window_type(), p, role,
-                                                       shape().dim(role), shape().kv_heads, last.tokens);
+                    u.not_finite -= p.not_finite - detail::held_not_finite(cache_->table(role).window_type(),
+                                                                           p, role, shape().dim(role),
+                                                                           shape().kv_heads, last.tokens);
                 }
             }
             for (const page_span& s : track.spans) {

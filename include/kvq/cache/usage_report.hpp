@@ -18,7 +18,7 @@ struct usage_report {
     std::size_t workspace = 0;    ///< scratch for quantizing
     std::size_t reserved = 0;    ///< for the next step (cache::reserve): pages with their headers, and tables
     std::size_t bytes = 0;       ///< sum of all of the above except `slack`
-    std::size_t not_finite = 0;  ///< NaN and infinities in 16-bit pages, and those that were quantized
+    std::size_t not_finite = 0;  ///< NaN and infinities that were appended: in 16-bit pages, or quantized
     int tokens = 0;              ///< of the longest layer
 };
 

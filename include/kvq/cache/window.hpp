@@ -35,8 +35,8 @@ inline void write_tokens(const format& window, page& p, tensor role, int dim, co
     for (int h = 0; h < source.heads; ++h) write_tokens(window, p, role, dim, source, h, from, count, at);
 }
 
-/// NaN and infinities of a page of any format; of a window page, those of its first `count` tokens. Window pages without any, nearly all,
-/// are not read.
+/// NaN and infinities of a page of any format; of a window page, those of its first `count` tokens. Window
+/// pages without any, nearly all, are not read.
 inline std::uint32_t held_not_finite(float_type window, const page& p, tensor role, int dim, int heads,
                                      int count) {
     if (p.format != 0 || p.not_finite == 0) return p.not_finite;

@@ -1,7 +1,7 @@
 // Memory of a size that a caller names: the one place that refuses sizes that no object can have.
 //
-// Operator new with an alignment rounds the size up. Within 62 bytes of the largest std::size_t that wraps, and the allocation succeeds
-// with 0 bytes. So no size above PTRDIFF_MAX reaches a memory resource.
+// Operator new with an alignment rounds the size up. Within 62 bytes of the largest std::size_t that wraps,
+// and the allocation succeeds with 0 bytes. So no size above PTRDIFF_MAX reaches a memory resource.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,8 @@ namespace kvq::inline KVQ_TAGGED::detail {
 /// The most bytes of an allocation.
 inline constexpr std::size_t most_bytes = PTRDIFF_MAX;
 
-/// Sums and products of sizes that do not wrap: where they do not fit, the largest std::size_t, which allocate_bytes() refuses.
+/// Sums and products of sizes that do not wrap: where they do not fit, the largest std::size_t, which
+/// allocate_bytes() refuses.
 constexpr std::size_t bounded_sum(std::size_t a, std::size_t b) noexcept {
     return b > SIZE_MAX - a ? SIZE_MAX : a + b;
 }

@@ -4,7 +4,8 @@
 //   ... if (marks.take(i)) f(i);          on any threads; a task that was taken before is not run again
 //   if (!marks.all_once()) fail(marks.complaint());
 //
-// Contract: allocates nothing for up to 4096 tasks; calls of kvq have more only in batches of hundreds of prompts.
+// Contract: allocates nothing for up to 4096 tasks; calls of kvq have more only in batches of hundreds of
+// prompts.
 #pragma once
 
 #include <atomic>

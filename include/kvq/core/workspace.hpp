@@ -24,8 +24,8 @@ public:
     }
     ~workspace() { release(); }
 
-    /// At least `bytes` bytes, aligned to 64. Contents are lost when it grows. Raises kvq::out_of_memory for more bytes than
-    /// PTRDIFF_MAX, else what the memory resource raises; then it holds nothing.
+    /// At least `bytes` bytes, aligned to 64. Contents are lost when it grows. Raises kvq::out_of_memory for
+    /// more bytes than PTRDIFF_MAX, else what the memory resource raises; then it holds nothing.
     std::byte* reserve(std::size_t bytes) {
         if (bytes > size_) {
             release();

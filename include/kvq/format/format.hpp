@@ -96,10 +96,11 @@ struct format_functions {
     void (*dequantize)(const void* scheme, const block_shape&, block_id, const std::byte* block, float_type,
                        void* out, std::ptrdiff_t stride, float* scratch);
 
-    /// Full precision only, else null: writes `count` tokens, `stride` values apart, to tokens [at, at + count) of a block. Returns how
-    /// many written values are not finite, those beyond the type of the block included.
+    /// Full precision only, else null: writes `count` tokens, `stride` values apart, to tokens [at, at +
+    /// count) of a block. Returns how many written values are not finite, those beyond the type of the block
+    /// included.
     std::uint32_t (*write_tokens)(const block_shape&, std::byte* block, float_type, const void* tokens,
-                         std::ptrdiff_t stride, int count, int at);
+                                  std::ptrdiff_t stride, int count, int at);
 
     /// Products of `rows` vectors with blocks of one layer and head (kernels/block_product.hpp). make_plan: writes plan_bytes to `plan`
     /// unless it is null; returns the bytes of workspace.

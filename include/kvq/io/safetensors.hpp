@@ -5,8 +5,9 @@
 //              name: {"dtype": text, "shape": [sizes], "data_offsets": [begin, end]}; may end in spaces
 //   the rest   the tensors, without gaps or overlaps; offsets count from here
 //
-// Any other form raises kvq::error. So do more than 100000 tensors or texts, and shapes of more than 16 sizes: parsed, short names take
-// twenty times their bytes. Source: the format's README, github.com/huggingface/safetensors.
+// Any other form raises kvq::error. So do more than 100000 tensors or texts, and shapes of more than 16
+// sizes: parsed, short names take twenty times their bytes. Source: the format's README,
+// github.com/huggingface/safetensors.
 #pragma once
 
 #include <algorithm>
@@ -102,15 +103,16 @@ public:
 
     bool number_unsigned(number_unsigned_t number) override {
         if (!numbers_) return unexpected("a number");
-        expect(numbers_->size() < safetensors_header::most_sizes, "tensor ", tensor().name, " has a list of more than ",
-               safetensors_header::most_sizes, " numbers");
+        expect(numbers_->size() < safetensors_header::most_sizes, "tensor ", tensor().name,
+               " has a list of more than ", safetensors_header::most_sizes, " numbers");
         numbers_->push_back(number);
         return true;
     }
     bool string(string_t& text) override {
         if (depth_ == 2 && in_metadata_ && !numbers_) {
             expect(header_.metadata.size() < safetensors_header::most_names,
-                   "the header of a safetensors file has more than ", safetensors_header::most_names, " texts");
+                   "the header of a safetensors file has more than ", safetensors_header::most_names,
+                   " texts");
             expect(header_.metadata.emplace(key_, text).second, "metadata ", key_, " is duplicated");
         } else if (depth_ == 2 && key_ == "dtype" && !numbers_)
             tensor().dtype = text;
@@ -124,7 +126,8 @@ public:
         if (depth_ == 2) {
             in_metadata_ = key_ == "__metadata__";
             expect(header_.tensors.size() < safetensors_header::most_names,
-                   "the header of a safetensors file has more than ", safetensors_header::most_names, " tensors");
+                   "the header of a safetensors file has more than ", safetensors_header::most_names,
+                   " tensors");
             if (!in_metadata_) header_.tensors.push_back({key_, {}, {}, 0, 0});
             seen_.clear();
             offsets_.clear();

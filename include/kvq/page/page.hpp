@@ -27,12 +27,13 @@ class page_pool;
 /// Header in front of a page's data. 64 bytes, so that the data starts on a cache line.
 struct alignas(64) page {
     std::atomic<std::uint32_t> references{1};
-    /// NaN and infinities among the values that it holds, as they were before they were quantized. Of a 16-bit page an upper bound: a
-    /// trim leaves it as it is, and held_not_finite() (cache/window.hpp) counts again.
+    /// NaN and infinities among the values that it holds, as they were before they were quantized. Of a
+    /// 16-bit page an upper bound: a trim leaves it as it is, and held_not_finite() (cache/window.hpp) counts
+    /// again.
     std::uint32_t not_finite = 0;
-    std::int32_t format = 0;       ///< index in the cache's list of formats; 0 is the 16-bit window
-    std::int32_t tokens = 0;       ///< capacity
-    std::size_t bytes = 0;         ///< bytes of data
+    std::int32_t format = 0;  ///< index in the cache's list of formats; 0 is the 16-bit window
+    std::int32_t tokens = 0;  ///< capacity
+    std::size_t bytes = 0;    ///< bytes of data
     page_pool* pool = nullptr;
     /// Behind the header; of a page in a page_list (cache/page_list.hpp) in memory of the caller.
     std::byte* memory = reinterpret_cast<std::byte*>(this + 1);

@@ -23,7 +23,9 @@ public:
 
     /// Takes `bytes` bytes from `memory`. Raises what allocate_bytes() raises.
     page_arena(std::pmr::memory_resource* memory, std::size_t bytes)
-        : memory_(memory), bytes_(bytes), data_(static_cast<std::byte*>(allocate_bytes(*memory, bytes, alignment))) {
+        : memory_(memory),
+          bytes_(bytes),
+          data_(static_cast<std::byte*>(allocate_bytes(*memory, bytes, alignment))) {
         if (const std::size_t usable = bytes / alignment * alignment; usable > 0)
             first_ = ::new (data_) range{usable, nullptr};
     }

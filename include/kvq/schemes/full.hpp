@@ -1,6 +1,7 @@
 // 16- or 32-bit values, not quantized: the baseline, and the format of sinks and the recent window.
 //
-// Contract: x^ = x rounded once to T; infinities and NaN are kept, and counted where they are written, with values that T has no room for. Bytes per value: sizeof(T).
+// Contract: x^ = x rounded once to T; infinities and NaN are kept, and counted where they are written, with
+// values that T has no room for. Bytes per value: sizeof(T).
 #pragma once
 
 #include <cstring>

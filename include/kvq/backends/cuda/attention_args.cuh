@@ -34,7 +34,8 @@ struct attention_options {
 namespace detail {
 
 inline constexpr float log2e = 1.44269504f;
-/// A learned sink in powers of two. Logits above 2.3586e38 count as that: the next ones have no float in powers of two.
+/// A learned sink in powers of two. Logits above 2.3586e38 count as that: the next ones have no float in
+/// powers of two.
 __device__ __forceinline__ float sink_score(float logit) {
     constexpr float largest_score = 2.3586e38f;
     return (logit > largest_score ? largest_score : logit) * log2e;

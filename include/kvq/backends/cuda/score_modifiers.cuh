@@ -30,8 +30,8 @@ struct alibi {
 };
 
 /// exp(logits[q_head]) more in the softmax sum of a row, without a value; also in lse and state_out: of launches whose states are merged, only
-/// one takes it. Rows without keys stay empty. -infinity: none; logits above 2.3586e38 count as that; NaN gives NaN. gpt-oss,
-/// arXiv 2508.10925.
+/// one takes it. Rows without keys stay empty. -infinity: none; logits above 2.3586e38 count as that; NaN
+/// gives NaN. gpt-oss, arXiv 2508.10925.
 struct learned_sinks {
     const float* logits;  ///< [q_heads], device memory
 

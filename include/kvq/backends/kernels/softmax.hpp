@@ -2,8 +2,9 @@
 //
 //   m' = max(m, max s),  w = 2^(s - m'),  sum' = sum * 2^(m - m') + sum of w,   returns 2^(m - m')
 //
-// Contract: exp2 has a relative error below 3e-7 for arguments in [-126, 0]; below that the weight is exactly 0. A score of NaN or +infinity
-// makes the sum of its row NaN; the weights of the tile are then 0, so that no product sees them.
+// Contract: exp2 has a relative error below 3e-7 for arguments in [-126, 0]; below that the weight is exactly
+// 0. A score of NaN or +infinity makes the sum of its row NaN; the weights of the tile are then 0, so that no
+// product sees them.
 // Source: online softmax, Milakov & Gimelshein, arXiv 1805.02867, algorithm 3.
 #pragma once
 

@@ -4,8 +4,8 @@
 //   K   rows are tokens: words of a square of tokens and columns are transposed in registers
 //
 // Contract: Window(static_cast<float>(x)), NaN payloads included. Values that already have the format are copied as words.
-// Only words with NaN or infinities are converted again through float, which makes NaN quiet. Written words are searched for them on the
-// way; only where there are some, the values are counted one by one.
+// Only words with NaN or infinities are converted again through float, which makes NaN quiet. Written words
+// are searched for them on the way; only where there are some, the values are counted one by one.
 #pragma once
 
 #include "../../config.hpp"
