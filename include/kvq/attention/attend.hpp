@@ -10,8 +10,8 @@
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
 // arithmetic on the dequantized values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
-// score are large: outliers of keys times large queries (docs/reference/architecture.md). Queries that are
-// not finite give NaN, and so do visible scores that are NaN or +infinity.
+// score are large: outliers of keys times large queries (docs/reference/architecture.md). NaN and +infinity in
+// queries and in visible scores give NaN.
 #pragma once
 
 #include <algorithm>
@@ -68,8 +68,7 @@ public:
             float& floor = choice.floors[at.head * choice.rows + at.first + i];
             floor = sum[i] > 0.0f ? max[i] + std::log2(sum[i]) : minus_infinity;
             if (mods.has_sink())
-                floor = larger(
-                    floor, softmax_state::in_powers_of_two(mods.sink_logit(q_head(at.head, at.first + i))));
+                floor = larger(floor, softmax_state::as_max(mods.sink_logit(q_head(at.head, at.first + i))));
         }
     }
 
@@ -249,15 +248,10 @@ private:
         if (plan.skips)
             choice.left[head * choice.rows + row] =
                 row_state.sum > 0.0f ? in_units_of(row_state.max, left, max) / row_state.sum : 0.0f;
-        if (float* const lse = out.lse(row / plan.group, q_head(head, row))) *lse = lse_of(row_state, sink);
+        if (float* const lse = out.lse(row / plan.group, q_head(head, row)))
+            *lse = row_state.log_sum_exp(sink);
         row_state.finish(row_state.output, plan.value_dim);
         out.store(row / plan.group, q_head(head, row), row_state.output);
-    }
-    /// A sink beyond softmax_state::largest_score outweighs all other scores, or none.
-    static float lse_of(const softmax_state& of, float sink) noexcept {
-        const bool alone = std::abs(sink) > softmax_state::largest_score && of.sum == 1.0f &&
-                           of.max == softmax_state::in_powers_of_two(sink);
-        return alone ? sink : of.log_sum_exp();
     }
     block_shape key_shape(const page& p) const noexcept { return {tensor::key, p.tokens, plan.dim}; }
     block_shape value_shape(const page& p) const noexcept {

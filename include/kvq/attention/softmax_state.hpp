@@ -23,7 +23,7 @@ struct softmax_state {
 
     /// The state of an output that is already divided by its sum; lse as from log_sum_exp().
     static softmax_state from_output(float* output, float lse) noexcept {
-        return {in_powers_of_two(lse), std::isinf(lse) && lse < 0 ? 0.0f : 1.0f, output};
+        return {as_max(lse), std::isinf(lse) && lse < 0 ? 0.0f : 1.0f, output};
     }
 
     /// Adds the keys of `other`.
@@ -37,9 +37,8 @@ struct softmax_state {
         max = top;
     }
 
-    /// A score as a maximum, in powers of two: the nearest float that is finite, if it is. Beyond
-    /// largest_score no two scores differ.
-    static float in_powers_of_two(float score) noexcept {
+    /// A score (not in powers of two) as a maximum: finite if it is. Beyond largest_score no two scores differ.
+    static float as_max(float score) noexcept {
         if (std::isinf(score)) return score;
         return detail::larger(detail::smaller(score, largest_score), -largest_score) * log2e;
     }
@@ -47,7 +46,7 @@ struct softmax_state {
 
     /// Adds a key with this score (not in powers of two) whose value is zero: a learned sink. -infinity adds nothing.
     void add_sink(float score, int dim) noexcept {
-        const float own = in_powers_of_two(score), top = detail::larger(max, own);
+        const float own = as_max(score), top = detail::larger(max, own);
         if (std::isinf(top) && top < 0) return;
         const float mine = std::isinf(max) ? 0.0f : std::exp2(max - top);
         for (int d = 0; d < dim; ++d) output[d] *= mine;
@@ -55,8 +54,10 @@ struct softmax_state {
         max = top;
     }
 
-    /// Natural log of the sum of e^score: -infinity without keys, NaN if sum is NaN.
-    float log_sum_exp() const noexcept {
+    /// Natural log of the sum of e^score: -infinity without keys, NaN if sum is NaN. sink: the one that was
+    /// added; beyond largest_score it outweighs all other scores, or none.
+    float log_sum_exp(float sink = 0.0f) const noexcept {
+        if (std::abs(sink) > largest_score && sum == 1.0f && max == as_max(sink)) return sink;
         return sum == 0.0f ? -std::numeric_limits<float>::infinity() : (max + std::log2(sum)) / log2e;
     }
 
