@@ -10,8 +10,7 @@
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
 // arithmetic on the dequantized values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
-// score are large: outliers of keys times large queries (docs/reference/architecture.md). NaN and +infinity in
-// queries and in visible scores give NaN.
+// score are large: outliers of keys times large queries (architecture.md). NaN and +infinity give NaN.
 #pragma once
 
 #include <algorithm>
