@@ -25,10 +25,9 @@ public:
 
     /// Returns how many of the written values are not finite.
     std::uint32_t run() {
-        copies_ = std::same_as<T, Window>;
         write();
-        if (!special::any(special_, special_rest_)) return 0;
-        if (copies_ && sizeof(T) == 2) {
+        if (!special::any(found_.words, found_.rest)) return 0;
+        if (copies() && sizeof(T) == 2) {
             copies_ = false;
             write();
         }
@@ -53,55 +52,74 @@ private:
         else
             values();
     }
+    /// Are words taken as they are? Where the types differ, no copy is compiled.
+    KVQ_INLINE bool copies() const noexcept {
+        if constexpr (std::same_as<T, Window>)
+            return copies_;
+        else
+            return false;
+    }
     static KVQ_INLINE Window rounded(T x) {
         if constexpr (std::same_as<T, float> && std::same_as<Window, float>)
             return x;
         else
             return Window(static_cast<float>(x));
     }
-    /// Collects words that hold a value with all bits of the exponent set.
-    KVQ_INLINE void look_at(ints words) { special_ = Lanes::bit_or(special_, special::marks(words)); }
-    KVQ_INLINE void look_at_rest(std::uint32_t word) { special_rest_ |= special::mark(word); }
+    /// Collects words that hold a value with all bits of the exponent set. Loops keep one of their own: a member would be stored
+    /// and loaded again beside every store of bytes.
+    struct search {
+        ints words = Lanes::splat(0);
+        std::uint32_t rest = 0;  // of values outside of vectors
+
+        KVQ_INLINE void look_at(ints w) { words = Lanes::bit_or(words, special::marks(w)); }
+        KVQ_INLINE void look_at(std::uint32_t word) { rest |= special::mark(word); }
+        KVQ_INLINE void add(const search& other) {
+            words = Lanes::bit_or(words, other.words);
+            rest |= other.rest;
+        }
+    };
     /// Rounds and stores one value.
-    KVQ_INLINE void put(std::byte* to, T x) {
+    static KVQ_INLINE void put(std::byte* to, T x, search& found) {
         const Window value = rounded(x);
         if constexpr (per_word == 2)
-            look_at_rest(value.bits);
+            found.look_at(std::uint32_t{value.bits});
         else
-            look_at_rest(detail::bit_cast<std::uint32_t>(value));
+            found.look_at(detail::bit_cast<std::uint32_t>(value));
         detail::store_as(to, value);
     }
-    KVQ_INLINE void put_word(std::byte* to, const Window* values) {
+    static KVQ_INLINE void put_word(std::byte* to, const Window* values, search& found) {
         const auto word = detail::load_as<std::uint32_t>(values);
-        look_at_rest(word);
+        found.look_at(word);
         detail::store_as(to, word);
     }
     const T* token(int t) const { return from_ + (t - at_) * stride_; }
 
     void keys() {
         const int whole = shape_.dim / square_columns * square_columns, end = at_ + count_;
+        search found;
         for (int t = at_; t < end;) {
             const int in_tile = t % tile_layout::tile_rows;
             const int height =
                 detail::smaller(tile_layout::tile_rows, layout_.tiles.rows.padded_size() - (t - in_tile));
             if (end - t >= width && height - in_tile >= width) {
-                for (int c = 0; c < whole; c += square_columns) square(t, c, height);
+                for (int c = 0; c < whole; c += square_columns) square(t, c, height, found);
                 for (int i = 0; i < width; ++i) row(t + i, whole, height);
                 t += width;
             } else {
                 row(t++, 0, height);
             }
         }
+        found_.add(found);
     }
 
     /// Words of `width` tokens and square_columns columns.
-    KVQ_INLINE void square(int t, int c, int height) {
+    KVQ_INLINE void square(int t, int c, int height, search& found) const {
         ints words[width];
-        if (copies_) {
+        if (copies()) {
             KVQ_UNROLL
             for (int i = 0; i < width; ++i) {
                 words[i] = Lanes::load(reinterpret_cast<const std::byte*>(token(t + i) + c));
-                look_at(words[i]);
+                found.look_at(words[i]);
             }
         } else {
             alignas(64) Window rounded_row[width][square_columns];
@@ -114,7 +132,7 @@ private:
             KVQ_UNROLL
             for (int i = 0; i < width; ++i) {
                 words[i] = Lanes::load(reinterpret_cast<const std::byte*>(rounded_row[i]));
-                look_at(words[i]);
+                found.look_at(words[i]);
             }
         }
         Lanes::transpose(words);
@@ -126,6 +144,7 @@ private:
     /// Columns from c on of one token, word by word: they lie a tile's height apart.
     void row(int t, int c, int height) {
         const T* const from = token(t);
+        search found;
         std::byte* to = to_ + 4 * layout_.tiles.word(t, c / per_word);
         if constexpr (!std::same_as<T, Window>)
             for (; c + width <= shape_.dim; c += width) {
@@ -133,65 +152,70 @@ private:
                 Lanes::template store_values<Window>(
                     reinterpret_cast<std::byte*>(some),
                     Lanes::template load_values<T>(reinterpret_cast<const std::byte*>(from + c)));
-                for (int i = 0; i < width; i += per_word, to += 4 * height) put_word(to, some + i);
+                for (int i = 0; i < width; i += per_word, to += 4 * height) put_word(to, some + i, found);
             }
         for (; c + per_word <= shape_.dim; c += per_word, to += 4 * height) {
             Window word[per_word];
             for (int i = 0; i < per_word; ++i) word[i] = rounded(from[c + i]);
-            put_word(to, word);
+            put_word(to, word, found);
         }
-        if (c < shape_.dim) put(to, from[c]);
+        if (c < shape_.dim) put(to, from[c], found);
+        found_.add(found);
     }
 
     void values() {
         const int dim = shape_.dim, end = at_ + count_;
+        search found;
         for (int tile = 0; tile < dim; tile += tile_layout::tile_rows) {
             const int rows = detail::smaller(tile_layout::tile_rows, dim - tile);
             for (int t = at_; t < end;) {
                 std::byte* const to = to_ + 4 * layout_.tiles.word(tile, t / per_word);
                 const bool pair = per_word == 2 && t % 2 == 0 && t + 1 < end;
                 int r = 0;
-                for (; r + width <= rows; r += width)
-                    Lanes::store(to + 4 * r, pair || per_word == 1 ? words(t, tile + r)
-                                                                   : half_words(t, tile + r, to + 4 * r));
+                if (pair || per_word == 1)
+                    for (; r + width <= rows; r += width) Lanes::store(to + 4 * r, words(t, tile + r, found));
+                else
+                    for (; r + width <= rows; r += width)
+                        Lanes::store(to + 4 * r, half_words(t, tile + r, to + 4 * r, found));
                 for (; r < rows; ++r)
                     for (int i = 0; i < (pair ? 2 : 1); ++i)
                         put(to + 4 * r + static_cast<int>(sizeof(Window)) * ((t + i) % per_word),
-                            token(t + i)[tile + r]);
+                            token(t + i)[tile + r], found);
                 t += pair ? 2 : 1;
             }
         }
+        found_.add(found);
     }
 
     /// The words of `width` channels: one token, or two in 16 bits.
-    KVQ_INLINE ints words(int t, int c) {
+    KVQ_INLINE ints words(int t, int c, search& found) const {
         if constexpr (per_word == 2) {
             const ints both =
                 Lanes::bit_or(bits(token(t) + c), Lanes::template shift_left<16>(bits(token(t + 1) + c)));
-            look_at(both);
+            found.look_at(both);
             return both;
         } else {
             const ints one = Lanes::as_ints(
                 Lanes::template load_values<T>(reinterpret_cast<const std::byte*>(token(t) + c)));
-            look_at(one);
+            found.look_at(one);
             return one;
         }
     }
     /// The words of `width` channels with one half replaced by token t.
-    KVQ_INLINE ints half_words(int t, int c, const std::byte* old) {
+    KVQ_INLINE ints half_words(int t, int c, const std::byte* old, search& found) const {
         if constexpr (per_word == 2) {
             const ints now = Lanes::load(old), one = bits(token(t) + c);
-            look_at(one);
+            found.look_at(one);
             return t % 2 == 0 ? Lanes::bit_or(one, Lanes::bit_and(now, Lanes::splat(-65536)))
                               : Lanes::bit_or(Lanes::bit_and(now, Lanes::splat(65535)),
                                               Lanes::template shift_left<16>(one));
         } else {
-            return words(t, c);
+            return words(t, c, found);
         }
     }
     KVQ_INLINE ints bits(const T* from) const {
         const auto* const p = reinterpret_cast<const std::byte*>(from);
-        if (copies_)
+        if (copies())
             return Lanes::load_halfwords(p);
         else
             return Lanes::template half_bits<Window>(Lanes::template load_values<T>(p));
@@ -203,9 +227,8 @@ private:
     const T* from_;
     std::ptrdiff_t stride_;
     int count_, at_;
-    bool copies_ = false;  // words as they are: T is Window, and no special value was found
-    ints special_ = Lanes::splat(0);
-    std::uint32_t special_rest_ = 0;  // of values outside of vectors
+    bool copies_ = true;  // until a special value is found
+    search found_;
 };
 
 /// Reads a square of keys: Lanes::width tokens of Columns channels, at most as many as a register has values. from: its first word;
