@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "../../core/allocate.hpp"
 #include "bookkeeping.cuh"
 #include "free_pages.hpp"
 
