@@ -59,6 +59,12 @@ struct layer_track {
     static bool is_due(const page_span& s, int n, const page_geometry& g) noexcept {
         return s.full() && ((s.sinks && s.room == g.sinks) || commit_at(s, g) <= n);
     }
+    /// Could the spans behind the first `committed` ones still wait to be committed in a layer of n tokens? Spans are committed in
+    /// their order, so only the first of them must not be due. For spans from files and messages.
+    template <class Spans>
+    static bool may_wait(const Spans& spans, std::size_t committed, int n, const page_geometry& g) noexcept {
+        return committed >= spans.size() || !is_due(spans[committed], n, g);
+    }
     /// Does a layer of n tokens need the 16-bit copies of span i? Yes, if a trim by up to `rollback` tokens can restore them.
     static bool keeps_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
         return commit_at(s, g) > n - rollback;
@@ -96,13 +102,13 @@ struct layer_track {
                (is_committed || (s.skip == 0 && (last ? s.room == capacity : s.full())));
     }
 
-    /// Drops copies that no trim within `rollback` can restore any more.
+    /// Drops copies that no trim within `rollback` can restore any more. Spans without copies may lie between those with copies.
     void drop_copies(const page_geometry& g, int rollback) noexcept {
-        for (; first_copy < committed; ++first_copy) {
-            page_span& s = spans[static_cast<std::size_t>(first_copy)];
-            if (!s.sinks && keeps_copies(s, tokens, g, rollback)) return;
-            for (page_ref& copy : s.copies) copy = page_ref{};
-        }
+        for (int i = first_copy; i < committed; ++i)
+            if (!keeps_copies((*this)[i], tokens, g, rollback))
+                for (page_ref& copy : (*this)[i].copies) copy = page_ref{};
+        while (first_copy < committed && !(*this)[first_copy].copies[0] && !(*this)[first_copy].copies[1])
+            ++first_copy;
     }
     /// Drops all copies: trims find the quantized pages alone.
     void drop_all_copies() noexcept {

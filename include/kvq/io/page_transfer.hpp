@@ -192,14 +192,18 @@ private:
             found.tokens += r.span.tokens;
             ++spans;
         }
+        std::vector<page_span> held;
         for (const auto& [first, r] : list) {
-            const page_span& s = r.span;
-            const bool due = detail::layer_track::is_due(s, found.tokens, g);
-            const bool possible =
-                detail::layer_track::is_possible(s, r.committed, s.end() == found.tokens, g);
-            detail::expect(possible && (r.committed || !due), me, " was received with ", found.tokens,
-                           " tokens and ", found.committed, " committed pages, which is inconsistent");
+            held.push_back(r.span);
+            detail::expect(
+                detail::layer_track::is_possible(r.span, r.committed, r.span.end() == found.tokens, g), me,
+                " was received with ", found.tokens, " tokens, of which ", r.span.tokens, " from ", first,
+                " on are in a page for ", r.span.room);
         }
+        const auto committed = static_cast<std::size_t>(found.committed);
+        detail::expect(detail::layer_track::may_wait(held, committed, found.tokens, g), me,
+                       " was received with ", found.tokens, " tokens and ", found.committed,
+                       " committed pages, which is inconsistent");
         detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
                        " tokens were received, of ", expected);
         return found;
