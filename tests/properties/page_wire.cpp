@@ -87,6 +87,10 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
         m.not_finite = 5;
         m.scheme.name = "a scheme with a name";
         if (with_fingerprint) m.scheme.fingerprint = 0x0123456789abcdefu;
+        m.target = kvq::scheme_identity{"another scheme", std::nullopt};
+        if (with_fingerprint) m.target->fingerprint = 0xfedcba9876543210u;
+        m.rotary = {"an embedding", 77};
+        m.number = 9;
         m.data = data;
         message bytes;
         kvq::quantize_page(
@@ -95,7 +99,7 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
                              static_cast<const std::byte*>(p) + n);
             },
             m);
-        CHECK(bytes.size() == 96 + 32 + 96);
+        CHECK(bytes.size() == 128 + 48 + 96);
         const kvq::page_message back = kvq::parse_page(bytes);
         CHECK(back.role == m.role);
         CHECK(back.kind == m.kind);
@@ -113,7 +117,12 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
         CHECK(back.layer_tokens == 1234);
         CHECK(back.not_finite == 5);
         CHECK(back.scheme == m.scheme);
-        CHECK(back.data.data() == bytes.data() + 128);
+        CHECK(back.target == m.target);
+        CHECK(back.rotary->text == "an embedding");
+        CHECK(back.rotary->fingerprint == 77);
+        CHECK(back.number == 9);
+        CHECK(!back.is_elsewhere);
+        CHECK(back.data.data() == bytes.data() + 176);
         CHECK(std::equal(back.data.begin(), back.data.end(), data.begin(), data.end()));
 
         for (std::size_t length = 0; length < bytes.size(); ++length) {

@@ -160,10 +160,13 @@ TEST_CASE("foreign files are called what they are") {
     refused(file_of({{{"weight", "F16", {4, 4}, 0, 0}}, {}}), "its format is not given");
     refused(file_of({{{"weight", "F16", {4, 4}, 0, 0}}, {{"format", "pt"}}}), "its format is pt");
     refused(file_of({{}, {{"format", "kvq sequence"}}}), "format_version");
-    refused(file_of({{}, {{"format", "kvq sequence"}, {"format_version", "3"}}}), "no seal");
+    refused(file_of({{}, {{"format", "kvq sequence"}, {"format_version", "4"}}}), "no seal");
     refused(file_of({{}, {{"format", "kvq sequence"}, {"format_version", "one"}}}), "no number: one");
-    refused(edited(f.bytes, R"("format_version":"3")", R"("format_version":"2")"),
-            "version 2, this library reads version 3");
+    refused(edited(f.bytes, R"("format_version":"4")", R"("format_version":"2")"),
+            "version 2, this library reads versions 3 to 4");
+    refused(edited(f.bytes, R"("format_version":"4")", R"("format_version":"5")"),
+            "version 5, this library reads versions 3 to 4");
+    refused(edited(f.bytes, R"("format_version":"4")", R"("format_version":"3")"), "spans I32");
 }
 
 TEST_CASE("a file that contradicts itself is refused, even under a right seal") {

@@ -20,9 +20,10 @@ struct state_options {
 };
 
 struct sequence_table::access {
+    /// Version 1 has messages of version 3 and is the same otherwise.
     struct header {
         char magic[8] = "kvqseqs";
-        std::uint32_t version = 1, entries = 0;
+        std::uint32_t version = 4, entries = 0;
     };
 
     template <class Sink>
@@ -79,8 +80,8 @@ struct sequence_table::access {
         source.read(&h, sizeof h, "the header of a state");
         detail::expect(std::memcmp(h.magic, known.magic, sizeof h.magic) == 0,
                        "this is no state of sequences");
-        detail::expect(h.version == known.version, "the state has version ", h.version,
-                       ", this library reads ", known.version);
+        detail::expect(h.version == known.version || h.version == 1, "the state has version ", h.version,
+                       ", this library reads 1 and ", known.version);
         detail::expect(h.entries <= (id < 0 ? static_cast<std::uint32_t>(table.ids()) : 1u), "the state has ",
                        h.entries, " sequences, for ", id < 0 ? table.ids() : 1, " of the table");
         std::vector<shared_entry> fresh(table.held_.size());

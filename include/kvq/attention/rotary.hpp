@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <functional>
 #include <string>
 #include <vector>
@@ -35,7 +36,8 @@ struct rotary_embedding {
     /// Radians per position of each pair, [dims / 2]; empty: base^(-2 j / dims). Scaled models: llama3_frequencies(),
     /// yarn_frequencies(). (The attention factor of YaRN scales queries and keys; a move does not change it.)
     std::vector<double> frequencies = {};
-    /// Instead of all of the above: rotates a row of head_dim channels by `by` positions more. Called from all threads.
+    /// Instead of all of the above: rotates a row of head_dim channels by `by` positions more. Called from all threads. Functions cannot
+    /// be compared: in files and messages the numbers above tell them apart, base first of all.
     std::function<void(float* row, int head_dim, std::int64_t by)> rotate = {};
 };
 
@@ -103,7 +105,38 @@ struct yarn_scaling {
     return f;
 }
 
+/// A rotary embedding outside of its cache: its numbers as text, and a fingerprint of them. Frequencies count as floats, since powers of
+/// one base differ in their last bit from one C library to another.
+struct rotary_identity {
+    std::string text;
+    std::uint64_t fingerprint = 0;
+};
+
 namespace detail {
+
+inline std::string short_number(double x) {
+    char digits[32];
+    std::snprintf(digits, sizeof(digits), "%.9g", x);
+    return digits;
+}
+
+/// frequencies: those of e, also if it has only a base.
+inline rotary_identity rotary_identity_of(const rotary_embedding& e, const std::vector<double>& frequencies) {
+    fingerprint_hash hash;
+    if (!e.rotate && e.dims == 0) return {"no rotation", hash.value};
+    const bool split = e.layout == rotary_layout::half_split;
+    for (const int number : {e.rotate ? 1 : 0, e.dims, e.first_channel, split ? 0 : 1})
+        hash.add(static_cast<std::uint64_t>(static_cast<std::int64_t>(number)));
+    if (e.rotate) hash.add(bit_cast<std::uint32_t>(static_cast<float>(e.base)));
+    for (const double f : frequencies) hash.add(bit_cast<std::uint32_t>(static_cast<float>(f)));
+    std::string text = e.rotate ? "a function, " : "";
+    text += std::to_string(e.dims) + " channels from " + std::to_string(e.first_channel) + " on";
+    text += split ? ", half split" : ", interleaved";
+    text += e.frequencies.empty() ? ", base " + short_number(e.base)
+                                  : ", frequencies " + short_number(e.frequencies.front()) + " to " +
+                                        short_number(e.frequencies.back());
+    return {text, hash.value};
+}
 
 /// Sine and cosine of an angle in turns. No library function, so that a loop over pairs runs in vectors.
 inline void sine_and_cosine(double turns, float& sine, float& cosine) noexcept {
@@ -129,7 +162,10 @@ public:
     /// Raises kvq::error if it does not fit a head. what: "the rotary embedding of layer 3".
     rotation(const rotary_embedding& e, int head_dim, const std::string& what)
         : first_(e.first_channel), layout_(e.layout), rotate_(e.rotate) {
-        if (rotate_) return;
+        if (rotate_) {
+            identity_ = rotary_identity_of(e, e.frequencies);
+            return;
+        }
         expect(e.dims >= 0 && e.dims % 2 == 0 && e.first_channel >= 0 && e.dims <= head_dim &&
                    e.first_channel <= head_dim - e.dims,
                what, " rotates ", e.dims, " channels from ", e.first_channel, " on, in pairs, of a head of ",
@@ -137,6 +173,7 @@ public:
         turns_ = e.frequencies.empty() ? rotary_frequencies(e.dims, e.base) : e.frequencies;
         expect(turns_.size() == static_cast<std::size_t>(e.dims) / 2, what, " has ", turns_.size(),
                " frequencies for ", e.dims, " channels");
+        identity_ = rotary_identity_of(e, turns_);
         for (double& f : turns_) {
             expect(std::isfinite(f), what, " has a frequency of ", f);
             f /= 6.283185307179586;
@@ -145,6 +182,7 @@ public:
 
     /// Does it rotate anything?
     explicit operator bool() const noexcept { return rotate_ || !turns_.empty(); }
+    const rotary_identity& identity() const noexcept { return identity_; }
 
     /// Rotates `rows` rows of `dim` channels, one after the other, by `by` positions more.
     void operator()(float* row, int rows, int dim, std::int64_t by) const {
@@ -177,6 +215,7 @@ private:
     rotary_layout layout_ = rotary_layout::half_split;
     std::vector<double> turns_;  // per position, of each pair
     std::function<void(float*, int, std::int64_t)> rotate_;
+    rotary_identity identity_;
 };
 
 /// The rotary embeddings of the layers of a cache.
@@ -202,11 +241,16 @@ public:
     /// The rotation of a layer, or null if it does not rotate.
     const rotation* at(int layer) const noexcept {
         if (of_.empty()) return nullptr;
-        const rotation& r = of_.size() == 1 ? of_.front() : of_[static_cast<std::size_t>(layer)];
+        const rotation& r = of_layer(layer);
         return r ? &r : nullptr;
     }
+    /// That of a layer of a cache whose rotations are known.
+    const rotary_identity& identity(int layer) const noexcept { return of_layer(layer).identity(); }
 
 private:
+    const rotation& of_layer(int layer) const noexcept {
+        return of_.size() == 1 ? of_.front() : of_[static_cast<std::size_t>(layer)];
+    }
     std::vector<rotation> of_;
 };
 

@@ -102,6 +102,15 @@ struct layer_track {
                (is_committed || (s.skip == 0 && (last ? s.room == capacity : s.full())));
     }
 
+    /// Tokens for which the pages of a span have memory, as they are saved and sent: a page that several spans show has the most of these.
+    static int memory_tokens(const page_span& s, bool is_committed, const page_geometry& g) noexcept {
+        return is_committed ? g.capacity(s.sinks) : g.window_tokens(s.first_token, s.tokens, s.room);
+    }
+    /// May a committed span of a layer of n tokens have 16-bit copies?
+    static bool may_have_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
+        return !s.sinks && s.skip == 0 && s.full() && keeps_copies(s, n, g, rollback);
+    }
+
     /// Drops copies that no trim within `rollback` can restore any more. Spans without copies may lie between those with copies.
     void drop_copies(const page_geometry& g, int rollback) noexcept {
         for (int i = first_copy; i < committed; ++i)
@@ -143,20 +152,17 @@ struct layer_track {
         // The last span may be filled, also if it was closed.
         if (size() > committed) spans.back().room = g.capacity(spans.back().sinks);
     }
-    /// After a restore: a copy with the same bytes as its page becomes a reference to that page.
-    void join_copies() noexcept {
-        for (page_span& s : spans)
-            for (int role = 0; role < 2; ++role) {
-                const page_ref &p = s.pages[role], &copy = s.copies[role];
-                if (copy && p->format == 0 && p->bytes == copy->bytes &&
-                    std::memcmp(p->data(), copy->data(), p->bytes) == 0)
-                    s.copies[role] = page_ref{};
-            }
+    /// After a restore: may two spans share a page?
+    void find_rearranged() noexcept {
+        rearranged = std::any_of(spans.begin(), spans.end(), [](const page_span& s) {
+            const auto shared = [](const page_ref& p) { return p && p.shared(); };
+            return s.skip > 0 || s.shift != 0 || shared(s.pages[0]) || shared(s.pages[1]) ||
+                   shared(s.copies[0]) || shared(s.copies[1]);
+        });
     }
-    /// After a restore: equal pages of committed spans become one page, as they were before an erase or a splice was saved.
+    /// After a restore of what does not say which spans share a page (version 3): equal pages of committed spans become one page.
     void join_pages() {
-        rearranged = std::any_of(spans.begin(), spans.end(),
-                                 [](const page_span& s) { return s.skip > 0 || s.shift != 0; });
+        find_rearranged();
         if (!rearranged) return;
         std::vector<page_ref*> held;
         for (std::size_t role = 0; role < 2; ++role) {
@@ -172,6 +178,25 @@ struct layer_track {
             for (std::size_t i = 1; i < held.size(); ++i)
                 if (compare(**held[i - 1], **held[i]) == 0) *held[i] = *held[i - 1];
         }
+    }
+    /// Calls f(page) once for every page of tensor `role` that is only a 16-bit copy.
+    template <class F>
+    void for_each_copy(std::size_t role, F&& f) const {
+        if (!rearranged) {
+            for (const page_span& s : spans)
+                if (s.copies[role]) f(*s.copies[role]);
+            return;
+        }
+        std::vector<const page*> shown, held;
+        for (const page_span& s : spans) {
+            shown.push_back(s.pages[role].get());
+            if (s.copies[role]) held.push_back(s.copies[role].get());
+        }
+        std::sort(shown.begin(), shown.end());
+        std::sort(held.begin(), held.end());
+        held.erase(std::unique(held.begin(), held.end()), held.end());
+        for (const page* const p : held)
+            if (!std::binary_search(shown.begin(), shown.end(), p)) f(*p);
     }
     /// Calls f(page, shown) once for every page of tensor `role`, with the number of its tokens that spans show.
     template <class F>

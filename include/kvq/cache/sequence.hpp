@@ -267,8 +267,13 @@ public:
         for (const detail::layer_track& track : tracks_) {
             u.tokens = detail::larger(u.tokens, track.tokens);
             u.bookkeeping += track.spans.capacity() * sizeof(page_span);
-            for (std::size_t role = 0; role < 2; ++role)
+            for (std::size_t role = 0; role < 2; ++role) {
                 track.for_each_page(role, [&](const page& p, int shown) { count_page(p, shown, u); });
+                track.for_each_copy(role, [&](const page& copy) {
+                    u.rollback += copy.bytes;
+                    u.bookkeeping += sizeof(page);
+                });
+            }
             if (track.size() > track.committed) {  // a trim may have hidden tokens of the last page
                 const page_span& last = track.spans.back();
                 for (const tensor role : {tensor::key, tensor::value}) {
@@ -276,13 +281,6 @@ public:
                     u.not_finite -= p.not_finite - detail::held_not_finite(cache_->table(role).window_type(),
                                                                            p, role, shape().dim(role),
                                                                            shape().kv_heads, last.tokens);
-                }
-            }
-            for (const page_span& s : track.spans) {
-                for (const page_ref& copy : s.copies) {
-                    if (!copy) continue;
-                    u.rollback += copy->bytes;
-                    u.bookkeeping += sizeof(page);
                 }
             }
         }

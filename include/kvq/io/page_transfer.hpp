@@ -13,12 +13,13 @@
 #include <map>
 
 #include "../cache/sequence.hpp"
-#include "clean_page.hpp"
 #include "page_wire.hpp"
+#include "written_pages.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Writes the pages of one layer to a sink, a message each: by spans, 16-bit copies before their pages, first K, then V.
+/// Writes the pages of one layer to a sink, a message each: by spans, 16-bit copies before their pages, first K, then V. A page that several
+/// spans show is sent with the first one.
 template <byte_sink Sink>
 void send_pages(const sequence& s, int layer, Sink&& write) {
     const cache& of = detail::sequence_access::cache(s);
@@ -26,36 +27,45 @@ void send_pages(const sequence& s, int layer, Sink&& write) {
     detail::expect(layer >= 0 && layer < shape.layers, "layer ", layer, " is not among the ", shape.layers,
                    " layers of the cache");
     const detail::layer_track& track = detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
-    const page_geometry g = of.geometry();
     page_pool scratch(of.pool().memory());
-    const auto send = [&](tensor role, page_kind kind, const page_ref& p, int i) {
-        page_message m;
-        m.role = role;
-        m.kind = kind;
-        m.committed = i < track.committed;
-        m.layer = layer;
-        m.first_token = track[i].first_token;
-        m.tokens = p->tokens;
-        m.used = track[i].tokens;
-        m.skip = track[i].skip;
-        m.room = track[i].room;
-        m.sinks = track[i].sinks;
-        m.shift = track[i].shift;
-        m.kv_heads = shape.kv_heads;
-        m.dim = shape.dim(role);
-        m.layer_tokens = track.tokens;
-        m.not_finite = p->not_finite;
-        m.scheme = identity_of(of.table(role)[p->format]);
-        m.data = {p->data(), p->bytes};
-        quantize_page(write, m);
-    };
-    for (const tensor role : {tensor::key, tensor::value})
+    for (const tensor role : {tensor::key, tensor::value}) {
+        const detail::written_pages pages(of.window(), track, role, shape, of.geometry(), scratch);
+        std::vector<bool> sent(pages.all().size());
+        const auto send = [&](page_kind kind, int number, int i) {
+            const auto at = static_cast<std::size_t>(number);
+            const page& p = *pages.all()[at].page;
+            const int target = track.targets[static_cast<int>(role)];
+            page_message m;
+            m.role = role;
+            m.kind = kind;
+            m.committed = i < track.committed;
+            m.layer = layer;
+            m.first_token = track[i].first_token;
+            m.tokens = p.tokens;
+            m.used = track[i].tokens;
+            m.skip = track[i].skip;
+            m.room = track[i].room;
+            m.sinks = track[i].sinks;
+            m.shift = track[i].shift;
+            m.kv_heads = shape.kv_heads;
+            m.dim = shape.dim(role);
+            m.layer_tokens = track.tokens;
+            m.not_finite = p.not_finite;
+            m.scheme = identity_of(of.table(role)[p.format]);
+            if (target != of.target_format(role, layer)) m.target = identity_of(of.table(role)[target]);
+            if (m.shift != 0) m.rotary = of.rotations().identity(layer);
+            m.number = static_cast<std::uint32_t>(number) + 1;
+            m.is_elsewhere = sent[at];
+            if (!sent[at]) m.data = {p.data(), p.bytes};
+            sent[at] = true;
+            quantize_page(write, m);
+        };
         for (int i = 0; i < track.size(); ++i) {
-            if (const page_ref& copy = track[i].copies[static_cast<int>(role)])
-                send(role, page_kind::copy, copy, i);
-            send(role, page_kind::page, detail::clean_page(of.window(), track, i, role, shape, g, scratch),
-                 i);
+            const auto [own, copy] = pages.of_span(i);
+            if (copy >= 0) send(page_kind::copy, copy, i);
+            send(page_kind::page, own, i);
         }
+    }
 }
 
 /// Collects the pages of one sequence. Not for several threads at once.
@@ -98,19 +108,33 @@ public:
             track.tokens = found[0].tokens;
             track.committed = found[0].committed;
             track.drop_copies(cache_.geometry(), cache_.options().rollback);
-            track.join_copies();
-            track.join_pages();
         }
+        // The references of the lists would count as shared.
+        const bool says_all = says_all_;
         for (auto& list : received_) list.clear();
+        says_all_ = true;
+        for (detail::layer_track& track : tracks) {
+            if (says_all)
+                track.find_rearranged();
+            else
+                track.join_pages();
+        }
         return s;
     }
 
 private:
+    /// A page or a copy of a span.
+    struct slot {
+        bool came = false;
+        std::uint32_t number = 0;
+        page_ref page;  // null: came with another span
+    };
     struct received {
         page_span span;  // without pages
         int layer_tokens;
         bool committed;
-        page_ref page, copy;
+        int target;  // -1: that of the cache
+        slot own, copy;
 
         bool alike(const received& o) const noexcept {
             return span.tokens == o.span.tokens && span.skip == o.span.skip && span.room == o.span.room &&
@@ -137,14 +161,14 @@ private:
         const page_span span{m.first_token, m.used, m.room == 0 ? capacity : m.room, {}, {}, m.skip,
                              m.sinks,       m.shift};
         const bool last = !span.full();  // check() looks for others behind it
-        detail::expect(
-            detail::layer_track::is_possible(span, m.committed, last, g) &&
-                m.tokens == (m.committed ? capacity : g.window_tokens(m.first_token, m.used, span.room)),
-            detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ", m.first_token,
-            ", of which it shows ", m.used, ", does not belong to a cache with ", g.sinks, " sinks and ",
-            g.page_tokens, " tokens per page");
-        detail::expect_shift(cache_.rotations(), m.shift, detail::layer_text(layer, tensor_of),
-                             ": keys that");
+        // A page that other spans show, too, may have memory for more tokens: check() compares.
+        detail::expect(detail::layer_track::is_possible(span, m.committed, last, g) && m.tokens <= capacity &&
+                           m.tokens >= detail::layer_track::memory_tokens(span, m.committed, g),
+                       detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ",
+                       m.first_token, ", of which it shows ", m.used, ", does not belong to a cache with ",
+                       g.sinks, " sinks and ", g.page_tokens, " tokens per page");
+        detail::expect_moved_alike(cache_.rotations(), m.layer, m.shift, m.rotary ? &*m.rotary : nullptr,
+                                   m.number == 0, detail::layer_text(layer, tensor_of) + ": keys that");
         const bool copy = m.kind == page_kind::copy;
         const int format = detail::index_of_identity(cache_.table(tensor_of), m.scheme);
         if (format < 0)
@@ -155,72 +179,119 @@ private:
                        detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
                        " is quantized or copied, but not committed");
         const std::size_t bytes = cache_.page_bytes(tensor_of, format, m.tokens);
-        detail::expect(bytes == m.data.size(), detail::layer_text(layer, tensor_of), ": a page of ",
-                       format_text(cache_.table(tensor_of)[format]), " has ", m.data.size(),
-                       " bytes, here it would have ", bytes);
+        detail::expect(m.is_elsewhere || bytes == m.data.size(), detail::layer_text(layer, tensor_of),
+                       ": a page of ", format_text(cache_.table(tensor_of)[format]), " has ", m.data.size(), " bytes, here it would have ",
+                       bytes);
+        int target = -1;
+        if (m.target) {
+            target = detail::index_of_identity(cache_.table(tensor_of), *m.target);
+            if (target < 0)
+                detail::raise_unknown_format(cache_.table(tensor_of), *m.target,
+                                             detail::layer_text(layer, tensor_of) + " is to be");
+        }
         received_pages& list = received_[2 * layer + role];
-        const received fresh{span, m.layer_tokens, m.committed, {}, {}};
+        const received fresh{span, m.layer_tokens, m.committed, target, {}, {}};
         const auto known = list.find(m.first_token);
         if (known != list.end()) {
             const received& r = known->second;
-            detail::expect(!(copy ? r.copy : r.page), detail::layer_text(layer, tensor_of), ": the page at ",
-                           m.first_token, " came twice");
-            detail::expect(r.alike(fresh) && r.committed == m.committed && r.layer_tokens == m.layer_tokens,
+            detail::expect(!(copy ? r.copy : r.own).came, detail::layer_text(layer, tensor_of),
+                           ": the page at ", m.first_token, " came twice");
+            detail::expect(r.alike(fresh) && r.committed == m.committed && r.layer_tokens == m.layer_tokens &&
+                               r.target == target,
                            detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
                            " and its 16-bit copy do not belong together");
         }
-        page_ref p = cache_.pool().allocate(bytes, format, m.tokens);
-        std::memcpy(p->data(), m.data.data(), bytes);
-        p->not_finite = m.not_finite;
+        page_ref p;
+        if (!m.is_elsewhere) {
+            p = cache_.pool().allocate(bytes, format, m.tokens);
+            std::memcpy(p->data(), m.data.data(), bytes);
+            p->not_finite = m.not_finite;
+        }
         received& r = known != list.end() ? known->second : list.insert({m.first_token, fresh}).first->second;
-        (copy ? r.copy : r.page) = std::move(p);
+        (copy ? r.copy : r.own) = {true, m.number, std::move(p)};
+        says_all_ = says_all_ && m.number > 0;
+    }
+
+    /// The pages of a list by number; kvq::error if one came twice.
+    static std::map<std::uint32_t, page_ref> numbered(const received_pages& list, const std::string& who) {
+        std::map<std::uint32_t, page_ref> pages;
+        for (const auto& [first, r] : list)
+            for (const slot* s : {&r.own, &r.copy})
+                if (s->page && s->number > 0)
+                    detail::expect(pages.emplace(s->number, s->page).second, who, ": page ", s->number,
+                                   " at ", first, " came twice");
+        return pages;
+    }
+    static page_ref page_of(const slot& s, const std::map<std::uint32_t, page_ref>& pages) {
+        if (s.page || !s.came) return s.page;
+        const auto found = pages.find(s.number);
+        return found == pages.end() ? page_ref{} : found->second;
     }
 
     /// Checks that the pages form a sequence without gaps.
     extent check(std::size_t layer, std::size_t role, const received_pages& list) const {
         const page_geometry g = cache_.geometry();
         const std::string me = detail::layer_text(layer, static_cast<tensor>(role));
+        const auto pages = numbered(list, me);
         extent found;
-        int spans = 0, expected = 0;
+        int expected = 0;
+        std::vector<page_span> held;
+        std::map<const page*, int> memory;  // tokens that the spans of a page need
         for (const auto& [first, r] : list) {
             expected = detail::larger(expected, r.layer_tokens);
-            detail::expect(r.page && first == found.tokens, me, ": the page before token ",
-                           r.page ? first : r.span.end(), " is missing");
-            detail::expect(!r.committed || found.committed == spans, me, ": the page at ", first,
-                           " is committed, but not the one before");
+            const page_ref own = page_of(r.own, pages), copy = page_of(r.copy, pages);
+            detail::expect(own && (copy || !r.copy.came) && first == found.tokens, me,
+                           ": the page before token ", own ? first : r.span.end(), " is missing");
+            detail::expect(!r.committed || found.committed == static_cast<int>(held.size()), me,
+                           ": the page at ", first, " is committed, but not the one before");
+            detail::expect(
+                (own->format == 0 || (r.committed && !r.span.sinks)) && (!copy || copy->format == 0), me,
+                ": the page at ", first, " is quantized, but not committed");
+            detail::expect(r.target == list.begin()->second.target, me, ": the page at ", first,
+                           " names another format for later pages than the one before");
+            held.push_back(r.span);
             found.committed += r.committed;
             found.tokens += r.span.tokens;
-            ++spans;
+            int& own_memory = memory[own.get()];
+            own_memory =
+                detail::larger(own_memory, detail::layer_track::memory_tokens(r.span, r.committed, g));
+            if (copy) memory[copy.get()] = g.capacity(r.span.sinks);
         }
-        std::vector<page_span> held;
-        for (const auto& [first, r] : list) {
-            held.push_back(r.span);
+        for (const auto& [first, r] : list)
             detail::expect(
                 detail::layer_track::is_possible(r.span, r.committed, r.span.end() == found.tokens, g), me,
                 " was received with ", found.tokens, " tokens, of which ", r.span.tokens, " from ", first,
                 " on are in a page for ", r.span.room);
-        }
-        const auto committed = static_cast<std::size_t>(found.committed);
-        detail::expect(detail::layer_track::may_wait(held, committed, found.tokens, g), me,
-                       " was received with ", found.tokens, " tokens and ", found.committed,
-                       " committed pages, which is inconsistent");
+        for (const auto& [p, tokens] : memory)
+            detail::expect(p->tokens == tokens, me, ": a page has memory for ", p->tokens, " tokens, not ",
+                           tokens);
+        detail::expect(
+            detail::layer_track::may_wait(held, static_cast<std::size_t>(found.committed), found.tokens, g),
+            me, " was received with ", found.tokens, " tokens and ", found.committed,
+            " committed pages, which is inconsistent");
         detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
                        " tokens were received, of ", expected);
         return found;
     }
 
     /// lists: those of K and V, which have the same spans.
-    void fill(detail::layer_track& track, received_pages* lists) const {
+    void fill(detail::layer_track& track, const received_pages* lists) const {
         track.spans.reserve(detail::table_capacity(lists[0].size()));
-        for (auto k = lists[0].begin(), v = lists[1].begin(); k != lists[0].end(); ++k, ++v) {
-            track.spans.push_back(k->second.span);
-            track.spans.back().pages = {k->second.page, v->second.page};
-            track.spans.back().copies = {k->second.copy, v->second.copy};
+        for (const auto& [first, r] : lists[0]) track.spans.push_back(r.span);
+        for (std::size_t role = 0; role < 2; ++role) {
+            const auto pages = numbered(lists[role], "");
+            std::size_t i = 0;
+            for (const auto& [first, r] : lists[role]) {
+                track.spans[i].pages[role] = page_of(r.own, pages);
+                track.spans[i++].copies[role] = page_of(r.copy, pages);
+                if (r.target >= 0) track.targets[role] = r.target;
+            }
         }
     }
 
     cache& cache_;
     std::vector<received_pages> received_;  // [layer][K, V]
+    bool says_all_ = true;                  // which spans share a page
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -48,8 +48,10 @@ public:
                 track.tokens = saved(layer).tokens;
                 track.committed = saved(layer).committed;
                 track.drop_copies(cache_.geometry(), cache_.options().rollback);
-                track.join_copies();
-                track.join_pages();
+                if (index_.says_all())
+                    track.find_rearranged();
+                else
+                    track.join_pages();
             } else {
                 append_again(s, layer);
             }
@@ -96,9 +98,13 @@ private:
         expect(options_.convert || file.window == mine, "the saved sequence has a window of ", file.window,
                ", the cache one of ", mine, "; restore_options::convert allows that");
         same_layout_ = same_layout_ && file.window == mine;
-        for (const saved_layer& layer : index_.layers())
-            for (const page_span& s : layer.spans)
-                expect_shift(cache_.rotations(), s.shift, "the saved sequence has keys that");
+        for (int layer = 0; layer < shape.layers; ++layer) {
+            const auto said = file.rotary.find(layer);
+            for (const page_span& s : saved(layer).spans)
+                expect_moved_alike(cache_.rotations(), layer, s.shift,
+                                   said == file.rotary.end() ? nullptr : &said->second, !index_.says_all(),
+                                   "the saved sequence has keys that");
+        }
     }
 
     void find_formats(tensor role) {
@@ -121,12 +127,12 @@ private:
             if (count == 0) return;
             index_.expect_tensor(name, "U8", {count, heads, block_bytes(role, layer, format, tokens)});
         };
-        expect_pages(tensor_name(layer, role, "copies"), table.copies.size(), 0, g.page_tokens);
-        for (std::size_t first = 0; first < table.pages.size();) {
-            const auto& [format, tokens] = std::pair(table.pages[first].format, table.pages[first].tokens);
+        expect_pages(tensor_name(layer, role, "copies"), table.copies, 0, g.page_tokens);
+        for (std::size_t first = table.copies; first < table.rows.size();) {
+            const auto& [format, tokens] = std::pair(table.rows[first].format, table.rows[first].tokens);
             std::size_t count = 1;
-            while (first + count < table.pages.size() && table.pages[first + count].format == format &&
-                   table.pages[first + count].tokens == tokens)
+            while (first + count < table.rows.size() && table.rows[first + count].format == format &&
+                   table.rows[first + count].tokens == tokens)
                 ++count;
             expect_pages(pages_name(layer, role, format, tokens, g), count, format, static_cast<int>(tokens));
             first += count;
@@ -172,36 +178,60 @@ private:
         return p;
     }
 
-    /// Pages of a cache with the layout of the file: unchanged, or one by one in another format.
+    /// Pages of a cache with the layout of the file: unchanged, or one by one in another format. Spans share the pages that they shared.
     void place(tensor role, int layer, layer_track& track) {
         const auto at = static_cast<std::size_t>(role);
         const saved_table& from = saved(role, layer);
-        const int tokens = cache_.geometry().page_tokens;
         int& target = track.targets[at];
         if (!options_.convert) target = mapped(role, static_cast<std::size_t>(from.target));
-        // Copies that this cache would drop may still be needed to quantize a page to another format.
-        for (const saved_page& row : from.copies)
-            track.spans[row.span].copies[at] = read_page(role, layer, row, cache_.pool());
-        for (const saved_page& row : from.pages) {
-            page_span& span = track.spans[row.span];
-            page_ref& page = span.pages[at];
-            const bool quantized = static_cast<int>(row.span) < saved(layer).committed && !span.sinks;
-            if (!quantized || !options_.convert || mapped(role, row.format) == target) {
-                page = read_page(role, layer, row, cache_.pool());
-                continue;
-            }
-            const page_ref old = read_page(role, layer, row, scratch_);
-            page_ref& copy = span.copies[at];
-            if (copy && target == 0) {
-                page = std::move(copy);
-                continue;
-            }
-            page = cache_.pool().allocate(cache_.page_bytes(role, target, tokens), target, tokens);
-            numbers_.resize(static_cast<std::size_t>(tokens) *
-                            static_cast<std::size_t>(cache_.shape().dim(role)));
-            convert_page(cache_.table(role), cache_.shape(), layer, copy ? *copy : *old, *page,
-                         numbers_.data());
+        // The spans that show each row, or have it as their copy.
+        std::vector<std::pair<std::int32_t, std::size_t>> shown, copied;
+        for (std::size_t i = 0; i < from.of_span.size(); ++i) {
+            shown.emplace_back(from.of_span[i][0], i);
+            if (from.of_span[i][1] >= 0) copied.emplace_back(from.of_span[i][1], i);
         }
+        std::sort(shown.begin(), shown.end());
+        std::sort(copied.begin(), copied.end());
+        auto shows = shown.begin();
+        auto copies = copied.begin();
+        for (std::size_t row = 0; row < from.rows.size(); ++row) {
+            const auto number = static_cast<std::int32_t>(row);
+            auto shows_end = shows, copies_end = copies;
+            while (shows_end != shown.end() && shows_end->first == number) ++shows_end;
+            while (copies_end != copied.end() && copies_end->first == number) ++copies_end;
+            const bool changes = options_.convert && mapped(role, from.rows[row].format) != target;
+            const auto stays = [&](const auto& show) {
+                return !changes || static_cast<int>(show.second) >= saved(layer).committed ||
+                       track.spans[show.second].sinks;
+            };
+            const bool is_kept = copies != copies_end || std::any_of(shows, shows_end, stays);
+            const page_ref page = read_page(role, layer, from.rows[row], is_kept ? cache_.pool() : scratch_);
+            // Copies that this cache would drop may still be needed to quantize a page to another format.
+            for (; copies != copies_end; ++copies) track.spans[copies->second].copies[at] = page;
+            page_ref exact, changed;
+            for (auto show = shows; show != shows_end; ++show)
+                if (const page_ref& copy = track.spans[show->second].copies[at]) exact = copy;
+            for (; shows != shows_end; ++shows) {
+                page_span& span = track.spans[shows->second];
+                if (stays(*shows)) {
+                    span.pages[at] = page;
+                    continue;
+                }
+                if (!changed)
+                    changed =
+                        exact && target == 0 ? exact : converted(role, layer, exact ? *exact : *page, target);
+                if (target == 0) span.copies[at] = page_ref{};
+                span.pages[at] = changed;
+            }
+        }
+    }
+    page_ref converted(tensor role, int layer, const page& from, int target) {
+        const int tokens = from.tokens;
+        page_ref to = cache_.pool().allocate(cache_.page_bytes(role, target, tokens), target, tokens);
+        numbers_.resize(static_cast<std::size_t>(tokens) *
+                        static_cast<std::size_t>(cache_.shape().dim(role)));
+        convert_page(cache_.table(role), cache_.shape(), layer, from, *to, numbers_.data());
+        return to;
     }
 
     // ---- a cache with another page layout ----
@@ -214,17 +244,13 @@ private:
 
     loaded load(tensor role, int layer) {
         const saved_table& from = saved(role, layer);
+        std::vector<page_ref> rows;
+        for (const saved_page& row : from.rows) rows.push_back(read_page(role, layer, row, scratch_));
         loaded l;
-        l.pages.resize(from.pages.size());
-        l.formats.resize(from.pages.size());
-        std::vector<page_ref> copies(from.pages.size());
-        for (const saved_page& row : from.copies) copies[row.span] = read_page(role, layer, row, scratch_);
-        for (const saved_page& row : from.pages) {
-            l.pages[row.span] = read_page(role, layer, row, scratch_);
-            l.formats[row.span] = row.format;
-            if (!copies[row.span]) continue;
-            l.pages[row.span] = std::move(copies[row.span]);
-            l.formats[row.span] = 0;
+        for (const auto& [page, copy] : from.of_span) {
+            const auto row = static_cast<std::size_t>(copy < 0 ? page : copy);
+            l.pages.push_back(rows[row]);
+            l.formats.push_back(from.rows[row].format);
         }
         return l;
     }

@@ -8,8 +8,8 @@
 #include <algorithm>
 
 #include "../cache/sequence.hpp"
-#include "clean_page.hpp"
 #include "saved_sequence.hpp"
+#include "written_pages.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -26,13 +26,15 @@ class sequence_writer {
 public:
     sequence_writer(const sequence& s, const save_options& options)
         : sequence_(s), cache_(sequence_access::cache(s)), scratch_(cache_.pool().memory()) {
-        header_.metadata = describe(cache_, options).to_metadata();
+        header_.metadata = describe(cache_, s, options).to_metadata();
         add_tensor("tokens", "I32", {layers()});
         add_tensor("committed", "I32", {layers()});
         add_tensor("targets", "I32", {layers(), 2});
-        for (std::size_t layer = 0; layer < sequence_access::tracks(s).size(); ++layer)
+        for (std::size_t layer = 0; layer < sequence_access::tracks(s).size(); ++layer) {
+            first_spans_.push_back(spans_.size());
             for (const page_span& span : sequence_access::tracks(s)[layer].spans)
                 spans_.push_back(saved_span::of(layer, span));
+        }
         add_tensor("spans", "I32", {spans_.size(), saved_span::columns});
         add_tensor("index", "U32", {0, saved_page::columns});
         add_tensor("seal", "U32", {1});
@@ -76,7 +78,7 @@ public:
 private:
     std::uint64_t layers() const { return static_cast<std::uint64_t>(cache_.shape().layers); }
 
-    static saved_description describe(const cache& of, const save_options& options) {
+    static saved_description describe(const cache& of, const sequence& s, const save_options& options) {
         saved_description d;
         d.model = options.model;
         d.library = std::to_string(KVQ_VERSION_MAJOR) + "." + std::to_string(KVQ_VERSION_MINOR) + "." +
@@ -91,6 +93,9 @@ private:
         for (const tensor role : {tensor::key, tensor::value})
             for (int i = 0; i < of.table(role).size(); ++i)
                 d.schemes[static_cast<std::size_t>(role)].push_back(identity_of(of.table(role)[i]));
+        for (int layer = 0; layer < d.shape.layers; ++layer)
+            for (const page_span& span : sequence_access::tracks(s)[static_cast<std::size_t>(layer)].spans)
+                if (span.shift != 0) d.rotary[layer] = of.rotations().identity(layer);
         return d;
     }
 
@@ -109,35 +114,34 @@ private:
         ++header_.tensors.back().shape[0];
     }
 
-    /// Calls f(row, page) for every page in the order of the file: copies, then pages by format and size.
+    /// Calls f(row, page) for every page in the order of the file: copies, then pages by format and size. Gives the spans their rows.
     template <class F>
     void for_each_page(F&& f) {
-        const page_geometry g = cache_.geometry();
-        std::vector<std::pair<saved_page, page_ref>> pages;
         for (std::size_t layer = 0; layer < sequence_access::tracks(sequence_).size(); ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
                 const layer_track& track = sequence_access::tracks(sequence_)[layer];
-                pages.clear();
-                const auto take = [&](page_kind kind, int i, page_ref p) {
-                    const saved_page row{static_cast<std::uint32_t>(layer),
-                                         static_cast<std::uint32_t>(role),
-                                         static_cast<std::uint32_t>(kind),
-                                         static_cast<std::uint32_t>(i),
-                                         static_cast<std::uint32_t>(p->format),
-                                         static_cast<std::uint32_t>(p->tokens),
-                                         p->not_finite,
-                                         0};
-                    pages.emplace_back(row, std::move(p));
-                };
-                for (int i = 0; i < track.size(); ++i) {
-                    if (const page_ref& copy = track[i].copies[static_cast<int>(role)])
-                        take(page_kind::copy, i, copy);
-                    take(page_kind::page, i,
-                         clean_page(cache_.window(), track, i, role, cache_.shape(), g, scratch_));
-                }
-                std::sort(pages.begin(), pages.end(),
+                const written_pages pages(cache_.window(), track, role, cache_.shape(), cache_.geometry(),
+                                          scratch_);
+                std::vector<std::pair<saved_page, std::size_t>> rows;
+                for (const written_pages::entry& e : pages.all())
+                    rows.push_back({{static_cast<std::uint32_t>(layer), static_cast<std::uint32_t>(role),
+                                     static_cast<std::uint32_t>(e.kind), static_cast<std::uint32_t>(e.span),
+                                     static_cast<std::uint32_t>(e.page->format),
+                                     static_cast<std::uint32_t>(e.page->tokens), e.page->not_finite, 0},
+                                    rows.size()});
+                std::sort(rows.begin(), rows.end(),
                           [](const auto& a, const auto& b) { return a.first.order() < b.first.order(); });
-                for (const auto& [row, p] : pages) f(row, *p);
+                std::vector<std::int32_t> row_of(rows.size());
+                for (std::size_t i = 0; i < rows.size(); ++i) {
+                    row_of[rows[i].second] = static_cast<std::int32_t>(i);
+                    f(rows[i].first, *pages.all()[rows[i].second].page);
+                }
+                for (int i = 0; i < track.size(); ++i)
+                    for (std::size_t kind = 0; kind < 2; ++kind)
+                        if (const int n = pages.of_span(i)[kind]; n >= 0)
+                            spans_[first_spans_[layer] + static_cast<std::size_t>(i)]
+                                .pages[static_cast<std::size_t>(role)][kind] =
+                                row_of[static_cast<std::size_t>(n)];
             }
     }
 
@@ -146,6 +150,7 @@ private:
     page_pool scratch_;
     safetensors_header header_;
     std::vector<saved_span> spans_;
+    std::vector<std::size_t> first_spans_;  // of the layers
     std::vector<saved_page> index_;
 };
 

@@ -14,7 +14,10 @@ namespace kvq::inline KVQ_TAGGED::detail {
 /// K or V of one layer in the file.
 struct saved_table {
     int target = 0;
-    std::span<const saved_page> copies, pages;
+    std::span<const saved_page> rows;  ///< copies, then pages
+    std::size_t copies = 0;            ///< number of the former
+    std::vector<std::array<std::int32_t, 2>>
+        of_span;  ///< rows of the page and of the copy of each span; -1: no copy
 };
 
 struct saved_layer {
@@ -38,8 +41,10 @@ public:
                format == metadata.end() ? "not given" : format->second.c_str());
         const int version = saved_description::parse<int>(
             "format_version", saved_description::text(metadata, "format_version"), 10);
-        expect(version == saved_format_version, "the saved sequence has format version ", version,
-               ", this library reads version ", saved_format_version);
+        expect(version >= oldest_saved_version && version <= saved_format_version,
+               "the saved sequence has format version ", version, ", this library reads versions ",
+               oldest_saved_version, " to ", saved_format_version);
+        version_ = version;
         read_sealed(source);
         description_ = saved_description::from_metadata(metadata);
         read_layers();
@@ -47,6 +52,8 @@ public:
 
     const saved_description& description() const noexcept { return description_; }
     const std::vector<saved_layer>& layers() const noexcept { return layers_; }
+    /// Does the file say which spans share a page, and how keys were rotated?
+    bool says_all() const noexcept { return version_ > oldest_saved_version; }
 
     /// Raises kvq::error unless the next tensor of the file is this one.
     void expect_tensor(const std::string& name, const char* dtype, const std::vector<std::uint64_t>& shape) {
@@ -98,6 +105,17 @@ private:
         return values;
     }
 
+    std::vector<saved_span> take_spans(std::uint64_t count) {
+        if (says_all()) return take<saved_span>("spans", "I32", {count, saved_span::columns});
+        constexpr std::size_t columns = saved_span::columns_of_version_3;
+        const auto numbers = take<std::int32_t>("spans", "I32", {count, columns});
+        std::vector<saved_span> spans(numbers.size() / columns);
+        for (std::size_t i = 0; i < spans.size(); ++i)
+            std::memcpy(static_cast<void*>(&spans[i]), numbers.data() + i * columns,
+                        columns * sizeof(std::int32_t));
+        return spans;
+    }
+
     void read_layers() {
         const auto n = static_cast<std::uint64_t>(description_.shape.layers);
         const auto tokens = take<std::int32_t>("tokens", "I32", {n});
@@ -108,7 +126,7 @@ private:
                        ? header_.tensors[next_].shape[0]
                        : 0;
         };
-        const auto spans = take<saved_span>("spans", "I32", {rows(), saved_span::columns});
+        const std::vector<saved_span> spans = take_spans(rows());
         rows_ = take<saved_page>("index", "U32", {rows(), saved_page::columns});
         expect_tensor("seal", "U32", {1});
         sealed_ = {};
@@ -126,15 +144,17 @@ private:
             for (std::size_t r = 0; r < 2; ++r) {
                 saved_table& table = layer.tables[r];
                 table.target = targets[2 * l + r];
-                const auto take_rows = [&](page_kind kind) {
-                    const std::size_t first = row;
+                const std::size_t first = row;
+                const auto skip_rows = [&](page_kind kind) {
                     while (row < rows_.size() && rows_[row].layer == l && rows_[row].role == r &&
                            rows_[row].kind == static_cast<std::uint32_t>(kind))
                         ++row;
-                    return std::span<const saved_page>(rows_).subspan(first, row - first);
+                    return row - first;
                 };
-                table.copies = take_rows(page_kind::copy);
-                table.pages = take_rows(page_kind::page);
+                table.copies = skip_rows(page_kind::copy);
+                table.rows = std::span<const saved_page>(rows_).subspan(first, skip_rows(page_kind::page));
+                for (std::size_t i = first_span; i < span; ++i)
+                    table.of_span.push_back({spans[i].pages[r][0], spans[i].pages[r][1]});
                 check_table(static_cast<int>(l), r, layer, table);
             }
         }
@@ -172,46 +192,63 @@ private:
                layer.tokens, " tokens, by which span ", layer.committed, " is due");
     }
 
-    void check_table(int l, std::size_t r, const saved_layer& layer, const saved_table& table) const {
+    void check_table(int l, std::size_t r, const saved_layer& layer, saved_table& table) const {
         const page_geometry& g = description_.geometry;
         const std::string who = layer_text(static_cast<std::size_t>(l), static_cast<tensor>(r));
         const auto formats = static_cast<std::uint32_t>(description_.schemes[r].size());
         expect(table.target >= 0 && static_cast<std::uint32_t>(table.target) < formats, who,
                " of the saved sequence is quantized to format ", table.target, " of ", formats);
-        expect(table.pages.size() == layer.spans.size(), who, " of the saved sequence has ",
-               table.pages.size(), " pages instead of ", layer.spans.size());
-
-        // Strictly ascending order, so that no page appears twice.
-        const auto check_page = [&](const saved_page& p, bool in_order, bool possible) {
-            expect(in_order && possible, who, " of the saved sequence has a page of span ", p.span,
-                   " in format ", p.format, " for ", p.tokens, " tokens out of place");
+        const auto check_page = [&](const saved_page& p, bool possible) {
+            expect(possible, who, " of the saved sequence has a page of span ", p.span, " in format ",
+                   p.format, " for ", p.tokens, " tokens out of place");
         };
-        for (const auto list : {table.copies, table.pages})
-            for (std::size_t i = 0; i < list.size(); ++i) {
-                const saved_page& p = list[i];
-                check_page(p, i == 0 || list[i - 1].order() < p.order(), p.span < layer.spans.size());
-                const page_span& s = layer.spans[p.span];
-                const bool committed = static_cast<int>(p.span) < layer.committed;
-                const bool copy = list.data() == table.copies.data() && !table.copies.empty();
-                const int tokens =
-                    committed ? g.capacity(s.sinks) : g.window_tokens(s.first_token, s.tokens, s.room);
-                check_page(
-                    p, true,
-                    p.tokens == static_cast<std::uint32_t>(tokens) &&
-                        p.format < (copy || s.sinks || !committed ? 1 : formats) &&
-                        (!copy || (committed && !s.sinks && s.skip == 0 && s.full() &&
-                                   layer_track::keeps_copies(s, layer.tokens, g, description_.rollback))));
+        // Strictly ascending order, so that no page appears twice.
+        for (std::size_t i = 0; i < table.rows.size(); ++i)
+            check_page(table.rows[i], table.rows[i].span < layer.spans.size() &&
+                                          table.rows[i].format < formats &&
+                                          (i == 0 || table.rows[i - 1].order() < table.rows[i].order()));
+        if (!says_all())
+            for (std::size_t i = 0; i < table.rows.size(); ++i) {
+                std::int32_t& row = table.of_span[table.rows[i].span][i < table.copies ? 1 : 0];
+                check_page(table.rows[i], row < 0);
+                row = static_cast<std::int32_t>(i);
             }
-        std::vector<bool> seen(layer.spans.size());
-        for (const saved_page& p : table.pages) {
-            check_page(p, !seen[p.span], true);
-            seen[p.span] = true;
+
+        // What the spans say of their pages, and the pages of their first span.
+        std::vector<int> memory(table.rows.size(), 0);
+        // Version 3 was written with copies that no trim restores any more, after some erases. They are dropped.
+        const int rollback = says_all() ? description_.rollback : saved_description::most_recent;
+        for (std::size_t i = 0; i < layer.spans.size(); ++i) {
+            const page_span& s = layer.spans[i];
+            const bool committed = static_cast<int>(i) < layer.committed;
+            const auto [row, copy] = table.of_span[i];
+            const auto count = static_cast<std::int32_t>(table.rows.size());
+            expect(
+                row >= static_cast<std::int32_t>(table.copies) && row < count && copy >= -1 && copy < count,
+                who, " of the saved sequence has page ", row, " and copy ", copy, " in span ", i, ", of ",
+                table.copies, " copies and ", count - static_cast<std::int32_t>(table.copies), " pages");
+            const auto at = static_cast<std::size_t>(row);
+            check_page(table.rows[at],
+                       table.rows[at].span <= i && (table.rows[at].format == 0 || (committed && !s.sinks)));
+            memory[at] = larger(memory[at], layer_track::memory_tokens(s, committed, g));
+            if (copy < 0) continue;
+            const saved_page& p = table.rows[static_cast<std::size_t>(copy)];
+            check_page(
+                p, p.format == 0 && committed && layer_track::may_have_copies(s, layer.tokens, g, rollback));
+            memory[static_cast<std::size_t>(copy)] =
+                larger(memory[static_cast<std::size_t>(copy)], g.capacity(s.sinks));
+        }
+        for (std::size_t i = 0; i < table.rows.size(); ++i) {
+            const saved_page& p = table.rows[i];
+            check_page(p, table.of_span[p.span][i < table.copies ? 1 : 0] == static_cast<std::int32_t>(i) &&
+                              p.tokens == static_cast<std::uint32_t>(memory[i]));
         }
     }
 
     safetensors_header header_;
     std::size_t next_ = 0;
     std::vector<std::byte> sealed_;
+    int version_ = saved_format_version;
     saved_description description_;
     std::vector<saved_page> rows_;
     std::vector<saved_layer> layers_;

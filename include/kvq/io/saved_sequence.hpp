@@ -1,12 +1,13 @@
 // The description of a saved sequence: the metadata and the index of the file (docs/reference/files.md).
 //
-//   metadata     format, versions, model, shapes, options, window, schemes with their fingerprints: everything as text
+//   metadata     format, versions, model, shapes, options, window, schemes and rotary embeddings with their fingerprints: all as text
 //   tokens       I32 [layers]       committed     I32 [layers]
 //   targets      I32 [layers, 2]                                        (K, V)
-//   spans        I32 [spans, 7]     one row per span, layer by layer: layer, tokens that it shows, tokens of its pages that it may
-//                                   show, tokens of its pages before the first shown one, 1 for sinks, shift of its keys (64 bits)
-//   index        U32 [pages, 8]     one row per page of the file, in its order: layer, tensor, kind, span, format, tokens that
-//                                   the page has memory for, values that were not finite, CRC32C of the page's data
+//   spans        I32 [spans, 11]    one row per span, layer by layer: layer, tokens that it shows, tokens of its pages that it may
+//                                   show, tokens of its pages before the first shown one, 1 for sinks, shift of its keys (64 bits),
+//                                   rows of its K page, K copy, V page and V copy among those of its layer and tensor, -1: none
+//   index        U32 [pages, 8]     one row per page of the file, in its order: layer, tensor, kind, first span that has it, format,
+//                                   tokens that the page has memory for, values that were not finite, CRC32C of the page's data
 //   seal         U32 [1]            CRC32C of all bytes before it, from the first byte of the file
 //   layers.<l>.<key|value>.<copies|pages.<format>|pages.<format>.<tokens>>   U8 [pages, kv_heads, bytes of a block]
 #pragma once
@@ -24,7 +25,9 @@ namespace kvq::inline KVQ_TAGGED::detail {
 
 inline constexpr const char* saved_format_name = "kvq sequence";
 /// Changes whenever a reader of the version before would misread the file, page bytes included.
-inline constexpr int saved_format_version = 3;
+inline constexpr int saved_format_version = 4;
+/// The oldest one that is read. It says neither how keys were rotated nor which spans share a page.
+inline constexpr int oldest_saved_version = 3;
 
 /// One row of the spans.
 struct saved_span {
@@ -34,9 +37,13 @@ struct saved_span {
     std::int32_t skip = 0;
     std::int32_t sinks = 0;
     std::uint32_t shift[2] = {0, 0};  ///< low and high half of a two's complement number
+    /// Rows of the index, counted from the first one of the layer and tensor: [K, V][page, copy]; -1: there is no copy.
+    std::int32_t pages[2][2] = {{-1, -1}, {-1, -1}};
 
-    static constexpr std::size_t columns = 7;
+    static constexpr std::size_t columns = 11;
+    static constexpr std::size_t columns_of_version_3 = 7;  ///< without rows of the index
 
+    /// Without rows of the index.
     static saved_span of(std::size_t layer, const page_span& s) noexcept {
         const auto bits = static_cast<std::uint64_t>(s.shift);
         return {static_cast<std::int32_t>(layer),
@@ -44,7 +51,8 @@ struct saved_span {
                 s.room,
                 s.skip,
                 s.sinks ? 1 : 0,
-                {static_cast<std::uint32_t>(bits), static_cast<std::uint32_t>(bits >> 32)}};
+                {static_cast<std::uint32_t>(bits), static_cast<std::uint32_t>(bits >> 32)},
+                {{-1, -1}, {-1, -1}}};
     }
     page_span at(int first_token) const noexcept {
         const std::uint64_t bits = shift[0] | static_cast<std::uint64_t>(shift[1]) << 32;
@@ -87,6 +95,7 @@ struct saved_description {
     page_geometry geometry;
     int rollback = 0;
     std::array<std::vector<scheme_identity>, 2> schemes;  // K, V
+    std::map<int, rotary_identity> rotary;                // of layers whose keys moved
 
 private:
     template <class Description>
@@ -106,6 +115,8 @@ private:
         return (role == tensor::key ? "key_scheme." : "value_scheme.") + std::to_string(i);
     }
 
+    static std::string rotary_key(int layer) { return "rotary." + std::to_string(layer); }
+
 public:
     std::map<std::string, std::string> to_metadata() const {
         std::map<std::string, std::string> m;
@@ -122,6 +133,10 @@ public:
                 if (list[i].fingerprint)
                     m[scheme_key(role, i) + ".fingerprint"] = fingerprint_text(list[i].fingerprint);
             }
+        }
+        for (const auto& [layer, embedding] : rotary) {
+            m[rotary_key(layer)] = embedding.text;
+            m[rotary_key(layer) + ".fingerprint"] = fingerprint_text(embedding.fingerprint);
         }
         return m;
     }
@@ -151,6 +166,12 @@ public:
             }
             expect(!list.empty() && list[0] == scheme_identity{d.window, std::nullopt},
                    "the first scheme of a saved sequence is not its window, ", d.window);
+        }
+        for (int layer = 0; layer < d.shape.layers; ++layer) {
+            const auto said = m.find(rotary_key(layer));
+            if (said == m.end()) continue;
+            const std::string key = rotary_key(layer) + ".fingerprint";
+            d.rotary[layer] = {said->second, parse<std::uint64_t>(key, text(m, key), 16)};
         }
         return d;
     }

@@ -1,4 +1,5 @@
-// The identity of a page's scheme outside of its cache: its name, and a fingerprint of its parameters.
+// The identity of a page outside of its cache: the name of its scheme and a fingerprint of the scheme's parameters; and, if its keys have
+// moved, the rotary embedding by which they did.
 //
 // A scheme that holds state (a rotation, a permutation, a codebook, a step) must have
 //
@@ -12,6 +13,7 @@
 #include <optional>
 #include <string>
 
+#include "../attention/rotary.hpp"
 #include "../format/format_table.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -44,6 +46,21 @@ inline std::string fingerprint_text(const std::optional<std::uint64_t>& fingerpr
 /// The subject of a message: "layer 3 (keys)".
 inline std::string layer_text(std::size_t layer, tensor role) {
     return "layer " + std::to_string(layer) + (role == tensor::key ? " (keys)" : " (values)");
+}
+
+/// Raises kvq::error unless a cache may have keys of a layer that moved by `shift` positions under the embedding `theirs`. Null: not said,
+/// which is believed of version 3 only. keys: "the saved sequence has keys that".
+inline void expect_moved_alike(const rotation_table& rotations, int layer, std::int64_t shift,
+                               const rotary_identity* theirs, bool may_be_silent, const std::string& keys) {
+    expect_shift(rotations, shift, keys);
+    if (shift == 0 || (theirs == nullptr && may_be_silent)) return;
+    expect(theirs != nullptr, keys, " moved by ", shift, " positions in layer ", layer,
+           ", without the rotary embedding by which they did");
+    const rotary_identity& mine = rotations.identity(layer);
+    expect(theirs->fingerprint == mine.fingerprint, keys, " moved by ", shift, " positions in layer ", layer,
+           " under another rotary embedding: ", theirs->text, " (fingerprint ",
+           fingerprint_text(theirs->fingerprint), "), in this cache ", mine.text, " (",
+           fingerprint_text(mine.fingerprint), ")");
 }
 
 /// Index of the format in a table, or -1. If several have one identity: the first.
