@@ -247,7 +247,7 @@ public:
                 const bool passes = target != 0 && !kept;
                 if (passes && when == chunk_pages::at_once && std::exchange(temporary[role], true)) continue;
                 const std::size_t bytes =
-                    bytes_of(role, 0, g.window_tokens(first, smaller(room, after - first), room));
+                    bytes_of(role, 0, g.window_tokens(smaller(room, after - first), room));
                 take(bytes);
                 if (passes) give_back(bytes);
             }
@@ -260,7 +260,7 @@ public:
                 const int shown = s.tokens + smaller(tokens, s.room - s.tokens);
                 for (int role = 0; role < 2; ++role)
                     if (needs_copy(s, role, shown, g))
-                        take(bytes_of(role, 0, g.window_tokens(s.first_token, shown, s.room)));
+                        take(bytes_of(role, 0, g.window_tokens(shown, s.room)));
                 at = s.first_token + shown;
             }
             add_span(s.first_token, last && track.has_span_to_close() ? s.tokens : s.room, s.sinks, false);
@@ -276,7 +276,7 @@ private:
     /// A span without pages is that of an estimate (estimate/budget.hpp), with the memory that a page of its tokens gets.
     static bool needs_copy(const page_span& s, int role, int tokens, const page_geometry& g) noexcept {
         const page_ref& p = s.pages[static_cast<std::size_t>(role)];
-        if (!p) return g.window_tokens(s.first_token, s.tokens, s.room) < tokens;
+        if (!p) return g.window_tokens(s.tokens, s.room) < tokens;
         return p.shared() || p->tokens < tokens;
     }
     /// Moves a page to its place. The page that was there goes back to the stock.
@@ -328,7 +328,7 @@ private:
                 continue;
             }
             larger_pages[role] =
-                window_page(role, cache_->geometry().window_tokens(s.first_token, tokens, s.room));
+                window_page(role, cache_->geometry().window_tokens(tokens, s.room));
             copy_tokens(window, now, *larger_pages[role], tensor_of, dim, heads, s.tokens);
         }
         last_before_ = s;
@@ -350,7 +350,7 @@ private:
                             !layer_track::keeps_copies(s, after_, g, cache_->options().rollback);
         for (int role = 0; role < 2; ++role) {
             if (!passes || track.targets[role] == 0)
-                s.pages[role] = window_page(role, g.window_tokens(at, s.tokens, room));
+                s.pages[role] = window_page(role, g.window_tokens(s.tokens, room));
             else if (!temporary_[role])
                 temporary_[role] = window_page(role, room);
         }

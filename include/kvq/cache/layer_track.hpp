@@ -102,9 +102,9 @@ struct layer_track {
                (is_committed || (s.skip == 0 && (last ? s.room == capacity : s.full())));
     }
 
-    /// Tokens for which the pages of a span have memory, as they are saved and sent: a page that several spans show has the most of these.
-    static int memory_tokens(const page_span& s, bool is_committed, const page_geometry& g) noexcept {
-        return is_committed ? g.capacity(s.sinks) : g.window_tokens(s.first_token, s.tokens, s.room);
+    /// Tokens for which the pages of a span have memory: from `least` to the capacity. Of a page that several spans show, the largest counts.
+    static int least_memory(const page_span& s, bool is_committed, const page_geometry& g) noexcept {
+        return is_committed ? g.capacity(s.sinks) : s.tokens;
     }
     /// May a committed span of a layer of n tokens have 16-bit copies?
     static bool may_have_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {

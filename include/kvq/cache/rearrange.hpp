@@ -117,8 +117,7 @@ private:
     void copy_tokens_behind(page_span& s, const page_span& from, int hidden) {
         for (int role = 0; role < 2; ++role) {
             const auto tensor_of = static_cast<tensor>(role);
-            s.pages[role] = new_window_page(cache_, role,
-                                            cache_.geometry().window_tokens(s.first_token, s.tokens, s.room));
+            s.pages[role] = new_window_page(cache_, role, cache_.geometry().window_tokens(s.tokens, s.room));
             move_tokens(cache_.table(tensor::key).window_type(), *from.pages[role], hidden, *s.pages[role], 0,
                         tensor_of, cache_.shape().dim(tensor_of), cache_.shape().kv_heads, s.tokens);
         }

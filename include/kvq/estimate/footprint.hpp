@@ -83,10 +83,10 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     if (pages > committed) {
         const int first = g.first_token(pages - 1);
         add_bytes(f.window, pages - committed - 1, window_page);
-        add_bytes(f.window, 1, bytes(0, g.window_tokens(first, tokens - first, g.page_tokens)));
+        add_bytes(f.window, 1, bytes(0, g.window_tokens(tokens - first, g.page_tokens)));
     }
     if (g.sinks > 0 && tokens > 0)
-        add_bytes(f.window, 1, bytes(0, g.window_tokens(0, smaller(tokens, g.sinks), g.sinks)));
+        add_bytes(f.window, 1, bytes(0, g.window_tokens(smaller(tokens, g.sinks), g.sinks)));
     f.rollback = bounded_sum(f.rollback, bounded_product(copies, window_page));
     f.bookkeeping =
         bounded_sum(f.bookkeeping, (static_cast<std::size_t>(g.spans(tokens)) + copies) * sizeof(page));

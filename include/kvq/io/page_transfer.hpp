@@ -161,9 +161,9 @@ private:
         const page_span span{m.first_token, m.used, m.room == 0 ? capacity : m.room, {}, {}, m.skip,
                              m.sinks,       m.shift};
         const bool last = !span.full();  // check() looks for others behind it
-        // A page that other spans show, too, may have memory for more tokens: check() compares.
+        // Other spans of the page may need memory for more tokens: check() looks.
         detail::expect(detail::layer_track::is_possible(span, m.committed, last, g) && m.tokens <= capacity &&
-                           m.tokens >= detail::layer_track::memory_tokens(span, m.committed, g),
+                           m.tokens >= detail::layer_track::least_memory(span, m.committed, g),
                        detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ",
                        m.first_token, ", of which it shows ", m.used, ", does not belong to a cache with ",
                        g.sinks, " sinks and ", g.page_tokens, " tokens per page");
@@ -236,7 +236,7 @@ private:
         extent found;
         int expected = 0;
         std::vector<page_span> held;
-        std::map<const page*, int> memory;  // tokens that the spans of a page need
+        std::map<const page*, int> least;  // tokens that the spans of a page need
         for (const auto& [first, r] : list) {
             expected = detail::larger(expected, r.layer_tokens);
             const page_ref own = page_of(r.own, pages), copy = page_of(r.copy, pages);
@@ -252,19 +252,18 @@ private:
             held.push_back(r.span);
             found.committed += r.committed;
             found.tokens += r.span.tokens;
-            int& own_memory = memory[own.get()];
-            own_memory =
-                detail::larger(own_memory, detail::layer_track::memory_tokens(r.span, r.committed, g));
-            if (copy) memory[copy.get()] = g.capacity(r.span.sinks);
+            int& needed = least[own.get()];
+            needed = detail::larger(needed, detail::layer_track::least_memory(r.span, r.committed, g));
+            if (copy) least[copy.get()] = g.capacity(false);
         }
         for (const auto& [first, r] : list)
             detail::expect(
                 detail::layer_track::is_possible(r.span, r.committed, r.span.end() == found.tokens, g), me,
                 " was received with ", found.tokens, " tokens, of which ", r.span.tokens, " from ", first,
                 " on are in a page for ", r.span.room);
-        for (const auto& [p, tokens] : memory)
-            detail::expect(p->tokens == tokens, me, ": a page has memory for ", p->tokens, " tokens, not ",
-                           tokens);
+        for (const auto& [p, needed] : least)
+            detail::expect(p->tokens >= needed, me, ": a page has memory for ", p->tokens,
+                           " tokens, not for ", needed);
         detail::expect(
             detail::layer_track::may_wait(held, static_cast<std::size_t>(found.committed), found.tokens, g),
             me, " was received with ", found.tokens, " tokens and ", found.committed,

@@ -215,7 +215,7 @@ private:
             }
 
         // What the spans say of their pages, and the pages of their first span.
-        std::vector<int> memory(table.rows.size(), 0);
+        std::vector<int> least(table.rows.size(), 0);
         // Version 3 was written with copies that no trim restores any more, after some erases. They are dropped.
         const int rollback = says_all() ? description_.rollback : saved_description::most_recent;
         for (std::size_t i = 0; i < layer.spans.size(); ++i) {
@@ -230,18 +230,18 @@ private:
             const auto at = static_cast<std::size_t>(row);
             check_page(table.rows[at],
                        table.rows[at].span <= i && (table.rows[at].format == 0 || (committed && !s.sinks)));
-            memory[at] = larger(memory[at], layer_track::memory_tokens(s, committed, g));
+            least[at] = larger(least[at], layer_track::least_memory(s, committed, g));
             if (copy < 0) continue;
             const saved_page& p = table.rows[static_cast<std::size_t>(copy)];
             check_page(
                 p, p.format == 0 && committed && layer_track::may_have_copies(s, layer.tokens, g, rollback));
-            memory[static_cast<std::size_t>(copy)] =
-                larger(memory[static_cast<std::size_t>(copy)], g.capacity(s.sinks));
+            least[static_cast<std::size_t>(copy)] = g.capacity(false);
         }
         for (std::size_t i = 0; i < table.rows.size(); ++i) {
             const saved_page& p = table.rows[i];
+            const auto most = static_cast<std::uint32_t>(g.capacity(layer.spans[p.span].sinks));
             check_page(p, table.of_span[p.span][i < table.copies ? 1 : 0] == static_cast<std::int32_t>(i) &&
-                              p.tokens == static_cast<std::uint32_t>(memory[i]));
+                              p.tokens >= static_cast<std::uint32_t>(least[i]) && p.tokens <= most);
         }
     }
 

@@ -1,7 +1,7 @@
 // The pages of one layer and tensor as they are saved or sent: each page once, without the values of trimmed tokens.
 //
 //   page of a committed span, or a 16-bit copy    as it is: hidden tokens share parameters with the others
-//   page of other spans only                      a 16-bit page for layer_track::memory_tokens(); tokens that none of them shows are zero
+//   page of other spans only                      with memory as if it were new; tokens that none of them shows are zero
 //
 // Contract: two sequences in the same state give the same pages in the same order: by the first span that holds them, copies behind pages.
 #pragma once
@@ -48,7 +48,7 @@ public:
             extent& e = extents[static_cast<std::size_t>(n)];
             e.as_it_is = e.as_it_is || i < track.committed;
             e.shown = larger(e.shown, s.skip + s.tokens);
-            e.memory = larger(e.memory, layer_track::memory_tokens(s, i < track.committed, g));
+            e.memory = larger(e.memory, g.window_tokens(s.tokens, g.capacity(s.sinks)));
         }
         for (int i = 0; i < track.size(); ++i) {
             if (!track[i].copies[at]) continue;
@@ -71,10 +71,11 @@ private:
 
     static void clean(const format& window, page_ref& p, const extent& e, tensor role,
                       const cache_shape& shape, page_pool& scratch) {
-        if (e.shown == p->tokens && e.memory == p->tokens) return;
+        const int memory = smaller(p->tokens, e.memory);
+        if (e.shown == p->tokens && memory == p->tokens) return;
         const std::size_t bytes =
-            window.block_bytes({role, e.memory, shape.dim(role)}) * static_cast<std::size_t>(shape.kv_heads);
-        page_ref copy = scratch.allocate(bytes, 0, e.memory);
+            window.block_bytes({role, memory, shape.dim(role)}) * static_cast<std::size_t>(shape.kv_heads);
+        page_ref copy = scratch.allocate(bytes, 0, memory);
         std::memset(copy->data(), 0, bytes);
         copy->not_finite = p->not_finite;
         copy_tokens(window.functions().value_type, *p, *copy, role, shape.dim(role), shape.kv_heads, e.shown);

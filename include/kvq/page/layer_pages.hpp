@@ -20,7 +20,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 /// Division of tokens into pages in a layer without cuts.
 struct page_geometry {
-    /// 16-bit pages that are not full end at multiples of 32 tokens, so that short sequences stay small.
+    /// 16-bit pages that are not full have memory for a multiple of 32 tokens, so that short sequences stay small.
     static constexpr int window_step = 32;
     /// Drafted tokens that may wait in a layer; they share a page.
     static constexpr int most_drafted = 64;
@@ -49,13 +49,11 @@ struct page_geometry {
     /// Capacity of the pages of a span.
     constexpr int capacity(bool of_sinks) const noexcept { return of_sinks ? sinks : page_tokens; }
 
-    /// Tokens for which a new 16-bit page gets memory, if it begins at position `first`, holds `used` tokens and has room for
-    /// `room`.
-    constexpr int window_tokens(int first, int used, int room) const noexcept {
-        const long long end = static_cast<long long>(first) + used;
-        return static_cast<int>(
-            detail::smaller(static_cast<long long>(room),
-                            detail::round_up(end, static_cast<long long>(window_step)) - first));
+    /// Tokens for which a new 16-bit page gets memory, if it holds `used` tokens and has room for `room`.
+    constexpr int window_tokens(int used, int room) const noexcept {
+        return static_cast<int>(detail::smaller(
+            static_cast<long long>(room),
+            detail::round_up(static_cast<long long>(used), static_cast<long long>(window_step))));
     }
 };
 

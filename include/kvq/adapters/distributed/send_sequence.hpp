@@ -130,12 +130,16 @@ public:
         guard.done = true;
     }
 
-    /// After the last layer: says how many tokens it has, and waits until everything is sent.
+    /// After the last layer: says how many tokens all layers have, and waits until everything is sent. Raises kvq::error in the middle of a
+    /// step, when they have different numbers.
     transfer_report finish(const sequence& s) {
         detail::transfer_guard<Transport> guard{channel_, "the layers of a sequence were not all sent"};
         detail::expect(layer_ == cache_.shape().layers, "a sequence ends after ", layer_, " of ",
                        cache_.shape().layers, " layers");
         report_.tokens = s.tokens();
+        for (int layer = 0; layer < layer_; ++layer)
+            detail::expect(s.tokens(layer) == report_.tokens, "a sequence is sent in the middle of a step: layer ",
+                           layer, " holds ", s.tokens(layer), " tokens, another one ", report_.tokens);
         message m;
         m.add(report_);
         channel_.send(to_, message_kind::report, std::move(m));

@@ -136,7 +136,7 @@ struct cache_access {
                                   pool.memory().page_bytes(role), cudaMemcpyDeviceToHost, stream);
             };
             const auto window_page = [&](tensor role, int number, int first, int tokens) {
-                const int room = g.window_tokens(first, tokens, g.page_tokens);
+                const int room = g.window_tokens(tokens, g.page_tokens);
                 page_ref p = zeroed(cpu.pool(), cpu.page_bytes(role, 0, room), room);
                 if (room == g.page_tokens && tokens == room) {
                     get(*p, gpu.window_, role, number);
@@ -149,7 +149,7 @@ struct cache_access {
             };
             if (sinks) {
                 const int held = kvq::detail::smaller(s.tokens, g.sinks),
-                          room = g.window_tokens(0, held, g.sinks);
+                          room = g.window_tokens(held, g.sinks);
                 page_span span;
                 span.tokens = held;
                 span.room = g.sinks;
