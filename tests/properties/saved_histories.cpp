@@ -199,7 +199,8 @@ verb random_verb(test::generator& random, const world& w, const test::stream& s)
                 if (random.one_in(2)) path.push_back(i);
             const bool rejected = random.one_in(4);
             return verb{text("draft", n, path.size(), rejected), [=, &s](world& x) {
-                            if (x.sequence->tokens() + n > longest || !same_tokens(*x.sequence, layers)) return nothing();
+                            if (x.sequence->tokens() + n > longest || !same_tokens(*x.sequence, layers))
+                                return nothing();
                             const int before = x.sequence->tokens();
                             for (int layer = 0; layer < layers; ++layer)
                                 x.sequence->append_draft(layer, s.k.slice(at, n), s.v.slice(at, n));
@@ -236,7 +237,7 @@ verb random_verb(test::generator& random, const world& w, const test::stream& s)
             const int layer = random.between(0, layers - 1),
                       listed = random.between(0, w.cache->table(kvq::tensor::key).listed() - 1);
             if (!random.one_in(3))
-                return verb{text("usage"), [](world& x) { return x.sequence->usage(), nothing(); }};
+                return verb{text("usage"), [](world& x) { return (void)x.sequence->usage(), nothing(); }};
             return verb{text("commit_to", listed, layer), [=](world& x) {
                             return x.cache->commit_to(kvq::tensor::key, listed, layer), nothing();
                         }};
@@ -296,20 +297,21 @@ kvq::sequence from_a_file(kvq::cache& of, const kvq::sequence& s) {
 struct page_bytes {
     std::size_t all = 0, spare = 0, headers = 0;
 };
-page_bytes bytes_of(const kvq::cache& cache, const kvq::sequence& s) {
+page_bytes bytes_of(const kvq::cache& cache, const std::vector<const kvq::sequence*>& sequences) {
     page_bytes sum;
     const kvq::page_geometry g = cache.geometry();
-    for (int layer = 0; layer < cache.shape().layers; ++layer) {
-        const auto& track = kvq::detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+    for (int layer = 0; layer < cache.shape().layers; ++layer)
         for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
             std::map<const kvq::page*, int> needed;  // tokens
-            for (int i = 0; i < track.size(); ++i) {
-                const kvq::page_span& span = track[i];
-                const kvq::page* const p = span.pages[static_cast<std::size_t>(role)].get();
-                const int tokens = i < track.committed ? p->tokens : g.window_tokens(span.tokens, g.capacity(span.sinks));
-                needed[p] = std::max(needed[p], tokens);
-                if (const auto& copy = span.copies[static_cast<std::size_t>(role)])
-                    needed[copy.get()] = copy->tokens;
+            for (const kvq::sequence* const one : sequences) {
+                const auto& track = kvq::detail::sequence_access::tracks(*one)[static_cast<std::size_t>(layer)];
+                for (int i = 0; i < track.size(); ++i) {
+                    const kvq::page_span& s = track[i];
+                    const kvq::page* const p = s.pages[static_cast<std::size_t>(role)].get();
+                    const int tokens = i < track.committed ? p->tokens : g.window_tokens(s.tokens, g.capacity(s.sinks));
+                    needed[p] = std::max(needed[p], tokens);
+                    if (const auto& copy = s.copies[static_cast<std::size_t>(role)]) needed[copy.get()] = copy->tokens;
+                }
             }
             for (const auto& [p, tokens] : needed) {
                 sum.all += p->bytes;
@@ -317,7 +319,6 @@ page_bytes bytes_of(const kvq::cache& cache, const kvq::sequence& s) {
                 if (tokens < p->tokens) sum.spare += p->bytes - cache.page_bytes(role, 0, tokens);
             }
         }
-    }
     return sum;
 }
 
@@ -325,10 +326,11 @@ page_bytes bytes_of(const kvq::cache& cache, const kvq::sequence& s) {
 std::string spans_of(const world& w) {
     std::string all;
     for (const auto& track : kvq::detail::sequence_access::tracks(*w.sequence)) {
-        all += text("\nlayer: tokens, committed", track.tokens, track.committed, track.targets[0], track.targets[1]);
+        all += text("\nlayer: tokens, committed", track.tokens, track.committed, track.targets[0],
+                    track.targets[1]);
         for (const kvq::page_span& s : track.spans) {
-            all += text("\n  first, tokens, room, skip, sinks, shift", s.first_token, s.tokens, s.room, s.skip, s.sinks,
-                        s.shift);
+            all += text("\n  first, tokens, room, skip, sinks, shift", s.first_token, s.tokens, s.room,
+                        s.skip, s.sinks, s.shift);
             for (const auto* list : {&s.pages, &s.copies})
                 for (const kvq::page_ref& p : *list)
                     if (p) all += text("format, memory, holders", p->format, p->tokens, p.references());
@@ -345,7 +347,7 @@ void require_alike(const world& a, const world& b) {
     REQUIRE(x.quantized == y.quantized);
     REQUIRE(x.rollback == y.rollback);
     REQUIRE(x.not_finite == y.not_finite);
-    const page_bytes first = bytes_of(*a.cache, *a.sequence), second = bytes_of(*b.cache, *b.sequence);
+    const page_bytes first = bytes_of(*a.cache, {&*a.sequence}), second = bytes_of(*b.cache, {&*b.sequence});
     REQUIRE(x.quantized + x.window + x.rollback == first.all);
     REQUIRE(y.quantized + y.window + y.rollback == second.all);
     REQUIRE(first.all - first.spare == second.all - second.spare);
@@ -406,6 +408,11 @@ TEST_CASE("what is saved, sent or stored comes back, and has the same future, af
             b.sequence = stored ? from_a_file(*a.cache, *a.sequence) : a.sequence->fork();
         }
         require_alike(a, b);
+        if (channel < 9) {
+            const page_bytes pages = bytes_of(*b.cache, {&*b.sequence});
+            REQUIRE(b.cache->bytes_in_use() == pages.all + pages.headers);
+            REQUIRE(pages.spare == 0);
+        }
         for (int step = random.between(2, 9); step > 0; --step) {
             const verb v = random_verb(random, a, s);
             verbs += v.says;
@@ -421,6 +428,150 @@ TEST_CASE("what is saved, sent or stored comes back, and has the same future, af
                 b.sequence = test::restored(*b.cache, test::saved(*b.sequence));
             }
             require_alike(a, b);
+        }
+    }
+}
+
+// ---- states of a table ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr int ids = 4;
+
+struct table_world {
+    std::shared_ptr<kvq::cache> cache;
+    std::shared_ptr<kvq::sequence_table> table;
+};
+struct table_verb {
+    std::string says;
+    std::function<std::vector<float>(table_world&)> run;
+};
+
+test::file_bytes state_of(const table_world& w, int id = -1) {
+    test::file_bytes bytes;
+    kvq::write_state(
+        *w.table,
+        [&](const void* data, std::size_t n) {
+            const auto* const p = static_cast<const std::byte*>(data);
+            bytes.insert(bytes.end(), p, p + n);
+        },
+        id);
+    return bytes;
+}
+
+table_verb random_table_verb(test::generator& random, const table_world& w, const test::stream& s) {
+    const kvq::cache_shape shape = w.cache->shape();
+    const int id = random.between(0, ids - 1), to = random.between(0, ids - 1);
+    int end = 0;
+    for (int i = 0; i < ids; ++i) end = std::max(end, w.table->position_max(i) + 1);
+    const int last = w.table->position_max(id) + 1, a = random.between(0, last),
+              b = random.one_in(3) ? -1 : random.one_in(2) ? random.between(a, last) : std::min(a + 3, last);
+    switch (random.between(0, 9)) {
+    case 0:
+    case 1:
+    case 2:
+    case 3: {
+        const int n = end > longest ? 0 : random.between(0, random.one_in(2) ? 30 : 3), at = random.between(0, longest);
+        std::vector<std::int32_t> positions, counts, named;
+        for (int i = 0; i < n; ++i) {
+            positions.push_back(end + i);
+            const int first = random.one_in(8) ? random.between(0, ids - 1) : id;
+            counts.push_back(random.one_in(4) && first != to ? 2 : 1);
+            named.push_back(first);
+            named.push_back(to);
+        }
+        return {text("step", n, id, to), [=, &s](table_world& x) {
+                    kvq::workspace space;
+                    std::vector<const std::int32_t*> all;
+                    for (int i = 0; i < n; ++i) all.push_back(named.data() + 2 * i);
+                    x.table->begin({n, positions.data(), counts.data(), all.data()}, shape.kv_heads, 1, space);
+                    std::vector<float> seen;
+                    for (int layer = 0; layer < shape.layers; ++layer) {
+                        test::tensor<float> out(n, shape.kv_heads, shape.dim(kvq::tensor::value));
+                        x.table->prefill(layer, s.k.slice(at, n), s.v.slice(at, n), s.k.slice(at, n), out.view(),
+                                         kvq::causal{}, kvq::serial_executor{}, space);
+                        seen.insert(seen.end(), out.values().begin(), out.values().end());
+                    }
+                    x.table->end();
+                    return seen;
+                }};
+    }
+    case 4:
+    case 5:
+        return {text("remove", id, a, b), [=](table_world& x) { return x.table->remove(id, a, b), nothing(); }};
+    case 6:
+    case 7:
+        return {text("copy", id, to, a, b), [=](table_world& x) { return x.table->copy(id, to, a, b), nothing(); }};
+    case 8: {
+        const int by = random.between(-9, 3);
+        return {text("shift", id, a, b, by), [=](table_world& x) { return x.table->shift(id, a, b, by), nothing(); }};
+    }
+    default:
+        if (random.one_in(3)) return {text("keep", id), [=](table_world& x) { return x.table->keep(id), nothing(); }};
+        return {text("remove", id), [=](table_world& x) { return x.table->remove(id, -1, -1), nothing(); }};
+    }
+}
+
+/// Bytes of all pages but what trims have left in 16-bit pages.
+std::size_t bytes_needed(const table_world& w) {
+    std::vector<const kvq::sequence*> all;
+    for (int id = 0; id < ids; ++id)
+        if (const auto* const s = w.table->find(id)) all.push_back(s);
+    const page_bytes sum = bytes_of(*w.cache, all);
+    REQUIRE(sum.all + sum.headers == w.cache->bytes_in_use());
+    return sum.all - sum.spare;
+}
+
+}  // namespace
+
+TEST_CASE("a state of many sequences is read back with the pages that they share, and has the same future") {
+    const auto seed = test::seed();
+    const auto [first, last] = numbers(100);
+    for (int number = first; number < last; ++number) {
+        test::generator random(seed + static_cast<std::uint64_t>(number));
+        const kvq::cache_shape shape{.layers = random.between(1, 2), .kv_heads = 1, .head_dim = 32};
+        const auto options = random_options(random, shape);
+        const test::stream s(random, shape, 2 * longest);
+        const auto made = [&] {
+            table_world w{std::make_shared<kvq::cache>(shape, options), nullptr};
+            w.table = std::make_shared<kvq::sequence_table>(*w.cache, ids);
+            return w;
+        };
+        const auto done_to = [](const table_verb& v, table_world& w) {
+            std::vector<float> seen;
+            std::string error = test::message_of([&] { seen = v.run(w); });
+            return std::pair(std::move(seen), std::move(error));
+        };
+        table_world a = made(), b = made();
+        std::string verbs;
+        for (int step = random.between(2, 14); step > 0; --step) {
+            const table_verb v = random_table_verb(random, a, s);
+            verbs += v.says;
+            done_to(v, a);
+        }
+        verbs += "\nstate; ";
+        INFO("KVQ_SEED=", seed, " KVQ_HISTORY=", number, " ", verbs);
+        kvq::read_state(*b.table, test::memory_source{state_of(a)});
+        REQUIRE(state_of(a) == state_of(b));
+        REQUIRE(bytes_needed(a) == bytes_needed(b));
+        for (int step = random.between(2, 9); step > 0; --step) {
+            const table_verb v = random_table_verb(random, a, s);
+            verbs += v.says;
+            INFO(v.says);
+            const auto of_a = done_to(v, a), of_b = done_to(v, b);
+            REQUIRE(of_a.second == of_b.second);
+            REQUIRE(of_a.first == of_b.first);
+            REQUIRE(state_of(a) == state_of(b));
+            REQUIRE(bytes_needed(a) == bytes_needed(b));
+        }
+        // One sequence alone, under another id.
+        const int id = random.between(0, ids - 1), to = random.between(0, ids - 1);
+        table_world c = made();
+        kvq::read_state(*c.table, test::memory_source{state_of(a, id)}, to);
+        REQUIRE(c.table->tokens(to) == a.table->tokens(id));
+        if (const auto* const one = a.table->find(id)) {
+            REQUIRE(test::saved(*one) == test::saved(*c.table->find(to)));
+            REQUIRE(test::attention_bits(*a.cache, *one) == test::attention_bits(*c.cache, *c.table->find(to)));
         }
     }
 }

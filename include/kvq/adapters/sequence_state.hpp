@@ -20,7 +20,7 @@ struct state_options {
 };
 
 struct sequence_table::access {
-    /// Version 1 has messages of version 3 and is the same otherwise.
+    /// Version 1 has messages of version 3, in which sequences share no pages, and is the same otherwise.
     struct header {
         char magic[8] = "kvqseqs";
         std::uint32_t version = 4, entries = 0;
@@ -46,6 +46,9 @@ struct sequence_table::access {
         header h;
         h.entries = static_cast<std::uint32_t>(all.size());
         put(sink, &h, sizeof h);
+        detail::sent_pages pages;
+        for (const saved& s : all)
+            for (int layer = 0; layer < table.cache_->shape().layers; ++layer) pages.add(s.of->tokens, layer);
         for (const saved& s : all) {
             crc32c sum;
             const auto summed = [&](const void* data, std::size_t bytes) {
@@ -63,10 +66,13 @@ struct sequence_table::access {
             if (!options.copies) shown.drop_copies();
             int sent = 0;  // a message comes in three
             for (int layer = 0; layer < table.cache_->shape().layers; ++layer)
-                send_pages(shown, layer, [&](const void* data, std::size_t bytes) {
-                    if (sent++ % 3 == 0) put(sink, &page_follows, sizeof page_follows);
-                    put(sink, data, bytes);
-                });
+                detail::send_pages(
+                    shown, layer,
+                    [&](const void* data, std::size_t bytes) {
+                        if (sent++ % 3 == 0) put(sink, &page_follows, sizeof page_follows);
+                        put(sink, data, bytes);
+                    },
+                    pages);
             put(sink, &no_page_follows, sizeof no_page_follows);
         }
     }
@@ -85,8 +91,10 @@ struct sequence_table::access {
         detail::expect(h.entries <= (id < 0 ? static_cast<std::uint32_t>(table.ids()) : 1u), "the state has ",
                        h.entries, " sequences, for ", id < 0 ? table.ids() : 1, " of the table");
         std::vector<shared_entry> fresh(table.held_.size());
+        page_receiver receiver(*table.cache_);
+        receiver.keep_pages();
         for (std::uint32_t i = 0; i < h.entries; ++i) {
-            const auto [made, ids] = read_entry(table, source);
+            const auto [made, ids] = read_entry(table, source, receiver);
             if (id >= 0) {
                 fresh[static_cast<std::size_t>(id)] = made;
                 continue;
@@ -124,7 +132,8 @@ private:
     }
     template <class Source>
     static std::pair<shared_entry, std::vector<std::int32_t>> read_entry(sequence_table& table,
-                                                                         Source& source) {
+                                                                         Source& source,
+                                                                         page_receiver& receiver) {
         source.restart();
         std::uint32_t sizes[2], checksum = 0, follows = 0;
         source.read(sizes, sizeof sizes, "the sizes of a sequence");
@@ -140,7 +149,6 @@ private:
         for (std::size_t i = 0; i < positions.size(); ++i)
             detail::expect(positions[i] >= 0 && (i == 0 || positions[i - 1] < positions[i]), "position ",
                            positions[i], " of token ", i, " does not ascend");
-        page_receiver receiver(*table.cache_);
         std::vector<std::byte> storage;
         const auto rest = [&](void* to, std::size_t bytes) {
             source.read(to, bytes, "a page");

@@ -102,9 +102,11 @@ struct layer_track {
                (is_committed || (s.skip == 0 && (last ? s.room == capacity : s.full())));
     }
 
-    /// Tokens for which the pages of a span have memory: from `least` to the capacity. Of a page that several spans show, the largest counts.
-    static int least_memory(const page_span& s, bool is_committed, const page_geometry& g) noexcept {
-        return is_committed ? g.capacity(s.sinks) : s.tokens;
+    /// May a page of a span, or its copy, have memory for so many tokens?
+    static bool may_have_memory(const page_span& s, bool is_committed, int memory,
+                                const page_geometry& g) noexcept {
+        const int capacity = g.capacity(s.sinks);
+        return is_committed ? memory == capacity : memory >= s.tokens && memory <= capacity;
     }
     /// May a committed span of a layer of n tokens have 16-bit copies?
     static bool may_have_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
@@ -153,12 +155,17 @@ struct layer_track {
         if (size() > committed) spans.back().room = g.capacity(spans.back().sinks);
     }
     /// After a restore: may two spans share a page?
-    void find_rearranged() noexcept {
-        rearranged = std::any_of(spans.begin(), spans.end(), [](const page_span& s) {
-            const auto shared = [](const page_ref& p) { return p && p.shared(); };
-            return s.skip > 0 || s.shift != 0 || shared(s.pages[0]) || shared(s.pages[1]) ||
-                   shared(s.copies[0]) || shared(s.copies[1]);
-        });
+    void find_rearranged() {
+        std::vector<const page*> held;
+        rearranged = false;
+        for (const page_span& s : spans) {
+            rearranged = rearranged || s.skip > 0 || s.shift != 0;
+            for (const auto* list : {&s.pages, &s.copies})
+                for (const page_ref& p : *list)
+                    if (p) held.push_back(p.get());
+        }
+        std::sort(held.begin(), held.end());
+        rearranged = rearranged || std::adjacent_find(held.begin(), held.end()) != held.end();
     }
     /// After a restore of what does not say which spans share a page (version 3): equal pages of committed spans become one page.
     void join_pages() {

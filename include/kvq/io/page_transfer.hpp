@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <map>
+#include <unordered_map>
 
 #include "../cache/sequence.hpp"
 #include "page_wire.hpp"
@@ -18,22 +19,41 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Writes the pages of one layer to a sink, a message each: by spans, 16-bit copies before their pages, first K, then V. A page that several
-/// spans show is sent with the first one.
+namespace detail {
+
+/// The pages that are sent: of one layer, or of several sequences that share some.
+class sent_pages {
+public:
+    void add(const sequence& s, int layer) {
+        for (const tensor role : {tensor::key, tensor::value})
+            extents_.add(sequence_access::tracks(s)[static_cast<std::size_t>(layer)], role,
+                         sequence_access::cache(s).geometry());
+    }
+    const page_extents& extents() const noexcept { return extents_; }
+    /// The number of a page, and whether it is a new one.
+    std::pair<std::uint32_t, bool> number_of(const page& p) {
+        const auto [found, is_new] =
+            numbers_.try_emplace(&p, static_cast<std::uint32_t>(numbers_.size() + 1));
+        return {found->second, is_new};
+    }
+
+private:
+    page_extents extents_;
+    std::unordered_map<const page*, std::uint32_t> numbers_;
+};
+
+/// send_pages() of a layer of a sequence that was added to `pages`, as all others were that may share pages with it.
 template <byte_sink Sink>
-void send_pages(const sequence& s, int layer, Sink&& write) {
-    const cache& of = detail::sequence_access::cache(s);
+void send_pages(const sequence& s, int layer, Sink&& write, sent_pages& sent) {
+    const cache& of = sequence_access::cache(s);
     const cache_shape& shape = of.shape();
-    detail::expect(layer >= 0 && layer < shape.layers, "layer ", layer, " is not among the ", shape.layers,
-                   " layers of the cache");
-    const detail::layer_track& track = detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+    const layer_track& track = sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
     page_pool scratch(of.pool().memory());
     for (const tensor role : {tensor::key, tensor::value}) {
-        const detail::written_pages pages(of.window(), track, role, shape, of.geometry(), scratch);
-        std::vector<bool> sent(pages.all().size());
-        const auto send = [&](page_kind kind, int number, int i) {
-            const auto at = static_cast<std::size_t>(number);
-            const page& p = *pages.all()[at].page;
+        const written_pages pages(of.window(), track, role, shape, scratch, sent.extents());
+        const auto send = [&](page_kind kind, int entry, int i) {
+            const written_pages::entry& e = pages.all()[static_cast<std::size_t>(entry)];
+            const auto [number, is_new] = sent.number_of(*e.held);
             const int target = track.targets[static_cast<int>(role)];
             page_message m;
             m.role = role;
@@ -41,7 +61,7 @@ void send_pages(const sequence& s, int layer, Sink&& write) {
             m.committed = i < track.committed;
             m.layer = layer;
             m.first_token = track[i].first_token;
-            m.tokens = p.tokens;
+            m.tokens = e.page->tokens;
             m.used = track[i].tokens;
             m.skip = track[i].skip;
             m.room = track[i].room;
@@ -50,14 +70,13 @@ void send_pages(const sequence& s, int layer, Sink&& write) {
             m.kv_heads = shape.kv_heads;
             m.dim = shape.dim(role);
             m.layer_tokens = track.tokens;
-            m.not_finite = p.not_finite;
-            m.scheme = identity_of(of.table(role)[p.format]);
+            m.not_finite = e.page->not_finite;
+            m.scheme = identity_of(of.table(role)[e.page->format]);
             if (target != of.target_format(role, layer)) m.target = identity_of(of.table(role)[target]);
             if (m.shift != 0) m.rotary = of.rotations().identity(layer);
-            m.number = static_cast<std::uint32_t>(number) + 1;
-            m.is_elsewhere = sent[at];
-            if (!sent[at]) m.data = {p.data(), p.bytes};
-            sent[at] = true;
+            m.number = number;
+            m.is_elsewhere = !is_new;
+            if (is_new) m.data = {e.page->data(), e.page->bytes};
             quantize_page(write, m);
         };
         for (int i = 0; i < track.size(); ++i) {
@@ -68,11 +87,25 @@ void send_pages(const sequence& s, int layer, Sink&& write) {
     }
 }
 
+}  // namespace detail
+
+/// Writes the pages of one layer to a sink, a message each: by spans, 16-bit copies before their pages, first K, then V. A page that several
+/// spans show is sent with the first one. A layer without tokens sends nothing.
+template <byte_sink Sink>
+void send_pages(const sequence& s, int layer, Sink&& write) {
+    const int layers = detail::sequence_access::cache(s).shape().layers;
+    detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
+                   " layers of the cache");
+    detail::sent_pages sent;
+    sent.add(s, layer);
+    detail::send_pages(s, layer, write, sent);
+}
+
 /// Collects the pages of one sequence. Not for several threads at once.
 class page_receiver {
 public:
     explicit page_receiver(cache& of)
-        : cache_(of), received_(2 * static_cast<std::size_t>(of.shape().layers)) {}
+        : cache_(of), received_(2 * static_cast<std::size_t>(of.shape().layers)), known_(received_.size()) {}
 
     /// Copies a page into the cache. Raises kvq::error if it does not fit the cache; nothing changes then.
     void accept(const page_message& m) { accept_as(m, m.role); }
@@ -81,7 +114,7 @@ public:
     /// Only this check detects that all pages of a layer are lost.
     [[nodiscard]] sequence finish(int tokens) {
         for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
-            const int came = check(layer, 0, received_[2 * layer]).tokens;
+            const int came = check(layer, 0).tokens;
             detail::expect(came == tokens, detail::layer_text(layer, tensor::key), ": ", came,
                            " tokens were received, not ", tokens);
         }
@@ -93,8 +126,7 @@ public:
         auto& tracks = detail::sequence_access::tracks(s);
         for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
             extent found[2];
-            for (std::size_t role = 0; role < 2; ++role)
-                found[role] = check(layer, role, received_[2 * layer + role]);
+            for (std::size_t role = 0; role < 2; ++role) found[role] = check(layer, role);
             const bool same_spans = std::equal(
                 received_[2 * layer].begin(), received_[2 * layer].end(), received_[2 * layer + 1].begin(),
                 received_[2 * layer + 1].end(),
@@ -104,23 +136,27 @@ public:
                            " pages committed) and values of ", found[1].tokens, " (", found[1].committed,
                            ")");
             detail::layer_track& track = tracks[layer];
-            fill(track, &received_[2 * layer]);
+            fill(track, layer);
             track.tokens = found[0].tokens;
             track.committed = found[0].committed;
             track.drop_copies(cache_.geometry(), cache_.options().rollback);
         }
-        // The references of the lists would count as shared.
-        const bool says_all = says_all_;
-        for (auto& list : received_) list.clear();
-        says_all_ = true;
         for (detail::layer_track& track : tracks) {
-            if (says_all)
+            if (says_all_)
                 track.find_rearranged();
             else
                 track.join_pages();
         }
+        for (std::size_t i = 0; i < received_.size(); ++i) {
+            if (keeps_) known_[i].merge(numbered(i));
+            received_[i].clear();
+        }
+        says_all_ = true;
         return s;
     }
+    /// Later sequences may have pages of those that were finished: numbers of pages do not begin anew with each. For a state of several
+    /// sequences (adapters/sequence_state.hpp).
+    void keep_pages() noexcept { keeps_ = true; }
 
 private:
     /// A page or a copy of a span.
@@ -161,9 +197,8 @@ private:
         const page_span span{m.first_token, m.used, m.room == 0 ? capacity : m.room, {}, {}, m.skip,
                              m.sinks,       m.shift};
         const bool last = !span.full();  // check() looks for others behind it
-        // Other spans of the page may need memory for more tokens: check() looks.
-        detail::expect(detail::layer_track::is_possible(span, m.committed, last, g) && m.tokens <= capacity &&
-                           m.tokens >= detail::layer_track::least_memory(span, m.committed, g),
+        detail::expect(detail::layer_track::is_possible(span, m.committed, last, g) &&
+                           detail::layer_track::may_have_memory(span, m.committed, m.tokens, g),
                        detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ",
                        m.first_token, ", of which it shows ", m.used, ", does not belong to a cache with ",
                        g.sinks, " sinks and ", g.page_tokens, " tokens per page");
@@ -212,58 +247,64 @@ private:
         says_all_ = says_all_ && m.number > 0;
     }
 
-    /// The pages of a list by number; kvq::error if one came twice.
-    static std::map<std::uint32_t, page_ref> numbered(const received_pages& list, const std::string& who) {
-        std::map<std::uint32_t, page_ref> pages;
-        for (const auto& [first, r] : list)
+    using numbered_pages = std::map<std::uint32_t, page_ref>;
+
+    std::string text_of(std::size_t list) const {
+        return detail::layer_text(list / 2, static_cast<tensor>(list % 2));
+    }
+    /// The pages that came with a list, by number; kvq::error if one came twice.
+    numbered_pages numbered(std::size_t list) const {
+        numbered_pages pages;
+        for (const auto& [first, r] : received_[list])
             for (const slot* s : {&r.own, &r.copy})
                 if (s->page && s->number > 0)
-                    detail::expect(pages.emplace(s->number, s->page).second, who, ": page ", s->number,
-                                   " at ", first, " came twice");
+                    detail::expect(
+                        known_[list].count(s->number) == 0 && pages.emplace(s->number, s->page).second,
+                        text_of(list), ": page ", s->number, " at ", first, " came twice");
         return pages;
     }
-    static page_ref page_of(const slot& s, const std::map<std::uint32_t, page_ref>& pages) {
+    page_ref page_of(const slot& s, std::size_t list, const numbered_pages& pages) const {
         if (s.page || !s.came) return s.page;
-        const auto found = pages.find(s.number);
-        return found == pages.end() ? page_ref{} : found->second;
+        for (const numbered_pages* from : {&pages, &known_[list]})
+            if (const auto found = from->find(s.number); found != from->end()) return found->second;
+        return {};
     }
 
     /// Checks that the pages form a sequence without gaps.
-    extent check(std::size_t layer, std::size_t role, const received_pages& list) const {
+    extent check(std::size_t layer, std::size_t role) const {
         const page_geometry g = cache_.geometry();
-        const std::string me = detail::layer_text(layer, static_cast<tensor>(role));
-        const auto pages = numbered(list, me);
+        const std::size_t list = 2 * layer + role;
+        const std::string me = text_of(list);
+        const numbered_pages pages = numbered(list);
         extent found;
-        int expected = 0;
+        int expected = 0, target = -1;
         std::vector<page_span> held;
-        std::map<const page*, int> least;  // tokens that the spans of a page need
-        for (const auto& [first, r] : list) {
+        for (const auto& [first, r] : received_[list]) {
+            const auto fits = [&, &r = r](const page_ref& p) {
+                return detail::layer_track::may_have_memory(r.span, r.committed, p->tokens, g) &&
+                       (p->format == 0 || (r.committed && !r.span.sinks));
+            };
             expected = detail::larger(expected, r.layer_tokens);
-            const page_ref own = page_of(r.own, pages), copy = page_of(r.copy, pages);
+            const page_ref own = page_of(r.own, list, pages), copy = page_of(r.copy, list, pages);
             detail::expect(own && (copy || !r.copy.came) && first == found.tokens, me,
                            ": the page before token ", own ? first : r.span.end(), " is missing");
             detail::expect(!r.committed || found.committed == static_cast<int>(held.size()), me,
                            ": the page at ", first, " is committed, but not the one before");
-            detail::expect(
-                (own->format == 0 || (r.committed && !r.span.sinks)) && (!copy || copy->format == 0), me,
-                ": the page at ", first, " is quantized, but not committed");
-            detail::expect(r.target == list.begin()->second.target, me, ": the page at ", first,
+            detail::expect(fits(own) && (!copy || (copy->format == 0 && fits(copy))), me, ": the page at ",
+                           first, " cannot be that of another span, in format ", own->format, " for ",
+                           own->tokens, " tokens");
+            detail::expect(held.empty() || r.target == target, me, ": the page at ", first,
                            " names another format for later pages than the one before");
+            target = r.target;
             held.push_back(r.span);
             found.committed += r.committed;
             found.tokens += r.span.tokens;
-            int& needed = least[own.get()];
-            needed = detail::larger(needed, detail::layer_track::least_memory(r.span, r.committed, g));
-            if (copy) least[copy.get()] = g.capacity(false);
         }
-        for (const auto& [first, r] : list)
+        for (const auto& [first, r] : received_[list])
             detail::expect(
                 detail::layer_track::is_possible(r.span, r.committed, r.span.end() == found.tokens, g), me,
                 " was received with ", found.tokens, " tokens, of which ", r.span.tokens, " from ", first,
                 " on are in a page for ", r.span.room);
-        for (const auto& [p, needed] : least)
-            detail::expect(p->tokens >= needed, me, ": a page has memory for ", p->tokens,
-                           " tokens, not for ", needed);
         detail::expect(
             detail::layer_track::may_wait(held, static_cast<std::size_t>(found.committed), found.tokens, g),
             me, " was received with ", found.tokens, " tokens and ", found.committed,
@@ -273,16 +314,17 @@ private:
         return found;
     }
 
-    /// lists: those of K and V, which have the same spans.
-    void fill(detail::layer_track& track, const received_pages* lists) const {
-        track.spans.reserve(detail::table_capacity(lists[0].size()));
-        for (const auto& [first, r] : lists[0]) track.spans.push_back(r.span);
+    /// K and V have the same spans.
+    void fill(detail::layer_track& track, std::size_t layer) const {
+        track.spans.reserve(detail::table_capacity(received_[2 * layer].size()));
+        for (const auto& [first, r] : received_[2 * layer]) track.spans.push_back(r.span);
         for (std::size_t role = 0; role < 2; ++role) {
-            const auto pages = numbered(lists[role], "");
+            const std::size_t list = 2 * layer + role;
+            const numbered_pages pages = numbered(list);
             std::size_t i = 0;
-            for (const auto& [first, r] : lists[role]) {
-                track.spans[i].pages[role] = page_of(r.own, pages);
-                track.spans[i++].copies[role] = page_of(r.copy, pages);
+            for (const auto& [first, r] : received_[list]) {
+                track.spans[i].pages[role] = page_of(r.own, list, pages);
+                track.spans[i++].copies[role] = page_of(r.copy, list, pages);
                 if (r.target >= 0) track.targets[role] = r.target;
             }
         }
@@ -290,7 +332,9 @@ private:
 
     cache& cache_;
     std::vector<received_pages> received_;  // [layer][K, V]
-    bool says_all_ = true;                  // which spans share a page
+    std::vector<numbered_pages> known_;     // of sequences before, by list
+    bool keeps_ = false;
+    bool says_all_ = true;  // which spans share a page
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -120,8 +120,9 @@ private:
         for (std::size_t layer = 0; layer < sequence_access::tracks(sequence_).size(); ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
                 const layer_track& track = sequence_access::tracks(sequence_)[layer];
-                const written_pages pages(cache_.window(), track, role, cache_.shape(), cache_.geometry(),
-                                          scratch_);
+                page_extents extents;
+                extents.add(track, role, cache_.geometry());
+                const written_pages pages(cache_.window(), track, role, cache_.shape(), scratch_, extents);
                 std::vector<std::pair<saved_page, std::size_t>> rows;
                 for (const written_pages::entry& e : pages.all())
                     rows.push_back({{static_cast<std::uint32_t>(layer), static_cast<std::uint32_t>(role),

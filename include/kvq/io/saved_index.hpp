@@ -214,35 +214,32 @@ private:
                 row = static_cast<std::int32_t>(i);
             }
 
-        // What the spans say of their pages, and the pages of their first span.
-        std::vector<int> least(table.rows.size(), 0);
         // Version 3 was written with copies that no trim restores any more, after some erases. They are dropped.
         const int rollback = says_all() ? description_.rollback : saved_description::most_recent;
+        const auto count = static_cast<std::int32_t>(table.rows.size());
         for (std::size_t i = 0; i < layer.spans.size(); ++i) {
             const page_span& s = layer.spans[i];
             const bool committed = static_cast<int>(i) < layer.committed;
             const auto [row, copy] = table.of_span[i];
-            const auto count = static_cast<std::int32_t>(table.rows.size());
             expect(
                 row >= static_cast<std::int32_t>(table.copies) && row < count && copy >= -1 && copy < count,
                 who, " of the saved sequence has page ", row, " and copy ", copy, " in span ", i, ", of ",
-                table.copies, " copies and ", count - static_cast<std::int32_t>(table.copies), " pages");
-            const auto at = static_cast<std::size_t>(row);
-            check_page(table.rows[at],
-                       table.rows[at].span <= i && (table.rows[at].format == 0 || (committed && !s.sinks)));
-            least[at] = larger(least[at], layer_track::least_memory(s, committed, g));
+                table.copies, " copies and ", table.rows.size() - table.copies, " pages");
+            const auto fits = [&](const saved_page& p) {
+                return p.tokens <= static_cast<std::uint32_t>(g.longest_page()) &&
+                       layer_track::may_have_memory(s, committed, static_cast<int>(p.tokens), g);
+            };
+            const saved_page& own = table.rows[static_cast<std::size_t>(row)];
+            check_page(own, fits(own) && (own.format == 0 || (committed && !s.sinks)));
             if (copy < 0) continue;
-            const saved_page& p = table.rows[static_cast<std::size_t>(copy)];
-            check_page(
-                p, p.format == 0 && committed && layer_track::may_have_copies(s, layer.tokens, g, rollback));
-            least[static_cast<std::size_t>(copy)] = g.capacity(false);
+            const saved_page& c = table.rows[static_cast<std::size_t>(copy)];
+            check_page(c, fits(c) && c.format == 0 && committed &&
+                              layer_track::may_have_copies(s, layer.tokens, g, rollback));
         }
-        for (std::size_t i = 0; i < table.rows.size(); ++i) {
-            const saved_page& p = table.rows[i];
-            const auto most = static_cast<std::uint32_t>(g.capacity(layer.spans[p.span].sinks));
-            check_page(p, table.of_span[p.span][i < table.copies ? 1 : 0] == static_cast<std::int32_t>(i) &&
-                              p.tokens >= static_cast<std::uint32_t>(least[i]) && p.tokens <= most);
-        }
+        // The span that a row names has its page.
+        for (std::size_t i = 0; i < table.rows.size(); ++i)
+            check_page(table.rows[i], table.of_span[table.rows[i].span][i < table.copies ? 1 : 0] ==
+                                          static_cast<std::int32_t>(i));
     }
 
     safetensors_header header_;

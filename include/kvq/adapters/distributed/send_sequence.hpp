@@ -138,8 +138,9 @@ public:
                        cache_.shape().layers, " layers");
         report_.tokens = s.tokens();
         for (int layer = 0; layer < layer_; ++layer)
-            detail::expect(s.tokens(layer) == report_.tokens, "a sequence is sent in the middle of a step: layer ",
-                           layer, " holds ", s.tokens(layer), " tokens, another one ", report_.tokens);
+            detail::expect(s.tokens(layer) == report_.tokens,
+                           "a sequence is sent in the middle of a step: layer ", layer, " holds ",
+                           s.tokens(layer), " tokens, another one ", report_.tokens);
         message m;
         m.add(report_);
         channel_.send(to_, message_kind::report, std::move(m));
