@@ -308,7 +308,8 @@ typedef struct kvq_rotary {
     int32_t frequency_count;    // dims / 2, or 0
     double base;                // 0: 10000
     const double* frequencies;  // radians per position of each pair; NULL: base^(-2 j / dims)
-    /// Instead of all of the above, or NULL: rotates a row by `by` positions more. Called from any thread. Kept, and `user`.
+    /// Instead of all of the above, or NULL: rotates a row by `by` positions more. Called from any thread. Kept, and `user`. In files the
+    /// numbers above tell such functions apart.
     void (*rotate)(void* user, float* row, int32_t head_dim, int64_t by);
     void* user;
 } kvq_rotary;

@@ -48,7 +48,8 @@ void print(const char* name, const file_bytes& bytes) {
     if (!std::getenv("KVQ_PRINT_GOLDEN")) return;
     std::printf("{\"%s\",", name);
     for (std::size_t i = 0; i < bytes.size(); ++i)
-        std::printf("%s%02x", i % 48 == 0 ? (i == 0 ? "\n  \"" : "\"\n  \"") : "", static_cast<unsigned>(bytes[i]));
+        std::printf("%s%02x", i % 48 == 0 ? (i == 0 ? "\n  \"" : "\"\n  \"") : "",
+                    static_cast<unsigned>(bytes[i]));
     std::printf("\"},\n");
 }
 
@@ -81,7 +82,9 @@ file_bytes body(const file_bytes& file) {
     const auto header = kvq::read_safetensors_header(test::memory_source{file});
     file_bytes rest(file.begin() + 8 + static_cast<std::ptrdiff_t>(length), file.end());
     for (const auto& t : header.tensors)
-        if (t.name == "seal") rest.erase(rest.begin() + static_cast<std::ptrdiff_t>(t.begin), rest.begin() + static_cast<std::ptrdiff_t>(t.end));
+        if (t.name == "seal")
+            rest.erase(rest.begin() + static_cast<std::ptrdiff_t>(t.begin),
+                       rest.begin() + static_cast<std::ptrdiff_t>(t.end));
     return rest;
 }
 
@@ -95,7 +98,8 @@ TEST_CASE("saved files of versions 3 and 4 are the same sequence") {
     const auto now = test::restored(cache, golden("file, version 4"), {.model = "golden"});
     test::require_same(cache, old, cache, now);
     CHECK(body(test::saved(now)) == body(golden("file, version 4")));
-    CHECK(body(test::saved(now)).size() < body(golden("file, version 3")).size());  // shared pages are there once
+    CHECK(body(test::saved(now)).size() <
+          body(golden("file, version 3")).size());  // shared pages are there once
 }
 
 TEST_CASE("messages of versions 3 and 4 are the same sequence") {
@@ -131,11 +135,14 @@ TEST_CASE("keys that moved are not read under another rotary embedding; version 
         kvq::sequence_table table(other, 3);
         for (const std::string& message :
              {test::message_of([&] { test::restored(other, golden("file, version 4")); }),
-              test::message_of([&] { test::restored(laid_out, golden("file, version 4"), {.convert = true}); }),
+              test::message_of(
+                  [&] { test::restored(laid_out, golden("file, version 4"), {.convert = true}); }),
               test::message_of([&] { received(other, golden("messages, version 4")); }),
-              test::message_of([&] { kvq::read_state(table, test::memory_source{golden("state, version 4")}); })}) {
+              test::message_of(
+                  [&] { kvq::read_state(table, test::memory_source{golden("state, version 4")}); })}) {
             INFO(message);
-            CHECK(test::contains(message, "under another rotary embedding: 4 channels from 0 on, half split, base 10000 "));
+            CHECK(test::contains(
+                message, "under another rotary embedding: 4 channels from 0 on, half split, base 10000 "));
             CHECK(test::contains(message, numbers));
         }
         CHECK(other.bytes_in_use() + laid_out.bytes_in_use() == 0);

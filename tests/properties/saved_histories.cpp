@@ -304,13 +304,16 @@ page_bytes bytes_of(const kvq::cache& cache, const std::vector<const kvq::sequen
         for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
             std::map<const kvq::page*, int> needed;  // tokens
             for (const kvq::sequence* const one : sequences) {
-                const auto& track = kvq::detail::sequence_access::tracks(*one)[static_cast<std::size_t>(layer)];
+                const auto& track =
+                    kvq::detail::sequence_access::tracks(*one)[static_cast<std::size_t>(layer)];
                 for (int i = 0; i < track.size(); ++i) {
                     const kvq::page_span& s = track[i];
                     const kvq::page* const p = s.pages[static_cast<std::size_t>(role)].get();
-                    const int tokens = i < track.committed ? p->tokens : g.window_tokens(s.tokens, g.capacity(s.sinks));
+                    const int tokens =
+                        i < track.committed ? p->tokens : g.window_tokens(s.tokens, g.capacity(s.sinks));
                     needed[p] = std::max(needed[p], tokens);
-                    if (const auto& copy = s.copies[static_cast<std::size_t>(role)]) needed[copy.get()] = copy->tokens;
+                    if (const auto& copy = s.copies[static_cast<std::size_t>(role)])
+                        needed[copy.get()] = copy->tokens;
                 }
             }
             for (const auto& [p, tokens] : needed) {
@@ -465,50 +468,59 @@ table_verb random_table_verb(test::generator& random, const table_world& w, cons
     int end = 0;
     for (int i = 0; i < ids; ++i) end = std::max(end, w.table->position_max(i) + 1);
     const int last = w.table->position_max(id) + 1, a = random.between(0, last),
-              b = random.one_in(3) ? -1 : random.one_in(2) ? random.between(a, last) : std::min(a + 3, last);
+              b = random.one_in(3)   ? -1
+                  : random.one_in(2) ? random.between(a, last)
+                                     : std::min(a + 3, last);
     switch (random.between(0, 9)) {
-    case 0:
-    case 1:
-    case 2:
-    case 3: {
-        const int n = end > longest ? 0 : random.between(0, random.one_in(2) ? 30 : 3), at = random.between(0, longest);
-        std::vector<std::int32_t> positions, counts, named;
-        for (int i = 0; i < n; ++i) {
-            positions.push_back(end + i);
-            const int first = random.one_in(8) ? random.between(0, ids - 1) : id;
-            counts.push_back(random.one_in(4) && first != to ? 2 : 1);
-            named.push_back(first);
-            named.push_back(to);
+        case 0:
+        case 1:
+        case 2:
+        case 3: {
+            const int n = end > longest ? 0 : random.between(0, random.one_in(2) ? 30 : 3),
+                      at = random.between(0, longest);
+            std::vector<std::int32_t> positions, counts, named;
+            for (int i = 0; i < n; ++i) {
+                positions.push_back(end + i);
+                const int first = random.one_in(8) ? random.between(0, ids - 1) : id;
+                counts.push_back(random.one_in(4) && first != to ? 2 : 1);
+                named.push_back(first);
+                named.push_back(to);
+            }
+            return {text("step", n, id, to), [=, &s](table_world& x) {
+                        kvq::workspace space;
+                        std::vector<const std::int32_t*> all;
+                        for (int i = 0; i < n; ++i) all.push_back(named.data() + 2 * i);
+                        x.table->begin({n, positions.data(), counts.data(), all.data()}, shape.kv_heads, 1,
+                                       space);
+                        std::vector<float> seen;
+                        for (int layer = 0; layer < shape.layers; ++layer) {
+                            test::tensor<float> out(n, shape.kv_heads, shape.dim(kvq::tensor::value));
+                            x.table->prefill(layer, s.k.slice(at, n), s.v.slice(at, n), s.k.slice(at, n),
+                                             out.view(), kvq::causal{}, kvq::serial_executor{}, space);
+                            seen.insert(seen.end(), out.values().begin(), out.values().end());
+                        }
+                        x.table->end();
+                        return seen;
+                    }};
         }
-        return {text("step", n, id, to), [=, &s](table_world& x) {
-                    kvq::workspace space;
-                    std::vector<const std::int32_t*> all;
-                    for (int i = 0; i < n; ++i) all.push_back(named.data() + 2 * i);
-                    x.table->begin({n, positions.data(), counts.data(), all.data()}, shape.kv_heads, 1, space);
-                    std::vector<float> seen;
-                    for (int layer = 0; layer < shape.layers; ++layer) {
-                        test::tensor<float> out(n, shape.kv_heads, shape.dim(kvq::tensor::value));
-                        x.table->prefill(layer, s.k.slice(at, n), s.v.slice(at, n), s.k.slice(at, n), out.view(),
-                                         kvq::causal{}, kvq::serial_executor{}, space);
-                        seen.insert(seen.end(), out.values().begin(), out.values().end());
-                    }
-                    x.table->end();
-                    return seen;
-                }};
-    }
-    case 4:
-    case 5:
-        return {text("remove", id, a, b), [=](table_world& x) { return x.table->remove(id, a, b), nothing(); }};
-    case 6:
-    case 7:
-        return {text("copy", id, to, a, b), [=](table_world& x) { return x.table->copy(id, to, a, b), nothing(); }};
-    case 8: {
-        const int by = random.between(-9, 3);
-        return {text("shift", id, a, b, by), [=](table_world& x) { return x.table->shift(id, a, b, by), nothing(); }};
-    }
-    default:
-        if (random.one_in(3)) return {text("keep", id), [=](table_world& x) { return x.table->keep(id), nothing(); }};
-        return {text("remove", id), [=](table_world& x) { return x.table->remove(id, -1, -1), nothing(); }};
+        case 4:
+        case 5:
+            return {text("remove", id, a, b),
+                    [=](table_world& x) { return x.table->remove(id, a, b), nothing(); }};
+        case 6:
+        case 7:
+            return {text("copy", id, to, a, b),
+                    [=](table_world& x) { return x.table->copy(id, to, a, b), nothing(); }};
+        case 8: {
+            const int by = random.between(-9, 3);
+            return {text("shift", id, a, b, by),
+                    [=](table_world& x) { return x.table->shift(id, a, b, by), nothing(); }};
+        }
+        default:
+            if (random.one_in(3))
+                return {text("keep", id), [=](table_world& x) { return x.table->keep(id), nothing(); }};
+            return {text("remove", id),
+                    [=](table_world& x) { return x.table->remove(id, -1, -1), nothing(); }};
     }
 }
 
@@ -571,7 +583,8 @@ TEST_CASE("a state of many sequences is read back with the pages that they share
         REQUIRE(c.table->tokens(to) == a.table->tokens(id));
         if (const auto* const one = a.table->find(id)) {
             REQUIRE(test::saved(*one) == test::saved(*c.table->find(to)));
-            REQUIRE(test::attention_bits(*a.cache, *one) == test::attention_bits(*c.cache, *c.table->find(to)));
+            REQUIRE(test::attention_bits(*a.cache, *one) ==
+                    test::attention_bits(*c.cache, *c.table->find(to)));
         }
     }
 }
