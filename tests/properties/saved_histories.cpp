@@ -435,6 +435,71 @@ TEST_CASE("what is saved, sent or stored comes back, and has the same future, af
     }
 }
 
+TEST_CASE(
+    "after a context shift every length is saved and read back, by a sequence that was read back itself") {
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 32};
+    kvq::cache_options o{
+        .keys = {format_of<kvq::int8>()}, .sinks = 4, .recent = 32, .page_tokens = 128, .rollback = 16};
+    o.rotary = {{.dims = 32}};
+    kvq::cache cache(shape, o);
+    const test::stream s(random, shape, 200);
+    for (const bool by_file : {true, false}) {
+        auto sequence = cache.new_sequence();
+        test::append(sequence, 1, s, 0, 200);
+        sequence.erase(10, 130);
+        sequence =
+            by_file ? test::restored(cache, test::saved(sequence)) : by_messages(cache, sequence, random);
+        for (int n = 81; n < 300; ++n) {
+            test::append(sequence, 1, s, n % 200, 1);
+            INFO(n, " tokens");
+            REQUIRE(test::saved(test::restored(cache, test::saved(sequence))) == test::saved(sequence));
+        }
+    }
+}
+
+TEST_CASE("sinks that were cut before they were full, and others behind them, are saved and read back") {
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 32};
+    kvq::cache_options o{.keys = {format_of<kvq::int8>()}, .sinks = 4, .recent = 32, .page_tokens = 32};
+    o.rotary = {{.dims = 32}};
+    kvq::cache cache(shape, o);
+    const test::stream s(random, shape, 100);
+    for (int n = 2; n < 80; ++n) {
+        auto sequence = cache.new_sequence();
+        test::append(sequence, 1, s, 0, 3);
+        sequence.erase(1, 2);
+        sequence.shift(1, 2, 1);
+        test::append(sequence, 1, s, 3, n - 2);
+        INFO(n, " tokens");
+        for (const bool by_file : {true, false}) {
+            const auto back =
+                by_file ? test::restored(cache, test::saved(sequence)) : by_messages(cache, sequence, random);
+            REQUIRE(test::saved(back) == test::saved(sequence));
+        }
+    }
+}
+
+TEST_CASE("a splice of own tokens that is shifted back shares its pages again after it was read back") {
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 32};
+    kvq::cache_options o{.keys = {format_of<kvq::int8>()}, .page_tokens = 32};
+    o.rotary = {{.dims = 32}};
+    kvq::cache cache(shape, o);
+    const test::stream s(random, shape, 100);
+    auto sequence = cache.new_sequence();
+    test::append(sequence, 1, s, 0, 64);
+    const std::size_t bytes = sequence.usage().quantized;
+    sequence.splice(sequence, 0, 64);
+    sequence.shift(64, 128, -64);
+    REQUIRE(sequence.usage().quantized == bytes);
+    for (const bool by_file : {true, false}) {
+        const auto back =
+            by_file ? test::restored(cache, test::saved(sequence)) : by_messages(cache, sequence, random);
+        CHECK(back.usage().quantized == bytes);
+    }
+}
+
 // ---- states of a table ------------------------------------------------------------------------------------------------------
 
 namespace {

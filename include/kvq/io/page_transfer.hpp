@@ -6,7 +6,8 @@
 //   auto sequence = receiver.finish(tokens);  after all messages
 //
 // The receiving cache has the sender's shape, window, sinks, recent and page_tokens, and lists the schemes of the pages, in any
-// order; later pages are quantized to its own formats. If both caches are alike, the two sequences stay alike in the future.
+// order; later pages are quantized to its own formats, unless the sequence was given others (requantize_request::new_pages). If both caches
+// are alike, the two sequences stay alike in the future.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +43,7 @@ private:
     std::unordered_map<const page*, std::uint32_t> numbers_;
 };
 
-/// send_pages() of a layer of a sequence that was added to `pages`, as all others were that may share pages with it.
+/// send_pages() of a layer of a sequence that was added to `sent`, as all others were that may share pages with it.
 template <byte_sink Sink>
 void send_pages(const sequence& s, int layer, Sink&& write, sent_pages& sent) {
     const cache& of = sequence_access::cache(s);

@@ -1,26 +1,25 @@
 // One page as a message: sends pages to another process in quantized form (docs/reference/files.md).
 //
 //   offset                                      offset
-//    0  "kvqpage" and a zero                     36  tokens that the page has memory for
-//    8  version, 4                               40  tokens that it shows
-//   12  bytes of this header, H                  44  kv heads
-//   16  bytes of data, D (64 bits)               48  channels of a head
-//   24  0: keys, 1: values (8 bits)              52  values that were not finite
-//   25  0: 16-bit copy, 1: page (8 bits)         56  fingerprint of the scheme (64 bits), 0 if it has none
-//   26  flags (16 bits), below                  64  bytes of the scheme's name
-//   28  layer                                   68  CRC32C of the data
-//   32  first token                             72  tokens of the layer, 0: unknown
-//   80  tokens before the first shown one       76  CRC32C of the header, with zeros here
-//   84  tokens that may be shown, 0: all        88  shift of the keys (64 bits, signed)
-//   96  fingerprint of the rotary embedding     104 fingerprint of the target (64 bits)
-//       by which keys moved (64 bits)           112 bytes of the target's name
-//  116  bytes of the embedding's text           120 number of the page within its layer and tensor, 0: not said
-//  124  zero                                    128 names: scheme, target, embedding; filled up with zeros to a multiple of 16
-//    H  data: kv_heads blocks (docs/reference/format.md)
+//    0  "kvqpage" and a zero                     64  bytes of the scheme's name
+//    8  version, 4                               68  CRC32C of the data
+//   12  bytes of header and names, H             72  tokens of the layer, 0: unknown
+//   16  bytes of data, D (64 bits)               76  CRC32C of header and names, with zeros here
+//   24  0: keys, 1: values (8 bits)              80  tokens before the first shown one
+//   25  0: 16-bit copy, 1: page (8 bits)         84  tokens that may be shown, 0: all
+//   26  flags (16 bits), see below               88  shift of the keys (64 bits, signed)
+//   28  layer                                    96  fingerprint of the rotary embedding by which they moved (64 bits)
+//   32  first token                             104  fingerprint of the target (64 bits)
+//   36  tokens that the page has memory for     112  bytes of the target's name
+//   40  tokens that it shows                    116  bytes of the embedding in words, 0: keys did not move
+//   44  kv heads                                120  number of the page, 0: not said
+//   48  channels of a head                      124  zero
+//   52  values that were not finite             128  names of scheme and target, the embedding in words; zeros to a multiple of 16
+//   56  fingerprint of the scheme (64 bits)       H  data: kv_heads blocks (docs/reference/format.md)
 //
 // Flags: 1 committed, 2 the scheme has a fingerprint, 4 sinks, 8 later pages of the layer are quantized to a target of their own,
 // 16 the target has a fingerprint, 32 the data come with the message of another span that has this page.
-// Version 3 ends at 96, has the scheme's name there, and none of what follows.
+// Version 3 has the scheme's name at 96, and none of what follows.
 // Little-endian, 32 bits unless another width is given. Every flipped bit and every truncation is found. A reader raises kvq::error
 // for other versions than 3 and 4; a change of the page bytes is a new version.
 #pragma once
