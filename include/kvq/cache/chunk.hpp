@@ -327,8 +327,7 @@ private:
                 now.not_finite = held_not_finite(window, now, tensor_of, dim, heads, s.tokens);
                 continue;
             }
-            larger_pages[role] =
-                window_page(role, cache_->geometry().window_tokens(tokens, s.room));
+            larger_pages[role] = window_page(role, cache_->geometry().window_tokens(tokens, s.room));
             copy_tokens(window, now, *larger_pages[role], tensor_of, dim, heads, s.tokens);
         }
         last_before_ = s;

@@ -216,8 +216,8 @@ private:
                        " is quantized or copied, but not committed");
         const std::size_t bytes = cache_.page_bytes(tensor_of, format, m.tokens);
         detail::expect(m.is_elsewhere || bytes == m.data.size(), detail::layer_text(layer, tensor_of),
-                       ": a page of ", format_text(cache_.table(tensor_of)[format]), " has ", m.data.size(), " bytes, here it would have ",
-                       bytes);
+                       ": a page of ", format_text(cache_.table(tensor_of)[format]), " has ", m.data.size(),
+                       " bytes, here it would have ", bytes);
         int target = -1;
         if (m.target) {
             target = detail::index_of_identity(cache_.table(tensor_of), *m.target);

@@ -83,7 +83,6 @@ private:
             window.block_bytes({role, memory, shape.dim(role)}) * static_cast<std::size_t>(shape.kv_heads);
         page_ref copy = scratch.allocate(bytes, 0, memory);
         std::memset(copy->data(), 0, bytes);
-        copy->not_finite = p->not_finite;
         copy_tokens(window.functions().value_type, *p, *copy, role, shape.dim(role), shape.kv_heads, e.shown);
         return copy;
     }
