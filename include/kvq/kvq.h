@@ -347,6 +347,8 @@ typedef struct kvq_cache_options {
     const kvq_allocator* allocator;    // NULL: the heap. Functions and `user` are kept; must be thread-safe
     int32_t
         preallocate;  // 1: byte_budget is allocated when the cache is made; pages take multiples of 64 bytes of it
+    float
+        repack;  // cuts repack pages that show less than this part of their tokens, at most 0.5; 0: 0.25; below 0: never
 } kvq_cache_options;
 
 /// Takes no memory for pages yet, unless `preallocate` is 1. KVQ_ERROR_ARGUMENT for an impossible size, an unknown name, or a format that cannot hold such blocks.
@@ -460,6 +462,7 @@ typedef struct kvq_usage {
     size_t not_finite;   // NaN and infinities that were appended: in 16-bit pages, or quantized
     int32_t tokens;      // of the longest layer
     size_t reserved;     // for the next step: kvq_cache_reserve
+    size_t repacked;     // tokens that cuts quantized once more, summed over layers
 } kvq_usage;
 KVQ_API kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage);
 

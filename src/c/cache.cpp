@@ -73,6 +73,7 @@ cache_options cache_state::read(const kvq_cache_options& o) {
     c.page_tokens = o.page_tokens == 0 ? default_page_tokens : o.page_tokens;
     if (o.byte_budget != 0) c.byte_budget = o.byte_budget;
     c.preallocate = o.preallocate != 0;
+    if (o.repack != 0.0f) c.repack = o.repack < 0.0f ? 0.0f : o.repack;
     for (std::int32_t i = 0; o.layer_formats != nullptr && i < o.layers; ++i) {
         const kvq_layer_formats& f = o.layer_formats[i];
         c.layers.push_back({f.keys ? list(tensor::key, f.keys, c.keys, statistics) : 0,

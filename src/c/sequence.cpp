@@ -148,7 +148,7 @@ kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage
         expect_struct(usage, "usage");
         const kvq::usage_report u = s.usage();
         write_struct(usage, kvq_usage{0, u.quantized, u.window, u.slack, u.rollback, u.bookkeeping,
-                                      u.workspace, u.bytes, u.not_finite, u.tokens, u.reserved});
+                                      u.workspace, u.bytes, u.not_finite, u.tokens, u.reserved, u.repacked});
     });
 }
 

@@ -722,8 +722,6 @@ TEST_CASE("pages in memory of the caller that do not fit") {
     refused([](auto& p) { p.tokens = 33; }, "33 tokens");
     refused([](auto& p) { p.skip = most; }, "from 2147483647");
     refused([](auto& p) { p.key_capacity = p.value_capacity = 1000; }, "1000 tokens");
-    refused([](auto& p) { p.tokens = p.key_capacity = p.value_capacity = 16; },
-            "16 tokens, quantized pages of this cache for 32");
     refused([](auto& p) { p.shift = 1; }, "moved by 1");
     refused(
         [](auto& p) {

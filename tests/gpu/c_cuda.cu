@@ -107,6 +107,7 @@ kvq_cache_options host_options() {
     o.keys = "kivi-4-g64, int8";
     o.page_tokens = 64;
     o.recent = 40;
+    o.repack = -1.0f;  // as the device
     return o;
 }
 

@@ -135,7 +135,8 @@ struct both_caches {
                                                                        .sinks = o.sinks,
                                                                        .recent = o.recent,
                                                                        .page_tokens = page,
-                                                                       .rollback = o.rollback}),
+                                                                       .rollback = o.rollback,
+                                                                       .repack = 0.0f}),  // as the device
           k(layers * room * heads * dim),
           v(k.size()),
           q(room * q_heads * dim),

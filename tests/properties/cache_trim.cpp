@@ -119,6 +119,7 @@ TEST_CASE_TEMPLATE("histories of trims of any depth: no token ever takes the val
     for (int round = 0; round < 6; ++round) {
         const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 6, .value_dim = 5};
         auto options = test::random_options(random);
+        options.repack = 0.0f;
         options.page_tokens = random.pick(std::vector<int>{4, 7, 8});
         options.rollback = random.between(0, 40);
         auto cache = test::make_cache<C>(shape, options);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// A page that was closed before it was full is fitted to all of its tokens.
+// A page that was closed before it was full holds its own tokens, and is fitted to them alone.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -50,13 +50,12 @@ TEST_CASE_TEMPLATE("tokens of a closed page have no larger errors than those of 
         constexpr int rounds = 8;
         for (int round = 0; round < rounds; ++round) {
             const auto x = test::random_tensor(random, page_tokens, 1, dim);
-            auto closed = cache.new_sequence();
-            closed.append(0, x.slice(0, tokens), x.slice(0, tokens));
-            closed.shift(0, tokens, 1);
-            closed.append(0, x.slice(0, page_tokens), x.slice(0, page_tokens));
-            errors[0] += error_of_values(closed, x, tokens) / rounds;
-            auto full = cache.new_sequence();
+            auto closed = cache.new_sequence(), full = cache.new_sequence();
             full.append(0, x.slice(0, page_tokens), x.slice(0, page_tokens));
+            closed.append(0, x.slice(0, tokens), x.slice(0, tokens));
+            closed.splice(full, 0, page_tokens);
+            CHECK(closed.pages(0).at(0).values->tokens == tokens);
+            errors[0] += error_of_values(closed, x, tokens) / rounds;
             errors[1] += error_of_values(full, x, page_tokens) / rounds;
         }
         INFO(tokens, " tokens");
@@ -80,11 +79,11 @@ TEST_CASE("a value of a closed page that is not finite is counted once") {
         const auto k = test::random_tensor(random, page_tokens, 1, dim);
         auto v = test::random_tensor(random, page_tokens, 1, dim);
         v.view().at(broken, 0)[7] = NAN;
-        auto closed = cache.new_sequence();
+        auto closed = cache.new_sequence(), rest = cache.new_sequence();
         closed.append(0, k.slice(0, 3), v.slice(0, 3));
-        closed.shift(0, 3, 1);
         CHECK(closed.usage().not_finite == 1);
-        closed.append(0, k.slice(3, page_tokens - 3), v.slice(3, page_tokens - 3));
+        rest.append(0, k.slice(3, page_tokens - 3), v.slice(3, page_tokens - 3));
+        closed.splice(rest, 0, page_tokens - 3);
         CHECK(closed.usage().not_finite == 1);
     }
 }

@@ -87,6 +87,7 @@ TEST_CASE_TEMPLATE(
         auto shape = test::random_cache_shape(random, C::key_table::size, 6);
         shape.kv_heads = 1;
         auto options = test::random_options(random);
+        options.repack = 0.0f;
         options.page_tokens = random.pick(std::vector<int>{4, 7, 8, 16});
         options.rollback = random.pick(std::vector<int>{0, 0, 3, 16});
         options.layers = test::rotate_formats<C>(shape.layers);
@@ -149,6 +150,7 @@ TEST_CASE_TEMPLATE("a trim within the rollback is exact after deeper cuts as wel
     for (int round = 0; round < 30; ++round) {
         const auto shape = test::random_cache_shape(random, C::key_table::size, 8);
         auto options = test::random_options(random);
+        options.repack = 0.0f;
         options.layers = test::rotate_formats<C>(shape.layers);
         options.rollback = random.between(1, 40);
         auto cache = test::make_cache<C>(shape, options);
@@ -177,7 +179,7 @@ TEST_CASE("cuts leave at most one partial page each, and a deeper cut takes it a
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 8};
-    test::kivi_cache cache(shape, {.sinks = 2, .recent = 4, .page_tokens = 8, .rollback = 0});
+    test::kivi_cache cache(shape, {.sinks = 2, .recent = 4, .page_tokens = 8, .rollback = 0, .repack = 0.0f});
     const test::stream s(random, shape, 400);
     auto sequence = cache.new_sequence();
     std::vector<int> cuts;  // positions that are still in the sequence
@@ -213,6 +215,7 @@ TEST_CASE_TEMPLATE("attention over cut pages is that of the values they show", C
     for (int round = 0; round < 20; ++round) {
         const auto shape = test::random_cache_shape(random, C::key_table::size, 24);
         auto options = test::random_options(random);
+        options.repack = 0.0f;
         options.layers = test::rotate_formats<C>(shape.layers);
         options.rollback = random.pick(std::vector<int>{0, 9});
         auto cache = test::make_cache<C>(shape, options);
@@ -270,6 +273,7 @@ TEST_CASE("requantizing and stepping down go on after cuts, and keep what pages 
     using cache_type = test::typed_cache<test::formats<kvq::affine<8>, kvq::affine<4>>>;
     for (int round = 0; round < 30; ++round) {
         auto options = test::random_options(random);
+        options.repack = 0.0f;
         cache_type cache({2, 1, 16, 0}, options);
         const test::stream s(random, cache.shape(), 300);
         auto sequence = cache.new_sequence();

@@ -213,6 +213,7 @@ TEST_CASE("after a deep trim, a page that is quantized already takes part") {
     for (int round = 0; round < test::rounds(40); ++round) {
         auto options = test::random_options(random);
         options.page_tokens = 16;
+        options.repack = 0.0f;
         options.rollback = random.pick(std::vector<int>{0, 8});
         options.recent = random.between(0, 100);
         options.layers = {{1, 1}, {1, 1}};

@@ -90,7 +90,7 @@ public:
             if (mods.page(walk.first_pos, walk.last_pos, entry.first_token, next_token) ==
                 page_visibility::none)
                 ranks[e] = page_choice::hidden;
-            else if (choice.formats[e] == 0 || e == 0 || e >= last_two ||
+            else if (choice.formats[e].index == 0 || e == 0 || e >= last_two ||
                      (mods.has_query_positions() && next_token > walk.first_pos &&
                       entry.first_token <= walk.last_pos))
                 ranks[e] = page_choice::always;
@@ -438,9 +438,9 @@ private:
             softmax(s, rows.n, entry.tokens, max, sum, factor);
             for (int i = 0; i < rows.n; ++i) score[i] = max[i] + std::log2(sum[i]);
         } else {
-            // Quantized pages have page_tokens tokens; their headers are not read here.
-            const int format = choice.formats[e];
-            const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
+            // The headers of pages are not read here.
+            const int format = choice.formats[e].index;
+            const block_shape shape{tensor::key, choice.formats[e].tokens, plan.dim};
             const bound_product product = product_of(keys, format, shape, rows, s.key_spaces);
             // Format 0 is the window's: queries without a transform.
             const int space = product.functions.estimates_first ? 0 : format;
@@ -473,11 +473,12 @@ private:
                              const row_block& rows, attention_scratch::format_space* spaces) const {
         const format& f = table[index];
         attention_scratch::format_space& space = spaces[index];
-        if (!space.planned) {
-            f.functions().make_plan(f.scheme(),
-                                    {shape.role, planned_tokens(index, pages.geometry), shape.dim},
-                                    {layer, rows.head}, rows.n, space.plan);
-            space.planned = true;
+        if (const int tokens = index == 0 ? planned_tokens(0, pages.geometry) : shape.tokens;
+            space.planned != tokens) {
+            f.functions().make_plan(f.scheme(), {shape.role, tokens, shape.dim}, {layer, rows.head}, rows.n,
+                                    space.plan);
+            space.planned = tokens;
+            space.begun = false;
         }
         if (space.tokens != shape.tokens) {
             space.tokens = shape.tokens;

@@ -23,17 +23,22 @@ struct page_choice {
     /// real tensors: it is far above all scores, and wide ranges outrank high middles (scripts/quality select).
     static constexpr float spread = 0.3f;
 
+    /// The format of a page, and the tokens that it has memory for.
+    struct page_form {
+        int index, tokens;
+    };
+
     const selected_pages* selection = nullptr;  ///< null: all pages are read
     const skipped_values* skipping = nullptr;
     int count = 0;   ///< pages
     int stride = 0;  ///< of the lists of pages
     int blocks = 0, rows = 0, block_rows = 0;
-    float* ranks = nullptr;      // [kv_heads][row_blocks][stride]
-    int* order = nullptr;        // the same shape
-    int* formats = nullptr;      // [count]: of the pages of keys
-    float* floors = nullptr;     // [kv_heads][rows]
-    float* left = nullptr;       // [kv_heads][rows]
-    int (*counts)[2] = nullptr;  // [tasks]: value pages seen, skipped
+    float* ranks = nullptr;        // [kv_heads][row_blocks][stride]
+    int* order = nullptr;          // the same shape
+    page_form* formats = nullptr;  // [count]: of the pages of keys
+    float* floors = nullptr;       // [kv_heads][rows]
+    float* left = nullptr;         // [kv_heads][rows]
+    int (*counts)[2] = nullptr;    // [tasks]: value pages seen, skipped
     std::size_t bytes = 0;
 
     page_choice() = default;
@@ -54,7 +59,8 @@ struct page_choice {
             order = reinterpret_cast<int*>(c.take(lists * static_cast<std::size_t>(stride) * sizeof(int)));
         }
         if (selection)
-            formats = reinterpret_cast<int*>(c.take(static_cast<std::size_t>(stride) * sizeof(int)));
+            formats =
+                reinterpret_cast<page_form*>(c.take(static_cast<std::size_t>(stride) * sizeof(page_form)));
         if (selection || mods.skipping()) floors = c.floats(all_rows);
         if (mods.skipping()) {
             skipping = mods.skipping();
@@ -81,7 +87,7 @@ struct page_choice {
         constexpr int early = 16;
         for (int e = 0; e < count; ++e) {
             prefetch(pages.at(smaller(e + early, count - 1)).keys);
-            formats[e] = pages.at(e).keys->format;
+            formats[e] = {pages.at(e).keys->format, pages.at(e).keys->tokens};
         }
     }
     const float* floors_of(int head, int first_row) const noexcept {

@@ -81,7 +81,8 @@ inline int attention_rows(const format_table& keys, const format_table& values) 
     return rows;
 }
 
-/// Tokens of the pages for which products with a format of a table are planned: of the longest ones in the window's format.
+/// Tokens of the longest pages of a format of a table. Products with the window's format are planned once, for these; those with other
+/// formats again for pages of another length (closed ones, cache/rearrange.hpp).
 constexpr int planned_tokens(int index, const page_geometry& g) noexcept {
     return index == 0 ? g.longest_page() : g.page_tokens;
 }
@@ -97,8 +98,9 @@ struct attention_scratch {
     struct format_space {
         std::byte* plan;
         std::byte* workspace;
-        bool planned, begun;      // for the rows of a task
-        int tokens;               // of the last page; 0: none yet
+        int planned;  // tokens of the pages for which `plan` was made, for the rows of a task; 0: none yet
+        bool begun;   // the operands are in `workspace`, likewise
+        int tokens;   // of the last page; 0: none yet
         std::size_t block_bytes;  // of its blocks
     };
 
@@ -163,8 +165,8 @@ struct attention_scratch {
     /// Called before the rows of a task.
     void forget_plans(const format_table& keys, const format_table& values) const noexcept {
         *shifts = {0, 0};
-        for (int i = 0; i < keys.size(); ++i) key_spaces[i].planned = key_spaces[i].begun = false;
-        for (int i = 0; i < values.size(); ++i) value_spaces[i].planned = false;
+        for (int i = 0; i < keys.size(); ++i) key_spaces[i].planned = 0, key_spaces[i].begun = false;
+        for (int i = 0; i < values.size(); ++i) value_spaces[i].planned = 0;
     }
 
 private:
@@ -182,7 +184,7 @@ private:
         auto* const all = reinterpret_cast<format_space*>(c.take(n * sizeof(format_space)));
         for (std::size_t i = 0; i < n; ++i) {
             std::byte* const plan = c.take(table[static_cast<int>(i)].functions().plan_bytes);
-            if (all) ::new (all + i) format_space{plan, nullptr, false, false, 0, 0};
+            if (all) ::new (all + i) format_space{plan, nullptr, 0, false, 0, 0};
         }
         return all;
     }

@@ -176,6 +176,8 @@ private:
         detail::expect(options.sinks <= most && options.recent <= most && options.rollback <= most, "sinks ",
                        options.sinks, ", recent ", options.recent, " and rollback ", options.rollback,
                        " must not be more than ", most);
+        detail::expect(options.repack >= 0.0f && options.repack <= 0.5f, "repack ", options.repack,
+                       " must be 0, for never, or at most 0.5");
         const page_geometry g{options.sinks, options.recent, options.page_tokens};
         for (const tensor role : {tensor::key, tensor::value})
             detail::check_page(g.longest_page(), shape.dim(role));

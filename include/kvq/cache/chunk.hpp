@@ -40,16 +40,12 @@ inline page_ref new_window_page(cache& of, int role, int tokens, page_stock* sto
     return p;
 }
 
-/// A copy of the 16-bit page of a span that was closed before it was full, to be committed: its tokens are repeated in turn behind
-/// them. So empty places set no range, and in a fit by squares of errors no token weighs more than one repetition more than another.
-inline page_ref filled_page(cache& of, const page& from, int role, int tokens, int capacity,
-                            page_stock* stock = nullptr) {
+/// A copy of the first tokens of a 16-bit page, with memory for so many.
+inline page_ref shorter_page(cache& of, const page& from, int role, int tokens, page_stock* stock = nullptr) {
     const auto tensor_of = static_cast<tensor>(role);
-    const int dim = of.shape().dim(tensor_of), heads = of.shape().kv_heads;
-    const float_type window = of.table(tensor::key).window_type();
-    page_ref p = new_window_page(of, role, capacity, stock);
-    copy_tokens(window, from, *p, tensor_of, dim, heads, tokens);
-    repeat_tokens(window, *p, tensor_of, dim, heads, tokens, capacity);
+    page_ref p = new_window_page(of, role, tokens, stock);
+    copy_tokens(of.table(tensor::key).window_type(), from, *p, tensor_of, of.shape().dim(tensor_of),
+                of.shape().kv_heads, tokens);
     return p;
 }
 
@@ -65,10 +61,10 @@ public:
           after_(track.tokens + tokens),
           when_(when),
           spans_before_(track.size()),
-          filled_(of.pool().memory()),
+          shorter_(of.pool().memory()),
           quantized_(of.pool().memory()) {
         if (!stock_) return;
-        filled_.swap(stock_->filled);
+        shorter_.swap(stock_->shorter);
         quantized_.swap(stock_->quantized);
     }
     chunk(const chunk&) = delete;
@@ -85,7 +81,7 @@ public:
           first_written_(other.first_written_),
           last_before_(std::move(other.last_before_)),
           temporary_{std::move(other.temporary_[0]), std::move(other.temporary_[1])},
-          filled_(std::move(other.filled_)),
+          shorter_(std::move(other.shorter_)),
           quantized_(std::move(other.quantized_)),
           jobs_(other.jobs_) {}
     ~chunk() {
@@ -109,25 +105,22 @@ public:
             track.spans.reserve(table);
         first_written_ = track.has_open_span() ? spans_before_ - 1 : spans_before_;
         if (track.has_open_span() && after_ > before_) stage_open_span();
-        if (track.has_span_to_close() && after_ > before_) {
-            last_before_ = track.spans.back();
-            track.spans.back().room = track.spans.back().skip + track.spans.back().tokens;
-        }
         for (int at = track.tokens; at < after_; at = track.tokens) stage_span(at);
         int due = track.committed;
         while (due < track.size() && track.is_due(track[due], after_, g)) ++due;
         const std::size_t places = 2 * static_cast<std::size_t>(due - track.committed);
-        filled_.reserve(places);
+        shorter_.reserve(places);
         quantized_.reserve(places);
         for (int i = track.committed; i < due; ++i) stage_commit(i);
     }
 
-    /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch: as for quantize(); null for chunk_pages::after_attend.
+    /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch: as for quantize().
     void write(const input_view& k, const input_view& v, float* scratch) {
         write(tensor::key, k, scratch);
         write(tensor::value, v, scratch);
+        move_keys(scratch);
     }
-    /// For chunk_pages::after_attend.
+    /// For chunk_pages::after_attend; then move_keys().
     void write_head(tensor tensor_of, const input_view& source, int head) {
         const auto role = static_cast<std::size_t>(tensor_of);
         for (int i = first_written_; i < track_->size(); ++i) {
@@ -136,6 +129,17 @@ public:
             write_tokens(cache_->window(), *s.pages[role], tensor_of, source.dim, source, head,
                          from - before_, s.end() - from, from - s.first_token);
         }
+    }
+
+    /// New keys that go to a page whose keys moved take the rotation of that page. scratch: as for quantize().
+    void move_keys(float* scratch) {
+        if (first_written_ >= spans_before_ || after_ == before_) return;
+        const page_span& s = (*track_)[first_written_];
+        const rotation* const rotate = cache_->rotations().at(layer_);
+        if (s.shift == 0 || !rotate) return;
+        rotate_tokens(cache_->table(tensor::key).window_type(), *s.pages[0], *rotate, -s.shift,
+                      cache_->shape().dim(tensor::key), cache_->shape().kv_heads, before_ - s.first_token,
+                      s.end() - before_, scratch);
     }
 
 private:
@@ -164,7 +168,7 @@ public:
         int index = job / heads;
         for (std::size_t at = 0; at < quantized_.size(); ++at) {
             const int i = track_->committed + static_cast<int>(at / 2);
-            const page_ref& from = filled_[at] ? filled_[at] : (*track_)[i].pages[at % 2];
+            const page_ref& from = shorter_[at] ? shorter_[at] : (*track_)[i].pages[at % 2];
             if (!quantized_[at] || quantized_[at]->format == 0 || !from || index-- > 0) continue;
             page& to = *quantized_[at];
             const std::uint32_t found = convert_block(cache_->table(static_cast<tensor>(at % 2)),
@@ -183,8 +187,8 @@ public:
             const int i = track.committed + static_cast<int>(at / 2);
             page_span& s = track[i];
             page_ref& page = s.pages[at % 2];
-            if (filled_[at]) put(page, filled_[at]);
-            if (quantized_[at]->format == 0) {  // a page that was filled, and stays 16 bit
+            if (shorter_[at]) put(page, shorter_[at]);
+            if (quantized_[at]->format == 0) {  // the page of a closed span, which stays 16 bit
                 put(page, quantized_[at]);
                 continue;
             }
@@ -229,19 +233,19 @@ public:
         };
         std::size_t commits = 0;
         bool temporary[2] = {};
-        const auto add_span = [&](int first, int room, bool sinks, bool is_new) {
+        // held: the pages of a span that was closed; null for spans of another kind.
+        const auto add_span = [&](int first, int room, bool sinks, bool is_new, const page_span* held) {
             const page_span whole{first, room, room, {}, {}, 0, sinks};
-            const int capacity = g.capacity(sinks);
             const bool due = layer_track::is_due(whole, after, g);
             const bool kept = layer_track::keeps_copies(whole, after, g, of.options().rollback);
             commits += due;
             for (int role = 0; role < 2; ++role) {
                 const int target = due && !sinks ? track.targets[role] : 0;
-                if (target != 0) take(bytes_of(role, target, capacity));
-                if (due && room < capacity) {
-                    const std::size_t filled = bytes_of(role, 0, capacity);
-                    take(filled);
-                    if (target != 0 && !kept) give_back(filled);
+                if (target != 0) take(bytes_of(role, target, room));
+                if (due && held && held->pages[role]->tokens != room) {
+                    const std::size_t shorter = bytes_of(role, 0, room);
+                    take(shorter);
+                    if (target != 0 && !kept) give_back(shorter);
                 }
                 if (!is_new) continue;
                 const bool passes = target != 0 && !kept;
@@ -263,10 +267,10 @@ public:
                         take(bytes_of(role, 0, g.window_tokens(shown, s.room)));
                 at = s.first_token + shown;
             }
-            add_span(s.first_token, last && track.has_span_to_close() ? s.tokens : s.room, s.sinks, false);
+            add_span(s.first_token, s.room, s.sinks, false, s.room < g.capacity(s.sinks) ? &s : nullptr);
         }
         for (bool sinks = track.begins_with_sinks(g); at < after; sinks = false) {
-            add_span(at, g.capacity(sinks), sinks, true);
+            add_span(at, g.capacity(sinks), sinks, true, nullptr);
             at += smaller(g.capacity(sinks), after - at);
         }
         return commits;
@@ -297,15 +301,15 @@ private:
                 if (p.get() != last_before_.pages[role].get()) stock_->give_back(std::move(p));
             }
         for (page_ref& p : temporary_) stock_->give_back(std::move(p));
-        for (auto* const list : {&filled_, &quantized_})
+        for (auto* const list : {&shorter_, &quantized_})
             for (page_ref& p : *list) stock_->give_back(std::move(p));
     }
     /// The stock gets its lists back.
     void end_lists() noexcept {
-        filled_.clear();
+        shorter_.clear();
         quantized_.clear();
         if (!stock_ || !stock_->reserved()) return;
-        stock_->filled.swap(filled_);
+        stock_->shorter.swap(shorter_);
         stock_->quantized.swap(quantized_);
     }
     page_ref window_page(int role, int tokens) { return new_window_page(*cache_, role, tokens, stock_); }
@@ -359,20 +363,19 @@ private:
 
     void stage_commit(int i) {
         const page_span& s = (*track_)[i];
-        const int capacity = cache_->geometry().capacity(s.sinks);
         for (int role = 0; role < 2; ++role) {
             const int target = s.sinks ? 0 : track_->targets[role];
             quantized_.emplace_back();
-            filled_.emplace_back();
-            page_ref filled;
-            if (s.room < capacity)
-                filled = filled_page(*cache_, *s.pages[role], role, s.tokens, capacity, stock_);
+            shorter_.emplace_back();
+            page_ref shorter;
+            if (s.pages[role] && s.pages[role]->tokens != s.room)
+                shorter = shorter_page(*cache_, *s.pages[role], role, s.room, stock_);
             if (target == 0) {
-                quantized_.back() = std::move(filled);
+                quantized_.back() = std::move(shorter);
                 continue;
             }
-            filled_.back() = std::move(filled);
-            quantized_.back() = new_page(*cache_, role, target, capacity, stock_);
+            shorter_.back() = std::move(shorter);
+            quantized_.back() = new_page(*cache_, role, target, s.room, stock_);
             jobs_ += s.pages[role] ? cache_->shape().kv_heads : 0;
         }
     }
@@ -386,7 +389,7 @@ private:
     page_span last_before_;  // the open span before stage(), if it takes tokens
     page_ref temporary_[2];  // a 16-bit page for tokens that are quantized while they are read
     resource_vector<page_ref>
-        filled_;  // [span to commit][K, V]; 16-bit pages to quantize, where not the span's own
+        shorter_;  // [span to commit][K, V]; 16-bit pages to quantize, where the span's own is longer
     resource_vector<page_ref> quantized_;  // [span to commit][K, V]; null where the page stays 16 bit
     int jobs_ = 0;
 };

@@ -3,9 +3,8 @@
 //   spans   [sinks][page][page] ... [page]     the first `committed` of them are past the recent window
 //
 // Committed means: quantized, or left in 16 bit if that is the target format of the tensor. Spans that are not committed
-// are the last ones: they hold 16-bit pages and skip no tokens, and the very last one may take more tokens, unless its keys moved.
-// The pages of a committed span have the full capacity; if it was closed before it was full (cache/rearrange.hpp), its
-// tokens are repeated in turn behind them.
+// are the last ones: they hold 16-bit pages and skip no tokens, and the very last one may take more tokens; if its keys moved, new
+// keys take its rotation. A committed span that was closed before it was full (cache/rearrange.hpp) has pages for its own tokens only.
 // Contract: K and V share the spans. The vector reserves its memory before anything changes, so that later steps cannot fail.
 #pragma once
 
@@ -26,7 +25,8 @@ struct layer_track {
     int committed = 0;   ///< leading spans that are past the window; the sinks count once they are complete
     int first_copy = 0;  ///< spans before it have no 16-bit copies
     int targets[2];      ///< formats to which K and V pages are committed; 0: pages stay 16 bit
-    bool rearranged = false;  ///< after an erase, shift or splice: two spans may share a page
+    bool rearranged = false;   ///< after an erase, shift or splice: two spans may share a page
+    std::size_t repacked = 0;  ///< tokens that were quantized once more (cache/repack.hpp)
     resource_vector<page_span> spans;
     int draft = 0;                 ///< tokens of the last span that wait for keep() (cache/draft.hpp)
     std::size_t table_before = 0;  ///< capacity of `spans` before the draft
@@ -39,6 +39,7 @@ struct layer_track {
           first_copy(other.first_copy),
           targets{other.targets[0], other.targets[1]},
           rearranged(other.rearranged),
+          repacked(other.repacked),
           spans(memory),
           draft(other.draft),
           table_before(draft == 0 ? 0 : table_capacity(other.spans.size() - 1)) {
@@ -69,10 +70,8 @@ struct layer_track {
     static bool keeps_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
         return commit_at(s, g) > n - rollback;
     }
-    /// The last span, if it may take more tokens.
-    bool has_open_span() const noexcept { return has_partial_span() && spans.back().shift == 0; }
-    /// The last span, if it would be closed by more tokens: its keys moved, and those of the next tokens did not.
-    bool has_span_to_close() const noexcept { return has_partial_span() && spans.back().shift != 0; }
+    /// May the last span take more tokens?
+    bool has_open_span() const noexcept { return size() > committed && !spans.back().full(); }
     /// Do new tokens begin with the sinks?
     bool begins_with_sinks(const page_geometry& g) const noexcept { return size() == 0 && g.sinks > 0; }
     /// Number of spans after `added` more tokens.
@@ -102,11 +101,10 @@ struct layer_track {
                (is_committed || (s.skip == 0 && (last ? s.room == capacity : s.full())));
     }
 
-    /// May a page of a span, or its copy, have memory for so many tokens?
+    /// May a page of a span, or its copy, have memory for so many tokens? Pages of a span that was closed had memory for a whole page once.
     static bool may_have_memory(const page_span& s, bool is_committed, int memory,
                                 const page_geometry& g) noexcept {
-        const int capacity = g.capacity(s.sinks);
-        return is_committed ? memory == capacity : memory >= s.tokens && memory <= capacity;
+        return memory >= (is_committed ? s.room : s.tokens) && memory <= g.capacity(s.sinks);
     }
     /// May a committed span of a layer of n tokens have 16-bit copies?
     static bool may_have_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
@@ -127,10 +125,15 @@ struct layer_track {
             for (page_ref& copy : (*this)[first_copy].copies) copy = page_ref{};
     }
     /// Removes every token from position n on. Spans that are not due any more become 16 bit again where an exact copy exists;
-    /// the remaining tokens of other quantized pages keep their codes.
-    void cut(int n, const page_geometry& g) noexcept {
-        if (n >= tokens) return;
-        while (size() > 0 && spans.back().first_token >= n) spans.pop_back();
+    /// the remaining tokens of other quantized pages keep their codes. Returns whether one of these pages shows fewer tokens than before.
+    bool cut(int n, const page_geometry& g) noexcept {
+        if (n >= tokens) return false;
+        const page* removed = nullptr;  // only compared: it may be gone
+        while (size() > 0 && spans.back().first_token >= n) {
+            removed = spans.back().pages[0].get();
+            spans.pop_back();
+        }
+        const bool within = size() > 0 && (spans.back().end() > n || spans.back().pages[0].get() == removed);
         if (size() > 0) spans.back().tokens = smaller(spans.back().tokens, n - spans.back().first_token);
         tokens = n;
         committed = smaller(committed, size());
@@ -139,6 +142,7 @@ struct layer_track {
         if (committed > 0 && !spans[static_cast<std::size_t>(committed - 1)].full())
             for (page_ref& copy : spans[static_cast<std::size_t>(committed - 1)].copies) copy = page_ref{};
         first_copy = smaller(first_copy, committed);
+        return within && committed == size();
     }
     /// Spans that are not due any more in a layer of n tokens become 16 bit again, from the last one on, as long as they can.
     void uncommit(int n, const page_geometry& g) noexcept {
@@ -222,9 +226,6 @@ struct layer_track {
             f(*p, smaller(shown, p->tokens));
         }
     }
-
-private:
-    bool has_partial_span() const noexcept { return size() > committed && !spans.back().full(); }
 };
 
 }  // namespace kvq::inline KVQ_TAGGED::detail

@@ -36,6 +36,9 @@ struct cache_options {
     /// How the model rotates keys before they are appended: once for all layers, or once per layer; a layer without positions has a
     /// rotary_embedding{}. Empty: not known, so that keys cannot move (sequence::erase, shift and splice).
     std::vector<rotary_embedding> rotary = {};
+    /// Pages that show less than this part of the tokens that their bytes could hold are repacked after an erase, shift, splice or a trim deeper
+    /// than `rollback`: their tokens are quantized once more, in shorter pages (cache/repack.hpp). 0 to 0.5; 0: never, codes stay for ever.
+    float repack = 0.25f;
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
 };
 

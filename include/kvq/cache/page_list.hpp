@@ -22,7 +22,7 @@ struct borrowed_pages {
     const std::byte* values = nullptr;
     int key_format = 0;    ///< index in cache::table(tensor::key)
     int value_format = 0;  ///< index in cache::table(tensor::value)
-    /// Tokens that the page has memory for. A quantized page has memory for page_tokens.
+    /// Tokens that the page has memory for.
     int key_capacity = 0;
     int value_capacity = 0;
     int skip = 0;            ///< tokens before the first shown one
@@ -81,9 +81,6 @@ private:
         const int most = detail::planned_tokens(format, cache_.geometry());
         detail::expect(capacity <= most, "pages ", place, " have memory for ", capacity,
                        " tokens, pages of this cache for at most ", most);
-        // Attention plans its products for whole quantized pages.
-        detail::expect(format == 0 || capacity == most, "pages ", place, " have memory for ", capacity,
-                       " tokens, quantized pages of this cache for ", most);
         detail::expect(data != nullptr && reinterpret_cast<std::uintptr_t>(data) % 16 == 0,
                        detail::name_of(role), " page ", place,
                        " is not at an address that is a multiple of 16");

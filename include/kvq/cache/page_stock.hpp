@@ -20,11 +20,11 @@ namespace kvq::inline KVQ_TAGGED::detail {
 
 class page_stock {
 public:
-    resource_vector<page_ref> filled,
+    resource_vector<page_ref> shorter,
         quantized;  ///< empty lists of a chunk, with room for one layer's commits
 
     explicit page_stock(std::pmr::memory_resource* memory) noexcept
-        : filled(memory), quantized(memory), shelves_(memory), pages_(memory), tables_(memory) {}
+        : shorter(memory), quantized(memory), shelves_(memory), pages_(memory), tables_(memory) {}
 
     /// What one step needs, layer by layer: takes(bytes) and gives_back(bytes) of pages' data, then end_layer(). Then fill().
     void takes(std::size_t bytes) { ++shelf_of(bytes).taken; }
@@ -53,7 +53,7 @@ public:
     }
     /// Takes the memory. Raises out_of_memory or std::bad_alloc; the caller then drops the stock.
     void fill(page_pool& pool) {
-        filled.reserve(2 * commits_);
+        shorter.reserve(2 * commits_);
         quantized.reserve(2 * commits_);
         int n = 0;
         for (shelf& s : shelves_) {
@@ -109,7 +109,7 @@ public:
         shelves_.swap(other.shelves_);
         pages_.swap(other.pages_);
         tables_.swap(other.tables_);
-        filled.swap(other.filled);
+        shorter.swap(other.shorter);
         quantized.swap(other.quantized);
         std::swap(layers_, other.layers_);
         std::swap(commits_, other.commits_);
@@ -123,9 +123,9 @@ public:
         return bytes;
     }
     std::size_t list_bytes() const noexcept {
-        std::size_t bytes = shelves_.capacity() * sizeof(shelf) +
-                            tables_.capacity() * sizeof(resource_vector<page_span>) +
-                            (pages_.capacity() + filled.capacity() + quantized.capacity()) * sizeof(page_ref);
+        std::size_t bytes =
+            shelves_.capacity() * sizeof(shelf) + tables_.capacity() * sizeof(resource_vector<page_span>) +
+            (pages_.capacity() + shorter.capacity() + quantized.capacity()) * sizeof(page_ref);
         for (const auto& table : tables_) bytes += table.capacity() * sizeof(page_span);
         return bytes;
     }

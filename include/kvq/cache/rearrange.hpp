@@ -1,4 +1,4 @@
-// Erase, shift, splice: the tokens of a sequence in another order, without a new code.
+// Erase, shift, splice: the tokens of a sequence in another order.
 //
 //   erase(first, last)          tokens [0, first), then [last, n) moved by first - last
 //   shift(first, last, by)      the same tokens; the keys of [first, last) move by `by`
@@ -9,8 +9,10 @@
 // (attention/rotary.hpp).
 //   quantized page that is cut     shared by the spans on both sides of the cut; codes stay
 //   16-bit page that is cut        the tokens behind the cut are copied to a page of their own, which is exact
-//   16-bit page, not full, that is no longer the last    closed: it is committed with the tokens it has, as a whole page
-// Cost in bytes: less than a page for every cut, until no token of it is left, and less than a page for every closed page.
+//   16-bit page, not full, that is no longer the last    closed: it is committed with the tokens it has, to pages for just these
+//   16-bit page whose keys moved, the last one           stays open: new keys take its rotation (cache/chunk.hpp)
+// So spans behind a cut stay whole: a context shift of any length, again and again, costs less than a page. What many cuts leave is
+// repacked (cache/repack.hpp).
 #pragma once
 
 #include "sequence.hpp"
@@ -25,6 +27,7 @@ public:
     rearranged_track(kvq::cache& of, const layer_track& before, int layer)
         : cache_(of), layer_(layer), track_(of.pool().memory(), before.targets[0], before.targets[1]) {
         track_.rearranged = true;
+        track_.repacked = before.repacked;
     }
 
     /// Appends tokens [first, last) of `from`, moved by `by`.
@@ -53,33 +56,37 @@ public:
 
     /// Commits all spans, also those within the recent window. scratch: as for quantize().
     void commit_all(float* scratch) {
+        pack(false);
         close_last();
         commit(scratch, [](int) { return true; });
     }
 
     layer_track finish(float* scratch) {
         const page_geometry g = cache_.geometry();
+        pack(false);
         commit(scratch, [&](int i) { return track_.is_due(track_[i], track_.tokens, g); });
         track_.uncommit(track_.tokens, g);
+        pack(true);
         track_.first_copy = track_.committed;
         return std::move(track_);
     }
 
 private:
+    void pack(bool committed) { repacker(cache_, track_, layer_).run(committed); }
+
     /// Commits the first spans that are not committed, as long as `wanted(index)`.
     template <class Wanted>
     void commit(float* scratch, Wanted&& wanted) {
         for (int& i = track_.committed; i < track_.size() && wanted(i); ++i) {
             page_span& s = track_[i];
-            const int capacity = cache_.geometry().capacity(s.sinks);
             for (int role = 0; role < 2; ++role) {
                 const auto tensor_of = static_cast<tensor>(role);
                 const int target = s.sinks ? 0 : track_.targets[role];
-                if (s.room < capacity)
-                    s.pages[role] = filled_page(cache_, *s.pages[role], role, s.tokens, capacity);
+                if (s.pages[role]->tokens != s.room)
+                    s.pages[role] = shorter_page(cache_, *s.pages[role], role, s.room);
                 if (target == 0) continue;
                 page_ref p =
-                    cache_.pool().allocate(cache_.page_bytes(tensor_of, target, capacity), target, capacity);
+                    cache_.pool().allocate(cache_.page_bytes(tensor_of, target, s.room), target, s.room);
                 convert_page(cache_.table(tensor_of), cache_.shape(), layer_, *s.pages[role], *p, scratch);
                 s.pages[role] = std::move(p);
             }

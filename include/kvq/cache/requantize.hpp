@@ -150,14 +150,18 @@ private:
         const int listed = role == tensor::key ? request_.key : request_.value;
         return listed < 0 ? -1 : cache_->table(role).index_of(listed);
     }
-    std::size_t data_bytes(tensor role, int format) const {
-        return cache_->page_bytes(role, format, cache_->options().page_tokens);
+    /// Of a page in the format that takes the place of `held`.
+    std::size_t data_bytes(tensor role, int format, const page& held) const {
+        return cache_->page_bytes(role, format, held.tokens);
     }
-    /// Is there a format whose pages have more than so many bytes?
+    /// Is there a format whose whole pages have more than so many bytes?
     bool some_larger(tensor role, std::size_t bytes) const {
         for (int format = 0; format < cache_->table(role).size(); ++format)
-            if (data_bytes(role, format) > bytes) return true;
+            if (whole_bytes(role, format) > bytes) return true;
         return false;
+    }
+    std::size_t whole_bytes(tensor role, int format) const {
+        return cache_->page_bytes(role, format, cache_->options().page_tokens);
     }
 
     /// True for a 16-bit page that a trim within `rollback` would bring back into the window: it is kept as a copy. (False for a page
@@ -183,7 +187,7 @@ private:
             for (const tensor role : {tensor::key, tensor::value}) {
                 const int format = wanted(role);
                 if (format < 0) continue;
-                const std::size_t bytes = data_bytes(role, format);
+                const std::size_t bytes = whole_bytes(role, format);
                 if (request_.only_smaller && !some_larger(role, bytes)) continue;
                 const auto [first, last] = find_rows(layer);
                 for (int i = first; i < last; ++i) {
@@ -228,7 +232,7 @@ private:
         return {begin, end};
     }
 
-    /// Fills found_ with the sequences that hold page i in another format, holders of the same page side by side, in
+    /// bytes: of a whole page. Fills found_ with the sequences that hold page i in another format, holders of the same page side by side, in
     /// the order of the sequences.
     bool find_holders(int i, tensor role, int format, std::size_t bytes) {
         constexpr int ahead = 8;
@@ -243,7 +247,9 @@ private:
             if (i + ahead < rows_[s].committed) prefetch(page_of(rows_[s], i + ahead));
             if (rows_[s].spans[i].sinks) continue;
             const page* const p = page_of(rows_[s], i);
-            if (p->format == format || (request_.only_smaller && bytes >= p->bytes)) continue;
+            if (p->format == format) continue;
+            const bool whole = p->tokens == cache_->options().page_tokens;
+            if (request_.only_smaller && (whole ? bytes : data_bytes(role, format, *p)) >= p->bytes) continue;
             const int at = static_cast<int>(s), first = found_.empty() ? at : found_.front().index;
             one_page = one_page && (found_.empty() || found_.front().held == p);
             found_.push_back({p, first, at, i});
@@ -303,8 +309,9 @@ private:
     void convert(resource_vector<job>& batch, const executor_view* ex) {
         std::size_t added = 0;
         for (job& j : batch) {
-            const std::size_t bytes = data_bytes(j.role, j.format);
-            if (!dry_) j.fresh = cache_->pool().allocate(bytes, j.format, cache_->options().page_tokens);
+            const page& held = *old_page(j);
+            const std::size_t bytes = data_bytes(j.role, j.format, held);
+            if (!dry_) j.fresh = cache_->pool().allocate(bytes, j.format, held.tokens);
             added += page_pool::allocation(bytes);
         }
         report_.bytes_after += added;

@@ -10,7 +10,8 @@
 //
 // New tokens go to 16-bit pages; a page that falls behind the recent window is quantized (committed). The pages depend only on
 // the tokens, not on the sizes of the chunks, as long as trims reach back at most cache_options::rollback tokens: such trims
-// restore 16-bit copies. A deeper trim into a quantized page hides the tokens that it cuts; the other tokens keep their codes from then on.
+// restore 16-bit copies. A deeper trim into a quantized page hides the tokens that it cuts; the other tokens keep their codes, unless less
+// than cache_options::repack of the page is left.
 // Guarantees: arguments are checked and memory is allocated before anything changes (strong exception guarantee).
 // Thread safety: const members may run together; one writer per sequence; different sequences are independent.
 #pragma once
@@ -23,6 +24,7 @@
 #include <span>
 
 #include "draft.hpp"
+#include "repack.hpp"
 #include "usage_report.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -126,7 +128,8 @@ public:
 
     /// Removes every token from position n on, in all layers (layers shorter than n are unchanged). A trim of at most `rollback`
     /// tokens restores the sequence as it was before those tokens. Where a deeper trim cuts a quantized page, the remaining tokens
-    /// keep their codes and the page keeps its bytes; the next tokens begin a new page. Takes no memory. O(removed pages).
+    /// keep their codes and the page keeps its bytes, unless less than cache_options::repack of it is left: then these tokens are quantized
+    /// once more, in a shorter page. The next tokens begin a new page. Needs no memory: without any, nothing is repacked. O(spans).
     void trim(int n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ",
                        tokens());
@@ -134,15 +137,17 @@ public:
             detail::expect(n <= track.tokens - track.draft || n >= track.tokens || track.draft == 0,
                            "cannot trim to ", n, " tokens: the draft of a layer is tokens ",
                            track.tokens - track.draft, " to ", track.tokens, ", keep() a part of it");
-        for (detail::layer_track& track : tracks_) {
+        for (std::size_t layer = 0; layer < tracks_.size(); ++layer) {
+            detail::layer_track& track = tracks_[layer];
             if (n < track.tokens) track.drop_draft();
-            track.cut(n, geometry());
+            if (track.cut(n, geometry())) detail::repacker(*cache_, track, static_cast<int>(layer)).run(true);
         }
     }
 
     /// Removes tokens [first, last) of all layers (of shorter layers, those that they have); the tokens behind them move to the front,
     /// positions of the keys included: the next token is token tokens(), and its key and query are rotated for this position. Quantized
-    /// pages that are cut keep their codes, and their bytes as long as they show a token; no key is quantized again. 16-bit copies for
+    /// pages that are cut keep their codes, and their bytes until they show less than cache_options::repack of their tokens: these are then
+    /// quantized once more, in shorter pages. The page that is being filled goes on filling, with keys in its rotation. 16-bit copies for
     /// exact trims go: later trims are exact for tokens appended later. Defined in cache/rearrange.hpp, as the next two. O(spans).
     /// Raises kvq::error for a range outside, and when tokens behind it would move in a cache without cache_options::rotary.
     void erase(int first, int last);
@@ -266,6 +271,7 @@ public:
         u.bookkeeping = tracks_.capacity() * sizeof(detail::layer_track);
         for (const detail::layer_track& track : tracks_) {
             u.tokens = detail::larger(u.tokens, track.tokens);
+            u.repacked += track.repacked;
             u.bookkeeping += track.spans.capacity() * sizeof(page_span);
             for (std::size_t role = 0; role < 2; ++role) {
                 track.for_each_page(role, [&](const page& p, int shown) { count_page(p, shown, u); });
@@ -511,6 +517,8 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
         serial_executor{}.parallel_for(writes, write);
     else
         executor.parallel_for(writes, write);
+    for (const prefill_request& r : batch)
+        if (r.sequence->staged_) r.sequence->staged_->move_keys(r.sequence->scratch_.data());
     attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
     const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));
     std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch_bytes());

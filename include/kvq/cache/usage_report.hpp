@@ -20,6 +20,8 @@ struct usage_report {
     std::size_t bytes = 0;       ///< sum of all of the above except `slack`
     std::size_t not_finite = 0;  ///< NaN and infinities that were appended: in 16-bit pages, or quantized
     int tokens = 0;              ///< of the longest layer
+    std::size_t repacked =
+        0;  ///< tokens that cuts quantized once more, summed over layers, since the sequence was made or restored
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

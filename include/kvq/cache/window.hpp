@@ -1,12 +1,13 @@
 // Reading and writing tokens in window pages (16 or 32 bit).
 //
 // A window page is a block of full<Window> per kv head (pack/value_layout.hpp). Contract: a token is rounded to Window once, when
-// it is written; copies are exact. These functions do not check reference counts: the writer holds the page's only reference.
+// it is written; copies are exact; a rotation of keys rounds once more. These functions do not check reference counts: the writer holds the page's only reference.
 #pragma once
 
 #include <cstring>
 
 #include "../attention/query_view.hpp"
+#include "../attention/rotary.hpp"
 #include "../core/float_environment.hpp"
 #include "../format/format.hpp"
 #include "../page/page.hpp"
@@ -122,23 +123,24 @@ inline void move_tokens(float_type window, const page& from, int first, page& to
     });
 }
 
-/// Repeats the first `count` tokens of a window page in turn until it holds `capacity`. A value that is not finite is repeated as zero:
-/// it is counted once when the page is quantized.
-inline void repeat_tokens(float_type window, page& p, tensor role, int dim, int heads, int count,
-                          int capacity) {
+/// Rotates tokens [first, first + count) of a window page of keys by `by` positions more, each value rounded once. row: dim floats.
+inline void rotate_tokens(float_type window, page& p, const rotation& rotate, std::int64_t by, int dim,
+                          int heads, int first, int count, float* row) {
     visit_float_type(window, [&]<class Window>(Window) {
-        const block_shape shape{role, p.tokens, dim};
+        const block_shape shape{tensor::key, p.tokens, dim};
         const value_layout<Window> layout(shape);
+        const default_arithmetic arithmetic;
         for (int h = 0; h < heads; ++h) {
             std::byte* const block =
                 p.data() + full<Window>{}.block_bytes(shape) * static_cast<std::size_t>(h);
-            for (int t = count; t < capacity; ++t)
-                for (int c = 0; c < dim; ++c) {
-                    auto x = load_as<Window>(block + sizeof(Window) *
-                                                         full<Window>::element(layout, shape, t - count, c));
-                    if (!is_finite(static_cast<float>(x))) x = Window(0.0f);
-                    store_as(block + sizeof(Window) * full<Window>::element(layout, shape, t, c), x);
-                }
+            const auto at = [&](int t, int c) {
+                return block + sizeof(Window) * full<Window>::element(layout, shape, t, c);
+            };
+            for (int t = first; t < first + count; ++t) {
+                for (int c = 0; c < dim; ++c) row[c] = static_cast<float>(load_as<Window>(at(t, c)));
+                rotate(row, 1, dim, by);
+                for (int c = 0; c < dim; ++c) store_as(at(t, c), Window(row[c]));
+            }
         }
     });
 }

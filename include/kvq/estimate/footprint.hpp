@@ -5,9 +5,8 @@
 //   With cache_options::preallocate pages, rollback and page headers lie in byte_budget bytes; `unused` is the rest of them.
 //
 // Contract: equal to the allocations of the cache, byte for byte, after tokens were appended, in whole prompts or one by one
-// (tests/unit/footprint.cpp counts with a memory resource). Cuts add to it: a trim into a quantized page leaves a page that shows
-// fewer tokens than it holds, at most one for every cut that is still in the sequence, until a deeper trim removes it. Likewise
-// erase(), shift() and splice(): at most two such pages per layer and tensor for every call (cache/rearrange.hpp).
+// (tests/unit/footprint.cpp counts with a memory resource). Cuts add to it: pages hold at most footprint / cache_options::repack bytes and
+// one page per layer after any trims, erases, shifts and splices (cache/repack.hpp).
 // A step that cache::reserve takes ahead of it needs more: estimate/budget.hpp is the byte_budget of an engine.
 // `transient` is an upper bound of temporary bytes of a call: while append() quantizes pages, or while prefill() has a chunk of one
 // layer in 16 bit.

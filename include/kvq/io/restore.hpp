@@ -127,14 +127,17 @@ private:
             if (count == 0) return;
             index_.expect_tensor(name, "U8", {count, heads, block_bytes(role, layer, format, tokens)});
         };
-        expect_pages(tensor_name(layer, role, "copies"), table.copies, 0, g.page_tokens);
-        for (std::size_t first = table.copies; first < table.rows.size();) {
+        for (std::size_t first = 0; first < table.rows.size();) {
+            const bool copies = first < table.copies;
+            const std::size_t end = copies ? table.copies : table.rows.size();
             const auto& [format, tokens] = std::pair(table.rows[first].format, table.rows[first].tokens);
             std::size_t count = 1;
-            while (first + count < table.rows.size() && table.rows[first + count].format == format &&
+            while (first + count < end && table.rows[first + count].format == format &&
                    table.rows[first + count].tokens == tokens)
                 ++count;
-            expect_pages(pages_name(layer, role, format, tokens, g), count, format, static_cast<int>(tokens));
+            expect_pages(
+                copies ? copies_name(layer, role, tokens, g) : pages_name(layer, role, format, tokens, g),
+                count, format, static_cast<int>(tokens));
             first += count;
         }
     }

@@ -107,7 +107,7 @@ private:
         const int layer = static_cast<int>(row.layer);
         const auto role = static_cast<tensor>(row.role);
         const std::string name = static_cast<page_kind>(row.kind) == page_kind::copy
-                                     ? tensor_name(layer, role, "copies")
+                                     ? copies_name(layer, role, row.tokens, cache_.geometry())
                                      : pages_name(layer, role, row.format, row.tokens, cache_.geometry());
         const auto heads = static_cast<std::uint64_t>(cache_.shape().kv_heads);
         if (header_.tensors.back().name != name) add_tensor(name, "U8", {0, heads, p.bytes / heads});

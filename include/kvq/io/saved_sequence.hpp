@@ -9,7 +9,7 @@
 //   index        U32 [pages, 8]     one row per page of the file, in its order: layer, tensor, kind, first span that has it, format,
 //                                   tokens that the page has memory for, values that were not finite, CRC32C of the page's data
 //   seal         U32 [1]            CRC32C of all bytes before it, from the first byte of the file
-//   layers.<l>.<key|value>.<copies|pages.<format>|pages.<format>.<tokens>>   U8 [pages, kv_heads, bytes of a block]
+//   layers.<l>.<key|value>.<copies|pages.<format>>[.<tokens>]   U8 [pages, kv_heads, bytes of a block]
 #pragma once
 
 #include <array>
@@ -82,10 +82,15 @@ inline std::string tensor_name(int layer, tensor role, const char* what) {
     return "layers." + std::to_string(layer) + (role == tensor::key ? ".key." : ".value.") + what;
 }
 /// tokens: capacity of the pages; the name omits the usual capacity.
+inline std::string sized_name(std::string name, std::uint32_t tokens, const page_geometry& g) {
+    return tokens == static_cast<std::uint32_t>(g.page_tokens) ? name : name + "." + std::to_string(tokens);
+}
+inline std::string copies_name(int layer, tensor role, std::uint32_t tokens, const page_geometry& g) {
+    return sized_name(tensor_name(layer, role, "copies"), tokens, g);
+}
 inline std::string pages_name(int layer, tensor role, std::uint32_t format, std::uint32_t tokens,
                               const page_geometry& g) {
-    const std::string name = tensor_name(layer, role, "pages.") + std::to_string(format);
-    return tokens == static_cast<std::uint32_t>(g.page_tokens) ? name : name + "." + std::to_string(tokens);
+    return sized_name(tensor_name(layer, role, "pages.") + std::to_string(format), tokens, g);
 }
 
 /// The metadata, parsed.

@@ -141,7 +141,7 @@ public:
     }
 
     /// A sequence that holds as many of the first `tokens` as the store has; the caller owns it. After an exact hit nothing is left
-    /// to compute; to get the logits of the last token, trim by one. Tokens that remain after a trim keep their codes.
+    /// to compute; to get the logits of the last token, trim by one. Tokens that remain after a trim keep their codes, but for those of a page of which it leaves less than a quarter.
     fetch_result fetch(token_ids tokens) {
         std::shared_ptr<const sequence> held;
         lookup_result result;

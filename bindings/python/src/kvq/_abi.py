@@ -158,7 +158,8 @@ class kvq_cache_options(_Struct):
                 ("keys", c_char_p), ("values", c_char_p), ("window", c_char_p), ("page_tokens", c_int32), ("sinks", c_int32),
                 ("recent", c_int32), ("rollback", c_int32), ("byte_budget", c_size_t),
                 ("layer_formats", POINTER(kvq_layer_formats)), ("rotary", POINTER(kvq_rotary)), ("rotary_count", c_int32),
-                ("reserved", c_int32), ("statistics", handle), ("allocator", POINTER(kvq_allocator)), ("preallocate", c_int32)]
+                ("reserved", c_int32), ("statistics", handle), ("allocator", POINTER(kvq_allocator)), ("preallocate", c_int32),
+                ("repack", c_float)]
 
 
 class kvq_cache_info(_Struct):
@@ -175,7 +176,7 @@ class kvq_attend_options(_Struct):
 class kvq_usage(_Struct):
     _fields_ = [("size", c_size_t), ("quantized", c_size_t), ("window", c_size_t), ("slack", c_size_t), ("rollback", c_size_t),
                 ("bookkeeping", c_size_t), ("workspace", c_size_t), ("bytes", c_size_t), ("not_finite", c_size_t), ("tokens", c_int32),
-                ("reserved", c_size_t)]
+                ("reserved", c_size_t), ("repacked", c_size_t)]
 
 
 class kvq_attend_request(_Struct):

@@ -77,13 +77,14 @@ def _options(layers: int, kv_heads: int, head_dim: int, keys: Names = "std4", va
              byte_budget: Optional[int] = None,
              layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
              rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
-             preallocate: bool = False) -> Tuple[_abi.kvq_cache_options, List[Rotary]]:
+             preallocate: bool = False, repack: Optional[float] = None) -> Tuple[_abi.kvq_cache_options, List[Rotary]]:
     """Options of a cache in C, and the embeddings whose callbacks they refer to."""
     o = _abi.kvq_cache_options(
         layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=limit(value_dim, "value_dim"),
         keys=text(_names(keys)), values=text(_names(values)), window=text(window),
         page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent, "recent"),
-        rollback=count(rollback, "rollback"), byte_budget=limit(byte_budget, "byte_budget"), preallocate=int(preallocate))
+        rollback=count(rollback, "rollback"), byte_budget=limit(byte_budget, "byte_budget"), preallocate=int(preallocate),
+        repack=0.0 if repack is None else repack if repack != 0 else -1.0)
     o.statistics = optional_handle(statistics, Statistics, "statistics")
     if layer_formats is not None:
         formats = (_abi.kvq_layer_formats * max(o.layers, 0))()
@@ -116,6 +117,7 @@ class Cache(Handle):
     rotary         how keys were rotated, for all layers or one per layer; None: keys cannot move
     statistics     for all keys whose format takes them
     preallocate    byte_budget is allocated when the cache is made
+    repack         cuts repack pages that show less than this part of their tokens, 0.5 at most; 0: never; None: 0.25
 
     Takes no memory for pages yet, unless `preallocate`. The memory of a closed cache stays until its last sequence is closed.
     """
@@ -126,11 +128,11 @@ class Cache(Handle):
                  byte_budget: Optional[int] = None,
                  layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
                  rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
-                 preallocate: bool = False) -> None:
+                 preallocate: bool = False, repack: Optional[float] = None) -> None:
         o, self._rotary = _options(
             layers, kv_heads, head_dim, keys, values, value_dim=value_dim, window=window, page_tokens=page_tokens,
             sinks=sinks, recent=recent, rollback=rollback, byte_budget=byte_budget, layer_formats=layer_formats,
-            rotary=rotary, statistics=statistics, preallocate=preallocate)  # callbacks of rotary are kept
+            rotary=rotary, statistics=statistics, preallocate=preallocate, repack=repack)  # callbacks of rotary are kept
         super().__init__(ask(library.kvq_cache_create, ctypes.byref(o)), library.kvq_cache_free)
         self.value_dim = self.info().value_dim
 

@@ -53,6 +53,8 @@ class Usage:
     """Of the longest layer."""
     reserved: int
     """For the next step: Cache.reserve."""
+    repacked: int
+    """Tokens that cuts quantized once more, summed over layers."""
 
 
 @dataclass(frozen=True)

@@ -293,6 +293,7 @@ pub struct kvq_cache_options {
     pub statistics: *const kvq_statistics,
     pub allocator: *const kvq_allocator,
     pub preallocate: i32,
+    pub repack: f32,
 }
 
 #[repr(C)]
@@ -337,6 +338,7 @@ pub struct kvq_usage {
     pub not_finite: usize,
     pub tokens: i32,
     pub reserved: usize,
+    pub repacked: usize,
 }
 
 #[repr(C)]

@@ -100,6 +100,8 @@ pub struct CacheOptions {
     pub rotary: Vec<Rotary>,
     /// byte_budget is allocated when the cache is made.
     pub preallocate: bool,
+    /// Cuts repack pages that show less than this part of their tokens, 0.5 at most; 0: never; None: 0.25.
+    pub repack: Option<f32>,
 }
 impl CacheOptions {
     pub fn new(layers: usize, kv_heads: usize, head_dim: usize, keys: &str) -> Self {
@@ -219,6 +221,7 @@ impl Cache {
             rotary_count: int(rotary.len(), "rotary")?,
             statistics: statistics.map_or(ptr::null(), |s| s.raw() as *const _),
             preallocate: o.preallocate as i32,
+            repack: o.repack.map_or(0.0, |part| if part == 0.0 { -1.0 } else { part }),
         });
         f(&c)
     }

@@ -59,6 +59,8 @@ report!(
         tokens,
         /// For the next step: [`crate::Cache::reserve`].
         reserved,
+        /// Tokens that cuts quantized once more, summed over layers.
+        repacked,
     }
 );
 report!(

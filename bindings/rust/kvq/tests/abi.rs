@@ -215,7 +215,8 @@ fn structs() {
             reserved,
             statistics,
             allocator,
-            preallocate
+            preallocate,
+            repack
         }
     );
     layout!(
@@ -259,7 +260,8 @@ fn structs() {
             bytes,
             not_finite,
             tokens,
-            reserved
+            reserved,
+            repacked
         }
     );
     layout!(

@@ -278,6 +278,13 @@ struct cache_access {
                             span.first_token, span.end());
                     continue;
                 }
+                for (const page_ref& p : span.pages)
+                    if (p->tokens != rules.page_tokens)
+                        return bad_value(
+                            "tokens %d to %d are in a page for %d tokens, which a cut has left; the device "
+                            "has pages "
+                            "for %d only (cache_options::repack)",
+                            span.first_token, span.end(), p->tokens, rules.page_tokens);
                 const int format = gpu_format(cpu, gpu, span.pages[0]->format, span.pages[1]->format);
                 if (format < 0) return no_format(cpu, span.pages[0]->format, span.pages[1]->format);
                 const held_page held{format, -1, span.first_token, span.skip, span.skip + span.tokens};

@@ -56,7 +56,7 @@ public:
     using scheme_type = Scheme;
     using lanes = typename Backend::lanes;
 
-    /// shape: of every quantized block. (Blocks of 16/32-bit values need not be full: calls take their shape as an argument.)
+    /// shape: of every quantized block. (Blocks of 16/32-bit values may be shorter: calls take their shape as an argument.)
     block_product(const Scheme& scheme, const block_shape& shape, block_id id, int n)
         : scheme_(scheme),
           plan_(plan_products<Backend>(scheme, shape, id, n)),
