@@ -34,6 +34,7 @@ struct shape {
     int q_heads = 32, kv_heads = 8, head_dim = 128, tokens = 16384, q_tokens = 1, threads = 1,
         page_tokens = 128;
     float outliers = 1.0f, query_scale = 1.0f;
+    bool peaked = false;  // one key of every page dominates
 };
 
 struct row {
@@ -59,6 +60,9 @@ double relative_error(const std::vector<double>& exact, const auto& approximate)
     return std::sqrt(error / power);
 }
 
+/// Of a channel, of the queries that dominant keys answer.
+float direction(int channel) { return channel % 3 == 0 ? -1.0f : 1.0f; }
+
 /// Calls use(first token, count, k, v) for pieces of the same random tokens every time.
 template <class Use>
 void for_random_tokens(const shape& s, Use use) {
@@ -69,6 +73,13 @@ void for_random_tokens(const shape& s, Use use) {
         auto k = bench::random_floats(values, static_cast<unsigned>(2 * done + 1));
         for (std::size_t i = 0; i < values; ++i)
             if (static_cast<int>(i) % s.head_dim < 3) k[i] *= s.outliers;
+        // A score of 11.2: the other weights are half a step of 16-bit numbers below its own.
+        if (s.peaked)
+            for (int t = 5; t < n; t += s.page_tokens)
+                for (int c = 0; c < s.kv_heads * s.head_dim; ++c)
+                    k[static_cast<std::size_t>(t * s.kv_heads * s.head_dim + c)] +=
+                        direction(c % s.head_dim) * 11.2f /
+                        (s.query_scale * std::sqrt(static_cast<float>(s.head_dim)));
         const auto v = bench::random_floats(values, static_cast<unsigned>(2 * done + 2));
         use(done, n, k, v);
     }
@@ -76,6 +87,9 @@ void for_random_tokens(const shape& s, Use use) {
 
 std::vector<float> random_query(const shape& s) {
     auto q = bench::random_floats(static_cast<std::size_t>(s.q_tokens * s.q_heads * s.head_dim), 7);
+    if (s.peaked)
+        for (std::size_t i = 0; i < q.size(); ++i)
+            q[i] = 0.5f * q[i] + direction(static_cast<int>(i) % s.head_dim);
     for (float& x : q) x *= s.query_scale;
     return q;
 }
@@ -235,6 +249,7 @@ int main(int argc, char** argv) {
     app.add_option("--outliers", s.outliers,
                    "three channels of the keys are so many times as large as the others");
     app.add_option("--query-scale", s.query_scale, "times the standard normal query");
+    app.add_flag("--peaked", s.peaked, "one key of every page dominates: the error is that of small weights");
     app.add_option("--scheme", only, "only schemes whose names contain one of these")->delimiter(',');
     app.add_option("--baseline", baseline, "the scheme that ratios of times are taken to")
         ->capture_default_str();

@@ -9,6 +9,7 @@
 #include <kvq/core/thread_pool.hpp>
 
 #include "support/attention_error.hpp"
+#include "support/peaked.hpp"
 #include "support/typed_cache.hpp"
 
 namespace attention_conformance_tests {
@@ -74,6 +75,29 @@ TEST_CASE_TEMPLATE("SIMD attention against double arithmetic: any width, shape, 
             CHECK(error.of_terms <= bound);
         }
     }
+}
+
+TEST_CASE("SIMD attention where one key of every page dominates") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::format keys[] = {test::made<kvq::simd<>>(kvq::affine<3, kvq::per_token<64>>()),
+                                test::made<kvq::simd<>>(kvq::affine<4, kvq::per_channel<7>>()),
+                                test::made<kvq::simd<>>(kvq::full<kvq::float16>())},
+                      values[] = {test::made<kvq::simd<>>(kvq::affine<2, kvq::per_token<32>>()),
+                                  test::made<kvq::simd<>>(kvq::int8()),
+                                  test::made<kvq::simd<>>(kvq::full<kvq::float16>())};
+    for (const int page : {32, 512})
+        for (const int rows : {1, 17})
+            for (std::size_t i = 0; i < std::size(keys); ++i) {
+                const test::peaked_case of{1100, page, rows, random.one_in(2) ? 1.0f : 3.0f,
+                                           random.one_in(2)};
+                const auto error = test::measure_peaked(keys[i], values[i], of, random);
+                const std::string on = kvq::simd<>::name();
+                INFO(on, ", ", std::string(keys[i].name()), ": ", of.text());
+                CHECK(error.output <= of.bound());
+                CHECK(error.lse <= error.lse_bound());
+            }
 }
 
 TEST_CASE("SIMD attention: same bits on one thread and on many, alone and in a batch") {

@@ -62,8 +62,8 @@ TEST_CASE("one byte per value: within what 8 bits of query and weights allow, an
         for (int h = 0; h < q_heads; ++h) {
             const int head = h / (q_heads / heads);
             const float* const query = q.view().at(0, h);
-            // The query is off by at most half a step of max|q| / 127 in every channel, so a score by
-            // max|q| / 254 * sum |k| / sqrt(dim), and a weight by twice that in its exponent.
+            // The query is off by at most a step of max|q| / 126 in every channel, so a score by
+            // max|q| / 126 * sum |k| / sqrt(dim), and a weight by twice that in its exponent.
             std::vector<double> p(tokens);
             double most = -1e300, sum = 0, off = 0;
             for (int t = 0; t < tokens; ++t) {
@@ -73,7 +73,7 @@ TEST_CASE("one byte per value: within what 8 bits of query and weights allow, an
                     score += static_cast<double>(query[c]) * static_cast<double>(key[c]);
                 p[static_cast<std::size_t>(t)] = score / std::sqrt(double{dim});
                 most = std::fmax(most, p[static_cast<std::size_t>(t)]);
-                off = std::fmax(off, absolute_most(query) / 254 * absolute_sum(key) / std::sqrt(double{dim}));
+                off = std::fmax(off, absolute_most(query) / 126 * absolute_sum(key) / std::sqrt(double{dim}));
             }
             for (double& x : p) sum += x = std::exp(x - most);
             for (double& x : p) x /= sum;
@@ -81,7 +81,7 @@ TEST_CASE("one byte per value: within what 8 bits of query and weights allow, an
             for (int c = 0; c < dim; ++c) {
                 double expected = 0, terms = 0, rounding = 0;
                 for (int page = 0; page < tokens; page += page_tokens) {
-                    // Weights times scales are off by half a step of the page's largest; the codes are v / scale.
+                    // Weights times scales are off by a step of the page's largest; the codes are v / scale.
                     double largest = 0, codes = 0;
                     for (int t = page; t < page + page_tokens; ++t) {
                         const double weight = p[static_cast<std::size_t>(t)];
@@ -92,7 +92,7 @@ TEST_CASE("one byte per value: within what 8 bits of query and weights allow, an
                         largest = std::fmax(largest, weight * scale);
                         codes += std::fabs(x) / scale;
                     }
-                    rounding += largest / 254 * codes;
+                    rounding += largest / 126 * codes;
                 }
                 const double difference = std::fabs(static_cast<double>(out.view().at(0, h)[c]) - expected);
                 REQUIRE(difference <= weight_off * terms + (1 + weight_off) * rounding + 5e-4 * terms);

@@ -2,8 +2,8 @@
 // Comparison family: bounded rounding. What fold_use says is what attention multiplies: every set of parameters that a scheme may
 // give to rows and columns, against double arithmetic on what it dequantizes to. Built for several -march.
 //
-// A column's factor is rounded to half a step of the largest one, 2^-15 of it at most (kernels/folded.hpp); every other term of a
-// row has a few float roundings.
+// A column's factor is rounded to a step of the largest one, 2^-15 of it at most, and the sum of those that share a lane, too, whatever
+// their number (kernels/folded.hpp); every other term of a row has a few float roundings.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -114,7 +114,9 @@ void check_product(test::generator& random, const kvq::block_shape& shape, int n
             const double error =
                 std::fabs(sum - static_cast<double>(y[static_cast<std::size_t>(i * (rows + slack) + r)]));
             CAPTURE(r);
-            REQUIRE(error <= row_scale * codes * largest * 0x1p-15 * 0.51 + terms * 0x1p-20);
+            const double lanes = std::fmin(cols, kvq::simd<>::lanes::width);
+            REQUIRE(error <= (row_scale * codes + std::fabs(row_bias) * lanes) * largest * 0x1p-15 * 1.02 +
+                                 terms * 0x1p-20);
         }
     }
 }

@@ -2,9 +2,10 @@
 // Comparison family: bounded rounding. Blocks of 16-bit floats times many vectors (kernels/word_product.hpp), against double
 // arithmetic on the same values. Built for several -march: where there are no products of words, floats do better than the bound.
 //
-// A value is off by half a step of its row, a number of a vector by half a step of that: what every column may add.
+// Every 32 columns a value is off by half a step of its row, a number of a vector by a step of that: what every column may add.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <kvq/backends/simd.hpp>
 #include <kvq/kvq.hpp>
@@ -55,32 +56,31 @@ struct problem {
 
     /// Rows from `first` on.
     void check(const std::vector<float>& y, bool add, int first = 0) {
-        for (int i = 0; i < n; ++i) {
-            double sum_x = 0.0, top_x = 0.0;
-            for (int c = 0; c < cols; ++c) {
-                const double f = std::fabs(static_cast<double>(number(i, c)));
-                sum_x += f;
-                top_x = std::fmax(top_x, f);
-            }
-            const double step_x = std::fmax(top_x / 32767, sum_x / ((1 << 18) - cols));
+        for (int i = 0; i < n; ++i)
             for (int r = first; r < rows; ++r) {
-                double exact = add ? 1.0 : 0.0, terms = exact, sum_v = 0.0, top_v = 0.0;
-                for (int c = 0; c < cols; ++c) {
-                    const double v = static_cast<float>(*value(r, c)),
-                                 product = v * static_cast<double>(number(i, c));
-                    exact += product;
-                    terms += std::fabs(product);
-                    sum_v += std::fabs(v);
-                    top_v = std::fmax(top_v, std::fabs(v));
+                double exact = add ? 1.0 : 0.0, terms = exact, bound = 0.0;
+                for (int begin = 0; begin < cols; begin += 32) {
+                    const int end = std::min(begin + 32, cols);
+                    double sum_x = 0.0, top_x = 0.0, sum_v = 0.0, top_v = 0.0;
+                    for (int c = begin; c < end; ++c) {
+                        const double v = static_cast<float>(*value(r, c)), x_c = number(i, c);
+                        exact += v * x_c;
+                        terms += std::fabs(v * x_c);
+                        sum_x += std::fabs(x_c);
+                        top_x = std::fmax(top_x, std::fabs(x_c));
+                        sum_v += std::fabs(v);
+                        top_v = std::fmax(top_v, std::fabs(v));
+                    }
+                    const double step_x = std::fmax(top_x / 32766, sum_x / ((1 << 17) - 33)),
+                                 step_v = top_v / 16383;
+                    bound += 0.51 * step_v * sum_x + 1.01 * step_x * sum_v +
+                             0.51 * (end - begin) * step_v * step_x;
                 }
-                const double step_v = top_v / 8191;
                 const double got = y[static_cast<std::size_t>(i * (shape.rows() + slack) + r)];
                 CAPTURE(i);
                 CAPTURE(r);
-                REQUIRE(std::fabs(got - exact) <= 0.51 * (step_v * sum_x + step_x * sum_v) +
-                                                      0.26 * cols * step_v * step_x + terms * 0x1p-20);
+                REQUIRE(std::fabs(got - exact) <= bound + terms * 0x1p-20);
             }
-        }
     }
 };
 
@@ -137,7 +137,7 @@ void check_random(test::generator& random) {
 
 }  // namespace
 
-TEST_CASE("16-bit values times many vectors stay within half a step") {
+TEST_CASE("16-bit values times many vectors stay within half a step of values and a step of vectors") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -147,7 +147,7 @@ TEST_CASE("16-bit values times many vectors stay within half a step") {
     }
 }
 
-TEST_CASE("on normal data products of 16-bit values have a relative error below 3e-4") {
+TEST_CASE("on normal data products of 16-bit values have a relative error below 1.5e-4") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -167,7 +167,8 @@ TEST_CASE("on normal data products of 16-bit values have a relative error below 
                               2.0);
             power += exact * exact;
         }
-    CHECK(std::sqrt(error / power) < 3e-4);
+    INFO("relative error ", std::sqrt(error / power));
+    CHECK(std::sqrt(error / power) < 1.5e-4);
 }
 
 TEST_CASE("huge, tiny and zero values times many vectors") {

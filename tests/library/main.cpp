@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "support/peaked.hpp"
 #include "support/random.hpp"
 
 // The static library shows the parts of every instruction set that it has (src/builtin_formats.cpp); the shared one hides them.
@@ -133,6 +134,29 @@ TEST_CASE("every built-in format quantizes, dequantizes and attends in vectors, 
     const int levels = each_format_of_every_level(check);
     CHECK(levels >= 1);
     CHECK(backends.size() == static_cast<std::size_t>(levels));
+}
+
+TEST_CASE("one dominant key in every page: formats of every instruction set") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    std::vector<kvq::format> keys, values;
+    each_format_of_every_level([&](const std::string&, kvq::tensor role, const kvq::format& f) {
+        (role == kvq::tensor::key ? keys : values).push_back(f);
+    });
+    REQUIRE(keys.size() == values.size());
+    const int pages[] = {16, 32, 128, 256, 1024};
+    // KVQ_LONG=1: every size of pages and queries.
+    for (std::size_t i = 0; i < keys.size(); ++i)
+        for (const int page : pages)
+            for (const float scale : {1.0f, 3.0f, 10.0f}) {
+                if (!test::long_tests() && (page != pages[i % 5] || scale != 1.0f)) continue;
+                const test::peaked_case of{1100, page, i % 2 == 0 ? 1 : 16, scale, i % 3 == 0};
+                const auto error = test::measure_peaked(keys[i], values[i], of, random);
+                INFO(std::string(keys[i].name()), " on ", std::string(keys[i].backend()), ": ", of.text());
+                CHECK(error.output <= of.bound());
+                CHECK(error.lse <= error.lse_bound());
+            }
 }
 
 TEST_CASE("a cache of every format takes a prompt in chunks and decodes, near the 16-bit one") {

@@ -9,8 +9,8 @@
 // skipped, the scores of a chunk come first, and then the values of the pages that matter.
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
-// arithmetic on the dequantized values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
-// score are large: outliers of keys times large queries (architecture.md). NaN and +infinity give NaN.
+// arithmetic on the dequantized values below 5e-4 on random data and where few keys dominate (tests/properties/{attention,peaked}.cpp),
+// and more where single terms of a score are large: outliers of keys times large queries (architecture.md). NaN and +infinity give NaN.
 #pragma once
 
 #include <algorithm>

@@ -119,7 +119,11 @@ public:
                 if (shape.role == tensor::key)
                     multiply_keys(values, shape.dim, x + i * x_stride, rows, cols, y + i * y_stride, add);
                 else
-                    multiply_values(values, shape.dim, x + i * x_stride, rows, cols, y + i * y_stride, add);
+                    for (int from = 0; from < cols; from += sum_columns)
+                        multiply_values(values + std::ptrdiff_t{from} * shape.dim, shape.dim,
+                                        x + i * x_stride + from, rows,
+                                        detail::smaller(cols - from, sum_columns), y + i * y_stride,
+                                        add || from > 0);
             }
         }
     }

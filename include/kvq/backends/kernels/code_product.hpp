@@ -121,23 +121,23 @@ private:
             const int slot_count = at.height - part;
             const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
             const std::uint32_t* group_x = x;
-            for (int g = 0; g < codes_.cols.groups(); ++g) {
-                const int from = layout_.first_step(g), steps = layout_.last_step(g) - from;
+            for (int p = 0; p < layout_.parts.groups(); ++p) {
+                const int from = layout_.first_step(p), steps = layout_.last_step(p) - from;
                 const std::ptrdiff_t vector_bytes = at.height * 4;
                 const std::byte* first[planes::count];
-                find_group(at.slot, at.height, part, g, first);
+                find_part(at.slot, at.height, part, p, first);
                 const code_part what{
                     first,      vector_bytes, ahead, steps, codes_.quads() - from * planes::quads_per_step,
                     slot_count, group_x};
-                const std::ptrdiff_t line = g * line_ + at.slot + part;
+                const std::ptrdiff_t line = layout_.group_of(p) * line_ + at.slot + part;
                 const code_target to{
                     y + at.first_query * y_stride + at.row + part,
                     y_stride,
                     at.rows - part,
                     scales_ ? scales_ + line : nullptr,
                     biases_ ? biases_ + line : nullptr,
-                    scalars_ + (at.set * codes_.cols.groups() + g) * layout_.n + at.first_query,
-                    add || g > 0};
+                    scalars_ + (at.set * layout_.parts.groups() + p) * layout_.n + at.first_query,
+                    add || p > 0};
                 // Slots are a multiple of 4: registers of 4 lanes are always full.
                 if (several)
                     multiply<Lanes::row_vectors, false>(at.queries, what, to);
@@ -156,15 +156,15 @@ private:
                  std::ptrdiff_t ahead)
             : p_(product), y_(y), y_stride_(y_stride), add_(add), ahead_(ahead) {}
 
-        int column_groups() const { return p_.codes_.cols.groups(); }
-        int column_tiles(int group) const { return p_.layout_.tile_blocks(group); }
+        int column_groups() const { return p_.layout_.parts.groups(); }
+        int column_tiles(int part) const { return p_.layout_.tile_blocks(part); }
 
         KVQ_INLINE void unpack(const tile_step& step, std::byte* out) {
             constexpr int step_quads = tile_columns / 4;
             const std::ptrdiff_t vector_bytes = step.height * 4;
             if (step.part == 0) {
                 left_ = p_.quads_of(step.group);
-                p_.find_group(step.slot, step.height, 0, step.group, planes_);
+                p_.find_part(step.slot, step.height, 0, step.group, planes_);
             }
             const int quads = detail::smaller(left_, step_quads);
             unpack_codes<Lanes, bits, 0>({planes_, vector_bytes, ahead_, 0, 0, step.height, nullptr}, 0,
@@ -174,7 +174,7 @@ private:
             left_ -= step_quads;
         }
         void finish(const tile_step& step, const std::byte* sums) const {
-            const std::ptrdiff_t line = step.group * p_.line_ + step.slot;
+            const std::ptrdiff_t line = p_.layout_.group_of(step.group) * p_.line_ + step.slot;
             const int set = p_.columns_ ? step.row_group : 0;
             finish_tile<byte_form<Backend>, Lanes, Scheme::zero_code>(
                 sums, step.height, p_.layout_.n,
@@ -190,22 +190,22 @@ private:
         bool add_;
         std::ptrdiff_t ahead_;
         const std::byte* planes_[planes::count];  // of the next step
-        int left_ = 0;                            // quads left in its group
+        int left_ = 0;                            // quads left in its part
     };
 
-    /// Quads from the group's first step to the end of its last one, or of the row.
-    int quads_of(int group) const {
-        const int from = layout_.first_step(group);
-        return detail::smaller((layout_.last_step(group) - from) * planes::quads_per_step,
+    /// Quads from the part's first step to the end of its last one, or of the row.
+    int quads_of(int part) const {
+        const int from = layout_.first_step(part);
+        return detail::smaller((layout_.last_step(part) - from) * planes::quads_per_step,
                                codes_.quads() - from * planes::quads_per_step);
     }
-    /// Finds each plane's vector of the group's first step, at a row of the tile.
-    void find_group(int slot, int height, int part, int group, const std::byte** first) const {
+    /// Finds each plane's vector of the first step of a part of the columns, at a row of the tile.
+    void find_part(int slot, int height, int row, int part, const std::byte** first) const {
         const std::byte* const begin =
             block_ +
             4 * (static_cast<std::size_t>(slot) * static_cast<std::size_t>(codes_.tiles.words_per_row) +
-                 static_cast<std::size_t>(part));
-        const int from = layout_.first_step(group);
+                 static_cast<std::size_t>(row));
+        const int from = layout_.first_step(part);
         for (int i = 0; i < planes::count; ++i)
             first[i] = begin + (planes::first_vector(i, codes_.quads()) +
                                 from * (planes::quads_per_step / planes::quads_per_word(i))) *

@@ -2,7 +2,7 @@
 //
 // A value of an operand is two bytes or a 16-bit word (16 bits, the default), or one byte (half of the products): form_of.
 // Contract: integer sums are exact (255 * 128 * columns stays below 2^31 up to 65 000 columns; words are scaled so that
-// their sums fit); per column group there is one float rounding of each term. Every word of the block is loaded once per query
+// their sums fit); per part of the columns (fold_layout) there is one float rounding of each term. Every word of the block is loaded once per query
 // block of up to 4 operands.
 #pragma once
 
@@ -195,9 +195,9 @@ KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, cons
         for (int v = 0; v < Vectors; ++v) {
             auto high = sums.high[i][v], low = sums.low[i][v];
             if constexpr (ZeroCode != 0) {
-                high = Lanes::add(high, Lanes::splat(-ZeroCode * s.high_sum));
+                high = Lanes::add(high, Lanes::splat(wrapped_sum(0, -ZeroCode, s.high_sum)));
                 if constexpr (Form == vector_form::two_bytes)
-                    low = Lanes::add(low, Lanes::splat(-ZeroCode * s.low_sum));
+                    low = Lanes::add(low, Lanes::splat(wrapped_sum(0, -ZeroCode, s.low_sum)));
             }
             auto y = Lanes::to_floats(high);
             if constexpr (Form == vector_form::two_bytes)

@@ -4,22 +4,26 @@
 //   x'  = col_scale * x                                        (only where columns carry parameters)
 //   x' ~= step * (256 * high + low),  high, low signed bytes,  step = max|x'| / 32512
 //
-// With one byte (Backend::query_bytes == 1): x' ~= step * high, step = max|x'| / 127. The low word of a pair is then unused.
+// With one byte (Backend::query_bytes == 1): x' ~= step * high, step = max|x'| / 126. The low word of a pair is then unused.
 // If the instruction set multiplies 16-bit words as fast as bytes (Lanes::word_products; no VNNI), x' ~= step * word instead of high
-// and low bytes: half of the products. The step grows if sums of words might not fit 32 bits (8-bit codes, 260 columns).
-// Contract: |x' - step * (256 high + low)| <= step / 2, that is 2^-16 of the largest |x'|: as fine as fp16 for the
-// largest elements and finer than fp16 sums for the rest. Sums and bias products are computed in float.
+// and low bytes: half of the products. The step grows if sums of words might not fit 32 bits (8-bit codes, more than 260 columns).
+// A part has a step of its own: a column group, or 256 columns of a larger one.
+// Contract: |x' - step * (256 high + low)| <= step, that is 2^-15 of the part's largest |x'|, and the sum over all columns of a part that share
+// a lane is off by at most one step as well (sum_rounding), in either direction. So small weights beside a large one are not lost, and what a product
+// with codes gets wrong is not the same for all pages. Row biases are multiplied with the sum of the rounded x', column biases with x.
 // Layout for a set of operands (one set per row group if columns carry parameters, else one):
-//   [query block][column group][quad][query in block] two 32-bit words: high and low of four signed bytes each, or 16-bit
+//   [query block][part][quad][query in block] two 32-bit words: high and low of four signed bytes each, or 16-bit
 //   words of columns 0 and 2 and of columns 1 and 3.
 // For products of tiles (tile_product.hpp), in blocks of as many queries as fit a tile:
-//   [query block][column group][64 columns][query in block][high, low][64 signed bytes]
+//   [query block][part][64 columns][query in block][high, low][64 signed bytes]
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "../../schemes/concepts.hpp"
 
@@ -39,6 +43,15 @@ KVQ_INLINE void with_queries(int queries, F&& f) {
         f(std::integral_constant<int, 2>{});
     else
         f(std::integral_constant<int, 1>{});
+}
+
+/// Calls f(std::integral_constant<int, i>{}) for i below N: arrays that are indexed so stay in registers, also across other loops.
+template <int N, class F>
+KVQ_INLINE void each(F&& f) {
+    [&]<int... I>(std::integer_sequence<int, I...>) KVQ_INLINE_LAMBDA {
+        (f(std::integral_constant<int, I>{}), ...);
+    }
+    (std::make_integer_sequence<int, N>{});
 }
 
 /// Form of a value of a folded operand: a signed byte, two of them, or a signed 16-bit word.
@@ -79,10 +92,10 @@ int query_bytes_in_tiles(int n) {
     return 0;
 }
 
-/// Scalars of an operand besides its bytes, per (set, column group, query).
+/// Scalars of an operand besides its bytes, per (set, part, query).
 struct fold_scalars {
     float step;
-    float sum;              // of x'
+    float sum;              // of the rounded x', where rows have biases
     float bias_dot;         // of x with col_bias
     std::int32_t high_sum;  // of the bytes, or of the words
     std::int32_t low_sum;
@@ -98,7 +111,13 @@ struct fold_layout {
     /// Rows of float scratch of folding: scales, biases, and the operands of a query block.
     static constexpr std::size_t scratch_rows = 2 + query_block;
 
+    /// Columns that share a step at most: of a larger group, light columns would be a few steps each beside the largest one, and
+    /// sums of words of 8-bit codes would need larger steps.
+    static constexpr int part_columns = 256;
+
     grouped_axis cols;
+    grouped_axis parts;  ///< columns that share a step: those of a group, or 256 of them
+    int group_parts;     ///< parts of a whole group
     int sets;
     int n;
     int tile_query_bytes;        ///< query_bytes_in_tiles
@@ -106,16 +125,19 @@ struct fold_layout {
     std::size_t scratch_floats;  ///< one padded row
     std::size_t scalars_offset, words_offset, bytes;
 
+    /// cut: groups may have several parts.
     constexpr fold_layout(const code_layout<Bits>& codes, bool per_row_group, int queries,
-                          int query_bytes_of_tiles) noexcept
+                          int query_bytes_of_tiles, bool cut = true) noexcept
         : cols(codes.cols),
+          parts(cut ? cut_groups(cols) : cols),
+          group_parts(detail::ceil_div(cols.group, parts.group)),
           sets(per_row_group ? codes.rows().groups() : 1),
           n(queries),
           tile_query_bytes(query_bytes_of_tiles) {
         int steps = 0, blocks = 0;
-        for (int g = 0; g < cols.groups(); ++g) {
-            steps += last_step(g) - first_step(g);
-            blocks += tile_blocks(g);
+        for (int p = 0; p < parts.groups(); ++p) {
+            steps += last_step(p) - first_step(p);
+            blocks += tile_blocks(p);
         }
         set_words = tile_query_bytes > 0 ? tile_query_bytes * blocks * tile_columns / 4 : steps * step * 2;
         // A step has up to 8 quads, and vectors run beyond the last one.
@@ -123,21 +145,29 @@ struct fold_layout {
                          32 + (tile_query_bytes > 0 ? tile_columns : 0);
         const std::size_t each = static_cast<std::size_t>(sets) * static_cast<std::size_t>(n);
         scalars_offset = scratch_rows * scratch_floats * sizeof(float);
-        words_offset = scalars_offset +
-                       detail::round_up(each * static_cast<std::size_t>(cols.groups()) * sizeof(fold_scalars),
-                                        std::size_t{64});
+        words_offset = scalars_offset + detail::round_up(each * static_cast<std::size_t>(parts.groups()) *
+                                                             sizeof(fold_scalars),
+                                                         std::size_t{64});
         bytes = words_offset +
                 detail::round_up(each * static_cast<std::size_t>(set_words) * 4 + overrun, std::size_t{64});
     }
 
-    constexpr int first_step(int group) const noexcept { return cols.group_begin(group) / 4 / step; }
-    constexpr int last_step(int group) const noexcept {
-        return detail::ceil_div((cols.group_begin(group) + cols.group_slots(group)) / 4, step);
+    /// Parts without gaps between them: of one group, or of groups that they fill.
+    static constexpr grouped_axis cut_groups(const grouped_axis& axis) noexcept {
+        const bool fills = axis.groups() == 1 || axis.group % part_columns == 0;
+        return axis.group > part_columns && fills ? grouped_axis(axis.size, part_columns) : axis;
     }
 
-    /// Number of tiles, one after the other, that hold the columns of the group's steps.
-    constexpr int tile_blocks(int group) const noexcept {
-        return detail::ceil_div((last_step(group) - first_step(group)) * 4 * step, tile_columns);
+    // Groups are rarely cut, and divisions take longer than branches.
+    constexpr int group_of(int part) const noexcept { return group_parts == 1 ? part : part / group_parts; }
+    constexpr int first_step(int part) const noexcept { return parts.group_begin(part) / 4 / step; }
+    constexpr int last_step(int part) const noexcept {
+        return detail::ceil_div((parts.group_begin(part) + parts.group_slots(part)) / 4, step);
+    }
+
+    /// Number of tiles, one after the other, that hold the columns of the part's steps.
+    constexpr int tile_blocks(int part) const noexcept {
+        return detail::ceil_div((last_step(part) - first_step(part)) * 4 * step, tile_columns);
     }
     /// Operands that share a tile.
     constexpr int tile_queries() const noexcept { return tile_lines / tile_query_bytes; }
@@ -151,14 +181,67 @@ struct fold_layout {
     }
 };
 
+/// a + factor * b as registers compute it. Only integers of operands that are not finite wrap, and their results are NaN whatever they are.
+constexpr std::int32_t wrapped_sum(std::int32_t a, std::int32_t factor, std::int32_t b) noexcept {
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) +
+                                     static_cast<std::uint32_t>(factor) * static_cast<std::uint32_t>(b));
+}
+
 template <class Lanes>
 std::int32_t sum_words(typename Lanes::ints a) {
     std::byte words[4 * Lanes::width];
     Lanes::store(words, a);
     std::int32_t sum = 0;
-    for (int i = 0; i < Lanes::width; ++i) sum += detail::load_as<std::int32_t>(words + 4 * i);
+    for (int i = 0; i < Lanes::width; ++i)
+        sum = wrapped_sum(sum, 1, detail::load_as<std::int32_t>(words + 4 * i));
     return sum;
 }
+
+/// max(a, |b|) for a >= 0.
+template <class Lanes>
+KVQ_INLINE typename Lanes::floats larger_magnitude(typename Lanes::floats a, typename Lanes::floats b) {
+    if constexpr (requires { Lanes::larger_magnitude(a, b); })
+        return Lanes::larger_magnitude(a, b);
+    else
+        return Lanes::larger(a, Lanes::abs(b));
+}
+
+/// Where the sums of a vector's lanes begin: evenly between -1/2 and 1/2, so that equal lanes do not round together. Neighbours are opposite,
+/// so that parts which do not fill a vector are rounded up as often as down.
+template <class Lanes>
+KVQ_INLINE typename Lanes::floats lane_phases() {
+    alignas(64) static constexpr auto phases = [] {
+        std::array<float, Lanes::width> a{};
+        for (std::size_t i = 0; i < Lanes::width; ++i)
+            a[i] = (static_cast<float>(i / 2) + 0.5f) / (i % 2 == 0 ? 1.0f : -1.0f) /
+                   static_cast<float>(Lanes::width);
+        return a;
+    }();
+    return Lanes::load_floats(phases.data());
+}
+
+/// Rounds the columns of an operand, one vector of them after the other, to integers of which every lane has the rounded sum:
+///
+///   S[c] = S[c - width] + x'[c] / step,   f[c] = round(S[c]) - round(S[c - width])
+///
+/// So |f - x'/step| <= 1, zero stays zero, and the integers of a lane have the sum of x'/step to within one. (Rounded one by one,
+/// columns below half a step would all be lost.)
+template <class Lanes>
+struct sum_rounding {
+    typename Lanes::floats sum;
+    typename Lanes::ints rounded;
+
+    KVQ_INLINE void begin() {
+        sum = lane_phases<Lanes>();
+        rounded = Lanes::splat(0);
+    }
+    KVQ_INLINE typename Lanes::ints next(typename Lanes::floats x, typename Lanes::floats inverse) {
+        sum = Lanes::multiply_add(x, inverse, sum);
+        const auto before = rounded;
+        rounded = Lanes::round(sum);
+        return Lanes::subtract(rounded, before);
+    }
+};
 
 /// The first n floats of a vector, or all of them; none if n is not positive.
 template <class Lanes>
@@ -167,16 +250,16 @@ KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
     return Lanes::load_floats(from, detail::larger(n, 0));
 }
 
-/// One column group of `Queries` operands, which share their loads of the parameters. Tiles: bytes are written in the layout of tiles.
+/// One part of `Queries` operands, which share their loads of the parameters. Tiles: bytes are written in the layout of tiles.
 /// Sums: of the bytes too, for codes with a zero. Widths of codes are no template parameter: code is the same for all.
 template <vector_form Form, bool Tiles, class Lanes, bool Sums>
-struct group_fold {
+struct part_fold {
     fold_use use;
-    const float* scale;  ///< of the group's columns, where use.col_scale
-    const float* bias;   ///< of the group's columns, where use.col_bias
+    const float* scale;  ///< of the part's columns, where use.col_scale
+    const float* bias;   ///< of the part's columns, where use.col_bias
     float* scratch;      ///< query_block rows, scratch_stride apart
     std::ptrdiff_t scratch_stride;
-    int before, size, after;  ///< columns of other groups; of the group; to the end of its last step
+    int before, size, after;  ///< columns of other parts; of the part; to the end of its last step
     int stride;  ///< words from one quad of an operand's bytes to the next, or from one 64 columns to the next
     float top_code;  ///< largest code that the operand is multiplied with
 
@@ -185,11 +268,11 @@ struct group_fold {
                                         : Form == vector_form::byte ? tile_columns / 4
                                                                     : tile_columns / 2;
 
-    /// x: the group's first columns, operands x_stride apart. Operand i starts at out + vector_words * i, scalars at s + i.
+    /// x: the part's first columns, operands x_stride apart. Operand i starts at out + vector_words * i, scalars at s + i.
     template <int Queries>
     void run(const float* x, std::ptrdiff_t x_stride, std::uint32_t* out, fold_scalars* s) const {
         // A local copy that no store can alias: otherwise every loop would read its pointers and counts again.
-        group_fold(*this).template run_own<Queries>(x, x_stride, out, s);
+        part_fold(*this).template run_own<Queries>(x, x_stride, out, s);
     }
 
 private:
@@ -216,13 +299,11 @@ private:
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
 
-    /// x' with zeros around it, and the scale to fixed point. Whole: all vectors are full, Scale
-    /// and Bias equal `use`, and rows have biases, which need the sum of x', only if columns have none.
+    /// x' with zeros around it, and the scale to fixed point. Whole: all vectors are full, Scale and Bias equal `use`.
     template <int Queries, bool Whole, bool Scale, bool Bias>
     KVQ_INLINE void scale_columns(const float* x, std::ptrdiff_t x_stride, fold_scalars* s,
                                   float* inverse) const {
         const bool scales = Scale && (Whole || use.col_scale), biases = Bias && (Whole || use.col_bias);
-        constexpr bool sums = !(Whole && Bias);
         const auto load = [&](const float* from, int c) {
             if constexpr (Whole)
                 return Lanes::load_floats(from + c);
@@ -231,9 +312,9 @@ private:
         };
         if (before + after > 0 || !Whole)
             for (int i = 0; i < Queries; ++i) clear_around(scratch + i * scratch_stride);
-        floats largest[Queries], sum[Queries], dot[Queries];
+        floats largest[Queries], dot[Queries];
         KVQ_UNROLL
-        for (int i = 0; i < Queries; ++i) largest[i] = sum[i] = dot[i] = Lanes::splat_float(0.0f);
+        for (int i = 0; i < Queries; ++i) largest[i] = dot[i] = Lanes::splat_float(0.0f);
         for (int c = 0; c < size; c += Lanes::width) {
             floats b = Lanes::splat_float(0.0f), f = b;
             if (biases) b = load(bias, c);
@@ -244,20 +325,20 @@ private:
                 if (biases) dot[i] = Lanes::multiply_add(v, b, dot[i]);
                 if (scales) v = Lanes::multiply(v, f);
                 Lanes::store_floats(scratch + i * scratch_stride + before + c, v);
-                largest[i] = Lanes::larger(largest[i], Lanes::abs(v));
-                if constexpr (sums) sum[i] = Lanes::add(sum[i], v);
+                largest[i] = larger_magnitude<Lanes>(largest[i], v);
             }
         }
-        float range = Form == vector_form::byte ? 127.0f : 32512.0f;
+        // A rounded column may be one more than its range.
+        float range = Form == vector_form::byte ? 126.0f : 32512.0f;
         if constexpr (Form == vector_form::word)
-            range = detail::smaller(range, 0x1.fffffp30f / (top_code * static_cast<float>(size)));
+            range = detail::smaller(range, 0x1.fffffp30f / (top_code * static_cast<float>(size)) - 1.0f);
         // One kind of operation after the other, without branches: the sums of all operands overlap.
         float top[Queries];
         KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) {
             top[i] = Lanes::largest(largest[i]);
-            s[i].sum = sums ? Lanes::sum(sum[i]) : 0.0f;
             s[i].bias_dot = Lanes::sum(dot[i]);
+            s[i].sum = 0.0f;
             s[i].high_sum = s[i].low_sum = 0;
         }
         KVQ_UNROLL
@@ -269,7 +350,7 @@ private:
         }
     }
 
-    /// Writes zeros around x', for columns of other groups in a step of codes.
+    /// Writes zeros around x', for columns of other parts in a step of codes.
     KVQ_INLINE void clear_around(float* row) const {
         for (int c = 0; c < before; ++c) row[c] = 0.0f;
         for (int c = before + size; c < detail::round_up(before + size + after, Lanes::width); ++c)
@@ -278,23 +359,22 @@ private:
 
     template <int Queries>
     KVQ_INLINE void write_query_bytes(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
-        ints sums[Queries], high_sums[Queries];
-        KVQ_UNROLL
-        for (int i = 0; i < Queries; ++i) sums[i] = high_sums[i] = Lanes::splat(0);
+        sum_rounding<Lanes> sums[Queries];
+        ints high_sums[Queries];
+        each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
+            sums[i].begin();
+            high_sums[i] = Lanes::splat(0);
+        });
         for (int c = 0; c < before + size + after; c += Lanes::width) {
             ints fixed[Queries], high[Queries];
-            KVQ_UNROLL
-            for (int i = 0; i < Queries; ++i) {
-                fixed[i] = Lanes::round(Lanes::multiply(Lanes::load_floats(scratch + i * scratch_stride + c),
-                                                        Lanes::splat_float(inverse[i])));
+            each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
+                fixed[i] = sums[i].next(Lanes::load_floats(scratch + i * scratch_stride + c),
+                                        Lanes::splat_float(inverse[i]));
                 high[i] = fixed[i];
                 if constexpr (Form == vector_form::two_bytes && (Sums || !packs<Queries>))
                     high[i] = Lanes::template shift_right_signed<8>(Lanes::add(fixed[i], Lanes::splat(128)));
-                if constexpr (Sums) {
-                    sums[i] = Lanes::add(sums[i], fixed[i]);
-                    high_sums[i] = Lanes::add(high_sums[i], high[i]);
-                }
-            }
+                if constexpr (Sums) high_sums[i] = Lanes::add(high_sums[i], high[i]);
+            });
             if constexpr (packs<Queries>) {
                 if constexpr (Form == vector_form::byte)
                     for (int i = 0; i < Queries; ++i) fixed[i] = Lanes::template shift_left<8>(fixed[i]);
@@ -310,14 +390,23 @@ private:
             }
             out += Lanes::width / 4 * stride;
         }
-        if constexpr (Sums) {
-            KVQ_UNROLL
-            for (int i = 0; i < Queries; ++i) {
+        write_sums<Queries>(sums, high_sums, s);
+    }
+
+    /// The sums beside the codes, of the same integers that the codes are multiplied with.
+    template <int Queries>
+    KVQ_INLINE void write_sums(const sum_rounding<Lanes>* sums, const ints* high_sums,
+                               fold_scalars* s) const {
+        if (use.row_bias)
+            each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
+                s[i].sum = s[i].step * Lanes::sum(Lanes::to_floats(sums[i].rounded));
+            });
+        if constexpr (Sums)
+            each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
                 s[i].high_sum = sum_words<Lanes>(high_sums[i]);
                 if constexpr (Form == vector_form::two_bytes)
-                    s[i].low_sum = sum_words<Lanes>(sums[i]) - 256 * s[i].high_sum;
-            }
-        }
+                    s[i].low_sum = wrapped_sum(sum_words<Lanes>(sums[i].rounded), -256, s[i].high_sum);
+            });
     }
 
     /// Rows of tiles: 64 columns of one operand at a time.
@@ -328,25 +417,19 @@ private:
             const float* const row = scratch + i * scratch_stride;
             std::uint32_t* to = out + i * vector_words;
             const floats factor = Lanes::splat_float(inverse[i]);
-            ints sum = Lanes::splat(0), high_sum = Lanes::splat(0);
+            sum_rounding<Lanes> sums;
+            sums.begin();
+            ints high_sum = Lanes::splat(0);
             for (int c = 0; c < before + size + after; c += tile_columns, to += stride) {
                 ints fixed[vectors];
                 KVQ_UNROLL
                 for (int v = 0; v < vectors; ++v) {
-                    fixed[v] =
-                        Lanes::round(Lanes::multiply(Lanes::load_floats(row + c + v * Lanes::width), factor));
-                    if constexpr (Sums) {
-                        sum = Lanes::add(sum, fixed[v]);
-                        high_sum = Lanes::add(high_sum, high_byte(fixed[v]));
-                    }
+                    fixed[v] = sums.next(Lanes::load_floats(row + c + v * Lanes::width), factor);
+                    if constexpr (Sums) high_sum = Lanes::add(high_sum, high_byte(fixed[v]));
                 }
                 store_row(reinterpret_cast<std::byte*>(to), fixed);
             }
-            if constexpr (Sums) {
-                s[i].high_sum = sum_words<Lanes>(high_sum);
-                if constexpr (Form == vector_form::two_bytes)
-                    s[i].low_sum = sum_words<Lanes>(sum) - 256 * s[i].high_sum;
-            }
+            write_sums<1>(&sums, &high_sum, s + i);
         }
     }
 
@@ -407,7 +490,7 @@ void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout,
                 scheme.template col_parameters<Backend>(shape, id, block, set, scale, bias);
         }
         for (int first = 0; first < n;) {
-            using group_type = group_fold<Form, Tiles, Lanes, Scheme::zero_code != 0>;
+            using part_type = part_fold<Form, Tiles, Lanes, Scheme::zero_code != 0>;
             const int block_n = next_query_block(n - first);
             // Operands of a tile lie side by side, also those of the next query block.
             const int beside =
@@ -417,32 +500,33 @@ void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout,
             std::uint32_t* out = words;
             if constexpr (Tiles) {
                 const int in_tile = first % layout.tile_queries();
-                out += (first - in_tile) * layout.set_words + in_tile * group_type::vector_words;
+                out += (first - in_tile) * layout.set_words + in_tile * part_type::vector_words;
             }
-            for (int g = 0; g < cols.groups(); ++g) {
-                const int begin = cols.group_begin(g), size = cols.group_size(g);
-                const int from = step * layout.first_step(g);
+            for (int p = 0; p < layout.parts.groups(); ++p) {
+                const int begin = layout.parts.group_begin(p), size = layout.parts.group_size(p);
+                const int from = step * layout.first_step(p);
                 const int to =
-                    Tiles ? from + tile_columns * layout.tile_blocks(g) : step * layout.last_step(g);
-                const group_type group{use,
-                                       scale + begin,
-                                       bias + begin,
-                                       bias + row_floats,
-                                       row_floats,
-                                       begin - from,
-                                       size,
-                                       to - begin - size,
-                                       group_type::vector_words * beside,
-                                       static_cast<float>((1 << Scheme::code_bits) - 1)};
-                const float* const source = x + first * x_stride + (dense ? begin : g * cols.group);
-                fold_scalars* const s = layout.scalars(memory) + (set * cols.groups() + g) * n + first;
+                    Tiles ? from + tile_columns * layout.tile_blocks(p) : step * layout.last_step(p);
+                const part_type part{use,
+                                     scale + begin,
+                                     bias + begin,
+                                     bias + row_floats,
+                                     row_floats,
+                                     begin - from,
+                                     size,
+                                     to - begin - size,
+                                     part_type::vector_words * beside,
+                                     static_cast<float>((1 << Scheme::code_bits) - 1)};
+                const float* const source = x + first * x_stride + (dense ? begin : p * cols.group);
+                fold_scalars* const s =
+                    layout.scalars(memory) + (set * layout.parts.groups() + p) * n + first;
                 if (block_n == query_block)
-                    group.template run<query_block>(source, x_stride, out, s);
+                    part.template run<query_block>(source, x_stride, out, s);
                 else
                     for (int i = 0; i < block_n; ++i)
-                        group.template run<1>(source + i * x_stride, x_stride,
-                                              out + i * group_type::vector_words, s + i);
-                out += (to - from) / (Tiles ? tile_columns : 4) * group.stride;
+                        part.template run<1>(source + i * x_stride, x_stride,
+                                             out + i * part_type::vector_words, s + i);
+                out += (to - from) / (Tiles ? tile_columns : 4) * part.stride;
             }
             if constexpr (!Tiles) words += layout.set_words * block_n;
             first += block_n;

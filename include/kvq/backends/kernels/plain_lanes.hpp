@@ -76,8 +76,18 @@ struct plain_lanes {
     static KVQ_INLINE ints bit_or(ints a, ints b) {
         return map_ints([&](int i) { return a.v[i] | b.v[i]; });
     }
+    // Sums wrap, as in registers: operands that are not finite give any integers.
     static KVQ_INLINE ints add(ints a, ints b) {
-        return map_ints([&](int i) { return a.v[i] + b.v[i]; });
+        return map_ints([&](int i) {
+            return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.v[i]) +
+                                             static_cast<std::uint32_t>(b.v[i]));
+        });
+    }
+    static KVQ_INLINE ints subtract(ints a, ints b) {
+        return map_ints([&](int i) {
+            return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.v[i]) -
+                                             static_cast<std::uint32_t>(b.v[i]));
+        });
     }
     /// 16-bit halves as signed integers: minima and maxima; and conversion to integers with the order of 16-bit floats (and back).
     template <class F>
@@ -113,10 +123,11 @@ struct plain_lanes {
     static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {
         return map_ints([&](int i) {
             const auto c = static_cast<std::uint32_t>(codes.v[i]), y = static_cast<std::uint32_t>(x.v[i]);
-            std::int32_t sum = acc.v[i];
+            std::int32_t sum = 0;
             for (int b = 0; b < 32; b += 8)
                 sum += static_cast<std::int32_t>((c >> b) & 255u) * static_cast<std::int8_t>((y >> b) & 255u);
-            return sum;
+            return static_cast<std::int32_t>(static_cast<std::uint32_t>(acc.v[i]) +
+                                             static_cast<std::uint32_t>(sum));
         });
     }
 

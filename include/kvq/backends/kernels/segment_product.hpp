@@ -24,7 +24,7 @@ struct segment_plan {
     segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n, int tile_query_bytes)
         : columns(scheme.columns(shape)),
           codes(columns.codes(shape)),
-          fold(codes, true, n, tile_query_bytes),
+          fold(codes, true, n, tile_query_bytes, false),
           parameters(columns.parameters) {
         scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
             segments[static_cast<std::size_t>(index_of<Bits>())] = segment;

@@ -40,6 +40,9 @@ KVQ_INLINE typename Lanes::floats exp2_negative(typename Lanes::floats x) {
     return Lanes::keep_unless_below(Lanes::multiply(p, power), x, -126.0f);
 }
 
+/// Columns of a page that one float adds up: a longer sum would round away small weights behind a large one.
+inline constexpr int sum_columns = 512;
+
 /// Turns scores [0, n) of `Rows` rows, `stride` apart, into weights, in place; updates max and sum. factor: scale of a row's earlier
 /// weights. Rows are processed side by side, so that none waits for its own maximum.
 template <class Lanes, int Rows>
@@ -55,23 +58,30 @@ void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float
         for (int r = 0; r < Rows; ++r)
             shift[r] = Lanes::larger(shift[r], Lanes::load_floats(scores + r * stride + i));
     }
-    float top[Rows];
+    float top[Rows], weights[Rows];
     KVQ_UNROLL
     for (int r = 0; r < Rows; ++r) {
         top[r] = detail::larger(max[r], Lanes::largest(shift[r]));
         for (int k = i; k < n; ++k) top[r] = detail::larger(top[r], scores[r * stride + k]);
         // While all keys are hidden, the maximum is replaced by 0, so that -infinity minus it gives the weight 0.
         shift[r] = Lanes::splat_float(top[r] == lowest ? 0.0f : top[r]);
-        total[r] = Lanes::splat_float(0.0f);
+        weights[r] = 0.0f;
     }
-    for (i = 0; i + Lanes::width <= n; i += Lanes::width) {
+    for (i = 0; i + Lanes::width <= n;) {
         KVQ_UNROLL
-        for (int r = 0; r < Rows; ++r) {
-            float* const at = scores + r * stride + i;
-            const auto w = exp2_negative<Lanes>(Lanes::subtract(Lanes::load_floats(at), shift[r]));
-            Lanes::store_floats(at, w);
-            total[r] = Lanes::add(total[r], w);
+        for (int r = 0; r < Rows; ++r) total[r] = Lanes::splat_float(0.0f);
+        for (const int end = detail::smaller(n, i + sum_columns); i + Lanes::width <= end;
+             i += Lanes::width) {
+            KVQ_UNROLL
+            for (int r = 0; r < Rows; ++r) {
+                float* const at = scores + r * stride + i;
+                const auto w = exp2_negative<Lanes>(Lanes::subtract(Lanes::load_floats(at), shift[r]));
+                Lanes::store_floats(at, w);
+                total[r] = Lanes::add(total[r], w);
+            }
         }
+        KVQ_UNROLL
+        for (int r = 0; r < Rows; ++r) weights[r] += Lanes::sum(total[r]);
     }
     const auto one_weight = [](float x) {
         float all[Lanes::width];
@@ -80,15 +90,14 @@ void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float
     };
     KVQ_UNROLL
     for (int r = 0; r < Rows; ++r) {
-        float weights = Lanes::sum(total[r]);
         for (int k = i; k < n; ++k) {
             float& score = scores[r * stride + k];
-            weights += score = one_weight(score - (top[r] == lowest ? 0.0f : top[r]));
+            weights[r] += score = one_weight(score - (top[r] == lowest ? 0.0f : top[r]));
         }
         if (weights != weights)
             for (int k = 0; k < n; ++k) scores[r * stride + k] = 0.0f;
         factor[r] = top[r] > max[r] ? one_weight(max[r] == lowest ? -1e30f : max[r] - top[r]) : 1.0f;
-        sum[r] = sum[r] * factor[r] + weights;
+        sum[r] = sum[r] * factor[r] + weights[r];
         max[r] = top[r];
     }
 }

@@ -1,13 +1,14 @@
 // y = X x on blocks of 16- or 32-bit values: the same loops as code_product.hpp, with float products.
 //
 // A word holds two 16-bit columns; pairs of the operand are broadcast and even and odd columns summed in neighbouring
-// lanes, which are added once at the end. Contract: float products and sums, one per column, in column order.
+// lanes, which are added once at the end. Contract: float products and sums, one per column, in column order, of sum_columns at a time.
 #pragma once
 
 #include <utility>
 
 #include "../../pack/value_layout.hpp"
 #include "folded.hpp"
+#include "softmax.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
@@ -116,15 +117,19 @@ void value_product(const block_shape& shape, const std::byte* block, const float
                     // Vectors stay inside the tile; rows beyond `rows` are dropped. Slots are a multiple of 4, so vectors
                     // of up to 4 are always full.
                     const int values = detail::smaller(height - part, V * vector_rows) * per_word;
-                    constexpr auto product = &value_product_tile<Lanes, T, V, Q, (V == 1 && vector_rows > 4)>;
+                    const auto product = [&](float* to, std::ptrdiff_t to_stride, bool add_first) {
+                        for (int from = 0; from < cols; from += sum_columns)
+                            value_product_tile<Lanes, T, V, Q, (V == 1 && vector_rows > 4)>(
+                                begin + (part + from / per_word * height) * 4, height * 4,
+                                detail::smaller(cols - from, sum_columns), x + first * x_stride + from,
+                                x_stride, values, to, to_stride, add_first || from > 0, ahead);
+                    };
                     if (here == V * vector_rows) {
-                        product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
-                                y + first * y_stride + tile + part, y_stride, add, ahead);
+                        product(y + first * y_stride + tile + part, y_stride, add);
                         return;
                     }
                     float lane_y[Q][V * vector_rows];
-                    product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
-                            lane_y[0], V * vector_rows, false, ahead);
+                    product(lane_y[0], V * vector_rows, false);
                     for (int i = 0; i < Q; ++i)
                         for (int r = 0; r < here; ++r) {
                             float& out = y[(first + i) * y_stride + tile + part + r];

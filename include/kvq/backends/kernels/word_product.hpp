@@ -1,13 +1,15 @@
 // y = X x on blocks of 16-bit floats for many operands at once, for CPUs on which one instruction sums products of 16-bit words.
 //
-//   X[r][c] ~= step[r] * code,  code = round(X[r][c] / step[r]),  step[r] = max_c |X[r][c]| / 8191
-//   x[c]    ~= step * word,     |word| <= 32767,  sum of |word| <= 2^18 - columns / 2
+//   X[r][c] ~= step[r] * code,  code = round(X[r][c] / step[r]),  step[r] = max_c |X[r][c]| / 16383
+//   x[c]    ~= step * word,     |word| <= 32767,  sum of |word| <= 2^17
 //
-// So sums of products fit 32 bits, for any data: 8191 * 2^18 < 2^31. Rows of a tile are converted to words in the workspace once
-// for all operands, which pays only for many operands: twice the products of floats per cycle.
-// Contract: |X - step code| <= step / 2, that is 2^-14 of a row's largest value, and |x - step word| <= step / 2, where the step
-// is the larger of max |x| / 32767 and about sum |x| / 2^18. On normal data the sum of both is a relative error of 2e-4 (128
-// columns; tests/conformance/words.cpp). A block with a value that is not finite is multiplied in floats (value_product.hpp).
+// over 32 columns at a time, each with steps of their own, whose sums of products fit 32 bits for any data: 16383 * 2^17 < 2^31. Rows of
+// a tile are converted to words in the workspace once for all operands, which pays only for many operands: twice the products of floats
+// per cycle.
+// Contract: |X - step code| <= step / 2, that is 2^-15 of a row's largest value of the 32, and |x - step word| <= step, where the step
+// is the larger of max |x| / 32766 and about sum |x| / 2^17; words have the sum of x / step to within one a lane (folded.hpp). On normal
+// data the sum of both is a relative error of 1e-4 (tests/conformance/words.cpp). A block with a value that is not finite is
+// multiplied in floats (value_product.hpp).
 #pragma once
 
 #include <limits>
@@ -24,25 +26,33 @@ constexpr bool multiplies_words(int n) noexcept {
 }
 
 /// The workspace of products of n operands with blocks of one shape:
-/// [n] floats: steps of the operands; [n][stride] words of them; [row slots] floats: steps of the rows; a tile of words.
+/// [parts][n] floats: steps of the operands; [n][stride] words of them; [parts][row slots] floats: steps of the rows; a tile of words.
 struct word_space {
     static constexpr int tile_rows = tile_layout::tile_rows;
+    static constexpr int part_columns = 32, part_words = part_columns / 2;
 
     int n = 0;
+    int row_slots = 0;
     std::ptrdiff_t stride = 0;  ///< from one operand to the next, in words of two columns
     std::size_t vectors = 0, steps = 0, tile = 0, bytes = 0;
 
     word_space() = default;
     word_space(const block_shape& shape, int count)
-        : n(count), stride(detail::round_up(detail::ceil_div(shape.cols(), 2), 16)) {
-        const auto of_floats = [](std::size_t floats) {
-            return detail::round_up(floats * sizeof(float), std::size_t{64});
+        : n(count),
+          row_slots(detail::round_up(shape.rows(), tile_rows)),
+          stride(parts_of(shape.cols()) * part_words) {
+        const auto floats_of_parts = [&](int each) {
+            return detail::round_up(static_cast<std::size_t>(parts_of(shape.cols())) *
+                                        static_cast<std::size_t>(each) * sizeof(float),
+                                    std::size_t{64});
         };
-        vectors = of_floats(static_cast<std::size_t>(n));
+        vectors = floats_of_parts(n);
         steps = vectors + static_cast<std::size_t>(n) * static_cast<std::size_t>(stride) * 4;
-        tile = steps + of_floats(static_cast<std::size_t>(detail::round_up(shape.rows(), tile_rows)));
+        tile = steps + floats_of_parts(row_slots);
         bytes = tile + static_cast<std::size_t>(stride) * tile_rows * 4;
     }
+
+    static constexpr int parts_of(int cols) noexcept { return detail::ceil_div(cols, part_columns); }
 
     float* vector_steps(std::byte* space) const noexcept { return reinterpret_cast<float*>(space); }
     std::byte* vector(std::byte* space, int i) const noexcept { return space + vectors + i * stride * 4; }
@@ -58,27 +68,29 @@ public:
     /// Converts the operands to words: `cols` columns of each, zeros up to the end of the last vector of lanes.
     static void fold(const word_space& s, const float* x, std::ptrdiff_t x_stride, int cols,
                      std::byte* space) {
-        float* const steps = s.vector_steps(space);
-        for (int i = 0; i < s.n; ++i, x += x_stride) {
-            floats top = Lanes::splat_float(0.0f), sum = top;
-            for (int c = 0; c < cols; c += Lanes::width) {
-                const floats a = Lanes::abs(load_rows<Lanes>(x + c, cols - c));
-                top = Lanes::larger(top, a);
-                sum = Lanes::add(sum, a);
+        for (int i = 0; i < s.n; ++i, x += x_stride)
+            for (int first = 0; first < cols; first += part_columns) {
+                floats top = Lanes::splat_float(0.0f), sum = top;
+                const auto load = [&](int c) { return load_rows<Lanes>(x + first + c, cols - first - c); };
+                for (int c = 0; c < part_columns; c += Lanes::width) {
+                    const floats a = Lanes::abs(load(c));
+                    top = Lanes::larger(top, a);
+                    sum = Lanes::add(sum, a);
+                }
+                const float largest = Lanes::largest(top),
+                            step = detail::larger(largest * (1.0f / top_number),
+                                                  Lanes::sum(sum) * (1.0f / sum_of_numbers));
+                const bool some = largest > tiny;
+                s.vector_steps(space)[first / part_columns * s.n + i] = some ? step : 0.0f;
+                const floats inverse = Lanes::splat_float(some ? 1.0f / step : 0.0f);
+                sum_rounding<Lanes> words;
+                words.begin();
+                for (int c = 0; c < part_columns; c += 2 * Lanes::width) {
+                    const auto one = words.next(load(c), inverse);
+                    Lanes::store_as_halfwords(s.vector(space, i) + 2 * (first + c), one,
+                                              words.next(load(c + Lanes::width), inverse));
+                }
             }
-            const float largest = Lanes::largest(top),
-                        step = detail::larger(largest / top_number,
-                                              Lanes::sum(sum) / static_cast<float>(sum_of_numbers - cols));
-            const bool some = largest > tiny;
-            steps[i] = some ? step : 0.0f;
-            const floats inverse = Lanes::splat_float(some ? 1.0f / step : 0.0f);
-            std::byte* const to = s.vector(space, i);
-            const auto number = [&](int c) {
-                return Lanes::round(Lanes::multiply(load_rows<Lanes>(x + c, cols - c), inverse));
-            };
-            for (int c = 0; c < cols; c += 2 * Lanes::width)
-                Lanes::store_as_halfwords(to + 2 * c, number(c), number(c + Lanes::width));
-        }
     }
 
     /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows and the operands of the last
@@ -91,13 +103,13 @@ public:
         float* const steps = s.row_steps(space);
         for (int tile = 0; tile < rows; tile += tile_rows)
             if (!find_steps(block + tile * row_bytes, detail::smaller(tile_rows, padded_rows - tile),
-                            rows - tile, cols, steps + tile, ahead))
+                            rows - tile, cols, steps + tile, s.row_slots, ahead))
                 return false;
         std::byte* const words = space + s.tile;
         for (int tile = 0; tile < rows; tile += tile_rows) {
             const int here = detail::smaller(tile_rows, rows - tile);
             make_words(block + tile * row_bytes, detail::smaller(tile_rows, padded_rows - tile), pairs,
-                       steps + tile, words);
+                       steps + tile, s.row_slots, words);
             for (int i = 0; i < s.n;) {
                 const auto multiply = [&](auto count) {
                     constexpr int Q = decltype(count)::value;
@@ -105,10 +117,7 @@ public:
                                      y_stride, add);
                     i += Q;
                 };
-                if (s.n - i >= 8)
-                    multiply(std::integral_constant<int, 8>{});
-                else
-                    with_queries(next_query_block(s.n - i), multiply);
+                with_queries(next_query_block(s.n - i), multiply);
             }
         }
         return true;
@@ -117,9 +126,11 @@ public:
 private:
     static constexpr int tile_rows = word_space::tile_rows, parts = tile_rows / Lanes::width;
     static constexpr int word_bytes = 4 * tile_rows;  // of a word of every row of a tile, in the workspace
-    static constexpr float top_number = 32767.0f, top_code = 8191.0f, tiny = 1e-33f;
-    static constexpr int sum_of_numbers = 1 << 18;
-    static_assert(parts >= 1 && tile_rows % Lanes::width == 0);
+    static constexpr int part_columns = word_space::part_columns, part_words = word_space::part_words;
+    // Words may be one more than x / step.
+    static constexpr float top_number = 32766.0f, top_code = 16383.0f, tiny = 1e-33f,
+                           sum_of_numbers = (1 << 17) - part_columns - 1;
+    static_assert(parts >= 1 && tile_rows % Lanes::width == 0 && part_columns % (2 * Lanes::width) == 0);
 
     template <int Part>
     static KVQ_INLINE ints load_words(const std::byte* from, int height) {
@@ -130,38 +141,40 @@ private:
                    : Lanes::load(from + Part * Lanes::width * 4, left < Lanes::width ? left : Lanes::width);
     }
 
-    /// Finds the steps of a tile's rows; empty rows get 0. Returns whether all values of the first `rows` rows are finite.
+    /// Finds the steps of a tile's rows, [part][row], slots apart; empty rows get 0. Returns whether all values of the first `rows` rows
+    /// are finite.
     static bool find_steps(const std::byte* from, int height, int rows, int cols, float* steps,
-                           std::ptrdiff_t ahead) {
-        const ints magnitude = Lanes::splat(0x7fff7fff);
-        ints top[parts];
-        KVQ_UNROLL
-        for (int p = 0; p < parts; ++p) top[p] = Lanes::splat(0);
-        const auto visit = [&](int w, ints mask) KVQ_INLINE_LAMBDA {
-            const std::byte* const at = from + w * height * 4;
-            for (int line = 0; line < word_bytes; line += 64) detail::prefetch(at + ahead + line);
-            for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
-                top[P] = Lanes::max_halves(top[P], Lanes::bit_and(load_words<P>(at, height), mask));
-            });
-        };
-        const int whole = cols / 2;
-        for (int w = 0; w < whole; ++w) visit(w, magnitude);
-        // The other half of the last word may hold the value of a trimmed token.
-        if (cols % 2 != 0) visit(whole, Lanes::splat(0x7fff));
+                           std::ptrdiff_t slots, std::ptrdiff_t ahead) {
         ints all = Lanes::splat(0);
-        KVQ_UNROLL
-        for (int p = 0; p < parts; ++p) {
-            std::byte words[4 * Lanes::width];
-            Lanes::store(words, top[p]);
-            const int left = rows - p * Lanes::width;
-            all = Lanes::max_halves(all, left >= Lanes::width ? top[p]
-                                         : left > 0           ? Lanes::load(words, left)
-                                                              : Lanes::splat(0));
-            const floats a =
-                Lanes::larger(Lanes::template halves<T, 0>(top[p]), Lanes::template halves<T, 1>(top[p]));
-            Lanes::store_floats(
-                steps + p * Lanes::width,
-                Lanes::multiply(Lanes::keep_above(a, a, tiny), Lanes::splat_float(1.0f / top_code)));
+        for (int first = 0; first < cols; first += part_columns, steps += slots) {
+            ints top[parts];
+            KVQ_UNROLL
+            for (int p = 0; p < parts; ++p) top[p] = Lanes::splat(0);
+            const auto visit = [&](ints mask) KVQ_INLINE_LAMBDA {
+                for (int line = 0; line < word_bytes; line += 64) detail::prefetch(from + ahead + line);
+                for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
+                    top[P] = Lanes::max_halves(top[P], Lanes::bit_and(load_words<P>(from, height), mask));
+                });
+                from += height * 4;
+            };
+            const int here = detail::smaller(cols - first, part_columns);
+            for (int w = 0; w < here / 2; ++w) visit(Lanes::splat(0x7fff7fff));
+            // The other half of the last word may hold the value of a trimmed token.
+            if (here % 2 != 0) visit(Lanes::splat(0x7fff));
+            KVQ_UNROLL
+            for (int p = 0; p < parts; ++p) {
+                std::byte words[4 * Lanes::width];
+                Lanes::store(words, top[p]);
+                const int left = rows - p * Lanes::width;
+                all = Lanes::max_halves(all, left >= Lanes::width ? top[p]
+                                             : left > 0           ? Lanes::load(words, left)
+                                                                  : Lanes::splat(0));
+                const floats a =
+                    Lanes::larger(Lanes::template halves<T, 0>(top[p]), Lanes::template halves<T, 1>(top[p]));
+                Lanes::store_floats(
+                    steps + p * Lanes::width,
+                    Lanes::multiply(Lanes::keep_above(a, a, tiny), Lanes::splat_float(1.0f / top_code)));
+            }
         }
         return all_finite(all);
     }
@@ -176,15 +189,20 @@ private:
     }
 
     /// The codes of a tile's rows: [word][row], two columns to a word.
-    static void make_words(const std::byte* from, int height, int pairs, const float* steps, std::byte* out) {
+    static void make_words(const std::byte* from, int height, int pairs, const float* steps,
+                           std::ptrdiff_t slots, std::byte* out) {
         floats inverse[parts][2];  // two lanes per row
-        for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
-            const floats step = Lanes::load_floats(steps + P * Lanes::width);
-            const floats one = Lanes::keep_above(Lanes::divide(Lanes::splat_float(1.0f), step), step, 0.0f);
-            inverse[P][0] = Lanes::template repeat_lanes<0>(one);
-            inverse[P][1] = Lanes::template repeat_lanes<1>(one);
-        });
-        for (int w = 0; w < pairs; ++w, from += height * 4, out += word_bytes)
+        for (int w = 0; w < pairs; ++w, from += height * 4, out += word_bytes) {
+            if (w % part_words == 0) {
+                for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
+                    const floats step = Lanes::load_floats(steps + P * Lanes::width);
+                    const floats one =
+                        Lanes::keep_above(Lanes::divide(Lanes::splat_float(1.0f), step), step, 0.0f);
+                    inverse[P][0] = Lanes::template repeat_lanes<0>(one);
+                    inverse[P][1] = Lanes::template repeat_lanes<1>(one);
+                });
+                steps += slots;
+            }
             for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
                 const std::byte* const at = from + P * Lanes::width * 4;
                 const auto code = [&]<int Half>() KVQ_INLINE_LAMBDA {
@@ -203,48 +221,68 @@ private:
                 Lanes::store_as_halfwords(out + P * Lanes::width * 4, code.template operator()<0>(),
                                           code.template operator()<1>());
             });
+        }
     }
 
     template <int Q>
     static void multiply_tile(const std::byte* words, int pairs, const word_space& s, std::byte* space,
                               int first, const float* row_steps, int rows, float* y, std::ptrdiff_t y_stride,
                               bool add) {
-        ints sum[Q][parts];
+        floats total[Q][parts];
         KVQ_UNROLL
         for (int i = 0; i < Q; ++i) {
             KVQ_UNROLL
-            for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::splat(0);
-        }
-        const std::byte* const x = s.vector(space, first);
-        const std::ptrdiff_t stride = 4 * s.stride;
-        for (std::ptrdiff_t w = 0; w < pairs; ++w) {
-            ints k[parts];
-            KVQ_UNROLL
-            for (int p = 0; p < parts; ++p) k[p] = Lanes::load(words + w * word_bytes + p * Lanes::width * 4);
-            KVQ_UNROLL
-            for (int i = 0; i < Q; ++i) {
-                const auto b = Lanes::splat(detail::load_as<std::int32_t>(x + i * stride + 4 * w));
-                KVQ_UNROLL
-                for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::dot_word_pairs(sum[i][p], k[p], b);
+            for (int p = 0; p < parts; ++p) {
+                const int left = rows - p * Lanes::width;
+                total[i][p] = add && left > 0 ? load_rows<Lanes>(y + i * y_stride + p * Lanes::width, left)
+                                              : Lanes::splat_float(0.0f);
             }
         }
-        const float* const steps = s.vector_steps(space) + first;
-        KVQ_UNROLL
-        for (int p = 0; p < parts; ++p) {
-            const int left = rows - p * Lanes::width;
-            if (left <= 0) continue;
-            const floats row = Lanes::load_floats(row_steps + p * Lanes::width);
+        const std::byte* x = s.vector(space, first);
+        const std::ptrdiff_t stride = 4 * s.stride;
+        const float* steps = s.vector_steps(space) + first;
+        for (int left = pairs; left > 0; left -= part_words) {
+            ints sum[Q][parts];
             KVQ_UNROLL
             for (int i = 0; i < Q; ++i) {
-                float* const to = y + i * y_stride + p * Lanes::width;
-                auto total = Lanes::multiply(Lanes::to_floats(sum[i][p]), row);
+                KVQ_UNROLL
+                for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::splat(0);
+            }
+            for (int w = detail::smaller(left, part_words); w > 0; --w, words += word_bytes, x += 4) {
+                ints k[parts];
+                KVQ_UNROLL
+                for (int p = 0; p < parts; ++p) k[p] = Lanes::load(words + p * Lanes::width * 4);
+                KVQ_UNROLL
+                for (int i = 0; i < Q; ++i) {
+                    const auto b = Lanes::splat(detail::load_as<std::int32_t>(x + i * stride));
+                    KVQ_UNROLL
+                    for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::dot_word_pairs(sum[i][p], k[p], b);
+                }
+            }
+            floats row[parts];
+            KVQ_UNROLL
+            for (int p = 0; p < parts; ++p) row[p] = Lanes::load_floats(row_steps + p * Lanes::width);
+            KVQ_UNROLL
+            for (int i = 0; i < Q; ++i) {
                 const auto step = Lanes::splat_float(steps[i]);
-                total = Lanes::multiply_add(total, step,
-                                            add ? load_rows<Lanes>(to, left) : Lanes::splat_float(0.0f));
+                KVQ_UNROLL
+                for (int p = 0; p < parts; ++p)
+                    total[i][p] = Lanes::multiply_add(Lanes::multiply(Lanes::to_floats(sum[i][p]), row[p]),
+                                                      step, total[i][p]);
+            }
+            steps += s.n;
+            row_steps += s.row_slots;
+        }
+        KVQ_UNROLL
+        for (int i = 0; i < Q; ++i) {
+            KVQ_UNROLL
+            for (int p = 0; p < parts; ++p) {
+                const int left = rows - p * Lanes::width;
+                float* const to = y + i * y_stride + p * Lanes::width;
                 if (left >= Lanes::width)
-                    Lanes::store_floats(to, total);
-                else
-                    Lanes::store_floats(to, total, left);
+                    Lanes::store_floats(to, total[i][p]);
+                else if (left > 0)
+                    Lanes::store_floats(to, total[i][p], left);
             }
         }
     }

@@ -54,6 +54,7 @@ struct simd_lanes : arch::register_ops<Arch> {
     static KVQ_INLINE ints bit_and(ints a, ints b) { return a & b; }
     static KVQ_INLINE ints bit_or(ints a, ints b) { return a | b; }
     static KVQ_INLINE ints add(ints a, ints b) { return a + b; }
+    static KVQ_INLINE ints subtract(ints a, ints b) { return a - b; }
 
     static KVQ_INLINE floats load_floats(const float* p) { return floats::load_unaligned(p); }
     static KVQ_INLINE void store_floats(float* p, floats a) { a.store_unaligned(p); }

@@ -20,6 +20,7 @@
 //   optional, for kernels that other instruction sets do not have
 //     store_high_low_of_four(out, a)            folded.hpp: store_high_low of four vectors of values 256 high + low
 //     store_high_low_rows(high, low, a)          folded.hpp: the high bytes of four vectors of such values, then the low ones, in order
+//     larger_magnitude(a, b)                  folded.hpp: the larger magnitude in one instruction
 //     distance_to_whole, scale_by_power       softmax.hpp: exponent arithmetic in one instruction each
 //     dot_word_pairs(acc, a, x)               word_product.hpp: dot_words in one instruction
 //     store_as_halfwords(p, a, b), repeat_lanes<Half>(a)     word_product.hpp: the lanes of a, then b, as signed 16-bit words that

@@ -124,6 +124,8 @@ struct register_ops<Arch> {
     static KVQ_INLINE floats distance_to_whole(floats a) { return _mm512_reduce_ps(a, 0); }
     /// a 2^n for integer n.
     static KVQ_INLINE floats scale_by_power(floats a, floats n) { return _mm512_scalef_ps(a, n); }
+    /// max(|a|, |b|)
+    static KVQ_INLINE floats larger_magnitude(floats a, floats b) { return _mm512_range_ps(a, b, 11); }
     template <int S>
     static KVQ_INLINE ints shift_signed(ints a) {
         return _mm512_srai_epi32(a, S);
