@@ -13,6 +13,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -180,10 +181,14 @@ struct quantized_batch {
     // Dequantized: [sequence][head][token][dim]
     std::vector<std::vector<std::vector<float>>> key_values, value_values;
 
-    /// value_sizes, key_sizes: the values (keys) of every block are multiplied by one of them.
+    /// Of a channel: where dominant keys and the queries that they answer point.
+    static float direction(int channel) { return channel % 3 == 0 ? -1.0f : 1.0f; }
+
+    /// value_sizes, key_sizes: the values (keys) of every block are multiplied by one of them. peak: what one key of every page has in
+    /// `direction` besides.
     quantized_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false,
                     const std::vector<float>& value_sizes = {1.0f},
-                    const std::vector<float>& key_sizes = {1.0f})
+                    const std::vector<float>& key_sizes = {1.0f}, float peak = 0.0f)
         : kv_heads(heads), lengths(std::move(tokens)) {
         int longest = 1, used_pages = 0;
         if constexpr (kvq::cuda::detail::is_mixed<typename F::keys>)
@@ -219,7 +224,7 @@ struct quantized_batch {
                     const std::size_t block = static_cast<std::size_t>(page) * all_heads + h;
                     const kvq::block_id id{0, static_cast<int>(h)};
                     code(key_scheme, id, r, F::key_shape(), &keys[block * F::key_block_bytes],
-                         key_values[b][h].data(), p * F::page_tokens, n, one_of(r, key_sizes));
+                         key_values[b][h].data(), p * F::page_tokens, n, one_of(r, key_sizes), peak);
                     code(typename F::values{}, id, r, F::value_shape(), &values[block * F::value_block_bytes],
                          value_values[b][h].data(), p * F::page_tokens, n, one_of(r, value_sizes));
                 }
@@ -254,32 +259,35 @@ private:
     };
     template <class S>
     static block random_block(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s,
-                              float size) {
+                              float size, float peak) {
         block made{std::vector<std::byte>(scheme.block_bytes(s)), tensor_values(r, s.tokens, s.dim)};
         for (float& number : made.dequantized) number *= size;
+        for (int c = 0; c < s.dim && peak > 0.0f; ++c)
+            made.dequantized[static_cast<std::size_t>(5 % s.tokens * s.dim + c)] += peak * direction(c);
         scheme.quantize(s, id, made.dequantized.data(), made.bytes.data());
         scheme.dequantize(s, id, made.bytes.data(), made.dequantized.data());
         return made;
     }
     /// Emulated, where the CPU would quantize for longer than kernels run, blocks are drawn from a few, but for formats with plans.
     template <class S>
-    static block one_block(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, float size) {
+    static block one_block(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, float size,
+                           float peak) {
         constexpr int few = emulated_or(20, 0);
         if constexpr (few > 0 && !kvq::cuda::detail::is_mixed<typename F::keys>) {
-            static std::map<std::pair<kvq::tensor, float>, std::vector<block>> all;
-            std::vector<block>& made = all[{s.role, size}];
+            static std::map<std::tuple<kvq::tensor, float, float>, std::vector<block>> all;
+            std::vector<block>& made = all[{s.role, size, peak}];
             const auto i = static_cast<std::size_t>(few - uniform(r, 1, few));
             if (i < made.size()) return made[i];
-            made.push_back(random_block(scheme, id, r, s, size));
+            made.push_back(random_block(scheme, id, r, s, size, peak));
             return made.back();
         }
-        return random_block(scheme, id, r, s, size);
+        return random_block(scheme, id, r, s, size, peak);
     }
 
     template <class S>
     static void code(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, std::byte* to,
-                     float* dequantized, int first, int n, float size) {
-        const block b = one_block(scheme, id, r, s, size);
+                     float* dequantized, int first, int n, float size, float peak = 0.0f) {
+        const block b = one_block(scheme, id, r, s, size, peak);
         std::copy(b.bytes.begin(), b.bytes.end(), to);
         const int used = std::min(s.tokens, n - first);
         std::copy(b.dequantized.begin(), b.dequantized.begin() + used * s.dim,

@@ -4,10 +4,12 @@
 //   16-bit values: w = high + low, each rounded to the values' own type
 //   state:  max' = max(max, max of the chunk),  output' = output * 2^(max - max') + step * 2^(chunk max - max') * C w
 //
+// Weights of codes are rounded lane by lane, so that those of a lane have the rounded sum of what they stand for, to within one step, however
+// small they are beside the largest one (backends/kernels/folded.hpp: sum_rounding).
 // Where tokens have scales, the step comes from the largest w' and weights may be relative to an older maximum (follow_maximum).
 // Weights travel through shared memory once, as words of B: [group of value parameters][4 rows][column][unit].
 // Value biases are summed per group of channels and added at the end; value parameters of channels apply to the product.
-// Contract: weights are exact to 2^-17 of the largest weight of the chunk (codes), 2^-20 (fp16), 2^-15 (bf16).
+// Contract: weights are exact to 2^-16 of the largest weight of the chunk (codes), 2^-20 (fp16), 2^-15 (bf16).
 #pragma once
 
 #include "key_product.cuh"
@@ -339,11 +341,23 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
                 const float inverse = largest > 1e-33f ? 65280.0f * reciprocal(largest) : 0.0f;
                 factors.step[S][n] =
                     factors.take[n] * (largest * (1.0f / static_cast<float>(65280 * Values::scale_lift)));
+                // The sums of the lanes of a row begin evenly between -1/2 and 1/2, those of neighbours opposite.
+                constexpr float lanes = Keys::tile_height == 16 ? 4.0f : 8.0f;
+                const float begin = static_cast<float>(id.g | 1) * (0.5f / lanes);
+                float sum = id.g % 2 == 0 ? begin : -begin;
+                // 1.5 * 2^23: floats around it are whole, and their bits count them.
+                constexpr float nearest = 12582912.0f;
+                std::uint32_t rounded = __float_as_uint(nearest);
 #pragma unroll
                 for (int tile = 0; tile < Keys::tiles; ++tile) {
                     std::uint32_t y[4];
 #pragma unroll
-                    for (int r = 0; r < 4; ++r) y[r] = __float_as_uint(fmaf(w[tile][r], inverse, 8388608.0f));
+                    for (int r = 0; r < 4; ++r) {
+                        sum = fmaf(w[tile][r], inverse, sum);
+                        const std::uint32_t before = rounded;
+                        rounded = __float_as_uint(sum + nearest);
+                        y[r] = rounded - before;
+                    }
                     const byte_words p = split_bytes(y[0], y[1], y[2], y[3]);
                     const std::uint32_t at =
                         column + 4u * static_cast<std::uint32_t>(tile * quads_of_tile +
