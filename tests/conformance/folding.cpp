@@ -2,8 +2,9 @@
 // Comparison family: bounded rounding. What fold_use says is what attention multiplies: every set of parameters that a scheme may
 // give to rows and columns, against double arithmetic on what it dequantizes to. Built for several -march.
 //
-// A column's factor is rounded to a step of the largest one, 2^-15 of it at most, and the sum of those that share a lane, too, whatever
-// their number (kernels/folded.hpp); every other term of a row has a few float roundings.
+// A column's factor is rounded to a step of the largest one, 2^-15 of it at most, and the sum of those that
+// share a lane, too, whatever their number (kernels/folded.hpp); every other term of a row has a few float
+// roundings.
 #include <doctest/doctest.h>
 
 #include <cmath>

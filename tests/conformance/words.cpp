@@ -2,7 +2,8 @@
 // Comparison family: bounded rounding. Blocks of 16-bit floats times many vectors (kernels/word_product.hpp), against double
 // arithmetic on the same values. Built for several -march: where there are no products of words, floats do better than the bound.
 //
-// Every 32 columns a value is off by half a step of its row, a number of a vector by a step of that: what every column may add.
+// Every 32 columns a value is off by half a step of its row, a number of a vector by a step of that: what
+// every column may add.
 #include <doctest/doctest.h>
 
 #include <algorithm>

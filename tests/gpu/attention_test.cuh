@@ -141,7 +141,8 @@ void check_attention(rng& r, const attention_case& c, const char* name, double* 
                 }
                 const double relative = size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
                 largest = std::max(largest, relative);
-                // Float outputs (state_out) within 2e-3, peaked ones within 1e-3; rounding them to bf16 moves a number by up to 2^-8 of itself.
+                // Float outputs (state_out) within 2e-3, peaked ones within 1e-3; rounding them to bf16 moves
+                // a number by up to 2^-8 of itself.
                 CHECK(size == 0.0 || std::sqrt(state_error / size) <= (c.peaked ? 1e-3 : 2e-3),
                       "%s: state error %.3g (sequence %d of %d tokens, group %d%s)", name,
                       std::sqrt(state_error / size), b, c.lengths[static_cast<std::size_t>(b)], c.group,

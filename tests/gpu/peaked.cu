@@ -1,4 +1,5 @@
-// Attention in which one key of every page dominates: weights below half a step of fixed-point numbers must not be lost.
+// Attention in which one key of every page dominates: weights below half a step of fixed-point numbers must
+// not be lost.
 #include "attention_test.cuh"
 
 using namespace kvq;

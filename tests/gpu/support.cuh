@@ -184,8 +184,8 @@ struct quantized_batch {
     /// Of a channel: where dominant keys and the queries that they answer point.
     static float direction(int channel) { return channel % 3 == 0 ? -1.0f : 1.0f; }
 
-    /// value_sizes, key_sizes: the values (keys) of every block are multiplied by one of them. peak: what one key of every page has in
-    /// `direction` besides.
+    /// value_sizes, key_sizes: the values (keys) of every block are multiplied by one of them. peak: what one
+    /// key of every page has in `direction` besides.
     quantized_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false,
                     const std::vector<float>& value_sizes = {1.0f},
                     const std::vector<float>& key_sizes = {1.0f}, float peak = 0.0f)

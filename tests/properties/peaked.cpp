@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction. Attention in which few keys dominate, as attention of models does: what weights below half
-// a step of fixed-point numbers lose adds up, and all pages lose in the same direction. Bounds: support/peaked.hpp.
+// Comparison family: mixed-precision reduction. Attention in which few keys dominate, as attention of models
+// does: what weights below half a step of fixed-point numbers lose adds up, and all pages lose in the same
+// direction. Bounds: support/peaked.hpp.
 //
-// KVQ_LONG=1 runs every format with pages of 16 to 1024 tokens, all sizes of queries; 16384, 200 000 and a million tokens; pages of 65536.
+// KVQ_LONG=1 runs every format with pages of 16 to 1024 tokens, all sizes of queries; 16384, 200 000 and a
+// million tokens; pages of 65536.
 #include <doctest/doctest.h>
 
 #include "support/caches.hpp"
@@ -51,7 +53,8 @@ void check(const format_pair& pair, const test::peaked_case& of, test::generator
     CHECK(error.lse <= error.lse_bound());
 }
 
-/// One page, in which one key has the weight 1 and all others 1.4e-5; all values are 1. Returns the output furthest from 1.
+/// One page, in which one key has the weight 1 and all others 1.4e-5; all values are 1. Returns the output
+/// furthest from 1.
 double furthest_from_one(const kvq::format& keys, const kvq::format& values, int page, int rows) {
     constexpr int dim = 64;
     kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = dim},

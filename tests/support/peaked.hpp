@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Attention in which few keys dominate: one key of every page has a score about 11 above the usual ones, so that the weights of the others
-// are half a step of 16-bit numbers below its own. Errors of attend() against double arithmetic on the dequantized values.
+// Attention in which few keys dominate: one key of every page has a score about 11 above the usual ones, so
+// that the weights of the others are half a step of 16-bit numbers below its own. Errors of attend() against
+// double arithmetic on the dequantized values.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Products of codes with operands that are not finite: any result for these operands, no other one, and no undefined behaviour on the way
-// (preset sanitize).
+// Products of codes with operands that are not finite: any result for these operands, no other one, and no
+// undefined behaviour on the way (preset sanitize).
 #include <doctest/doctest.h>
 
 #include <kvq/backends/scalar.hpp>

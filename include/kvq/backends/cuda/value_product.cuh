@@ -4,12 +4,14 @@
 //   16-bit values: w = high + low, each rounded to the values' own type
 //   state:  max' = max(max, max of the chunk),  output' = output * 2^(max - max') + step * 2^(chunk max - max') * C w
 //
-// Weights of codes are rounded lane by lane, so that those of a lane have the rounded sum of what they stand for, to within one step, however
-// small they are beside the largest one (backends/kernels/folded.hpp: sum_rounding).
+// Weights of codes are rounded lane by lane, so that those of a lane have the rounded sum of what they stand
+// for, to within one step, however small they are beside the largest one (backends/kernels/folded.hpp:
+// sum_rounding).
 // Where tokens have scales, the step comes from the largest w' and weights may be relative to an older maximum (follow_maximum).
 // Weights travel through shared memory once, as words of B: [group of value parameters][4 rows][column][unit].
 // Value biases are summed per group of channels and added at the end; value parameters of channels apply to the product.
-// Contract: weights are exact to 2^-16 of the largest weight of the chunk (codes), 2^-20 (fp16), 2^-15 (bf16).
+// Contract: weights are exact to 2^-16 of the largest weight of the chunk (codes), 2^-20 (fp16), 2^-15
+// (bf16).
 #pragma once
 
 #include "key_product.cuh"
@@ -341,7 +343,8 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
                 const float inverse = largest > 1e-33f ? 65280.0f * reciprocal(largest) : 0.0f;
                 factors.step[S][n] =
                     factors.take[n] * (largest * (1.0f / static_cast<float>(65280 * Values::scale_lift)));
-                // The sums of the lanes of a row begin evenly between -1/2 and 1/2, those of neighbours opposite.
+                // The sums of the lanes of a row begin evenly between -1/2 and 1/2, those of neighbours
+                // opposite.
                 constexpr float lanes = Keys::tile_height == 16 ? 4.0f : 8.0f;
                 const float begin = static_cast<float>(id.g | 1) * (0.5f / lanes);
                 float sum = id.g % 2 == 0 ? begin : -begin;

@@ -4,13 +4,15 @@
 //   x'  = col_scale * x                                        (only where columns carry parameters)
 //   x' ~= step * (256 * high + low),  high, low signed bytes,  step = max|x'| / 32512
 //
-// With one byte (Backend::query_bytes == 1): x' ~= step * high, step = max|x'| / 126. The low word of a pair is then unused.
+// With one byte (Backend::query_bytes == 1): x' ~= step * high, step = max|x'| / 126. The low word of a pair
+// is then unused.
 // If the instruction set multiplies 16-bit words as fast as bytes (Lanes::word_products; no VNNI), x' ~= step * word instead of high
-// and low bytes: half of the products. The step grows if sums of words might not fit 32 bits (8-bit codes, more than 260 columns).
-// A part has a step of its own: a column group, or 256 columns of a larger one.
-// Contract: |x' - step * (256 high + low)| <= step, that is 2^-15 of the part's largest |x'|, and the sum over all columns of a part that share
-// a lane is off by at most one step as well (sum_rounding), in either direction. So small weights beside a large one are not lost, and what a product
-// with codes gets wrong is not the same for all pages. Row biases are multiplied with the sum of the rounded x', column biases with x.
+// and low bytes: half of the products. The step grows if sums of words might not fit 32 bits (8-bit codes,
+// more than 260 columns). A part has a step of its own: a column group, or 256 columns of a larger one.
+// Contract: |x' - step * (256 high + low)| <= step, that is 2^-15 of the part's largest |x'|, and the sum
+// over all columns of a part that share a lane is off by at most one step as well (sum_rounding), in either
+// direction. So small weights beside a large one are not lost, and what a product with codes gets wrong is
+// not the same for all pages. Row biases are multiplied with the sum of the rounded x', column biases with x.
 // Layout for a set of operands (one set per row group if columns carry parameters, else one):
 //   [query block][part][quad][query in block] two 32-bit words: high and low of four signed bytes each, or 16-bit
 //   words of columns 0 and 2 and of columns 1 and 3.
@@ -45,7 +47,8 @@ KVQ_INLINE void with_queries(int queries, F&& f) {
         f(std::integral_constant<int, 1>{});
 }
 
-/// Calls f(std::integral_constant<int, i>{}) for i below N: arrays that are indexed so stay in registers, also across other loops.
+/// Calls f(std::integral_constant<int, i>{}) for i below N: arrays that are indexed so stay in registers,
+/// also across other loops.
 template <int N, class F>
 KVQ_INLINE void each(F&& f) {
     [&]<int... I>(std::integer_sequence<int, I...>) KVQ_INLINE_LAMBDA {
@@ -111,8 +114,8 @@ struct fold_layout {
     /// Rows of float scratch of folding: scales, biases, and the operands of a query block.
     static constexpr std::size_t scratch_rows = 2 + query_block;
 
-    /// Columns that share a step at most: of a larger group, light columns would be a few steps each beside the largest one, and
-    /// sums of words of 8-bit codes would need larger steps.
+    /// Columns that share a step at most: of a larger group, light columns would be a few steps each beside
+    /// the largest one, and sums of words of 8-bit codes would need larger steps.
     static constexpr int part_columns = 256;
 
     grouped_axis cols;
@@ -181,7 +184,8 @@ struct fold_layout {
     }
 };
 
-/// a + factor * b as registers compute it. Only integers of operands that are not finite wrap, and their results are NaN whatever they are.
+/// a + factor * b as registers compute it. Only integers of operands that are not finite wrap, and their
+/// results are NaN whatever they are.
 constexpr std::int32_t wrapped_sum(std::int32_t a, std::int32_t factor, std::int32_t b) noexcept {
     return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) +
                                      static_cast<std::uint32_t>(factor) * static_cast<std::uint32_t>(b));
@@ -206,8 +210,9 @@ KVQ_INLINE typename Lanes::floats larger_magnitude(typename Lanes::floats a, typ
         return Lanes::larger(a, Lanes::abs(b));
 }
 
-/// Where the sums of a vector's lanes begin: evenly between -1/2 and 1/2, so that equal lanes do not round together. Neighbours are opposite,
-/// so that parts which do not fill a vector are rounded up as often as down.
+/// Where the sums of a vector's lanes begin: evenly between -1/2 and 1/2, so that equal lanes do not round
+/// together. Neighbours are opposite, so that parts which do not fill a vector are rounded up as often as
+/// down.
 template <class Lanes>
 KVQ_INLINE typename Lanes::floats lane_phases() {
     alignas(64) static constexpr auto phases = [] {
@@ -220,12 +225,13 @@ KVQ_INLINE typename Lanes::floats lane_phases() {
     return Lanes::load_floats(phases.data());
 }
 
-/// Rounds the columns of an operand, one vector of them after the other, to integers of which every lane has the rounded sum:
+/// Rounds the columns of an operand, one vector of them after the other, to integers of which every lane has
+/// the rounded sum:
 ///
 ///   S[c] = S[c - width] + x'[c] / step,   f[c] = round(S[c]) - round(S[c - width])
 ///
-/// So |f - x'/step| <= 1, zero stays zero, and the integers of a lane have the sum of x'/step to within one. (Rounded one by one,
-/// columns below half a step would all be lost.)
+/// So |f - x'/step| <= 1, zero stays zero, and the integers of a lane have the sum of x'/step to within one.
+/// (Rounded one by one, columns below half a step would all be lost.)
 template <class Lanes>
 struct sum_rounding {
     typename Lanes::floats sum;
@@ -250,7 +256,8 @@ KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
     return Lanes::load_floats(from, detail::larger(n, 0));
 }
 
-/// One part of `Queries` operands, which share their loads of the parameters. Tiles: bytes are written in the layout of tiles.
+/// One part of `Queries` operands, which share their loads of the parameters. Tiles: bytes are written in the
+/// layout of tiles.
 /// Sums: of the bytes too, for codes with a zero. Widths of codes are no template parameter: code is the same for all.
 template <vector_form Form, bool Tiles, class Lanes, bool Sums>
 struct part_fold {
@@ -268,7 +275,8 @@ struct part_fold {
                                         : Form == vector_form::byte ? tile_columns / 4
                                                                     : tile_columns / 2;
 
-    /// x: the part's first columns, operands x_stride apart. Operand i starts at out + vector_words * i, scalars at s + i.
+    /// x: the part's first columns, operands x_stride apart. Operand i starts at out + vector_words * i,
+    /// scalars at s + i.
     template <int Queries>
     void run(const float* x, std::ptrdiff_t x_stride, std::uint32_t* out, fold_scalars* s) const {
         // A local copy that no store can alias: otherwise every loop would read its pointers and counts again.
@@ -299,7 +307,8 @@ private:
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
 
-    /// x' with zeros around it, and the scale to fixed point. Whole: all vectors are full, Scale and Bias equal `use`.
+    /// x' with zeros around it, and the scale to fixed point. Whole: all vectors are full, Scale and Bias
+    /// equal `use`.
     template <int Queries, bool Whole, bool Scale, bool Bias>
     KVQ_INLINE void scale_columns(const float* x, std::ptrdiff_t x_stride, fold_scalars* s,
                                   float* inverse) const {

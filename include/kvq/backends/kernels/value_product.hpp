@@ -1,7 +1,8 @@
 // y = X x on blocks of 16- or 32-bit values: the same loops as code_product.hpp, with float products.
 //
 // A word holds two 16-bit columns; pairs of the operand are broadcast and even and odd columns summed in neighbouring
-// lanes, which are added once at the end. Contract: float products and sums, one per column, in column order, of sum_columns at a time.
+// lanes, which are added once at the end. Contract: float products and sums, one per column, in column order,
+// of sum_columns at a time.
 #pragma once
 
 #include <utility>

@@ -3,13 +3,14 @@
 //   X[r][c] ~= step[r] * code,  code = round(X[r][c] / step[r]),  step[r] = max_c |X[r][c]| / 16383
 //   x[c]    ~= step * word,     |word| <= 32767,  sum of |word| <= 2^17
 //
-// over 32 columns at a time, each with steps of their own, whose sums of products fit 32 bits for any data: 16383 * 2^17 < 2^31. Rows of
-// a tile are converted to words in the workspace once for all operands, which pays only for many operands: twice the products of floats
-// per cycle.
-// Contract: |X - step code| <= step / 2, that is 2^-15 of a row's largest value of the 32, and |x - step word| <= step, where the step
-// is the larger of max |x| / 32766 and about sum |x| / 2^17; words have the sum of x / step to within one a lane (folded.hpp). On normal
-// data the sum of both is a relative error of 1e-4 (tests/conformance/words.cpp). A block with a value that is not finite is
-// multiplied in floats (value_product.hpp).
+// over 32 columns at a time, each with steps of their own, whose sums of products fit 32 bits for any data:
+// 16383 * 2^17 < 2^31. Rows of a tile are converted to words in the workspace once for all operands, which
+// pays only for many operands: twice the products of floats per cycle.
+// Contract: |X - step code| <= step / 2, that is 2^-15 of a row's largest value of the 32, and |x - step
+// word| <= step, where the step is the larger of max |x| / 32766 and about sum |x| / 2^17; words have the sum
+// of x / step to within one a lane (folded.hpp). On normal data the sum of both is a relative error of 1e-4
+// (tests/conformance/words.cpp). A block with a value that is not finite is multiplied in floats
+// (value_product.hpp).
 #pragma once
 
 #include <limits>
@@ -141,8 +142,8 @@ private:
                    : Lanes::load(from + Part * Lanes::width * 4, left < Lanes::width ? left : Lanes::width);
     }
 
-    /// Finds the steps of a tile's rows, [part][row], slots apart; empty rows get 0. Returns whether all values of the first `rows` rows
-    /// are finite.
+    /// Finds the steps of a tile's rows, [part][row], slots apart; empty rows get 0. Returns whether all
+    /// values of the first `rows` rows are finite.
     static bool find_steps(const std::byte* from, int height, int rows, int cols, float* steps,
                            std::ptrdiff_t slots, std::ptrdiff_t ahead) {
         ints all = Lanes::splat(0);
