@@ -3,8 +3,7 @@
 // A value of an operand is two bytes or a 16-bit word (16 bits, the default), or one byte (half of the products): form_of.
 // Contract: integer sums are exact (255 * 128 * columns stays below 2^31 up to 65 000 columns; words are scaled so that
 // their sums fit); per part of the columns (fold_layout) there is one float rounding of each term. Every word
-// of the block is loaded once per query
-// block of up to 4 operands.
+// of the block is loaded once per query block of up to 4 operands.
 #pragma once
 
 #include <utility>
