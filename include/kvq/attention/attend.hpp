@@ -1,12 +1,11 @@
 // Fused attention over packed pages of any mix of formats: out = softmax(q K^T) V, decode (one token) and prefill (many).
 //
-// Walk: for every kv head and every block of up to 16 or 128 query rows (query tokens x query heads of the GQA group), pages are read
-// in token order. Per page: scores from the key block, online softmax, weights times the value block. Only blocks whose
-// codes cannot be folded are dequantized, one at a time, into the workspace. For keys that moved, the queries are rotated back
-// (rotary.hpp), once for pages in a row that moved alike. Keys are cut into chunks of about 2048 tokens; each
-// chunk gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number of threads,
-// alone or in a batch. Where pages are selected (selection.hpp), bound_sums(), rank() and choose() run for all tasks before run(); where values may be
-// skipped, the scores of a chunk come first, and then the values of the pages that matter.
+// Walk: for every kv head and every block of up to 16 or 128 query rows (query tokens x query heads of the GQA group), pages are read in token order.
+// Per page: scores from the key block, online softmax, weights times the value block. Only blocks whose codes cannot be folded are dequantized, one at a
+// time, into the workspace. For keys that moved, the queries are rotated back (rotary.hpp), once for pages in a row that moved alike. Keys are cut into
+// chunks of about 2048 tokens; each chunk gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number
+// of threads, alone or in a batch. Where pages are selected (selection.hpp), bound_sums(), rank() and choose() run for all tasks before run(); where
+// values may be skipped, the scores of a chunk come first, and then the values of the pages that matter.
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
 // arithmetic on the dequantized values below 5e-4 on random data and where few keys dominate (tests/properties/{attention,peaked}.cpp),
