@@ -280,15 +280,13 @@ public:
                     u.bookkeeping += sizeof(page);
                 });
             }
-            if (track.size() > track.committed) {  // a trim may have hidden tokens of the last page
-                const page_span& last = track.spans.back();
+            for (int i = track.committed; i < track.size(); ++i)  // a trim or an erase may have hidden tokens
                 for (const tensor role : {tensor::key, tensor::value}) {
-                    const page& p = *last.pages[static_cast<std::size_t>(role)];
+                    const page& p = *track[i].pages[static_cast<std::size_t>(role)];
                     u.not_finite -= p.not_finite - detail::held_not_finite(cache_->table(role).window_type(),
                                                                            p, role, shape().dim(role),
-                                                                           shape().kv_heads, last.tokens);
+                                                                           shape().kv_heads, track[i].tokens);
                 }
-            }
         }
         u.reserved = stock_.page_bytes() + stock_.list_bytes();
         u.bytes = u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace + u.reserved;
