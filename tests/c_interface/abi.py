@@ -16,41 +16,23 @@ import sys
 import tempfile
 
 
-def without_comments(text):
-    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bindings"))
+sys.dont_write_bytecode = True
+import c_header  # noqa: E402
 
 
 def functions(text):
-    return [" ".join(f.split()) for f in re.findall(r"KVQ_API\s+([^;]*?\))\s*;", text)]
+    return [" ".join(f.split()) for f in re.findall(r"KVQ_API\s+([^;]*?\))\s*;", re.sub(r"//[^\n]*", " ", text))]
 
 
-def structs(text):
-    """[(name, members)]; a member is the last name of a declarator, or that in (*name)."""
-    found = []
-    for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", text, flags=re.S):
-        members = []
-        for declaration in body.split(";"):
-            pointer = re.search(r"\(\*(\w+)\)", declaration)
-            if pointer:
-                members.append(pointer.group(1))
-            else:
-                members += re.findall(r"(\w+)(?:\[\w+\])?\s*(?:,|$)", declaration.strip())
-        found.append((name, members))
-    return found
-
-
-def constants(text):
-    names = [n for body in re.findall(r"enum \{(.*?)\}", text, flags=re.S) for n in re.findall(r"(\w+) =", body)]
-    return names + re.findall(r"#define (KVQ_\w+) \(?-?\d+\)?\n", text)
-
-
-def layout(header, text, compiler):
+def layout(header, compiler):
+    declared = c_header.read(header)
     lines = [f"#include <kvq/{header.name}>", "#include <stdio.h>", "int main(void) {"]
-    for name, members in structs(text):
+    for name, members in ((s.name, [m.name for m in s.members]) for s in declared.structs):
         lines.append(f'    printf("struct {name}: %d bytes\\n", (int)sizeof({name}));')
         for m in members:
             lines.append(f'    printf("  {m}: %d, %d bytes\\n", (int)offsetof({name}, {m}), (int)sizeof((({name}*)0)->{m}));')
-    lines += [f'    printf("constant {c}: %d\\n", (int){c});' for c in constants(text)]
+    lines += [f'    printf("constant {c}: %d\\n", (int){c});' for c in declared.constants]
     lines += ["    return 0;", "}"]
     with tempfile.TemporaryDirectory() as folder:
         source, program = pathlib.Path(folder) / "abi.c", pathlib.Path(folder) / "abi"
@@ -61,10 +43,7 @@ def layout(header, text, compiler):
 
 def main():
     header, wanted_path, compiler = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
-    text = without_comments(header.read_text())
-    found = [f"function {f}" for f in functions(text)] + layout(header, text, compiler)
-    if len(functions(text)) < len(re.findall(r"^KVQ_API ", text, flags=re.M)) or len(structs(text)) < text.count("typedef struct") // 2:
-        sys.exit(f"abi.py does not understand {header.name}")
+    found = [f"function {f}" for f in functions(header.read_text())] + layout(header, compiler)
     if "--write" in sys.argv:
         wanted_path.write_text("\n".join(found) + "\n")
         return

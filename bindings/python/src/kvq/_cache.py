@@ -12,6 +12,7 @@ from ._formats import Format, Statistics, from_c, role_of
 from ._library import Handle, ask, count, handle_of, handles, library, limit, optional_handle, text
 from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, policy_to_c, query_to_c)
 from ._sequence import Attended, File, Sequence, save_options
+from ._struct import in_range
 from ._tensors import Tensor, floats, tensor, view
 
 Names = Union[str, Iterable[str]]
@@ -58,7 +59,7 @@ class Rotary:
 
 
 def _frequencies(function: Callable, dims: int, *others: float) -> List[float]:
-    held = (ctypes.c_double * max(_abi.in_range(ctypes.c_int32, dims, "dims") // 2, 1))()
+    held = (ctypes.c_double * max(in_range(ctypes.c_int32, dims, "dims") // 2, 1))()
     function(dims, *others, held)
     return list(held)
 

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Optional, Sequence as Sequence_, Tuple
 
 import torch
 
-from . import _abi, _cuda_abi
+from . import _abi
 from ._errors import BY_STATUS, ArgumentError, Error, InternalError, UnsupportedError
 from ._library import library
 from .cuda import Cache, Sequence, attend_options
@@ -18,12 +18,18 @@ from .cuda import Cache, Sequence, attend_options
 _OK = _abi.OK
 
 
+class _PlainTensor(ctypes.Structure):
+    """kvq_tensor whose members are set without checks, for calls of every layer."""
+
+    _fields_ = _abi.kvq_tensor._fields_
+
+
 class _Rows:
     """A tensor [rows][heads][tokens][dim] as rows x tokens for the library."""
 
     def __init__(self, name: str, dtype: torch.dtype, device: torch.device, number: int) -> None:
         self.name, self.dtype, self.device = name, dtype, device
-        self.c = _cuda_abi.plain_tensor(dtype=number)
+        self.c = _PlainTensor(dtype=number)
         self.pointer = ctypes.addressof(self.c)
         self.shape: Any = None  # of the last one that was not copied: the next one has its strides, as a rule
         self.strides: Any = None

@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterable, Optional, Tuple
 
 from . import _abi
 from ._errors import BY_STATUS, ArgumentError, HandleError, InternalError
+from ._struct import RANGES, in_range
 
 
 _FILE = {"darwin": "libkvq.dylib", "win32": "kvq.dll"}.get(sys.platform, "libkvq.so")
@@ -35,12 +36,12 @@ def _checked(library: ctypes.CDLL, name: str, types: list) -> Callable:
     function = getattr(library, name)
     function.restype = ctypes.c_int32
     function.argtypes = types
-    integers = [(i, of) for i, of in enumerate(types) if of in _abi.RANGES]
+    integers = [(i, of) for i, of in enumerate(types) if of in RANGES]
 
     def call(*given: Any) -> None:
         arguments = [a.address if isinstance(a, Handle) else a for a in given]
         for i, of in integers:
-            arguments[i] = _abi.in_range(of, arguments[i], f"argument {i + 1} of {name}")
+            arguments[i] = in_range(of, arguments[i], f"argument {i + 1} of {name}")
         status = function(*arguments)
         if status != _abi.OK:
             raise BY_STATUS.get(status, InternalError)(library.kvq_last_error().decode("utf-8", "replace"))
@@ -59,7 +60,7 @@ def _load() -> types.SimpleNamespace:
         ) from None
     loaded = types.SimpleNamespace(path=path, dll=library)
     try:
-        for name, (result, arguments) in _abi.TEXTS.items():
+        for name, (result, arguments) in _abi.OTHERS.items():
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments

@@ -1,7 +1,7 @@
-//! The C interface of kvq (include/kvq/kvq.h) as it is: see there what everything means. The crate `kvq` is the safe way to it.
-//!
-//! tests/abi.rs of the crate kvq compares sizes, offsets and constants with those of the C compiler.
+//! The C interface of kvq (include/kvq/kvq.h) as it is: see there what everything means. The crate `kvq` is the safe way
+//! to it. Made by bindings/generate.py; tests/layout.rs compares it with what a C compiler makes of the header.
 #![allow(non_camel_case_types)]
+#![cfg_attr(rustfmt, rustfmt_skip)]
 
 use core::ffi::c_void;
 use std::os::raw::c_char;
@@ -42,42 +42,50 @@ pub const KVQ_MISS_SHORT_LCP: i32 = 6;
 pub const KVQ_STORED: i32 = 0;
 pub const KVQ_STORE_DUPLICATE: i32 = 1;
 pub const KVQ_STORE_TOO_LARGE: i32 = 2;
+pub const KVQ_ABI_VERSION: i32 = 1;
 pub const KVQ_NONE: i32 = -1;
 pub const KVQ_ALL_LAYERS: i32 = -1;
-pub const KVQ_ABI_VERSION: i32 = 1;
 
 #[repr(C)]
 pub struct kvq_format {
     _private: [u8; 0],
 }
+
 #[repr(C)]
 pub struct kvq_statistics {
     _private: [u8; 0],
 }
+
 #[repr(C)]
 pub struct kvq_executor {
     _private: [u8; 0],
 }
+
 #[repr(C)]
 pub struct kvq_workspace {
     _private: [u8; 0],
 }
+
 #[repr(C)]
 pub struct kvq_cache {
     _private: [u8; 0],
 }
+
 #[repr(C)]
 pub struct kvq_sequence {
     _private: [u8; 0],
 }
+
 #[repr(C)]
 pub struct kvq_receiver {
     _private: [u8; 0],
 }
+
 #[repr(C)]
 pub struct kvq_prefix_cache {
     _private: [u8; 0],
 }
+
 #[repr(C)]
 pub struct kvq_ring {
     _private: [u8; 0],
@@ -104,8 +112,8 @@ pub struct kvq_tensor {
 pub struct kvq_allocator {
     pub size: usize,
     pub allocate: Option<unsafe extern "C" fn(user: *mut c_void, bytes: usize, alignment: usize) -> *mut c_void>,
-    pub deallocate:
-        Option<unsafe extern "C" fn(user: *mut c_void, memory: *mut c_void, bytes: usize, alignment: usize)>,
+    pub deallocate: Option<unsafe extern "C" fn(user: *mut c_void, memory: *mut c_void, bytes: usize,
+        alignment: usize)>,
     pub user: *mut c_void,
 }
 
@@ -114,8 +122,8 @@ pub struct kvq_allocator {
 pub struct kvq_executor_callbacks {
     pub size: usize,
     pub concurrency: i32,
-    pub parallel_for:
-        Option<unsafe extern "C" fn(user: *mut c_void, n: i32, task: kvq_task, task_data: *mut c_void) -> i32>,
+    pub parallel_for: Option<unsafe extern "C" fn(user: *mut c_void, n: i32, task: kvq_task, task_data: *mut c_void) ->
+        i32>,
     pub user: *mut c_void,
 }
 
@@ -148,7 +156,7 @@ pub struct kvq_format_description {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct kvq_page_shape {
     pub role: kvq_role,
     pub tokens: i32,
@@ -231,12 +239,10 @@ pub struct kvq_mods {
     pub sink_heads: i32,
     pub sink_logits: *const f32,
     pub mask_row: Option<unsafe extern "C" fn(user: *mut c_void, scores: *mut f32, n: i32, query: i32, first_key: i32)>,
-    pub mask_page: Option<
-        unsafe extern "C" fn(user: *mut c_void, first_query: i32, last_query: i32, first_key: i32, end_key: i32) -> i32,
-    >,
-    pub score_row: Option<
-        unsafe extern "C" fn(user: *mut c_void, scores: *mut f32, n: i32, query_head: i32, query: i32, first_key: i32),
-    >,
+    pub mask_page: Option<unsafe extern "C" fn(user: *mut c_void, first_query: i32, last_query: i32, first_key: i32,
+        end_key: i32) -> i32>,
+    pub score_row: Option<unsafe extern "C" fn(user: *mut c_void, scores: *mut f32, n: i32, query_head: i32, query: i32,
+        first_key: i32)>,
     pub user: *mut c_void,
     pub token_ranges: *const kvq_token_range,
     pub range_starts: *const i32,
@@ -527,11 +533,8 @@ extern "C" {
     pub fn kvq_status_name(status: kvq_status) -> *const c_char;
     pub fn kvq_version() -> *const c_char;
     pub fn kvq_abi_version() -> i32;
-    pub fn kvq_workspace_create(
-        allocator: *const kvq_allocator,
-        bytes: usize,
-        out: *mut *mut kvq_workspace,
-    ) -> kvq_status;
+    pub fn kvq_workspace_create(allocator: *const kvq_allocator, bytes: usize, out: *mut *mut kvq_workspace) ->
+        kvq_status;
     pub fn kvq_workspace_free(workspace: *mut kvq_workspace) -> kvq_status;
     pub fn kvq_workspace_reserve(workspace: *mut kvq_workspace, bytes: usize) -> kvq_status;
     pub fn kvq_workspace_bytes(workspace: *const kvq_workspace, bytes: *mut usize) -> kvq_status;
@@ -540,354 +543,135 @@ extern "C" {
     pub fn kvq_executor_free(executor: *mut kvq_executor) -> kvq_status;
     pub fn kvq_format_count(count: *mut i32) -> kvq_status;
     pub fn kvq_format_list(index: i32, entry: *mut kvq_format_entry) -> kvq_status;
-    pub fn kvq_format_find(
-        name: *const c_char,
-        role: kvq_role,
-        statistics: *const kvq_statistics,
-        out: *mut *mut kvq_format,
-    ) -> kvq_status;
+    pub fn kvq_format_find(name: *const c_char, role: kvq_role, statistics: *const kvq_statistics,
+        out: *mut *mut kvq_format) -> kvq_status;
     pub fn kvq_format_free(format: *mut kvq_format) -> kvq_status;
-    pub fn kvq_format_describe(
-        format: *const kvq_format,
-        role: kvq_role,
-        tokens: i32,
-        dim: i32,
-        description: *mut kvq_format_description,
-    ) -> kvq_status;
-    pub fn kvq_format_page_bytes(
-        format: *const kvq_format,
-        shape: *const kvq_page_shape,
-        page_bytes: *mut usize,
-        workspace_bytes: *mut usize,
-    ) -> kvq_status;
-    pub fn kvq_format_quantize(
-        format: *const kvq_format,
-        shape: *const kvq_page_shape,
-        values: *const kvq_tensor,
-        page: *mut c_void,
-        page_bytes: usize,
-        workspace: *mut c_void,
-        workspace_bytes: usize,
-        not_finite: *mut usize,
-    ) -> kvq_status;
-    pub fn kvq_format_dequantize(
-        format: *const kvq_format,
-        shape: *const kvq_page_shape,
-        page: *const c_void,
-        page_bytes: usize,
-        out: *const kvq_tensor,
-        workspace: *mut c_void,
-        workspace_bytes: usize,
-    ) -> kvq_status;
-    pub fn kvq_rotary_llama3(
-        dims: i32,
-        base: f64,
-        factor: f64,
-        low_freq_factor: f64,
-        high_freq_factor: f64,
-        original_context: f64,
-        frequencies: *mut f64,
-    ) -> kvq_status;
-    pub fn kvq_rotary_yarn(
-        dims: i32,
-        base: f64,
-        factor: f64,
-        original_context: f64,
-        beta_fast: f64,
-        beta_slow: f64,
-        frequencies: *mut f64,
-    ) -> kvq_status;
+    pub fn kvq_format_describe(format: *const kvq_format, role: kvq_role, tokens: i32, dim: i32,
+        description: *mut kvq_format_description) -> kvq_status;
+    pub fn kvq_format_page_bytes(format: *const kvq_format, shape: *const kvq_page_shape, page_bytes: *mut usize,
+        workspace_bytes: *mut usize) -> kvq_status;
+    pub fn kvq_format_quantize(format: *const kvq_format, shape: *const kvq_page_shape, values: *const kvq_tensor,
+        page: *mut c_void, page_bytes: usize, workspace: *mut c_void, workspace_bytes: usize, not_finite: *mut usize) ->
+        kvq_status;
+    pub fn kvq_format_dequantize(format: *const kvq_format, shape: *const kvq_page_shape, page: *const c_void,
+        page_bytes: usize, out: *const kvq_tensor, workspace: *mut c_void, workspace_bytes: usize) -> kvq_status;
+    pub fn kvq_rotary_llama3(dims: i32, base: f64, factor: f64, low_freq_factor: f64, high_freq_factor: f64,
+        original_context: f64, frequencies: *mut f64) -> kvq_status;
+    pub fn kvq_rotary_yarn(dims: i32, base: f64, factor: f64, original_context: f64, beta_fast: f64, beta_slow: f64,
+        frequencies: *mut f64) -> kvq_status;
     pub fn kvq_cache_create(options: *const kvq_cache_options, out: *mut *mut kvq_cache) -> kvq_status;
     pub fn kvq_cache_free(cache: *mut kvq_cache) -> kvq_status;
     pub fn kvq_cache_get_info(cache: *const kvq_cache, info: *mut kvq_cache_info) -> kvq_status;
-    pub fn kvq_cache_add_format(
-        cache: *mut kvq_cache,
-        role: kvq_role,
-        format: *const kvq_format,
-        name: *const c_char,
-    ) -> kvq_status;
-    pub fn kvq_cache_commit_to(
-        cache: *mut kvq_cache,
-        role: kvq_role,
-        name: *const c_char,
-        first_layer: i32,
-        last_layer: i32,
-    ) -> kvq_status;
-    pub fn kvq_cache_find_format(
-        cache: *const kvq_cache,
-        role: kvq_role,
-        name: *const c_char,
-        index: *mut i32,
-    ) -> kvq_status;
-    pub fn kvq_cache_get_format(
-        cache: *const kvq_cache,
-        role: kvq_role,
-        index: i32,
-        out: *mut *mut kvq_format,
-    ) -> kvq_status;
-    pub fn kvq_cache_workspace_bytes(
-        cache: *const kvq_cache,
-        tokens: i32,
-        q_heads: i32,
-        q_tokens: i32,
-        threads: i32,
-        bytes: *mut usize,
-    ) -> kvq_status;
+    pub fn kvq_cache_add_format(cache: *mut kvq_cache, role: kvq_role, format: *const kvq_format, name: *const c_char)
+        -> kvq_status;
+    pub fn kvq_cache_commit_to(cache: *mut kvq_cache, role: kvq_role, name: *const c_char, first_layer: i32,
+        last_layer: i32) -> kvq_status;
+    pub fn kvq_cache_find_format(cache: *const kvq_cache, role: kvq_role, name: *const c_char, index: *mut i32) ->
+        kvq_status;
+    pub fn kvq_cache_get_format(cache: *const kvq_cache, role: kvq_role, index: i32, out: *mut *mut kvq_format) ->
+        kvq_status;
+    pub fn kvq_cache_workspace_bytes(cache: *const kvq_cache, tokens: i32, q_heads: i32, q_tokens: i32, threads: i32,
+        bytes: *mut usize) -> kvq_status;
     pub fn kvq_sequence_create(cache: *mut kvq_cache, out: *mut *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_free(sequence: *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_fork(sequence: *const kvq_sequence, out: *mut *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_tokens(sequence: *const kvq_sequence, layer: i32, tokens: *mut i32) -> kvq_status;
-    pub fn kvq_sequence_prefill(
-        sequence: *mut kvq_sequence,
-        layer: i32,
-        k: *const kvq_tensor,
-        v: *const kvq_tensor,
-        q: *const kvq_tensor,
-        out: *const kvq_tensor,
-        options: *const kvq_attend_options,
-    ) -> kvq_status;
-    pub fn kvq_sequence_append(
-        sequence: *mut kvq_sequence,
-        layer: i32,
-        k: *const kvq_tensor,
-        v: *const kvq_tensor,
-    ) -> kvq_status;
-    pub fn kvq_sequence_attend(
-        sequence: *const kvq_sequence,
-        layer: i32,
-        q: *const kvq_tensor,
-        out: *const kvq_tensor,
-        options: *const kvq_attend_options,
-    ) -> kvq_status;
-    pub fn kvq_sequence_append_draft(
-        sequence: *mut kvq_sequence,
-        layer: i32,
-        k: *const kvq_tensor,
-        v: *const kvq_tensor,
-    ) -> kvq_status;
+    pub fn kvq_sequence_prefill(sequence: *mut kvq_sequence, layer: i32, k: *const kvq_tensor, v: *const kvq_tensor,
+        q: *const kvq_tensor, out: *const kvq_tensor, options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_sequence_append(sequence: *mut kvq_sequence, layer: i32, k: *const kvq_tensor, v: *const kvq_tensor) ->
+        kvq_status;
+    pub fn kvq_sequence_attend(sequence: *const kvq_sequence, layer: i32, q: *const kvq_tensor, out: *const kvq_tensor,
+        options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_sequence_append_draft(sequence: *mut kvq_sequence, layer: i32, k: *const kvq_tensor,
+        v: *const kvq_tensor) -> kvq_status;
     pub fn kvq_sequence_keep(sequence: *mut kvq_sequence, path: *const i32, count: i32) -> kvq_status;
     pub fn kvq_sequence_trim(sequence: *mut kvq_sequence, tokens: i32) -> kvq_status;
     pub fn kvq_sequence_drop_copies(sequence: *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_erase(sequence: *mut kvq_sequence, first: i32, last: i32) -> kvq_status;
     pub fn kvq_sequence_shift(sequence: *mut kvq_sequence, first: i32, last: i32, by: i64) -> kvq_status;
-    pub fn kvq_sequence_splice(
-        sequence: *mut kvq_sequence,
-        other: *const kvq_sequence,
-        first: i32,
-        last: i32,
-    ) -> kvq_status;
+    pub fn kvq_sequence_splice(sequence: *mut kvq_sequence, other: *const kvq_sequence, first: i32, last: i32) ->
+        kvq_status;
     pub fn kvq_sequence_append_bytes(sequence: *const kvq_sequence, n: i32, bytes: *mut usize) -> kvq_status;
     pub fn kvq_sequence_prefill_bytes(sequence: *const kvq_sequence, n: i32, bytes: *mut usize) -> kvq_status;
     pub fn kvq_sequence_draft_bytes(sequence: *const kvq_sequence, n: i32, bytes: *mut usize) -> kvq_status;
-    pub fn kvq_sequence_dequantize(
-        sequence: *const kvq_sequence,
-        layer: i32,
-        role: kvq_role,
-        first: i32,
-        out: *const kvq_tensor,
-    ) -> kvq_status;
+    pub fn kvq_sequence_dequantize(sequence: *const kvq_sequence, layer: i32, role: kvq_role, first: i32,
+        out: *const kvq_tensor) -> kvq_status;
     pub fn kvq_sequence_get_usage(sequence: *const kvq_sequence, usage: *mut kvq_usage) -> kvq_status;
-    pub fn kvq_sequence_get_pages(
-        sequence: *const kvq_sequence,
-        layer: i32,
-        pages: *mut kvq_page,
-        capacity: i32,
-        count: *mut i32,
-    ) -> kvq_status;
-    pub fn kvq_cache_reserve(
-        cache: *mut kvq_cache,
-        requests: *const kvq_step_request,
-        count: i32,
-        q_heads: i32,
-        options: *const kvq_attend_options,
-    ) -> kvq_status;
+    pub fn kvq_sequence_get_pages(sequence: *const kvq_sequence, layer: i32, pages: *mut kvq_page, capacity: i32,
+        count: *mut i32) -> kvq_status;
+    pub fn kvq_cache_reserve(cache: *mut kvq_cache, requests: *const kvq_step_request, count: i32, q_heads: i32,
+        options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_sequence_release_reserved(sequence: *mut kvq_sequence) -> kvq_status;
-    pub fn kvq_cache_attend(
-        cache: *const kvq_cache,
-        layer: i32,
-        requests: *const kvq_attend_request,
-        count: i32,
-        options: *const kvq_attend_options,
-    ) -> kvq_status;
-    pub fn kvq_cache_prefill(
-        cache: *mut kvq_cache,
-        layer: i32,
-        requests: *const kvq_prefill_request,
-        count: i32,
-        options: *const kvq_attend_options,
-    ) -> kvq_status;
-    pub fn kvq_cache_attend_pages(
-        cache: *const kvq_cache,
-        layer: i32,
-        pages: *const kvq_page,
-        count: i32,
-        q: *const kvq_tensor,
-        out: *const kvq_tensor,
-        options: *const kvq_attend_options,
-    ) -> kvq_status;
-    pub fn kvq_cache_requantize(
-        cache: *mut kvq_cache,
-        sequences: *const *mut kvq_sequence,
-        count: i32,
-        request: *const kvq_requantize_request,
-        report: *mut kvq_requantize_report,
-    ) -> kvq_status;
-    pub fn kvq_cache_step_down(
-        cache: *mut kvq_cache,
-        sequences: *const *mut kvq_sequence,
-        count: i32,
-        policy: *const kvq_step_down_policy,
-        executor: *mut kvq_executor,
-        report: *mut kvq_step_down_report,
-    ) -> kvq_status;
-    pub fn kvq_cache_get_footprint(
-        cache: *const kvq_cache,
-        tokens: i32,
-        query: *const kvq_footprint_query,
-        footprint: *mut kvq_footprint,
-    ) -> kvq_status;
-    pub fn kvq_cache_longest_context(
-        cache: *const kvq_cache,
-        budget: usize,
-        query: *const kvq_footprint_query,
-        tokens: *mut i32,
-    ) -> kvq_status;
-    pub fn kvq_get_budget(
-        options: *const kvq_cache_options,
-        query: *const kvq_budget_query,
-        bytes: *mut usize,
-    ) -> kvq_status;
-    pub fn kvq_sequence_save(
-        sequence: *const kvq_sequence,
-        options: *const kvq_save_options,
-        write: kvq_write,
-        user: *mut c_void,
-    ) -> kvq_status;
-    pub fn kvq_sequence_save_file(
-        sequence: *const kvq_sequence,
-        options: *const kvq_save_options,
-        path: *const c_char,
-    ) -> kvq_status;
-    pub fn kvq_sequence_restore(
-        cache: *mut kvq_cache,
-        options: *const kvq_save_options,
-        read: kvq_read,
-        user: *mut c_void,
-        out: *mut *mut kvq_sequence,
-    ) -> kvq_status;
-    pub fn kvq_sequence_restore_file(
-        cache: *mut kvq_cache,
-        options: *const kvq_save_options,
-        path: *const c_char,
-        out: *mut *mut kvq_sequence,
-    ) -> kvq_status;
-    pub fn kvq_sequence_send_pages(
-        sequence: *const kvq_sequence,
-        layer: i32,
-        write: kvq_write,
-        user: *mut c_void,
-    ) -> kvq_status;
+    pub fn kvq_cache_attend(cache: *const kvq_cache, layer: i32, requests: *const kvq_attend_request, count: i32,
+        options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_cache_prefill(cache: *mut kvq_cache, layer: i32, requests: *const kvq_prefill_request, count: i32,
+        options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_cache_attend_pages(cache: *const kvq_cache, layer: i32, pages: *const kvq_page, count: i32,
+        q: *const kvq_tensor, out: *const kvq_tensor, options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_cache_requantize(cache: *mut kvq_cache, sequences: *const *mut kvq_sequence, count: i32,
+        request: *const kvq_requantize_request, report: *mut kvq_requantize_report) -> kvq_status;
+    pub fn kvq_cache_step_down(cache: *mut kvq_cache, sequences: *const *mut kvq_sequence, count: i32,
+        policy: *const kvq_step_down_policy, executor: *mut kvq_executor, report: *mut kvq_step_down_report) ->
+        kvq_status;
+    pub fn kvq_cache_get_footprint(cache: *const kvq_cache, tokens: i32, query: *const kvq_footprint_query,
+        footprint: *mut kvq_footprint) -> kvq_status;
+    pub fn kvq_cache_longest_context(cache: *const kvq_cache, budget: usize, query: *const kvq_footprint_query,
+        tokens: *mut i32) -> kvq_status;
+    pub fn kvq_get_budget(options: *const kvq_cache_options, query: *const kvq_budget_query, bytes: *mut usize) ->
+        kvq_status;
+    pub fn kvq_sequence_save(sequence: *const kvq_sequence, options: *const kvq_save_options, write: kvq_write,
+        user: *mut c_void) -> kvq_status;
+    pub fn kvq_sequence_save_file(sequence: *const kvq_sequence, options: *const kvq_save_options, path: *const c_char)
+        -> kvq_status;
+    pub fn kvq_sequence_restore(cache: *mut kvq_cache, options: *const kvq_save_options, read: kvq_read,
+        user: *mut c_void, out: *mut *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_sequence_restore_file(cache: *mut kvq_cache, options: *const kvq_save_options, path: *const c_char,
+        out: *mut *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_sequence_send_pages(sequence: *const kvq_sequence, layer: i32, write: kvq_write, user: *mut c_void) ->
+        kvq_status;
     pub fn kvq_receiver_create(cache: *mut kvq_cache, out: *mut *mut kvq_receiver) -> kvq_status;
     pub fn kvq_receiver_free(receiver: *mut kvq_receiver) -> kvq_status;
     pub fn kvq_receiver_accept(receiver: *mut kvq_receiver, message: *const c_void, bytes: usize) -> kvq_status;
     pub fn kvq_receiver_finish(receiver: *mut kvq_receiver, tokens: i32, out: *mut *mut kvq_sequence) -> kvq_status;
-    pub fn kvq_prefix_cache_create(
-        cache: *mut kvq_cache,
-        options: *const kvq_prefix_cache_options,
-        out: *mut *mut kvq_prefix_cache,
-    ) -> kvq_status;
+    pub fn kvq_prefix_cache_create(cache: *mut kvq_cache, options: *const kvq_prefix_cache_options,
+        out: *mut *mut kvq_prefix_cache) -> kvq_status;
     pub fn kvq_prefix_cache_free(store: *mut kvq_prefix_cache) -> kvq_status;
-    pub fn kvq_prefix_cache_lookup(
-        store: *const kvq_prefix_cache,
-        tokens: *const i32,
-        count: i32,
-        matched: *mut i32,
-        found: *mut i32,
-    ) -> kvq_status;
-    pub fn kvq_prefix_cache_fetch(
-        store: *mut kvq_prefix_cache,
-        tokens: *const i32,
-        count: i32,
-        matched: *mut i32,
-        found: *mut i32,
-        out: *mut *mut kvq_sequence,
-    ) -> kvq_status;
-    pub fn kvq_prefix_cache_store(
-        store: *mut kvq_prefix_cache,
-        tokens: *const i32,
-        count: i32,
-        sequence: *const kvq_sequence,
-        outcome: *mut i32,
-    ) -> kvq_status;
-    pub fn kvq_prefix_cache_erase(
-        store: *mut kvq_prefix_cache,
-        tokens: *const i32,
-        count: i32,
-        erased: *mut i32,
-    ) -> kvq_status;
+    pub fn kvq_prefix_cache_lookup(store: *const kvq_prefix_cache, tokens: *const i32, count: i32, r#match: *mut i32,
+        found: *mut i32) -> kvq_status;
+    pub fn kvq_prefix_cache_fetch(store: *mut kvq_prefix_cache, tokens: *const i32, count: i32, r#match: *mut i32,
+        found: *mut i32, out: *mut *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_prefix_cache_store(store: *mut kvq_prefix_cache, tokens: *const i32, count: i32,
+        sequence: *const kvq_sequence, outcome: *mut i32) -> kvq_status;
+    pub fn kvq_prefix_cache_erase(store: *mut kvq_prefix_cache, tokens: *const i32, count: i32, erased: *mut i32) ->
+        kvq_status;
     pub fn kvq_prefix_cache_clear(store: *mut kvq_prefix_cache) -> kvq_status;
     pub fn kvq_prefix_cache_release(store: *mut kvq_prefix_cache, bytes: usize, released: *mut usize) -> kvq_status;
-    pub fn kvq_prefix_cache_step_down(
-        store: *mut kvq_prefix_cache,
-        live: *const *mut kvq_sequence,
-        count: i32,
-        policy: *const kvq_step_down_policy,
-        executor: *mut kvq_executor,
-        report: *mut kvq_step_down_report,
-    ) -> kvq_status;
-    pub fn kvq_prefix_cache_get_statistics(
-        store: *const kvq_prefix_cache,
-        statistics: *mut kvq_prefix_cache_statistics,
-    ) -> kvq_status;
-    pub fn kvq_ring_create(
-        sequence: *const kvq_sequence,
-        options: *const kvq_ring_options,
-        out: *mut *mut kvq_ring,
-    ) -> kvq_status;
+    pub fn kvq_prefix_cache_step_down(store: *mut kvq_prefix_cache, live: *const *mut kvq_sequence, count: i32,
+        policy: *const kvq_step_down_policy, executor: *mut kvq_executor, report: *mut kvq_step_down_report) ->
+        kvq_status;
+    pub fn kvq_prefix_cache_get_statistics(store: *const kvq_prefix_cache, statistics: *mut kvq_prefix_cache_statistics)
+        -> kvq_status;
+    pub fn kvq_ring_create(sequence: *const kvq_sequence, options: *const kvq_ring_options, out: *mut *mut kvq_ring) ->
+        kvq_status;
     pub fn kvq_ring_free(ring: *mut kvq_ring) -> kvq_status;
     pub fn kvq_ring_fork(ring: *const kvq_ring, out: *mut *mut kvq_ring) -> kvq_status;
-    pub fn kvq_ring_prefill(
-        ring: *mut kvq_ring,
-        layer: i32,
-        k: *const kvq_tensor,
-        v: *const kvq_tensor,
-        q: *const kvq_tensor,
-        out: *const kvq_tensor,
-        options: *const kvq_attend_options,
-    ) -> kvq_status;
+    pub fn kvq_ring_prefill(ring: *mut kvq_ring, layer: i32, k: *const kvq_tensor, v: *const kvq_tensor,
+        q: *const kvq_tensor, out: *const kvq_tensor, options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_ring_append(ring: *mut kvq_ring, layer: i32, k: *const kvq_tensor, v: *const kvq_tensor) -> kvq_status;
-    pub fn kvq_ring_attend(
-        ring: *const kvq_ring,
-        layer: i32,
-        q: *const kvq_tensor,
-        out: *const kvq_tensor,
-        options: *const kvq_attend_options,
-    ) -> kvq_status;
-    pub fn kvq_ring_append_draft(
-        ring: *mut kvq_ring,
-        layer: i32,
-        k: *const kvq_tensor,
-        v: *const kvq_tensor,
-    ) -> kvq_status;
+    pub fn kvq_ring_attend(ring: *const kvq_ring, layer: i32, q: *const kvq_tensor, out: *const kvq_tensor,
+        options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_ring_append_draft(ring: *mut kvq_ring, layer: i32, k: *const kvq_tensor, v: *const kvq_tensor) ->
+        kvq_status;
     pub fn kvq_ring_keep(ring: *mut kvq_ring, path: *const i32, count: i32) -> kvq_status;
     pub fn kvq_ring_trim(ring: *mut kvq_ring, tokens: i64) -> kvq_status;
     pub fn kvq_ring_tokens(ring: *const kvq_ring, layer: i32, tokens: *mut i64, first_token: *mut i64) -> kvq_status;
     pub fn kvq_ring_held(ring: *const kvq_ring, out: *mut *mut kvq_sequence) -> kvq_status;
-    pub fn kvq_statistics_create(
-        layers: i32,
-        kv_heads: i32,
-        head_dim: i32,
-        products: i32,
-        out: *mut *mut kvq_statistics,
-    ) -> kvq_status;
+    pub fn kvq_statistics_create(layers: i32, kv_heads: i32, head_dim: i32, products: i32,
+        out: *mut *mut kvq_statistics) -> kvq_status;
     pub fn kvq_statistics_free(statistics: *mut kvq_statistics) -> kvq_status;
     pub fn kvq_statistics_add_keys(statistics: *mut kvq_statistics, layer: i32, k: *const kvq_tensor) -> kvq_status;
-    pub fn kvq_statistics_add_sequence(
-        statistics: *mut kvq_statistics,
-        sequence: *const kvq_sequence,
-        first: i32,
-        count: i32,
-    ) -> kvq_status;
+    pub fn kvq_statistics_add_sequence(statistics: *mut kvq_statistics, sequence: *const kvq_sequence, first: i32,
+        count: i32) -> kvq_status;
     pub fn kvq_statistics_add_queries(statistics: *mut kvq_statistics, layer: i32, q: *const kvq_tensor) -> kvq_status;
     pub fn kvq_statistics_save(statistics: *const kvq_statistics, write: kvq_write, user: *mut c_void) -> kvq_status;
     pub fn kvq_statistics_load(data: *const c_void, bytes: usize, out: *mut *mut kvq_statistics) -> kvq_status;
