@@ -1,7 +1,7 @@
 // Each ingredient on and off: first one tensor at a time, keys quantized and values in 16 bit, or the other way round; then whole
 // presets with one ingredient changed. Options and columns are those of bench_quality; the bits to read are those of K (or 16 - K
 // for values).
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/presets.hpp>
 

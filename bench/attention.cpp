@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <functional>
 #include <kvq/attention/reference.hpp>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>

@@ -16,7 +16,7 @@
 #include <cmath>
 #include <cstdio>
 #include <functional>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <nlohmann/json.hpp>
 #include <string>

@@ -14,7 +14,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <nlohmann/json.hpp>
 

@@ -8,9 +8,9 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <cstring>
-#include <kvq/backends/simd.hpp>
 #include <kvq/cache/preset_options.hpp>
 #include <kvq/cache/sequence.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>

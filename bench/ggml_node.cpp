@@ -20,8 +20,8 @@ int main() {
 #include <cstdio>
 #include <functional>
 #include <kvq/adapters/ggml.hpp>
-#include <kvq/backends/simd.hpp>
 #include <kvq/cache/preset_options.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/estimate/footprint.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>

@@ -12,7 +12,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <nlohmann/json.hpp>
 

@@ -2,7 +2,7 @@
 
 #include <concepts>
 #include <initializer_list>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/format/find_format.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <memory>

@@ -4,8 +4,8 @@
 // beside it. `quantize` is the time of quantizing the same blocks into one buffer, the least that this work can take.
 #include <CLI/CLI.hpp>
 #include <chrono>
-#include <kvq/backends/simd.hpp>
 #include <kvq/core/thread_pool.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <nlohmann/json.hpp>
 

@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <kvq/backends/simd.hpp>
 #include <kvq/core/team.hpp>
 #include <kvq/core/thread_pool.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>

@@ -1,6 +1,6 @@
 # Targets that bring a third-party library along:
 #
-#   kvq::simd    kvq::kvq and xsimd, for <kvq/backends/simd.hpp>
+#   kvq::simd    kvq::kvq and xsimd, for <kvq/cpu/simd.hpp>
 #   kvq::eigen   kvq::kvq and Eigen, for <kvq/adapters/eigen.hpp>
 #   kvq::io      kvq::kvq and nlohmann-json, for <kvq/io/file.hpp> and the headers below it
 #

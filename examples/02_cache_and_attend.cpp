@@ -1,7 +1,7 @@
 // A 4-bit cache: a prompt, decode steps, a draft that is rolled back, a fork.
 #include <algorithm>
 #include <cstdio>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <random>
 #include <vector>

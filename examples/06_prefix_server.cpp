@@ -1,7 +1,7 @@
 // A server that reuses earlier results: requests with a common system prompt share its pages, and entries are
 // stored in 4 bit while the engine computes in 16 bit. Token ids and K/V are made up; the measured bytes are real.
 #include <cstdio>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <string>

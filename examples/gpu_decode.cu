@@ -4,7 +4,7 @@
 //   nvcc -std=c++20 -arch=native -Iinclude examples/gpu_decode.cu -o gpu_decode && ./gpu_decode [kivi-4-g64 | int8]
 //
 // The format is chosen when the program runs, among those that it has compiled. 4 sinks and the 64 newest tokens stay in 16 bit.
-#include <kvq/backends/cuda.cuh>
+#include <kvq/cuda.cuh>
 
 #include <algorithm>
 #include <cstdio>

@@ -4,8 +4,8 @@
 //   nvcc -std=c++20 -arch=native -Iinclude examples/gpu_offload.cu -o gpu_offload && ./gpu_offload
 //
 // A GPU page and a CPU page hold the same bytes, so moving a sequence is copying its pages.
-#include <kvq/backends/cuda.cuh>
-#include <kvq/backends/cuda/offload.cuh>
+#include <kvq/cuda.cuh>
+#include <kvq/cuda/host/offload.cuh>
 #include <kvq/format/make_format.hpp>
 
 #include <algorithm>

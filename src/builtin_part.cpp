@@ -1,7 +1,7 @@
 // One part of the built-in formats for one instruction set. CMake compiles this file once for each of them: KVQ_PART is a number,
-// KVQ_LEVEL an architecture of backends/simd/arch.hpp, or `best` for the best one that the flags allow. KVQ_FORMATS, if it is defined, lists
+// KVQ_LEVEL an architecture of cpu/arch/arch.hpp, or `best` for the best one that the flags allow. KVQ_FORMATS, if it is defined, lists
 // the names, without group sizes, of the wanted formats.
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/format/builtin_schemes.hpp>
 #include <string_view>
 

@@ -4,7 +4,7 @@
 
 #include <cstdio>
 
-#include "../include/kvq/backends/simd/x86_amx.hpp"
+#include "../include/kvq/cpu/arch/x86_amx.hpp"
 
 int main() {
     __builtin_cpu_init();

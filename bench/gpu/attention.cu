@@ -11,7 +11,7 @@
 // With -DPRESETS=1 (5 to 8 bits) or 2 (the narrower ones): the presets, each behind the plain affine format of its width; "-plan":
 // channels of different widths, where importance differs between channels by factors of exp(4) and more, otherwise mixed widths
 // are even.
-#include <kvq/backends/cuda/attend.cuh>
+#include <kvq/cuda/decode/attend.cuh>
 #include <kvq/schemes/presets.hpp>
 
 #include <algorithm>

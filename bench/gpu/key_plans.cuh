@@ -1,7 +1,7 @@
 // Plans of widths for keys of several widths: of channels whose standard deviations differ, exp(normal).
 #pragma once
 
-#include <kvq/backends/cuda.cuh>
+#include <kvq/cuda.cuh>
 
 #include <cmath>
 #include <random>

@@ -15,7 +15,7 @@
 #include <kvq/adapters/distributed/nccl_prefill.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
 #include <kvq/adapters/distributed/peer_attention.cuh>
-#include <kvq/backends/cuda.cuh>
+#include <kvq/cuda.cuh>
 
 #include <barrier>
 #include <cmath>

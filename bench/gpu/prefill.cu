@@ -6,8 +6,8 @@
 // quantized; new tokens in 16 bit, causal among each other. Baseline: torch's scaled_dot_product_attention (cuDNN) on 16-bit keys and values
 // of all tokens (torch_prefill.py), the same number of products. Error: of some rows, against double on the dequantized values. "-plan": with
 // widths of keys that differ between channels and heads.
-#include <kvq/backends/cuda/pages.cuh>
-#include <kvq/backends/cuda/prefill.cuh>
+#include <kvq/cuda/prefill/prefill.cuh>
+#include <kvq/cuda/quantize/pages.cuh>
 #include <kvq/schemes/presets.hpp>
 
 #include <cmath>

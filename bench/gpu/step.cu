@@ -16,7 +16,7 @@
 // Then (not with --quick) formats alone: `store` and `attend` of one format; "early": attention_options::early.
 // Launches follow each other as in an engine that does nothing else. "attend": without the other launch.
 // Every step has the cache of another layer; together they take 0.75 GB or more.
-#include <kvq/backends/cuda.cuh>
+#include <kvq/cuda.cuh>
 
 #include <algorithm>
 #include <numeric>

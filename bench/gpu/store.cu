@@ -6,8 +6,8 @@
 // [channel], as engines without quantization have it; nothing but copies.
 // Pages: requantize_pages, from 16-bit window pages of 128 tokens if no other format is named; "plan": channels of different
 // widths, "feedback": error feedback. Commit: commit_full_pages of 128 sequences, of which so many have a page that is due.
-#include <kvq/backends/cuda/pages.cuh>
-#include <kvq/backends/cuda/store.cuh>
+#include <kvq/cuda/quantize/pages.cuh>
+#include <kvq/cuda/store/store.cuh>
 #include <kvq/schemes/presets.hpp>
 
 #include <cmath>

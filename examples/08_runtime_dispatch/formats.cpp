@@ -2,7 +2,7 @@
 // All functions of one instruction set are in a namespace of that name, so the objects share no function of kvq.
 #include "formats.hpp"
 
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/kivi.hpp>
 
 #define JOIN_NAMES(a, b) a##b

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <kvq/backends/simd/arch.hpp>
+#include <kvq/cpu/arch/arch.hpp>
 #include <kvq/kvq.hpp>
 #include <vector>
 

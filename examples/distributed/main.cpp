@@ -13,7 +13,7 @@
 #include <kvq/adapters/distributed/head_parallel.hpp>
 #include <kvq/adapters/distributed/mpi.hpp>
 #include <kvq/adapters/distributed/send_sequence.hpp>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <random>

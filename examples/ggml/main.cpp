@@ -9,8 +9,8 @@
 #include <cstring>
 #include <kvq/adapters/ggml.hpp>
 #include <kvq/adapters/sequence_state.hpp>
-#include <kvq/backends/simd.hpp>
 #include <kvq/cache/preset_options.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <random>
 #include <vector>

@@ -3,7 +3,7 @@
 
 #include <kvq/kvq_cuda.h>
 
-#include <kvq/backends/cuda/cache.cuh>
+#include <kvq/cuda/host/cache.cuh>
 #include <memory>
 #include <mutex>
 #include <string>

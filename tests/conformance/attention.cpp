@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/backends/simd.hpp>
 #include <kvq/core/thread_pool.hpp>
+#include <kvq/cpu/simd.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/peaked.hpp"
@@ -120,7 +120,7 @@ TEST_CASE("SIMD attention: same bits on one thread and on many, alone and in a b
             CHECK(out.values() == expected.values());
         }
         sequence.attend(0, q.slice(rows - 1, 1), last.view());
-        // From 16 query rows on, 16-bit pages may be multiplied as integers (kernels/word_product.hpp): within the bound then.
+        // From 16 query rows on, 16-bit pages may be multiplied as integers (cpu/window/word_product.hpp): within the bound then.
         const float* const among_all = expected.view().at(rows - 1, 0);
         const bool words = kvq::kernels::has_word_dots<kvq::simd<>::lanes> && 3 * rows >= 16;
         if (!words) CHECK(std::equal(last.values().begin(), last.values().end(), among_all));

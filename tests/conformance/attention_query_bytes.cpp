@@ -3,7 +3,7 @@
 // beyond what rounding queries and weights to 8 bits explains. Built for several -march.
 #include <doctest/doctest.h>
 
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/typed_cache.hpp"

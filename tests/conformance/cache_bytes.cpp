@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <kvq/backends/scalar.hpp>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/scalar.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/presets.hpp>
 
 #include "support/caches.hpp"

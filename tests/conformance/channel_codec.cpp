@@ -3,7 +3,7 @@
 // scheme::dequantize. Built for several -march.
 #include <doctest/doctest.h>
 
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <kvq/schemes/transformed.hpp>
 

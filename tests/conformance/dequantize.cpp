@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/backends/scalar.hpp>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/scalar.hpp>
+#include <kvq/cpu/simd.hpp>
 
 #include "support/quantized_blocks.hpp"
 #include "support/scheme_list.hpp"

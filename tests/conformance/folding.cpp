@@ -3,13 +3,13 @@
 // give to rows and columns, against double arithmetic on what it dequantizes to. Built for several -march.
 //
 // A column's factor is rounded to a step of the largest one, 2^-15 of it at most, and the sum of those that
-// share a lane, too, whatever their number (kernels/folded.hpp); every other term of a row has a few float
+// share a lane, too, whatever their number (cpu/product/folded.hpp); every other term of a row has a few float
 // roundings.
 #include <doctest/doctest.h>
 
 #include <cmath>
 #include <cstring>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <utility>
 

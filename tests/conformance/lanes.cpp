@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/backends/kernels/plain_lanes.hpp>
-#include <kvq/backends/kernels/softmax.hpp>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/plain_lanes.hpp>
+#include <kvq/cpu/simd.hpp>
+#include <kvq/cpu/softmax.hpp>
 #include <vector>
 
 #include "support/random.hpp"

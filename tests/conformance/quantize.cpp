@@ -3,8 +3,8 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
-#include <kvq/backends/scalar.hpp>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/scalar.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <limits>
 

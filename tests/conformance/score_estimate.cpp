@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/presets.hpp>
 
 #include "support/channel_plans.hpp"

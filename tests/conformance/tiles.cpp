@@ -4,7 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <cstring>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <utility>
 

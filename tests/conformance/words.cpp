@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: bounded rounding. Blocks of 16-bit floats times many vectors (kernels/word_product.hpp), against double
+// Comparison family: bounded rounding. Blocks of 16-bit floats times many vectors (cpu/window/word_product.hpp), against double
 // arithmetic on the same values. Built for several -march: where there are no products of words, floats do better than the bound.
 //
 // Every 32 columns a value is off by half a step of its row, a number of a vector by a step of that: what
@@ -8,7 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <limits>
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #ifdef CONSUME_SIMD
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 using backend = kvq::simd<>;
 #else
 using backend = kvq::scalar;

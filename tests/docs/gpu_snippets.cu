@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The CUDA examples of docs/, as snippets.cpp.
 #include <cstdio>
-#include <kvq/backends/cuda.cuh>
+#include <kvq/cuda.cuh>
 
 void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq::float16* new_q,
                  kvq::float16* to, int batch, int q_heads, int recent, void* workspace,

@@ -10,9 +10,9 @@
 #include <kvq/adapters/eigen.hpp>
 #include <kvq/adapters/paged.hpp>
 #include <kvq/adapters/sequence_state.hpp>
-#include <kvq/backends/simd.hpp>
 #include <kvq/core/team.hpp>
 #include <kvq/core/thread_pool.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/format/find_format.hpp>
 #include <kvq/io/file.hpp>
 #include <kvq/kvq.hpp>

@@ -1,7 +1,7 @@
 // What spans several launches: mixed formats over one softmax state, graphs, merging across caches; bad arguments.
 #include "attention_test.cuh"
 
-#include <kvq/backends/cuda.cuh>
+#include <kvq/cuda.cuh>
 
 #include <algorithm>
 

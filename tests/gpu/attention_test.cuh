@@ -1,7 +1,7 @@
 // Fused attention against double arithmetic on the dequantized values.
 #pragma once
 
-#include <kvq/backends/cuda/attend.cuh>
+#include <kvq/cuda/decode/attend.cuh>
 
 #include "support.cuh"
 

@@ -1,13 +1,13 @@
-// A cache that owns its pages (kvq/backends/cuda/cache.cuh) against a CPU cache that does the same: random histories of steps, prompts,
+// A cache that owns its pages (kvq/cuda/host/cache.cuh) against a CPU cache that does the same: random histories of steps, prompts,
 // trims, forks, drafted trees, requantizing and offload with the same bytes afterwards, attention against double arithmetic, graphs that
 // are replayed while contexts grow, bytes of memory, refusals.
 #include <kvq/attention/masks.hpp>
 #include <kvq/attention/token_tree.hpp>
-#include <kvq/backends/cuda.cuh>
-#include <kvq/backends/cuda/offload.cuh>
 #include <kvq/cache/rearrange.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/step_down.hpp>
+#include <kvq/cuda.cuh>
+#include <kvq/cuda/host/offload.cuh>
 #include <kvq/format/make_format.hpp>
 
 #include "support.cuh"

@@ -8,7 +8,7 @@
 #include "../../examples/llama/token_source.hpp"
 #include "../llama/tiny_model.hpp"
 
-#include <kvq/backends/scalar.hpp>
+#include <kvq/cpu/scalar.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/presets.hpp>

@@ -3,7 +3,7 @@
 #include <kvq/adapters/distributed/nccl_attention.cuh>
 #include <kvq/adapters/distributed/nccl_prefill.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
-#include <kvq/backends/cuda.cuh>
+#include <kvq/cuda.cuh>
 #ifdef __CUDACC__
 #include <kvq/adapters/distributed/peer_attention.cuh>
 #endif

@@ -1,5 +1,5 @@
 // Bytes: what the device stores, commits and requantizes is what the CPU writes; what it dequantizes is what the CPU dequantizes.
-#include <kvq/backends/cuda.cuh>
+#include <kvq/cuda.cuh>
 
 #include "support.cuh"
 

@@ -4,7 +4,7 @@
     (!defined(PART) || PART == 0)  // emulated; otherwise nvcc lists what it compiles for
 #define __CUDA_ARCH_LIST__ 800, 890
 #endif
-#include <kvq/backends/cuda/prefill.cuh>
+#include <kvq/cuda/prefill/prefill.cuh>
 #include <string_view>
 
 #include "support.cuh"

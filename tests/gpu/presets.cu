@@ -1,5 +1,5 @@
 // Attention over the presets' formats, with 8-bit parameters, token scales and widths that differ between channels.
-#include <kvq/backends/cuda/pages.cuh>
+#include <kvq/cuda/quantize/pages.cuh>
 
 #include "attention_test.cuh"
 #include "small_budget.cuh"

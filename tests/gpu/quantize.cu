@@ -3,7 +3,7 @@
 //   quantize [seed]
 #include <kvq/schemes/presets.hpp>
 
-#include <kvq/backends/cuda/pages.cuh>
+#include <kvq/cuda/quantize/pages.cuh>
 
 #include "support.cuh"
 

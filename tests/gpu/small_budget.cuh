@@ -1,7 +1,7 @@
 // A format whose kernels may have less shared memory than others: a specialization stands outside of every test.
 #pragma once
 
-#include <kvq/backends/cuda/pages.cuh>
+#include <kvq/cuda/quantize/pages.cuh>
 
 namespace test {
 

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include <kvq/backends/cuda/cache_ref.cuh>
+#include <kvq/cuda/layout/cache_ref.cuh>
 
 namespace test {
 

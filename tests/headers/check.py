@@ -34,7 +34,7 @@ DEVICE = ("version.hpp", "config.hpp", "core/", "pack/", "quant/", "schemes/", "
 
 # Component, and the beginnings of its headers' paths.
 THIRD_PARTY = {
-    "simd": ("backends/simd", "format/define_builtin_formats"),
+    "simd": ("cpu/simd", "cpu/arch/", "format/define_builtin_formats"),
     "eigen": ("adapters/eigen",),
     "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file", "policy/prefix_tiers"),
     "mpi": ("adapters/distributed/mpi",),
@@ -42,13 +42,13 @@ THIRD_PARTY = {
     "nccl": ("adapters/distributed/nccl", "adapters/distributed/peer_attention"),
 }
 
-# Headers below backends/simd of one instruction set: the processor they are for, and the flags they need there.
+# Headers of one instruction set: the processor they are for, and the flags they need there.
 INSTRUCTION_SETS = {
-    "backends/simd/x86_sse": ("x86_64", ["-march=x86-64-v2"]),
-    "backends/simd/x86_avx2": ("x86_64", ["-march=x86-64-v3"]),
-    "backends/simd/x86_avx512": ("x86_64", ["-march=x86-64-v4", "-mavx512vnni"]),
-    "backends/simd/x86_amx": ("x86_64", []),
-    "backends/simd/neon": ("aarch64", []),
+    "cpu/arch/x86_sse": ("x86_64", ["-march=x86-64-v2"]),
+    "cpu/arch/x86_avx2": ("x86_64", ["-march=x86-64-v3"]),
+    "cpu/arch/x86_avx512": ("x86_64", ["-march=x86-64-v4", "-mavx512vnni"]),
+    "cpu/arch/x86_amx": ("x86_64", []),
+    "cpu/arch/neon": ("aarch64", []),
 }
 
 # The processor that the headers above are tested on, with all of its instructions.
@@ -56,7 +56,7 @@ WHOLE_PROCESSOR = {"x86_64": ["-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", 
 
 # Headers that many others include, by themselves or through others. Each from sources: clang 14 loses macros where one precompiled header
 # begins with another.
-PRECOMPILED = ("core/text.hpp", "quant/error_feedback.hpp", "attention/held_pages.hpp", "cache/sequence.hpp", "backends/cuda/cache_ref.cuh")
+PRECOMPILED = ("core/text.hpp", "quant/error_feedback.hpp", "attention/held_pages.hpp", "cache/sequence.hpp", "cuda/layout/cache_ref.cuh")
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
 
@@ -134,7 +134,7 @@ def emulated_device(include, folder):
     """The library with the instructions of tests/gpu/emulated, and the flags that its device headers need there."""
     emulated = pathlib.Path(folder) / "emulated"
     shutil.copytree(include.resolve(), emulated, copy_function=os.symlink)
-    instructions = emulated / "kvq/backends/cuda/ptx.cuh"
+    instructions = emulated / "kvq/cuda/arch/ptx.cuh"
     instructions.unlink()
     instructions.symlink_to(HERE.parent / "gpu/emulated/ptx.cuh")
     return emulated, ["-I", str(HERE.parent / "gpu/emulated")]
@@ -206,7 +206,7 @@ def main():
     graph = include_graph(root)
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         if "nvcc" in os.path.basename(compiler):
-            alone = [header for header in device_headers if header.startswith(THIRD_PARTY["nccl"]) or header == "backends/cuda/ptx.cuh"]
+            alone = [header for header in device_headers if header.startswith(THIRD_PARTY["nccl"]) or header == "cuda/arch/ptx.cuh"]
             groups = [[header for header in headers if header.startswith(DEVICE)], *graph.chains(alone)]
             jobs = [pool.submit(compile_device, compiler, flags, include, group, folder) for group in groups if group]
             everything = groups[0] + [header for header in device_headers if header not in alone]

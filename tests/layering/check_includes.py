@@ -14,11 +14,13 @@ BASE = {"version", "config"}
 CODES = BASE | {"core", "pack", "quant", "schemes"}
 # What a format is, without any kernel: all that the floors above a block see.
 FORMAT = BASE | {"core", "format/format", "format/format_names", "format/bounds", "format/builtin_format"}
-KERNELS = CODES | FORMAT | {"backends/kernels"}
+KERNELS = CODES | FORMAT | {"cpu"}
+DEVICE = KERNELS | {"page", "cuda/arch", "cuda/layout"}
 # The quantizers' limits and the layout of 16-bit pages; no scheme is a template argument here.
 CACHE = CODES | FORMAT | {"format/format_table", "page", "attention", "cache"}
+CUDA = DEVICE | {"cuda/decode", "cuda/prefill", "cuda/store", "cuda/quantize", "cuda/host"}
 # Ranks over NCCL, above the cache on the device.
-NCCL = CACHE | {"backends/cuda", "adapters/distributed/nccl"}
+NCCL = CACHE | CUDA | {"adapters/distributed/nccl"}
 ALLOWED = {
     "version": set(),
     "config": {"version"},
@@ -33,14 +35,28 @@ ALLOWED = {
     "format/bounds": FORMAT,
     "format/builtin_format": FORMAT,
     "page": BASE | {"core"},
-    "backends/kernels": CODES,
-    "backends/scalar": KERNELS,
-    "backends/simd": KERNELS | {"backends/scalar", "format/make_format"},
-    "backends/cuda": KERNELS | {"page"},
-    "backends/cuda/offload": CACHE | {"backends/cuda"},
-    "format/make_format": KERNELS | {"backends/scalar"},
+    "cpu": CODES,
+    "cpu/arch": CODES,
+    "cpu/product": CODES | {"cpu"},
+    "cpu/quantize": CODES | {"cpu"},
+    "cpu/dequantize": CODES | {"cpu", "cpu/product"},
+    "cpu/window": CODES | {"cpu", "cpu/product"},
+    "cpu/transformed": CODES | {"cpu", "cpu/quantize"},
+    "cpu/block_product": CODES | {"cpu", "cpu/product", "cpu/window"},
+    "cpu/scalar": KERNELS,
+    "cpu/simd": KERNELS | {"cpu/scalar", "cpu/arch", "cpu/quantize", "cpu/dequantize", "cpu/window", "cpu/transformed", "format/make_format"},
+    "cuda/arch": BASE | {"core"},
+    "cuda/layout": DEVICE,
+    "cuda/decode": DEVICE,
+    "cuda/prefill": DEVICE | {"cuda/decode"},
+    "cuda/store": DEVICE,
+    "cuda/quantize": DEVICE,
+    "cuda/host": CUDA,
+    "cuda/host/offload": CACHE | CUDA,
+    "cuda": CUDA,
+    "format/make_format": KERNELS | {"cpu/scalar", "cpu/block_product", "cpu/product", "cpu/window"},
     "format/builtin_schemes": KERNELS | {"format/make_format"},
-    "format/define_builtin_formats": KERNELS | {"backends/simd", "format/builtin_schemes"},
+    "format/define_builtin_formats": KERNELS | {"cpu/simd", "format/builtin_schemes"},
     "format/find_format": CACHE,
     "attention": BASE | {"core", "format/format", "format/format_table", "page"},
     "cache": CACHE,
@@ -50,7 +66,7 @@ ALLOWED = {
     "adapters/sequence_state": CACHE | {"io", "adapters/sequence_table"},
     "adapters/ggml": CACHE | {"adapters/sequence_table"},
     "adapters/distributed": CACHE | {"io"},
-    "adapters/distributed/nccl": {"backends/cuda"},
+    "adapters/distributed/nccl": CUDA,
     "adapters/distributed/nccl_attention": NCCL | {"adapters/distributed"},
     "adapters/distributed/peer_attention": NCCL | {"adapters/distributed/nccl_attention"},
     "adapters/distributed/nccl_prefill": NCCL | {"adapters/distributed/nccl_attention"},
@@ -71,18 +87,18 @@ ALLOWED = {
 RESTRICTED = [
     (r"ranges|iostream|regex", ()),
     (r"random", ("policy/prefix_tiers",)),  # names of folders that nobody can foretell
-    (r"xsimd/.*", ("backends/simd",)),
-    (r"immintrin\.h|x86intrin\.h|[a-z]mmintrin\.h|arm_neon\.h", ("backends/simd",)),
+    (r"xsimd/.*", ("cpu/simd", "cpu/arch")),
+    (r"immintrin\.h|x86intrin\.h|[a-z]mmintrin\.h|arm_neon\.h", ("cpu/arch",)),
     (r"(unsupported/)?Eigen/.*", ("adapters/eigen",)),
     (r"nlohmann/.*", ("io/safetensors",)),
     (r"mpi\.h", ("adapters/distributed/mpi",)),
     (r"ggml.*", ("adapters/ggml",)),
     (r"nccl\.h", ("adapters/distributed/nccl",)),
-    (r"cuda.*|cub/.*|cooperative_groups.*|mma\.h", ("backends/cuda", "config", "core")),
+    (r"cuda.*|cub/.*|cooperative_groups.*|mma\.h", ("cuda", "config", "core")),
 ]
 # What the umbrella leaves to the user, because it needs a third party.
 NOT_IN_UMBRELLA = (
-    "backends/simd", "backends/cuda", "adapters/eigen",
+    "cpu/simd", "cpu/arch", "cuda", "adapters/eigen",
     "io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file",
     "policy/prefix_tiers", "adapters/ggml", "adapters/distributed",
 )
@@ -90,7 +106,7 @@ NOT_IN_UMBRELLA = (
 LONG = ("kvq.h", "kvq_cuda.h")
 # Macros of optional instruction sets make two objects of one program see different code under one name.
 ISA_MACRO = re.compile(r"__(AVX|SSE3|SSSE3|SSE4|FMA__|F16C__|BMI|ARM_FEATURE)\w*")
-ISA_ALLOWED = ("backends/simd", "config")
+ISA_ALLOWED = ("cpu/simd", "cpu/arch", "config")
 
 MAX_LINES = 600
 
@@ -98,7 +114,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
 
 def layer_of(path):
-    """'core/float16.hpp' -> 'core', 'backends/simd/arch.hpp' -> 'backends/simd', 'config.hpp' -> 'config'."""
+    """'core/float16.hpp' -> 'core', 'cpu/arch/arch.hpp' -> 'cpu/arch', 'config.hpp' -> 'config'."""
     stem = re.sub(r"\.(hpp|cuh)$", "", path)
     matches = [name for name in ALLOWED if stem == name or stem.startswith(name + "/")]
     return max(matches, key=len) if matches else None

@@ -16,7 +16,7 @@
 
 // The static library shows the parts of every instruction set that it has (src/builtin_formats.cpp); the shared one hides them.
 #if defined(KVQ_EVERY_LEVEL)
-#include <kvq/backends/simd/arch.hpp>
+#include <kvq/cpu/arch/arch.hpp>
 
 #include "kvq_levels.inc"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Compiled once for each instruction set, with its flags and -DLEVEL=sse2, avx2, avx512vnni or amx.
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <span>

@@ -3,7 +3,7 @@
 // the plans that they make from statistics. Compiled for the weakest CPU.
 #include <cmath>
 #include <cstdio>
-#include <kvq/backends/simd/arch.hpp>
+#include <kvq/cpu/arch/arch.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <string>

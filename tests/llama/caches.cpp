@@ -4,7 +4,7 @@
 #include <kvq_cache.hpp>
 
 #include <doctest/doctest.h>
-#include <kvq/backends/scalar.hpp>
+#include <kvq/cpu/scalar.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/presets.hpp>

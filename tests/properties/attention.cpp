@@ -150,7 +150,7 @@ TEST_CASE_TEMPLATE("NaN and infinities that were quantized do not reach the outp
     CHECK(error.of_terms <= bound);
 }
 
-// From 16 query rows on, 16-bit pages may be multiplied as integers (kernels/word_product.hpp): then the same rows alone are within
+// From 16 query rows on, 16-bit pages may be multiplied as integers (cpu/window/word_product.hpp): then the same rows alone are within
 // the bound, not the same bits.
 TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row of a prefill, single heads", C,
                    KVQ_TEST_FEW_CACHES) {
@@ -189,7 +189,7 @@ TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row o
 
 TEST_CASE("decode step by step gives the rows of a prefill") {
     // Nothing is quantized, so that both see the same values. Chunks of 7 tokens, 14 query rows, sum floats in different orders, hence
-    // a few float roundings; more rows may be multiplied as integers (kernels/word_product.hpp), within the bound.
+    // a few float roundings; more rows may be multiplied as integers (cpu/window/word_product.hpp), within the bound.
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

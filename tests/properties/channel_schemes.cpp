@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/affine.hpp>
 
 #include "support/blocks.hpp"

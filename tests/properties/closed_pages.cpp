@@ -3,7 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
-#include <kvq/backends/scalar.hpp>
+#include <kvq/cpu/scalar.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/presets.hpp>

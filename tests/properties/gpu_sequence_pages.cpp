@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. What the host keeps of a sequence on the GPU (backends/cuda/sequence_pages.hpp) against a CPU cache that did
+// Comparison family: exact. What the host keeps of a sequence on the GPU (cuda/host/sequence_pages.hpp) against a CPU cache that did
 // the same: which pages are quantized, which tokens they show, which have 16-bit copies; and every page has the right holders.
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <kvq/backends/cuda/sequence_pages.hpp>
 #include <kvq/cache/sequence.hpp>
+#include <kvq/cuda/host/sequence_pages.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <set>

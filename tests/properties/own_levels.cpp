@@ -4,7 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/io/scheme_identity.hpp>
 
 #include "support/attention_error.hpp"

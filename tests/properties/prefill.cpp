@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <deque>
-#include <kvq/backends/simd.hpp>
 #include <kvq/core/thread_pool.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/policy/ring.hpp>
 
 #include "support/attention_error.hpp"

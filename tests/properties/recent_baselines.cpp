@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/backends/scalar.hpp>
 #include <kvq/cache/step_down.hpp>
+#include <kvq/cpu/scalar.hpp>
 #include <kvq/kvq.hpp>
 #include <limits>
 #include <numeric>

@@ -5,7 +5,7 @@
 
 #include <cmath>
 #include <cstring>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>

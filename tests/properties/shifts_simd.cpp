@@ -3,7 +3,7 @@
 // query (once per page, once for all pages, transformed) sees the query of the page.
 #include <doctest/doctest.h>
 
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/transformed.hpp>
 
 #include "support/attention_error.hpp"

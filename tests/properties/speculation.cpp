@@ -4,8 +4,8 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <kvq/backends/simd.hpp>
 #include <kvq/cache/preset_options.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/policy/ring.hpp>
 
 #include "support/attention_error.hpp"

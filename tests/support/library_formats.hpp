@@ -3,7 +3,7 @@
 // sources with the same flags, which are compiled for the library anyway. KVQ_TEST_LIBRARY, from CMake, names the instruction set.
 #pragma once
 
-#include <kvq/backends/scalar.hpp>
+#include <kvq/cpu/scalar.hpp>
 #include <kvq/format/format.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/int8.hpp>
@@ -11,7 +11,7 @@
 #include <kvq/schemes/presets.hpp>
 #if defined(KVQ_TEST_LIBRARY)
 #include <cstring>
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/format/builtin_format.hpp>
 #include <stdexcept>
 #endif

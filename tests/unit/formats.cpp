@@ -2,7 +2,7 @@
 // Formats as values: made, found by name, mixed, added to a living cache, refused.
 #include <doctest/doctest.h>
 
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <kvq/format/builtin_schemes.hpp>
 #include <kvq/format/find_format.hpp>
 #include <memory>

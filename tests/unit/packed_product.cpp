@@ -3,7 +3,7 @@
 // undefined behaviour on the way (preset sanitize).
 #include <doctest/doctest.h>
 
-#include <kvq/backends/scalar.hpp>
+#include <kvq/cpu/scalar.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/int8.hpp>

@@ -2,7 +2,7 @@
 // The architecture that a build takes when none is named.
 #include <doctest/doctest.h>
 
-#include <kvq/backends/simd.hpp>
+#include <kvq/cpu/simd.hpp>
 #include <string>
 
 TEST_CASE("the best architecture of this build is one that this CPU has") {

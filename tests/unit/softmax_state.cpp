@@ -4,8 +4,8 @@
 
 #include <cmath>
 #include <kvq/attention/softmax_state.hpp>
-#include <kvq/backends/kernels/plain_lanes.hpp>
-#include <kvq/backends/kernels/softmax.hpp>
+#include <kvq/cpu/plain_lanes.hpp>
+#include <kvq/cpu/softmax.hpp>
 #include <vector>
 
 #include "support/random.hpp"

@@ -1,7 +1,7 @@
 // The formats that a program has compiled for its cache on the device. Every formats.cu adds one; engines choose among them by name.
 #pragma once
 
-#include <kvq/backends/cuda.cuh>
+#include <kvq/cuda.cuh>
 
 #include <vector>
 

@@ -3,7 +3,7 @@
 // That file takes a minute or two to compile, since it holds the kernels of every built-in format for the instructions of this build.
 #pragma once
 
-#include "../backends/simd.hpp"
+#include "../cpu/simd.hpp"
 #include "builtin_schemes.hpp"
 
 namespace kvq::inline v0_2 {

@@ -30,7 +30,7 @@ struct backend_functions {
     const char* name;
     int query_rows;  ///< per task, at most
 
-    /// Turns scores [0, n) of `rows` rows, `stride` apart, into weights (kernels/softmax.hpp).
+    /// Turns scores [0, n) of `rows` rows, `stride` apart, into weights (cpu/softmax.hpp).
     void (*softmax)(float* scores, std::ptrdiff_t stride, int rows, int n, float* max, float* sum,
                     float* factor);
     /// Reads n values of a query and multiplies them by `scale`. Returns whether all results are finite.
@@ -41,7 +41,7 @@ struct backend_functions {
     /// 16-bit values on this backend, the usual window.
     const format& (*fp16)();
 
-    /// Bounds of the channels of values [tokens][dim], and an estimate of products from them (kernels/channel_ranges.hpp).
+    /// Bounds of the channels of values [tokens][dim], and an estimate of products from them (cpu/product/channel_ranges.hpp).
     void (*find_bounds)(const float* values, int tokens, int dim, std::byte* bounds);
     void (*estimate_within)(const std::byte* bounds, int dim, const float* x, std::ptrdiff_t x_stride,
                             int rows, float spread, float* out, std::ptrdiff_t ahead, float* scratch);
@@ -102,7 +102,7 @@ struct format_functions {
     std::uint32_t (*write_tokens)(const block_shape&, std::byte* block, float_type, const void* tokens,
                                   std::ptrdiff_t stride, int count, int at);
 
-    /// Products of `rows` vectors with blocks of one layer and head (kernels/block_product.hpp). make_plan: writes plan_bytes to `plan`
+    /// Products of `rows` vectors with blocks of one layer and head (cpu/block_product.hpp). make_plan: writes plan_bytes to `plan`
     /// unless it is null; returns the bytes of workspace.
     std::size_t (*make_plan)(const void* scheme, const block_shape&, block_id, int rows, void* plan);
     void (*begin)(const void* plan, const block_shape&, block_id, const std::byte* block, const float* x,
@@ -112,7 +112,7 @@ struct format_functions {
                    std::ptrdiff_t ahead, std::byte* workspace);
 
     /// Null for formats whose keys have neither parameters of channels nor bounds (format/bounds.hpp). An estimate of the products of
-    /// `rows` vectors with tokens [first, end) of a block of keys, from these alone (kernels/score_estimate.hpp); with spread 1 it is at
+    /// `rows` vectors with tokens [first, end) of a block of keys, from these alone (cpu/product/score_estimate.hpp); with spread 1 it is at
     /// least the largest product.
     void (*estimate_scores)(const void* scheme, const block_shape&, block_id, const std::byte* block,
                             const float* x, std::ptrdiff_t x_stride, int rows, int first, int end,

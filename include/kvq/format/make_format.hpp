@@ -5,17 +5,17 @@
 //
 // Templates end here. A program pays the compile time of a scheme once, for any number of calls of make_format. Schemes that
 // differ only in the group size are one scheme here: the group size becomes a value (quant/granularity.hpp).
-// backends/simd.hpp adds make_format<Scheme>() for the best backend of the build.
+// cpu/simd.hpp adds make_format<Scheme>() for the best backend of the build.
 #pragma once
 
 #include <new>
 #include <type_traits>
 
-#include "../backends/kernels/block_product.hpp"
-#include "../backends/kernels/score_estimate.hpp"
-#include "../backends/kernels/softmax.hpp"
-#include "../backends/scalar.hpp"
 #include "../core/text.hpp"
+#include "../cpu/block_product.hpp"
+#include "../cpu/product/score_estimate.hpp"
+#include "../cpu/scalar.hpp"
+#include "../cpu/softmax.hpp"
 #include "../schemes/checked_scheme.hpp"
 #include "format.hpp"
 

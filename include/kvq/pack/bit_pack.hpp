@@ -2,7 +2,7 @@
 //
 //   unpack(pack(codes)) = codes for every width 1..8, every shape and every grouping.
 //
-// The kernels in backends/ write the same bytes, one vector at a time.
+// The kernels in cpu/ write the same bytes, one vector at a time.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The instructions of include/kvq/backends/cuda/ptx.cuh on the CPU; takes its place among the headers that are tested.
+// The instructions of include/kvq/cuda/arch/ptx.cuh on the CPU; takes its place among the headers that are tested.
 #pragma once
 
 #include <cuda_runtime_api.h>

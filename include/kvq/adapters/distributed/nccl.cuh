@@ -17,7 +17,7 @@
 #include <chrono>
 #include <thread>
 
-#include "../../backends/cuda/status.cuh"
+#include "../../cuda/layout/status.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
 

@@ -19,7 +19,7 @@
 
 #include <span>
 
-#include "../../backends/cuda/cache.cuh"
+#include "../../cuda/host/cache.cuh"
 #include "nccl.cuh"
 #include "split.hpp"
 

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../backends/cuda/cache.cuh"
+#include "../../cuda/host/cache.cuh"
 #include "nccl.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {

@@ -1,0 +1,235 @@
+// y = X^ x on the codes of a block: an integer matrix times fixed-point operands (cpu/product/folded.hpp).
+//
+//   y[r] = row_scale[r] * (step * sum_c (code - zero) * byte + bias_dot) + row_bias[r] * sum
+//
+// In registers, up to 4 operands at a time (code_sums.hpp), or, on architectures with tile instructions, in tiles, up to 16
+// (tile_product.hpp). Contract: that of code_sums.hpp; both give the same bits if registers take bytes as well.
+#pragma once
+
+#include "tile_product.hpp"
+
+namespace kvq::inline KVQ_TAGGED::kernels {
+
+/// Common plan of products of n operands with blocks of one shape.
+template <class Scheme>
+struct code_plan {
+    static constexpr int bits = Scheme::code_bits;
+
+    fold_use use;
+    code_layout<bits> codes;
+    fold_layout<bits> fold;
+    std::size_t parameters;  ///< offset of the parameters in a block
+    std::ptrdiff_t line;     ///< floats of the row parameters of one column group
+    std::size_t
+        parameter_bytes;  ///< bytes of all row parameters; in the workspace, the output of fold() follows them
+
+    code_plan(const Scheme& scheme, const block_shape& shape, int n, int tile_query_bytes)
+        : use(Scheme::fold(shape.role)),
+          codes(scheme.codes(shape)),
+          fold(codes, use.columns(), n, tile_query_bytes),
+          parameters(codes.bytes()),
+          line(codes.rows().padded_size() + 16),
+          parameter_bytes(
+              detail::round_up(static_cast<std::size_t>((use.row_scale ? 1 : 0) + (use.row_bias ? 1 : 0)) *
+                                   static_cast<std::size_t>(codes.cols.groups()) *
+                                   static_cast<std::size_t>(line) * sizeof(float),
+                               std::size_t{64})) {}
+
+    std::size_t workspace_bytes() const {
+        return parameter_bytes + fold.bytes + tile_space::bytes(fold.tile_query_bytes);
+    }
+};
+
+/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n operands that were folded for this block.
+template <class Lanes, class Backend, class Scheme>
+class code_product {
+public:
+    code_product(const Scheme& scheme, const code_plan<Scheme>& plan, const block_shape& shape, block_id id,
+                 const std::byte* block, std::byte* workspace)
+        : codes_(plan.codes),
+          layout_(plan.fold),
+          columns_(plan.use.columns()),
+          block_(block),
+          words_(layout_.words(workspace + plan.parameter_bytes)),
+          scalars_(layout_.scalars(workspace + plan.parameter_bytes)),
+          memory_(workspace + plan.parameter_bytes),
+          line_(plan.line),
+          scales_(plan.use.row_scale ? reinterpret_cast<float*>(workspace) : nullptr),
+          biases_(plan.use.row_bias ? reinterpret_cast<float*>(workspace) +
+                                          (plan.use.row_scale ? line_ * codes_.cols.groups() : 0)
+                                    : nullptr) {
+        if constexpr (requires {
+                          scheme.template row_parameters<Backend>(shape, id, block, 0, scales_, biases_);
+                      })
+            if (scales_ || biases_)
+                for (int g = 0; g < codes_.cols.groups(); ++g)
+                    scheme.template row_parameters<Backend>(shape, id, block, g,
+                                                            scales_ ? scales_ + g * line_ : nullptr,
+                                                            biases_ ? biases_ + g * line_ : nullptr);
+    }
+
+    /// ahead: distance in bytes from this block to the one that is read
+    /// next; 0: none.
+    void run(float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead) const {
+        if constexpr (has_tiles<Lanes>)
+            if (layout_.tile_query_bytes > 0)
+                return multiply_in_tiles<typename Lanes::architecture::tiles>(
+                    in_tiles(*this, y, y_stride, add, ahead), codes_.rows(), {layout_, memory_},
+                    memory_ + layout_.bytes);
+        const grouped_axis& rows = codes_.rows();
+        const std::uint32_t* block_words = words_;
+        for (int first = 0; first < layout_.n;) {
+            const int queries = next_query_block(layout_.n - first);
+            for (int rg = 0; rg < rows.groups(); ++rg) {
+                const int set = columns_ ? rg : 0;
+                const std::uint32_t* const x = block_words + static_cast<std::size_t>(set) *
+                                                                 static_cast<std::size_t>(layout_.set_words) *
+                                                                 static_cast<std::size_t>(layout_.n);
+                for (int tile = 0; tile < rows.group_slots(rg); tile += tile_layout::tile_rows) {
+                    const int height = detail::smaller(tile_layout::tile_rows, rows.group_slots(rg) - tile);
+                    const position at{first,
+                                      queries,
+                                      set,
+                                      rows.group_begin(rg) + tile,
+                                      height,
+                                      rows.group_size(rg) - tile,
+                                      rg * rows.group + tile};
+                    run_tile(at, x, y, y_stride, add, ahead);
+                }
+            }
+            block_words += layout_.set_words * queries;
+            first += queries;
+        }
+    }
+
+private:
+    static constexpr int bits = Scheme::code_bits;
+    using planes = code_planes<bits>;
+
+    /// One tile for one query block.
+    struct position {
+        int first_query, queries, set;
+        int slot;    // first row slot of the tile
+        int height;  // slots
+        int rows;    // rows from `row` to the end of the group
+        int row;     // first row
+    };
+
+    void run_tile(const position& at, const std::uint32_t* x, float* y, std::ptrdiff_t y_stride, bool add,
+                  std::ptrdiff_t ahead) const {
+        for (int part = 0; part < at.height;) {
+            const int slot_count = at.height - part;
+            const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
+            const std::uint32_t* group_x = x;
+            for (int p = 0; p < layout_.parts.groups(); ++p) {
+                const int from = layout_.first_step(p), steps = layout_.last_step(p) - from;
+                const std::ptrdiff_t vector_bytes = at.height * 4;
+                const std::byte* first[planes::count];
+                find_part(at.slot, at.height, part, p, first);
+                const code_part what{
+                    first,      vector_bytes, ahead, steps, codes_.quads() - from * planes::quads_per_step,
+                    slot_count, group_x};
+                const std::ptrdiff_t line = layout_.group_of(p) * line_ + at.slot + part;
+                const code_target to{
+                    y + at.first_query * y_stride + at.row + part,
+                    y_stride,
+                    at.rows - part,
+                    scales_ ? scales_ + line : nullptr,
+                    biases_ ? biases_ + line : nullptr,
+                    scalars_ + (at.set * layout_.parts.groups() + p) * layout_.n + at.first_query,
+                    add || p > 0};
+                // Slots are a multiple of 4: registers of 4 lanes are always full.
+                if (several)
+                    multiply<Lanes::row_vectors, false>(at.queries, what, to);
+                else
+                    multiply<1, (Lanes::width > 4)>(at.queries, what, to);
+                group_x += steps * planes::quads_per_step * at.queries * 2;
+            }
+            part += several ? Lanes::row_vectors * Lanes::width : Lanes::width;
+        }
+    }
+
+    /// The functions that multiply_in_tiles calls.
+    class in_tiles {
+    public:
+        in_tiles(const code_product& product, float* y, std::ptrdiff_t y_stride, bool add,
+                 std::ptrdiff_t ahead)
+            : p_(product), y_(y), y_stride_(y_stride), add_(add), ahead_(ahead) {}
+
+        int column_groups() const { return p_.layout_.parts.groups(); }
+        int column_tiles(int part) const { return p_.layout_.tile_blocks(part); }
+
+        KVQ_INLINE void unpack(const tile_step& step, std::byte* out) {
+            constexpr int step_quads = tile_columns / 4;
+            const std::ptrdiff_t vector_bytes = step.height * 4;
+            if (step.part == 0) {
+                left_ = p_.quads_of(step.group);
+                p_.find_part(step.slot, step.height, 0, step.group, planes_);
+            }
+            const int quads = detail::smaller(left_, step_quads);
+            unpack_codes<Lanes, bits, 0>({planes_, vector_bytes, ahead_, 0, 0, step.height, nullptr}, 0,
+                                         quads, out);
+            for (int i = 0; i < planes::count; ++i)
+                planes_[i] += step_quads / planes::quads_per_word(i) * vector_bytes;
+            left_ -= step_quads;
+        }
+        void finish(const tile_step& step, const std::byte* sums) const {
+            const std::ptrdiff_t line = p_.layout_.group_of(step.group) * p_.line_ + step.slot;
+            const int set = p_.columns_ ? step.row_group : 0;
+            finish_tile<byte_form<Backend>, Lanes, Scheme::zero_code>(
+                sums, step.height, p_.layout_.n,
+                {y_ + step.row, y_stride_, step.rows, p_.scales_ ? p_.scales_ + line : nullptr,
+                 p_.biases_ ? p_.biases_ + line : nullptr,
+                 p_.scalars_ + (set * column_groups() + step.group) * p_.layout_.n, add_ || step.group > 0});
+        }
+
+    private:
+        const code_product& p_;
+        float* y_;
+        std::ptrdiff_t y_stride_;
+        bool add_;
+        std::ptrdiff_t ahead_;
+        const std::byte* planes_[planes::count];  // of the next step
+        int left_ = 0;                            // quads left in its part
+    };
+
+    /// Quads from the part's first step to the end of its last one, or of the row.
+    int quads_of(int part) const {
+        const int from = layout_.first_step(part);
+        return detail::smaller((layout_.last_step(part) - from) * planes::quads_per_step,
+                               codes_.quads() - from * planes::quads_per_step);
+    }
+    /// Finds each plane's vector of the first step of a part of the columns, at a row of the tile.
+    void find_part(int slot, int height, int row, int part, const std::byte** first) const {
+        const std::byte* const begin =
+            block_ +
+            4 * (static_cast<std::size_t>(slot) * static_cast<std::size_t>(codes_.tiles.words_per_row) +
+                 static_cast<std::size_t>(row));
+        const int from = layout_.first_step(part);
+        for (int i = 0; i < planes::count; ++i)
+            first[i] = begin + (planes::first_vector(i, codes_.quads()) +
+                                from * (planes::quads_per_step / planes::quads_per_word(i))) *
+                                   (height * 4);
+    }
+
+    template <int Vectors, bool Partial>
+    static void multiply(int queries, const code_part& what, const code_target& to) {
+        with_queries(queries, [&](auto n) {
+            multiply_part<form_of<Lanes, Backend>, Lanes, bits, Scheme::zero_code, Vectors,
+                          decltype(n)::value, Partial>(what, to);
+        });
+    }
+
+    const code_layout<bits>& codes_;
+    const fold_layout<bits>& layout_;
+    bool columns_;  // whether columns carry parameters
+    const std::byte* block_;
+    const std::uint32_t* words_;
+    const fold_scalars* scalars_;
+    std::byte* memory_;  // the output of fold(), then the memory of tiles
+    std::ptrdiff_t line_;
+    float* scales_;
+    float* biases_;
+};
+
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -1,0 +1,250 @@
+// The SIMD backend, on xsimd: kvq::simd<> is the best architecture of this build, kvq::simd<arch::avx2> a chosen one.
+//
+// The same kernels as the scalar backend (cpu/), in vectors of the architecture; the same bytes.
+// The only header that includes xsimd. CUDA code must not include it.
+#pragma once
+
+#include <cstring>
+#include <new>
+
+#include "../format/make_format.hpp"
+#include "arch/lanes.hpp"
+#include "dequantize/dequantize_block.hpp"
+#include "dequantize/dequantize_channels.hpp"
+#include "dequantize/dequantize_table.hpp"
+#include "quantize/quantize_block.hpp"
+#include "quantize/quantize_channels.hpp"
+#include "quantize/quantize_values.hpp"
+#include "scalar.hpp"
+#include "transformed.hpp"
+#include "window/tokens.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+namespace kernels {
+
+/// Zeros in memory aligned to cache lines, freed by the destructor.
+struct zeroed_memory {
+    std::byte* data;
+
+    explicit zeroed_memory(std::size_t bytes)
+        : data(static_cast<std::byte*>(::operator new (bytes + 64, std::align_val_t{64}))) {
+        std::memset(data, 0, bytes + 64);
+    }
+    zeroed_memory(const zeroed_memory&) = delete;
+    zeroed_memory& operator=(const zeroed_memory&) = delete;
+    ~zeroed_memory() { ::operator delete (data, std::align_val_t{64}); }
+};
+
+}  // namespace kernels
+
+/// Bytes of a fixed-point query or weight in products with codes.
+///   query_bytes<2>   16-bit fixed point, as accurate as 16-bit floats: the default
+///   query_bytes<1>   8 bits: half of the products, and an additional error that bench/attention prints beside the speed
+template <int N>
+struct query_bytes {
+    static_assert(N == 1 || N == 2, "kvq::query_bytes<N>: N is 1 or 2");
+    static constexpr int value = N;
+};
+
+template <class Arch = arch::best, class QueryBytes = query_bytes<2>>
+struct simd {
+    static constexpr int query_bytes = QueryBytes::value;
+    using architecture = Arch;
+    using lanes = simd_lanes<Arch>;
+    static constexpr const char* name() noexcept { return Arch::name(); }
+
+    template <class P>
+    static void load_floats(const std::byte* from, int n, float* out) {
+        int i = 0;
+        if constexpr (float_format<P>) {
+            for (; i + lanes::width <= n; i += lanes::width)
+                lanes::store_floats(
+                    out + i, lanes::template load_values<P>(from + static_cast<std::size_t>(i) * sizeof(P)));
+            if (i < n)
+                lanes::store_floats(
+                    out + i,
+                    lanes::template load_values<P>(from + static_cast<std::size_t>(i) * sizeof(P), n - i),
+                    n - i);
+        } else {
+            scalar::load_floats<P>(from, n, out);
+        }
+    }
+
+    template <class Window, kv_scheme Scheme>
+    static std::uint32_t quantize(const Scheme& scheme, const block_shape& shape, block_id id,
+                                  const std::byte* window, std::byte* block, float* values) {
+        // Directly from a block of fp16, the usual window; from other types through float values, so that fewer kernels are compiled.
+        if constexpr (kernels::range_scheme<Scheme> && std::same_as<Window, float16>)
+            if (kernels::block_quantizer<lanes, Scheme>(scheme, shape, window, block).run()) return 0;
+        if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme> ||
+                      full_precision<Scheme>) {
+            if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
+                full<Window>{}.dequantize(shape, id, window, values);
+            return quantize_values(scheme, shape, id, values, block);
+        }
+        return scalar::quantize<Window>(scheme, shape, id, window, block, values);
+    }
+
+    template <kv_scheme Scheme>
+    static std::uint32_t quantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
+                                         float* values, std::byte* block) {
+        if constexpr (kernels::transformed_scheme<Scheme>) {
+            const std::uint32_t not_finite = kernels::transform_tokens<lanes>(scheme, shape, id, values);
+            quantize_values<typename Scheme::inner_scheme>(scheme, shape, id, values, block);
+            return not_finite;
+        }
+        if constexpr (full_precision<Scheme>) {
+            std::memset(block, 0, scheme.block_bytes(shape));  // odd rows and columns leave gaps
+            return write_tokens<typename Scheme::value_type>(shape, block, values, shape.dim, shape.tokens,
+                                                             0);
+        }
+        if (quantizes_in_vectors(scheme, shape, id, values, block)) return 0;
+        return scheme.quantize(shape, id, values, block);
+    }
+
+    template <kv_scheme Scheme>
+    static std::uint32_t requantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
+                                           float* values, float* token_scales, std::byte* block) {
+        if constexpr (kernels::transformed_scheme<Scheme>) {
+            const std::uint32_t not_finite = kernels::transform_tokens<lanes>(scheme, shape, id, values);
+            requantize_values<typename Scheme::inner_scheme>(scheme, shape, id, values, token_scales, block);
+            return not_finite;
+        } else if constexpr (kernels::channel_scheme<Scheme>) {
+            if (kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block, true,
+                                                          token_scales)
+                    .run())
+                return 0;
+            return scheme.requantize(shape, id, values, token_scales, block);
+        } else if constexpr (detail::requantizing<Scheme>) {
+            return scheme.requantize(shape, id, values, token_scales, block);
+        } else {
+            return quantize_values(scheme, shape, id, values, block);
+        }
+    }
+
+    template <kv_scheme Scheme, float_format T>
+    static void dequantize(const Scheme& scheme, const block_shape& shape, block_id id,
+                           const std::byte* block, T* out, std::ptrdiff_t stride, float* values) {
+        if constexpr (full_precision<Scheme>) {
+            if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
+        } else if constexpr (std::same_as<T, bfloat16>) {
+            // Through floats, so that fewer kernels are compiled.
+            dequantize(scheme, shape, id, block, values, shape.dim, values);
+            kernels::round_tokens<lanes>(shape, values, out, stride);
+            return;
+        } else if constexpr (kernels::transformed_scheme<Scheme>) {
+            dequantize<typename Scheme::inner_scheme>(scheme, shape, id, block, values, shape.dim, values);
+            kernels::restore_tokens<lanes>(scheme, shape, id, values);
+            kernels::round_tokens<lanes>(shape, values, out, stride);
+            return;
+        } else {
+            if constexpr (kernels::composed_scheme<Scheme>)
+                if (kernels::table_dequantizer<simd, Scheme, T>(scheme, shape, block, out, stride).run())
+                    return;
+            if (dequantizes_in_vectors(scheme, shape, id, block, kernels::token_rows<lanes, T>(out, stride)))
+                return;
+        }
+        scheme.dequantize(shape, id, block, values);
+        kernels::round_tokens<lanes>(shape, values, out, stride);
+    }
+
+    template <kv_scheme Scheme>
+    static format_description describe(const Scheme& scheme, const block_shape& shape, float_type window) {
+        // Each kernel is run on a block of zeros and reports whether it takes such blocks.
+        kernels::zeroed_memory block(scheme.block_bytes(shape)), values(shape.values() * sizeof(float));
+        auto* const floats = reinterpret_cast<float*>(values.data);
+        bool reads = false, direct = false;
+        detail::visit_float_type(window, [&]<class Window>(Window) {
+            kernels::zeroed_memory from(full<Window>{}.block_bytes(shape));
+            reads = kernels::read_tokens<lanes, Window>(shape, from.data, floats, shape.dim);
+        });
+        if constexpr (kernels::range_scheme<Scheme>)
+            if (window == float_type::fp16) {
+                kernels::zeroed_memory from(full<float16>{}.block_bytes(shape));
+                direct = kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
+            }
+        format_description d;
+        d.transform = true;
+        if constexpr (full_precision<Scheme>) {
+            d.quantize = reads;
+            d.dequantize = kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block.data, floats,
+                                                                                    shape.dim);
+        } else if constexpr (kernels::transformed_scheme<Scheme>) {
+            using inner = typename Scheme::inner_scheme;
+            d.transform = transforms_in_vectors(scheme, shape);
+            d.quantize =
+                reads && d.transform && quantizes_in_vectors<inner>(scheme, shape, {}, floats, block.data);
+            d.dequantize = d.transform && dequantizes_in_vectors<inner>(
+                                              scheme, shape, {}, block.data,
+                                              kernels::token_rows<lanes, float>(floats, shape.dim));
+        } else {
+            d.quantize = direct || (reads && quantizes_in_vectors(scheme, shape, {}, floats, block.data));
+            d.dequantize = dequantizes_in_vectors(scheme, shape, {}, block.data,
+                                                  kernels::token_rows<lanes, float>(floats, shape.dim));
+            // Kernels that go channel by channel put channels in order themselves.
+            d.transform = !transforming<Scheme> || (d.quantize && d.dequantize);
+        }
+        d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || d.dequantize;
+        return d;
+    }
+
+    template <class Window, class T>
+    static std::uint32_t write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
+                                      std::ptrdiff_t stride, int count, int at) {
+        return kernels::token_writer<lanes, Window, T>(shape, block, tokens, stride, count, at).run();
+    }
+
+private:
+    /// Are tokens transformed in vectors? Only Hadamard transforms are, and their blocks of at least a vector.
+    template <kernels::transformed_scheme Scheme>
+    static bool transforms_in_vectors(const Scheme& scheme, const block_shape& shape) {
+        if constexpr (kernels::is_hadamard<decltype(scheme.transform)>) {
+            bool all = true;
+            scheme.transform.each_block(shape.dim, [&](int, int n) { all = all && n >= lanes::width; });
+            return all;
+        } else {
+            return false;
+        }
+    }
+    /// Was the block quantized? False: no kernel takes it, and the contents of the block are undefined.
+    template <kv_scheme Scheme>
+    static bool quantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
+                                     float* values, std::byte* block) {
+        if constexpr (kernels::range_scheme<Scheme>)
+            return kernels::value_quantizer<lanes, Scheme>(scheme, shape, values, block).run();
+        else if constexpr (kernels::channel_scheme<Scheme>)
+            return kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block).run();
+        else
+            return false;
+    }
+    /// Were all tokens written? False: no kernel takes the block, and nothing was written.
+    template <kv_scheme Scheme, class T>
+    static bool dequantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
+                                       const std::byte* block, const kernels::token_rows<lanes, T>& out) {
+        if constexpr (kernels::composed_scheme<Scheme>)
+            return kernels::block_dequantizer<simd, Scheme>(scheme, shape, block).run(out);
+        else if constexpr (kernels::is_channel_scheme<Scheme>)
+            return kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block).run(out);
+        else
+            return false;
+    }
+};
+
+/// A format on the best architecture of this build.
+template <class Scheme>
+[[nodiscard]] format make_format() {
+    return make_format<Scheme, simd<>>();
+}
+/// A format of a scheme with state; the format keeps the state.
+template <kv_scheme Scheme>
+[[nodiscard]] format make_format(Scheme scheme) {
+    return make_format<simd<>>(std::move(scheme));
+}
+/// Formats of a pair such as kivi<4> or a preset; or of one scheme for both tensors.
+template <class Pair>
+[[nodiscard]] format_pair make_formats() {
+    return make_formats<Pair, simd<>>();
+}
+
+}  // namespace kvq::inline KVQ_TAGGED

@@ -1,0 +1,73 @@
+// Schemes that are quantized from tokens as floats: those with parameters per channel, and supported ones behind a transform. Also
+// the transform of a block's tokens, and the conversion of floats to tokens of any type.
+//
+// Contract: the bits of transformed::transform_values() and restore_values(); round_tokens() writes T(x) for every value.
+#pragma once
+
+#include "../schemes/transformed.hpp"
+#include "composed.hpp"
+#include "quantize/hadamard.hpp"
+#include "quantize/quantize_channels.hpp"
+#include "special_values.hpp"
+
+namespace kvq::inline KVQ_TAGGED::kernels {
+
+template <class S>
+inline constexpr bool is_transformed = false;
+template <class Transform, class Inner>
+inline constexpr bool is_transformed<transformed<Transform, Inner>> =
+    channel_scheme<Inner> || composed_scheme<Inner>;
+/// A scheme that the kernels can quantize, behind a transform. Derived types are excluded: they may differ.
+template <class S>
+concept transformed_scheme = is_transformed<S>;
+
+template <class S>
+concept codes_values = channel_scheme<S> || transformed_scheme<S>;
+
+template <class Transform>
+inline constexpr bool is_hadamard = false;
+template <int Largest, std::uint32_t Seed>
+inline constexpr bool is_hadamard<hadamard_transform<Largest, Seed>> = true;
+
+/// T x for every token, in place; returns how many values were not finite.
+template <class Lanes, transformed_scheme Scheme>
+std::uint32_t transform_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id,
+                               float* values) {
+    if constexpr (is_hadamard<decltype(scheme.transform)>)
+        if (all_finite<Lanes>(values, shape.values())) {
+            const hadamard_rows<Lanes> rows(values, shape.tokens, shape.dim);
+            rows.multiply([&](int channel) { return scheme.transform.sign(id, channel); });
+            scheme.transform.each_block(shape.dim, [&](int first, int n) { rows.transform(first, n); });
+            return 0;
+        }
+    return scheme.transform_values(shape, id, values);
+}
+/// T^-1 y for every token, in place.
+template <class Lanes, transformed_scheme Scheme>
+void restore_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id, float* values) {
+    if constexpr (is_hadamard<decltype(scheme.transform)>)
+        if (all_finite<Lanes>(values, shape.values())) {
+            const hadamard_rows<Lanes> rows(values, shape.tokens, shape.dim);
+            scheme.transform.each_block(shape.dim, [&](int first, int n) { rows.transform(first, n); });
+            rows.multiply([&](int channel) { return scheme.transform.sign(id, channel); });
+            return;
+        }
+    scheme.restore_values(shape, id, values);
+}
+
+/// values: [tokens][dim]; out: rows `stride` apart, which may be the same memory.
+template <class Lanes, float_format T>
+void round_tokens(const block_shape& shape, const float* values, T* out, std::ptrdiff_t stride) {
+    constexpr int width = Lanes::width;
+    const bool finite = all_finite<Lanes>(values, shape.values());
+    for (int t = 0; t < shape.tokens; ++t, values += shape.dim, out += stride) {
+        int c = 0;
+        if (finite)
+            for (; c + width <= shape.dim; c += width)
+                Lanes::template store_values<T>(reinterpret_cast<std::byte*>(out + c),
+                                                Lanes::load_floats(values + c));
+        for (; c < shape.dim; ++c) out[c] = T(values[c]);
+    }
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -1,0 +1,144 @@
+// Shared memory of the fused attention kernel: how many tokens a warp takes at a time, and what a thread block of it holds.
+//
+//   block = warps * (ring of units on their way, query, notes) + states of the merge; as many blocks per multiprocessor as fit
+//
+// Contract: sizes are constants of (format, query rows / 4, devices of less shared memory or not). warps_can says which formats the
+// kernel handles on devices of most shared memory; attention of others runs in attend_any.cuh.
+#pragma once
+
+#include <initializer_list>
+
+#include "../layout/page_cuts.cuh"
+#include "attention_args.cuh"
+#include "half_values.cuh"
+#include "merge.cuh"
+#include "mixed_keys.cuh"
+#include "query_rows.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+namespace detail {
+
+/// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; two pages where pages are
+/// small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows only where units are small: 2 bits of 128
+/// channels, and 3 without a plan.
+template <class Format, int Rows4>
+constexpr int chunk_tokens() {
+    constexpr int page = Format::page_tokens;
+    int tokens = smaller(page, Rows4 == 4 ? 64 : 128);
+    constexpr int least = smaller(32, page);  // a tile of keys
+    constexpr int widest =
+        static_cast<int>(larger(Format::key_block_bytes, Format::value_block_bytes)) / page;
+    // Keys of mixed widths need shared memory for the query.
+    constexpr int most = is_mixed<typename Format::keys> ? 8192 : 9216;
+    while (tokens > least && tokens * widest > most) tokens /= 2;
+    if (joins_pages<Format> && 2 * page * widest <= most) return 2 * page;
+    using values = chunk<tensor::value, Format, page>;
+    constexpr int most_of_8_rows = [] {
+        if constexpr (!is_mixed<typename Format::keys> && !values::full)
+            if (values::scheme::code_bits <= 3) return 7680;
+        return 5120;
+    }();
+    if (Rows4 == 2 && tokens > 64 && tokens * widest > most_of_8_rows) tokens /= 2;
+    if (!values::full && !values::token_parameters)
+        while (tokens > least && tokens > values::group) tokens /= 2;
+    while (tokens > least && page % tokens != 0) tokens /= 2;
+    return tokens;
+}
+
+/// What a warp needs once per item; it waits in shared memory.
+struct warp_notes {
+    walk_state reader, feeder;
+    share_plan plan;
+    share_span span;  // of the current item, where it has several parts; those of a team's first warp count
+    warp_team team;
+    sequence_cut cut;  // of the current item
+};
+
+/// Of a thread block, in bytes: what compute capability 9.0 and 10.0 have.
+inline constexpr int most_shared_memory = 227 * 1024;
+
+/// Shared memory of a thread block. Small: on devices that have less than the budget.
+template <class Format, int Rows4, bool Small = false>
+struct attention_memory {
+    static constexpr int tokens = chunk_tokens<Format, Rows4>();
+    using keys = chunk<tensor::key, Format, tokens>;
+    using values = chunk<tensor::value, Format, tokens>;
+    static constexpr bool halves = takes_halves<values, Rows4>, dequantizes = dequantizes_keys<keys, Rows4>;
+    using words = std::conditional_t<halves, half_words<values>, weight_words<values>>;
+    using state = std::conditional_t<halves, half_state<values, Rows4>, warp_state<values, Rows4>>;
+    /// Tokens that a warp takes one after the other: two chunks where keys share their parameters, which are folded once.
+    static constexpr int chunks_of_step = [] {
+        if constexpr (!fold_once<keys>) return keys::group % (2 * tokens) == 0 ? 2 : 1;
+        return 1;
+    }();
+    static constexpr int step_tokens = chunks_of_step * tokens;
+    static constexpr int rows = 4 * Rows4;
+    static constexpr int slot_bytes = round_up(larger(keys::slot_bytes, values::slot_bytes), 128);
+    static constexpr int weight_bytes = round_up(words::words(Rows4) * 4, 128);
+    static constexpr int scratch_bytes = round_up(keys::scratch_bytes(Rows4), 128);
+    static constexpr int notes_bytes = round_up(static_cast<int>(sizeof(warp_notes)), 128);
+    static constexpr int query_stride = Format::head_dim;
+    static constexpr int output_stride = Format::value_dim + (split_rows<Rows4> ? 4 : 8);  // banks
+    static constexpr int output_part = rows * larger(output_stride, query_stride);         // floats
+    static constexpr int note_words = 16;  // what a team notes for merge_parts
+    struct size {
+        int warps, slot_count;
+        int parts;  // that add up to the output of a block's team; each can be that of a team of its own
+        constexpr int warp_bytes() const {
+            return slot_count * slot_bytes + weight_bytes + scratch_bytes + notes_bytes;
+        }
+        constexpr int output_bytes() const { return round_up(parts * output_part * 4, 128); }
+        constexpr int bytes() const {
+            return warps * warp_bytes() + output_bytes() +
+                   round_up((parts * (note_words + 2 * rows) + warps * (1 + 2 * rows)) * 4, 128);
+        }
+    };
+    /// 12 warps instead of 8 pay where units are small, and where instructions are many (8-bit parameters) and chunks are short enough
+    /// for an item to be shared well; keys of mixed widths wait so often that they pay whatever the chunk.
+    static constexpr bool many_pay =
+        Rows4 == 1 && (keys::mixed || slot_bytes <= 3072 || (keys::has_byte_params && tokens <= 64));
+    /// One large thread block per multiprocessor leaves the fewest partial states and shares the work of an item best. Two
+    /// units per warp are under way instead of three where memory is short, then warps take turns with the output.
+    static constexpr size chosen = [] {
+        for (const int warps : {many_pay ? 12 : 8, 8, 4})
+            for (const int parts : {4, 2})
+                for (const int slot_count : {3, 2})
+                    if (!(Rows4 == 4 && parts == 4) &&
+                        size{warps, slot_count, parts}.bytes() <= budget_on<Format, Small>)
+                        return size{warps, slot_count, parts};
+        return size{4, 2, 2};
+    }();
+    static constexpr int warps = chosen.warps, slot_count = chosen.slot_count;
+    static constexpr int most_teams = chosen.parts;  // of a block: 2 or 4
+    static_assert(warps % most_teams == 0);
+    /// The end of an item, with masks for its last tokens, takes as long as so many chunks (measured with ragged batches).
+    static constexpr int end_chunks = Rows4 == 4 ? 24 : 16;
+    static constexpr int threads = warps * warp_size, team_threads = threads / most_teams;
+    static constexpr int warp_bytes = chosen.warp_bytes(), output_bytes = chosen.output_bytes(),
+                         bytes = chosen.bytes();
+    /// Thread blocks per multiprocessor: what registers (at most 128 to 255 per thread) and memory allow.
+    static constexpr int blocks =
+        larger(1, smaller((Rows4 == 1 ? 12 : 8) / warps,
+                          ((Small ? small_shared_memory : most_shared_memory) + 1024) / (bytes + 1024)));
+    static constexpr int registers = smaller(255, 65536 / (threads * blocks));  // per thread
+    /// Of one partial state in the workspace.
+    static constexpr int partial_words = rows * (Format::value_dim + 2);
+};
+
+/// Can the warp kernels handle this format, at least with 4 rows a thread block on the devices of most shared memory?
+template <class Format>
+inline constexpr bool warps_can = [] {
+    const auto can = [](auto tokens) {
+        return chunk<tensor::key, Format, tokens()>::supported &&
+               chunk<tensor::value, Format, tokens()>::supported;
+    };
+    if constexpr (can(std::integral_constant<int, chunk_tokens<Format, 1>()>{}) &&
+                  can(std::integral_constant<int, chunk_tokens<Format, 4>()>{}))
+        return attention_memory<Format, 1>::bytes <= most_shared_memory;
+    else
+        return false;
+}();
+
+}  // namespace detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -1,0 +1,372 @@
+// Formats of a cache on the device as values: what a program has instantiated, chosen by name when it runs.
+//
+//   const kvq::cuda::device_format compiled[] = {
+//       make_device_format<float16, kivi_format<4, 64, 128, 64>>(),
+//       make_device_format<float16, preset_format<std4, 128>, preset_format<low2, 128>>()};
+//
+// The kernels of one entry take keys, values and queries of type T, keep sinks and recent window in T, and quantize to the first format
+// that a cache names. Pages of all formats of an entry may be in one sequence: requantizing and stepping down go from one to another.
+// Names: those of find_format, "kivi-4-g64", "affine-4-g64", "int8", "std4"; else the names of both schemes with a + between them.
+// Contract: a table of functions, nothing else. An entry costs a program the kernels of a mix of its formats (docs/guide/gpu.md).
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "../../core/float_type.hpp"
+#include "../decode/attend.cuh"
+#include "../prefill/prefill.cuh"
+#include "../quantize/commit_due_pages.cuh"
+#include "../store/bookkeeping.cuh"
+#include "../store/keep_tokens.cuh"
+#include "../store/store_new_tokens.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+namespace detail {
+
+/// Formats of one device_format at most.
+inline constexpr int most_formats = 4;
+
+/// One layer as kernels see it, before its formats are known. Sequences are the rows of the current step.
+struct layer_view {
+    struct part {
+        layer_memory pages;
+        const int *table,
+            *commit_table;  // [sequences][columns]; commit_table: without pages that are quantized already
+        const int *first_page, *end_page;  // [sequences]: pages outside of them are not of this format
+        const std::uint16_t* key_plans;    // of the layer, or null
+        const float* key_feedback;
+    };
+    part quantized[most_formats];
+    layer_memory window, sinks;
+    const int *window_table, *sink_table;
+    const int *tokens, *committed;  // [sequences], tokens: with hidden ones
+    page_cuts cuts;
+    int sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
+    unsigned* not_finite;  // of the layer; those of other layers follow
+};
+
+/// Tells types apart when the program runs.
+template <class X>
+inline constexpr char type_mark = 0;
+
+/// Rows of T that the caller of a device_format has checked the type of.
+struct untyped_view {
+    const void* data;
+    int tokens, heads, dim;
+    std::ptrdiff_t token_stride, head_stride;
+
+    template <class T>
+    explicit untyped_view(const token_view<T>& v) noexcept
+        : data(v.data),
+          tokens(v.tokens),
+          heads(v.heads),
+          dim(v.dim),
+          token_stride(v.token_stride),
+          head_stride(v.head_stride) {}
+    template <class T>
+    token_view<T> as() const noexcept {
+        return {static_cast<T*>(const_cast<void*>(data)), tokens, heads, dim, token_stride, head_stride};
+    }
+};
+
+/// What keys that were made from statistics need on the device: [layers][kv_heads] plans and matrices, or nothing.
+struct key_state {
+    std::vector<std::uint16_t> plans;
+    std::vector<float> feedback;
+    std::uint64_t fingerprint = 0;  // of the plan
+};
+
+struct device_functions {
+    /// All layers of a cache. counts: new tokens of every sequence, at most new_tokens; null: new_tokens.
+    status (*commit)(std::span<const layer_view>, int target, int new_tokens, const int* counts,
+                     cudaStream_t);
+    status (*keep)(const keep_args&, int sequences, int layers, cudaStream_t);
+    status (*store_new)(const layer_view&, const untyped_view& k, const untyped_view& v, int new_tokens,
+                        cudaStream_t);
+    status (*store)(const layer_view&, const layer_memory&, bool sinks, const untyped_view& k,
+                    const untyped_view& v, const long long* slot_list, cudaStream_t);
+    /// from: a format of this entry, or -1 for 16-bit pages in window_pages.
+    status (*requantize)(const layer_view&, int from, const layer_memory& window_pages, int to,
+                         const int* from_pages, const int* to_pages, int count, cudaStream_t);
+    /// Tokens of format `part` to rows starts[sequence] + token; no sinks, no plans.
+    status (*dequantize)(const layer_view&, int part, const untyped_view& keys, const untyped_view& values,
+                         const int* starts, cudaStream_t);
+    status (*attend)(const layer_view&, const untyped_view& q, const untyped_view& out,
+                     const attention_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t,
+                     const void* score);
+    /// Sequences as they are before their new tokens. starts: [sequences + 1], device memory.
+    status (*prefill)(const layer_view&, const untyped_view& k, const untyped_view& v, const untyped_view& q,
+                      const untyped_view& out, const int* starts, int new_tokens, const prefill_options&,
+                      cudaStream_t);
+    const char* score_type;  // of the score modifier: its type_mark
+    std::size_t (*workspace_bytes)(int group, int query_tokens);
+    /// Keys of a format made from statistics; an empty state if the scheme takes none.
+    key_state (*make_keys)(int number, const calibration& statistics);
+};
+
+/// The name of both schemes of a format in find_format.
+template <class Format>
+std::string name_of_format() {
+    using keys = typename Format::keys;
+    using values = typename Format::values;
+    std::string name;
+    for_each_preset([&]<class Preset>(Preset) {
+        if (std::is_same_v<keys, typename Preset::keys> && std::is_same_v<values, typename Preset::values>)
+            name = Preset::name;
+    });
+    if (!name.empty()) return name;
+    if constexpr (std::is_same_v<keys, int8> && std::is_same_v<values, int8>) return "int8";
+    if constexpr (is_composed<keys> && is_composed<values>) {
+        constexpr int bits = keys::code_bits, group = keys::granularity_type::group;
+        const std::string suffix = "-" + std::to_string(bits) + "-g" + std::to_string(group);
+        using by_token = affine<bits, per_token<group>>;
+        if (std::is_same_v<values, by_token> && std::is_same_v<keys, affine<bits, per_channel<group>>>)
+            return "kivi" + suffix;
+        if (std::is_same_v<values, by_token> && std::is_same_v<keys, by_token>) return "affine" + suffix;
+    }
+    return std::string(keys{}.name()) + "+" + std::string(values{}.name());
+}
+
+template <class Score, class T, class... Formats>
+struct device_table {
+    using first = std::tuple_element_t<0, std::tuple<Formats...>>;
+    static constexpr int head_dim = first::head_dim, value_dim = first::value_dim,
+                         page_tokens = first::page_tokens;
+    static_assert(sizeof...(Formats) <= most_formats,
+                  "kvq::cuda::make_device_format: at most 4 formats may be in one sequence");
+    static_assert(((same_geometry<first, Formats>)&&...),
+                  "kvq::cuda::make_device_format: formats of one sequence have the same head sizes and page "
+                  "size");
+    static_assert(!full_precision<typename first::keys>,
+                  "kvq::cuda::make_device_format: the window is 16 bit already; formats are quantized ones");
+    using window_format = format<full<T>, full<T>, head_dim, page_tokens, value_dim>;
+    using sinks_format = format<full<T>, full<T>, head_dim, 16, value_dim>;
+
+    template <class Format>
+    static cache_ref<Format> ref(const layer_view& l, const layer_memory& pages, const int* table,
+                                 int columns, int first_token) noexcept {
+        cache_ref<Format> c;
+        c.key_pages = pages.keys;
+        c.value_pages = pages.values;
+        c.key_page_bytes = pages.key_page_bytes;
+        c.value_page_bytes = pages.value_page_bytes;
+        c.block_table = table;
+        c.tokens = l.tokens;
+        c.sequences = l.sequences;
+        c.table_columns = columns;
+        c.kv_heads = l.kv_heads;
+        c.first_token = first_token;
+        return c;
+    }
+    static cache_ref<window_format> window(const layer_view& l) noexcept {
+        return ref<window_format>(l, l.window, l.window_table, l.ring, l.first_token);
+    }
+    static cache_ref<sinks_format> sinks(const layer_view& l) noexcept {
+        return ref<sinks_format>(l, l.sinks, l.sink_table, l.sink_columns, 0);
+    }
+    template <class Format>
+    static cache_ref<Format> quantized(const layer_view& l, int number, const int* table) noexcept {
+        const layer_view::part& p = l.quantized[number];
+        auto c = ref<Format>(l, p.pages, table, l.columns, l.first_token);
+        c.key_plans = p.key_plans;
+        c.key_feedback = p.key_feedback;
+        return c;
+    }
+    template <class Format>
+    static cache_part<Format> part(const layer_view& l, int number) noexcept {
+        const layer_view::part& p = l.quantized[number];
+        return {quantized<Format>(l, number, p.table), page_range::all, p.first_page, p.end_page, -1, l.cuts};
+    }
+    template <int... I>
+    static auto mix(const layer_view& l, std::integer_sequence<int, I...>) noexcept {
+        cache_part<window_format> recent = in_window(window(l));
+        recent.first_page = l.committed;
+        recent.cuts = l.cuts;
+        sink_part<sinks_format> first_tokens = sink_tokens(sinks(l), l.first_token);
+        first_tokens.cuts = l.cuts;
+        // Pages are in the window from `committed` on; the length says too much while a draft waits, so its own rule has the whole ring.
+        return make_mixed((l.ring - 1) * page_tokens + 1, part<Formats>(l, I)..., recent, first_tokens);
+    }
+    using numbers = std::make_integer_sequence<int, static_cast<int>(sizeof...(Formats))>;
+    using mix_type = decltype(mix(std::declval<const layer_view&>(), numbers{}));
+
+    /// Calls f(std::type_identity<format number i>{}).
+    template <class F>
+    static status with_format(int number, F&& f) {
+        status result;
+        int i = 0;
+        ((i++ == number ? void(result = f(std::type_identity<Formats>{})) : void()), ...);
+        return result;
+    }
+
+    static status commit(std::span<const layer_view> layers, int target, int new_tokens, const int* counts,
+                         cudaStream_t stream) {
+        return with_format(target, [&]<class Format>(std::type_identity<Format>) {
+            std::vector<cache_ref<Format>> pages;
+            std::vector<cache_ref<window_format>> windows;
+            for (const layer_view& l : layers) {
+                pages.push_back(quantized<Format>(l, target, l.quantized[target].commit_table));
+                windows.push_back(window(l));
+            }
+            return commit_due_pages(std::span<const cache_ref<Format>>(pages),
+                                    std::span<const cache_ref<window_format>>(windows), layers[0].recent,
+                                    new_tokens, layers[0].not_finite, stream, counts);
+        });
+    }
+    static status keep(const keep_args& a, int sequences, int layers, cudaStream_t stream) {
+        return keep_tokens<window_format, sinks_format>(a, sequences, layers, stream);
+    }
+    static status store_new(const layer_view& l, const untyped_view& k, const untyped_view& v, int new_tokens,
+                            cudaStream_t stream) {
+        return store_new_tokens(window(l), sinks(l), k.as<const T>(), v.as<const T>(), new_tokens, nullptr,
+                                stream);
+    }
+    static status store(const layer_view& l, const layer_memory& pages, bool in_sinks, const untyped_view& k,
+                        const untyped_view& v, const long long* slot_list, cudaStream_t stream) {
+        if (in_sinks)
+            return cuda::store(ref<sinks_format>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
+                               slot_list, nullptr, stream);
+        return cuda::store(ref<window_format>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
+                           slot_list, nullptr, stream);
+    }
+    static status requantize(const layer_view& l, int from, const layer_memory& window_pages, int to,
+                             const int* from_pages, const int* to_pages, int count, cudaStream_t stream) {
+        return with_format(to, [&]<class To>(std::type_identity<To>) {
+            const auto target = quantized<To>(l, to, nullptr);
+            if (from < 0)
+                return requantize_pages(ref<window_format>(l, window_pages, nullptr, 0, 0), target,
+                                        from_pages, to_pages, count, l.not_finite, stream);
+            return with_format(from, [&]<class From>(std::type_identity<From>) -> status {
+                if constexpr (std::is_same_v<From, To>)
+                    return bad_value("pages have format %d already", from);
+                else
+                    return requantize_pages(quantized<From>(l, from, nullptr), target, from_pages, to_pages,
+                                            count, nullptr, stream);
+            });
+        });
+    }
+    static status dequantize(const layer_view& l, int part, const untyped_view& keys,
+                             const untyped_view& values, const int* starts, cudaStream_t stream) {
+        return with_format(part, [&]<class Format>(std::type_identity<Format>) {
+            return dequantize_tokens(quantized<Format>(l, part, l.quantized[part].table), keys.as<T>(),
+                                     values.as<T>(), starts, stream);
+        });
+    }
+    static status attend(const layer_view& l, const untyped_view& q, const untyped_view& out,
+                         const attention_options& options, void* workspace, std::size_t bytes,
+                         cudaStream_t stream, const void* score) {
+        return cuda::attend<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace, bytes,
+                               stream, *static_cast<const Score*>(score));
+    }
+    static status prefill(const layer_view& l, const untyped_view& k, const untyped_view& v,
+                          const untyped_view& q, const untyped_view& out, const int* starts, int new_tokens,
+                          const prefill_options& options, cudaStream_t stream) {
+        constexpr const char* reason = [] {
+            const char* first = no_prefill<window_format>;
+            ((first = first != nullptr ? first : no_prefill<Formats>), ...);
+            return first;
+        }();
+        if constexpr (reason == nullptr)
+            return cuda::prefill<T>(mix(l, numbers{}), k.as<const T>(), v.as<const T>(), q.as<const T>(),
+                                    out.as<T>(), starts, new_tokens, options, stream);
+        else
+            return bad_value("prefill has no kernels for the formats of this cache (%s): append, then attend",
+                             reason);
+    }
+    static std::size_t workspace_bytes(int group, int query_tokens) {
+        return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);
+    }
+    static key_state make_keys(int number, const calibration& statistics) {
+        key_state state;
+        const cache_shape& shape = statistics.shape();
+        const auto make = [&]<class Format>() {
+            using K = typename Format::keys;
+            if constexpr (std::is_constructible_v<K, const calibration&>) {
+                const K keys(statistics);
+                const auto blocks = static_cast<std::size_t>(shape.layers * shape.kv_heads);
+                if constexpr (is_mixed<K>) {
+                    state.fingerprint = keys.fingerprint();
+                    state.plans.resize(blocks * key_plan_words<Format>);
+                    for (int layer = 0; layer < shape.layers; ++layer)
+                        write_key_plan<Format>(*keys.plan(), layer,
+                                               &state.plans[static_cast<std::size_t>(layer * shape.kv_heads) *
+                                                            key_plan_words<Format>]);
+                }
+                if constexpr (requires { keys.encoder.matrices; })
+                    if (keys.encoder.matrices) {
+                        constexpr std::size_t matrix = static_cast<std::size_t>(head_dim) * head_dim;
+                        state.feedback.resize(blocks * matrix);
+                        for (int layer = 0; layer < shape.layers; ++layer)
+                            write_key_feedback<Format>(
+                                *keys.encoder.matrices, layer,
+                                &state.feedback[static_cast<std::size_t>(layer * shape.kv_heads) * matrix]);
+                    }
+            }
+        };
+        int i = 0;
+        ((i++ == number ? make.template operator()<Formats>() : void()), ...);
+        return state;
+    }
+    static constexpr device_functions functions{
+        &commit, &keep,    &store_new,        &store,           &requantize, &dequantize,
+        &attend, &prefill, &type_mark<Score>, &workspace_bytes, &make_keys};
+};
+
+}  // namespace detail
+
+/// Kernels for caches of one head_dim and page size, whose quantized pages have one or several formats.
+struct device_format {
+    struct kind {
+        std::string name;                    ///< that of find_format
+        std::string keys, values;            ///< names of the schemes: format::name() of the CPU's formats
+        std::size_t key_block, value_block;  ///< bytes of one head's block
+    };
+    int head_dim = 0, value_dim = 0, page_tokens = 0;
+    float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out
+    std::vector<kind> kinds;
+    std::size_t window_block[2] = {}, sink_block[2] = {};  ///< K, V
+    const detail::device_functions* functions = nullptr;
+
+    /// Number of the format with this name, or -1.
+    int find(std::string_view name) const noexcept {
+        for (std::size_t i = 0; i < kinds.size(); ++i)
+            if (kinds[i].name == name) return static_cast<int>(i);
+        return -1;
+    }
+};
+
+/// T: float16 or bfloat16, of the window and of k, v, q and out. Formats: cuda::format of quantized schemes, up to 4 that may be in one
+/// sequence; they have the same head sizes and page size.
+/// Score: the type of score modifier that cache::attend() takes (score_modifiers.cuh).
+template <class Score, class T, class... Formats>
+device_format make_scored_format() {
+    static_assert(std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>,
+                  "kvq::cuda::make_device_format: the window is float16 or bfloat16");
+    using table = detail::device_table<Score, T, Formats...>;
+    using window = typename table::window_format;
+    using sinks = typename table::sinks_format;
+    device_format f{table::head_dim,
+                    table::value_dim,
+                    table::page_tokens,
+                    float_type_of<T>,
+                    {},
+                    {window::key_block_bytes, window::value_block_bytes},
+                    {sinks::key_block_bytes, sinks::value_block_bytes},
+                    &table::functions};
+    (f.kinds.push_back({detail::name_of_format<Formats>(), typename Formats::keys{}.name(),
+                        typename Formats::values{}.name(), Formats::key_block_bytes,
+                        Formats::value_block_bytes}),
+     ...);
+    return f;
+}
+/// The same without a score modifier.
+template <class T, class... Formats>
+device_format make_device_format() {
+    return make_scored_format<unmodified, T, Formats...>();
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -1,0 +1,168 @@
+// Device memory of a cache: who allocates it, and the pages of one format in it.
+//
+// Pages of a format are one allocation with the same page numbers in every layer, so all layers share one block table. A pool that is
+// full moves to a larger one: that waits for the stream, happens between steps only, and gives graphs another generation. The memory
+// is zeroed once: bytes of a page that no value has are zero, as on the CPU.
+// Contract: allocated() is what the allocator was asked for. An allocation that fails leaves the pool as it was.
+#pragma once
+
+#include <string>
+#include <utility>
+
+#include "../../core/allocate.hpp"
+#include "../store/bookkeeping.cuh"
+#include "free_pages.hpp"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+/// Where device memory comes from. allocate: 256-byte aligned memory, or null if there is none.
+struct device_allocator {
+    void* (*allocate)(std::size_t bytes, void* user) = [](std::size_t bytes, void*) {
+        void* p = nullptr;
+        if (cudaMalloc(&p, bytes) == cudaSuccess) return p;
+        (void)cudaGetLastError();
+        return static_cast<void*>(nullptr);
+    };
+    void (*release)(void* p, std::size_t bytes, void* user) = [](void* p, std::size_t, void*) {
+        (void)cudaFree(p);
+    };
+    void* user = nullptr;
+};
+
+namespace detail {
+
+/// A range of device memory.
+class device_memory {
+public:
+    device_memory() = default;
+    device_memory(device_memory&& other) noexcept
+        : from_(other.from_),
+          data_(std::exchange(other.data_, nullptr)),
+          bytes_(std::exchange(other.bytes_, 0)) {}
+    device_memory& operator=(device_memory&& other) noexcept {
+        std::swap(from_, other.from_);
+        std::swap(data_, other.data_);
+        std::swap(bytes_, other.bytes_);
+        return *this;
+    }
+    ~device_memory() {
+        if (data_ != nullptr) from_.release(data_, bytes_, from_.user);
+    }
+
+    /// Zeroed memory, in the order of the stream. Must be empty before.
+    status allocate(const device_allocator& from, std::size_t bytes, const char* what, cudaStream_t stream) {
+        from_ = from;
+        const bool possible = bytes > 0 && bytes <= kvq::detail::most_bytes;
+        data_ = possible ? from.allocate(bytes, from.user) : nullptr;
+        if (data_ == nullptr && bytes > 0) {
+            status s = bad_value("%zu bytes of device memory for %s are not there", bytes, what);
+            s.code = cudaErrorMemoryAllocation;
+            return s;
+        }
+        bytes_ = bytes;
+        if (bytes == 0) return {};
+        const cudaError_t code = cudaMemsetAsync(data_, 0, bytes, stream);
+        return code == cudaSuccess ? status{} : runtime_error(code, "zeroing device memory");
+    }
+    template <class T = std::byte>
+    T* as() const noexcept {
+        return static_cast<T*>(data_);
+    }
+    std::size_t bytes() const noexcept { return bytes_; }
+
+private:
+    device_allocator from_;
+    void* data_ = nullptr;
+    std::size_t bytes_ = 0;
+};
+
+/// More memory than there is: waits for the stream, since launches may still use what is given back.
+inline status replace_memory(device_memory& memory, const device_allocator& from, std::size_t bytes,
+                             const char* what, cudaStream_t stream) {
+    device_memory larger_one;
+    if (status s = larger_one.allocate(from, bytes, what, stream); !s) return s;
+    const cudaError_t code = cudaStreamSynchronize(stream);
+    if (code != cudaSuccess) return runtime_error(code, what);
+    memory = std::move(larger_one);
+    return {};
+}
+
+/// All pages of one format.
+class device_pages {
+public:
+    free_pages numbers;
+
+    void open(const device_allocator& from, std::string name, int layers, std::size_t key_page_bytes,
+              std::size_t value_page_bytes) {
+        from_ = from;
+        name_ = std::move(name);
+        layers_ = layers;
+        memory_ = {nullptr, key_page_bytes, value_page_bytes, 0};
+    }
+    const pool_memory& memory() const noexcept { return memory_; }
+    const std::string& name() const noexcept { return name_; }
+    /// Bytes of a page in all layers, K and V.
+    std::size_t page_bytes() const noexcept {
+        return static_cast<std::size_t>(layers_) * (memory_.key_page_bytes + memory_.value_page_bytes);
+    }
+    std::size_t allocated() const noexcept { return held_.bytes(); }
+    /// Changes when pages have moved.
+    unsigned generation() const noexcept { return generation_; }
+
+    /// Sees to `more` free pages.
+    status ensure(int more, bool may_grow, cudaStream_t stream) {
+        if (more <= numbers.available()) return {};
+        const int wanted = numbers.used() + more;
+        if (!may_grow) {
+            status s =
+                bad_value("%d more pages of %s are needed, but %d of %d are in use and the pool may not grow",
+                          more, name_.c_str(), numbers.used(), numbers.size());
+            s.code = cudaErrorMemoryAllocation;
+            return s;
+        }
+        status s = grow(larger(wanted, numbers.size() + numbers.size() / 2), stream);
+        if (!s && s.code == cudaErrorMemoryAllocation) s = grow(wanted, stream);
+        return s;
+    }
+    /// To so many pages.
+    status grow(int pages, cudaStream_t stream) {
+        if (pages <= numbers.size()) return {};
+        pool_memory next = memory_;
+        next.pages = pages;
+        device_memory bigger;
+        if (status s = bigger.allocate(
+                from_,
+                kvq::detail::bounded_product(
+                    kvq::detail::bounded_product(static_cast<std::size_t>(pages), next.page_bytes()),
+                    static_cast<std::size_t>(layers_)),
+                name_.c_str(), stream);
+            !s)
+            return s;
+        next.data = bigger.as<>();
+        cudaError_t code = cudaSuccess;
+        for (int layer = 0; layer < layers_ && memory_.pages > 0 && code == cudaSuccess; ++layer)
+            for (const tensor role : {tensor::key, tensor::value})
+                if (code == cudaSuccess)
+                    code = cudaMemcpyAsync(next.page(role, layer, 0), memory_.page(role, layer, 0),
+                                           static_cast<std::size_t>(memory_.pages) * memory_.page_bytes(role),
+                                           cudaMemcpyDeviceToDevice, stream);
+        if (code == cudaSuccess && memory_.pages > 0) code = cudaStreamSynchronize(stream);
+        if (code != cudaSuccess) return runtime_error(code, "moving pages to a larger pool");
+        numbers.grow(pages);
+        held_ = std::move(bigger);
+        memory_ = next;
+        ++generation_;
+        return {};
+    }
+
+private:
+    device_allocator from_;
+    std::string name_;
+    int layers_ = 0;
+    pool_memory memory_;
+    device_memory held_;
+    unsigned generation_ = 0;
+};
+
+}  // namespace detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda

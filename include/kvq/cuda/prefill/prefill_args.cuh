@@ -1,0 +1,205 @@
+// What a prompt's attention takes: new tokens of every sequence, the pages before them, options; and how tiles are counted.
+//
+//   rows    the queries of a kv head: row r of a sequence is its new token r / group, query head r % group of the kv head
+//   block   `prefill_rows` rows of one sequence and kv head: what a thread block, or a cluster of two, works on
+//   tiles   of the pages, part after part, from the first token that a row of the block sees; then of the new tokens
+//
+// Contract: see prefill() in prefill.cuh.
+#pragma once
+
+#include "../decode/attention_args.cuh"
+#include "prefill_cells.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+struct prefill_options {
+    float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
+    int window = 0;        ///< a query sees itself and the window - 1 tokens before it; 0: all
+    /// The sequence's first tokens, as many as a sink_part may hold, are seen in spite of a window.
+    bool window_sinks = false;
+    const float* sink_logits =
+        nullptr;  ///< [q_heads], device memory: a logit in every softmax sum, without a value. Null: none
+    float* lse = nullptr;        ///< [new tokens][q_heads], natural log of the softmax sum
+    float* state_out = nullptr;  ///< softmax states of all rows (attention_args.cuh)
+    /// Where starts is null, of one sequence: query i sees the new tokens up to i + lead of it, none where that is below 0.
+    int lead = 0;
+};
+
+namespace detail {
+
+/// More rows share each dequantized tile, but need registers for their outputs.
+template <int Dim>
+inline constexpr int prefill_rows = Dim <= 128 ? 256 : 128;
+
+/// Rows of a block, and what they see.
+struct prefill_block {
+    int sequence, kv_head;
+    int start, queries, new_tokens;  // of the sequence
+    int history;    // tokens before the new ones, hidden ones too: positions below are places (page_cuts.cuh)
+    int cut_place;  // pages before it may hide tokens
+    int first_row, rows;          // of the block; rows: of the sequence
+    int first_query, last_query;  // the newest of the new tokens that these rows see
+
+    template <class Args>
+    __device__ __forceinline__ prefill_block(const Args& a, int block_rows, int number, int head, int b)
+        : sequence(b),
+          kv_head(head),
+          start(a.starts == nullptr ? 0 : __ldg(a.starts + b)),
+          queries(a.starts == nullptr ? a.q.tokens : __ldg(a.starts + b + 1) - start),
+          new_tokens(a.starts == nullptr ? a.k.tokens : queries),
+          history(__ldg(a.tokens + b)),
+          cut_place(a.cuts.of(b).place),
+          rows(queries * a.group) {
+        // The last blocks see the most: they start first.
+        const int blocks = kvq::detail::ceil_div(rows, block_rows);
+        first_row = (blocks - 1 - number) * block_rows;
+        first_query = a.newest_of_row(first_row);
+        last_query = a.newest_of_row(kvq::detail::smaller(first_row + block_rows, rows) - 1);
+    }
+    __device__ __forceinline__ bool empty() const { return first_row < 0 || rows <= 0; }
+    /// The first new token that a row of the block sees, a whole number of tiles from the first one.
+    __device__ __forceinline__ int new_from(int window, int tile) const {
+        return window == 0 ? 0 : kvq::detail::larger(0, first_query - window + 1) / tile * tile;
+    }
+    /// The first position that a row of the block sees; sinks aside.
+    __device__ __forceinline__ int seen_from(int window) const {
+        return window == 0 ? 0 : kvq::detail::larger(0, history + first_query - window + 1);
+    }
+};
+
+/// The new tokens that rows of a block see, in tiles: [0, sinks) and [first, end). `first` is a whole number of tiles.
+struct new_range {
+    int sinks, first, end;
+
+    __device__ __forceinline__ int begin() const { return sinks > 0 ? 0 : first; }
+    /// The tile behind the one that begins at `at`.
+    __device__ __forceinline__ int behind(int at, int tile) const {
+        at += tile;
+        return at >= sinks && at < first ? first : at;
+    }
+    __device__ __forceinline__ int tiles(int tile) const {
+        return kvq::detail::ceil_div(sinks, tile) + kvq::detail::ceil_div(end - first, tile);
+    }
+};
+
+template <class T, class... Parts>
+struct prefill_args {
+    object_list<Parts...> parts;
+    token_view<const T> q, k, v;
+    token_view<T> out;
+    const int* starts;  // [sequences + 1], or null: one sequence, all rows of q, and of k and v
+    const int* tokens;  // [sequences], before the new ones
+    int recent, group;
+    float scale, softcap;
+    int window;
+    bool keep_sinks;
+    int sinks;  // so many first tokens are seen in spite of a window, also those that are new
+    const float* sink_logits;
+    float* lse;
+    page_cuts cuts;
+    float* state_out;
+    int lead;
+
+    /// The newest of the new tokens that a row sees; -1: none.
+    __device__ __forceinline__ int newest_of_row(int row) const {
+        return kvq::detail::larger(row / group + lead, -1);
+    }
+    __device__ __forceinline__ new_range new_tokens(const prefill_block& block, int tile) const {
+        const int first = block.new_from(window, tile);
+        return {kvq::detail::smaller(kvq::detail::larger(sinks - block.history, 0), first), first,
+                kvq::detail::smaller(block.last_query + 1, block.new_tokens)};
+    }
+    /// What tokens 16 lane to 16 lane + 15 of a tile of pages show: bit i, does token i? Whole where no page hides a token.
+    struct shown_slice {
+        int shift = 0;
+        unsigned tokens = 0xffffu;
+    };
+    __device__ __forceinline__ shown_slice slice(const prefill_block& block, int position, int lane,
+                                                 int tile) const {
+        if (lane >= tile / 16) return {};
+        const shown_tokens s = cuts.at(block.sequence, cuts.of(block.sequence), position + 16 * lane, 16);
+        return {s.shift, ((1u << s.end) - 1u) & ~((1u << s.begin) - 1u)};
+    }
+    /// Does a tile hide tokens, or is it to be masked with the shifts of its pages? All lanes of a warp.
+    __device__ __forceinline__ bool hides_tokens(const prefill_block& block, int position, int tile) const {
+        if (position >= block.cut_place) return false;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        return __any_sync(0xffffffffu, window > 0 || slice(block, position, lane, tile).tokens != 0xffffu);
+    }
+    /// tile_note::cut of a tile. All lanes of a warp.
+    __device__ __forceinline__ int cut(const prefill_block& block, int position, int count, int slices,
+                                       bool sinks, int tile) const {
+        const int all = (1 << tile / 16) - 1;
+        const bool partly =
+            count < tile || (slices & all) != all ||
+            position + tile - 1 > block.history + block.first_query ||
+            (window > 0 && !sinks && position < block.history + block.last_query - window + 1);
+        const bool hides = hides_tokens(block, position, tile);
+        return partly || hides ? (sinks ? 2 : 1) | (hides ? 4 : 0) : 0;
+    }
+};
+
+/// Tokens [first, end) of a part, counted from its first one; `first` begins a page or lies a whole number of tiles behind one that
+/// does.
+struct token_range {
+    int first, end;
+    KVQ_HD constexpr int tiles(int tile) const noexcept {
+        return kvq::detail::ceil_div(kvq::detail::larger(0, end - first), tile);
+    }
+};
+template <class Format>
+__device__ __forceinline__ token_range tokens_of(const cache_part<Format>& part, bool sinks,
+                                                 const prefill_block& block, int recent, int window,
+                                                 int tile) {
+    constexpr int page = Format::page_tokens;
+    const int b = block.sequence, behind = block.history - part.cache.first_token;
+    const int named = part.range == page_range::window ? most_tokens : part.cache.table_columns * page;
+    int from = 0, end = kvq::detail::smaller(behind, part.capacity < 0 ? named : part.capacity);
+    if (part.range != page_range::all) {
+        const int committed = committed_pages(behind, recent, page);
+        if (part.range == page_range::window)
+            from = committed;
+        else
+            end = kvq::detail::smaller(end, committed * page);
+    }
+    if (part.first_page != nullptr) from = kvq::detail::larger(from, __ldg(part.first_page + b));
+    if (part.end_page != nullptr) end = kvq::detail::smaller(end, __ldg(part.end_page + b) * page);
+    from *= page;
+    if (!sinks && window > 0) {
+        const int unseen = part.cuts.first_seen(b, block.seen_from(window)) - part.cache.first_token - from;
+        if (unseen > 0) from += unseen / tile * tile;
+    }
+    return {from, end};
+}
+
+/// The pages of a tile, one entry of 16 tokens a lane.
+template <class Format>
+__device__ __forceinline__ int page_of_lane(const cache_part<Format>& part, int sequence, int first, int end,
+                                            int tile, int lane) {
+    const int token = first + lane * 16;
+    if (lane >= tile / 16 || token >= end) return -1;
+    const int page = token / Format::page_tokens;
+    const int column = part.range == page_range::window ? page % part.cache.table_columns : page;
+    return __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
+}
+
+/// Calls f(part) for every part, in order.
+template <class Args, class F>
+__device__ __forceinline__ void each_part(const Args& a, F&& f) {
+    static_for<decltype(a.parts)::count>([&](auto number) { f(get<decltype(number)::value>(a.parts)); });
+}
+
+/// Tiles of a block: of all parts and of the new tokens.
+template <class Args>
+__device__ __forceinline__ int count_tiles(const Args& a, const prefill_block& block, int tile) {
+    int tiles = a.new_tokens(block, tile).tiles(tile);
+    each_part(a, [&]<class Part>(const Part& part) {
+        tiles +=
+            tokens_of(part, a.keep_sinks && is_sink_part<Part>, block, a.recent, a.window, tile).tiles(tile);
+    });
+    return tiles;
+}
+
+}  // namespace detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda

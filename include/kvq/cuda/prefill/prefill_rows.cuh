@@ -1,0 +1,185 @@
+// The query rows of a prompt's block: to shared memory, through the softmax, and out.
+//
+//   registers   lane (g, t) of a warp has rows g and g + 8 of its 16: of scores, columns 8 i + 2 t + k in s[4 i + 2 r + k]; of outputs
+//               the same with channels. So do wgmma and mma.
+//   softmax     m' = max(m, s), weights 2^(s - m'), sum and output times 2^(m - m') (online softmax)
+//
+// Contract: rows that do not exist are zero and are not written. A row that sees nothing gives zeros and a log-sum of -infinity.
+#pragma once
+
+#include "../decode/score_modifiers.cuh"
+#include "prefill_args.cuh"
+#include "prefill_new_tile.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
+
+/// What consumers need to know of a tile.
+struct tile_note {
+    int position;  // of its first token
+    int count;     // tokens that exist
+    int slices;    // bit i: tokens 16 i to 16 i + 15 are held
+    int cut;  // some row does not see all of it; 2: the tile is sinks, which every row sees; + 4: prefill_args::hides_tokens
+
+    __device__ __forceinline__ void store(std::uint32_t at) const {
+        store_shared_16(at, {__int_as_float(position), __int_as_float(count), __int_as_float(slices),
+                             __int_as_float(cut)});
+    }
+    __device__ __forceinline__ static tile_note load(std::uint32_t at) {
+        const uint4 v = load_shared_16(at);
+        return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), static_cast<int>(v.w)};
+    }
+};
+
+/// `count` queries of a block from `first` on as half floats, in tiles of `Rows` rows (prefill_tile.cuh). Rows that do not exist are zero.
+template <int Dim, int Rows, class Args>
+__device__ __forceinline__ void load_query_rows(const Args& a, const prefill_block& block, int first,
+                                                int count, std::uint32_t to, int thread, int threads) {
+    const auto load = [&]<bool Aligned>(std::bool_constant<Aligned>) {
+#pragma unroll(Aligned ? 2 : 1)
+        for (int i = thread; i < count * (Dim / 8); i += threads) {
+            const int row_of_tiles = i / (Dim / 8), octet = i % (Dim / 8),
+                      row = block.first_row + first + row_of_tiles,
+                      held = kvq::detail::smaller(row, block.rows - 1);
+            std::uint32_t x[4];
+            load_halves<Aligned>(
+                a.q.at(block.start + held / a.group, block.kv_head * a.group + held % a.group) + octet * 8,
+                x);
+            if (row >= block.rows) x[0] = x[1] = x[2] = x[3] = 0;
+            store_shared_16(
+                to + static_cast<std::uint32_t>(row_of_tiles / Rows * (Rows * Dim * 2)) +
+                    octet_offset<Rows>(row_of_tiles % Rows, octet),
+                {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
+        }
+    };
+    if (rows_aligned(a.q))
+        load(std::true_type{});
+    else
+        load(std::false_type{});
+}
+
+/// Two rows of a thread: g and g + 8 of its warp's 16.
+struct row_pair {
+    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+};
+
+/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not see. All lanes of a warp.
+template <bool Softcap, int N, class Args>
+__device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& block, const tile_note& note,
+                                            const int (&position)[2], int t, float (&s)[N]) {
+    if constexpr (Softcap)
+#pragma unroll
+        for (int i = 0; i < N; ++i) s[i] = capped(s[i] * a.scale, a.softcap);
+    if (note.cut == 0) return;
+    // A lane has what 16 tokens show: bit i for token i.
+    const auto bits_below = [](int n) {
+        return (1u << kvq::detail::larger(kvq::detail::smaller(n, 16), 0)) - 1u;
+    };
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    typename Args::shown_slice own;
+    if ((note.cut & 4) != 0) own = a.slice(block, note.position, lane, 2 * N);
+    own.tokens = (note.slices >> lane & 1) == 0 ? 0u : own.tokens & bits_below(note.count - 16 * lane);
+    const bool all = a.window == 0 || (note.cut & 2) != 0;
+#pragma unroll
+    for (int slice = 0; slice < N / 8; ++slice) {
+        const int at = note.position + 16 * slice + __shfl_sync(0xffffffffu, own.shift, slice);
+        const unsigned shown = __shfl_sync(0xffffffffu, own.tokens, slice), sinks = bits_below(a.sinks - at);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int end = position[r] + 1 - at;
+            const unsigned seen =
+                (shown & bits_below(end) & ~(all ? 0u : bits_below(end - a.window) & ~sinks)) >> 2 * t;
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if ((seen & 1u << (k / 2 * 8 + k % 2)) == 0)
+                    s[8 * slice + k / 2 * 4 + 2 * r + k % 2] = -INFINITY;
+        }
+    }
+}
+
+/// Scores to weights, in place; factor: what earlier sums and outputs are multiplied by. scale: of scores, in powers of two.
+template <int N>
+__device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, float (&factor)[2], float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float top = rows.max[r];
+#pragma unroll
+        for (int i = 0; i < N; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        const float raised = top == -INFINITY ? 0.0f : top * scale;
+        factor[r] =
+            exp2_fast((rows.max[r] - (top == -INFINITY ? 0.0f : top)) * scale);  // 1 if nothing was raised
+        rows.max[r] = top;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            s[i + 2 * r] = exp2_fast(fmaf(s[i + 2 * r], scale, -raised));
+            s[i + 2 * r + 1] = exp2_fast(fmaf(s[i + 2 * r + 1], scale, -raised));
+            sum += s[i + 2 * r] + s[i + 2 * r + 1];
+        }
+        rows.sum[r] = rows.sum[r] * factor[r] + sum;
+    }
+}
+
+/// Writes a finished row: channels 8 i + 2 t and the one behind it of this lane; output(channel, k) belongs to `max` and `sum`.
+template <int Dim, class Args, class Output>
+__device__ __forceinline__ void finish_row(const Args& a, int token, int head, float max, float sum,
+                                           Output&& output, int t) {
+    float factor = 1.0f;
+    if (a.sink_logits != nullptr) {
+        const float sink = sink_score(__ldg(a.sink_logits + head)), top = fmaxf(max, sink);
+        factor = exp2_fast(max - top);
+        sum = sum * factor + exp2_fast(sink - top);
+        max = top;
+    }
+    const std::size_t number = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
+                               static_cast<std::size_t>(head);
+    if (a.state_out != nullptr) {
+        float* const state = a.state_out + number * (Dim + 2);
+        if (t == 0) {
+            // A row of NaN has no maximum, but is not empty.
+            state[0] = max == -INFINITY && sum != 0.0f ? 0.0f : max;
+            state[1] = sum;
+        }
+#pragma unroll
+        for (int channel = 0; channel < Dim; channel += 8)
+            *reinterpret_cast<float2*>(state + 2 + channel + 2 * t) = {output(channel, 0) * factor,
+                                                                       output(channel, 1) * factor};
+    }
+    if (a.lse != nullptr && t == 0) a.lse[number] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
+    if (a.out.data == nullptr) return;
+    factor = sum == 0.0f ? 0.0f : factor / sum;
+    auto* const to = a.out.at(token, head);
+    using T = std::remove_pointer_t<decltype(to)>;
+#pragma unroll
+    for (int channel = 0; channel < Dim; channel += 8) {
+        const float x = output(channel, 0) * factor, y = output(channel, 1) * factor;
+        if constexpr (sizeof(T) == 2) {
+            if (reinterpret_cast<std::uintptr_t>(to) % 4 == 0) {
+                *reinterpret_cast<std::uint32_t*>(to + channel + 2 * t) = pack_halves<T>(x, y);
+                continue;
+            }
+        }
+        to[channel + 2 * t] = from_float<T>(x);
+        to[channel + 2 * t + 1] = from_float<T>(y);
+    }
+}
+
+/// Writes both rows of a thread. own_row: of the block; the other one is 8 further.
+template <int Dim, class Args>
+__device__ __forceinline__ void finish_rows(const Args& a, const prefill_block& block, int own_row, int t,
+                                            const row_pair& rows, float scale, const float (&o)[Dim / 2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = block.first_row + own_row + 8 * r;
+        float sum = rows.sum[r];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        if (row >= block.rows) continue;
+        finish_row<Dim>(
+            a, block.start + row / a.group, block.kv_head * a.group + row % a.group, rows.max[r] * scale, sum,
+            [&](int channel, int k) { return o[channel / 8 * 4 + 2 * r + k]; }, t);
+    }
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

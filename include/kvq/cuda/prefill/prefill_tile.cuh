@@ -1,0 +1,535 @@
+// Packed pages as tiles of half floats in shared memory, as tensor cores read them: what a prompt's attention is made of.
+//
+//   keys    rows = tokens,   columns = channels         S = Q K^T sums over columns
+//   values  rows = channels, columns = tokens           O = P V   sums over columns
+//
+// A block of a page is a matrix of that form already (docs/reference/format.md): a word holds neighbouring columns of one row, so nothing is
+// transposed. A tile is cut into blocks of 64 columns, [block][row][64 halves]; the 16 bytes of columns 8c to 8c + 7 of row r stand at
+// place c ^ (r % 8) of the row's 128 bytes (the 128-byte swizzle of wgmma; loads of 8 rows meet all banks).
+// A warp dequantizes cells of 32 rows and 32 columns: a lane has a row. Parameters of columns go through a small table of the warp.
+//
+// Contract: x^ is computed in half floats: code, scale, bias and token scale are rounded to half floats first, then
+// scale * code + bias is rounded once, times the token scale once more. |x^| must be below 65504; what is smaller than 6e-5 has an absolute
+// error of 3e-8. Columns of value tiles that hold no token are zero; rows of key tiles that hold none are anything.
+#pragma once
+
+#include "../layout/code_words.cuh"
+#include "../layout/mixed_cache.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
+
+/// Tokens per entry of the list of pages of a tile; page sizes are multiples of it.
+inline constexpr int slice_tokens = 16;
+
+/// Where a tile's columns 8 octet to 8 octet + 7 of a row stand.
+template <int Rows>
+__device__ __forceinline__ std::uint32_t octet_offset(int row, int octet) {
+    return static_cast<std::uint32_t>(octet / 8 * (Rows * 128) + row * 128 + ((octet % 8 ^ (row & 7)) << 4));
+}
+
+/// The same number twice.
+__device__ __forceinline__ std::uint32_t twice(std::uint16_t half) { return half * 0x00010001u; }
+
+__device__ __forceinline__ std::uint16_t to_half(float x) {
+    return static_cast<std::uint16_t>(pack_halves<float16>(x, 0.0f));
+}
+
+/// Scale and bias of a set of codes as halves; low: what the scale lost by being rounded.
+struct half_parameters {
+    std::uint16_t scale, bias, low;
+};
+
+/// Tokens of a sequence that a tile holds, and the pages that they lie in.
+struct tile_tokens {
+    int first;  // of the part
+    int count;  // tokens that exist
+    int page;   // lane i: the number of the page of tokens 16 i to 16 i + 15; negative: not held
+    int any;    // a page that is held, which is read in place of those that are not; negative: there is none
+
+    __device__ __forceinline__ static tile_tokens of(int first, int count, int page) {
+        const unsigned held = __ballot_sync(0xffffffffu, page >= 0);
+        return {first, count, page,
+                held == 0 ? -1 : __shfl_sync(0xffffffffu, page, __ffs(static_cast<int>(held)) - 1)};
+    }
+};
+
+/// A block of a page in device memory. Cells read it through get<bytes of a number>(byte).
+struct block_in_memory {
+    const std::byte* at;
+
+    __device__ __forceinline__ block_in_memory from(std::size_t byte) const { return {at + byte}; }
+    template <int Bytes>
+    __device__ __forceinline__ std::uint32_t get(int byte) const {
+        using number = std::conditional_t<Bytes == 1, std::uint8_t,
+                                          std::conditional_t<Bytes == 2, std::uint16_t, std::uint32_t>>;
+        return fetch_word(reinterpret_cast<const number*>(at + byte));
+    }
+};
+/// Bits of the first `count` of 32 columns.
+__device__ __forceinline__ std::uint32_t existing_columns(int count) {
+    return count >= 32 ? 0xffffffffu : count <= 0 ? 0u : (1u << count) - 1u;
+}
+
+/// All blocks of a head, by the numbers of their pages: what cells are read from.
+template <tensor Role, class Format>
+struct blocks_in_memory {
+    static constexpr bool shared = false;
+    const cache_ref<Format>& cache;
+    int head;
+
+    /// The page to read for a token of a tile, if there is any.
+    __device__ __forceinline__ int page(const tile_tokens& tile, int token_of_tile) const {
+        const int number = __shfl_sync(0xffffffffu, tile.page, token_of_tile / slice_tokens);
+        return number < 0 ? tile.any : number;
+    }
+    __device__ __forceinline__ static bool any(const tile_tokens& tile) { return tile.any >= 0; }
+    /// Bit i: token first + i of a tile exists and is held. `first` begins a slice.
+    __device__ __forceinline__ static std::uint32_t existing(const tile_tokens& tile, int first) {
+        const unsigned slices = __ballot_sync(0xffffffffu, tile.page >= 0) >> first / slice_tokens;
+        return existing_columns(tile.count - first) &
+               ((slices & 1u ? 0xffffu : 0u) | (slices & 2u ? 0xffff0000u : 0u));
+    }
+
+    __device__ __forceinline__ block_in_memory block(int number, int) const {
+        return {cache.template block<Role>(number, head)};
+    }
+};
+
+/// Scale and bias of a set of codes as they are stored: loaded early, converted late.
+template <class P, bool HasBias>
+struct stored_pair {
+    std::uint32_t scale = 0, bias = 0;
+    std::uint32_t numbers[3] = {};  // of the group, for 8-bit parameters: scale unit, first bias, bias step
+
+    /// Set `at` of a block's scales and biases; group_numbers: where its group's three numbers are. All in bytes.
+    template <class Block>
+    __device__ __forceinline__ void load(const Block& block, std::size_t scales, std::size_t biases, int at,
+                                         int group_numbers) {
+        constexpr int width = parameter_width<P>;
+        const Block own = block.from(static_cast<std::size_t>(at * width));
+        scale = own.template get<width>(static_cast<int>(scales));
+        if constexpr (HasBias) bias = own.template get<width>(static_cast<int>(biases));
+        if constexpr (std::is_same_v<P, byte_params>)
+#pragma unroll
+            for (int i = 0; i < 3; ++i) numbers[i] = block.template get<2>(group_numbers + 2 * i);
+    }
+    __device__ __forceinline__ float2 floats() const {
+        if constexpr (std::is_same_v<P, byte_params>)
+            return {unpack_half<bfloat16, 0>(numbers[0]) * kvq::detail::scale_float::value(scale),
+                    fmaf(unpack_half<bfloat16, 0>(numbers[2]), static_cast<float>(bias),
+                         unpack_half<bfloat16, 0>(numbers[1]))};
+        else if constexpr (sizeof(P) == 2)
+            return {unpack_half<P, 0>(scale), unpack_half<P, 0>(bias)};
+        else
+            return {__uint_as_float(scale), __uint_as_float(bias)};
+    }
+};
+
+/// Parameters of a set of codes of a scheme.
+template <class S>
+struct stored_set : stored_pair<typename word_traits<S>::parameter, word_traits<S>::has_bias> {
+    using traits = word_traits<S>;
+    using P = typename traits::parameter;
+    static constexpr bool exact = std::is_same_v<P, float16>;  // halves already
+    /// Codes are counted from here: biases are then about the middle of a channel's values, and lose less by being rounded.
+    static constexpr int centre =
+        traits::zero_code != 0 || exact ? traits::zero_code : 1 << (S::code_bits - 1);
+    /// Scales of tokens scale whole scores, so that their rounding would not average out.
+    static constexpr bool has_low = traits::token_parameters && !exact;
+
+    __device__ __forceinline__ half_parameters halves() const {
+        if constexpr (exact) {
+            return {static_cast<std::uint16_t>(this->scale), static_cast<std::uint16_t>(this->bias), 0};
+        } else {
+            const float2 p = this->floats();
+            const std::uint16_t high = to_half(p.x);
+            return {high,
+                    traits::has_bias ? to_half(fmaf(static_cast<float>(centre), p.x, p.y)) : std::uint16_t{0},
+                    has_low ? to_half(p.x - half_bits_to_float(high)) : std::uint16_t{0}};
+        }
+    }
+};
+
+/// Bytes of a warp's table: for 32 columns scales, biases, low parts (of keys for up to two pages) and token scales (of values), 64 bytes
+/// each.
+inline constexpr int key_table_bytes = 2 * 192, value_table_bytes = 256;
+
+/// How a tile is cut into cells: warp w has column w % column_cells and `each` rows of cells below each other.
+template <int TileRows, int TileColumns, int Warps>
+struct tile_cells {
+    static constexpr int columns = TileColumns / 32, rows = TileRows / 32;
+    static_assert(TileRows % 32 == 0 && TileColumns % 32 == 0 && columns <= Warps);
+    static constexpr int each = kvq::detail::ceil_div(rows, Warps / columns);
+    static constexpr bool all_exist = each * (Warps / columns) == rows && Warps % columns == 0;
+
+    __device__ __forceinline__ static int column(int warp) { return warp % columns * 32; }
+    __device__ __forceinline__ static int row(int warp, int i) { return (warp / columns * each + i) * 32; }
+    __device__ __forceinline__ static bool exists(int warp, int i) {
+        return all_exist || row(warp, i) < TileRows;
+    }
+};
+
+/// The words of a warp's cells, on their way from pages to a tile. Stride: rows of the tile in shared memory, which others may fill the rest
+/// of.
+template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Stride>
+struct cell_batch {
+    using S = scheme_of<Role, Format>;
+    using traits = word_traits<S>;
+    using cells = tile_cells<TileRows, TileColumns, Warps>;
+    static constexpr int count = cells::each;
+    static constexpr bool key = Role == tensor::key;
+    static constexpr bool full = traits::full;
+    static constexpr block_shape shape = shape_of<Role, Format>;
+    static constexpr int page = Format::page_tokens, dim = shape.dim;
+    static constexpr int rows = key ? page : dim, columns = key ? dim : page;
+    static constexpr int height = kvq::detail::smaller(32, rows);
+    /// A cell has columns of one page, or of two of 16 tokens.
+    static constexpr int page_columns = kvq::detail::smaller(32, columns), parts = 32 / page_columns;
+    static constexpr int axis = traits::token_parameters ? dim : page;
+    static constexpr int group = traits::group == 0 || traits::group > axis ? axis : traits::group;
+
+    static constexpr int row_words = [] {
+        if constexpr (full)
+            return columns / 2;
+        else
+            return traits::lines(columns / 4);
+    }();
+    static constexpr int part_words = [] {
+        if constexpr (full) {
+            return page_columns / 2;
+        } else {
+            int n = 0;
+            for (int p = 0; p < traits::plane_count; ++p)
+                n += kvq::detail::ceil_div(page_columns / 4, traits::units_per_word(p));
+            return n;
+        }
+    }();
+    static constexpr int words = parts * part_words;
+
+    // Whose are the parameters: the rows' or the columns'?
+    static constexpr bool row_parameters = !full && key == traits::token_parameters;
+    static constexpr bool column_parameters = !full && !row_parameters;
+    static constexpr bool token_scales = !key && !std::is_same_v<typename traits::token_scale_type, void>;
+    static constexpr bool has_table = column_parameters || token_scales;
+    static constexpr int tables = key && page == 16 ? 2 : 1;  // rows of two pages
+    /// Cells below each other whose columns have the same parameters.
+    static constexpr int cells_per_set = [] {
+        if (!column_parameters) return count;
+        if (key && page % group != 0) return 1;  // a group ends where a page does
+        const int together = group % 128 == 0 ? 4 : group % 64 == 0 ? 2 : 1;
+        return count % together == 0 ? together : 1;
+    }();
+    static constexpr int sets = count / cells_per_set;
+
+    struct nothing {
+        using P = void;
+        static constexpr bool has_low = false;
+        static constexpr int centre = 0;
+    };
+    template <class X, bool Full>
+    struct set_of {
+        using type = stored_set<X>;
+    };
+    template <class X>
+    struct set_of<X, true> {
+        using type = nothing;
+    };
+    using set_type = typename set_of<S, full>::type;
+    /// What scales of values lose by being rounded averages out over the tokens.
+    static constexpr bool has_low = key && set_type::has_low;
+
+    /// Nothing of a head has to be known before its pages are read.
+    struct lane_channel {
+        __device__ __forceinline__ lane_channel(const cache_ref<Format>&, int, int, int) {}
+    };
+    cell_batch() = default;
+    __device__ __forceinline__ explicit cell_batch(const lane_channel&) {}
+
+    std::uint32_t word[count][words];
+    [[no_unique_address]] std::conditional_t<row_parameters, set_type[count][parts], nothing> of_rows;
+    [[no_unique_address]] std::conditional_t<column_parameters, set_type[sets][tables], nothing> of_columns;
+    std::uint32_t token_scale;
+
+    /// Asks for the parameters of (token, channel).
+    template <class Set, class Block>
+    __device__ __forceinline__ static void load_set(Set& set, const Block& block, int token, int channel) {
+        const int at =
+            traits::token_parameters ? channel / group * page + token : token / group * dim + channel;
+        constexpr std::size_t scales = traits::scale_offset(shape), biases = traits::bias_offset(shape);
+        const int numbers =
+            static_cast<int>(biases) + kvq::detail::ceil_div(page, group) * dim + token / group * 6;
+        set.load(block, scales, biases, at, numbers);
+    }
+
+    /// Halves that columns share are read from the source itself, where it is in shared memory; others go through the table.
+    template <class Source>
+    static constexpr bool direct = [] {
+        if constexpr (column_parameters && !token_scales && Source::shared)
+            return set_type::exact;
+        else
+            return false;
+    }();
+
+    /// Source: page(tile, token of the tile), block(page, token of the tile), any(tile), existing(tile, first token). No load hangs on a
+    /// condition of its own, and none is waited for here: store() zeroes values of tokens that do not exist.
+    template <class Source>
+    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int warp, int lane) {
+        if (!source.any(tile)) {
+            *this = {};
+            return;
+        }
+        const int column = cells::column(warp);
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            if (!cells::exists(warp, i)) break;
+            const int row = cells::row(warp, i);
+            fetch_words(source, tile, row, column, lane, i);
+            if constexpr (column_parameters && !direct<Source>)
+                if (i % cells_per_set == 0)
+#pragma unroll
+                    for (int t = 0; t < tables; ++t) {
+                        const int token_in_tile = key ? row + t * slice_tokens : column + lane;
+                        load_set(of_columns[i / cells_per_set][t],
+                                 source.block(source.page(tile, token_in_tile), token_in_tile),
+                                 (tile.first + token_in_tile) % page, key ? column + lane : row);
+                    }
+        }
+        if constexpr (token_scales) {
+            constexpr int width = parameter_width<typename traits::token_scale_type>;
+            const auto block = source.block(source.page(tile, column + lane), column + lane);
+            token_scale = block.from(static_cast<std::size_t>((tile.first + column + lane) % page * width))
+                              .template get<width>(
+                                  static_cast<int>(typename S::layout_type{}.token_scale_offset(shape)));
+        }
+    }
+
+    /// Dequantizes the cells that were fetched to the tile at `to`; `table`: of this warp.
+    template <class Source>
+    __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
+                                          std::uint32_t table, int warp, int lane) const {
+        const int column = cells::column(warp);
+        const std::uint32_t existing = key ? 0xffffffffu : source.existing(tile, column);
+#pragma unroll
+        for (int set = 0; set < sets; ++set) {
+            if (!cells::exists(warp, set * cells_per_set)) break;
+            if constexpr (has_table && !direct<Source>) {
+                __syncwarp();
+                fill_table(table, set, lane);
+                __syncwarp();
+            }
+            half_parameters of_row[cells_per_set][parts];
+            if constexpr (row_parameters)
+#pragma unroll
+                for (int i = 0; i < cells_per_set; ++i)
+#pragma unroll
+                    for (int part = 0; part < parts; ++part)
+                        of_row[i][part] = of_rows[set * cells_per_set + i][part].halves();
+            const int row = cells::row(warp, set * cells_per_set);
+            std::uint32_t parameters[octet_parts];
+            if constexpr (direct<Source>)
+                find_columns(parameters, source, tile, row, column, lane);
+            else
+                parameters[0] = table + (tables == 2 && lane >= slice_tokens ? 192u : 0u);
+            const auto load_octet = [&](auto number) {
+                constexpr int octet = decltype(number)::value;
+                if constexpr (direct<Source>)
+                    return octet_from<traits::scale_offset(shape), traits::bias_offset(shape), 0>(
+                        parameters[octet * octet_parts / 4] + octet % (4 / octet_parts) * 16);
+                else
+                    return octet_from<0, 64, 128>(parameters[0] + octet * 16);
+            };
+            // Tiles start on 128 bytes and columns on 64 bytes: an octet flips bits of the first one's place.
+            const std::uint32_t place = to + octet_offset<Stride>(row + lane, column / 8);
+            octet_parameters shared[2];  // those of the next octet are under way
+            shared[0] = load_octet(std::integral_constant<int, 0>{});
+            static_for<4>([&](auto number) {
+                constexpr int octet = decltype(number)::value;
+                if constexpr (octet < 3)
+                    shared[(octet + 1) % 2] = load_octet(std::integral_constant<int, octet + 1>{});
+#pragma unroll
+                for (int i = 0; i < cells_per_set; ++i) {
+                    const int cell = set * cells_per_set + i;
+                    if (!cells::exists(warp, cell)) break;
+                    store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128),
+                                       existing, shared[octet % 2], of_row[i], cell);
+                }
+            });
+        }
+    }
+
+private:
+    template <class Source>
+    __device__ __forceinline__ void fetch_words(const Source& source, const tile_tokens& tile, int row,
+                                                int column, int lane, int i) {
+#pragma unroll
+        for (int part = 0; part < parts; ++part) {
+            const int token_in_tile = key ? row + lane : column + part * page_columns;
+            const int token = (tile.first + token_in_tile) % page;
+            const auto block = source.block(source.page(tile, token_in_tile), token_in_tile);
+            const int block_row = key ? token : row + lane, block_column = key ? column : token;
+            const auto at =
+                block.from(static_cast<std::size_t>((block_row & ~31) * row_words + block_row % height) * 4);
+            const auto load = [&](int vector) { return at.template get<4>(vector * height * 4); };
+            if constexpr (full) {
+#pragma unroll
+                for (int k = 0; k < part_words; ++k)
+                    word[i][part * part_words + k] = load(block_column / 2 + k);
+            } else {
+                static_for<traits::plane_count>([&](auto plane) {
+                    constexpr int p = decltype(plane)::value, per = traits::units_per_word(p);
+                    constexpr int first = traits::first_line(p, columns / 4);
+                    constexpr int behind = local_line(p), n = kvq::detail::ceil_div(page_columns / 4, per);
+#pragma unroll
+                    for (int k = 0; k < n; ++k)
+                        word[i][part * part_words + behind + k] = load(first + block_column / 4 / per + k);
+                });
+            }
+            if constexpr (row_parameters) load_set(of_rows[i][part], block, token, key ? column : row + lane);
+        }
+    }
+    /// [scales, biases, low parts, token scales][32 halves], for rows of up to two pages.
+    __device__ __forceinline__ void fill_table(std::uint32_t table, int set, int lane) const {
+#pragma unroll
+        for (int t = 0; t < tables; ++t) {
+            const std::uint32_t at = table + static_cast<std::uint32_t>(t * 192 + lane * 2);
+            if constexpr (column_parameters) {
+                const half_parameters h = of_columns[set][t].halves();
+                store_half_word(at, h.scale);
+                if constexpr (traits::has_bias) store_half_word(at + 64, h.bias);
+                if constexpr (has_low) store_half_word(at + 128, h.low);
+            }
+            if constexpr (token_scales) {
+                using token_scale_type = typename traits::token_scale_type;
+                float scale;
+                if constexpr (std::is_same_v<token_scale_type, byte_params>)
+                    scale = kvq::detail::token_scale_float::value(token_scale);
+                else if constexpr (sizeof(token_scale_type) == 2)
+                    scale = unpack_half<token_scale_type, 0>(token_scale);
+                else
+                    scale = __uint_as_float(token_scale);
+                store_half_word(at + 192, to_half(scale));
+            }
+        }
+    }
+    /// What the columns of an octet share.
+    struct octet_parameters {
+        uint4 scale, bias, low, token_scale;
+    };
+    /// From an octet's place in the table or in a block, which has these sections.
+    template <std::size_t Scales, std::size_t Biases, std::size_t Lows>
+    __device__ __forceinline__ static octet_parameters octet_from([[maybe_unused]] std::uint32_t at) {
+        octet_parameters p{};
+        if constexpr (column_parameters) {
+            p.scale = load_shared_16(at + static_cast<std::uint32_t>(Scales));
+            if constexpr (traits::has_bias) p.bias = load_shared_16(at + static_cast<std::uint32_t>(Biases));
+            if constexpr (has_low) p.low = load_shared_16(at + static_cast<std::uint32_t>(Lows));
+        }
+        if constexpr (token_scales) p.token_scale = load_shared_16(at + 192);
+        return p;
+    }
+    /// Columns of a cell may lie in two pages of 16 tokens.
+    static constexpr int octet_parts = key ? 1 : parts;
+    /// Where a block in shared memory has the parameters of a cell's columns.
+    template <class Source>
+    __device__ __forceinline__ static void find_columns(std::uint32_t (&at)[octet_parts],
+                                                        const Source& source, const tile_tokens& tile,
+                                                        int row, int column, int lane) {
+#pragma unroll
+        for (int part = 0; part < octet_parts; ++part) {
+            const int token_in_tile =
+                key ? row + (tables == 2 ? lane & slice_tokens : 0) : column + part * page_columns;
+            const int token = (tile.first + token_in_tile) % page;
+            const int number = key ? token / group * dim + column : row / group * page + token;
+            at[part] = source.block(0, token_in_tile).at + static_cast<std::uint32_t>(number * 2);
+        }
+    }
+    template <int Octet>
+    __device__ __forceinline__ void store_octet(std::uint32_t to, std::uint32_t existing,
+                                                const octet_parameters& shared,
+                                                [[maybe_unused]] const half_parameters (&of_row)[parts],
+                                                int i) const {
+        constexpr int part = Octet * 8 / page_columns;
+        std::uint32_t x[4];
+        if constexpr (full) {
+            constexpr int first = part * part_words + Octet * 4 % part_words;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) x[k] = as_halves<typename S::value_type>(word[i][first + k]);
+        } else {
+            constexpr int quads = page_columns / 4, first_quad = Octet * 2 % quads;
+            const std::uint32_t low_quad = quad<part, first_quad>(i),
+                                high_quad = quad<part, first_quad + 1>(i);
+            x[0] = __byte_perm(low_quad, 0x64646464u, 0x4140);
+            x[1] = __byte_perm(low_quad, 0x64646464u, 0x4342);
+            x[2] = __byte_perm(high_quad, 0x64646464u, 0x4140);
+            x[3] = __byte_perm(high_quad, 0x64646464u, 0x4342);
+            uint4 scale = shared.scale, bias = shared.bias, low = shared.low;
+            if constexpr (row_parameters) {
+                const auto all = [](std::uint16_t half) {
+                    const std::uint32_t w = twice(half);
+                    return uint4{w, w, w, w};
+                };
+                scale = all(of_row[part].scale);
+                bias = all(of_row[part].bias);
+                low = all(of_row[part].low);
+            }
+            constexpr std::uint32_t raised =
+                0xe400e400u + 0x00010001u * set_type::centre;  // -(1024 + centre)
+            const std::uint32_t s[4] = {scale.x, scale.y, scale.z, scale.w};
+            [[maybe_unused]] const std::uint32_t b[4] = {bias.x, bias.y, bias.z, bias.w},
+                                                 l[4] = {low.x, low.y, low.z, low.w},
+                                                 f[4] = {shared.token_scale.x, shared.token_scale.y,
+                                                         shared.token_scale.z, shared.token_scale.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const std::uint32_t code = multiply_add_halves(x[k], 0x3c003c00u, raised);
+                if constexpr (has_low)
+                    x[k] = multiply_add_halves(code, s[k], multiply_add_halves(code, l[k], b[k]));
+                else if constexpr (traits::has_bias)
+                    x[k] = multiply_add_halves(code, s[k], b[k]);
+                else
+                    x[k] = multiply_halves(code, s[k]);
+                if constexpr (token_scales) x[k] = multiply_halves(x[k], f[k]);
+            }
+        }
+        if (!key &&
+            existing != 0xffffffffu)  // weights of other tokens are 0, but their bytes may be no numbers
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                x[k] &= (existing >> (Octet * 8 + 2 * k) & 1u ? 0xffffu : 0u) |
+                        (existing >> (Octet * 8 + 2 * k + 1) & 1u ? 0xffff0000u : 0u);
+        store_shared_16(
+            to, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
+    }
+    /// The first of a part's words of a plane.
+    KVQ_HD static constexpr int local_line(int plane) {
+        int n = 0;
+        for (int p = 0; p < plane; ++p)
+            n += kvq::detail::ceil_div(page_columns / 4, traits::units_per_word(p));
+        return n;
+    }
+    /// Codes of a quad, a byte each.
+    template <int Part, int Quad>
+    __device__ __forceinline__ std::uint32_t quad(int i) const {
+        std::uint32_t result = 0;
+        static_for<traits::plane_count>([&](auto plane) {
+            constexpr int p = decltype(plane)::value, per = traits::units_per_word(p), width = 8 / per;
+            constexpr int left = traits::planes::shift(p) - width * (Quad % per);
+            constexpr std::uint32_t mask = (((1u << width) - 1u) << traits::planes::shift(p)) * 0x01010101u;
+            const std::uint32_t w = word[i][Part * part_words + local_line(p) + Quad / per];
+            if constexpr (left >= 0)
+                result |= (w << left) & mask;
+            else
+                result |= (w >> -left) & mask;
+        });
+        return result;
+    }
+    template <class T>
+    __device__ __forceinline__ static std::uint32_t as_halves(std::uint32_t w) {
+        if constexpr (std::is_same_v<T, float16>)
+            return w;
+        else
+            return pack_halves<float16>(unpack_half<T, 0>(w), unpack_half<T, 1>(w));
+    }
+};
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

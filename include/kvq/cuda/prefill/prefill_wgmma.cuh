@@ -1,0 +1,448 @@
+// A prompt's attention on tensor cores of compute capability 9.0: clusters of two thread blocks share every dequantized tile.
+//
+//   block      128 rows of a cluster's 256. It dequantizes half of the tokens of every tile and copies them to the other block
+//   producers  warpgroups 0 (keys) and 1 (values): blocks of pages come by bulk copies, half floats go to both blocks' tiles, two stages each
+//   consumers  warpgroups 2 and 3, 64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
+//
+// Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the second-level cache), 16384 values
+// dequantized, 32 KB to the other block and as much from it, 4.2 M products, which are 2048 cycles of the tensor cores. Keys and values have
+// warpgroups of their own because a stage of keys is free a tile earlier than one of values. docs/lab/gpu.md says what limits it.
+// Where this is not compiled for sm_90a, the kernel is empty: prefill() then takes the other one.
+// Contract: prefill() in prefill.cuh. Shared memory: 227 KB for head_dim 128. sm_90a.
+// Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
+#pragma once
+
+#include "../arch/wgmma.cuh"
+#include "prefill_rows.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
+
+inline constexpr int wgmma_tile = 128, wgmma_stages = 2;
+inline constexpr int wgmma_rows = 128, half_tile = wgmma_tile / 2;  // of a thread block of the cluster
+/// Of a thread. Both kinds have 256 threads, so that all together are what a multiprocessor has.
+inline constexpr int consumer_registers = 192, producer_registers = 64;
+inline constexpr int role_warps = 4;  // produce keys; as many produce values
+inline constexpr int producer_warps = 2 * role_warps, consumer_warps = 8,
+                     wgmma_threads = 32 * (producer_warps + consumer_warps);
+/// Blocks of pages as they are, on their way to a tile: a slot has those of half a tile of keys or values.
+inline constexpr int block_slots = 2, block_slot_bytes = 16 * 1024;
+
+template <int Dim>
+struct wgmma_memory {
+    static constexpr int query = 0, query_bytes = wgmma_rows * Dim * 2;
+    static constexpr int tile_bytes = wgmma_tile * Dim * 2;
+    static constexpr int keys = query + query_bytes, values = keys + wgmma_stages * tile_bytes;
+    static constexpr int slots_at = values + wgmma_stages * tile_bytes;
+    static constexpr int tables = slots_at + 2 * block_slots * block_slot_bytes;
+    // Notes and barriers of the stages, barriers of the slots.
+    static constexpr int control = tables + role_warps * (key_table_bytes + value_table_bytes);
+    static constexpr int stage_bytes = static_cast<int>(sizeof(tile_note)) + 32;
+    static constexpr int slot_barriers = control + wgmma_stages * stage_bytes;
+    static constexpr int bytes = slot_barriers + 2 * block_slots * 8;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+/// Addresses in shared memory, and which block of the cluster this is.
+struct wgmma_place {
+    std::uint32_t tiles;
+    int rank;
+};
+
+/// Barriers of a stage: keys there, keys read, values there, values read. Both blocks of a cluster use the same addresses.
+struct wgmma_stage {
+    std::uint32_t keys, values, note, full_keys, free_keys, full_values, free_values;
+
+    template <class Memory>
+    __device__ __forceinline__ static wgmma_stage of(const wgmma_place& place, int i, Memory) {
+        const auto u = [](int x) { return static_cast<std::uint32_t>(x); };
+        const std::uint32_t control = place.tiles + u(Memory::control + i * Memory::stage_bytes),
+                            b = control + u(sizeof(tile_note));
+        return {place.tiles + u(Memory::keys + i * Memory::tile_bytes),
+                place.tiles + u(Memory::values + i * Memory::tile_bytes),
+                control,
+                b,
+                b + 8,
+                b + 16,
+                b + 24};
+    }
+};
+
+/// A block of a page in shared memory, for cells.
+struct block_in_shared {
+    std::uint32_t at;
+
+    __device__ __forceinline__ block_in_shared from(std::size_t byte) const {
+        return {at + static_cast<std::uint32_t>(byte)};
+    }
+    template <int Bytes>
+    __device__ __forceinline__ std::uint32_t get(int byte) const {
+        const std::uint32_t from = at + static_cast<std::uint32_t>(byte);
+        if constexpr (Bytes == 1)
+            return load_shared_1(from);
+        else if constexpr (Bytes == 2)
+            return load_shared_2(from);
+        else
+            return load_shared_4(from);
+    }
+};
+/// The blocks of half a tile: one, or several of small pages, or one with the other half.
+template <tensor Role, class Format>
+struct blocks_in_slot {
+    static constexpr int page_tokens = Format::page_tokens,
+                         count = kvq::detail::larger(1, half_tile / page_tokens);
+    static constexpr int block_bytes =
+        static_cast<int>(Role == tensor::key ? Format::key_block_bytes : Format::value_block_bytes);
+    /// Other blocks are read from device memory.
+    static constexpr bool fit = (half_tile % page_tokens == 0 || page_tokens == wgmma_tile) &&
+                                count * block_bytes <= block_slot_bytes;
+
+    static constexpr bool shared = true;
+
+    std::uint32_t at;
+    __device__ __forceinline__ int page(const tile_tokens&, int) const { return 0; }
+    __device__ __forceinline__ static bool any(const tile_tokens&) { return true; }
+    __device__ __forceinline__ static std::uint32_t existing(const tile_tokens& tile, int first) {
+        return existing_columns(tile.count - first);
+    }
+    __device__ __forceinline__ block_in_shared block(int, int token_of_tile) const {
+        return {at +
+                (count == 1 ? 0u : static_cast<std::uint32_t>(token_of_tile / page_tokens * block_bytes))};
+    }
+};
+
+/// Writes its half of all key tiles of a cluster, or of all value tiles, in order: tokens half_tile * rank on of every tile.
+template <tensor Role, int Dim, class Args>
+struct tile_producer {
+    using memory = wgmma_memory<Dim>;
+    static constexpr bool key = Role == tensor::key;
+    template <class Format>
+    using own_cells = cells_of<Role, Format, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
+                               key ? wgmma_tile : Dim>;
+    const Args& a;
+    const prefill_block& block;
+    wgmma_place place;
+    int warp, lane;  // of this role
+    int made = 0, read = 0;
+
+    /// All tiles of a part. Blocks of the next tile are under way while this one is dequantized; the first warp asks for them.
+    template <class Part>
+    __device__ __forceinline__ void pages(const Part& part) {
+        using format = typename Part::format_type;
+        using blocks = blocks_in_slot<Role, format>;
+        const bool sinks = a.keep_sinks && is_sink_part<Part>;
+        const token_range range = tokens_of(part, sinks, block, a.recent, a.window, wgmma_tile);
+        if (range.first >= range.end) return;
+        const bool leads = warp == 0;
+        const typename own_cells<format>::lane_channel channel(part.cache, block.kv_head, warp, lane);
+        const auto page_at = [&](int first) {
+            return leads || !blocks::fit
+                       ? page_of_lane(part, block.sequence, first, range.end, wgmma_tile, lane)
+                       : -1;
+        };
+        int page = page_at(range.first), next_page = page_at(range.first + wgmma_tile);
+        if (leads) ask(part.cache, page, read);
+#pragma unroll 1
+        for (int first = range.first; first < range.end; first += wgmma_tile) {
+            const int page_behind = page_at(first + 2 * wgmma_tile);
+            if (leads && first + wgmma_tile < range.end) ask(part.cache, next_page, read + 1);
+            const int count = kvq::detail::smaller(wgmma_tile, range.end - first);
+            const wgmma_stage s = next_stage();
+            if (key && leads) {
+                const int position = part.cache.first_token + first,
+                          slices = static_cast<int>(__ballot_sync(0xffffffffu, page >= 0));
+                const tile_note note{position, count, slices,
+                                     a.cut(block, position, count, slices, sinks, wgmma_tile)};
+                if (lane == 0) note.store(s.note);
+            }
+            own_cells<format> cells(channel);
+            dequantize(cells, part.cache, first, count - place.rank * half_tile, page, s);
+            share(s);
+            page = next_page;
+            next_page = page_behind;
+        }
+    }
+    __device__ __forceinline__ void new_tokens() {
+        const new_range range = a.new_tokens(block, wgmma_tile);
+#pragma unroll 1
+        for (int first = range.begin(); first < range.end; first = range.behind(first, wgmma_tile)) {
+            const int count = kvq::detail::smaller(wgmma_tile, block.new_tokens - first),
+                      position = block.history + first;
+            const wgmma_stage s = next_stage();
+            if (key && warp == 0) {
+                const tile_note note{position, count, -1,
+                                     a.cut(block, position, count, -1, false, wgmma_tile)};
+                if (lane == 0) note.store(s.note);
+            }
+            copy_new_tile<Role, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
+                          key ? wgmma_tile : Dim>(key ? a.k : a.v, block.kv_head,
+                                                  block.start + first + place.rank * half_tile,
+                                                  count - place.rank * half_tile, own_half(s), warp, lane);
+            share(s);
+        }
+    }
+
+private:
+    /// Waits until consumers of both blocks have read what the next stage held.
+    __device__ __forceinline__ wgmma_stage next_stage() {
+        const wgmma_stage s = wgmma_stage::of(place, made % wgmma_stages, memory{});
+        barrier_wait(key ? s.free_keys : s.free_values,
+                     static_cast<std::uint32_t>(made / wgmma_stages + 1) & 1u);
+        ++made;
+        return s;
+    }
+    __device__ __forceinline__ std::uint32_t own_half(const wgmma_stage& s) const {
+        return (key ? s.keys : s.values) +
+               static_cast<std::uint32_t>(place.rank * (key ? half_tile : Dim) * 128);
+    }
+    __device__ __forceinline__ std::uint32_t slot(int i) const {
+        return place.tiles +
+               static_cast<std::uint32_t>(memory::slots_at +
+                                          ((key ? 0 : block_slots) + i % block_slots) * block_slot_bytes);
+    }
+    __device__ __forceinline__ std::uint32_t slot_barrier(int i) const {
+        return place.tiles + static_cast<std::uint32_t>(memory::slot_barriers +
+                                                        ((key ? 0 : block_slots) + i % block_slots) * 8);
+    }
+    /// Asks for this half's blocks of a tile. What its slot held was read before the last barrier of this role.
+    template <class Format>
+    __device__ __forceinline__ void ask(const cache_ref<Format>& cache, int page, int number) {
+        using blocks = blocks_in_slot<Role, Format>;
+        if constexpr (blocks::fit) {
+            constexpr int slices = kvq::detail::smaller(half_tile, Format::page_tokens) / slice_tokens;
+            const int own =
+                __shfl_sync(0xffffffffu, page, place.rank * (half_tile / slice_tokens) + lane * slices);
+            const bool held = lane < blocks::count && own >= 0;
+            const unsigned all = __ballot_sync(0xffffffffu, held);
+            const std::uint32_t to = slot(number), barrier = slot_barrier(number);
+            if (!key &&
+                __popc(all) !=
+                    blocks::count) {  // weights of tokens that are not held are 0: values must be finite
+#pragma unroll 1
+                for (int i = lane * 16; i < blocks::count * blocks::block_bytes; i += 512)
+                    if ((all >> i / blocks::block_bytes & 1u) == 0)
+                        store_shared_16(to + static_cast<std::uint32_t>(i), {0.0f, 0.0f, 0.0f, 0.0f});
+                publish_to_products();
+                __syncwarp();
+            }
+            if (lane == 0) barrier_expect(barrier, __popc(all) * blocks::block_bytes);
+            __syncwarp();
+            if (held)
+                copy_bulk(to + static_cast<std::uint32_t>(lane * blocks::block_bytes),
+                          cache.template block<Role>(own, block.kv_head), blocks::block_bytes, barrier);
+        }
+    }
+    template <class Cells, class Format>
+    __device__ __forceinline__ void dequantize(Cells& cells, const cache_ref<Format>& cache, int first,
+                                               int count, int page, const wgmma_stage& s) {
+        using blocks = blocks_in_slot<Role, Format>;
+        if constexpr (blocks::fit) {
+            barrier_wait(slot_barrier(read), static_cast<std::uint32_t>(read / block_slots) & 1u);
+            // Tokens are counted from the slot's first one.
+            dequantize_from(cells, blocks{slot(read)},
+                            {blocks::page_tokens == wgmma_tile ? place.rank * half_tile : 0, count, 0, 0}, s);
+            ++read;
+        } else {
+            const int own_page =
+                __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / slice_tokens));
+            dequantize_from(cells, blocks_in_memory<Role, Format>{cache, block.kv_head},
+                            tile_tokens::of(first + place.rank * half_tile, count,
+                                            lane < half_tile / slice_tokens ? own_page : -1),
+                            s);
+        }
+    }
+    template <class Cells, class Source>
+    __device__ __forceinline__ void dequantize_from(Cells& cells, const Source& source,
+                                                    const tile_tokens& half, const wgmma_stage& s) {
+        const std::uint32_t table =
+            place.tiles + static_cast<std::uint32_t>(memory::tables + (key ? warp * key_table_bytes
+                                                                           : role_warps * key_table_bytes +
+                                                                                 warp * value_table_bytes));
+        cells.fetch(source, half, warp, lane);
+        cells.store(source, own_half(s), half, table, warp, lane);
+    }
+    /// This half is there: the other block of the cluster gets a copy, and this one waits for the other half.
+    __device__ __forceinline__ void share(const wgmma_stage& s) const {
+        publish_to_products();
+        __syncwarp();
+        wait_at_barrier(key ? 1 : 2, role_warps * 32);
+        if (warp != role_warps - 1 || lane != 0) return;
+        constexpr int copies = key ? Dim / 64 : 1, bytes = half_tile * Dim * 2 / copies;
+        const std::uint32_t barrier = key ? s.full_keys : s.full_values, from = own_half(s);
+        const int other = place.rank ^ 1;
+        const std::uint32_t to = place_in(other, from), there = place_in(other, barrier);
+        barrier_expect(barrier, copies * bytes);
+#pragma unroll
+        for (int i = 0; i < copies; ++i) {
+            const auto behind = static_cast<std::uint32_t>(i * wgmma_tile * 128);
+            copy_bulk_to(to + behind, from + behind, bytes, there);
+        }
+    }
+};
+
+template <int Dim, bool Softcap, class Args>
+__device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block& block,
+                                              const wgmma_place& place, int tiles, int group) {
+    using memory = wgmma_memory<Dim>;
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    const int g = lane / 4, t = lane % 4;
+    const int own_row = place.rank * wgmma_rows + group * 64 + warp * 16 + g;  // and 8 rows further
+    std::uint32_t q =
+        operand_at(place.tiles + static_cast<std::uint32_t>(memory::query + group * 64 * Dim * 2));
+    // Positions of both rows.
+    int position[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+        position[r] = block.history + a.newest_of_row(block.first_row + own_row + 8 * r);
+
+    float o[Dim / 2], factor[2];
+    std::uint32_t p[wgmma_tile / 4] = {};
+    row_pair rows;
+    const float scale = Softcap ? 1.0f : a.scale;
+
+    // Every tile has its own scores: their registers would otherwise stay taken between tiles, which spills others.
+    using tile_scores = float[wgmma_tile / 2];
+    const auto ask_scores = [&](const wgmma_stage& stage, tile_scores& s) {
+        const std::uint32_t k = operand_at(stage.keys);
+        asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
+        products_begin();
+        static_for<Dim / 16>([&](auto step) {
+            constexpr int i = decltype(step)::value;
+            multiply_shared<i != 0>(s, operand(q, i / 4 * 64 * 128 + i % 4 * 32),
+                                    operand(k, i / 4 * wgmma_tile * 128 + i % 4 * 32));
+        });
+        products_commit();
+    };
+    const auto ask_output = [&](const wgmma_stage& stage) {
+        const std::uint32_t v = operand_at(stage.values);
+        products_begin();
+        static_for<wgmma_tile / 16>([&](auto step) {
+            constexpr int i = decltype(step)::value;
+            multiply_registers(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
+                               operand(v, i / 4 * Dim * 128 + i % 4 * 32));
+        });
+        products_commit();
+    };
+    const auto weigh = [&](const tile_note& note, tile_scores& s) {
+        mask_scores<Softcap>(a, block, note, position, t, s);
+        softmax_step(s, rows, factor, scale);
+    };
+    const auto pack = [&](const tile_scores& s) {
+#pragma unroll
+        for (int i = 0; i < wgmma_tile / 4; ++i) p[i] = pack_halves<float16>(s[2 * i], s[2 * i + 1]);
+    };
+    const auto wait_for_keys = [&](int tile) {
+        barrier_wait(wgmma_stage::of(place, tile % wgmma_stages, memory{}).full_keys,
+                     static_cast<std::uint32_t>(tile / wgmma_stages) & 1u);
+    };
+    const auto done_with = [&](std::uint32_t barrier) {  // both blocks write to this stage
+        __syncwarp();
+        if (lane < 2) barrier_arrive_cluster(place_in(lane, barrier));
+    };
+
+#pragma unroll
+    for (float& x : o) x = 0.0f;
+    if (tiles == 0) return finish_rows<Dim>(a, block, own_row, t, rows, scale, o);
+    {
+        const wgmma_stage first = wgmma_stage::of(place, 0, memory{});
+        wait_for_keys(0);
+        const tile_note note = tile_note::load(first.note);
+        tile_scores s;
+        ask_scores(first, s);
+        products_wait<0>();
+        products_there(s);
+        done_with(first.free_keys);
+        weigh(note, s);
+        pack(s);
+    }
+#pragma unroll 1
+    for (int tile = 1; tile < tiles; ++tile) {
+        const wgmma_stage now = wgmma_stage::of(place, tile % wgmma_stages, memory{}),
+                          before = wgmma_stage::of(place, (tile - 1) % wgmma_stages, memory{});
+        wait_for_keys(tile);
+        const tile_note note = tile_note::load(now.note);
+        tile_scores s;
+        ask_scores(now, s);
+        barrier_wait(before.full_values, static_cast<std::uint32_t>((tile - 1) / wgmma_stages) & 1u);
+        ask_output(before);
+        products_wait<1>();
+        products_there(s);
+        done_with(now.free_keys);
+        weigh(note, s);
+        products_there(s);
+        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), so that the
+        // softmax is over before the wait. The wait itself has no condition: all warps of a warpgroup must take the same one.
+        const bool raised = __any_sync(
+            0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f));
+        products_wait_behind<0>(raised);
+        products_there(o);
+        if (raised)
+#pragma unroll
+            for (int i = 0; i < Dim / 2; ++i) o[i] *= factor[i / 2 % 2];
+        done_with(before.free_values);
+        pack(s);
+    }
+    {
+        const wgmma_stage last = wgmma_stage::of(place, (tiles - 1) % wgmma_stages, memory{});
+        barrier_wait(last.full_values, static_cast<std::uint32_t>((tiles - 1) / wgmma_stages) & 1u);
+        ask_output(last);
+        products_wait<0>();
+        products_there(o);
+    }
+
+    finish_rows<Dim>(a, block, own_row, t, rows, scale, o);
+}
+
+#endif
+
+template <int Dim, bool Softcap, class Args>
+__global__ void __launch_bounds__(wgmma_threads, 1)
+    prefill_wgmma_kernel([[maybe_unused]] const __grid_constant__ Args a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using memory = wgmma_memory<Dim>;
+    // 1024: the swizzle of tiles. A name of its own, since one name has one alignment in a program.
+    extern __shared__ __align__(1024) std::byte swizzled_memory[];
+    std::byte* const shared = swizzled_memory;
+    const wgmma_place place{shared_address(shared), cluster_rank()};
+    const prefill_block block(a, prefill_rows<Dim>, static_cast<int>(blockIdx.x) / 2,
+                              static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
+    if (block.empty()) return;
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+    if (thread == 0) {
+        for (int i = 0; i < wgmma_stages; ++i) {
+            const wgmma_stage s = wgmma_stage::of(place, i, memory{});
+            barrier_init(s.full_keys, 1);
+            barrier_init(s.full_values, 1);
+            barrier_init(s.free_keys, 2 * consumer_warps);
+            barrier_init(s.free_values, 2 * consumer_warps);
+        }
+        for (int i = 0; i < 2 * block_slots; ++i)
+            barrier_init(place.tiles + static_cast<std::uint32_t>(memory::slot_barriers + i * 8), 1);
+    }
+    load_query_rows<Dim, 64>(a, block, place.rank * wgmma_rows, wgmma_rows, place.tiles + memory::query,
+                             thread, wgmma_threads);
+    publish_to_products();
+    __syncthreads();
+    cluster_wait();
+
+    if (warp < producer_warps) {
+        leave_registers<producer_registers>();
+        const auto produce = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
+            tile_producer<Role, Dim, Args> producer{a, block, place, warp % role_warps, lane};
+            each_part(a, [&](const auto& part) { producer.pages(part); });
+            producer.new_tokens();
+        };
+        if (warp < role_warps)
+            produce(std::integral_constant<tensor, tensor::key>{});
+        else
+            produce(std::integral_constant<tensor, tensor::value>{});
+    } else {
+        take_registers<consumer_registers>();
+        const int tiles = count_tiles(a, block, wgmma_tile);
+        consume_tiles<Dim, Softcap>(a, block, place, tiles, (warp - producer_warps) / 4);
+    }
+    cluster_wait();  // the other block may still write to this one's shared memory
+#endif
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -1,0 +1,75 @@
+// The numbers of one head of a page in shared memory, channel after channel: what encoders of whole blocks work on.
+//
+//   at[place - first place][slot - first slot]    floats; rows lie numbers_stride(slots) apart
+//
+// Rows start 4 banks apart, so that lanes that read four tokens each of neighbouring channels meet no conflict, nor do lanes that
+// read one token each of one channel.
+// Contract: numbers are those that the page dequantizes to; all threads of a block take part.
+#pragma once
+
+#include "../layout/block_access.cuh"
+#include "../layout/chunk.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
+
+KVQ_HD constexpr int numbers_stride(int slot_count) noexcept {
+    return kvq::detail::round_up(slot_count, 8) + 4;
+}
+
+/// Calls put(channel, token, x, n) with the first n of an array x of numbers: those of consecutive tokens of a channel.
+template <int Threads, tensor Role, class Format, class Put>
+__device__ __forceinline__ void visit_page(const cache_ref<Format>& cache, int page, int head,
+                                           const Put& put) {
+    using S = scheme_of<Role, Format>;
+    constexpr block_shape s = shape_of<Role, Format>;
+    const int thread = static_cast<int>(threadIdx.x);
+    if constexpr (full_precision<S>) {
+        // Words lie as threads do. Of values, a thread takes two neighbouring ones of a channel, if it can.
+        using T = typename S::value_type;
+        constexpr int per_word = value_layout<T>::values_per_word;
+        constexpr int per_row = value_layout<T>(s).tiles.words_per_row;
+        constexpr int slot_count = value_layout<T>(s).tiles.rows.padded_size(),
+                      height = tile_layout::tile_rows;
+        constexpr int words = Role == tensor::value && per_row % 2 == 0 ? 2 : 1, count = words * per_word;
+        const auto* const from = reinterpret_cast<const std::uint32_t*>(
+            static_cast<const std::byte*>(cache.template block<Role>(page, head)));
+#pragma unroll 4
+        for (int i = thread; i < slot_count * per_row / words; i += Threads) {
+            const int tile = i / (height * per_row / words), in_tile = i - tile * (height * per_row / words);
+            const int rows = slot_count % height == 0 ? height : smaller(height, slot_count - tile * height);
+            const int vector = in_tile / rows * words, row = in_tile % rows;
+            const std::uint32_t* const at = from + tile * height * per_row + vector * rows + row;
+            float x[count];
+#pragma unroll
+            for (int w = 0; w < words; ++w) {
+                const std::uint32_t word = at[w * rows];
+                if constexpr (per_word == 2) {
+                    x[2 * w] = unpack_half<T, 0>(word);
+                    x[2 * w + 1] = unpack_half<T, 1>(word);
+                } else {
+                    x[w] = __uint_as_float(word);
+                }
+            }
+            const int r = tile * height + row, col = vector * per_word;
+            if (slot_count != s.rows() && r >= s.rows()) continue;
+            if constexpr (Role == tensor::key) {
+#pragma unroll
+                for (int k = 0; k < count; ++k) {
+                    const float one[1] = {x[k]};
+                    if (s.cols() % count == 0 || col + k < s.cols()) put(col + k, r, one, 1);
+                }
+            } else {
+                put(r, col, x, s.cols() % count == 0 ? count : smaller(count, s.cols() - col));
+            }
+        }
+    } else {
+        for (int i = thread; i < s.tokens * s.dim; i += Threads) {
+            const int token = Role == tensor::key ? i % s.tokens : i / s.dim;
+            const int channel = Role == tensor::key ? i / s.tokens : i % s.dim;
+            const float x[1] = {read_value<Role>(cache, page, head, token, channel)};
+            put(channel, token, x, 1);
+        }
+    }
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
