@@ -18,6 +18,7 @@ if not path.endswith(".dox"):
         name = re.escape(path[path.rindex("/") + 1 : path.rindex(".")])
         text = re.sub(rf"(?<!\*/\n)^(?=(?:class|struct) {name} [^;]*\{{)", f"/** {brief} @details See {path[path.rindex('kvq/') :]}. */ ", text, 1, re.M)
         text = ("\n" if first[1] else "") + about + "\n" + text[first.end() :]
-    text = re.sub(r"kvq::inline (?:KVQ_TAGGED|v\d+_\d+)", "kvq", text)
+    text = re.sub(r"^namespace kvq \{ inline namespace \w+ \{", "namespace kvq {", text, flags=re.M)
+    text = re.sub(r"^\}(\}+)(?=  // namespace kvq)", r"\1", text, flags=re.M)
     text = re.sub(r"\bKVQ_TAGGED\b", "tagged", text)
 sys.stdout.write(text)

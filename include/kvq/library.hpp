@@ -18,7 +18,7 @@
 #include "library/callbacks.hpp"
 #include "library/handle.hpp"
 
-namespace kvq::inline KVQ_TAGGED::library {
+namespace kvq { inline namespace KVQ_TAGGED { namespace library {
 
 inline const char* version() noexcept { return kvq_version(); }
 inline int32_t abi_version() noexcept { return kvq_abi_version(); }
@@ -382,4 +382,4 @@ public:
     void trim(int64_t tokens) { call(kvq_ring_trim, tokens); }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::library
+}}}  // namespace kvq::library

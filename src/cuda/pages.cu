@@ -10,9 +10,7 @@ struct kvq_cuda_kernels : kvq::c::handle<kvq_cuda_kernels> {
     explicit kvq_cuda_kernels(const kvq::cuda::device_format& f) : format(f) {}
 };
 
-namespace kvq::c {
-
-namespace {
+namespace kvq::c { namespace {
 
 constexpr int sink_page_tokens = 16;  // of pages of sinks
 

@@ -20,9 +20,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace errors_tests {
-
-namespace {
+namespace errors_tests { namespace {
 
 /// The number of the next allocation on the heap that fails, counted from 0; negative: none.
 std::atomic<int> fail_at{-1};

@@ -14,7 +14,7 @@
 #include "../../src/cuda/pages.cu"
 #include "support.cuh"
 
-namespace kvq::inline v0_2 {
+namespace kvq { inline namespace v0_2 {
 /// A small library.
 const builtin_format* builtin_formats(std::size_t* count) {
     using kivi4 = kvq::kivi<4, 64>;
@@ -30,7 +30,7 @@ const builtin_format* builtin_formats(std::size_t* count) {
     *count = sizeof(all) / sizeof(all[0]);
     return all;
 }
-}  // namespace kvq::inline v0_2
+}}  // namespace kvq
 
 const device_formats& kvq::c::compiled_formats() {
     using of = named<64, 64>;

@@ -12,7 +12,8 @@ using test::append;
 using test::attention_bits;
 using test::contents;
 
-namespace {}  // namespace
+namespace {
+}  // namespace
 
 TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was when memory runs out", C,
                    KVQ_TEST_FEW_CACHES) {

@@ -10,11 +10,11 @@
 
 #include "random.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 inline std::ostream& operator<<(std::ostream& out, const block_shape& s) {
     return out << (s.role == tensor::key ? "key" : "value") << " block of " << s.tokens << " x " << s.dim;
 }
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq
 
 namespace test {
 

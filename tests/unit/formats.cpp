@@ -14,9 +14,7 @@
 using test::contains;
 using test::message_of;
 
-namespace formats_tests {
-
-namespace {
+namespace formats_tests { namespace {
 
 /// Holds state that dequantizing needs, and does not say which.
 struct shifted : kvq::affine<4> {

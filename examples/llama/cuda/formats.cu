@@ -6,8 +6,7 @@
 #define PAGE_TOKENS kvq::default_page_tokens
 #endif
 
-namespace llama::device {
-namespace {
+namespace llama::device { namespace {
 
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256 && PAGE_TOKENS % 32 == 0,
               "prompts have kernels for heads of a multiple of 32 channels, up to 256, and pages of a "

@@ -20,7 +20,7 @@
 #include "growing_buffers.hpp"
 #include "mlx_affine.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// A snapshot of the buffers, valid until they grow or shrink. T may be const.
 template <class T>
@@ -288,4 +288,4 @@ contiguous_view<T> append_from(contiguous_cache<T>& to, const sequence& s, int l
     return to.commit(n);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -11,7 +11,7 @@
 #include "../core/error.hpp"
 #include "../core/token_view.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 template <class T>
@@ -51,4 +51,4 @@ auto tokens_of(Derived&& matrix, int heads) {
                          static_cast<int>(features) / heads, matrix.outerStride(), features / heads);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

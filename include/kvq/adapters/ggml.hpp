@@ -20,7 +20,7 @@
 #include "../core/team.hpp"
 #include "sequence_table.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class ggml_memory {
 public:
@@ -146,4 +146,4 @@ private:
     std::deque<node> nodes_;  // [layers]; graphs point to them
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -15,7 +15,7 @@
 #include "../core/resource_vector.hpp"
 #include "../core/shape.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// value_dim = 0 means "as head_dim".
 struct contiguous_shape {
@@ -142,4 +142,4 @@ private:
 };
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

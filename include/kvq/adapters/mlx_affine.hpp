@@ -20,7 +20,7 @@
 #include "../core/error.hpp"
 #include "../core/rounding.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// The MLX device whose rounding is used.
 enum class mlx_device : unsigned char { cpu, gpu };
@@ -111,4 +111,4 @@ void mlx_dequantize(const mlx_format& format, int dim, const std::uint32_t* word
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

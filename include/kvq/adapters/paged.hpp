@@ -20,7 +20,7 @@
 
 #include "../cache/sequence.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// T may be const. Strides count elements; channels are contiguous.
 template <class T>
@@ -187,4 +187,4 @@ void write_slots(const sequence& s, int layer, int first, std::span<const std::i
     detail::write_slots(s, layer, first, mapping, keys, values);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

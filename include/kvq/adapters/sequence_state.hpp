@@ -14,7 +14,7 @@
 #include "../io/page_transfer.hpp"
 #include "sequence_table.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct state_options {
     bool copies = true;  ///< with the 16-bit copies of quantized pages, as save_options::copies
@@ -186,4 +186,4 @@ void read_state(sequence_table& table, Source&& source, int id = -1) {
     sequence_table::access::read(table, source, id);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -22,7 +22,7 @@
 #include "../cache/rearrange.hpp"
 #include "../cache/reserve.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// The tokens of a step, as rows of its tensors.
 struct token_batch {
@@ -515,4 +515,4 @@ private:
     int step_tokens_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -24,7 +24,7 @@
 #include "softmax_state.hpp"
 #include "tile_sessions.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// Attention of one layer, ready to run its tasks.
 class attention {
@@ -597,4 +597,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -13,7 +13,7 @@
 #include "../core/executor.hpp"
 #include "attend.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// Attention of one sequence of a batch: its pages, its queries, its outputs.
 struct attention_item {
@@ -211,4 +211,4 @@ private:
     std::size_t place_bytes_ = 0, partial_bytes_ = 0, choice_bytes_ = 0, scratch_bytes_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

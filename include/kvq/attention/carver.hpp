@@ -7,7 +7,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// Cuts a buffer into aligned parts. Without a buffer it only counts bytes.
 class carver {
@@ -26,4 +26,4 @@ private:
     std::size_t used_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

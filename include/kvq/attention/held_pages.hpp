@@ -15,7 +15,7 @@
 #include "../page/layer_pages.hpp"
 #include "carver.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 struct held_pages {
     struct one {
@@ -126,4 +126,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

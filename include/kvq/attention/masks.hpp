@@ -18,7 +18,7 @@
 
 #include "mods.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// A query attends to itself and all tokens before it.
 struct causal {
@@ -217,4 +217,4 @@ struct leading_keys {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -14,7 +14,7 @@
 #include "../core/error.hpp"
 #include "softmax_state.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Attention of some rows (queries times heads) over some keys.
 struct partial_output {
@@ -41,4 +41,4 @@ inline void merge_partials(std::span<const partial_output> parts, int rows, int 
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

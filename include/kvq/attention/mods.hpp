@@ -31,7 +31,7 @@
 #include "../core/error.hpp"
 #include "selection.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// What the queries of a block see of a page. The smaller one of two is the answer of both masks together.
 enum class page_visibility {
@@ -381,4 +381,4 @@ private:
     void (*score_row_)(const void*, float*, int, int, int, int, float) = nullptr;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -12,7 +12,7 @@
 #include "mods.hpp"
 #include "plan.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 struct page_choice {
     static constexpr float always =
@@ -158,4 +158,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -16,7 +16,7 @@
 #include "../page/layer_pages.hpp"
 #include "held_pages.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 inline constexpr int most_query_rows = 128;   // of any backend
 inline constexpr int attention_chunk = 2048;  // keys per softmax state, about
@@ -190,4 +190,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -11,7 +11,7 @@
 #include "../core/float_type.hpp"
 #include "../core/token_view.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -125,4 +125,4 @@ private:
     std::ptrdiff_t lse_stride_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -13,7 +13,7 @@
 #include "../core/token_view.hpp"
 #include "masks.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; q and out: the last q.tokens of these n tokens, or any number of queries
 /// without positions. Zeros for a query that sees no key.
@@ -65,4 +65,4 @@ void reference_attend(const token_view<const float>& k, const token_view<const f
         }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -19,7 +19,7 @@
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Which channels are the pairs of a rotation of `dims` channels.
 enum class rotary_layout : unsigned char {
@@ -267,4 +267,4 @@ void expect_shift(const rotation_table& rotations, std::int64_t shift, const Key
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -15,7 +15,7 @@
 
 #include "mods.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// scores * value
 struct score_scale {
@@ -93,4 +93,4 @@ struct learned_sinks {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -16,7 +16,7 @@
 
 #include "../core/error.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Tokens [begin, end) of a sequence.
 struct token_range {
@@ -77,4 +77,4 @@ struct skipped_values {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

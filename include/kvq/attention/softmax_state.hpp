@@ -12,7 +12,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct softmax_state {
     float max = -std::numeric_limits<float>::infinity();
@@ -68,4 +68,4 @@ struct softmax_state {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -5,7 +5,7 @@
 
 #include "../format/format_table.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// Opens the tile state of the backend that has one, and closes it at the end.
 class tile_sessions {
@@ -30,4 +30,4 @@ private:
     alignas(64) std::byte state_[backend_functions::tile_state_bytes];
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

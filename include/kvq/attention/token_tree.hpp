@@ -14,7 +14,7 @@
 
 #include "mods.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class token_tree {
 public:
@@ -76,4 +76,4 @@ private:
     std::array<std::uint64_t, most_tokens> ancestors_{};
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

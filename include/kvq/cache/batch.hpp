@@ -14,7 +14,7 @@
 #include "../attention/score_modifiers.hpp"
 #include "../attention/token_tree.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class sequence;
 
@@ -43,4 +43,4 @@ struct step_request {
     std::optional<mods_view> mods = {};  ///< as in attention_request
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

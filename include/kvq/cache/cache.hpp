@@ -19,7 +19,7 @@
 #include "options.hpp"
 #include "requantize_request.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class sequence;
 class page_list;
@@ -243,4 +243,4 @@ private:
     page_pool pool_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

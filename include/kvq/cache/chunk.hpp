@@ -20,7 +20,7 @@
 #include "page_stock.hpp"
 #include "window.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// When the pages of a chunk are quantized.
 enum class chunk_pages : bool {
@@ -394,4 +394,4 @@ private:
     int jobs_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -26,7 +26,7 @@
 #include "../page/page.hpp"
 #include "../quant/quantize_group.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// Fills block `h` of `to`, in the format of `to`, with the values of `from`. Returns the number of values that it found not finite.
 /// scratch: shape.values() floats of one block. Blocks may be filled on several threads. A 16-bit page must be zero: odd rows and columns
@@ -66,4 +66,4 @@ inline void convert_page(const format_table& table, const cache_shape& shape, in
     to.not_finite = larger(from.not_finite, found);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -14,7 +14,7 @@
 
 #include "chunk.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 inline constexpr int most_drafted = page_geometry::most_drafted;
 static_assert(most_drafted == token_tree::most_tokens);
@@ -193,4 +193,4 @@ private:
     resource_vector<std::byte> rows_[2];  // K, V: one draft
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -18,7 +18,7 @@
 #include "../core/shape.hpp"
 #include "options.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 struct layer_track {
     int tokens = 0;
@@ -228,4 +228,4 @@ struct layer_track {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

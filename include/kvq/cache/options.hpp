@@ -12,7 +12,7 @@
 #include "../format/format.hpp"
 #include "../page/layer_pages.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Indices of the listed formats to which a layer's pages are quantized, 0-based in cache_options::keys and values.
 struct layer_format {
@@ -52,4 +52,4 @@ constexpr std::size_t table_capacity(std::size_t n) noexcept {
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -13,7 +13,7 @@
 
 #include "sequence.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Two pages that hold keys and values of the same tokens of a layer: kv_heads blocks each, one after the other, at addresses that are
 /// multiples of 16.
@@ -100,4 +100,4 @@ private:
     resource_vector<page_span> spans_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

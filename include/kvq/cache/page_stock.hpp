@@ -16,7 +16,7 @@
 #include "../page/layer_pages.hpp"
 #include "options.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 class page_stock {
 public:
@@ -155,4 +155,4 @@ private:
     std::size_t commits_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

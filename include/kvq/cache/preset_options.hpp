@@ -7,7 +7,7 @@
 
 #include "options.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// 4 sinks, at least `recent` tokens in 16 bit, pages of default_page_tokens.
 /// With less than 32 recent tokens the error grows more than the bytes shrink.
@@ -37,4 +37,4 @@ inline cache_options protect_layers(int layers, int protect, cache_options optio
     return options;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

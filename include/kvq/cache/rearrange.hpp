@@ -17,7 +17,7 @@
 
 #include "sequence.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -217,4 +217,4 @@ inline void sequence::splice(const sequence& other, int first, int last) {
                       });
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

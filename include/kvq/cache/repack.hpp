@@ -17,7 +17,7 @@
 
 #include "chunk.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 class repacker {
 public:
@@ -262,4 +262,4 @@ private:
     resource_vector<group> groups_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

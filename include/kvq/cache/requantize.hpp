@@ -21,7 +21,7 @@
 #include "convert.hpp"
 #include "sequence.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -402,4 +402,4 @@ inline requantize_report cache::requantize(std::span<sequence* const> sequences,
         .run(limit, executor.concurrency(), &executor, &space);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

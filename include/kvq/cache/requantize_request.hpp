@@ -13,7 +13,7 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Pages to change, and their new formats.
 struct requantize_request {
@@ -45,4 +45,4 @@ struct requantize_report {
     std::size_t workspace = 0;     ///< scratch for the duration of the call, not in the pool
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

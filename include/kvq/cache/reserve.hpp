@@ -9,7 +9,7 @@
 
 #include "sequence.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 inline void sequence::reserve_step(int n) {
     detail::page_stock fresh(memory());
@@ -82,4 +82,4 @@ inline void cache::reserve(std::span<const step_request> batch, int q_heads, int
     all.done = true;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -27,7 +27,7 @@
 #include "repack.hpp"
 #include "usage_report.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 struct sequence_access;
@@ -545,4 +545,4 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
         if (r.sequence->staged_) r.sequence->staged_->commit();
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -18,7 +18,7 @@
 
 #include "requantize.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// One format of the ladder, and the age from which it applies.
 struct tier {
@@ -174,4 +174,4 @@ inline step_down_report step_down(cache& of, sequence& s, const step_down_policy
     return step_down(of, std::span<sequence* const>(&one, 1), policy);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -11,7 +11,7 @@
 
 #include "sequence.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Pages of one layer and tensor that are in one format. Format 0 is the window: sinks, recent tokens, pages not yet quantized.
 struct usage_row {
@@ -70,4 +70,4 @@ struct usage_row {
     return rows;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

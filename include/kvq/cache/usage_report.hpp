@@ -6,7 +6,7 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Bytes held by a sequence. Shared pages count in every sequence that holds them (the pool counts them once).
 struct usage_report {
@@ -24,4 +24,4 @@ struct usage_report {
         0;  ///< tokens that cuts quantized once more, summed over layers, since the sequence was made or restored
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

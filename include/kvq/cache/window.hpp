@@ -13,7 +13,7 @@
 #include "../page/page.hpp"
 #include "../schemes/full.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// Adds to page::not_finite; on several threads.
 inline void add_not_finite(page& p, std::uint32_t n) noexcept {
@@ -145,4 +145,4 @@ inline void rotate_tokens(float_type window, page& p, const rotation& rotate, st
     });
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -10,7 +10,7 @@
 
 #include "error.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// The most bytes of an allocation.
 inline constexpr std::size_t most_bytes = PTRDIFF_MAX;
@@ -36,4 +36,4 @@ inline void* allocate_bytes(std::pmr::memory_resource& memory, std::size_t bytes
     return memory.allocate(bytes, alignment);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -11,7 +11,7 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 template <class To, class From>
 KVQ_HD constexpr To bit_cast(const From& from) noexcept {
@@ -66,4 +66,4 @@ KVQ_INLINE void prefetch([[maybe_unused]] const void* p) noexcept {
 #endif
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -23,7 +23,7 @@
 
 #include "text.hpp"
 
-namespace kvq::inline v0_2 {
+namespace kvq { inline namespace v0_2 {
 
 /// What kvq raises: an argument_error or out_of_memory. It has no virtual functions: a type with two tables of them would have a
 /// destructor with vector instructions, which objects of several instruction sets share.
@@ -93,9 +93,9 @@ inline error_handler& current_error_handler() noexcept {
     return handler;
 }
 
-}  // namespace kvq::inline v0_2
+}}  // namespace kvq
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 template <class Error, class... Args>
 [[noreturn]] inline void raise(Args&&... args) {
@@ -129,4 +129,4 @@ constexpr void expect(bool condition, const Parts&... parts) {
         fail(parts...);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -17,7 +17,7 @@
 #include "error.hpp"
 #include "task_marks.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class E>
 concept executor = requires(E& e, void (*f)(int)) {
@@ -76,4 +76,4 @@ private:
     void (*run_)(void*, int, void*, void (*)(void*, int));
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

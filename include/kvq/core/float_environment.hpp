@@ -9,7 +9,7 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 class default_arithmetic {
 public:
@@ -50,4 +50,4 @@ private:
     control saved_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

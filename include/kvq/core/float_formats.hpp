@@ -15,7 +15,7 @@
 
 #include "bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct float16 {
     std::uint16_t bits = 0;
@@ -170,4 +170,4 @@ KVQ_HD constexpr T round_up_to(float x) noexcept {
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -6,13 +6,13 @@
 
 #include "float_formats.hpp"
 
-namespace kvq::inline v0_2 {
+namespace kvq { inline namespace v0_2 {
 
 enum class float_type : unsigned char { fp32, fp16, bf16 };
 
-}  // namespace kvq::inline v0_2
+}}  // namespace kvq
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <float_format T>
 inline constexpr float_type float_type_of = std::same_as<T, float>     ? float_type::fp32
@@ -33,4 +33,4 @@ constexpr decltype(auto) visit_float_type(float_type type, F&& f) {
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

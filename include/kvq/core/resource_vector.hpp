@@ -12,7 +12,7 @@
 
 #include "allocate.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// What a resource_vector takes its memory with. A copy of a vector takes it from the default resource, as with std::pmr::vector.
 template <class T>
@@ -44,4 +44,4 @@ private:
 template <class T>
 using resource_vector = std::vector<T, resource_allocator<T>>;
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

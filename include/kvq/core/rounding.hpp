@@ -12,7 +12,7 @@
 
 #include "float_formats.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// a*b rounded on its own: never fused with a following sum. (Two floats multiplied in double: exact, nothing to round.)
 template <std::floating_point T>
@@ -96,12 +96,12 @@ KVQ_HD KVQ_INLINE constexpr float affine_value(int code, float scale, float bias
     return rounded_product(scale, static_cast<float>(code)) + bias;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// For your own schemes: rounded_product(a, b) is the product of two floats or doubles, rounded to nearest. No compiler fuses it with
 /// a sum that follows, so the scheme gives the same bits on every platform.
 using detail::rounded_product;
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

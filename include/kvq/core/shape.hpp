@@ -12,7 +12,7 @@
 
 #include "error.hpp"
 
-namespace kvq::inline v0_2 {
+namespace kvq { inline namespace v0_2 {
 
 /// One of the two tensors.
 enum class tensor : unsigned char { key, value };
@@ -52,9 +52,9 @@ struct block_id {
     int head = 0;
 };
 
-}  // namespace kvq::inline v0_2
+}}  // namespace kvq
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 // With these limits the bytes of a page of 65536 tokens do not overflow.
 inline constexpr int most_heads = 1 << 16, most_head_dim = 1 << 20;
@@ -78,4 +78,4 @@ inline void check_page(int tokens, int dim) {
            " channels is too large: tokens times channels must not be more than ", most_block_values);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

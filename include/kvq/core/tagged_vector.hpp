@@ -14,7 +14,7 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 template <class T>
 struct tagged_allocator {
@@ -41,4 +41,4 @@ struct tagged_allocator {
 template <class T>
 using tagged_vector = std::vector<T, tagged_allocator<T>>;
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

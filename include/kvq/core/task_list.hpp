@@ -15,7 +15,7 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// Catches errors of tasks on other threads; raise() rethrows the first one on the caller's thread.
 class task_errors {
@@ -137,4 +137,4 @@ private:
     std::uint64_t lists_ = 0;  // guarded by busy_
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -15,7 +15,7 @@
 
 #include "text.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 class task_marks {
 public:
@@ -74,4 +74,4 @@ private:
     std::atomic<int> again_{-1}, outside_{none};
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

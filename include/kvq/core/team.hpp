@@ -20,7 +20,7 @@
 #include "executor.hpp"
 #include "task_list.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class team {
 public:
@@ -92,4 +92,4 @@ private:
     std::exception_ptr error_;                           // of the thread that runs the operation
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

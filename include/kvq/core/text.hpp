@@ -12,7 +12,7 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class short_text {
 public:
@@ -68,4 +68,4 @@ private:
     char data_[room + 1] = {};
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

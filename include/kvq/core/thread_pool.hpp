@@ -20,7 +20,7 @@
 #include "executor.hpp"
 #include "task_list.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class thread_pool {
 public:
@@ -73,4 +73,4 @@ private:
     helpers helpers_{tasks_};
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

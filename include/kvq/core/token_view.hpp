@@ -9,7 +9,7 @@
 
 #include "float_formats.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class T>
 struct token_view {
@@ -54,4 +54,4 @@ struct token_view {
 template <class T>
 token_view(T*, int, int, int) -> token_view<T>;
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -9,7 +9,7 @@
 
 #include "allocate.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// A buffer that only grows. Not for use by two attention calls at once.
 class workspace {
@@ -48,4 +48,4 @@ private:
     std::size_t size_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

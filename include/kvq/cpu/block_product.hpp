@@ -16,7 +16,7 @@
 #include "product/segment_product.hpp"
 #include "window/word_product.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Blocks that are multiplied directly, or dequantized first.
 struct float_plan {
@@ -187,4 +187,4 @@ private:
     std::size_t block_bytes_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -7,7 +7,7 @@
 
 #include "../schemes/scheme.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 inline constexpr int most_channels = 256;  // also of tokens
 
@@ -48,4 +48,4 @@ void channel_order(const Scheme& scheme, const block_shape& shape, block_id id, 
     for (int c = 0; c < shape.dim; ++c) order[c] = static_cast<int>(channels[c]);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

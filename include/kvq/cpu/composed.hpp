@@ -8,7 +8,7 @@
 
 #include "../schemes/scheme.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class S>
 inline constexpr bool is_composed = false;
@@ -41,4 +41,4 @@ struct parameter_sections {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -11,7 +11,7 @@
 
 #include "../core/rounding.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct plain_lanes {
     static constexpr int width = 8;
@@ -359,4 +359,4 @@ struct plain_lanes {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -25,7 +25,7 @@
 #include "../schemes/full.hpp"
 #include "plain_lanes.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct scalar : detail::plain_loads {
     using lanes = plain_lanes;
@@ -82,4 +82,4 @@ struct scalar : detail::plain_loads {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

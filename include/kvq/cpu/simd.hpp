@@ -19,7 +19,7 @@
 #include "transformed.hpp"
 #include "window/tokens.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace kernels {
 
@@ -247,4 +247,4 @@ template <class Pair>
     return make_formats<Pair, simd<>>();
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -12,7 +12,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// 2^x for x <= 0. NaN stays NaN, whatever Lanes::larger makes of it.
 template <class Lanes>
@@ -102,4 +102,4 @@ void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

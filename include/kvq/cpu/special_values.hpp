@@ -11,7 +11,7 @@
 
 #include "../core/float_formats.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes, float_format T>
 struct special_values {
@@ -52,4 +52,4 @@ bool all_finite(const float* x, std::size_t n) {
     return !special::any(seen);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

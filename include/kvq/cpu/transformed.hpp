@@ -10,7 +10,7 @@
 #include "quantize/quantize_channels.hpp"
 #include "special_values.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class S>
 inline constexpr bool is_transformed = false;
@@ -70,4 +70,4 @@ void round_tokens(const block_shape& shape, const float* values, T* out, std::pt
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -18,7 +18,7 @@
 
 #include "../cache/reserve.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// What an engine asks of a cache.
 struct budget_use {
@@ -224,4 +224,4 @@ private:
     return bytes * static_cast<std::size_t>(use.sequences);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

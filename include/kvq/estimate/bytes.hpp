@@ -9,7 +9,7 @@
 #include "../format/format.hpp"
 #include "../schemes/full.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Bytes of quantized K and V per token over all layers and kv heads: the cost of a long context per token.
 /// (Page headers, 16-bit window and unfinished pages: estimate/footprint.hpp.)
@@ -31,4 +31,4 @@ template <kv_scheme Scheme>
 
 static_assert(bits_per_value<full<float16>>({tensor::key, 64, 128}) == 16.0);
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

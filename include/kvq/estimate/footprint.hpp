@@ -16,7 +16,7 @@
 
 #include "../cache/step_down.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Calls on the cache: for the attention workspace, and for the temporary bytes of prefill().
 struct attention_use {
@@ -195,4 +195,4 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     return low;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -23,7 +23,7 @@
 #include "../core/text.hpp"
 #include "format.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -163,4 +163,4 @@ private:
     return format(new detail::bounded_record(f));
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -8,7 +8,7 @@
 
 #include "format.hpp"
 
-namespace kvq::inline v0_2 {
+namespace kvq { inline namespace v0_2 {
 
 struct builtin_format {
     const char* name;
@@ -22,4 +22,4 @@ struct builtin_format {
 /// The formats for the best instructions of this CPU. The list lives as long as the program.
 KVQ_EXPORT const builtin_format* builtin_formats(std::size_t* count);
 
-}  // namespace kvq::inline v0_2
+}}  // namespace kvq

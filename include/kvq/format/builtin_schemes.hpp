@@ -16,7 +16,7 @@
 #include "builtin_format.hpp"
 #include "make_format.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 template <class Backend, class Scheme>
 format make_builtin(int group, const std::byte* statistics, std::size_t bytes) {
@@ -106,4 +106,4 @@ void add_builtin_part(builtin_list& list) {
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

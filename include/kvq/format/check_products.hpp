@@ -17,7 +17,7 @@
 #include "../core/workspace.hpp"
 #include "format_names.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// what: "key format 2".
 inline void check_products(const format& f, const block_shape& shape, const std::string& what) {
@@ -77,4 +77,4 @@ inline void check_products(const format& f, const block_shape& shape, const std:
         " %: dequantize() must agree with codes, zero_code, fold() and the parameters, behind its transform");
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -6,7 +6,7 @@
 #include "../cpu/simd.hpp"
 #include "builtin_schemes.hpp"
 
-namespace kvq::inline v0_2 {
+namespace kvq { inline namespace v0_2 {
 
 const builtin_format* builtin_formats(std::size_t* count) {
     static const auto all = [] {
@@ -21,4 +21,4 @@ const builtin_format* builtin_formats(std::size_t* count) {
     return all.data();
 }
 
-}  // namespace kvq::inline v0_2
+}}  // namespace kvq

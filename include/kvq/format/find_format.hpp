@@ -22,7 +22,7 @@
 #include "bounds.hpp"
 #include "builtin_format.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -129,4 +129,4 @@ void for_each_format(F&& f) {
     return preset_options({find_format(name, tensor::key), find_format(name, tensor::value)}, recent);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

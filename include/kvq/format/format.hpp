@@ -19,7 +19,7 @@
 #include "../core/float_type.hpp"
 #include "../core/shape.hpp"
 
-namespace kvq::inline v0_2 {
+namespace kvq { inline namespace v0_2 {
 
 class format;
 
@@ -224,9 +224,9 @@ private:
     format_record* record_ = nullptr;
 };
 
-}  // namespace kvq::inline v0_2
+}}  // namespace kvq
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// K and V of a scheme that is a pair, such as kivi<4> or a preset.
 struct format_pair {
@@ -252,4 +252,4 @@ private:
     std::vector<format> formats_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -15,7 +15,7 @@
 
 #include "format.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -84,4 +84,4 @@ inline std::string with_scheme(const std::string& name, const std::string& schem
     return names.empty() ? scheme : detail::with_scheme(all, scheme);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

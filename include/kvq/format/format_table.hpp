@@ -9,7 +9,7 @@
 #include "check_products.hpp"
 #include "format_names.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 class format_table {
 public:
@@ -84,4 +84,4 @@ inline void check_backends(const format_table& keys, const format_table& values,
 
 inline const char* name_of(tensor role) noexcept { return role == tensor::key ? "key" : "value"; }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

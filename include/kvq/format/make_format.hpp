@@ -19,7 +19,7 @@
 #include "../schemes/checked_scheme.hpp"
 #include "format.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -296,4 +296,4 @@ const format& fp16_format() {
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -14,7 +14,7 @@
 #include "../core/error.hpp"
 #include "checksum.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class S>
 concept byte_sink = requires(S& write, const void* data, std::size_t bytes) {
@@ -62,4 +62,4 @@ private:
 };
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

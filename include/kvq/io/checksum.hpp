@@ -14,7 +14,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -70,4 +70,4 @@ private:
     std::uint32_t state_ = ~std::uint32_t{0};
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

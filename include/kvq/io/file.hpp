@@ -13,7 +13,7 @@
 #include "restore.hpp"
 #include "save.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -86,4 +86,4 @@ inline void save(const sequence& s, const std::string& path, const save_options&
     return s;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -18,7 +18,7 @@
 #include "page_wire.hpp"
 #include "written_pages.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -338,4 +338,4 @@ private:
     bool says_all_ = true;  // which spans share a page
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -36,7 +36,7 @@
 #include "page_kind.hpp"
 #include "scheme_identity.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// A page and its header.
 struct page_message {
@@ -279,4 +279,4 @@ page_message read_page(Source&& read, std::vector<std::byte>& storage) {
     return m;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -15,7 +15,7 @@
 #include "../cache/sequence.hpp"
 #include "saved_index.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct restore_options {
     std::string model = {};  ///< required save_options::model; empty: any
@@ -315,4 +315,4 @@ template <byte_source Source>
     return detail::sequence_reader<std::remove_reference_t<Source>>(of, read, options).run();
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -20,7 +20,7 @@
 
 #include "byte_stream.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct safetensors_tensor {
     std::string name;
@@ -273,4 +273,4 @@ safetensors_header read_safetensors_header(Source&& read) {
     return detail::read_header(source);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

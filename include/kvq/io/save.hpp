@@ -11,7 +11,7 @@
 #include "saved_sequence.hpp"
 #include "written_pages.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct save_options {
     std::string model = {};  ///< model of these tokens: any text by which the engine recognizes it
@@ -174,4 +174,4 @@ void save(const sequence& s, Sink&& write, const save_options& options = {}) {
     return sum;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -9,7 +9,7 @@
 #include "../cache/layer_track.hpp"
 #include "saved_sequence.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// K or V of one layer in the file.
 struct saved_table {
@@ -251,4 +251,4 @@ private:
     std::vector<saved_layer> layers_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -21,7 +21,7 @@
 #include "safetensors.hpp"
 #include "scheme_identity.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 inline constexpr const char* saved_format_name = "kvq sequence";
 /// Changes whenever a reader of the version before would misread the file, page bytes included.
@@ -200,4 +200,4 @@ public:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -16,7 +16,7 @@
 #include "../attention/rotary.hpp"
 #include "../format/format_table.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct scheme_identity {
     std::string name;
@@ -86,4 +86,4 @@ inline int index_of_identity(const format_table& table, const scheme_identity& i
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

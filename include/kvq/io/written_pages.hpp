@@ -15,7 +15,7 @@
 #include "../cache/window.hpp"
 #include "page_kind.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// What of every page is written: of one layer and tensor, or of several sequences that share pages.
 class page_extents {
@@ -91,4 +91,4 @@ private:
     std::vector<std::array<int, 2>> spans_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -15,7 +15,7 @@
 
 #include "handle.hpp"
 
-namespace kvq::inline KVQ_TAGGED::library {
+namespace kvq { inline namespace KVQ_TAGGED { namespace library {
 
 namespace detail {
 
@@ -233,4 +233,4 @@ kvq_rotary rotated_by(const F& f) noexcept {
 template <class F>
 kvq_rotary rotated_by(const F&&) = delete;
 
-}  // namespace kvq::inline KVQ_TAGGED::library
+}}}  // namespace kvq::library

@@ -16,7 +16,7 @@
 #include "../core/error.hpp"
 #include "../kvq.h"
 
-namespace kvq::inline v0_2 {
+namespace kvq { inline namespace v0_2 {
 
 /// What a function of the compiled library reported.
 class library_error : public argument_error {
@@ -29,9 +29,9 @@ private:
     kvq_status status_;
 };
 
-}  // namespace kvq::inline v0_2
+}}  // namespace kvq
 
-namespace kvq::inline KVQ_TAGGED::library {
+namespace kvq { inline namespace KVQ_TAGGED { namespace library {
 
 namespace detail {
 
@@ -121,4 +121,4 @@ struct initialized : Struct {
     initialized() noexcept : Struct{} { KVQ_INIT(static_cast<Struct&>(*this)); }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::library
+}}}  // namespace kvq::library

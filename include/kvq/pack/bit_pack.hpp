@@ -9,7 +9,7 @@
 
 #include "code_layout.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Byte (counted from the start of the block) of `plane`'s bits of the code at (row, col).
 template <int Bits>
@@ -52,4 +52,4 @@ KVQ_HD constexpr unsigned unpack_code(const code_layout<Bits>& layout, const Byt
     return code;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

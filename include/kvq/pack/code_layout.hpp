@@ -10,7 +10,7 @@
 
 #include "tile_layout.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// The planes of a code of `Bits` bits.
 template <int Bits>
@@ -68,4 +68,4 @@ struct code_layout {
     KVQ_HD constexpr std::size_t bytes() const noexcept { return tiles.words() * 4; }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -15,7 +15,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// An axis of `size` elements cut into groups of `group`; every group is padded to a multiple of 4 slots.
 /// The counts are stored instead of divided at each call: kernels read them once per block.
@@ -79,4 +79,4 @@ struct tile_layout {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -6,7 +6,7 @@
 #include "../core/shape.hpp"
 #include "tile_layout.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class T>
 struct value_layout {
@@ -26,4 +26,4 @@ struct value_layout {
     KVQ_HD constexpr std::size_t bytes() const noexcept { return tiles.words() * 4; }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

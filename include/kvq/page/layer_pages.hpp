@@ -16,7 +16,7 @@
 
 #include "page.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Division of tokens into pages in a layer without cuts.
 struct page_geometry {
@@ -115,4 +115,4 @@ struct layer_pages {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

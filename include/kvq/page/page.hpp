@@ -20,7 +20,7 @@
 #include "../core/error.hpp"
 #include "page_arena.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class page_pool;
 
@@ -162,4 +162,4 @@ inline void page_ref::release() noexcept {
     if (page_ && page_->references.fetch_sub(1, std::memory_order_acq_rel) == 1) page_->pool->free(page_);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

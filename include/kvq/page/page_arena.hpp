@@ -15,7 +15,7 @@
 #include "../core/allocate.hpp"
 #include "../core/bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 class page_arena {
 public:
@@ -91,4 +91,4 @@ private:
     mutable std::mutex mutex_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -8,7 +8,7 @@
 
 #include "../cache/sequence.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// How often the entries of a store hold each page, and the bytes of these pages.
 class page_counts {
@@ -67,4 +67,4 @@ private:
     std::size_t bytes_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

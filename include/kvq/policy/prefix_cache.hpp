@@ -42,7 +42,7 @@
 #include "page_counts.hpp"
 #include "radix_tree.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct prefix_cache_options {
     std::size_t byte_limit = (std::numeric_limits<std::size_t>::max)();  ///< for the pages that entries hold
@@ -455,4 +455,4 @@ private:
     prefix_cache_statistics statistics_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -23,7 +23,7 @@
 #include "../io/file.hpp"
 #include "prefix_cache.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct prefix_tier_options {
     prefix_cache_options memory = {};  ///< `evicted` is the store's own
@@ -336,4 +336,4 @@ private:
     prefix_cache memory_;  // last: its hook uses the others
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -19,7 +19,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 using token_id = std::int32_t;
 /// Token ids in the caller's memory, not owned.
@@ -225,4 +225,4 @@ private:
     std::size_t nodes_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -25,7 +25,7 @@
 
 #include "../cache/reserve.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Where the rotary embedding sees the sinks of a ring.
 enum class sink_positions : bool {
@@ -222,4 +222,4 @@ private:
     std::int64_t dropped_ = 0;  // tokens behind the sinks
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

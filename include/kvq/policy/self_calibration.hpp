@@ -26,7 +26,7 @@
 #include "../cache/requantize.hpp"
 #include "../quant/calibration.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Adds the keys of tokens [first, first + n) of one layer of a sequence to statistics of the same shape: x^ of its pages, the rows
 /// themselves where they are 16 bit. Raises kvq::error for tokens that it does not hold. O(n * kv_heads * head_dim)
@@ -144,4 +144,4 @@ private:
     bool done_ = false;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -13,7 +13,7 @@
 
 #include "../core/rounding.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Scale and bias as stored.
 template <class P>
@@ -55,4 +55,4 @@ struct asymmetric {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -16,7 +16,7 @@
 #include "byte_params.hpp"
 #include "params.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -291,4 +291,4 @@ struct block_parameters : block_parameters<params<float16>> {
                   "not float16");
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -14,7 +14,7 @@
 
 #include "../core/rounding.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Tag: 8-bit parameters with bfloat16 parameters shared by the channels of a group. 16 bits per channel and group.
 struct byte_params {
@@ -140,4 +140,4 @@ struct bias_line {
 };
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -24,7 +24,7 @@
 #include "../core/tagged_vector.hpp"
 #include "../core/token_view.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class calibration {
 public:
@@ -238,4 +238,4 @@ private:
     detail::tagged_vector<double> keys_, key_squares_, queries_, key_tokens_, query_tokens_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -11,7 +11,7 @@
 #include "encoders.hpp"
 #include "error_feedback.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// range: the range; search: the best of shrink_search's candidates; squares: that candidate, refitted by least squares.
 enum class grid_fit : unsigned char { range, search, squares };
@@ -54,4 +54,4 @@ requires(encoder_traits<Encoder>::known&&
     static constexpr grid_fits fits = encoder_traits<Encoder>::fits, alone = encoder_traits<Alone>::fits;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -23,7 +23,7 @@
 #include "../core/text.hpp"
 #include "byte_params.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// The first and last value of a grid: code 0 and code top.
 struct grid_range {
@@ -222,4 +222,4 @@ struct mean_corrected : Encoder {
     static short_text name() { return Encoder::name() + "-mean"; }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -23,7 +23,7 @@
 #include "encoders.hpp"
 #include "width_allocation.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// R_ij / R_ii for every layer and head, by places, column after column.
 class feedback_matrices {
@@ -184,4 +184,4 @@ Encoder make_encoder(const calibration& statistics, const width_plan* plan = nul
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

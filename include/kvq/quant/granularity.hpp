@@ -15,7 +15,7 @@
 #include "../core/text.hpp"
 #include "../pack/tile_layout.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// The G of per_token and per_channel for a group size that is a value.
 inline constexpr int any_group = -1;
@@ -119,4 +119,4 @@ KVQ_HD KVQ_INLINE constexpr grouped_axis col_axis(const G& g, const block_shape&
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -14,7 +14,7 @@
 #include "block_params.hpp"
 #include "encoders.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// Rounding of the biases after the mean is corrected.
 template <class Encoder>
@@ -220,4 +220,4 @@ inline void settle_token_scales(const float* values, int tokens, int dim, int to
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

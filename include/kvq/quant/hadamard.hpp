@@ -17,7 +17,7 @@
 #include "../core/shape.hpp"
 #include "../core/text.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 namespace detail {
 
 /// +1 or -1 of a channel. Seed 0: all +1.
@@ -92,4 +92,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -29,7 +29,7 @@
 #include "params.hpp"
 #include "symmetric.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// The levels that kernels know.
 template <class Levels>
@@ -93,4 +93,4 @@ std::uint64_t levels_fingerprint() {
     return hash.value;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -15,7 +15,7 @@
 
 #include "../core/float_formats.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Width of a code, 1 to 8 bits.
 template <int Bits>
@@ -80,4 +80,4 @@ struct plain_loads {
 };
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -16,7 +16,7 @@
 #include "../core/shape.hpp"
 #include "grid_keeper.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 inline constexpr int most_quantized = 1024;            // tokens, channels: the size of scratch on the stack
 inline constexpr int most_slots = 4 * most_quantized;  // groups of one token have four slots
@@ -107,4 +107,4 @@ void quantize_group(const Encoder& encoder, block_id id, float* y, int tokens, i
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

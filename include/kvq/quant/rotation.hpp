@@ -19,7 +19,7 @@
 #include "../core/tagged_vector.hpp"
 #include "../core/text.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// The rotation as a policy of transformed<> (schemes/transformed.hpp). Copies share the matrices.
 class rotation {
@@ -124,4 +124,4 @@ private:
     std::shared_ptr<const shared_matrices> matrices_, transposed_;  // whose columns are read side by side
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -10,7 +10,7 @@
 
 #include "affine.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 struct symmetric {
     static constexpr bool has_bias = false;
@@ -48,4 +48,4 @@ struct symmetric {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

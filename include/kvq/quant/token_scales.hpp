@@ -12,7 +12,7 @@
 
 #include "encoders.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// 1 / w of a channel, or 0 for a channel of zeros, from a sum of squares over n tokens.
 KVQ_HD inline float inverse_size(double squares, int n) noexcept {
@@ -62,4 +62,4 @@ inline void fit_token_scales(const float* values, int tokens, int dim, float* to
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

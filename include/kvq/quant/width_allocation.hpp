@@ -30,7 +30,7 @@
 #include "../core/tagged_vector.hpp"
 #include "../pack/code_layout.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -188,4 +188,4 @@ inline channel_allocation allocate_widths(std::span<const double> importance, st
     return result;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

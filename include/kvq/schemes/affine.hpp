@@ -7,7 +7,7 @@
 
 #include "scheme.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// affine<4, per_token<64>>, affine<2, per_channel<32>, params<float>>, affine<3, per_token<64>, params<float16>, least_squares>,
 /// affine<4, per_channel<64>, byte_params, min_max, token_scales<byte_params>>, ...
@@ -24,4 +24,4 @@ static_assert(foldable<affine<4>>);
 static_assert(affine<4>{}.block_bytes({tensor::key, 64, 128}) == 64 * 72);
 static_assert(affine<8>{}.block_bytes({tensor::value, 64, 128}) == 64 * 136);
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

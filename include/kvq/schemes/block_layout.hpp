@@ -13,7 +13,7 @@
 #include "../quant/granularity.hpp"
 #include "mixed_bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class Codes, class Granularity, bool HasBias, class Params, class TokenScales>
 struct block_layout {
@@ -75,4 +75,4 @@ struct block_layout {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

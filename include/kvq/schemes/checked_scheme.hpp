@@ -10,7 +10,7 @@
 #include "../quant/params.hpp"
 #include "full.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 /// A static_assert names the member that the scheme lacks.
 template <class S>
@@ -97,4 +97,4 @@ struct checked_folding {
         "float* scale, float* bias) const`");
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

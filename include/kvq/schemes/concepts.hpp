@@ -39,7 +39,7 @@
 #include "../core/shape.hpp"
 #include "../pack/code_layout.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class S>
 concept kv_scheme = std::copy_constructible<S> &&
@@ -191,4 +191,4 @@ concept full_precision = detail::read_by_attention<S> && requires {
     typename S::value_type;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

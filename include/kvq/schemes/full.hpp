@@ -11,7 +11,7 @@
 #include "../pack/value_layout.hpp"
 #include "concepts.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <float_format T>
 struct full {
@@ -53,4 +53,4 @@ struct full {
 
 static_assert(key_scheme<full<float16>> && value_scheme<full<float>>);
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

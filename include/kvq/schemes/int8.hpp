@@ -7,11 +7,11 @@
 
 #include "scheme.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 using int8 = scheme<bits<8>, symmetric, per_token<>, params<float>>;
 
 static_assert(key_scheme<int8> && value_scheme<int8> && foldable<int8>);
 static_assert(int8{}.block_bytes({tensor::key, 64, 128}) == 64 * 132);
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -7,7 +7,7 @@
 
 #include "affine.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// A pair of schemes; pass it to a cache that takes one scheme for K and V, or use its types `keys` and `values`.
 template <int Bits, int Group = 32, class Params = params<float16>>
@@ -16,4 +16,4 @@ struct kivi {
     using values = affine<Bits, per_token<Group>, Params>;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

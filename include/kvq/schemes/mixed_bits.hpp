@@ -10,7 +10,7 @@
 #include "../quant/width_allocation.hpp"
 #include "concepts.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Bits per code: 2 to 8 different widths of 0 to 8 bits, the widest first, code_widths<6, 4, 3, 0>.
 template <int... Width>
@@ -77,4 +77,4 @@ private:
     static constexpr int narrow_width = width_list::values[width_below_average];
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

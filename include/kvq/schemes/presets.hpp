@@ -23,7 +23,7 @@
 #include "affine.hpp"
 #include "transformed.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -102,4 +102,4 @@ constexpr void for_each_preset(F&& f) {
 static_assert(foldable<std4::keys> && foldable<std4::values>);
 static_assert(foldable<std4_h::keys> && foldable<std4_h::values>);
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

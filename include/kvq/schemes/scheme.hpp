@@ -26,7 +26,7 @@
 #include "block_layout.hpp"
 #include "scheme_codes.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
@@ -538,4 +538,4 @@ inline constexpr bool quantizes_by_name<scheme<bits<Bits>, Levels, Granularity, 
     std::is_empty_v<Encoder>;
 }  // namespace detail
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -26,7 +26,7 @@
 #include "concepts.hpp"
 #include "mixed_bits.hpp"
 
-namespace kvq::inline KVQ_TAGGED::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 template <class Codes, class Granularity>
 struct scheme_codes {
@@ -313,4 +313,4 @@ private:
     std::uint64_t fingerprint_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::detail
+}}}  // namespace kvq::detail

@@ -18,7 +18,7 @@
 #include "../quant/rotation.hpp"
 #include "concepts.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Transform: name(), fingerprint(), forward(dim, id, x), backward(dim, id, x) in place, orthogonal; check(cache_shape, tensor) if it
 /// has state.
@@ -114,4 +114,4 @@ using hadamard = transformed<hadamard_transform<Largest, Seed>, Inner>;
 template <kv_scheme Inner>
 using rotated = transformed<rotation, Inner>;
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -9,7 +9,7 @@
 
 #include "../../core/float_formats.hpp"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 // Where the dynamic shared memory of a block lies: kernels declare these names.
 alignas(128) inline thread_local std::byte shared[emulated::most_shared_memory];
@@ -295,4 +295,4 @@ inline void prefetch_lines(const std::byte*, int, int) {}
 inline void launch_dependents() {}
 inline void wait_for_predecessor() {}
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -20,7 +20,7 @@
 #include "message.hpp"
 #include "split.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Where the time of all steps went, on this rank.
 struct context_times {
@@ -340,4 +340,4 @@ private:
     context_times times_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

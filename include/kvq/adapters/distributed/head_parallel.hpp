@@ -14,7 +14,7 @@
 #include "message.hpp"
 #include "split.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// heads: query heads of each rank, consecutive from 0 on. own: [tokens][heads of this rank][dim], all: [tokens][all heads][dim], of the
 /// same type on every rank. Raises the errors of message_channel; `all` may then be written in part.
@@ -58,4 +58,4 @@ void gather_heads(message_channel<Transport>& channel, std::span<const index_ran
     });
 }
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

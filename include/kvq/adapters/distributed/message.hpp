@@ -24,7 +24,7 @@
 
 #include "../../io/byte_stream.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class T>
 concept transport = requires(T& t, const T& reading, std::vector<std::byte> bytes) {
@@ -207,4 +207,4 @@ private:
     std::uint64_t bytes_sent_ = 0, bytes_received_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

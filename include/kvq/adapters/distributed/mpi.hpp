@@ -29,7 +29,7 @@
 
 #include "../../core/error.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 class mpi_transport {
 public:
@@ -155,4 +155,4 @@ private:
     std::list<outgoing> pending_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -19,7 +19,7 @@
 
 #include "../../cuda/layout/status.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 class nccl_group {
 public:
@@ -175,4 +175,4 @@ private:
     std::chrono::milliseconds limit_{30000};
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

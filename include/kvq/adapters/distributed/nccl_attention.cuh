@@ -23,7 +23,7 @@
 #include "nccl.cuh"
 #include "split.hpp"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -231,4 +231,4 @@ status gather_heads(nccl_group& group, std::span<const index_range> heads, const
     return s;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -9,7 +9,7 @@
 
 #include "nccl_wire.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 inline constexpr int window_kind = most_formats, sink_kind = most_formats + 1, page_kinds = most_formats + 2;
 
@@ -438,4 +438,4 @@ struct transfer_access {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

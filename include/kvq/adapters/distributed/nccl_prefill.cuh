@@ -15,7 +15,7 @@
 
 #include "nccl_attention.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -365,4 +365,4 @@ private:
     float *states_ = nullptr, *gathered_ = nullptr;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

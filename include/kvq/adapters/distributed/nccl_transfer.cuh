@@ -24,7 +24,7 @@
 
 #include "nccl_pages.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 struct sequence_report {
     int tokens = 0;
@@ -257,4 +257,4 @@ private:
     bool begun_ = false;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -13,7 +13,7 @@
 #include "../../cuda/host/cache.cuh"
 #include "nccl.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 KVQ_HD constexpr std::uint64_t checksum_factor(std::uint64_t word) noexcept {
     return (word + 1) * 0x9e3779b97f4a7c15ULL | 1;
@@ -236,4 +236,4 @@ private:
     int turn_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -15,7 +15,7 @@
 
 #include "nccl_attention.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -261,4 +261,4 @@ private:
     int* failed_ = nullptr;  // of the host
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

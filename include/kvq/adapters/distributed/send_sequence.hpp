@@ -22,7 +22,7 @@
 #include "../../io/page_transfer.hpp"
 #include "message.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Names of the formats in which committed pages shall arrive, among those listed in the sender's cache: "std4", or
 /// the name of its scheme. Empty: as they are.
@@ -261,4 +261,4 @@ private:
     int layer_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -19,7 +19,7 @@
 
 #include "../../attention/plan.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 /// [first, end)
 struct index_range {
@@ -202,4 +202,4 @@ private:
     int home_ = 0, unit_ = 0, first_unit_ = 0, tokens_ = 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

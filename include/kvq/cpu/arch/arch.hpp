@@ -25,7 +25,7 @@
 
 #include "../../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED::arch {
+namespace kvq { inline namespace KVQ_TAGGED { namespace arch {
 
 #if defined(__x86_64__)
 
@@ -137,4 +137,4 @@ using best = neon64;
 template <class Arch>
 struct register_ops;
 
-}  // namespace kvq::inline KVQ_TAGGED::arch
+}}}  // namespace kvq::arch

@@ -10,7 +10,7 @@
 #include "arch.hpp"
 #include "register_ops.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class Arch>
 struct simd_lanes : arch::register_ops<Arch> {
@@ -139,4 +139,4 @@ struct simd_lanes : arch::register_ops<Arch> {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED
+}}  // namespace kvq

@@ -12,7 +12,7 @@
 #include "../../core/float_formats.hpp"
 #include "arch.hpp"
 
-namespace kvq::inline KVQ_TAGGED::arch {
+namespace kvq { inline namespace KVQ_TAGGED { namespace arch {
 
 template <class Arch>
 requires std::derived_from<Arch, neon64>
@@ -217,4 +217,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::arch
+}}}  // namespace kvq::arch

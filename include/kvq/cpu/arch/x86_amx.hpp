@@ -18,7 +18,7 @@
 
 #include "../../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED::arch {
+namespace kvq { inline namespace KVQ_TAGGED { namespace arch {
 
 // Inline assembly: intrinsics of g++ 12 do not declare that they read and write memory.
 struct amx_tiles {
@@ -76,4 +76,4 @@ struct amx_tiles {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::arch
+}}}  // namespace kvq::arch

@@ -13,7 +13,7 @@
 #include "../../core/float_formats.hpp"
 #include "arch.hpp"
 
-namespace kvq::inline KVQ_TAGGED::arch {
+namespace kvq { inline namespace KVQ_TAGGED { namespace arch {
 
 template <class Arch>
 requires std::derived_from<Arch, avx2>
@@ -241,4 +241,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::arch
+}}}  // namespace kvq::arch

@@ -15,7 +15,7 @@
 #include "../../core/float_formats.hpp"
 #include "arch.hpp"
 
-namespace kvq::inline KVQ_TAGGED::arch {
+namespace kvq { inline namespace KVQ_TAGGED { namespace arch {
 
 template <class Arch>
 requires std::derived_from<Arch, sse2> || std::derived_from<Arch, sse4_1>
@@ -210,4 +210,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::arch
+}}}  // namespace kvq::arch

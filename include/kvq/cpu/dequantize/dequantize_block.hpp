@@ -14,7 +14,7 @@
 #include "../product/code_sums.hpp"
 #include "token_rows.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Backend, composed_scheme Scheme>
 class block_dequantizer {
@@ -361,4 +361,4 @@ private:
     const std::byte* from_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

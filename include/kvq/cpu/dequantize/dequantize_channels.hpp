@@ -14,7 +14,7 @@
 #include "../product/code_sums.hpp"
 #include "token_rows.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Backend, class Scheme>
 requires is_channel_scheme<Scheme>
@@ -197,4 +197,4 @@ private:
     alignas(64) float token_scale_[has_token_scales ? 4 * most : 1];
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -16,7 +16,7 @@
 
 #include "../composed.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Backend, composed_scheme Scheme, float_format T>
 class table_dequantizer {
@@ -245,4 +245,4 @@ private:
     std::ptrdiff_t stride_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

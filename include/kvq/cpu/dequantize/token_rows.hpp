@@ -10,7 +10,7 @@
 
 #include "../../core/float_formats.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes, float_format T>
 class token_rows {
@@ -45,4 +45,4 @@ private:
     std::ptrdiff_t stride_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -15,7 +15,7 @@
 #include "../../core/float_formats.hpp"
 #include "folded.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Sums over n channels for `Rows` vectors. A range is scale * to_middle + bias, plus or minus scale * to_half. Apart: `half` gets the second
 /// sum without the spread; else `middle` gets both, and `half` is 0.
@@ -143,4 +143,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

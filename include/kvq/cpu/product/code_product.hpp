@@ -8,7 +8,7 @@
 
 #include "tile_product.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Common plan of products of n operands with blocks of one shape.
 template <class Scheme>
@@ -232,4 +232,4 @@ private:
     float* biases_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

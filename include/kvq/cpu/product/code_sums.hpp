@@ -10,7 +10,7 @@
 
 #include "folded.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// The first n words of a vector, or all of them.
 template <class Lanes, bool Partial>
@@ -235,4 +235,4 @@ void multiply_part(const code_part& part, const code_target& to) {
     finish_sums<Form, Lanes, ZeroCode, Vectors, Queries>(sums, to);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

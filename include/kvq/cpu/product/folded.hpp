@@ -29,7 +29,7 @@
 
 #include "../../schemes/concepts.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Queries that share one pass over a block.
 inline constexpr int query_block = 4;
@@ -555,4 +555,4 @@ void fold(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, co
                                                             memory);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -11,7 +11,7 @@
 #include "channel_ranges.hpp"
 #include "folded.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Backend, class Scheme>
 class score_estimate {
@@ -152,4 +152,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

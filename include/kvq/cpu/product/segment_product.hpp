@@ -7,7 +7,7 @@
 
 #include "code_product.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Common plan of products of n operands with one head's blocks of one shape. Workspaces are the same for every head.
 template <class Scheme>
@@ -247,4 +247,4 @@ private:
     std::ptrdiff_t ahead_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -13,7 +13,7 @@
 
 #include "code_sums.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Configures the tile registers for n operands during its lifetime. Attention has one for all products of a task, since the
 /// configuration takes as long as a product of a few tiles.
@@ -308,4 +308,4 @@ void finish_tile(const std::byte* sums, int height, int n, const code_target& to
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

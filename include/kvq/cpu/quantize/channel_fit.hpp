@@ -10,7 +10,7 @@
 #include "../../quant/encoder_traits.hpp"
 #include "../../quant/grid_keeper.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes>
 class channel_fits {
@@ -297,4 +297,4 @@ private:
     alignas(64) float x_[most_tokens * width];  // [token][channel]
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

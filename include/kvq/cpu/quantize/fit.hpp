@@ -11,7 +11,7 @@
 #include "../../quant/affine.hpp"
 #include "../../quant/symmetric.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Scaled: are float16 values given times 2^-112?
 template <class Lanes, class Levels, int Bits, class P, class Window,
@@ -173,4 +173,4 @@ private:
     floats most_ = Lanes::splat_float(0.0f);
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -9,7 +9,7 @@
 #include "../../core/bits.hpp"
 #include "../../quant/hadamard.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes>
 class hadamard_rows {
@@ -84,4 +84,4 @@ private:
     int tokens_, dim_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

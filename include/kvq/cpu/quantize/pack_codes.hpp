@@ -6,7 +6,7 @@
 
 #include "../../pack/code_layout.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes, int Bits>
 struct code_words {
@@ -49,4 +49,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

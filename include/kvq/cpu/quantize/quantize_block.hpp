@@ -15,7 +15,7 @@
 #include "fit.hpp"
 #include "pack_codes.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes, range_scheme Scheme>
 class block_quantizer {
@@ -403,4 +403,4 @@ private:
     ints special_ = Lanes::splat(0);
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -21,7 +21,7 @@
 #include "pack_codes.hpp"
 #include "token_scale_fit.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Schemes whose channels are fitted by one of the library's own encoders.
 template <class S>
@@ -368,4 +368,4 @@ private:
     alignas(64) float bias_[most], scale_[most], inverse_[most];
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

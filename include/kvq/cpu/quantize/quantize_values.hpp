@@ -19,7 +19,7 @@
 #include "fit.hpp"
 #include "pack_codes.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes, range_scheme Scheme>
 class value_quantizer {
@@ -273,4 +273,4 @@ private:
     floats most_ = Lanes::splat_float(0.0f);
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

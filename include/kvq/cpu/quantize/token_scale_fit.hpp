@@ -11,7 +11,7 @@
 
 #include "../../quant/token_scales.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes>
 class token_scale_fit {
@@ -94,4 +94,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

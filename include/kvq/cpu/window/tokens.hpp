@@ -13,7 +13,7 @@
 #include "../../pack/value_layout.hpp"
 #include "../special_values.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes, float_format Window, float_format T>
 class token_writer {
@@ -291,4 +291,4 @@ bool read_tokens(const block_shape& shape, const std::byte* block, T* out, std::
     return true;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

@@ -11,7 +11,7 @@
 #include "../product/folded.hpp"
 #include "../softmax.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes, class T, bool Partial>
 KVQ_INLINE typename Lanes::floats load_value_vector(const std::byte* from, int n) {
@@ -150,4 +150,4 @@ void value_product(const block_shape& shape, const std::byte* block, const float
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

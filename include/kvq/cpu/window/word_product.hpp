@@ -18,7 +18,7 @@
 
 #include "window_product.hpp"
 
-namespace kvq::inline KVQ_TAGGED::kernels {
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Does a product of n operands with blocks of T use words? For fewer operands, the conversion takes longer than words save.
 template <class Lanes, class T>
@@ -297,4 +297,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::kernels
+}}}  // namespace kvq::kernels

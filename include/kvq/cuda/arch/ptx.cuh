@@ -17,7 +17,7 @@
 
 #include "../../core/float_formats.hpp"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Unsigned codes times signed high and low bytes (keys x query).
 __device__ __forceinline__ void mma_codes_signed(int (&d)[4], std::uint32_t a0, std::uint32_t a1,
@@ -301,4 +301,4 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

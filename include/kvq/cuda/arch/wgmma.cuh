@@ -11,7 +11,7 @@
 
 #include "ptx.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -182,4 +182,4 @@ __device__ __forceinline__ void copy_bulk_to(std::uint32_t to, std::uint32_t fro
 
 #endif
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -13,7 +13,7 @@
 #include "attend_any.cuh"
 #include "attend_mixed.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -530,4 +530,4 @@ status attend(const mixed_cache_ref<Parts...>& cache, const token_view<const T>&
     (std::make_integer_sequence<int, sizeof...(Parts)>{});
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

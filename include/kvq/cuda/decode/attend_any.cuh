@@ -12,7 +12,7 @@
 #include "attention_args.cuh"
 #include "score_modifiers.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 inline constexpr int any_threads = 256;
 
@@ -104,4 +104,4 @@ status run_any(const attention_args<Format, T>& a, const Score& score, cudaStrea
                   dim3(static_cast<unsigned>(blocks)), any_threads, 0, stream, a, score);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -16,8 +16,7 @@
 #include "../layout/window_copy.cuh"
 #include "attend_warps.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
-namespace detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
 /// Does a part of this format read sinks as well, as chunks of a window in the same 16-bit format?
 template <class Format>
@@ -572,4 +571,4 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Formats...>::registers))
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

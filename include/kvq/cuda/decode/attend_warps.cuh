@@ -14,9 +14,7 @@
 #include "attention_memory.cuh"
 #include "score_modifiers.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
-
-namespace detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
 /// The ring of a warp: key and value units of chunks on their way, and what is known of them.
 template <class Memory, class Format, class T>
@@ -548,4 +546,4 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -8,7 +8,7 @@
 #include "../../core/token_view.hpp"
 #include "schedule.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 struct attention_options {
     float scale = 0.0f;         ///< of scores; 0: 1/sqrt(head_dim)
@@ -178,4 +178,4 @@ __device__ __forceinline__ void finish_header(const attention_args<Format, T>& a
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

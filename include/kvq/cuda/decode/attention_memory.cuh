@@ -15,9 +15,7 @@
 #include "mixed_keys.cuh"
 #include "query_rows.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
-
-namespace detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
 /// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; two pages where pages are
 /// small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows only where units are small: 2 bits of 128
@@ -141,4 +139,4 @@ inline constexpr bool warps_can = [] {
 }();
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -14,7 +14,7 @@
 
 #include "key_product.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Up to how many tokens a group may have: more share a folded query in fewer instructions. (Measured: docs/lab/gpu_experiments.md.)
 template <class Chunk, int Rows4>
@@ -185,4 +185,4 @@ __device__ __forceinline__ void score_dequantized(float (&scores)[Chunk::tiles][
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

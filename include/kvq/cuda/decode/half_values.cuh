@@ -17,7 +17,7 @@
 
 #include "value_product.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Do the products of values take half floats? For codes of one plane, up to 4 bits: others take more instructions to become half
 /// floats than that saves. With 8 rows it pays where weights are multiplied with something of their tokens, and not for few bits
@@ -342,4 +342,4 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
     });
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

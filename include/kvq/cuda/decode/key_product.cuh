@@ -13,7 +13,7 @@
 
 #include "../layout/chunk.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Do the high and the low bytes of a row lie in two tiles of columns? Then a lane folds one row of 8 and keeps both.
 template <int Rows4>
@@ -412,4 +412,4 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
     });
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -13,7 +13,7 @@
 #include "score_modifiers.cuh"
 #include "value_product.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// The shares that have a part of an item.
 struct share_span {
@@ -341,4 +341,4 @@ __device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, 
         store_relaxed(part(i / (2 * rows)) + i % (2 * rows), 0u);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -15,7 +15,7 @@
 #include "../layout/joined_chunk.cuh"
 #include "half_keys.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 template <class Format, int Tokens>
 struct mixed_chunk {
@@ -486,4 +486,4 @@ __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4]
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -9,7 +9,7 @@
 #include "attention_args.cuh"
 #include "key_product.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero, and so are
 /// values that are not finite: store() returns a bit for every row in which this thread has met one.
@@ -102,4 +102,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -15,7 +15,7 @@
 
 #include "../layout/chunk.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// a / b for a >= 0, b > 0. Launches begin with a chain of divisions; most numbers are small enough for floats.
 __device__ __forceinline__ int divide(int a, int b) {
@@ -342,4 +342,4 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
     return plan;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -11,7 +11,7 @@
 #include "attention_args.cuh"
 #include "key_product.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 /// No score modifier. One is a struct with one or both of
 ///   __device__ float score(float score, int q_head, int q_pos, int k_pos) const    scores are scaled and behind softcap, positions those of
@@ -139,4 +139,4 @@ __device__ __forceinline__ void hide_scores(float (&scores)[Keys::tiles][Rows4][
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -16,7 +16,7 @@
 
 #include "key_product.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 template <class Values>
 struct weight_words {
@@ -504,4 +504,4 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
     });
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -10,7 +10,7 @@
 #include "device_format.cuh"
 #include "sequence_pages.hpp"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 struct cache_access;
@@ -312,4 +312,4 @@ private:
     step step_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -11,7 +11,7 @@
 
 #include "cache_class.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 inline status cache::check_no_draft(std::span<const sequence_id> ids) const {
     for (const sequence_id id : ids) {
@@ -116,4 +116,4 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
     return result;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

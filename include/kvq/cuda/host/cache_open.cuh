@@ -8,7 +8,7 @@
 
 #include "cache_class.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 inline status cache::check_options(const cache_shape& shape, const cache_options& o) const {
     if (shape.layers < 1 || shape.layers > 65535 || shape.kv_heads < 1 || shape.head_dim < 1 ||
@@ -272,4 +272,4 @@ inline std::size_t cache::bytes(sequence_id id) const noexcept {
     return sum;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

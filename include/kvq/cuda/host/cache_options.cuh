@@ -11,7 +11,7 @@
 #include "../../core/float_type.hpp"
 #include "page_pool.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 struct cache_options {
     std::vector<std::string> formats = {};  ///< by name; pages are committed to the first one
@@ -72,4 +72,4 @@ struct tier {
     std::string_view format = {};
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

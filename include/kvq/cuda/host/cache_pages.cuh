@@ -10,7 +10,7 @@
 
 #include "cache_class.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 inline sequence_id cache::new_sequence() {
     if (format_.functions == nullptr) return {};
@@ -259,4 +259,4 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     return {};
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

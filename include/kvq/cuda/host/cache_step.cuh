@@ -8,7 +8,7 @@
 
 #include "cache_class.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 inline status cache::check_batch(std::span<const sequence_id> ids, bool holes) {
     ++stamp_;
@@ -284,4 +284,4 @@ inline status cache::append_prompt(int layer, const detail::untyped_view& k, con
     return s;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -23,7 +23,7 @@
 #include "../store/keep_tokens.cuh"
 #include "../store/store_new_tokens.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -369,4 +369,4 @@ device_format make_device_format() {
     return make_scored_format<unmodified, T, Formats...>();
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

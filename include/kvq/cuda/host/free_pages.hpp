@@ -10,7 +10,7 @@
 
 #include "../../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 class free_pages {
 public:
@@ -43,4 +43,4 @@ private:
     std::vector<int> holders_, free_;  // free_ has memory for all pages, so release() cannot fail
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

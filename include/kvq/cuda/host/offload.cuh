@@ -14,7 +14,7 @@
 #include "../../cache/sequence.hpp"
 #include "cache.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -395,4 +395,4 @@ inline status onload(const sequence& from, cache& to, sequence_id& made, cudaStr
     return detail::cache_access::onload(from, to, made, stream);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -13,7 +13,7 @@
 #include "../store/bookkeeping.cuh"
 #include "free_pages.hpp"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 /// Where device memory comes from. allocate: 256-byte aligned memory, or null if there is none.
 struct device_allocator {
@@ -165,4 +165,4 @@ private:
 };
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

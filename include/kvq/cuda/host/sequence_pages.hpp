@@ -18,7 +18,7 @@
 #include "../../core/bits.hpp"
 #include "free_pages.hpp"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// How places are divided into pages.
 struct page_rules {
@@ -174,4 +174,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

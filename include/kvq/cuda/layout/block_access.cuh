@@ -10,7 +10,7 @@
 #include "../arch/ptx.cuh"
 #include "cache_ref.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 template <class S>
 KVQ_HD stored_parameters<typename S::parameter> read_parameters(const block_shape& s, const std::byte* block,
@@ -142,4 +142,4 @@ __device__ __forceinline__ void store_code_shared(const block_shape& s, std::byt
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -17,7 +17,7 @@
 #include "../../schemes/presets.hpp"
 #include "status.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -302,4 +302,4 @@ status check_ref(const cache_ref<Format>& c, bool tables) noexcept {
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

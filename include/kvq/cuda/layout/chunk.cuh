@@ -15,7 +15,7 @@
 
 #include "code_words.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 inline constexpr int warp_size = 32;
 
@@ -551,4 +551,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

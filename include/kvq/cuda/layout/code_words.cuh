@@ -12,7 +12,7 @@
 #include "cache_ref.cuh"
 #include "parameters.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 using kvq::detail::ceil_div;
 using kvq::detail::larger;
@@ -105,4 +105,4 @@ struct word_traits<kvq::full<T>> {
     KVQ_HD static constexpr int lines(int units) { return units; }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

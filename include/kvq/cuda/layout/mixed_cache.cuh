@@ -22,7 +22,7 @@
 #include "cache_ref.cuh"
 #include "page_cuts.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 /// Which pages of a sequence a part holds.
 enum class page_range { all, behind_window, window };
@@ -180,4 +180,4 @@ status check_mix(const mixed_cache_ref<Parts...>& cache) noexcept {
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -16,7 +16,7 @@
 #include "../../core/bits.hpp"
 #include "status.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -87,4 +87,4 @@ struct page_cuts {
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

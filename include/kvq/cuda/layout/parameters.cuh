@@ -13,7 +13,7 @@
 #include "../../quant/block_params.hpp"
 #include "../arch/ptx.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// 2^exponent, twice.
 KVQ_HD constexpr std::uint32_t half_power(int exponent) {
@@ -143,4 +143,4 @@ __device__ __forceinline__ void load_pairs(uint2 (&to)[N], std::uint32_t at) {
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

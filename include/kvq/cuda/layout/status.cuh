@@ -12,7 +12,7 @@
 
 #include "../../config.hpp"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 struct [[nodiscard]] status {
     cudaError_t code = cudaSuccess;
@@ -87,4 +87,4 @@ inline status launch(const char* what, overlap overlapped, void (*kernel)(Parame
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -10,7 +10,7 @@
 
 #include "joined_chunk.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Pages of 16 tokens in the scheme of a 16-bit format: its sinks.
 template <class Format>
@@ -63,4 +63,4 @@ __device__ __attribute__((noinline)) void copy_window(std::uint32_t to, const st
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

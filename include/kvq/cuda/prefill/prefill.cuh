@@ -17,7 +17,7 @@
 #include "prefill_mma.cuh"
 #include "prefill_wgmma.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -164,4 +164,4 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
     return options.softcap > 0.0f ? launch(std::true_type{}) : launch(std::false_type{});
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

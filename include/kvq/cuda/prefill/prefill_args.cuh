@@ -10,7 +10,7 @@
 #include "../decode/attention_args.cuh"
 #include "prefill_cells.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 struct prefill_options {
     float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
@@ -202,4 +202,4 @@ __device__ __forceinline__ int count_tiles(const Args& a, const prefill_block& b
 }
 
 }  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

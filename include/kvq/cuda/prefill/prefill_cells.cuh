@@ -6,7 +6,7 @@
 
 #include "prefill_mixed.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// The cells of a warp of a tile of this format.
 template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Stride = TileRows>
@@ -54,4 +54,4 @@ inline constexpr const char* no_prefill =
 template <class Format>
 inline constexpr bool prefills = no_prefill<Format> == nullptr;
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

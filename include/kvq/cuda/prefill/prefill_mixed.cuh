@@ -13,7 +13,7 @@
 #include "../layout/block_access.cuh"
 #include "prefill_tile.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Planes that a code of one of the widths has at most.
 template <class S>
@@ -177,4 +177,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -11,7 +11,7 @@
 
 #include "prefill_rows.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 inline constexpr int mma_tile = 64, mma_warps = 8, mma_threads = 32 * mma_warps;
 
@@ -239,4 +239,4 @@ __global__ void __launch_bounds__(mma_threads, 1) prefill_mma_kernel(const __gri
     rows.finish();
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

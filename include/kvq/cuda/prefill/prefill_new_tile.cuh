@@ -8,7 +8,7 @@
 
 #include "prefill_tile.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Do all rows of these tensors start on 16 bytes?
 template <class T>
@@ -84,4 +84,4 @@ __device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, i
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -11,7 +11,7 @@
 #include "prefill_args.cuh"
 #include "prefill_new_tile.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// What consumers need to know of a tile.
 struct tile_note {
@@ -182,4 +182,4 @@ __device__ __forceinline__ void finish_rows(const Args& a, const prefill_block& 
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

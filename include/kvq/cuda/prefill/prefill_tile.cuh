@@ -16,7 +16,7 @@
 #include "../layout/code_words.cuh"
 #include "../layout/mixed_cache.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Tokens per entry of the list of pages of a tile; page sizes are multiples of it.
 inline constexpr int slice_tokens = 16;
@@ -532,4 +532,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -15,7 +15,7 @@
 #include "../arch/wgmma.cuh"
 #include "prefill_rows.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 inline constexpr int wgmma_tile = 128, wgmma_stages = 2;
 inline constexpr int wgmma_rows = 128, half_tile = wgmma_tile / 2;  // of a thread block of the cluster
@@ -445,4 +445,4 @@ __global__ void __launch_bounds__(wgmma_threads, 1)
 #endif
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -16,7 +16,7 @@
 #include "../layout/mixed_cache.cuh"
 #include "pages.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -195,4 +195,4 @@ status commit_due_pages(const cache_ref<Quantized>& quantized, const cache_ref<W
                             stream);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

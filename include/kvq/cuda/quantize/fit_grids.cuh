@@ -11,7 +11,7 @@
 #include "../../quant/encoder_traits.hpp"
 #include "../layout/chunk.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 using kvq::detail::encoder_traits;
 using kvq::detail::grid_fit;
@@ -175,4 +175,4 @@ __device__ __forceinline__ void refit_grids(int lines, const Get& get, const Put
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -9,7 +9,7 @@
 #include "../../quant/token_scales.hpp"
 #include "../layout/chunk.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Scratch in shared memory, by token slot and by channel.
 struct token_scale_scratch {
@@ -86,4 +86,4 @@ __device__ __forceinline__ void normalize_token_scales(const token_scale_scratch
     __syncthreads();
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

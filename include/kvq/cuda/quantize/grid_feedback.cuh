@@ -11,7 +11,7 @@
 #include "../../core/rounding.hpp"
 #include "grid_memory.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Stored parameters of a channel and its largest code.
 struct stored_grid {
@@ -90,4 +90,4 @@ __device__ __forceinline__ void code_with_feedback(const float* matrix, double* 
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -14,7 +14,7 @@
 #include "fit_token_scales.cuh"
 #include "page_numbers.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 template <class S>
 inline constexpr bool has_token_scales = [] {
@@ -88,4 +88,4 @@ struct grid_memory {
     static constexpr int codes = rows + 2 * 8 * feedback_channels * dim;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -10,7 +10,7 @@
 #include "../layout/block_access.cuh"
 #include "../layout/chunk.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 KVQ_HD constexpr int numbers_stride(int slot_count) noexcept {
     return kvq::detail::round_up(slot_count, 8) + 4;
@@ -72,4 +72,4 @@ __device__ __forceinline__ void visit_page(const cache_ref<Format>& cache, int p
     }
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

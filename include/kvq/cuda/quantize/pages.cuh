@@ -12,7 +12,7 @@
 #include "../../core/token_view.hpp"
 #include "quantize_grid.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -302,4 +302,4 @@ status dequantize_tokens(const cache_ref<Format>& cache, const token_view<T>& ke
                           grid, 256, 0, stream, cache, keys, values, starts);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

@@ -11,7 +11,7 @@
 
 #include "page_numbers.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Writes the words of a matrix of codes for which wanted(row, first slot of the columns) holds. quad(row, slot): the codes of
 /// four columns from that slot on, as the bytes of a word. All threads of a block.
@@ -158,4 +158,4 @@ struct composed_memory {
     static constexpr int bytes = fits ? parameters + 8 * lines : 0;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -12,7 +12,7 @@
 #include "grid_memory.cuh"
 #include "quantize.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 template <class From, class To, tensor Role, int Threads>
 class grid_encoder {
@@ -480,4 +480,4 @@ private:
     [[no_unique_address]] typename quads_type<S>::type quads_;
 };
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

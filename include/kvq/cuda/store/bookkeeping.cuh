@@ -12,7 +12,7 @@
 #include "../layout/status.cuh"
 #include "store.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Runs of words: index of the first one, their count, the words.
 struct word_runs {
@@ -147,4 +147,4 @@ __global__ void __launch_bounds__(256)
     slot_list[i] = slot;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

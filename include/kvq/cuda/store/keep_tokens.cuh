@@ -10,7 +10,7 @@
 #include "../layout/block_access.cuh"
 #include "bookkeeping.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 struct keep_args {
     pool_memory window, sinks;
@@ -76,4 +76,4 @@ status keep_tokens(const keep_args& a, int sequences, int layers, cudaStream_t s
                   128, 0, stream, a);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -13,7 +13,7 @@
 
 #include "store_token.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
@@ -287,4 +287,4 @@ status store(const cache_ref<Format>& cache, const token_view<const T>& k, const
         detail::store_threads, 0, stream, keys, values, mapping, not_finite, k.tokens, cache.kv_heads);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

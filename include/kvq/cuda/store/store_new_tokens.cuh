@@ -11,7 +11,7 @@
 #include "../layout/mixed_cache.cuh"
 #include "store.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 struct store_options {
     /// The caller promises that lengths and tables were written before the launches of kvq that directly precede this one: then slots are
@@ -151,4 +151,4 @@ status store_new_tokens(const cache_ref<Window>& window, const token_view<const 
     return detail::store_new<Window, void, T>({window, {}, k, v, new_tokens, not_finite, o.early}, stream);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda
+}}}  // namespace kvq::cuda

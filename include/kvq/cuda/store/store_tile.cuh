@@ -10,7 +10,7 @@
 #include "../layout/block_access.cuh"
 #include "../layout/chunk.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// W(float(x)) as the CPU rounds it, NaN payloads included.
 template <class W, class T>
@@ -347,4 +347,4 @@ __device__ __forceinline__ unsigned store_tile(
     return not_finite;
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail

@@ -11,7 +11,7 @@
 
 #include "store_tile.cuh"
 
-namespace kvq::inline KVQ_TAGGED::cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Is one of two 16-bit floats NaN or infinite? Then the result is not 0.
 template <class T>
@@ -313,4 +313,4 @@ __device__ __attribute__((noinline)) unsigned store_token(
     return row.store(block, token, lane) ? 0u : store_carefully<Role, Format, T>(from, block, token, lane);
 }
 
-}  // namespace kvq::inline KVQ_TAGGED::cuda::detail
+}}}  // namespace kvq::cuda::detail
