@@ -153,6 +153,10 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
                                                     {q, chunk, q_heads, dim}, {out, chunk, q_heads, dim},
                                                     starts, chunk, {}, stream));
             };
+            if (!json && context == 32768 && chunk == 2048) {
+                const auto taken = cuda::prefill_kernel<std::remove_const_t<decltype(cache)>, float16>();
+                std::printf("%s: %s, %s\n", name, taken.kernel, taken.why);
+            }
             std::size_t free_before = 0, free_after = 0, total = 0;
             BENCH_OK(cudaMemGetInfo(&free_before, &total));
             const double us = bench::time_launches(3, run, 5);

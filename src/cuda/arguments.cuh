@@ -75,7 +75,7 @@ inline const cuda::device_format& find_compiled(const std::vector<std::string>& 
 /// Kernels for much shared memory alone do not start on a device that has little.
 inline void expect_kernels() {
     if constexpr (!cuda::detail::targets().small) {
-        constexpr int least = 160 * 1024;
+        constexpr int least = cuda::detail::sm_80.shared_memory;
         const int has = cuda::detail::device_shared_memory();
         expect(has == 0 || has >= least, KVQ_ERROR_UNSUPPORTED,
                "this library has kernels for devices whose blocks may have ", least,

@@ -381,11 +381,33 @@ static_assert(cuda::detail::prefills<cuda::format<widths<4, 2>, int8, 256, 256>>
 
 }  // namespace
 
+#if !defined(PART) || PART == 0
+/// The kernel that is taken, for head_dim 128, and the reason.
+[[maybe_unused]] void check_choice(const char* kernel, int query_rows, const char* reason) {
+    using format = cuda::kivi_format<4, 64, 128, 64>;
+    const auto choice = cuda::prefill_kernel<cuda::mixed_cache_ref<cuda::cache_part<format>>, float16>();
+    std::printf("prefill: %s, %d query rows: %s\n", choice.kernel, choice.query_rows, choice.why);
+    CHECK(std::string_view(choice.kernel).starts_with(kernel) && choice.query_rows >= query_rows &&
+              std::strstr(choice.why, reason) != nullptr,
+          "not %s of %d: %s", kernel, query_rows, reason);
+}
+#endif
+
 int main() {
 #if !defined(PART) || PART == 0
+#if defined(TARGET_SM_90A)
+    check_choice("prefill_wgmma_kernel", 128, "compute capability 9.0 has 227 KB");
+#elif defined(__CUDACC__)
+    check_choice("prefill_", 128, "compute capability ");
+#else
+    check_choice("prefill_mma_kernel", 256, "prefill_wgmma_kernel with 128 query rows needs code for sm_90a");
+#endif
     check_format<cuda::kivi_format<4, 64, 128, 64>, float16>("kivi-4-g64");
 #ifndef __CUDACC__
     emulated::device_shared_memory = 99 * 1024;  // launches that ask for more fail
+    check_choice("prefill_mma_kernel", 128,
+                 "8.9 has 99 KB of shared memory per thread block; prefill_wgmma_kernel with 128 query rows "
+                 "needs warpgroup products; prefill_mma_kernel with 256 query rows needs ");
     check_format<cuda::kivi_format<4, 64, 128, 64>, float16>("kivi-4-g64 on a device with 99 KB", few);
     emulated::device_shared_memory = emulated::most_shared_memory;
 #endif

@@ -330,7 +330,8 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cud
 enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount,
     cudaDevAttrMaxSharedMemoryPerBlockOptin,
-    cudaDevAttrComputeCapabilityMajor
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrComputeCapabilityMinor
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 inline cudaError_t cudaGetDevice(int* device) {
@@ -339,10 +340,22 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    *value = attribute == cudaDevAttrMultiProcessorCount ? 3
-             : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin
-                 ? static_cast<int>(emulated::device_shared_memory)
-                 : 9;
+    // Of compute capability 8.9, unless it has more shared memory than that.
+    const bool large = emulated::device_shared_memory > 99 * 1024;
+    switch (attribute) {
+        case cudaDevAttrMultiProcessorCount:
+            *value = 3;
+            break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+            *value = static_cast<int>(emulated::device_shared_memory);
+            break;
+        case cudaDevAttrComputeCapabilityMajor:
+            *value = large ? 9 : 8;
+            break;
+        case cudaDevAttrComputeCapabilityMinor:
+            *value = large ? 0 : 9;
+            break;
+    }
     return cudaSuccess;
 }
 template <class Kernel>
@@ -351,12 +364,13 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
 }
 struct cudaFuncAttributes {
     std::size_t sharedSizeBytes;
-    int numRegs;
+    int maxThreadsPerBlock;
 };
-/// No kernel has shared memory of its own, or registers.
+/// No kernel has shared memory of its own, or code for sm_90a: those that need it are empty, with a bound of one warp.
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
     *attributes = {};
+    attributes->maxThreadsPerBlock = 32;
     return cudaSuccess;
 }
 template <class Kernel>

@@ -9,11 +9,12 @@
 // Source: PTX ISA 8.x, "Asynchronous warpgroup level matrix instructions".
 #pragma once
 
+#include "architecture.cuh"
 #include "ptx.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if KVQ_WARPGROUP_PRODUCTS
 
 /// Describes a shared operand: 128-byte swizzle, 1024 bytes from one group of 8 rows to the next. Only the low word depends on the place.
 __device__ __forceinline__ std::uint32_t operand_at(std::uint32_t address) {

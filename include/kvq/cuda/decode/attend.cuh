@@ -76,18 +76,22 @@ struct share_launch {
     }
 };
 
+/// Kernels take 16, 8 or 4 query rows of a kv head: the fewest that do for a launch. Of both sizes, the
+/// larger one is for devices that have the budget.
+template <class Memory, int Budget, bool Small>
+constexpr kernel_facts attention_facts(const char* name) noexcept {
+    const int least = Small || !two_sizes<Budget> ? 0 : Budget;
+    return {name, Memory::rows, Memory::rows == 4 ? 0 : Memory::rows / 2, Memory::bytes,
+            kvq::detail::larger(Memory::bytes, least)};
+}
+
 template <class Format, class T, class Score, int Rows4, bool Small>
 struct warp_launch : share_launch<warp_launch<Format, T, Score, Rows4, Small>> {
     using memory = attention_memory<Format, Rows4, Small>;
     static constexpr auto* kernel = attend_warps_kernel<Format, T, Rows4, Small, Score>;
+    static constexpr kernel_facts facts =
+        attention_facts<memory, budget_on<Format, false>, Small>("attend_warps_kernel");
 
-    /// Does the current device have the shared memory?
-    static bool fits() noexcept {
-        if constexpr (memory::bytes <= budget_on<Format, Small>)
-            return true;
-        else
-            return memory::bytes <= device_shared_memory();
-    }
     static status run(attention_args<Format, T> a, const Score& score, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
         const auto set = [&](const item_shares& cut, std::uint32_t* partials) {
@@ -104,13 +108,9 @@ template <class T, class Score, int Rows4, bool Small, class... Formats>
 struct mixed_launch : share_launch<mixed_launch<T, Score, Rows4, Small, Formats...>> {
     using memory = mixed_memory<Rows4, Small, Formats...>;
     static constexpr auto* kernel = attend_mixed_kernel<Rows4, Small, T, Score, Formats...>;
+    static constexpr kernel_facts facts =
+        attention_facts<memory, mixed_memory<1, false, Formats...>::budget, Small>("attend_mixed_kernel");
 
-    static bool fits() noexcept {
-        if constexpr (memory::bytes <= memory::budget)
-            return true;
-        else
-            return memory::bytes <= device_shared_memory();
-    }
     static status run(mixed_args<T, Formats...> m, const Score& score, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
         auto& first = get<0>(m.parts).a;
@@ -135,43 +135,28 @@ struct mixed_launch : share_launch<mixed_launch<T, Score, Rows4, Small, Formats.
 /// Rows of the kernel that a launch takes: those for 16 have trees of drafted tokens.
 inline int kernel_rows(int rows, bool trees) noexcept { return trees ? kvq::detail::larger(rows, 16) : rows; }
 
-/// Calls f with the first launch, of kernels that take 16, 8 or 4 query rows of a kv head, that wants so many rows and fits into the
-/// device's shared memory.
-template <class Launch4, class Launch2, class Launch1, class F>
-auto with_rows(int rows, F&& f) {
-    if (rows > 8 && Launch4::fits()) return f(Launch4{});
-    if (rows > 4 && Launch2::fits()) return f(Launch2{});
-    return f(Launch1{});
-}
-/// The same with the kernels that were compiled for devices like the current one.
+/// The launches of a format, and of a mix.
+template <class Format, class T, class Score, bool Small>
+using warp_launches =
+    kernel_list<warp_launch<Format, T, Score, 4, Small>, warp_launch<Format, T, Score, 2, Small>,
+                warp_launch<Format, T, Score, 1, Small>>;
+template <class T, class Score, bool Small, class... Formats>
+using mixed_launches =
+    kernel_list<mixed_launch<T, Score, 4, Small, Formats...>, mixed_launch<T, Score, 2, Small, Formats...>,
+                mixed_launch<T, Score, 1, Small, Formats...>>;
+/// Calls f with the one for so many rows on the current device.
 template <class Format, class T, class Score, class F>
-auto with_launch(int rows, F&& f) {
-    const auto go = [&](auto small) {
-        constexpr bool Small = decltype(small)::value;
-        return with_rows<warp_launch<Format, T, Score, 4, Small>, warp_launch<Format, T, Score, 2, Small>,
-                         warp_launch<Format, T, Score, 1, Small>>(rows, f);
-    };
-    if constexpr (two_sizes<Format>) {
-        if (device_shared_memory() < shared_memory_budget<Format>) return go(std::true_type{});
-        return go(std::false_type{});
-    } else {
-        return go(std::bool_constant<targets().small>{});
-    }
+auto with_launch(int rows, F&& f, kernel_choice* choice = nullptr) {
+    return with_kernel(both_sizes<budget_on<Format, false>, warp_launches<Format, T, Score, false>,
+                                  warp_launches<Format, T, Score, true>>{},
+                       rows, f, choice);
 }
 template <class T, class Score, class... Formats, class F>
-auto with_mixed_launch(int rows, F&& f) {
-    const auto go = [&](auto small) {
-        constexpr bool Small = decltype(small)::value;
-        return with_rows<mixed_launch<T, Score, 4, Small, Formats...>,
-                         mixed_launch<T, Score, 2, Small, Formats...>,
-                         mixed_launch<T, Score, 1, Small, Formats...>>(rows, f);
-    };
-    if constexpr ((two_sizes<Formats> || ...)) {
-        if (device_shared_memory() < mixed_memory<1, false, Formats...>::budget) return go(std::true_type{});
-        return go(std::false_type{});
-    } else {
-        return go(std::bool_constant<targets().small>{});
-    }
+auto with_mixed_launch(int rows, F&& f, kernel_choice* choice = nullptr) {
+    return with_kernel(
+        both_sizes<mixed_memory<1, false, Formats...>::budget, mixed_launches<T, Score, false, Formats...>,
+                   mixed_launches<T, Score, true, Formats...>>{},
+        rows, f, choice);
 }
 
 /// The format whose kernel reads Format's pages as well: the same budget of shared memory.
@@ -308,6 +293,21 @@ std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
             bytes, attend_workspace_bytes<typename detail::even_keys<Format>::format_type, T, Score>(
                        group, query_tokens));
     return bytes;
+}
+
+/// The kernel that attend() takes on the current device for so many query heads per kv head and query tokens,
+/// and why. Keys of several widths: the kernel with a plan.
+template <class Format, class T, class Score = unmodified>
+kernel_choice attend_kernel(int group, int query_tokens = 1) noexcept {
+    kernel_choice choice;
+    if constexpr (detail::warps_can<Format>)
+        detail::with_launch<Format, T, Score>(
+            group * query_tokens, [](auto) {}, &choice);
+    else
+        choice = {"attend_any_kernel", 1, 0,
+                  "kernels of warps need pages of 16 tokens or a multiple of 32 and head sizes that are "
+                  "multiples of 16, see attend_any.cuh"};
+    return choice;
 }
 
 /// Fused attention of a batch; see the top of this file. `options` name what is not the default.
@@ -494,6 +494,22 @@ noexcept {
     detail::with_part_types(Mix{}, count);
     detail::with_part_types(Mix{}, [&](const auto&... parts) { detail::with_even_parts(count, parts...); });
     return bytes;
+}
+
+/// The kernel that attend() of this mixed_cache_ref takes, as above.
+template <class Mix, class T, class Score = unmodified>
+requires detail::is_mix<Mix> kernel_choice attend_kernel(int group, int query_tokens = 1)
+noexcept {
+    kernel_choice choice;
+    detail::with_part_types(Mix{}, [&](const auto&... parts) {
+        detail::with_kernel_parts(
+            [&]<class... Kept>(const cache_part<Kept>&...) {
+                detail::with_mixed_launch<T, Score, Kept...>(
+                    group * query_tokens, [](auto) {}, &choice);
+            },
+            parts...);
+    });
+    return choice;
 }
 
 /// Fused attention over all parts of a mixed cache in one launch; see mixed_cache.cuh. Everything else is as above. While a tree of drafted

@@ -153,7 +153,7 @@ struct mixed_memory {
         }
     };
     static constexpr int budget = [] {
-        int least = most_shared_memory;
+        int least = most_shared_memory<Small>;
         ((least = kvq::detail::smaller(least, budget_on<Formats, Small>)), ...);
         return least;
     }();
@@ -448,7 +448,7 @@ template <int Rows4, bool Small, class T, class Score, class... Formats>
 __global__ void __maxnreg__((mixed_memory<Rows4, Small, Formats...>::registers))
     attend_mixed_kernel(const __grid_constant__ mixed_args<T, Formats...> m,
                         const __grid_constant__ Score score) {
-    if constexpr (of_other_devices<Small>((two_sizes<Formats> || ...))) return;
+    if constexpr (never_taken<Small, mixed_memory<1, false, Formats...>::budget>) return;
     using memory = mixed_memory<Rows4, Small, Formats...>;
     using work_type = mixed_work<Rows4, Small, T, Formats...>;
     using first_format = typename memory::first_format;

@@ -395,16 +395,12 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a
                    lane);
 }
 
-/// Are there kernels for devices of less shared memory and for others, of which the host takes the right one?
-template <class Format>
-inline constexpr bool two_sizes = targets().both() && (shared_memory_budget<Format> > small_shared_memory);
-
 template <class Format, class T, int Rows4, bool Small, class Score>
 __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threads),
                                   attention_memory<Format, Rows4, Small>::blocks)
     attend_warps_kernel(const __grid_constant__ attention_args<Format, T> a,
                         const __grid_constant__ Score score) {
-    if constexpr (of_other_devices<Small>(two_sizes<Format>)) return;
+    if constexpr (never_taken<Small, budget_on<Format, false>>) return;
     using memory = attention_memory<Format, Rows4, Small>;
     extern __shared__ __align__(128) std::byte shared[];
     launch_dependents();

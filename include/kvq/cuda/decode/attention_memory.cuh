@@ -53,10 +53,7 @@ struct warp_notes {
     sequence_cut cut;  // of the current item
 };
 
-/// Of a thread block, in bytes: what compute capability 9.0 and 10.0 have.
-inline constexpr int most_shared_memory = 227 * 1024;
-
-/// Shared memory of a thread block. Small: on devices that have less than the budget.
+/// Shared memory of a thread block. Small: on devices of little shared memory.
 template <class Format, int Rows4, bool Small = false>
 struct attention_memory {
     static constexpr int tokens = chunk_tokens<Format, Rows4>();
@@ -116,10 +113,9 @@ struct attention_memory {
     static constexpr int warp_bytes = chosen.warp_bytes(), output_bytes = chosen.output_bytes(),
                          bytes = chosen.bytes();
     /// Thread blocks per multiprocessor: what registers (at most 128 to 255 per thread) and memory allow.
-    static constexpr int blocks =
-        larger(1, smaller((Rows4 == 1 ? 12 : 8) / warps,
-                          ((Small ? small_shared_memory : most_shared_memory) + 1024) / (bytes + 1024)));
-    static constexpr int registers = smaller(255, 65536 / (threads * blocks));  // per thread
+    static constexpr int blocks = larger(
+        1, smaller((Rows4 == 1 ? 12 : 8) / warps,
+                   (most_shared_memory<Small> + reserved_shared_memory) / (bytes + reserved_shared_memory)));
     /// Of one partial state in the workspace.
     static constexpr int partial_words = rows * (Format::value_dim + 2);
 };
@@ -133,7 +129,7 @@ inline constexpr bool warps_can = [] {
     };
     if constexpr (can(std::integral_constant<int, chunk_tokens<Format, 1>()>{}) &&
                   can(std::integral_constant<int, chunk_tokens<Format, 4>()>{}))
-        return attention_memory<Format, 1>::bytes <= most_shared_memory;
+        return attention_memory<Format, 1>::bytes <= most_shared_memory<false>;
     else
         return false;
 }();

@@ -217,51 +217,7 @@ struct cache_ref {
     }
 };
 
-/// Shared memory that a thread block may take where it has a choice, in bytes: what compute capability 8.0 has. (9.0 and 10.0 have
-/// more, which hardly ever helps.) Programs may specialize it for their formats. Devices that have less take what they have.
-template <class Format>
-inline constexpr int shared_memory_budget = 163 * 1024;
-
 namespace detail {
-
-/// Shared memory of a thread block on devices of compute capability 8.6, 8.9 and 12.x.
-inline constexpr int small_shared_memory = 99 * 1024;
-
-/// Is the program compiled for such devices, and for others?
-struct target_kinds {
-    bool large, small;
-    constexpr bool both() const noexcept { return large && small; }
-};
-constexpr target_kinds targets() noexcept {
-#ifdef __CUDA_ARCH_LIST__
-    target_kinds kinds{false, false};
-    for (const int target : {__CUDA_ARCH_LIST__})
-        (target == 860 || target == 890 || target >= 1200 ? kinds.small : kinds.large) = true;
-    return kinds;
-#else
-    return {true, false};
-#endif
-}
-
-/// Does no device that runs this code take kernels of this kind? Code for one device alone (sm_90a) can tell; other code may run on later
-/// devices of either kind.
-template <bool Small>
-__device__ constexpr bool of_other_devices([[maybe_unused]] bool has_two_sizes) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    return has_two_sizes && Small;
-#else
-    return false;
-#endif
-}
-
-/// The budget on devices of less shared memory, or of enough.
-template <class Format, bool Small>
-inline constexpr int budget_on = Small
-                                     ? kvq::detail::smaller(shared_memory_budget<Format>, small_shared_memory)
-                                     : shared_memory_budget<Format>;
-/// On all devices that the program is compiled for.
-template <class Format>
-inline constexpr int common_budget = budget_on<Format, targets().small>;
 
 template <tensor Role, class Format>
 using scheme_of = std::conditional_t<Role == tensor::key, typename Format::keys, typename Format::values>;

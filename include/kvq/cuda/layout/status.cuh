@@ -11,6 +11,7 @@
 #include <cstdio>
 
 #include "../../config.hpp"
+#include "../arch/architecture.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -45,24 +46,6 @@ inline status runtime_error(cudaError_t code, const char* what) noexcept {
     return s;
 }
 
-/// Does the current device know programmatic dependent launch (compute capability 9.0)?
-inline bool has_early_launch() noexcept {
-    int device = 0, major = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-           major >= 9;
-}
-
-/// Of a thread block on the current device, in bytes; 0 if there is none.
-inline int device_shared_memory() noexcept {
-    int device = 0, most = 0;
-    cudaError_t code = cudaGetDevice(&device);
-    if (code == cudaSuccess)
-        code = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (code != cudaSuccess) (void)cudaGetLastError();
-    return most;
-}
-
 /// May the blocks of a launch take their places while the stream's previous kernel runs out? Then the kernel itself waits
 /// (wait_for_predecessor) before it touches what that one may write.
 enum class overlap { no, yes };
@@ -81,7 +64,8 @@ inline status launch(const char* what, overlap overlapped, void (*kernel)(Parame
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &early;
-    config.numAttrs = overlapped == overlap::yes && has_early_launch() ? 1 : 0;
+    config.numAttrs =
+        overlapped == overlap::yes && lacks(compute_capability(), feature::early_launch) == 0 ? 1 : 0;
     const cudaError_t code = cudaLaunchKernelEx(&config, kernel, arguments...);
     return code == cudaSuccess ? status{} : runtime_error(code, what);
 }

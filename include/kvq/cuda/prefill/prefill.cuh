@@ -21,32 +21,54 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
-/// Is this kernel there? It is empty, and needs hardly any registers, where it was not compiled for sm_90a.
-template <class Kernel>
-bool has_warpgroup_products(Kernel* kernel) noexcept {
-    cudaFuncAttributes attributes{};
-    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.numRegs > 64;
-    (void)cudaGetLastError();
-    return false;
-}
+template <int Dim, bool Softcap, class Args>
+struct wgmma_launch {
+    static constexpr auto* kernel = prefill_wgmma_kernel<Dim, Softcap, Args>;
+    static constexpr int rows = prefill_rows<Dim>, threads = wgmma_threads;  // rows: of a cluster
+    static constexpr int cluster = 2;  // thread blocks that see each other's shared memory
+    static constexpr kernel_facts facts{
+        "prefill_wgmma_kernel",
+        wgmma_rows,
+        0,
+        wgmma_memory<Dim>::bytes,
+        wgmma_memory<Dim>::bytes,
+        threads,
+        feature::warpgroup_products | feature::clusters | feature::bulk_copies};
+};
+template <int Dim, int Rows, bool Softcap, class Args>
+struct mma_launch {
+    static constexpr auto* kernel = prefill_mma_kernel<Dim, Rows, Softcap, Args>;
+    static constexpr int rows = Rows, threads = mma_threads, cluster = 1;
+    static constexpr kernel_facts facts{"prefill_mma_kernel", Rows, 0, mma_shape<Dim, Rows>::bytes,
+                                        mma_shape<Dim, Rows>::bytes};
+};
+/// The preferred one first.
+template <int Dim, bool Softcap, class Args>
+using prefill_launches = joined<
+    std::conditional_t<Dim == 64 || Dim == 128, kernel_list<wgmma_launch<Dim, Softcap, Args>>, kernel_list<>>,
+    both_sizes<mma_shape<Dim, prefill_rows<Dim>>::bytes,
+               kernel_list<mma_launch<Dim, prefill_rows<Dim>, Softcap, Args>>,
+               kernel_list<mma_launch<Dim, small_mma_rows<Dim>, Softcap, Args>>>>;
 
-/// Thread blocks of `cluster` neighbours see each other's shared memory.
-template <class Kernel, class Args>
-status launch_prefill(Kernel* kernel, const Args& args, dim3 grid, int cluster, int threads, int bytes,
-                      cudaStream_t stream) noexcept {
+template <class Launch, class Args>
+status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t stream) noexcept {
+    constexpr int bytes = Launch::facts.shared_memory, cluster = Launch::cluster;
+    auto* const kernel = Launch::kernel;
     const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) {
         char what[64];
         std::snprintf(what, sizeof what, "prefill needs %d bytes of shared memory per block", bytes);
         return runtime_error(code, what);
     }
+    const auto& cache = get<0>(args.parts).cache;
     cudaLaunchAttribute clusters{};
     clusters.id = cudaLaunchAttributeClusterDimension;
     clusters.val.clusterDim.x = static_cast<unsigned>(cluster);
     clusters.val.clusterDim.y = clusters.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(grid.x * static_cast<unsigned>(cluster), grid.y, grid.z);
-    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.gridDim = dim3(static_cast<unsigned>(kvq::detail::ceil_div(query_rows, Launch::rows) * cluster),
+                          static_cast<unsigned>(cache.kv_heads), static_cast<unsigned>(cache.sequences));
+    config.blockDim = dim3(static_cast<unsigned>(Launch::threads));
     config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
     config.stream = stream;
     config.attrs = &clusters;
@@ -136,32 +158,28 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                            options.lead};
     const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
     args.scale = options.softcap > 0.0f ? scale : scale * detail::log2e;
-    const auto grid = [&](int rows) {
-        return dim3(static_cast<unsigned>(kvq::detail::ceil_div(most_new_tokens * group, rows)),
-                    static_cast<unsigned>(cache.kv_heads), static_cast<unsigned>(cache.sequences));
-    };
-    using args_type = decltype(args);
-    constexpr int rows = detail::prefill_rows<dim>, fewer = detail::fewer_mma_rows<dim>;
-    constexpr bool fits = detail::mma_shape<dim, rows>::bytes <= detail::small_shared_memory;
     const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>) {
-        if constexpr (dim == 64 || dim == 128) {
-            auto* const kernel = detail::prefill_wgmma_kernel<dim, Softcap, args_type>;
-            if (detail::has_warpgroup_products(kernel))
-                return detail::launch_prefill(kernel, args, grid(rows), 2, detail::wgmma_threads,
-                                              detail::wgmma_memory<dim>::bytes, stream);
-        }
-        const auto run = [&]<int Rows>(std::integral_constant<int, Rows>) {
-            return detail::launch_prefill(detail::prefill_mma_kernel<dim, Rows, Softcap, args_type>, args,
-                                          grid(Rows), 1, detail::mma_threads,
-                                          detail::mma_shape<dim, Rows>::bytes, stream);
-        };
-        if constexpr (detail::two_mma_sizes<dim>)
-            if (detail::device_shared_memory() < detail::mma_shape<dim, rows>::bytes)
-                return run(std::integral_constant<int, fewer>{});
-        constexpr bool few = !fits && detail::targets().small && !detail::targets().large;
-        return run(std::integral_constant < int, few ? fewer : rows > {});
+        return detail::with_kernel(detail::prefill_launches<dim, Softcap, decltype(args)>{},
+                                   most_new_tokens * group, [&](auto kernel) {
+                                       return detail::launch_prefill(kernel, args, most_new_tokens * group,
+                                                                     stream);
+                                   });
     };
     return options.softcap > 0.0f ? launch(std::true_type{}) : launch(std::false_type{});
+}
+
+/// The kernel that prefill() of this mixed_cache_ref takes on the current device, and why.
+template <class Mix, class T>
+requires detail::is_mix<Mix> kernel_choice prefill_kernel()
+noexcept {
+    return [&]<class... Parts>(const mixed_cache_ref<Parts...>&) {
+        using format = typename std::tuple_element_t<0, std::tuple<Parts...>>::format_type;
+        kernel_choice choice;
+        detail::with_kernel(
+            detail::prefill_launches<format::head_dim, false, detail::prefill_args<T, Parts...>>{}, 1,
+            [](auto) {}, &choice);
+        return choice;
+    }(Mix{});
 }
 
 }}}  // namespace kvq::cuda

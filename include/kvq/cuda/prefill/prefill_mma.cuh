@@ -27,13 +27,11 @@ struct mma_shape {
     static constexpr int bytes = tables + mma_warps * key_table_bytes;
 };
 
-/// Rows of a block on devices of little shared memory.
+/// Rows of a block on devices of little shared memory: fewer where as many as on others do not fit.
 template <int Dim>
-inline constexpr int fewer_mma_rows = kvq::detail::smaller(128, prefill_rows<Dim>);
-/// Does a program need a kernel for them and one for others?
-template <int Dim>
-inline constexpr bool two_mma_sizes = targets().both() && fewer_mma_rows<Dim> < prefill_rows<Dim> &&
-                                      (mma_shape<Dim, prefill_rows<Dim>>::bytes > small_shared_memory);
+inline constexpr int small_mma_rows = mma_shape<Dim, prefill_rows<Dim>>::bytes <= most_shared_memory<true>
+                                          ? prefill_rows<Dim>
+                                          : kvq::detail::smaller(128, prefill_rows<Dim>);
 
 /// All cells of a warp: of the next tile's keys or values.
 template <tensor Role, class Format, int TileRows, int TileColumns>
@@ -223,7 +221,7 @@ private:
 
 template <int Dim, int Rows, bool Softcap, class Args>
 __global__ void __launch_bounds__(mma_threads, 1) prefill_mma_kernel(const __grid_constant__ Args a) {
-    if constexpr (of_other_devices<(Rows < prefill_rows<Dim>)>(two_mma_sizes<Dim>)) return;
+    if constexpr (never_taken<(Rows < prefill_rows<Dim>), mma_shape<Dim, prefill_rows<Dim>>::bytes>) return;
     using shape = mma_shape<Dim, Rows>;
     extern __shared__ __align__(128) std::byte shared[];
     const std::uint32_t base = shared_address(shared);

@@ -7,7 +7,8 @@
 // Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the second-level cache), 16384 values
 // dequantized, 32 KB to the other block and as much from it, 4.2 M products, which are 2048 cycles of the tensor cores. Keys and values have
 // warpgroups of their own because a stage of keys is free a tile earlier than one of values. docs/lab/gpu.md says what limits it.
-// Where this is not compiled for sm_90a, the kernel is empty: prefill() then takes the other one.
+// Where this is not compiled for sm_90a, the kernel is empty and its bound of threads says so: prefill() then
+// takes the other one.
 // Contract: prefill() in prefill.cuh. Shared memory: 227 KB for head_dim 128. sm_90a.
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
@@ -41,7 +42,7 @@ struct wgmma_memory {
     static constexpr int bytes = slot_barriers + 2 * block_slots * 8;
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if KVQ_WARPGROUP_PRODUCTS
 
 /// Addresses in shared memory, and which block of the cluster this is.
 struct wgmma_place {
@@ -396,9 +397,9 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
 #endif
 
 template <int Dim, bool Softcap, class Args>
-__global__ void __launch_bounds__(wgmma_threads, 1)
+__global__ void __launch_bounds__(warpgroup_threads<wgmma_threads>, 1)
     prefill_wgmma_kernel([[maybe_unused]] const __grid_constant__ Args a) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if KVQ_WARPGROUP_PRODUCTS
     using memory = wgmma_memory<Dim>;
     // 1024: the swizzle of tiles. A name of its own, since one name has one alignment in a program.
     extern __shared__ __align__(1024) std::byte swizzled_memory[];

@@ -178,7 +178,7 @@ __global__ void commit_tables_kernel(const __grid_constant__ cache_ref<From> win
 template <class To, class Kernel>
 status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
     constexpr int bytes = page_quantizer<To>::shared_bytes;
-    if constexpr (bytes > 48 * 1024) {
+    if constexpr (bytes > default_shared_memory) {
         const cudaError_t code =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
         if (code != cudaSuccess) {
