@@ -1,9 +1,0 @@
-// expect: kvq::scheme<bits<B>, levels, granularity, params<P>, encoder>: the fifth argument must be an encoder
-// SPDX-License-Identifier: MIT
-#include <kvq/format/make_format.hpp>
-#include <kvq/schemes/affine.hpp>
-
-const auto made =
-    kvq::make_format<kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>,
-                                       kvq::per_channel<64>, kvq::byte_params, kvq::byte_params>,
-                     kvq::scalar>();
