@@ -201,6 +201,47 @@ auto bytes = scheme.block_bytes({kvq::tensor::key, 64, 64});
 const auto made = kvq::make_format<baselines::turboquant<5>, kvq::scalar>();
 #endif
 
+#if CASE == 42  // encoder_without_rounding
+// expect: the fifth argument must be an encoder, such as least_squares
+#include <kvq/format/make_format.hpp>
+#include <kvq/schemes/affine.hpp>
+
+struct widest {
+    static const char* name() { return ""; }
+    static kvq::grid_range fit(const float*, int, int, float*) { return {-1.0f, 1.0f}; }
+};
+
+const auto made =
+    kvq::make_format<kvq::affine<4, kvq::per_channel<>, kvq::params<float>, widest>, kvq::scalar>();
+#endif
+
+#if CASE == 43  // granularity_of_ones_own
+// expect: the granularity per_token<G> or per_channel<G>
+#include <kvq/format/make_format.hpp>
+#include <kvq/schemes/affine.hpp>
+
+struct per_pair : kvq::per_token<2> {};
+
+const auto made = kvq::make_format<kvq::affine<4, per_pair>, kvq::scalar>();
+#endif
+
+#if CASE == 44  // levels_without_name
+// expect: kvq::scheme: levels of your own need a name (static constexpr const char*) of letters, digits, - and _, which is not affine or int
+#include <kvq/format/make_format.hpp>
+#include <kvq/schemes/scheme.hpp>
+
+struct quarter_steps : kvq::symmetric {
+    template <int Bits>
+    static constexpr float value(int code, float scale, float) {
+        return 0.25f * scale * static_cast<float>(code - 8);
+    }
+};
+
+const auto made =
+    kvq::make_format<kvq::scheme<kvq::bits<4>, quarter_steps, kvq::per_token<>, kvq::params<float>>,
+                     kvq::scalar>();
+#endif
+
 // ---- Schemes of one's own, and what make_format takes. ----
 
 #if CASE == 21  // scheme_without_name
