@@ -94,7 +94,7 @@ void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float
             float& score = scores[r * stride + k];
             weights[r] += score = one_weight(score - (top[r] == lowest ? 0.0f : top[r]));
         }
-        if (weights != weights)
+        if (weights[r] != weights[r])
             for (int k = 0; k < n; ++k) scores[r * stride + k] = 0.0f;
         factor[r] = top[r] > max[r] ? one_weight(max[r] == lowest ? -1e30f : max[r] - top[r]) : 1.0f;
         sum[r] = sum[r] * factor[r] + weights[r];
