@@ -9,7 +9,11 @@
 //   prompt     what an engine calls for 512 new tokens behind 4096, quantizing included: prefill, or append and attend where there is no
 //              prefill; and the trim that takes them away again
 //   quantize   one block of 128 tokens, from 16-bit values; dequantize: to 16-bit values; blocks that stay in L2
+#if __has_include(<kvq/cpu/simd.hpp>)
 #include <kvq/cpu/simd.hpp>
+#else
+#include <kvq/backends/simd.hpp>
+#endif
 #include <kvq/kvq.hpp>
 #include <kvq/quant/calibration.hpp>
 #include <kvq/schemes/affine.hpp>

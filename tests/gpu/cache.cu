@@ -591,7 +591,7 @@ struct history {
         made.splice(b.host, n, any(n, b.host.tokens()));
         cuda::sequence_id id;
         if (const cuda::status s = cuda::onload(made, c.gpu, id, c.stream); !s) {
-            CHECK(std::strstr(s.message, "an erase has closed") != nullptr, "%s, step %d: %s", name, step,
+            CHECK(std::strstr(s.message, "which a cut has left") != nullptr, "%s, step %d: %s", name, step,
                   s.message);
             return;
         }

@@ -225,7 +225,7 @@ struct cache_access {
     }
     static status no_format(const kvq::cache& cpu, int keys, int values) {
         return bad_value(
-            "keys in %.60s with values in %.60s: add their format to the make_device_format<...>()",
+            "keys in %.55s with values in %.55s: add their format to the make_device_format<...>()",
             format_text(cpu.table(tensor::key)[keys]).c_str(),
             format_text(cpu.table(tensor::value)[values]).c_str());
     }
