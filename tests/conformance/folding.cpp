@@ -108,7 +108,8 @@ void check_product(test::generator& random, const kvq::block_shape& shape, int n
                 const double scale = scheme_type::col_scale(c), bias = scheme_type::col_bias(c);
                 const double f = x[static_cast<std::size_t>(i * (cols + slack) + c)];
                 sum += f * (row_scale * (scale * level + bias) + row_bias * scale);
-                terms += std::fabs(f) * (row_scale * (scale * std::fabs(level) + std::fabs(bias)) +
+                // Codes and what is subtracted from them are summed apart.
+                terms += std::fabs(f) * (row_scale * (scale * (level + 2 * Zero) + std::fabs(bias)) +
                                          std::fabs(row_bias) * scale);
                 codes += std::fabs(level);
             }

@@ -38,7 +38,8 @@ struct value_plan {
 template <class Backend, class Scheme>
 auto plan_products(const Scheme& scheme, const block_shape& shape, block_id id, int n) {
     if constexpr (foldable<Scheme>)
-        return code_plan<Scheme>(scheme, shape, n, query_bytes_in_tiles<typename Backend::lanes, Backend>(n));
+        return code_plan<Scheme::code_bits>(Scheme::fold(shape.role), Scheme::zero_code, scheme.codes(shape),
+                                            n, query_bytes_in_tiles<typename Backend::lanes, Backend>(n));
     else if constexpr (segmented<Scheme>)
         return segment_plan<Scheme>(scheme, shape, id, n,
                                     query_bytes_in_tiles<typename Backend::lanes, Backend>(n));
@@ -83,8 +84,8 @@ public:
     void begin(const block_shape& shape, block_id id, const std::byte* block, const float* x,
                std::ptrdiff_t x_stride, std::byte* workspace) const {
         if constexpr (foldable<Scheme>)
-            fold<lanes, Backend>(scheme_, plan_.fold, shape, id, block, x, x_stride,
-                                 workspace + plan_.parameter_bytes);
+            fold<lanes, Backend>(plan_.meaning, plan_.fold, parameters_of<Backend>(scheme_, shape, id, block),
+                                 x, x_stride, workspace + plan_.parameter_bytes);
         else if constexpr (segmented<Scheme>)
             plan_.write_units(workspace);
         else if constexpr (full_precision<Scheme>)
@@ -107,7 +108,8 @@ public:
             value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n_, rows, cols, y,
                                                               y_stride, add, ahead);
         } else if constexpr (foldable<Scheme>) {
-            code_product<lanes, Backend, Scheme>(scheme_, plan_, shape, id, block, workspace)
+            code_product<lanes, Backend, Scheme::code_bits>(
+                plan_, parameters_of<Backend>(scheme_, shape, id, block), workspace)
                 .run(y, y_stride, add, ahead);
         } else if constexpr (segmented<Scheme>) {
             segment_product<lanes, Backend, Scheme>::run(plan_, shape, id, block, x, x_stride, y, y_stride,

@@ -11,21 +11,20 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Common plan of products of n operands with blocks of one shape.
-template <class Scheme>
+template <int Bits>
 struct code_plan {
-    static constexpr int bits = Scheme::code_bits;
-
-    fold_use use;
-    code_layout<bits> codes;
-    fold_layout<bits> fold;
+    code_meaning meaning;
+    code_layout<Bits> codes;
+    fold_layout fold;
     std::size_t parameters;  ///< offset of the parameters in a block
     std::ptrdiff_t line;     ///< floats of the row parameters of one column group
     std::size_t
         parameter_bytes;  ///< bytes of all row parameters; in the workspace, the output of fold() follows them
 
-    code_plan(const Scheme& scheme, const block_shape& shape, int n, int tile_query_bytes)
-        : use(Scheme::fold(shape.role)),
-          codes(scheme.codes(shape)),
+    code_plan(const fold_use& use, int zero_code, const code_layout<Bits>& layout, int n,
+              int tile_query_bytes)
+        : meaning{use, static_cast<float>((1 << Bits) - 1), static_cast<float>(zero_code)},
+          codes(layout),
           fold(codes, use.columns(), n, tile_query_bytes),
           parameters(codes.bytes()),
           line(codes.rows().padded_size() + 16),
@@ -41,31 +40,27 @@ struct code_plan {
 };
 
 /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n operands that were folded for this block.
-template <class Lanes, class Backend, class Scheme>
+template <class Lanes, class Backend, int Bits>
 class code_product {
 public:
-    code_product(const Scheme& scheme, const code_plan<Scheme>& plan, const block_shape& shape, block_id id,
-                 const std::byte* block, std::byte* workspace)
+    code_product(const code_plan<Bits>& plan, const parameter_source& source, std::byte* workspace)
         : codes_(plan.codes),
           layout_(plan.fold),
-          columns_(plan.use.columns()),
-          block_(block),
+          columns_(plan.meaning.use.columns()),
+          block_(source.block),
           words_(layout_.words(workspace + plan.parameter_bytes)),
           scalars_(layout_.scalars(workspace + plan.parameter_bytes)),
           memory_(workspace + plan.parameter_bytes),
           line_(plan.line),
-          scales_(plan.use.row_scale ? reinterpret_cast<float*>(workspace) : nullptr),
-          biases_(plan.use.row_bias ? reinterpret_cast<float*>(workspace) +
-                                          (plan.use.row_scale ? line_ * codes_.cols.groups() : 0)
-                                    : nullptr) {
-        if constexpr (requires {
-                          scheme.template row_parameters<Backend>(shape, id, block, 0, scales_, biases_);
-                      })
-            if (scales_ || biases_)
-                for (int g = 0; g < codes_.cols.groups(); ++g)
-                    scheme.template row_parameters<Backend>(shape, id, block, g,
-                                                            scales_ ? scales_ + g * line_ : nullptr,
-                                                            biases_ ? biases_ + g * line_ : nullptr);
+          scales_(plan.meaning.use.row_scale ? reinterpret_cast<float*>(workspace) : nullptr),
+          biases_(plan.meaning.use.row_bias
+                      ? reinterpret_cast<float*>(workspace) +
+                            (plan.meaning.use.row_scale ? line_ * codes_.cols.groups() : 0)
+                      : nullptr) {
+        if (scales_ || biases_)
+            for (int g = 0; g < codes_.cols.groups(); ++g)
+                source.rows(source, g, scales_ ? scales_ + g * line_ : nullptr,
+                            biases_ ? biases_ + g * line_ : nullptr);
     }
 
     /// ahead: distance in bytes from this block to the one that is read
@@ -103,8 +98,7 @@ public:
     }
 
 private:
-    static constexpr int bits = Scheme::code_bits;
-    using planes = code_planes<bits>;
+    using planes = code_planes<Bits>;
 
     /// One tile for one query block.
     struct position {
@@ -167,7 +161,7 @@ private:
                 p_.find_part(step.slot, step.height, 0, step.group, planes_);
             }
             const int quads = detail::smaller(left_, step_quads);
-            unpack_codes<Lanes, bits, 0>({planes_, vector_bytes, ahead_, 0, 0, step.height, nullptr}, 0,
+            unpack_codes<Lanes, Bits, 0>({planes_, vector_bytes, ahead_, 0, 0, step.height, nullptr}, 0,
                                          quads, out);
             for (int i = 0; i < planes::count; ++i)
                 planes_[i] += step_quads / planes::quads_per_word(i) * vector_bytes;
@@ -176,7 +170,7 @@ private:
         void finish(const tile_step& step, const std::byte* sums) const {
             const std::ptrdiff_t line = p_.layout_.group_of(step.group) * p_.line_ + step.slot;
             const int set = p_.columns_ ? step.row_group : 0;
-            finish_tile<byte_form<Backend>, Lanes, Scheme::zero_code>(
+            finish_tile<byte_form<Backend>, Lanes>(
                 sums, step.height, p_.layout_.n,
                 {y_ + step.row, y_stride_, step.rows, p_.scales_ ? p_.scales_ + line : nullptr,
                  p_.biases_ ? p_.biases_ + line : nullptr,
@@ -215,13 +209,13 @@ private:
     template <int Vectors, bool Partial>
     static void multiply(int queries, const code_part& what, const code_target& to) {
         with_queries(queries, [&](auto n) {
-            multiply_part<form_of<Lanes, Backend>, Lanes, bits, Scheme::zero_code, Vectors,
-                          decltype(n)::value, Partial>(what, to);
+            multiply_part<form_of<Lanes, Backend>, Lanes, Bits, Vectors, decltype(n)::value, Partial>(what,
+                                                                                                      to);
         });
     }
 
-    const code_layout<bits>& codes_;
-    const fold_layout<bits>& layout_;
+    const code_layout<Bits>& codes_;
+    const fold_layout& layout_;
     bool columns_;  // whether columns carry parameters
     const std::byte* block_;
     const std::uint32_t* words_;

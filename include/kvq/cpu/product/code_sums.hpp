@@ -170,8 +170,7 @@ struct code_target {
 };
 
 /// Integer sums as floats, with the parameters applied. Whole: all vectors are full, and Scale and Bias match the target.
-template <vector_form Form, class Lanes, int ZeroCode, bool Whole, bool Scale, bool Bias, int Vectors,
-          int Queries>
+template <vector_form Form, class Lanes, bool Whole, bool Scale, bool Bias, int Vectors, int Queries>
 KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
     const bool has_scale = Scale && (Whole || to.row_scale), has_bias = Bias && (Whole || to.row_bias),
                whole = Whole || to.rows >= Vectors * Lanes::width;
@@ -193,15 +192,9 @@ KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, cons
         float* const out = to.y + i * to.y_stride;
         KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            auto high = sums.high[i][v], low = sums.low[i][v];
-            if constexpr (ZeroCode != 0) {
-                high = Lanes::add(high, Lanes::splat(wrapped_sum(0, -ZeroCode, s.high_sum)));
-                if constexpr (Form == vector_form::two_bytes)
-                    low = Lanes::add(low, Lanes::splat(wrapped_sum(0, -ZeroCode, s.low_sum)));
-            }
-            auto y = Lanes::to_floats(high);
+            auto y = Lanes::to_floats(sums.high[i][v]);
             if constexpr (Form == vector_form::two_bytes)
-                y = Lanes::multiply_add(y, Lanes::splat_float(256.0f), Lanes::to_floats(low));
+                y = Lanes::multiply_add(y, Lanes::splat_float(256.0f), Lanes::to_floats(sums.low[i][v]));
             y = Lanes::multiply_add(y, Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
             // Rounded: otherwise the compiler would choose, kernel by kernel, which of the two products to fuse with the sum.
             if (has_scale) y = Lanes::rounded_product(y, scale[v]);
@@ -216,23 +209,23 @@ KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, cons
 }
 
 /// finish_rows for the parameters of the target. They are tested once, since branches for every vector cost 3 % of attention.
-template <vector_form Form, class Lanes, int ZeroCode, int Vectors, int Queries>
+template <vector_form Form, class Lanes, int Vectors, int Queries>
 KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
     const bool whole = to.rows >= Vectors * Lanes::width;
     if (whole && !to.row_scale && !to.row_bias)
-        finish_rows<Form, Lanes, ZeroCode, true, false, false>(sums, to);
+        finish_rows<Form, Lanes, true, false, false>(sums, to);
     else if (whole && to.row_scale && to.row_bias)
-        finish_rows<Form, Lanes, ZeroCode, true, true, true>(sums, to);
+        finish_rows<Form, Lanes, true, true, true>(sums, to);
     else
-        finish_rows<Form, Lanes, ZeroCode, false, true, true>(sums, to);
+        finish_rows<Form, Lanes, false, true, true>(sums, to);
 }
 
-template <vector_form Form, class Lanes, int Bits, int ZeroCode, int Vectors, int Queries, bool Partial>
+template <vector_form Form, class Lanes, int Bits, int Vectors, int Queries, bool Partial>
 void multiply_part(const code_part& part, const code_target& to) {
     code_sums<Lanes, Vectors, Queries> sums;
     clear(sums);
     sum_codes<Form, Lanes, Bits, 0, Vectors, Queries, Partial>(part, sums);
-    finish_sums<Form, Lanes, ZeroCode, Vectors, Queries>(sums, to);
+    finish_sums<Form, Lanes>(sums, to);
 }
 
 }}}  // namespace kvq::kernels

@@ -98,17 +98,13 @@ int query_bytes_in_tiles(int n) {
 /// Scalars of an operand besides its bytes, per (set, part, query).
 struct fold_scalars {
     float step;
-    float sum;              // of the rounded x', where rows have biases
-    float bias_dot;         // of x with col_bias
-    std::int32_t high_sum;  // of the bytes, or of the words
-    std::int32_t low_sum;
+    float sum;       // of the rounded x'
+    float bias_dot;  // of x with col_bias, less zero times `sum`
 };
 
 /// Offsets of the parts of a folded set of `n` operands in memory: [scratch][scalars][words]; see above. Sizes are stored, because
 /// kernels read them at every block.
-template <int Bits>
 struct fold_layout {
-    static constexpr int step = code_planes<Bits>::quads_per_step;
     /// Bytes that stores of whole vectors may write beyond the last word.
     static constexpr std::size_t overrun = 256;
     /// Rows of float scratch of folding: scales, biases, and the operands of a query block.
@@ -119,6 +115,7 @@ struct fold_layout {
     static constexpr int part_columns = 256;
 
     grouped_axis cols;
+    int step;            ///< quads of a step of codes
     grouped_axis parts;  ///< columns that share a step: those of a group, or 256 of them
     int group_parts;     ///< parts of a whole group
     int sets;
@@ -129,9 +126,11 @@ struct fold_layout {
     std::size_t scalars_offset, words_offset, bytes;
 
     /// cut: groups may have several parts.
+    template <int Bits>
     constexpr fold_layout(const code_layout<Bits>& codes, bool per_row_group, int queries,
                           int query_bytes_of_tiles, bool cut = true) noexcept
         : cols(codes.cols),
+          step(code_planes<Bits>::quads_per_step),
           parts(cut ? cut_groups(cols) : cols),
           group_parts(detail::ceil_div(cols.group, parts.group)),
           sets(per_row_group ? codes.rows().groups() : 1),
@@ -183,23 +182,6 @@ struct fold_layout {
         return reinterpret_cast<std::uint32_t*>(memory + words_offset);
     }
 };
-
-/// a + factor * b as registers compute it. Only integers of operands that are not finite wrap, and their
-/// results are NaN whatever they are.
-constexpr std::int32_t wrapped_sum(std::int32_t a, std::int32_t factor, std::int32_t b) noexcept {
-    return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) +
-                                     static_cast<std::uint32_t>(factor) * static_cast<std::uint32_t>(b));
-}
-
-template <class Lanes>
-std::int32_t sum_words(typename Lanes::ints a) {
-    std::byte words[4 * Lanes::width];
-    Lanes::store(words, a);
-    std::int32_t sum = 0;
-    for (int i = 0; i < Lanes::width; ++i)
-        sum = wrapped_sum(sum, 1, detail::load_as<std::int32_t>(words + 4 * i));
-    return sum;
-}
 
 /// max(a, |b|) for a >= 0.
 template <class Lanes>
@@ -257,9 +239,8 @@ KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
 }
 
 /// One part of `Queries` operands, which share their loads of the parameters. Tiles: bytes are written in the
-/// layout of tiles.
-/// Sums: of the bytes too, for codes with a zero. Widths of codes are no template parameter: code is the same for all.
-template <vector_form Form, bool Tiles, class Lanes, bool Sums>
+/// layout of tiles. Widths of codes are no template parameter: code is the same for all.
+template <vector_form Form, bool Tiles, class Lanes>
 struct part_fold {
     fold_use use;
     const float* scale;  ///< of the part's columns, where use.col_scale
@@ -268,7 +249,8 @@ struct part_fold {
     std::ptrdiff_t scratch_stride;
     int before, size, after;  ///< columns of other parts; of the part; to the end of its last step
     int stride;  ///< words from one quad of an operand's bytes to the next, or from one 64 columns to the next
-    float top_code;  ///< largest code that the operand is multiplied with
+    float top_code;   ///< largest code that the operand is multiplied with
+    float zero_code;  ///< what is subtracted from every code
 
     /// Words from one operand to the next.
     static constexpr int vector_words = !Tiles                      ? 2
@@ -348,7 +330,6 @@ private:
             top[i] = Lanes::largest(largest[i]);
             s[i].bias_dot = Lanes::sum(dot[i]);
             s[i].sum = 0.0f;
-            s[i].high_sum = s[i].low_sum = 0;
         }
         KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) {
@@ -369,20 +350,15 @@ private:
     template <int Queries>
     KVQ_INLINE void write_query_bytes(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
         sum_rounding<Lanes> sums[Queries];
-        ints high_sums[Queries];
-        each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
-            sums[i].begin();
-            high_sums[i] = Lanes::splat(0);
-        });
+        each<Queries>([&](auto i) KVQ_INLINE_LAMBDA { sums[i].begin(); });
         for (int c = 0; c < before + size + after; c += Lanes::width) {
             ints fixed[Queries], high[Queries];
             each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
                 fixed[i] = sums[i].next(Lanes::load_floats(scratch + i * scratch_stride + c),
                                         Lanes::splat_float(inverse[i]));
                 high[i] = fixed[i];
-                if constexpr (Form == vector_form::two_bytes && (Sums || !packs<Queries>))
+                if constexpr (Form == vector_form::two_bytes && !packs<Queries>)
                     high[i] = Lanes::template shift_right_signed<8>(Lanes::add(fixed[i], Lanes::splat(128)));
-                if constexpr (Sums) high_sums[i] = Lanes::add(high_sums[i], high[i]);
             });
             if constexpr (packs<Queries>) {
                 if constexpr (Form == vector_form::byte)
@@ -399,22 +375,16 @@ private:
             }
             out += Lanes::width / 4 * stride;
         }
-        write_sums<Queries>(sums, high_sums, s);
+        write_sums<Queries>(sums, s);
     }
 
     /// The sums beside the codes, of the same integers that the codes are multiplied with.
     template <int Queries>
-    KVQ_INLINE void write_sums(const sum_rounding<Lanes>* sums, const ints* high_sums,
-                               fold_scalars* s) const {
-        if (use.row_bias)
+    KVQ_INLINE void write_sums(const sum_rounding<Lanes>* sums, fold_scalars* s) const {
+        if (use.row_bias || zero_code != 0.0f)
             each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
                 s[i].sum = s[i].step * Lanes::sum(Lanes::to_floats(sums[i].rounded));
-            });
-        if constexpr (Sums)
-            each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
-                s[i].high_sum = sum_words<Lanes>(high_sums[i]);
-                if constexpr (Form == vector_form::two_bytes)
-                    s[i].low_sum = wrapped_sum(sum_words<Lanes>(sums[i].rounded), -256, s[i].high_sum);
+                s[i].bias_dot -= zero_code * s[i].sum;
             });
     }
 
@@ -428,17 +398,14 @@ private:
             const floats factor = Lanes::splat_float(inverse[i]);
             sum_rounding<Lanes> sums;
             sums.begin();
-            ints high_sum = Lanes::splat(0);
             for (int c = 0; c < before + size + after; c += tile_columns, to += stride) {
                 ints fixed[vectors];
                 KVQ_UNROLL
-                for (int v = 0; v < vectors; ++v) {
+                for (int v = 0; v < vectors; ++v)
                     fixed[v] = sums.next(Lanes::load_floats(row + c + v * Lanes::width), factor);
-                    if constexpr (Sums) high_sum = Lanes::add(high_sum, high_byte(fixed[v]));
-                }
                 store_row(reinterpret_cast<std::byte*>(to), fixed);
             }
-            write_sums<1>(&sums, &high_sum, s + i);
+            write_sums<1>(&sums, s + i);
         }
     }
 
@@ -476,14 +443,53 @@ private:
     };
 };
 
-/// Folds layout.n operands x[i] (cols floats each, x_stride apart) for products with `block`.
-template <class Lanes, class Backend, vector_form Form, bool Tiles, class Scheme>
-void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, const block_shape& shape,
-             block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
-             std::byte* memory) {
-    const fold_use use = Scheme::fold(shape.role);
+/// What products know of a codec besides the layout of its codes, on one axis.
+struct code_meaning {
+    fold_use use;
+    float top_code;   ///< largest code
+    float zero_code;  ///< what is subtracted from every code
+};
+
+/// The parameters of a block as floats, in slots: of its rows for a group of columns, of its columns for a group of rows.
+struct parameter_source {
+    using load = void (*)(const parameter_source&, int group, float* scale, float* bias);
+
+    const void* owner;  ///< a scheme, or what `rows` and `columns` read
+    block_shape shape;
+    block_id id;
+    const std::byte* block;
+    load rows, columns;
+};
+
+/// The parameters of a scheme's block. Functions that no axis calls may lack in the scheme.
+template <class Backend, class Scheme>
+parameter_source parameters_of(const Scheme& scheme, const block_shape& shape, block_id id,
+                               const std::byte* block) {
+    parameter_source source{&scheme, shape, id, block, nullptr, nullptr};
+    if constexpr (requires {
+                      scheme.template row_parameters<Backend>(shape, id, block, 0, nullptr, nullptr);
+                  })
+        source.rows = [](const parameter_source& s, int group, float* scale, float* bias) {
+            static_cast<const Scheme*>(s.owner)->template row_parameters<Backend>(s.shape, s.id, s.block,
+                                                                                  group, scale, bias);
+        };
+    if constexpr (requires {
+                      scheme.template col_parameters<Backend>(shape, id, block, 0, nullptr, nullptr);
+                  })
+        source.columns = [](const parameter_source& s, int group, float* scale, float* bias) {
+            static_cast<const Scheme*>(s.owner)->template col_parameters<Backend>(s.shape, s.id, s.block,
+                                                                                  group, scale, bias);
+        };
+    return source;
+}
+
+/// Folds layout.n operands x[i] (cols floats each, x_stride apart) for products with the block of `source`.
+template <class Lanes, vector_form Form, bool Tiles>
+void fold_as(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
+             const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
+    const fold_use use = meaning.use;
     const int n = layout.n;
-    constexpr int step = 4 * fold_layout<Scheme::code_bits>::step;
+    const int step = 4 * layout.step;
     const grouped_axis& cols = layout.cols;
     const auto row_floats = static_cast<std::ptrdiff_t>(layout.scratch_floats);
     float* const scale = layout.scratch(memory);
@@ -492,14 +498,9 @@ void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout,
     std::uint32_t* words = layout.words(memory);
 
     for (int set = 0; set < layout.sets; ++set) {
-        if (use.columns()) {
-            if constexpr (requires {
-                              scheme.template col_parameters<Backend>(shape, id, block, set, scale, bias);
-                          })
-                scheme.template col_parameters<Backend>(shape, id, block, set, scale, bias);
-        }
+        if (use.columns()) source.columns(source, set, scale, bias);
         for (int first = 0; first < n;) {
-            using part_type = part_fold<Form, Tiles, Lanes, Scheme::zero_code != 0>;
+            using part_type = part_fold<Form, Tiles, Lanes>;
             const int block_n = next_query_block(n - first);
             // Operands of a tile lie side by side, also those of the next query block.
             const int beside =
@@ -525,15 +526,16 @@ void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout,
                                      size,
                                      to - begin - size,
                                      part_type::vector_words * beside,
-                                     static_cast<float>((1 << Scheme::code_bits) - 1)};
-                const float* const source = x + first * x_stride + (dense ? begin : p * cols.group);
+                                     meaning.top_code,
+                                     meaning.zero_code};
+                const float* const operands = x + first * x_stride + (dense ? begin : p * cols.group);
                 fold_scalars* const s =
                     layout.scalars(memory) + (set * layout.parts.groups() + p) * n + first;
                 if (block_n == query_block)
-                    part.template run<query_block>(source, x_stride, out, s);
+                    part.template run<query_block>(operands, x_stride, out, s);
                 else
                     for (int i = 0; i < block_n; ++i)
-                        part.template run<1>(source + i * x_stride, x_stride,
+                        part.template run<1>(operands + i * x_stride, x_stride,
                                              out + i * part_type::vector_words, s + i);
                 out += (to - from) / (Tiles ? tile_columns : 4) * part.stride;
             }
@@ -544,15 +546,13 @@ void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout,
     }
 }
 
-template <class Lanes, class Backend, class Scheme>
-void fold(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, const block_shape& shape,
-          block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
+template <class Lanes, class Backend>
+void fold(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
+          const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
     if constexpr (has_tiles<Lanes>)
         if (layout.tile_query_bytes > 0)
-            return fold_as<Lanes, Backend, byte_form<Backend>, true>(scheme, layout, shape, id, block, x,
-                                                                     x_stride, memory);
-    fold_as<Lanes, Backend, form_of<Lanes, Backend>, false>(scheme, layout, shape, id, block, x, x_stride,
-                                                            memory);
+            return fold_as<Lanes, byte_form<Backend>, true>(meaning, layout, source, x, x_stride, memory);
+    fold_as<Lanes, form_of<Lanes, Backend>, false>(meaning, layout, source, x, x_stride, memory);
 }
 
 }}}  // namespace kvq::kernels

@@ -17,7 +17,7 @@ struct segment_plan {
 
     columns_type columns;
     code_layout<8> codes;
-    fold_layout<8> fold;
+    fold_layout fold;
     std::size_t parameters;  ///< offset of the parameters in a block
     code_segment segments[static_cast<std::size_t>(list::count)] = {};
 
@@ -60,21 +60,16 @@ private:
     }
 };
 
-/// All columns of a block, with codes as if shifted to the widest width: the interface that folding needs.
-template <class Scheme>
+/// Parameters of all columns of a block, with codes as if shifted to the widest width.
+template <class Backend, class Scheme>
 struct shifted_columns {
-    static constexpr int code_bits = 8, zero_code = 0;
-    static constexpr fold_use fold(tensor role) noexcept {
-        return segment_plan<Scheme>::columns_type::fold(role);
-    }
-    template <class Backend>
-    void col_parameters(const block_shape&, block_id, const std::byte* block, int row_group, float* scale,
-                        float* bias) const {
-        plan.columns.template load<Backend>(block, row_group, scale, bias, unit);
-    }
-
     const segment_plan<Scheme>& plan;
     const float* unit;
+
+    static void load(const parameter_source& source, int row_group, float* scale, float* bias) {
+        const auto& all = *static_cast<const shifted_columns*>(source.owner);
+        all.plan.columns.template load<Backend>(source.block, row_group, scale, bias, all.unit);
+    }
 };
 
 template <class Lanes, class Backend, class Scheme>
@@ -86,8 +81,10 @@ public:
                     const std::byte* block, const float* x, std::ptrdiff_t x_stride, float* y,
                     std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
         const int n = plan.fold.n;
-        kernels::fold<Lanes, Backend>(shifted_columns<Scheme>{plan, plan.units(workspace)}, plan.fold, shape,
-                                      id, block, x, x_stride, workspace);
+        const shifted_columns<Backend, Scheme> columns{plan, plan.units(workspace)};
+        kernels::fold<Lanes, Backend>({plan.columns.fold(shape.role), 255.0f, 0.0f}, plan.fold,
+                                      {&columns, shape, id, block, nullptr, &columns.load}, x, x_stride,
+                                      workspace);
         const segment_product p{plan, block, ahead};
         if constexpr (has_tiles<Lanes>)
             if (plan.fold.tile_query_bytes > 0)
@@ -149,7 +146,7 @@ private:
         void unpack(const tile_step& step, std::byte* out) const { unpack(step, out, every_width{}); }
         void finish(const tile_step& step, const std::byte* sums) const {
             const int n = p.layout_.n;
-            finish_tile<byte_form<Backend>, Lanes, 0>(
+            finish_tile<byte_form<Backend>, Lanes>(
                 sums, step.height, n,
                 {y + step.row, y_stride, step.rows, nullptr, nullptr, scalars + step.row_group * n, add});
         }
@@ -223,7 +220,7 @@ private:
         code_sums<Lanes, Vectors, Queries> sums;
         clear(sums);
         (add_width<Width, Vectors, Queries, Partial>(slot, height, part, x, sums), ...);
-        finish_sums<form_of<Lanes, Backend>, Lanes, 0, Vectors, Queries>(sums, to);
+        finish_sums<form_of<Lanes, Backend>, Lanes>(sums, to);
     }
 
     template <int Width, int Vectors, int Queries, bool Partial>
@@ -241,7 +238,7 @@ private:
     }
 
     const grouped_axis& rows_;
-    const fold_layout<8>& layout_;
+    const fold_layout& layout_;
     const code_segment* segments_;
     const std::byte* block_;
     std::ptrdiff_t ahead_;

@@ -191,8 +191,7 @@ struct tile_vectors {
     std::ptrdiff_t block_bytes;  ///< from one query block to the next
     int lines;
 
-    template <int Bits>
-    tile_vectors(const fold_layout<Bits>& layout, std::byte* memory) noexcept
+    tile_vectors(const fold_layout& layout, std::byte* memory) noexcept
         : begin(reinterpret_cast<const std::byte*>(layout.words(memory))),
           set_bytes(layout.sets > 1 ? 4 * static_cast<std::ptrdiff_t>(layout.set_words) * layout.n : 0),
           block_bytes(4 * static_cast<std::ptrdiff_t>(layout.set_words) * layout.tile_queries()),
@@ -267,7 +266,7 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
 }
 
 /// The n operands' integer sums of a row tile, as floats. to: of the tile's first row and the first operand.
-template <vector_form Form, class Lanes, int ZeroCode>
+template <vector_form Form, class Lanes>
 void finish_tile(const std::byte* sums, int height, int n, const code_target& to) {
     constexpr int bytes_each = Form == vector_form::byte ? 1 : 2, in_block = tile_lines / bytes_each;
     for (int part = 0; part < height;) {
@@ -289,7 +288,7 @@ void finish_tile(const std::byte* sums, int height, int n, const code_target& to
                         bytes_each == 2 ? Lanes::load(at + 4 * tile_space::half_rows) : Lanes::splat(0);
                 }
             }
-            finish_sums<Form, Lanes, ZeroCode>(
+            finish_sums<Form, Lanes>(
                 s, {to.y + first * to.y_stride + part, to.y_stride, to.rows - part,
                     to.row_scale ? to.row_scale + part : nullptr, to.row_bias ? to.row_bias + part : nullptr,
                     to.scalars + first, to.add});
