@@ -90,7 +90,8 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                           .sinks = r.sinks,
                           .recent = r.recent,
                           .page_tokens = page,
-                          .rollback = r.rollback});
+                          .rollback = r.rollback,
+                          .repack = 0.0f});  // the device does not repack
         pools p;
         std::vector<both> all;
         all.push_back({{}, cache.new_sequence()});

@@ -182,9 +182,11 @@ struct plain_store {
             for (std::size_t i = 0; i < mine.spans.size() && i < theirs.spans.size(); ++i) {
                 kvq::page_span& a = mine.spans[i];
                 const kvq::page_span& b = theirs.spans[i];
-                if (a.end() > common || !a.full() || !b.full() || a.first_token != b.first_token) break;
+                if (a.end() > common || !a.full() || a.first_token != b.first_token || a.tokens != b.tokens)
+                    break;
                 for (int role = 0; role < 2; ++role)
                     if (a.pages[role]->format == b.pages[role]->format &&
+                        a.pages[role]->bytes == b.pages[role]->bytes &&
                         std::equal(a.pages[role]->data(), a.pages[role]->data() + a.pages[role]->bytes,
                                    b.pages[role]->data()))
                         a.pages[role] = b.pages[role];

@@ -244,7 +244,7 @@ private:
             p->not_finite = m.not_finite;
         }
         received& r = known != list.end() ? known->second : list.insert({m.first_token, fresh}).first->second;
-        (copy ? r.copy : r.own) = {true, m.number, std::move(p)};
+        (copy ? r.copy : r.own) = slot{true, m.number, std::move(p)};
         says_all_ = says_all_ && m.number > 0;
     }
 
