@@ -107,6 +107,7 @@ public:
     }
     kept_drafts(const kept_drafts&) = delete;
     kept_drafts& operator=(const kept_drafts&) = delete;
+    // NOLINTNEXTLINE(bugprone-exception-escape): tables grow within their capacity
     ~kept_drafts() {
         chunks_.clear();
         for (draft& d : drafts_) {
@@ -140,6 +141,7 @@ public:
             for (int job = 0; job < chunks_[i].jobs(); ++job) chunks_[i].quantize(job, scratch);
         }
     }
+    // NOLINTNEXTLINE(bugprone-exception-escape): as above
     void commit() noexcept {
         for (chunk& c : chunks_) c.commit();
         for (draft& d : drafts_) {

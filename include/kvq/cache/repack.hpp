@@ -161,10 +161,9 @@ private:
     }
     void join_small_ones() {
         std::size_t n = 0;  // groups that are done
-        for (std::size_t i = 0; i < groups_.size(); ++i) {
+        for (const group& g : groups_) {
             if (n > 0) {
                 group& before = groups_[n - 1];
-                const group& g = groups_[i];
                 const auto excess = [this](const group& of) {
                     return static_cast<double>(of.fresh ? new_bytes(of) : of.bytes) - of.allowance;
                 };
@@ -174,7 +173,7 @@ private:
                     continue;
                 }
             }
-            groups_[n++] = groups_[i];
+            groups_[n++] = g;
         }
         groups_.erase(groups_.begin() + static_cast<std::ptrdiff_t>(n), groups_.end());
     }

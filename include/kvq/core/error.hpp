@@ -20,6 +20,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "text.hpp"
 
@@ -61,7 +62,7 @@ public:
 /// No memory, or the byte budget of a page pool would be exceeded. Nothing was changed.
 class out_of_memory : public std::bad_alloc, public error {
 public:
-    KVQ_NO_COPY explicit out_of_memory(const std::string& message) : message_(message) { say(what()); }
+    KVQ_NO_COPY explicit out_of_memory(std::string message) : message_(std::move(message)) { say(what()); }
     KVQ_NO_COPY out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
         : out_of_memory("kvq: a page of " + std::to_string(wanted) +
                         " bytes does not fit: " + std::to_string(in_use) + " of a budget of " +

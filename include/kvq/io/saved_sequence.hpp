@@ -82,7 +82,7 @@ inline std::string tensor_name(int layer, tensor role, const char* what) {
     return "layers." + std::to_string(layer) + (role == tensor::key ? ".key." : ".value.") + what;
 }
 /// tokens: capacity of the pages; the name omits the usual capacity.
-inline std::string sized_name(std::string name, std::uint32_t tokens, const page_geometry& g) {
+inline std::string sized_name(const std::string& name, std::uint32_t tokens, const page_geometry& g) {
     return tokens == static_cast<std::uint32_t>(g.page_tokens) ? name : name + "." + std::to_string(tokens);
 }
 inline std::string copies_name(int layer, tensor role, std::uint32_t tokens, const page_geometry& g) {

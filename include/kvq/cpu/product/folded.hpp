@@ -200,8 +200,8 @@ KVQ_INLINE typename Lanes::floats lane_phases() {
     alignas(64) static constexpr auto phases = [] {
         std::array<float, Lanes::width> a{};
         for (std::size_t i = 0; i < Lanes::width; ++i)
-            a[i] = (static_cast<float>(i / 2) + 0.5f) / (i % 2 == 0 ? 1.0f : -1.0f) /
-                   static_cast<float>(Lanes::width);
+            a[i] = static_cast<float>(i - i % 2 + 1) / static_cast<float>(2 * Lanes::width) *
+                   (i % 2 == 0 ? 1.0f : -1.0f);
         return a;
     }();
     return Lanes::load_floats(phases.data());
