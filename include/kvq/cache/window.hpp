@@ -54,7 +54,7 @@ inline std::uint32_t held_not_finite(float_type window, const page& p, tensor ro
                         block + sizeof(Window) * full<Window>::element(layout, shape, t, c))));
         }
     });
-    return n;
+    return smaller(n, p.not_finite);  // a rotation of keys makes two of one
 }
 
 /// Copies the first `count` tokens of a window page to a new (zeroed) page, which may have memory for more or fewer tokens.

@@ -135,7 +135,7 @@ struct cache_access {
                     result = copy(p.data(), pool.memory().page(role, layer, number),
                                   pool.memory().page_bytes(role), cudaMemcpyDeviceToHost, stream);
             };
-            const auto window_page = [&](tensor role, int number, int first, int tokens) {
+            const auto window_page = [&](tensor role, int number, int tokens) {
                 const int room = g.window_tokens(tokens, g.page_tokens);
                 page_ref p = zeroed(cpu.pool(), cpu.page_bytes(role, 0, room), room);
                 if (room == g.page_tokens && tokens == room) {
@@ -182,14 +182,14 @@ struct cache_access {
                 for (const tensor role : {tensor::key, tensor::value}) {
                     const auto at = static_cast<std::size_t>(role);
                     if (!quantized) {
-                        span.pages[at] = window_page(role, number(), first, tokens);
+                        span.pages[at] = window_page(role, number(), tokens);
                         continue;
                     }
                     const device_pages& pool = gpu.quantized_[static_cast<std::size_t>(held.format)];
                     span.pages[at] = cpu.pool().allocate(pool.memory().page_bytes(role),
                                                          formats[at][held.format], g.page_tokens);
                     get(*span.pages[at], pool, role, held.number);
-                    if (i >= s.first_copy) span.copies[at] = window_page(role, number(), first, tokens);
+                    if (i >= s.first_copy) span.copies[at] = window_page(role, number(), tokens);
                 }
                 spans.push_back(std::move(span));
             }
