@@ -51,8 +51,8 @@ KVQ_INLINE void with_queries(int queries, F&& f) {
 /// also across other loops.
 template <int N, class F>
 KVQ_INLINE void each(F&& f) {
-    [&]<int... I>(std::integer_sequence<int, I...>) KVQ_INLINE_LAMBDA {
-        (f(std::integral_constant<int, I>{}), ...);
+    [&]<int... Index>(std::integer_sequence<int, Index...>) KVQ_INLINE_LAMBDA {
+        (f(std::integral_constant<int, Index>{}), ...);
     }
     (std::make_integer_sequence<int, N>{});
 }

@@ -142,12 +142,12 @@ private:
                    : Lanes::load(from + Part * Lanes::width * 4, left < Lanes::width ? left : Lanes::width);
     }
 
-    /// Finds the steps of a tile's rows, [part][row], slots apart; empty rows get 0. Returns whether all
+    /// Finds the steps of a tile's rows, [part][row], slot_count apart; empty rows get 0. Returns whether all
     /// values of the first `rows` rows are finite.
     static bool find_steps(const std::byte* from, int height, int rows, int cols, float* steps,
-                           std::ptrdiff_t slots, std::ptrdiff_t ahead) {
+                           std::ptrdiff_t slot_count, std::ptrdiff_t ahead) {
         ints all = Lanes::splat(0);
-        for (int first = 0; first < cols; first += part_columns, steps += slots) {
+        for (int first = 0; first < cols; first += part_columns, steps += slot_count) {
             ints top[parts];
             KVQ_UNROLL
             for (int p = 0; p < parts; ++p) top[p] = Lanes::splat(0);
@@ -191,7 +191,7 @@ private:
 
     /// The codes of a tile's rows: [word][row], two columns to a word.
     static void make_words(const std::byte* from, int height, int pairs, const float* steps,
-                           std::ptrdiff_t slots, std::byte* out) {
+                           std::ptrdiff_t slot_count, std::byte* out) {
         floats inverse[parts][2];  // two lanes per row
         for (int w = 0; w < pairs; ++w, from += height * 4, out += word_bytes) {
             if (w % part_words == 0) {
@@ -202,7 +202,7 @@ private:
                     inverse[P][0] = Lanes::template repeat_lanes<0>(one);
                     inverse[P][1] = Lanes::template repeat_lanes<1>(one);
                 });
-                steps += slots;
+                steps += slot_count;
             }
             for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
                 const std::byte* const at = from + P * Lanes::width * 4;
