@@ -5,7 +5,7 @@
 //
 // For engines without threads of their own; those that send all of their threads into an operation: core/team.hpp.
 // fork(): a child has none of the threads. There parallel_for() runs all tasks on the calling thread, and the
-// destructor waits for nobody. A fork while a call of kvq is going on on another thread leaves the child what
+// destructor does not wait. A fork while a call of kvq is going on on another thread leaves the child what
 // that call had locked.
 #pragma once
 

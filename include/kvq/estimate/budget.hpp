@@ -23,7 +23,7 @@ namespace kvq { inline namespace KVQ_TAGGED {
 /// What an engine asks of a cache.
 struct budget_use {
     int tokens = 0;     ///< most tokens of a sequence
-    int sequences = 1;  ///< sequences of so many tokens; sequences that share pages take less
+    int sequences = 1;  ///< sequences of so many tokens; those that share whole pages take less
     int chunk = 1;      ///< most new tokens of a sequence in one step
     /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens leaves at
     /// most one; erase(), shift() and splice() leave at most three each (cache/rearrange.hpp).

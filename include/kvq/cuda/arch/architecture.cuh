@@ -110,7 +110,7 @@ inline constexpr bool two_sizes = (targets().large && targets().small && Bytes >
 template <bool Small, int Bytes>
 inline constexpr bool never_taken = (KVQ_WARPGROUP_PRODUCTS != 0 && Small && two_sizes<Bytes>);
 
-/// The bound of a kernel with warpgroup products. Where it is empty, the bound of one warp says so: a
+/// The bound of a kernel with warpgroup products. Where it is empty, its bound is one warp: a
 /// kernel's `maxThreadsPerBlock` is that of the code which the driver has loaded.
 template <int Threads>
 inline constexpr int warpgroup_threads = KVQ_WARPGROUP_PRODUCTS ? Threads : 32;

@@ -7,7 +7,7 @@
 // Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the second-level cache), 16384 values
 // dequantized, 32 KB to the other block and as much from it, 4.2 M products, which are 2048 cycles of the tensor cores. Keys and values have
 // warpgroups of their own because a stage of keys is free a tile earlier than one of values. docs/lab/gpu.md says what limits it.
-// Where this is not compiled for sm_90a, the kernel is empty and its bound of threads says so: prefill() then
+// Where this is not compiled for sm_90a, the kernel is empty and its bound is 32 threads: prefill() then
 // takes the other one.
 // Contract: prefill() in prefill.cuh. Shared memory: 227 KB for head_dim 128. sm_90a.
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
