@@ -1,7 +1,6 @@
 // K and V in the memory of other engines, copied into a quantized sequence and back. The layouts are those of
 // docs/guide/adapters.md.
 #include <cstdio>
-#include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/paged.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
@@ -98,21 +97,13 @@ int main() {
                                 tokens);
         report("llama.cpp cells", sequence, k[std::size_t{255} * heads * dim]);
     }
-    {  // MLX: [batch][heads][capacity][dim], capacity grows by 256
-        kvq::contiguous_cache<half> buffers({.batch = 1, .heads = heads, .head_dim = dim});
-        const auto x = numbers(std::size_t{tokens} * heads * dim);
-        const kvq::token_view<const half> k(x.data(), tokens, heads, dim, dim,
-                                            tokens * dim);  // [heads][tokens][dim]
-        const auto all = buffers.append(k, k);
+    {  // MLX: [batch][heads][capacity][dim]; a view has any strides
+        const int capacity = 256;
+        const auto x = numbers(std::size_t{heads} * capacity * dim);
+        const kvq::token_view<const half> held(x.data(), tokens, heads, dim, dim, capacity * dim);
         auto sequence = cache.new_sequence();
-        kvq::append_to(sequence, layer, all);
+        sequence.append(layer, held, held);
         report("MLX buffers", sequence, x[0]);
-
-        const std::size_t allocated = buffers.bytes();
-        buffers.trim_to_offset();
-        kvq::contiguous_quantized quantized(buffers, {.bits = 4, .group = 64});
-        std::printf("%-24s %zu bytes allocated ahead, %zu used, %zu in MLX's 4 bit\n", "", allocated,
-                    buffers.bytes(), quantized.bytes());
     }
     {  // A layer with a sliding window of 32 tokens
         kvq::ring ring(cache.new_sequence(), {.window = 32, .slack = 4});

@@ -3,7 +3,6 @@
 // missing or differs.
 #include <cstdio>
 #include <functional>
-#include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/distributed/context_parallel.hpp>
 #include <kvq/adapters/distributed/head_parallel.hpp>
 #include <kvq/adapters/distributed/send_sequence.hpp>
@@ -155,14 +154,10 @@ void llama_cpp(kvq::sequence& sequence, int layer, const kvq::float16* k, const 
                             kvq::paged_nhd(v, cells, 1, heads, dim), std::span(cells_of_sequence), tokens);
 }
 
-void mlx(kvq::sequence& sequence, int layer, int heads, int dim, kvq::token_view<const kvq::float16> k,
-         kvq::token_view<const kvq::float16> v) {
-    kvq::contiguous_cache<kvq::float16> buffers({.batch = 1, .heads = heads, .head_dim = dim});
-    const auto all = buffers.append(k, v);
-    kvq::append_to(sequence, layer, all);
-    kvq::append_from(buffers, sequence, layer);
-    buffers.trim_to_offset();
-    kvq::contiguous_quantized small(buffers, {.bits = 4, .group = 64});
+void mlx(kvq::sequence& sequence, int layer, const kvq::float16* k, const kvq::float16* v, int tokens,
+         int heads, int dim, int capacity) {
+    const kvq::token_view<const kvq::float16> held(k, tokens, heads, dim, dim, capacity * dim);
+    sequence.append(layer, held, {v, tokens, heads, dim, dim, capacity * dim});
 }
 
 void eigen(kvq::sequence& sequence, int layer, int heads, int q_heads, const Eigen::MatrixXf& k,

@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/paged.hpp>
 #include <kvq/core/team.hpp>
 #include <kvq/core/thread_pool.hpp>

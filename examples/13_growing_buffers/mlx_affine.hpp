@@ -14,78 +14,76 @@
 // Source: mlx ops.cpp (affine_quantize), backend/cpu/quantized.cpp, metal/kernels/quantized.h.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <kvq/core/float_formats.hpp>
+#include <kvq/core/rounding.hpp>
+#include <limits>
+#include <stdexcept>
+#include <string>
 
-#include "../core/error.hpp"
-#include "../core/rounding.hpp"
-
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace mlx {
 
 /// The MLX device whose rounding is used.
-enum class mlx_device : unsigned char { cpu, gpu };
+enum class device : unsigned char { cpu, gpu };
 
-struct mlx_format {
+struct affine {
     int bits = 8;
     int group = 64;
-    mlx_device device = mlx_device::cpu;
+    device rounding = device::cpu;
 
-    constexpr int words(int dim) const noexcept { return dim * bits / 32; }
-    constexpr int groups(int dim) const noexcept { return dim / group; }
+    int words(int dim) const noexcept { return dim * bits / 32; }
+    int groups(int dim) const noexcept { return dim / group; }
+    float round(float x) const noexcept {
+        return rounding == device::cpu ? std::nearbyint(x) : std::round(x);
+    }
+    /// Raises std::invalid_argument for a format that MLX does not have, or a row that is not a multiple of its group.
+    void check(int dim) const {
+        if (bits < 2 || bits > 8 || bits == 7)
+            throw std::invalid_argument("MLX has 2, 3, 4, 5, 6 and 8 bits, not " + std::to_string(bits));
+        if (group != 32 && group != 64 && group != 128)
+            throw std::invalid_argument("MLX has groups of 32, 64 and 128, not " + std::to_string(group));
+        if (dim < 1 || dim % group != 0)
+            throw std::invalid_argument("a row of " + std::to_string(dim) +
+                                        " channels is not a multiple of a group of " + std::to_string(group));
+    }
 };
 
-namespace detail {
-
-inline void check_mlx_format(const mlx_format& f, int dim) {
-    expect(f.bits == 2 || f.bits == 3 || f.bits == 4 || f.bits == 5 || f.bits == 6 || f.bits == 8,
-           "MLX has 2, 3, 4, 5, 6 and 8 bits, not ", f.bits);
-    expect(f.group == 32 || f.group == 64 || f.group == 128, "MLX has groups of 32, 64 and 128, not ",
-           f.group);
-    expect(dim >= 1 && dim % f.group == 0, "a row of ", dim, " channels is not a multiple of a group of ",
-           f.group);
-}
-
-inline float mlx_round(float x, mlx_device device) noexcept {
-    return device == mlx_device::cpu ? std::nearbyint(x) : std::round(x);
-}
-
-}  // namespace detail
-
-/// Quantizes one row of `dim` channels. words: format.words(dim), scales and biases: format.groups(dim). Raises kvq::error
-/// for a format that MLX does not have, or a row that is not a multiple of its group.
-template <float_format T>
-void mlx_quantize(const mlx_format& format, int dim, const T* row, std::uint32_t* words, T* scales,
-                  T* biases) {
-    detail::check_mlx_format(format, dim);
+/// Quantizes one row of `dim` channels. words: format.words(dim), scales and biases: format.groups(dim).
+template <kvq::float_format T>
+void quantize(const affine& format, int dim, const T* row, std::uint32_t* words, T* scales, T* biases) {
+    format.check(dim);
     const auto top = static_cast<float>((1 << format.bits) - 1);
-    for (int i = 0; i < format.words(dim); ++i) words[i] = 0;
+    std::fill_n(words, format.words(dim), 0u);
     for (int g = 0; g < format.groups(dim); ++g) {
         const T* const x = row + g * format.group;
-        float low = detail::max_float, high = format.device == mlx_device::cpu ? -detail::max_float : 0.0f;
+        constexpr float most = std::numeric_limits<float>::max();
+        float low = most, high = format.rounding == device::cpu ? -most : 0.0f;
         bool any = false;
         for (int i = 0; i < format.group; ++i) {
             const auto v = static_cast<float>(x[i]);
-            if (!detail::is_finite(v)) continue;
+            if (!std::isfinite(v)) continue;
             any = true;
-            low = detail::smaller(low, v);
-            high = detail::larger(high, v);
+            low = std::fmin(low, v);
+            high = std::fmax(high, v);
         }
         if (!any) low = high = 0.0f;
-        float scale = detail::larger((high - low) / top, 1e-7f), bias = 0.0f;
+        float scale = std::fmax((high - low) / top, 1e-7f), bias = 0.0f;
         const bool from_low = std::fabs(low) > std::fabs(high);
         if (!from_low) scale = -scale;
         const float edge = from_low ? low : high;
-        const float steps = detail::mlx_round(edge / scale, format.device);
+        const float steps = format.round(edge / scale);
         if (steps != 0.0f) {
             scale = edge / steps;
             bias = edge;
         }
         for (int i = 0; i < format.group; ++i) {
             auto v = static_cast<float>(x[i]);
-            if (detail::is_nan(v)) v = 0.0f;
-            const float position = detail::mlx_round((v - bias) / scale, format.device);
+            if (std::isnan(v)) v = 0.0f;
+            const float position = format.round((v - bias) / scale);
             const auto code =
-                static_cast<std::uint32_t>(!(position > 0.0f) ? 0.0f : detail::smaller(position, top));
+                static_cast<std::uint32_t>(!(position > 0.0f) ? 0.0f : std::fmin(position, top));
             const int bit = (g * format.group + i) * format.bits;
             words[bit / 32] |= code << (bit % 32);
             if (bit % 32 + format.bits > 32) words[bit / 32 + 1] |= code >> (32 - bit % 32);
@@ -96,19 +94,19 @@ void mlx_quantize(const mlx_format& format, int dim, const T* row, std::uint32_t
 }
 
 /// The values of one row, computed as in MLX: product and sum rounded to T.
-template <float_format T>
-void mlx_dequantize(const mlx_format& format, int dim, const std::uint32_t* words, const T* scales,
-                    const T* biases, T* row) {
-    detail::check_mlx_format(format, dim);
+template <kvq::float_format T>
+void dequantize(const affine& format, int dim, const std::uint32_t* words, const T* scales, const T* biases,
+                T* row) {
+    format.check(dim);
     for (int i = 0; i < dim; ++i) {
         const int bit = i * format.bits;
         std::uint32_t code = words[bit / 32] >> (bit % 32);
         if (bit % 32 + format.bits > 32) code |= words[bit / 32 + 1] << (32 - bit % 32);
         code &= (1u << format.bits) - 1u;
         const int g = i / format.group;
-        const T product(detail::rounded_product(static_cast<float>(scales[g]), static_cast<float>(code)));
+        const T product(kvq::rounded_product(static_cast<float>(scales[g]), static_cast<float>(code)));
         row[i] = T(static_cast<float>(product) + static_cast<float>(biases[g]));
     }
 }
 
-}}  // namespace kvq
+}  // namespace mlx
