@@ -30,8 +30,8 @@ static float16* device(std::size_t n) {
 
 int main(int argc, char** argv) {
     const cuda::device_format compiled[] = {
-        cuda::make_device_format<float16, cuda::kivi_format<4, 64, dim, 64>>(),
-        cuda::make_device_format<float16, cuda::format<int8, int8, dim, 64>>()};
+        cuda::make_device_format<float16, cuda::kivi_pair<4, 64, dim, 64>>(),
+        cuda::make_device_format<float16, cuda::block_pair<int8, int8, dim, 64>>()};
     cudaStream_t stream;
     check(cudaStreamCreate(&stream));
     cuda::cache cache;

@@ -35,7 +35,7 @@ static float16* device(const std::vector<float16>& host) {
 
 int main() {
     const cuda::device_format compiled[] = {
-        cuda::make_device_format<float16, cuda::format<keys, values, dim, page_tokens>>()};
+        cuda::make_device_format<float16, cuda::block_pair<keys, values, dim, page_tokens>>()};
     const cache_shape shape{.layers = 1, .kv_heads = kv_heads, .head_dim = dim};
     cudaStream_t stream;
     check(cudaStreamCreate(&stream));

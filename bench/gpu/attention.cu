@@ -272,17 +272,17 @@ void run(const char* name, const shape& s, settings& set) {
 
 /// Of the presets' widths: affine codes per channel with 16-bit parameters, in groups as theirs.
 template <int Bits>
-using plain = cuda::format<affine<Bits, per_channel<64>>, affine<Bits, per_channel<>>, 128, 128>;
+using plain = cuda::block_pair<affine<Bits, per_channel<64>>, affine<Bits, per_channel<>>, 128, 128>;
 
 template <int PageTokens>
 void small_pages(const std::vector<shape>& shapes, settings& set) {
     if (!set.json) std::printf("pages of %d tokens\n", PageTokens);
     for (const shape& s : shapes) {
         if (s.q_heads != 32 || s.kv_heads != 8) continue;
-        run<cuda::format<full<float16>, full<float16>, 128, PageTokens>>("fp16", s, set);
-        run<cuda::format<int8, int8, 128, PageTokens>>("int8", s, set);
-        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, PageTokens>>("token4-g128", s,
-                                                                                           set);
+        run<cuda::block_pair<full<float16>, full<float16>, 128, PageTokens>>("fp16", s, set);
+        run<cuda::block_pair<int8, int8, 128, PageTokens>>("int8", s, set);
+        run<cuda::block_pair<affine<4, per_token<>>, affine<4, per_token<>>, 128, PageTokens>>("token4-g128",
+                                                                                               s, set);
     }
 }
 
@@ -321,38 +321,38 @@ int main(int argc, char** argv) {
 #if defined(PRESETS) && PRESETS == 1
     for (const shape& s : shapes) {
         run<plain<8>>("plain8", s, set);
-        run<cuda::preset_format<ref8, 128>>("ref8", s, set);
+        run<cuda::preset_pair<ref8, 128>>("ref8", s, set);
         run<plain<6>>("plain6", s, set);
-        run<cuda::preset_format<hi6, 128>>("hi6", s, set);
+        run<cuda::preset_pair<hi6, 128>>("hi6", s, set);
         run<plain<5>>("plain5", s, set);
-        run<cuda::preset_format<std5, 128>>("std5", s, set);
+        run<cuda::preset_pair<std5, 128>>("std5", s, set);
     }
 #elif defined(PRESETS)
     for (const shape& s : shapes) {
         run<plain<4>>("plain4", s, set);
-        run<cuda::preset_format<std4, 128>>("std4", s, set);
-        run<cuda::preset_format<mix4, 128>>("mix4", s, set);
-        run<cuda::preset_format<mix4, 128>>("mix4-plan", s, set);
+        run<cuda::preset_pair<std4, 128>>("std4", s, set);
+        run<cuda::preset_pair<mix4, 128>>("mix4", s, set);
+        run<cuda::preset_pair<mix4, 128>>("mix4-plan", s, set);
         run<plain<3>>("plain3", s, set);
-        run<cuda::preset_format<low3, 128>>("low3", s, set);
-        run<cuda::preset_format<low3, 128>>("low3-plan", s, set);
+        run<cuda::preset_pair<low3, 128>>("low3", s, set);
+        run<cuda::preset_pair<low3, 128>>("low3-plan", s, set);
         run<plain<2>>("plain2", s, set);
-        run<cuda::preset_format<low2, 128>>("low2", s, set);
-        run<cuda::preset_format<low2, 128>>("low2-plan", s, set);
+        run<cuda::preset_pair<low2, 128>>("low2", s, set);
+        run<cuda::preset_pair<low2, 128>>("low2-plan", s, set);
     }
 #elif defined(SMALL_PAGES)
     small_pages<16>(shapes, set);
     small_pages<32>(shapes, set);
 #else
     for (const shape& s : shapes) {
-        run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16", s, set);
-        run<cuda::format<int8, int8, 128, 64>>("int8", s, set);
-        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("token4-g128", s, set);
-        run<cuda::kivi_format<4, 64, 128, 64>>("kivi-4-g64", s, set);
-        run<cuda::kivi_format<4, 128, 128, 128>>("kivi-4-g128", s, set);
-        run<cuda::kivi_format<4, 32, 128, 64>>("kivi-4-g32", s, set);
-        run<cuda::kivi_format<2, 128, 128, 128>>("kivi-2-g128", s, set);
-        run<cuda::kivi_format<2, 32, 128, 64>>("kivi-2-g32", s, set);
+        run<cuda::block_pair<full<float16>, full<float16>, 128, 64>>("fp16", s, set);
+        run<cuda::block_pair<int8, int8, 128, 64>>("int8", s, set);
+        run<cuda::block_pair<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("token4-g128", s, set);
+        run<cuda::kivi_pair<4, 64, 128, 64>>("kivi-4-g64", s, set);
+        run<cuda::kivi_pair<4, 128, 128, 128>>("kivi-4-g128", s, set);
+        run<cuda::kivi_pair<4, 32, 128, 64>>("kivi-4-g32", s, set);
+        run<cuda::kivi_pair<2, 128, 128, 128>>("kivi-2-g128", s, set);
+        run<cuda::kivi_pair<2, 32, 128, 64>>("kivi-2-g32", s, set);
     }
 #endif
     BENCH_OK(cudaFree(set.memory));

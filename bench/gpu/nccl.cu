@@ -31,10 +31,10 @@ using namespace kvq;
 
 #if !defined(PART) || PART == 0
 constexpr const char* name = "std4";
-using bench_format = cuda::preset_format<std4, 128, 64>;
+using bench_format = cuda::preset_pair<std4, 128, 64>;
 #else
 constexpr const char* name = "kivi-4-g64";
-using bench_format = cuda::kivi_format<4, 64, 128, 64>;
+using bench_format = cuda::kivi_pair<4, 64, 128, 64>;
 #endif
 constexpr int kv_heads = 8, q_heads = 32, dim = 128, sinks = 4, recent = 128, page_tokens = 64;
 

@@ -62,7 +62,7 @@ struct pages_of {
         if constexpr (full_precision<typename Format::keys>) {
             bench::fill_normal(memory, (key_page + value_page) * static_cast<std::size_t>(columns), 3);
         } else {
-            using source_format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
+            using source_format = cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>;
             const pages_of<source_format> source(columns, tokens, first_token);
             int* const all = bench::on_device(order);
             bench::check(cuda::requantize_pages(source.ref, ref, all, all, columns, nullptr, nullptr));
@@ -130,8 +130,8 @@ __global__ void to_floats(const float16* from, float* to, std::size_t n) {
 
 template <class Format>
 void rows(const char* name, bool json, bool quick, const char* baseline) {
-    using window_format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
-    using sink_format = cuda::format<full<float16>, full<float16>, dim, 16>;
+    using window_format = cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>;
+    using sink_format = cuda::block_pair<full<float16>, full<float16>, dim, 16>;
     for (const int context : {32768, 131072})
         for (const int chunk : {512, 2048}) {
             if (quick && (context != 32768 || chunk != 2048)) continue;
@@ -268,18 +268,18 @@ int main(int argc, char** argv) {
         if (std::strcmp(argv[i], "--baseline") == 0 && i + 1 < argc) baseline = argv[++i];
     }
 #if PART == 0
-    rows<cuda::format<full<float16>, full<float16>, dim, page_tokens>>("fp16", json, quick, baseline);
+    rows<cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>>("fp16", json, quick, baseline);
 #elif PART == 1
-    rows<cuda::format<int8, int8, dim, page_tokens>>("int8", json, quick, baseline);
+    rows<cuda::block_pair<int8, int8, dim, page_tokens>>("int8", json, quick, baseline);
 #elif PART == 2
-    rows<cuda::kivi_format<4, 64, dim, page_tokens>>("kivi-4-g64", json, quick, baseline);
+    rows<cuda::kivi_pair<4, 64, dim, page_tokens>>("kivi-4-g64", json, quick, baseline);
 #elif PART == 3
-    rows<cuda::preset_format<std4, dim, page_tokens>>("std4", json, quick, baseline);
+    rows<cuda::preset_pair<std4, dim, page_tokens>>("std4", json, quick, baseline);
 #elif PART == 4
     for (const char* const name : {"mix4", "mix4-plan"})
-        rows<cuda::preset_format<mix4, dim, page_tokens>>(name, json, quick, baseline);
+        rows<cuda::preset_pair<mix4, dim, page_tokens>>(name, json, quick, baseline);
 #else
     for (const char* const name : {"low2", "low2-plan"})
-        rows<cuda::preset_format<low2, dim, page_tokens>>(name, json, quick, baseline);
+        rows<cuda::preset_pair<low2, dim, page_tokens>>(name, json, quick, baseline);
 #endif
 }

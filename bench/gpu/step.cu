@@ -103,7 +103,7 @@ private:
     /// Pages are quantized from random 16-bit ones.
     void quantize(int layers) {
         using source_format =
-            cuda::format<full<float16>, full<float16>, Format::head_dim, Format::page_tokens>;
+            cuda::block_pair<full<float16>, full<float16>, Format::head_dim, Format::page_tokens>;
         constexpr int source_pages = 32;
         const page_pool<source_format> source(1, source_pages, 1, nullptr, 0);
         std::vector<int> from(static_cast<std::size_t>(pages)), to(from);
@@ -170,7 +170,7 @@ constexpr int ragged_draws = 8;
 
 /// `store` and `attend` of 16-bit pages. page: what ragged lengths differ by.
 step_times time_full_pages(const shape& s, int page) {
-    using format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
+    using format = cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>;
     const int columns = (s.tokens + page / 2 + page_tokens - 1) / page_tokens;
     const int layers = layers_for(
         static_cast<std::size_t>(s.batch * columns) *
@@ -250,8 +250,8 @@ double time_draft(int batch, int drafted, int layers, const F& cache_of) {
 template <class Format>
 step_times time_real_step(const shape& s, bool planned) {
     constexpr int page = Format::page_tokens;
-    using window_format = cuda::format<full<float16>, full<float16>, dim, page>;
-    using sink_format = cuda::format<full<float16>, full<float16>, dim, 16>;
+    using window_format = cuda::block_pair<full<float16>, full<float16>, dim, page>;
+    using sink_format = cuda::block_pair<full<float16>, full<float16>, dim, 16>;
     const int columns = (s.tokens + page / 2 - sinks - recent) / page + 1;
     const int layers = layers_for(
         static_cast<std::size_t>(s.batch * columns) *
@@ -516,26 +516,26 @@ int main(int argc, char** argv) {
             [[maybe_unused]] const double torch_us = found == torch.end() ? 0.0 : found->second;
 #if !defined(PART) || PART == 0
             if (wanted("kivi-4-g64"))
-                run_real_step<cuda::kivi_format<4, 64, dim, page_tokens>>("kivi-4-g64", s, torch_us, json);
+                run_real_step<cuda::kivi_pair<4, 64, dim, page_tokens>>("kivi-4-g64", s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 1
-            if (wanted("std4")) run_real_step<cuda::preset_format<std4, dim>>("std4", s, torch_us, json);
+            if (wanted("std4")) run_real_step<cuda::preset_pair<std4, dim>>("std4", s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 2
             for (const char* const name : {"low2", "low2-plan"})
-                if (wanted(name)) run_real_step<cuda::preset_format<low2, dim>>(name, s, torch_us, json);
+                if (wanted(name)) run_real_step<cuda::preset_pair<low2, dim>>(name, s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 3
             if (wanted("int8"))
-                run_real_step<cuda::format<int8, int8, dim, page_tokens>>("int8", s, torch_us, json);
+                run_real_step<cuda::block_pair<int8, int8, dim, page_tokens>>("int8", s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 5
             if (wanted("mix4-plan"))
-                run_real_step<cuda::preset_format<mix4, dim>>("mix4-plan", s, torch_us, json);
+                run_real_step<cuda::preset_pair<mix4, dim>>("mix4-plan", s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 6
             if (wanted("low3-plan"))
-                run_real_step<cuda::preset_format<low3, dim>>("low3-plan", s, torch_us, json);
+                run_real_step<cuda::preset_pair<low3, dim>>("low3-plan", s, torch_us, json);
 #endif
         }
     }
@@ -545,10 +545,11 @@ int main(int argc, char** argv) {
 #if !defined(PART) || PART == 4
     for (const auto& [batch, tokens] : {shape{16, 2048}, shape{64, 1024}, shape{128, 4096}}) {
         if (wanted("fp16"))
-            run<cuda::format<full<float16>, full<float16>, dim, page_tokens>>("fp16", batch, tokens, json);
-        if (wanted("int8")) run<cuda::format<int8, int8, dim, page_tokens>>("int8", batch, tokens, json);
+            run<cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>>("fp16", batch, tokens,
+                                                                                  json);
+        if (wanted("int8")) run<cuda::block_pair<int8, int8, dim, page_tokens>>("int8", batch, tokens, json);
         if (wanted("token4-g128"))
-            run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, dim, page_tokens>>(
+            run<cuda::block_pair<affine<4, per_token<>>, affine<4, per_token<>>, dim, page_tokens>>(
                 "token4-g128", batch, tokens, json);
     }
 #endif

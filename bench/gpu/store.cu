@@ -98,7 +98,7 @@ void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json
 }
 
 constexpr int dim = 128, page_tokens = 128;
-using window_format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
+using window_format = cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>;
 
 template <class Format>
 cuda::cache_ref<Format> pages_at(std::byte* keys, int pages) {
@@ -263,23 +263,23 @@ int main(int argc, char** argv) {
     bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory), bytes / 4, 1u);
     const bench::ceilings ceiling = bench::measure_ceilings(memory, bytes);
     for (const int tokens : {128, 1024, 4096, 65536}) {
-        run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16 rows", tokens, ceiling, json, memory,
-                                                                 bytes, true);
-        run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16", tokens, ceiling, json, memory,
-                                                                 bytes);
-        run<cuda::format<int8, int8, 128, 64>>("int8", tokens, ceiling, json, memory, bytes);
-        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>(
+        run<cuda::block_pair<full<float16>, full<float16>, 128, 64>>("fp16 rows", tokens, ceiling, json,
+                                                                     memory, bytes, true);
+        run<cuda::block_pair<full<float16>, full<float16>, 128, 64>>("fp16", tokens, ceiling, json, memory,
+                                                                     bytes);
+        run<cuda::block_pair<int8, int8, 128, 64>>("int8", tokens, ceiling, json, memory, bytes);
+        run<cuda::block_pair<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>(
             "token4-g128", tokens, ceiling, json, memory, bytes);
-        run<cuda::format<affine<4, per_token<64>>, affine<4, per_token<64>>, 128, 64>>(
+        run<cuda::block_pair<affine<4, per_token<64>>, affine<4, per_token<64>>, 128, 64>>(
             "token4-g64", tokens, ceiling, json, memory, bytes);
     }
-    using std4_format = cuda::preset_format<std4, dim>;
-    using low3_format = cuda::preset_format<low3, dim>;
-    using low2_format = cuda::preset_format<low2, dim>;
-    using kivi4_format = cuda::kivi_format<4, 64, dim, page_tokens>;
+    using std4_format = cuda::preset_pair<std4, dim>;
+    using low3_format = cuda::preset_pair<low3, dim>;
+    using low2_format = cuda::preset_pair<low2, dim>;
+    using kivi4_format = cuda::kivi_pair<4, 64, dim, page_tokens>;
     for (const int pages : {1, 8, 512}) {
         const auto all = [&](auto from, auto to, const char* name, bool plan = false, bool feedback = false) {
-            run_pages<typename decltype(from)::format_type, typename decltype(to)::format_type>(
+            run_pages<typename decltype(from)::pair_type, typename decltype(to)::pair_type>(
                 name, pages, ceiling, json, memory, bytes, plan, feedback);
         };
         const cuda::cache_ref<window_format> window;

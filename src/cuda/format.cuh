@@ -14,18 +14,18 @@ const device_formats& compiled_formats();
 /// Formats by the names of kvq.h, with _ for -.
 template <int HeadDim, int PageTokens = default_page_tokens>
 struct named {
-    using int8 = cuda::format<kvq::int8, kvq::int8, HeadDim, PageTokens>;
-    using kivi_2_g32 = cuda::kivi_format<2, 32, HeadDim, PageTokens>;
-    using kivi_2_g64 = cuda::kivi_format<2, 64, HeadDim, PageTokens>;
-    using kivi_4_g32 = cuda::kivi_format<4, 32, HeadDim, PageTokens>;
-    using kivi_4_g64 = cuda::kivi_format<4, 64, HeadDim, PageTokens>;
-    using ref8 = cuda::preset_format<kvq::ref8, HeadDim, PageTokens>;
-    using hi6 = cuda::preset_format<kvq::hi6, HeadDim, PageTokens>;
-    using std5 = cuda::preset_format<kvq::std5, HeadDim, PageTokens>;
-    using std4 = cuda::preset_format<kvq::std4, HeadDim, PageTokens>;
-    using mix4 = cuda::preset_format<kvq::mix4, HeadDim, PageTokens>;
-    using low3 = cuda::preset_format<kvq::low3, HeadDim, PageTokens>;
-    using low2 = cuda::preset_format<kvq::low2, HeadDim, PageTokens>;
+    using int8 = cuda::block_pair<kvq::int8, kvq::int8, HeadDim, PageTokens>;
+    using kivi_2_g32 = cuda::kivi_pair<2, 32, HeadDim, PageTokens>;
+    using kivi_2_g64 = cuda::kivi_pair<2, 64, HeadDim, PageTokens>;
+    using kivi_4_g32 = cuda::kivi_pair<4, 32, HeadDim, PageTokens>;
+    using kivi_4_g64 = cuda::kivi_pair<4, 64, HeadDim, PageTokens>;
+    using ref8 = cuda::preset_pair<kvq::ref8, HeadDim, PageTokens>;
+    using hi6 = cuda::preset_pair<kvq::hi6, HeadDim, PageTokens>;
+    using std5 = cuda::preset_pair<kvq::std5, HeadDim, PageTokens>;
+    using std4 = cuda::preset_pair<kvq::std4, HeadDim, PageTokens>;
+    using mix4 = cuda::preset_pair<kvq::mix4, HeadDim, PageTokens>;
+    using low3 = cuda::preset_pair<kvq::low3, HeadDim, PageTokens>;
+    using low2 = cuda::preset_pair<kvq::low2, HeadDim, PageTokens>;
 };
 
 }  // namespace kvq::c

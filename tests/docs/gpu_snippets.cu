@@ -7,9 +7,9 @@ void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq
                  kvq::float16* to, int batch, int q_heads, int recent, void* workspace,
                  std::size_t workspace_bytes, cudaStream_t stream) {
     using namespace kvq;
-    using quantized_format = cuda::kivi_format<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>;
-    using window_format = cuda::format<full<float16>, full<float16>, 128, 64>;
-    using sink_format = cuda::format<full<float16>, full<float16>, 128, 16>;
+    using quantized_format = cuda::kivi_pair<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>;
+    using window_format = cuda::block_pair<full<float16>, full<float16>, 128, 64>;
+    using sink_format = cuda::block_pair<full<float16>, full<float16>, 128, 16>;
     cuda::cache_ref<quantized_format> quantized = {};
     cuda::cache_ref<window_format> window = {};
     cuda::cache_ref<sink_format> sinks = {};
@@ -29,7 +29,7 @@ void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq
 
 void attend(const kvq::float16* q, kvq::float16* out, float* lse, int batch, int q_heads, void* workspace,
             std::size_t workspace_bytes, cudaStream_t stream) {
-    using quantized = kvq::cuda::kivi_format<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>;
+    using quantized = kvq::cuda::kivi_pair<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>;
     kvq::cuda::cache_ref<quantized> cache = {};
     auto s = kvq::cuda::attend<quantized, kvq::float16>(
         cache, {q, batch, q_heads, 128}, {out, batch, q_heads, 128},
@@ -44,9 +44,9 @@ void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_
                  int n, cudaStream_t stream) {
     using namespace kvq;
     const cuda::device_format compiled[] = {
-        cuda::make_device_format<float16, cuda::kivi_format<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>>(),
-        cuda::make_device_format<float16, cuda::preset_format<std4, 128, 64>,
-                                 cuda::preset_format<low2, 128, 64>>()};
+        cuda::make_device_format<float16, cuda::kivi_pair<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>>(),
+        cuda::make_device_format<float16, cuda::preset_pair<std4, 128, 64>,
+                                 cuda::preset_pair<low2, 128, 64>>()};
     cuda::cache cache;
     auto s = cache.open({.layers = 32, .kv_heads = 8, .head_dim = 128},
                         {.formats = {"kivi-4-g64"},

@@ -9,9 +9,9 @@ using namespace kvq;
 
 namespace {
 
-using window = cuda::format<full<float16>, full<float16>, 128, 64>;
-using quantized = cuda::kivi_format<4, 64, 128, 64>;
-using sink = cuda::format<full<float16>, full<float16>, 128, 4>;
+using window = cuda::block_pair<full<float16>, full<float16>, 128, 64>;
+using quantized = cuda::kivi_pair<4, 64, 128, 64>;
+using sink = cuda::block_pair<full<float16>, full<float16>, 128, 4>;
 constexpr int kv_heads = 2, group = 4, q_heads = kv_heads * group, dim = 128;
 
 template <class Format>
@@ -429,10 +429,10 @@ void check_bad_queries() {
     check_bad_queries<quantized>("kivi4");
     check_bad_queries<window>("fp16");
 #ifdef __CUDACC__  // emulated, formats that other checks compile
-    check_bad_queries<cuda::format<int8, int8, 128, 16>>("int8, page 16");
+    check_bad_queries<cuda::block_pair<int8, int8, 128, 16>>("int8, page 16");
 #endif
-    check_bad_queries<cuda::preset_format<low2, 128>>("low2");
-    check_bad_queries<cuda::format<full<float>, affine<4, per_token<20>>, 100, 24>>("any shape");
+    check_bad_queries<cuda::preset_pair<low2, 128>>("low2");
+    check_bad_queries<cuda::block_pair<full<float>, affine<4, per_token<20>>, 100, 24>>("any shape");
 }
 
 /// Lets its successor begin, waits, and only then writes lengths and block table.
@@ -471,7 +471,7 @@ void check_late_lengths() {
     std::reverse(other_table.begin(), other_table.end());
     const std::vector<std::vector<int>> lengths = {
         std::vector<int>(n, test::many(1000)),
-        std::vector<int>(n, test::many(1000) + 1),  // as many chunks
+        std::vector<int>(n, test::many(1000) + 1),  // as many warp tiles
         std::vector<int>(n, longest),
         {1, 64, test::many(2000), 0, 65},
         {2, 64, test::many(2000) - 1, 1, 70}};
@@ -562,7 +562,7 @@ void check_errors() {
     refused_options(1, 1, {.scale = NAN}, memory.get(), "scale is nan");
     refused_options(1, 1, {}, memory.get() + 8, "workspace must start on 16 bytes");
     c.table_columns = 1 << 20;
-    refused_options(4096, 4096, {}, memory.get(), "chunks of");
+    refused_options(4096, 4096, {}, memory.get(), "warp tiles of");
     c.table_columns = 4;
     // Nothing to do is no error, whatever has no memory then.
     auto none = c;
@@ -609,9 +609,9 @@ void check_many(const char* name) {
 
 int main() {
 #ifdef __CUDACC__  // emulated, one format
-    check_many<cuda::format<int8, int8, 64, 32>>("many sequences, int8");
+    check_many<cuda::block_pair<int8, int8, 64, 32>>("many sequences, int8");
 #endif
-    check_many<cuda::kivi_format<4, 64, 64, 64>>("many sequences, kivi4");
+    check_many<cuda::kivi_pair<4, 64, 64, 64>>("many sequences, kivi4");
     check_mixed();
     check_repeatable();
     check_early();

@@ -28,8 +28,8 @@ constexpr int dim = 64, layers = 2, heads = 2, q_heads = 4;
 #endif
 #if PART == 0
 constexpr int page = 32;
-using kivi4 = cuda::kivi_format<4, 32, dim, page>;
-using wide = cuda::format<int8, int8, dim, page>;
+using kivi4 = cuda::kivi_pair<4, 32, dim, page>;
+using wide = cuda::block_pair<int8, int8, dim, page>;
 
 const cuda::device_format& compiled() {
     static const cuda::device_format f = cuda::make_device_format<float16, kivi4, wide>();
@@ -48,8 +48,8 @@ using affine4 = affine<4, per_token<32>>;
 
 const cuda::device_format& compiled() {
     static const cuda::device_format f =
-        cuda::make_device_format<float16, cuda::format<affine4, affine4, dim, page>,
-                                 cuda::format<int8, int8, dim, page>>();
+        cuda::make_device_format<float16, cuda::block_pair<affine4, affine4, dim, page>,
+                                 cuda::block_pair<int8, int8, dim, page>>();
     return f;
 }
 struct host_formats {
@@ -62,7 +62,7 @@ constexpr int page = 64;
 
 const cuda::device_format& compiled() {
     static const cuda::device_format f =
-        cuda::make_device_format<float16, cuda::preset_format<low2, dim, page>>();
+        cuda::make_device_format<float16, cuda::preset_pair<low2, dim, page>>();
     return f;
 }
 /// Keys with a plan of widths and feedback from random statistics.
@@ -1160,7 +1160,7 @@ void check_alibi() {
     const std::vector<float> slopes = {0.5f, 0.1f, 0.02f, 0.004f};
     const test::device_buffer<float> on_device(slopes);
     const cuda::device_format scored[] = {
-        cuda::make_scored_format<cuda::alibi, float16, cuda::preset_format<low2, dim, page>>()};
+        cuda::make_scored_format<cuda::alibi, float16, cuda::preset_pair<low2, dim, page>>()};
     both_caches c({}, scored[0]);
     test::rng r(12);
     const auto ok = [](const cuda::status& s) { CHECK(s, "ALiBi: %s", s.message); };

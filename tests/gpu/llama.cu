@@ -30,14 +30,14 @@ constexpr double other_batch = 0x1p-9;
 #if PART == 0
 constexpr int dim = 32;
 const std::vector<std::string> formats = {"int8", "kivi-4-g64"};
-const bool added = add_format<kvq::float16, kvq::cuda::format<kvq::int8, kvq::int8, dim, 64>,
-                              kvq::cuda::kivi_format<4, 64, dim, 64>>();
+const bool added = add_format<kvq::float16, kvq::cuda::block_pair<kvq::int8, kvq::int8, dim, 64>,
+                              kvq::cuda::kivi_pair<4, 64, dim, 64>>();
 const std::vector<std::string> architectures = {"llama", "qwen3", "gemma2"};
 #else
 constexpr int dim = 64;
 const std::vector<std::string> formats = {"std4", "low2"};
-const bool added = add_format<kvq::float16, kvq::cuda::preset_format<kvq::std4, dim, 64>>() &&
-                   add_format<kvq::float16, kvq::cuda::preset_format<kvq::low2, dim, 64>>();
+const bool added = add_format<kvq::float16, kvq::cuda::preset_pair<kvq::std4, dim, 64>>() &&
+                   add_format<kvq::float16, kvq::cuda::preset_pair<kvq::low2, dim, 64>>();
 const std::vector<std::string> architectures = {"qwen2", "gemma3"};
 #endif
 

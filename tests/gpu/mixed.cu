@@ -377,32 +377,32 @@ void check_single(const char* name, Score score) {
 #endif
 
 template <class T, int Dim, int Page>
-using full_pages = cuda::format<full<T>, full<T>, Dim, Page>;
+using full_pages = cuda::block_pair<full<T>, full<T>, Dim, Page>;
 
 }  // namespace
 
 int main() {
 #if !defined(PART) || PART == 0
-    using kivi4 = cuda::kivi_format<4, 64, 128, 64>;
+    using kivi4 = cuda::kivi_pair<4, 64, 128, 64>;
     check_mixes<float16, kivi4, kivi4, full_pages<float16, 128, 64>, full_pages<float16, 128, 16>>(
         "kivi4 g64, fp16 window and sinks");
 #endif
 #if !defined(PART) || PART == 1
-    using packed = cuda::format<int8, affine<4, per_token<>>, 64, 32>;
+    using packed = cuda::block_pair<int8, affine<4, per_token<>>, 64, 32>;
     check_mixes<bfloat16, packed, packed, full_pages<bfloat16, 64, 32>, full_pages<bfloat16, 64, 16>>(
         "int8 keys, 4 bit values, bf16 window, page 32");
 #endif
 #if !defined(PART) || PART == 2
-    check_mixes<float16, cuda::preset_format<low2, 128>, cuda::preset_format<std4, 128>,
+    check_mixes<float16, cuda::preset_pair<low2, 128>, cuda::preset_pair<std4, 128>,
                 full_pages<float16, 128, 128>, full_pages<float16, 128, 16>>("low2, then std4, fp16 window");
 #endif
 #if !defined(PART) || PART == 3
-    check_mixes<float, cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 96, 16>,
-                cuda::kivi_format<2, 32, 96, 16>, full_pages<float16, 96, 16>, full_pages<bfloat16, 96, 32>>(
+    check_mixes<float, cuda::block_pair<affine<4, per_token<>>, affine<4, per_token<>>, 96, 16>,
+                cuda::kivi_pair<2, 32, 96, 16>, full_pages<float16, 96, 16>, full_pages<bfloat16, 96, 32>>(
         "4 bit token, then kivi2, pages of 16");
 #endif
 #if !defined(PART) || PART == 4
-    using small = cuda::kivi_format<4, 32, 64, 32>;
+    using small = cuda::kivi_pair<4, 32, 64, 32>;
     using window = full_pages<float16, 64, 32>;
     test::rng r(11);
     double worst = 0.0;
@@ -434,7 +434,7 @@ int main() {
             r, c, "learned sinks, kivi4", &worst);
     std::printf("  %-44s largest error %.2e\n", "score modifier, kivi4", worst);
     check_single<float16, window>("score modifier, fp16 alone", score);
-    using any_shape = cuda::format<int8, int8, 40, 24>;
+    using any_shape = cuda::block_pair<int8, int8, 40, 24>;
     check_single<float, any_shape>("score modifier, any shape", score);
     check_single<float16, window>("learned sinks, fp16 alone", cuda::learned_sinks{});
     check_single<float, any_shape>("learned sinks, any shape", cuda::learned_sinks{});

@@ -28,8 +28,8 @@ namespace {
 
 // Emulated, the formats of c_cuda, whose kernels are compiled anyway.
 constexpr int dim = 64, layers = 2, page_size = test::emulated_or(64, 32);
-using kivi4 = cuda::kivi_format<4, page_size, dim, page_size>;
-using wide = cuda::format<int8, int8, dim, page_size>;
+using kivi4 = cuda::kivi_pair<4, page_size, dim, page_size>;
+using wide = cuda::block_pair<int8, int8, dim, page_size>;
 const std::string kivi4_name = "kivi-4-g" + std::to_string(page_size);
 
 const cuda::device_format& compiled() {

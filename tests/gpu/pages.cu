@@ -337,8 +337,8 @@ void check_requantize(const char* name) {
 /// Steps of `step` tokens; the second sequence starts late, and a fresh page comes to it later than a page is due: `second` are
 /// quantized.
 void check_commit(int step, int second) {
-    using window = cuda::format<full<float16>, full<float16>, 64, 32>;
-    using quantized = cuda::kivi_format<4, 32, 64, 32>;
+    using window = cuda::block_pair<full<float16>, full<float16>, 64, 32>;
+    using quantized = cuda::kivi_pair<4, 32, 64, 32>;
     test::rng r(3);
     constexpr int heads = 2, recent = 20, sequences = 2, columns = 4;
     pool<window> w(heads, 8);
@@ -411,7 +411,7 @@ void check_commit(int step, int second) {
 }
 
 template <class K, class V, int D, int P, int VD = D>
-using f = cuda::format<K, V, D, P, VD>;
+using f = cuda::block_pair<K, V, D, P, VD>;
 
 }  // namespace
 
@@ -435,7 +435,7 @@ int main() {
         "2 and 4 bit, head_dim 256, float");
     check_store<f<full<float16>, full<bfloat16>, 48, 24, 40>, float>("fp16 and bf16 from float, page 24");
     using w128 = f<full<float16>, full<float16>, 128, 64>;
-    check_requantize<w128, cuda::kivi_format<4, 64, 128, 64>, cuda::kivi_format<2, 32, 128, 64>>(
+    check_requantize<w128, cuda::kivi_pair<4, 64, 128, 64>, cuda::kivi_pair<2, 32, 128, 64>>(
         "kivi4 g64 -> kivi2 g32");
     check_requantize<w128, f<int8, int8, 128, 64>,
                      f<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("int8 -> 4 bit");

@@ -31,14 +31,14 @@ void check_peaked(const char* name) {
 }  // namespace
 
 int main() {
-    check_peaked<cuda::kivi_format<4, 64, 128, 64>>("kivi-4-g64");
-    check_peaked<cuda::preset_format<std4, 128>>("std4");
+    check_peaked<cuda::kivi_pair<4, 64, 128, 64>>("kivi-4-g64");
+    check_peaked<cuda::preset_pair<std4, 128>>("std4");
 #ifdef __CUDACC__
-    check_peaked<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16");
-    check_peaked<cuda::format<int8, int8, 128, 64>>("int8");
-    check_peaked<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("affine-4");
-    check_peaked<cuda::kivi_format<2, 128, 128, 128>>("kivi-2-g128");
-    check_peaked<cuda::preset_format<low2, 128>>("low2");
+    check_peaked<cuda::block_pair<full<float16>, full<float16>, 128, 64>>("fp16");
+    check_peaked<cuda::block_pair<int8, int8, 128, 64>>("int8");
+    check_peaked<cuda::block_pair<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("affine-4");
+    check_peaked<cuda::kivi_pair<2, 128, 128, 128>>("kivi-2-g128");
+    check_peaked<cuda::preset_pair<low2, 128>>("low2");
 #endif
     return test::report("peaked");
 }

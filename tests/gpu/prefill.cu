@@ -288,8 +288,8 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
 template <class Quantized, class T>
 void check_format(const char* name, bool few = false) {
     constexpr int page = Quantized::page_tokens, dim = Quantized::head_dim;
-    using window = cuda::format<full<float16>, full<float16>, dim, page>;
-    using sinks = cuda::format<full<float16>, full<float16>, dim, 16>;
+    using window = cuda::block_pair<full<float16>, full<float16>, dim, page>;
+    using sinks = cuda::block_pair<full<float16>, full<float16>, dim, 16>;
     const auto seed = static_cast<unsigned>(page * 7 + dim);
     test::rng r(seed);
     double worst = 0.0;
@@ -364,27 +364,29 @@ constexpr bool refused(std::string_view why) {
 }
 template <int... Bits>
 using widths = mixed_affine<code_widths<Bits...>, average_eighths<28>, per_channel<>>;
-static_assert(refused<cuda::kivi_format<4, 64, 512, 64>>("head_dim is not a multiple of 32 up to 256"));
-static_assert(refused<cuda::format<int8, int8, 80, 64>>("head_dim is not a multiple of 32 up to 256"));
-static_assert(refused<cuda::format<int8, int8, 128, 64, 64>>("keys and values differ in head_dim"));
-static_assert(refused<cuda::format<int8, int8, 64, 48>>("pages have neither 16 tokens nor a multiple of 32"));
-static_assert(refused<cuda::format<full<float>, int8, 64, 64>>("pages hold fp32 values"));
+static_assert(refused<cuda::kivi_pair<4, 64, 512, 64>>("head_dim is not a multiple of 32 up to 256"));
+static_assert(refused<cuda::block_pair<int8, int8, 80, 64>>("head_dim is not a multiple of 32 up to 256"));
+static_assert(refused<cuda::block_pair<int8, int8, 128, 64, 64>>("keys and values differ in head_dim"));
 static_assert(
-    refused<cuda::format<affine<4, per_channel<48>>, int8, 64, 96>>("groups are not a multiple of 32"));
-static_assert(refused<cuda::format<std4::values, int8, 64, 64>>("keys have token scales"));
+    refused<cuda::block_pair<int8, int8, 64, 48>>("pages have neither 16 tokens nor a multiple of 32"));
+static_assert(refused<cuda::block_pair<full<float>, int8, 64, 64>>("pages hold fp32 values"));
 static_assert(
-    refused<cuda::format<widths<4, 2>, int8, 64, 16>>("pages of keys of several widths have 16 tokens"));
-static_assert(refused<cuda::format<widths<7, 0>, int8, 64, 64>>("7 bits are among several widths of keys"));
-static_assert(refused<cuda::format<widths<4, 2>, int8, 256, 1024>>(
+    refused<cuda::block_pair<affine<4, per_channel<48>>, int8, 64, 96>>("groups are not a multiple of 32"));
+static_assert(refused<cuda::block_pair<std4::values, int8, 64, 64>>("keys have token scales"));
+static_assert(
+    refused<cuda::block_pair<widths<4, 2>, int8, 64, 16>>("pages of keys of several widths have 16 tokens"));
+static_assert(
+    refused<cuda::block_pair<widths<7, 0>, int8, 64, 64>>("7 bits are among several widths of keys"));
+static_assert(refused<cuda::block_pair<widths<4, 2>, int8, 256, 1024>>(
     "a block has more than 64 KB of codes of several widths"));
-static_assert(cuda::detail::prefills<cuda::format<widths<4, 2>, int8, 256, 256>>);
+static_assert(cuda::detail::prefills<cuda::block_pair<widths<4, 2>, int8, 256, 256>>);
 
 }  // namespace
 
 #if !defined(PART) || PART == 0
 /// The kernel that is taken, for head_dim 128, and the reason.
 [[maybe_unused]] void check_choice(const char* kernel, int query_rows, const char* reason) {
-    using format = cuda::kivi_format<4, 64, 128, 64>;
+    using format = cuda::kivi_pair<4, 64, 128, 64>;
     const auto choice = cuda::prefill_kernel<cuda::mixed_cache_ref<cuda::cache_part<format>>, float16>();
     std::printf("prefill: %s, %d query rows: %s\n", choice.kernel, choice.query_rows, choice.why);
     CHECK(std::string_view(choice.kernel).starts_with(kernel) && choice.query_rows >= query_rows &&
@@ -402,50 +404,50 @@ int main() {
 #else
     check_choice("prefill_mma_kernel", 256, "prefill_wgmma_kernel with 128 query rows needs code for sm_90a");
 #endif
-    check_format<cuda::kivi_format<4, 64, 128, 64>, float16>("kivi-4-g64");
+    check_format<cuda::kivi_pair<4, 64, 128, 64>, float16>("kivi-4-g64");
 #ifndef __CUDACC__
     emulated::device_shared_memory = 99 * 1024;  // launches that ask for more fail
     check_choice("prefill_mma_kernel", 128,
                  "8.9 has 99 KB of shared memory per thread block; prefill_wgmma_kernel with 128 query rows "
                  "needs warpgroup products; prefill_mma_kernel with 256 query rows needs ");
-    check_format<cuda::kivi_format<4, 64, 128, 64>, float16>("kivi-4-g64 on a device with 99 KB", few);
+    check_format<cuda::kivi_pair<4, 64, 128, 64>, float16>("kivi-4-g64 on a device with 99 KB", few);
     emulated::device_shared_memory = emulated::most_shared_memory;
 #endif
-    check_format<cuda::preset_format<std4, 128, 128>, float16>("std4", few);
-    check_format<cuda::format<int8, int8, 128, 64>, float16>("int8", few);
-    check_format<cuda::format<full<bfloat16>, full<bfloat16>, 128, 64>, bfloat16>("bf16", few);
-    check_format<cuda::format<mixed_affine<code_widths<8, 5, 2, 0>, average_eighths<28>, per_channel<32>,
-                                           packed_params<float16>, min_max>,
-                              int8, 96, 32>,
+    check_format<cuda::preset_pair<std4, 128, 128>, float16>("std4", few);
+    check_format<cuda::block_pair<int8, int8, 128, 64>, float16>("int8", few);
+    check_format<cuda::block_pair<full<bfloat16>, full<bfloat16>, 128, 64>, bfloat16>("bf16", few);
+    check_format<cuda::block_pair<mixed_affine<code_widths<8, 5, 2, 0>, average_eighths<28>, per_channel<32>,
+                                               packed_params<float16>, min_max>,
+                                  int8, 96, 32>,
                  bfloat16>("8, 5, 2 and 0 bits, groups of 32, head_dim 96", few);
 #endif
 #if !defined(PART) || PART == 1
-    check_format<cuda::kivi_format<2, 32, 64, 32>, float16>("kivi-2-g32, head_dim 64");
-    check_format<cuda::format<affine<3, per_token<32>>, affine<5, per_channel<>>, 128, 96>, float16>(
+    check_format<cuda::kivi_pair<2, 32, 64, 32>, float16>("kivi-2-g32, head_dim 64");
+    check_format<cuda::block_pair<affine<3, per_token<32>>, affine<5, per_channel<>>, 128, 96>, float16>(
         "3 and 5 bits");
-    check_format<cuda::format<affine<4, per_token<>>, affine<6, per_token<>>, 128, 16>, float16>(
+    check_format<cuda::block_pair<affine<4, per_token<>>, affine<6, per_token<>>, 128, 16>, float16>(
         "pages of 16");
-    check_format<cuda::format<affine<1, per_channel<>>, affine<7, per_token<>, params<float>>, 64, 16>,
+    check_format<cuda::block_pair<affine<1, per_channel<>>, affine<7, per_token<>, params<float>>, 64, 16>,
                  float>("1 and 7 bits");
 #endif
 #if !defined(PART) || PART == 2
-    check_format<cuda::preset_format<hi6, 128, 64>, bfloat16>("hi6");
-    check_format<cuda::preset_format<ref8, 64, 64>, float16>("ref8, head_dim 64");
-    check_format<cuda::preset_format<std4, 64, 64>, float16>("std4, head_dim 64");
-    check_format<cuda::kivi_format<4, 32, 256, 64>, float16>("head_dim 256");
-    check_format<cuda::kivi_format<4, 32, 96, 32>, float16>("head_dim 96");
-    check_format<cuda::kivi_format<4, 64, 128, 96>, float16>("groups that end with a page of 96");
+    check_format<cuda::preset_pair<hi6, 128, 64>, bfloat16>("hi6");
+    check_format<cuda::preset_pair<ref8, 64, 64>, float16>("ref8, head_dim 64");
+    check_format<cuda::preset_pair<std4, 64, 64>, float16>("std4, head_dim 64");
+    check_format<cuda::kivi_pair<4, 32, 256, 64>, float16>("head_dim 256");
+    check_format<cuda::kivi_pair<4, 32, 96, 32>, float16>("head_dim 96");
+    check_format<cuda::kivi_pair<4, 64, 128, 96>, float16>("groups that end with a page of 96");
 #endif
 #if !defined(PART) || PART == 3
-    check_format<cuda::preset_format<mix4, 128>, float16>("mix4");
+    check_format<cuda::preset_pair<mix4, 128>, float16>("mix4");
 #endif
 #if !defined(PART) || PART == 4
-    check_format<cuda::preset_format<low2, 64, 64>, float16>("low2, head_dim 64");
+    check_format<cuda::preset_pair<low2, 64, 64>, float16>("low2, head_dim 64");
 #if defined(__CUDACC__) || !defined(PART)  // emulated, they would take minutes
-    check_format<cuda::preset_format<low3, 128, 64>, float16>("low3");
-    check_format<cuda::format<mixed_affine<code_widths<6, 1>, average_eighths<24>, per_channel<>,
-                                           packed_params<float>, min_max>,
-                              full<float16>, 128, 96>,
+    check_format<cuda::preset_pair<low3, 128, 64>, float16>("low3");
+    check_format<cuda::block_pair<mixed_affine<code_widths<6, 1>, average_eighths<24>, per_channel<>,
+                                               packed_params<float>, min_max>,
+                                  full<float16>, 128, 96>,
                  float16>("6 and 1 bits, fp32 parameters, page 96");
 #endif
 #endif

@@ -55,55 +55,56 @@ void check_dequantize(const char* name) {
 int main() {
     using test::check_format;
 #if !defined(PART) || PART == 0
-    check_format<cuda::preset_format<std4, 128>, float16>("std4");
-    check_dequantize<cuda::preset_format<std4, 128>>("std4");
-    check_format<cuda::format<keys<4, 32>, values<4>, 64, 256>, bfloat16>(
+    check_format<cuda::preset_pair<std4, 128>, float16>("std4");
+    check_dequantize<cuda::preset_pair<std4, 128>>("std4");
+    check_format<cuda::block_pair<keys<4, 32>, values<4>, 64, 256>, bfloat16>(
         "4 bit, groups of 32, dim 64, page 256");
 #endif
 #if !defined(PART) || PART == 1
-    check_dequantize<cuda::preset_format<ref8, 128>>("ref8");
-    check_dequantize<cuda::preset_format<hi6, 128>>("hi6");
-    check_dequantize<cuda::preset_format<std5, 128>>("std5");
-    check_format<cuda::preset_format<ref8, 128>, float16>("ref8");
-    check_format<cuda::preset_format<hi6, 128>, float16>("hi6");
-    check_format<cuda::preset_format<std5, 128>, float16>("std5");
-    check_format<cuda::preset_format<std4, 80, 32>, float16>("std4, dim 80, page 32");
+    check_dequantize<cuda::preset_pair<ref8, 128>>("ref8");
+    check_dequantize<cuda::preset_pair<hi6, 128>>("hi6");
+    check_dequantize<cuda::preset_pair<std5, 128>>("std5");
+    check_format<cuda::preset_pair<ref8, 128>, float16>("ref8");
+    check_format<cuda::preset_pair<hi6, 128>, float16>("hi6");
+    check_format<cuda::preset_pair<std5, 128>, float16>("std5");
+    check_format<cuda::preset_pair<std4, 80, 32>, float16>("std4, dim 80, page 32");
 #endif
 #if !defined(PART) || PART == 2
-    check_format<cuda::format<keys<3, 64>,
-                              values<2, packed_params<float16>, 0, token_scales<params<float16>>>, 96, 64>,
-                 float16>("3 bit, 8-bit parameters, 2 bit fp16, dim 96");
-    check_format<cuda::format<keys<2, 0, params<bfloat16>>, values<3, byte_params, 64>, 128, 128>, float>(
+    check_format<
+        cuda::block_pair<keys<3, 64>, values<2, packed_params<float16>, 0, token_scales<params<float16>>>, 96,
+                         64>,
+        float16>("3 bit, 8-bit parameters, 2 bit fp16, dim 96");
+    check_format<cuda::block_pair<keys<2, 0, params<bfloat16>>, values<3, byte_params, 64>, 128, 128>, float>(
         "2 bit bf16, 3 bit, 8-bit parameters in groups of 64");
-    check_format<cuda::format<values<4>, keys<4, 0>, 256, 16>, float16>(
+    check_format<cuda::block_pair<values<4>, keys<4, 0>, 256, 16>, float16>(
         "token scales of keys: outside the warp kernel");
-    check_dequantize<cuda::format<keys<4, 20>, values<4>, 72, 40>>("odd shapes");
-    check_format<cuda::format<keys<4, 20>, values<4>, 72, 40>, float16>("outside: odd shapes");
+    check_dequantize<cuda::block_pair<keys<4, 20>, values<4>, 72, 40>>("odd shapes");
+    check_format<cuda::block_pair<keys<4, 20>, values<4>, 72, 40>, float16>("outside: odd shapes");
 #endif
 #if !defined(PART) || PART == 3
-    check_dequantize<cuda::preset_format<mix4, 128>>("mix4");
-    check_dequantize<cuda::preset_format<low3, 128>>("low3");
-    check_dequantize<cuda::preset_format<low2, 128>>("low2");
-    check_format<cuda::preset_format<low2, 128>, float16>("low2");
-    check_format<cuda::preset_format<low3, 128>, float16>("low3");
-    check_format<cuda::format<mixed_affine<code_widths<4, 2, 0>, average_eighths<16>, per_channel<32>>,
-                              values<2>, 64, 96>,
+    check_dequantize<cuda::preset_pair<mix4, 128>>("mix4");
+    check_dequantize<cuda::preset_pair<low3, 128>>("low3");
+    check_dequantize<cuda::preset_pair<low2, 128>>("low2");
+    check_format<cuda::preset_pair<low2, 128>, float16>("low2");
+    check_format<cuda::preset_pair<low3, 128>, float16>("low3");
+    check_format<cuda::block_pair<mixed_affine<code_widths<4, 2, 0>, average_eighths<16>, per_channel<32>>,
+                                  values<2>, 64, 96>,
                  float16>("4, 2 and 0 bits, groups of 32, dim 64, page 96");
 #endif
 #if !defined(PART) || PART == 4
-    check_format<cuda::preset_format<mix4, 128>, float16>("mix4");
-    check_format<cuda::preset_format<low3, 80, 32>, bfloat16>("low3, dim 80, page 32");
-    check_format<cuda::format<mixed_affine<code_widths<7, 5, 1, 0>, average_eighths<28>, per_channel<32>>,
-                              values<3>, 64, 256>,
+    check_format<cuda::preset_pair<mix4, 128>, float16>("mix4");
+    check_format<cuda::preset_pair<low3, 80, 32>, bfloat16>("low3, dim 80, page 32");
+    check_format<cuda::block_pair<mixed_affine<code_widths<7, 5, 1, 0>, average_eighths<28>, per_channel<32>>,
+                                  values<3>, 64, 256>,
                  float16>("7, 5, 1 and 0 bits, groups of 32, dim 64, page 256");
-    check_format<cuda::format<mixed_affine<code_widths<4, 2, 0>, average_eighths<20>, per_channel<>,
-                                           packed_params<float16>, min_max>,
-                              full<float16>, 256, 32>,
+    check_format<cuda::block_pair<mixed_affine<code_widths<4, 2, 0>, average_eighths<20>, per_channel<>,
+                                               packed_params<float16>, min_max>,
+                                  full<float16>, 256, 32>,
                  float16>("4, 2 and 0 bits, fp16 parameters, fp16 values, dim 256, page 32");
-    check_dequantize<cuda::format<mixed_affine<code_widths<8, 3>, average_eighths<40>, per_channel<20>>,
-                                  values<4>, 72, 40>>("odd shapes, mixed");
-    check_format<cuda::format<mixed_affine<code_widths<8, 3>, average_eighths<40>, per_channel<20>>,
-                              values<4>, 72, 40>,
+    check_dequantize<cuda::block_pair<mixed_affine<code_widths<8, 3>, average_eighths<40>, per_channel<20>>,
+                                      values<4>, 72, 40>>("odd shapes, mixed");
+    check_format<cuda::block_pair<mixed_affine<code_widths<8, 3>, average_eighths<40>, per_channel<20>>,
+                                  values<4>, 72, 40>,
                  float16>("outside: mixed, odd shapes");
 #endif
     return test::report("presets");

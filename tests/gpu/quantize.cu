@@ -176,7 +176,7 @@ void compare(const pool<Format>& got, const host_pages<Format>& expected, const 
 template <class T, class Quantized, class Other = Quantized>
 void check(const char* name, int with = 0) {
     using window_format =
-        cuda::format<full<T>, full<T>, Quantized::head_dim, Quantized::page_tokens, Quantized::value_dim>;
+        cuda::block_pair<full<T>, full<T>, Quantized::head_dim, Quantized::page_tokens, Quantized::value_dim>;
     test::rng r(seed);
     constexpr int heads = 2, kinds = static_cast<int>(numbers::count), pages = kinds;
     host_pages<window_format> window;
@@ -231,7 +231,7 @@ void check(const char* name, int with = 0) {
 template <class Quantized>
 void check_commit(int sequences, int steps) {
     using window_format =
-        cuda::format<full<float16>, full<float16>, Quantized::head_dim, Quantized::page_tokens>;
+        cuda::block_pair<full<float16>, full<float16>, Quantized::head_dim, Quantized::page_tokens>;
     test::rng r(seed);
     constexpr int heads = 2, recent = 5, page_tokens = Quantized::page_tokens, columns = 3;
     host_pages<window_format> window;
@@ -320,7 +320,7 @@ void check_commit(int sequences, int steps) {
 template <int Bits, int Group, class Encoder, class Params = byte_params, class TokenScales = no_token_scales>
 using encoded_grid = affine<Bits, per_channel<Group>, Params, Encoder, TokenScales>;
 template <class K, class V, int D, int P, int VD = D>
-using f = cuda::format<K, V, D, P, VD>;
+using f = cuda::block_pair<K, V, D, P, VD>;
 
 }  // namespace
 
@@ -328,24 +328,24 @@ int main(int argc, char** argv) {
     if (argc > 1) seed = static_cast<unsigned>(std::strtoul(argv[1], nullptr, 10));
     std::printf("seed %u\n", seed);
 #if !defined(PART) || PART == 0
-    check<float16, cuda::preset_format<std4, 128>, cuda::preset_format<low2, 128>>("std4 -> low2");
-    check<float16, cuda::preset_format<std4, 128>, cuda::preset_format<low2, 128>>("std4 -> low2", 2);
-    check<float16, cuda::preset_format<low2, 128>, cuda::preset_format<std4, 128>>("low2 -> std4");
-    check<float16, cuda::preset_format<low2, 128>, cuda::preset_format<std4, 128>>("low2 -> std4", 1);
-    check<bfloat16, cuda::preset_format<low2, 128>>("low2", 2);
+    check<float16, cuda::preset_pair<std4, 128>, cuda::preset_pair<low2, 128>>("std4 -> low2");
+    check<float16, cuda::preset_pair<std4, 128>, cuda::preset_pair<low2, 128>>("std4 -> low2", 2);
+    check<float16, cuda::preset_pair<low2, 128>, cuda::preset_pair<std4, 128>>("low2 -> std4");
+    check<float16, cuda::preset_pair<low2, 128>, cuda::preset_pair<std4, 128>>("low2 -> std4", 1);
+    check<bfloat16, cuda::preset_pair<low2, 128>>("low2", 2);
 #endif
 #if !defined(PART) || PART == 1
-    check<bfloat16, cuda::preset_format<ref8, 128>, cuda::preset_format<hi6, 128>>("ref8 -> hi6");
-    check<float16, cuda::preset_format<hi6, 128>, cuda::preset_format<std5, 128>>("hi6 -> std5", 2);
-    check<float, cuda::preset_format<std5, 128>>("std5");
-    check_commit<cuda::preset_format<low3, 32, 16>>(700, 30);
-    check_commit<cuda::preset_format<std4, 64, 32>>(3, 80);
+    check<bfloat16, cuda::preset_pair<ref8, 128>, cuda::preset_pair<hi6, 128>>("ref8 -> hi6");
+    check<float16, cuda::preset_pair<hi6, 128>, cuda::preset_pair<std5, 128>>("hi6 -> std5", 2);
+    check<float, cuda::preset_pair<std5, 128>>("std5");
+    check_commit<cuda::preset_pair<low3, 32, 16>>(700, 30);
+    check_commit<cuda::preset_pair<std4, 64, 32>>(3, 80);
 #endif
 #if !defined(PART) || PART == 2
-    check<bfloat16, cuda::preset_format<mix4, 128>, cuda::preset_format<low3, 128>>("mix4 -> low3");
-    check<float16, cuda::preset_format<mix4, 128>, cuda::preset_format<low3, 128>>("mix4 -> low3", 2);
-    check<float16, cuda::preset_format<low3, 128>>("low3", 1);
-    check<bfloat16, cuda::preset_format<low3, 80, 32>>("low3, dim 80, page 32", 2);
+    check<bfloat16, cuda::preset_pair<mix4, 128>, cuda::preset_pair<low3, 128>>("mix4 -> low3");
+    check<float16, cuda::preset_pair<mix4, 128>, cuda::preset_pair<low3, 128>>("mix4 -> low3", 2);
+    check<float16, cuda::preset_pair<low3, 128>>("low3", 1);
+    check<bfloat16, cuda::preset_pair<low3, 80, 32>>("low3, dim 80, page 32", 2);
 #endif
 #if !defined(PART) || PART == 3
     check<float, f<encoded_grid<3, 0, min_max>, encoded_grid<8, 0, enclosing>, 64, 64>>(
@@ -370,8 +370,8 @@ int main(int argc, char** argv) {
             encoded_grid<1, 16, mean_corrected<least_squares>, packed_params<float16>,
                          token_scales<byte_params>>,
             256, 16>>("token scales of keys, dim 256, page 16", 2);
-    check<float16, cuda::preset_format<std4, 256, 256>>("std4, dim 256, page 256: part by part", 2);
-    check<bfloat16, cuda::preset_format<low2, 256, 256>>("low2, dim 256, page 256: part by part", 1);
+    check<float16, cuda::preset_pair<std4, 256, 256>>("std4, dim 256, page 256: part by part", 2);
+    check<bfloat16, cuda::preset_pair<low2, 256, 256>>("low2, dim 256, page 256: part by part", 1);
     check<float16, f<encoded_grid<3, 12, min_max>, full<float16>, 256, 256>>(
         "groups of 12, fp16 values, dim 256, page 256: part by part");
     check<float16, f<full<bfloat16>, encoded_grid<3, 36, mean_corrected<least_squares>>, 256, 250>>(

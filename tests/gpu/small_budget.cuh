@@ -6,12 +6,12 @@
 namespace test {
 
 // A budget also holds for the kernel that reads keys of mixed widths without a plan.
-using small_mix4 = kvq::cuda::preset_format<kvq::mix4, 128, 64>;
+using small_mix4 = kvq::cuda::preset_pair<kvq::mix4, 128, 64>;
 
 }  // namespace test
 
 template <>
 inline constexpr int kvq::cuda::shared_memory_budget<test::small_mix4> = 99 * 1024;
 static_assert(kvq::cuda::detail::even_keys<test::small_mix4>::known);
-static_assert(kvq::cuda::detail::attention_memory<kvq::cuda::detail::even_keys<test::small_mix4>::format_type,
+static_assert(kvq::cuda::detail::attention_memory<kvq::cuda::detail::even_keys<test::small_mix4>::pair_type,
                                                   4>::bytes <= 99 * 1024);

@@ -73,8 +73,8 @@ bool same_tokens(const std::vector<std::byte>& pages, int page, int heads, int h
 template <class Quantized, bool Sinks = true>
 void check_steps(const step_case& c, const char* name) {
     using window_format =
-        cuda::format<full<float16>, full<float16>, Quantized::head_dim, Quantized::page_tokens>;
-    using sink_format = cuda::format<full<float16>, full<float16>, Quantized::head_dim, 16>;
+        cuda::block_pair<full<float16>, full<float16>, Quantized::head_dim, Quantized::page_tokens>;
+    using sink_format = cuda::block_pair<full<float16>, full<float16>, Quantized::head_dim, 16>;
     constexpr int dim = Quantized::head_dim, page = Quantized::page_tokens;
     test::rng r(77);
     const int sequences = static_cast<int>(c.lengths.size()), heads = c.kv_heads, n = c.new_tokens;
@@ -321,9 +321,9 @@ void check_steps(const step_case& c, const char* name) {
 
 /// Calls that must be refused.
 void check_refusals() {
-    using quantized_format = cuda::kivi_format<4, 32, 64, 32>;
-    using window_format = cuda::format<full<float16>, full<float16>, 64, 32>;
-    using sink_format = cuda::format<full<float16>, full<float16>, 64, 16>;
+    using quantized_format = cuda::kivi_pair<4, 32, 64, 32>;
+    using window_format = cuda::block_pair<full<float16>, full<float16>, 64, 32>;
+    using sink_format = cuda::block_pair<full<float16>, full<float16>, 64, 16>;
     const test::device_buffer<int> tokens(std::vector<int>{100, 100}), others(std::vector<int>{100, 100});
     const std::vector<int> table(8, 0);
     page_pool<quantized_format> quantized(1, 4, table, 4, 2, tokens.get());
@@ -384,17 +384,17 @@ void check_refusals() {
 
 int main() {
     check_refusals();
-    check_steps<cuda::kivi_format<4, 32, 64, 32>>({4, 40, 1, long_run, {7, 0, 1, 44, 45, 30}},
-                                                  "kivi4 g32, page 32");
-    check_steps<cuda::kivi_format<4, 32, 64, 32>>({3, 32, 3, short_run / 3, {3, 9, 0, 60}},
-                                                  "three tokens at a time");
+    check_steps<cuda::kivi_pair<4, 32, 64, 32>>({4, 40, 1, long_run, {7, 0, 1, 44, 45, 30}},
+                                                "kivi4 g32, page 32");
+    check_steps<cuda::kivi_pair<4, 32, 64, 32>>({3, 32, 3, short_run / 3, {3, 9, 0, 60}},
+                                                "three tokens at a time");
 #ifdef __CUDACC__
-    check_steps<cuda::format<int8, int8, 128, 32>, false>({0, 20, 1, short_run / 2, {1, 50}},
-                                                          "int8, no sinks");
-    check_steps<cuda::preset_format<std4, 128, 128>>({4, 32, 1, short_run, {150, 2}, 1}, "std4");
+    check_steps<cuda::block_pair<int8, int8, 128, 32>, false>({0, 20, 1, short_run / 2, {1, 50}},
+                                                              "int8, no sinks");
+    check_steps<cuda::preset_pair<std4, 128, 128>>({4, 32, 1, short_run, {150, 2}, 1}, "std4");
 #else  // emulated, one format
-    check_steps<cuda::kivi_format<4, 32, 64, 32>, false>({0, 20, 1, short_run / 2, {1, 50}},
-                                                         "kivi4 g32, no sinks");
+    check_steps<cuda::kivi_pair<4, 32, 64, 32>, false>({0, 20, 1, short_run / 2, {1, 50}},
+                                                       "kivi4 g32, no sinks");
 #endif
     return test::report("step");
 }

@@ -8,8 +8,8 @@ using namespace kvq;
 
 namespace {
 
-using eight_bits = cuda::format<int8, int8, 128, 64>;
-using preset = cuda::preset_format<low3, 128>;
+using eight_bits = cuda::block_pair<int8, int8, 128, 64>;
+using preset = cuda::preset_pair<low3, 128>;
 
 static_assert(cuda::detail::two_sizes<cuda::shared_memory_budget<eight_bits>> &&
               cuda::detail::two_sizes<cuda::shared_memory_budget<preset>>);
@@ -52,7 +52,7 @@ void check_choices() {
         check_choice<eight_bits>(rows, bytes >= cuda::shared_memory_budget<eight_bits>);
         check_choice<preset>(rows, bytes >= cuda::shared_memory_budget<preset>);
     }
-    using any = cuda::format<int8, int8, 24, 24>;
+    using any = cuda::block_pair<int8, int8, 24, 24>;
     CHECK((cuda::attend_kernel<any, float16>(1).kernel == std::string("attend_any_kernel")), "24 channels");
     const cuda::kernel_choice choice = cuda::attend_kernel<preset, float16>(40);
     std::printf("attend: %s, %d query rows: %s\n", choice.kernel, choice.query_rows, choice.why);

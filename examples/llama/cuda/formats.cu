@@ -14,19 +14,19 @@ static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256 && PAGE_TOKENS % 32 == 0,
 
 using namespace kvq;
 
-using int8_format = cuda::format<int8, int8, HEAD_DIM, PAGE_TOKENS>;
-using kivi_format = cuda::kivi_format<4, 64, HEAD_DIM, PAGE_TOKENS>;
+using int8_pair = cuda::block_pair<int8, int8, HEAD_DIM, PAGE_TOKENS>;
+using kivi_pair = cuda::kivi_pair<4, 64, HEAD_DIM, PAGE_TOKENS>;
 
 #if FORMAT == 0
-[[maybe_unused]] const bool added = add_format<TYPE, kivi_format>();
+[[maybe_unused]] const bool added = add_format<TYPE, kivi_pair>();
 #elif FORMAT == 1
-[[maybe_unused]] const bool added = add_format<TYPE, int8_format>();
+[[maybe_unused]] const bool added = add_format<TYPE, int8_pair>();
 #elif FORMAT == 2
-[[maybe_unused]] const bool added = add_format<TYPE, cuda::preset_format<std4, HEAD_DIM, PAGE_TOKENS>>();
+[[maybe_unused]] const bool added = add_format<TYPE, cuda::preset_pair<std4, HEAD_DIM, PAGE_TOKENS>>();
 #elif FORMAT == 3
-[[maybe_unused]] const bool added = add_format<TYPE, cuda::preset_format<low2, HEAD_DIM, PAGE_TOKENS>>();
+[[maybe_unused]] const bool added = add_format<TYPE, cuda::preset_pair<low2, HEAD_DIM, PAGE_TOKENS>>();
 #else
-[[maybe_unused]] const bool added = add_format<TYPE, int8_format, kivi_format>();
+[[maybe_unused]] const bool added = add_format<TYPE, int8_pair, kivi_pair>();
 #endif
 
 }  // namespace

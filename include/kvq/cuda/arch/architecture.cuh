@@ -2,7 +2,7 @@
 //
 //   sm_80 ... sm_120               what the devices of each have: shared memory, features
 //   targets()                      of which kinds are the architectures that this program is compiled for?
-//   shared_memory_budget<Format>   what thread blocks take where they have a choice
+//   shared_memory_budget<Pair>   what thread blocks take where they have a choice
 //   with_kernel(list, rows, f)     calls f with the first kernel of a list that the current device runs, and
 //                                  can say why it is this one
 //
@@ -120,7 +120,7 @@ inline constexpr int warpgroup_threads = KVQ_WARPGROUP_PRODUCTS ? Threads : 32;
 /// Shared memory that a thread block may take where it has a choice, in bytes: what compute capability 8.0
 /// has. (9.0 and 10.0 have more, which hardly ever helps.) Programs may specialize it for their formats.
 /// Devices that have less take what they have.
-template <class Format>
+template <class Pair>
 inline constexpr int shared_memory_budget = detail::sm_80.shared_memory;
 
 /// The kernel that a call takes on the current device. attend_kernel() and prefill_kernel() find it.
@@ -134,13 +134,13 @@ struct kernel_choice {
 namespace detail {
 
 /// The budget on devices of little shared memory, or of enough.
-template <class Format, bool Small>
+template <class Pair, bool Small>
 inline constexpr int budget_on =
-    shared_memory_budget<Format> < most_shared_memory<Small> ? shared_memory_budget<Format>
-                                                             : most_shared_memory<Small>;
+    shared_memory_budget<Pair> < most_shared_memory<Small> ? shared_memory_budget<Pair>
+                                                           : most_shared_memory<Small>;
 /// On all devices that the program is compiled for.
-template <class Format>
-inline constexpr int common_budget = budget_on<Format, targets().small>;
+template <class Pair>
+inline constexpr int common_budget = budget_on<Pair, targets().small>;
 
 /// Of the current device: 100 major + 10 minor; 0 if there is none.
 inline int compute_capability() noexcept {

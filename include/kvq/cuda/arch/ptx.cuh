@@ -3,9 +3,10 @@
 //   m16n8k32 (8-bit)    D[16][8] += A[16][32] B[32][8], integer sums, exact
 //   m16n8k16 (16-bit)   the same with fp16 or bf16 products and float sums
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds of A rows g (registers 0, 2) and g+8 (1, 3), words t (0, 1) and t+4 (2, 3);
-// of B column g, words t (0) and t+4 (1); of D rows g (0, 1) and g+8 (2, 3), columns 2t and 2t+1.
-// Which number of the summed axis a word holds does not matter as long as A and B agree: pages use that freedom.
+// Lane (g, t) = (lane / 4, lane % 4) holds of A rows g (registers 0, 2) and g+8 (1, 3), words t (0, 1) and
+// t+4 (2, 3); of B column g, words t (0) and t+4 (1); of D rows g (0, 1) and g+8 (2, 3), columns 2t and 2t+1.
+// Which number of the summed axis a word holds does not matter as long as A and B agree: pages use that
+// freedom.
 // Contract: exp2 has a relative error of about 2e-7 and flushes subnormal results to zero (ex2.approx.ftz).
 // Nothing else is here: tests/gpu/emulated/ptx.cuh has the same functions for the CPU.
 // Source: PTX ISA 8.x, "Matrix multiply-accumulate operation using mma instruction"; sm_80 and later.
@@ -56,8 +57,8 @@ __device__ __forceinline__ void mma_values(float (&d)[4], std::uint32_t a0, std:
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// `factor`, of which the compiler does not see that it is a power of two: products with it stay products, since shifts by a
-/// number of bits that varies would go to the integer pipe.
+/// `factor`, of which the compiler does not see that it is a power of two: products with it stay products,
+/// since shifts by a number of bits that varies would go to the integer pipe.
 __device__ __forceinline__ std::uint32_t opaque_factor(std::uint32_t factor) {
     std::uint32_t same;
     asm("mov.b32 %0, %1;" : "=r"(same) : "r"(factor));
@@ -204,7 +205,8 @@ __device__ __forceinline__ void store_shared_16(std::uint32_t at, const float4& 
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
 }
-/// Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8, and gets word i % 4 of row i / 4 of each.
+/// Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8, and gets word
+/// i % 4 of row i / 4 of each.
 __device__ __forceinline__ uint4 load_matrices(std::uint32_t at) {
     uint4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -223,7 +225,8 @@ __device__ __forceinline__ void store_half_word(std::uint32_t at, std::uint16_t 
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(half) : "memory");
 }
 
-/// Words of pages, asked for here and nowhere later: the compiler would move loads to where their result is needed.
+/// Words of pages, asked for here and nowhere later: the compiler would move loads to where their result is
+/// needed.
 __device__ __forceinline__ std::uint32_t fetch_word(const std::uint32_t* from) {
     std::uint32_t v;
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));
@@ -261,13 +264,14 @@ __device__ __forceinline__ void load_relaxed_if(bool wanted, uint4& v, const uin
                  : "l"(from), "r"(static_cast<std::uint32_t>(wanted)));
 }
 
-/// 16 bytes from device memory to shared memory, past the first-level cache; behind the first `bytes` of them zeros: nothing is read
-/// where that is 0.
+/// 16 bytes from device memory to shared memory, past the first-level cache; behind the first `bytes` of them
+/// zeros: nothing is read where that is 0.
 __device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes = 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
-/// Waits until so many threads of the block, whole warps, stand at the barrier of this number; __syncthreads() is number 0.
+/// Waits until so many threads of the block, whole warps, stand at the barrier of this number;
+/// __syncthreads() is number 0.
 __device__ __forceinline__ void wait_at_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -288,8 +292,8 @@ __device__ __forceinline__ void prefetch_lines(const std::byte* from, int bytes,
     for (int at = lane * line; at < bytes; at += 32 * line) prefetch_line(from + at);
 }
 
-/// Programmatic dependent launch: lets the next launch of the stream take its place early, and waits until the one before
-/// has finished. Both do nothing where the launch was an ordinary one.
+/// Programmatic dependent launch: lets the next launch of the stream take its place early, and waits until
+/// the one before has finished. Both do nothing where the launch was an ordinary one.
 __device__ __forceinline__ void launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -2,9 +2,9 @@
 //
 //   D[64][N] += A[64][16] B[16][N]     halves, float sums; A in registers or shared memory, B in shared memory
 //
-// Shared operands are K-major with the 128-byte swizzle (prefill_tile.cuh): rows of 128 bytes, 8 rows to 1024 bytes, tiles on multiples of
-// 1024 bytes. A step of 16 columns is 32 bytes further.
-// Lane (g, t) of warp w holds of D rows 16 w + g (registers 4i, 4i + 1) and + 8 (4i + 2, 4i + 3), columns 8i + 2t and 8i + 2t + 1.
+// Shared operands are K-major with the 128-byte swizzle (prefill_tile.cuh): rows of 128 bytes, 8 rows to 1024
+// bytes, tiles on multiples of 1024 bytes. A step of 16 columns is 32 bytes further. Lane (g, t) of warp w
+// holds of D rows 16 w + g (registers 4i, 4i + 1) and + 8 (4i + 2, 4i + 3), columns 8i + 2t and 8i + 2t + 1.
 // Contract: registers of D and A must not be touched between the product and the wait for it.
 // Source: PTX ISA 8.x, "Asynchronous warpgroup level matrix instructions".
 #pragma once
@@ -16,7 +16,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 #if KVQ_WARPGROUP_PRODUCTS
 
-/// Describes a shared operand: 128-byte swizzle, 1024 bytes from one group of 8 rows to the next. Only the low word depends on the place.
+/// Describes a shared operand: 128-byte swizzle, 1024 bytes from one group of 8 rows to the next. Only the
+/// low word depends on the place.
 __device__ __forceinline__ std::uint32_t operand_at(std::uint32_t address) {
     return ((address & 0x3ffffu) >> 4) | 1u << 16;
 }
@@ -159,7 +160,8 @@ __device__ __forceinline__ std::uint32_t place_in(int rank, std::uint32_t at) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
-/// Arrives at a barrier of any block of the cluster (place_in), without a fence: what came before are products that were waited for.
+/// Arrives at a barrier of any block of the cluster (place_in), without a fence: what came before are
+/// products that were waited for.
 __device__ __forceinline__ void barrier_arrive_cluster(std::uint32_t there) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }

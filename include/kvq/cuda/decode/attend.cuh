@@ -1,13 +1,15 @@
-// Host side of fused attention: out = softmax(q K^T) V over packed pages, for a batch of sequences, in one launch.
+// Host side of fused attention: out = softmax(q K^T) V over packed pages, for a batch of sequences, in one
+// launch.
 //
 //   kvq::cuda::attend(cache, q, out, options, workspace, workspace_bytes, stream);
 //
-// q: [sequences * query_tokens][q_heads][head_dim], out: [sequences * query_tokens][q_heads][value_dim], any strides.
-// Workspace: attend_workspace_bytes(), 16-byte aligned, zeroed once before its first use; calls leave it ready for the next
-// one. Launches that may run at the same time need workspaces of their own. Nothing is allocated, nothing waits, graphs can
-// capture it.
-// A kernel is instantiated for every (format, type of q) that a program names: pairs are chosen by the user, here. So is one for a score
-// modifier of the user's (score_modifiers.cuh), which goes behind the stream; attend_workspace_bytes takes its type, too.
+// q: [sequences * query_tokens][q_heads][head_dim], out: [sequences * query_tokens][q_heads][value_dim], any
+// strides.
+// Workspace: attend_workspace_bytes(), 16-byte aligned, zeroed once before its first use; calls leave it
+// ready for the next one. Launches that may run at the same time need workspaces of their own. Nothing is
+// allocated, nothing waits, graphs can capture it. A kernel is instantiated for every (format, type of q)
+// that a program names: pairs are chosen by the user, here. So is one for a score modifier of the user's
+// (score_modifiers.cuh), which goes behind the stream; attend_workspace_bytes takes its type, too.
 #pragma once
 
 #include "attend_any.cuh"
@@ -39,11 +41,11 @@ struct share_launch {
         using memory = typename Derived::memory;
         return static_cast<std::size_t>(blocks) * memory::most_teams * 2 * memory::partial_words * 4;
     }
-    /// Launches with `args`, once set(cut, partials) and the lines and row blocks of `work` have made them ready. chunks: of one item
-    /// at most.
+    /// Launches with `args`, once set(cut, partials) and the lines and row blocks of `work` have made them
+    /// ready. warp_tiles: of one item at most.
     /// trees: does the launch have them?
     template <class Work, class Args, class Score, class Set>
-    static status go(Work& work, int kv_heads, int rows, bool trees, int chunks, const Args& args,
+    static status go(Work& work, int kv_heads, int rows, bool trees, int warp_tiles, const Args& args,
                      const Score& score, const Set& set, std::byte* space, std::size_t bytes,
                      cudaStream_t stream) noexcept {
         using memory = typename Derived::memory;
@@ -62,10 +64,11 @@ struct share_launch {
         work.row_blocks = kvq::detail::ceil_div(rows, memory::rows);
         work.lines = kv_heads * work.row_blocks;
         const long long items = static_cast<long long>(work.sequences) * work.lines;
-        chunks = kvq::detail::larger(1, chunks);
-        if (items * (static_cast<long long>(chunks) + memory::end_chunks) > 2147483647LL)
-            return bad_value("%lld blocks of query rows x %d chunks of tokens are too many for one launch",
-                             items, chunks);
+        warp_tiles = kvq::detail::larger(1, warp_tiles);
+        if (items * (static_cast<long long>(warp_tiles) + memory::end_warp_tiles) > 2147483647LL)
+            return bad_value(
+                "%lld blocks of query rows x %d warp tiles of tokens are too many for one launch", items,
+                warp_tiles);
         if (bytes < workspace(blocks) || space == nullptr)
             return bad_value("attention needs a workspace of %zu bytes, got %zu", workspace(blocks), bytes);
         set(item_shares(work.sequences * work.lines, blocks, memory::most_teams),
@@ -85,14 +88,14 @@ constexpr kernel_facts attention_facts(const char* name) noexcept {
             kvq::detail::larger(Memory::bytes, least)};
 }
 
-template <class Format, class T, class Score, int Rows4, bool Small>
-struct warp_launch : share_launch<warp_launch<Format, T, Score, Rows4, Small>> {
-    using memory = attention_memory<Format, Rows4, Small>;
-    static constexpr auto* kernel = attend_warps_kernel<Format, T, Rows4, Small, Score>;
+template <class Pair, class T, class Score, int Rows4, bool Small>
+struct warp_launch : share_launch<warp_launch<Pair, T, Score, Rows4, Small>> {
+    using memory = attention_memory<Pair, Rows4, Small>;
+    static constexpr auto* kernel = attend_warps_kernel<Pair, T, Rows4, Small, Score>;
     static constexpr kernel_facts facts =
-        attention_facts<memory, budget_on<Format, false>, Small>("attend_warps_kernel");
+        attention_facts<memory, budget_on<Pair, false>, Small>("attend_warps_kernel");
 
-    static status run(attention_args<Format, T> a, const Score& score, std::byte* space, std::size_t bytes,
+    static status run(attention_args<Pair, T> a, const Score& score, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
         const auto set = [&](const item_shares& cut, std::uint32_t* partials) {
             a.cut = cut;
@@ -104,23 +107,23 @@ struct warp_launch : share_launch<warp_launch<Format, T, Score, Rows4, Small>> {
     }
 };
 
-template <class T, class Score, int Rows4, bool Small, class... Formats>
-struct mixed_launch : share_launch<mixed_launch<T, Score, Rows4, Small, Formats...>> {
-    using memory = mixed_memory<Rows4, Small, Formats...>;
-    static constexpr auto* kernel = attend_mixed_kernel<Rows4, Small, T, Score, Formats...>;
+template <class T, class Score, int Rows4, bool Small, class... Pairs>
+struct mixed_launch : share_launch<mixed_launch<T, Score, Rows4, Small, Pairs...>> {
+    using memory = mixed_memory<Rows4, Small, Pairs...>;
+    static constexpr auto* kernel = attend_mixed_kernel<Rows4, Small, T, Score, Pairs...>;
     static constexpr kernel_facts facts =
-        attention_facts<memory, mixed_memory<1, false, Formats...>::budget, Small>("attend_mixed_kernel");
+        attention_facts<memory, mixed_memory<1, false, Pairs...>::budget, Small>("attend_mixed_kernel");
 
-    static status run(mixed_args<T, Formats...> m, const Score& score, std::byte* space, std::size_t bytes,
+    static status run(mixed_args<T, Pairs...> m, const Score& score, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
         auto& first = get<0>(m.parts).a;
         long long units = 0;  // of an item, at most
-        for_each_part(m.parts, [&]<class Format>(const part_args<Format, T>& part) {
+        for_each_part(m.parts, [&]<class Pair>(const part_args<Pair, T>& part) {
             const long long tokens =
-                static_cast<long long>(part.a.cache.table_columns) * Format::page_tokens + part.sink_tokens;
-            constexpr int step = memory::template of<Format>::step_tokens;
-            units += memory::template start_of<Format>(1) +
-                     ((tokens + step - 1) / step + 1) * memory::template units<Format>;
+                static_cast<long long>(part.a.cache.table_columns) * Pair::page_tokens + part.sink_tokens;
+            constexpr int step = memory::template of<Pair>::step_tokens;
+            units += memory::template start_of<Pair>(1) +
+                     ((tokens + step - 1) / step + 1) * memory::template units<Pair>;
         });
         const auto set = [&](const item_shares& cut, std::uint32_t* partials) {
             first.cut = cut;
@@ -136,57 +139,58 @@ struct mixed_launch : share_launch<mixed_launch<T, Score, Rows4, Small, Formats.
 inline int kernel_rows(int rows, bool trees) noexcept { return trees ? kvq::detail::larger(rows, 16) : rows; }
 
 /// The launches of a format, and of a mix.
-template <class Format, class T, class Score, bool Small>
+template <class Pair, class T, class Score, bool Small>
 using warp_launches =
-    kernel_list<warp_launch<Format, T, Score, 4, Small>, warp_launch<Format, T, Score, 2, Small>,
-                warp_launch<Format, T, Score, 1, Small>>;
-template <class T, class Score, bool Small, class... Formats>
+    kernel_list<warp_launch<Pair, T, Score, 4, Small>, warp_launch<Pair, T, Score, 2, Small>,
+                warp_launch<Pair, T, Score, 1, Small>>;
+template <class T, class Score, bool Small, class... Pairs>
 using mixed_launches =
-    kernel_list<mixed_launch<T, Score, 4, Small, Formats...>, mixed_launch<T, Score, 2, Small, Formats...>,
-                mixed_launch<T, Score, 1, Small, Formats...>>;
+    kernel_list<mixed_launch<T, Score, 4, Small, Pairs...>, mixed_launch<T, Score, 2, Small, Pairs...>,
+                mixed_launch<T, Score, 1, Small, Pairs...>>;
 /// Calls f with the one for so many rows on the current device.
-template <class Format, class T, class Score, class F>
+template <class Pair, class T, class Score, class F>
 auto with_launch(int rows, F&& f, kernel_choice* choice = nullptr) {
-    return with_kernel(both_sizes<budget_on<Format, false>, warp_launches<Format, T, Score, false>,
-                                  warp_launches<Format, T, Score, true>>{},
+    return with_kernel(both_sizes<budget_on<Pair, false>, warp_launches<Pair, T, Score, false>,
+                                  warp_launches<Pair, T, Score, true>>{},
                        rows, f, choice);
 }
-template <class T, class Score, class... Formats, class F>
+template <class T, class Score, class... Pairs, class F>
 auto with_mixed_launch(int rows, F&& f, kernel_choice* choice = nullptr) {
     return with_kernel(
-        both_sizes<mixed_memory<1, false, Formats...>::budget, mixed_launches<T, Score, false, Formats...>,
-                   mixed_launches<T, Score, true, Formats...>>{},
+        both_sizes<mixed_memory<1, false, Pairs...>::budget, mixed_launches<T, Score, false, Pairs...>,
+                   mixed_launches<T, Score, true, Pairs...>>{},
         rows, f, choice);
 }
 
-/// The format whose kernel reads Format's pages as well: the same budget of shared memory.
-template <class Format, class Same>
+/// The format whose kernel reads Pair's pages as well: the same budget of shared memory.
+template <class Pair, class Same>
 struct read_as : Same {};
 
 }  // namespace detail
 
-template <class Format, class Same>
-inline constexpr int shared_memory_budget<detail::read_as<Format, Same>> = shared_memory_budget<Format>;
+template <class Pair, class Same>
+inline constexpr int shared_memory_budget<detail::read_as<Pair, Same>> = shared_memory_budget<Pair>;
 
 namespace detail {
 
-/// Keys of mixed widths without a plan have one width where the average is one of the widths. Then their blocks are those of one
-/// width, byte for byte, and its kernel reads them: widths are constants there, and the other kernel looks them up.
-template <class Format>
+/// Keys of mixed widths without a plan have one width where the average is one of the widths. Then their
+/// blocks are those of one width, byte for byte, and its kernel reads them: widths are constants there, and
+/// the other kernel looks them up.
+template <class Pair>
 struct even_keys {
     static constexpr bool known = false;
 };
 template <class Widths, int Eighths, class Granularity, class Params, class Encoder, class Values,
           int HeadDim, int PageTokens, int ValueDim>
 requires(Eighths >= 8 && Eighths % 8 == 0) struct even_keys<
-    format<scheme<mixed_bits<Widths, average_eighths<Eighths>>, asymmetric, Granularity, Params, Encoder>,
-           Values, HeadDim, PageTokens, ValueDim>> {
+    block_pair<scheme<mixed_bits<Widths, average_eighths<Eighths>>, asymmetric, Granularity, Params, Encoder>,
+               Values, HeadDim, PageTokens, ValueDim>> {
     using mixed =
         scheme<mixed_bits<Widths, average_eighths<Eighths>>, asymmetric, Granularity, Params, Encoder>;
     static constexpr int width = Eighths / 8;
     using even = affine<width, Granularity, Params, min_max>;
-    using format_type = read_as<format<mixed, Values, HeadDim, PageTokens, ValueDim>,
-                                format<even, Values, HeadDim, PageTokens, ValueDim>>;
+    using pair_type = read_as<block_pair<mixed, Values, HeadDim, PageTokens, ValueDim>,
+                              block_pair<even, Values, HeadDim, PageTokens, ValueDim>>;
     static constexpr block_shape shape{tensor::key, PageTokens, HeadDim};
     static constexpr bool known = [] {
         constexpr auto quads = mixed::even_quads(HeadDim);
@@ -198,29 +202,29 @@ requires(Eighths >= 8 && Eighths % 8 == 0) struct even_keys<
         return one_width && a.scale_offset(shape) == b.scale_offset(shape) &&
                a.bytes(shape) == b.bytes(shape);
     }();
-    static cache_ref<format_type> cache(
-        const cache_ref<format<mixed, Values, HeadDim, PageTokens, ValueDim>>& c) noexcept {
+    static cache_ref<pair_type> cache(
+        const cache_ref<block_pair<mixed, Values, HeadDim, PageTokens, ValueDim>>& c) noexcept {
         return {c.key_pages, c.value_pages,   c.key_page_bytes, c.value_page_bytes, c.block_table, c.tokens,
                 c.sequences, c.table_columns, c.kv_heads,       c.first_token,      nullptr};
     }
 };
 
-template <class Format, class T>
-attention_args<Format, T> make_arguments(const cache_ref<Format>& cache, const token_view<const T>& q,
-                                         const token_view<T>& out, const attention_options& o) noexcept {
-    attention_args<Format, T> a{};
+template <class Pair, class T>
+attention_args<Pair, T> make_arguments(const cache_ref<Pair>& cache, const token_view<const T>& q,
+                                       const token_view<T>& out, const attention_options& o) noexcept {
+    attention_args<Pair, T> a{};
     a.cache = cache;
     a.work = {cache.tokens,
               cache.sequences,
               0,
               0,
               cache.first_token,
-              cache.table_columns * Format::page_tokens,
+              cache.table_columns * Pair::page_tokens,
               o.query_tokens,
               kvq::detail::smaller(o.window, most_tokens)};
     a.q = q;
     a.out = out;
-    a.scale = o.scale != 0.0f ? o.scale : 1.0f / std::sqrt(static_cast<float>(Format::head_dim));
+    a.scale = o.scale != 0.0f ? o.scale : 1.0f / std::sqrt(static_cast<float>(Pair::head_dim));
     if (o.softcap == 0.0f) a.scale *= log2e;
     a.softcap = o.softcap;
     a.ancestors = o.ancestors;
@@ -234,15 +238,15 @@ attention_args<Format, T> make_arguments(const cache_ref<Format>& cache, const t
     return a;
 }
 
-template <class Format, class T>
-status check_attention(const cache_ref<Format>& cache, const token_view<const T>& q, const token_view<T>& out,
+template <class Pair, class T>
+status check_attention(const cache_ref<Pair>& cache, const token_view<const T>& q, const token_view<T>& out,
                        const attention_options& o) noexcept {
     if (status s = check_ref(cache, true); !s) return s;
     if (o.query_tokens < 1) return bad_value("query_tokens is %d, must be at least 1", o.query_tokens);
     if (q.heads < 1 || q.heads % cache.kv_heads != 0)
         return bad_value("q has %d heads, not a multiple of the %d kv heads", q.heads, cache.kv_heads);
-    if (q.dim != Format::head_dim)
-        return bad_value("q has head_dim %d but keys have %d", q.dim, Format::head_dim);
+    if (q.dim != Pair::head_dim)
+        return bad_value("q has head_dim %d but keys have %d", q.dim, Pair::head_dim);
     const long long tokens = static_cast<long long>(cache.sequences) * o.query_tokens;
     if (q.tokens != tokens)
         return bad_value("q has %d tokens but %d sequences x %d query tokens are %lld", q.tokens,
@@ -256,10 +260,9 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
     if (q.tokens > 0 && q.data == nullptr) return bad_value("q is a null pointer");
     if (q.tokens > 0 && out.data == nullptr && o.state_out == nullptr)
         return bad_value("neither out nor state_out is given");
-    if (out.data != nullptr &&
-        (out.tokens != q.tokens || out.heads != q.heads || out.dim != Format::value_dim))
+    if (out.data != nullptr && (out.tokens != q.tokens || out.heads != q.heads || out.dim != Pair::value_dim))
         return bad_value("out is %d x %d x %d but must be %d x %d x %d", out.tokens, out.heads, out.dim,
-                         q.tokens, q.heads, Format::value_dim);
+                         q.tokens, q.heads, Pair::value_dim);
     if (!std::isfinite(o.scale)) return bad_value("scale is %g", static_cast<double>(o.scale));
     if (o.window < 0) return bad_value("the sliding window is %d tokens", o.window);
     if (!(o.softcap >= 0.0f && o.softcap < INFINITY))
@@ -275,33 +278,34 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
 
 }  // namespace detail
 
-/// Bytes of workspace that attend() needs on the current device for any batch with this many query heads per kv head and query
-/// tokens. 0 where no workspace is needed, and where the kernel cannot run: attend() says why.
-template <class Format, class T, class Score = unmodified>
+/// Bytes of workspace that attend() needs on the current device for any batch with this many query heads per
+/// kv head and query tokens. 0 where no workspace is needed, and where the kernel cannot run: attend() says
+/// why.
+template <class Pair, class T, class Score = unmodified>
 std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
     std::size_t bytes = 0;
-    if constexpr (detail::warps_can<Format>)
-        bytes = detail::with_launch<Format, T, Score>(
+    if constexpr (detail::warps_can<Pair>)
+        bytes = detail::with_launch<Pair, T, Score>(
             detail::kernel_rows(group * query_tokens, query_tokens > 1), [](auto launch) {
                 cudaError_t code = cudaSuccess;
                 const int blocks = decltype(launch)::grid(code);
                 if (code != cudaSuccess) (void)cudaGetLastError();
                 return decltype(launch)::workspace(blocks);
             });
-    if constexpr (detail::even_keys<Format>::known)
+    if constexpr (detail::even_keys<Pair>::known)
         bytes = kvq::detail::larger(
-            bytes, attend_workspace_bytes<typename detail::even_keys<Format>::format_type, T, Score>(
+            bytes, attend_workspace_bytes<typename detail::even_keys<Pair>::pair_type, T, Score>(
                        group, query_tokens));
     return bytes;
 }
 
 /// The kernel that attend() takes on the current device for so many query heads per kv head and query tokens,
 /// and why. Keys of several widths: the kernel with a plan.
-template <class Format, class T, class Score = unmodified>
+template <class Pair, class T, class Score = unmodified>
 kernel_choice attend_kernel(int group, int query_tokens = 1) noexcept {
     kernel_choice choice;
-    if constexpr (detail::warps_can<Format>)
-        detail::with_launch<Format, T, Score>(
+    if constexpr (detail::warps_can<Pair>)
+        detail::with_launch<Pair, T, Score>(
             group * query_tokens, [](auto) {}, &choice);
     else
         choice = {"attend_any_kernel", 1, 0,
@@ -311,25 +315,25 @@ kernel_choice attend_kernel(int group, int query_tokens = 1) noexcept {
 }
 
 /// Fused attention of a batch; see the top of this file. `options` name what is not the default.
-template <class Format, class T, class Score = unmodified>
-status attend(const cache_ref<Format>& cache, const token_view<const T>& q, const token_view<T>& out,
+template <class Pair, class T, class Score = unmodified>
+status attend(const cache_ref<Pair>& cache, const token_view<const T>& q, const token_view<T>& out,
               const attention_options& options, void* workspace, std::size_t workspace_bytes,
               cudaStream_t stream, const Score& score = {}) noexcept {
     static_assert(float_format<T>, "kvq::cuda::attend: q and out must be float16, bfloat16 or float");
     static_assert(detail::is_modifier<Score>,
                   "kvq::cuda::attend: a score modifier has score(score, q_head, q_pos, k_pos) or "
                   "sink_logit(q_head)");
-    if constexpr (detail::even_keys<Format>::known)
+    if constexpr (detail::even_keys<Pair>::known)
         if (cache.key_plans == nullptr)
-            return attend(detail::even_keys<Format>::cache(cache), q, out, options, workspace,
-                          workspace_bytes, stream, score);
+            return attend(detail::even_keys<Pair>::cache(cache), q, out, options, workspace, workspace_bytes,
+                          stream, score);
     if (status s = detail::check_attention(cache, q, out, options); !s) return s;
     if (options.window_sinks)
         return detail::bad_value("window_sinks is for a mixed cache with sink_tokens()");
     if (q.tokens == 0) return {};
     const auto a = detail::make_arguments(cache, q, out, options);
-    if constexpr (detail::warps_can<Format>)
-        return detail::with_launch<Format, T, Score>(
+    if constexpr (detail::warps_can<Pair>)
+        return detail::with_launch<Pair, T, Score>(
             detail::kernel_rows(a.rows, a.ancestors != nullptr), [&](auto launch) {
                 return decltype(launch)::run(a, score, static_cast<std::byte*>(workspace), workspace_bytes,
                                              stream);
@@ -340,7 +344,8 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
 
 namespace detail {
 
-/// Calls f with the parts of a mix as kernels take them: those of mixed widths without a plan become those of even_keys.
+/// Calls f with the parts of a mix as kernels take them: those of mixed widths without a plan become those of
+/// even_keys.
 template <class F>
 auto with_even_parts(F&& f) {
     return f();
@@ -350,22 +355,22 @@ auto with_even_parts(F&& f, const First& first, const Rest&... rest) {
     const auto go = [&](const auto& part) {
         return with_even_parts([&](const auto&... others) { return f(part, others...); }, rest...);
     };
-    using even = even_keys<typename First::format_type>;
+    using even = even_keys<typename First::pair_type>;
     if constexpr (even::known)
         if (first.cache.key_plans == nullptr)
-            return go(cache_part<typename even::format_type>{even::cache(first.cache), first.range,
-                                                             first.first_page, first.end_page, first.capacity,
-                                                             first.cuts});
+            return go(cache_part<typename even::pair_type>{even::cache(first.cache), first.range,
+                                                           first.first_page, first.end_page, first.capacity,
+                                                           first.cuts});
     return go(first);
 }
 
 /// Sinks that a window's kernel reads.
-template <class Part, class Format>
-inline constexpr bool are_sinks_of = is_sink_part<Part>&& reads_sinks<Format>&&
-    std::is_same_v<typename Part::format_type, sink_format<Format>>;
+template <class Part, class Pair>
+inline constexpr bool are_sinks_of =
+    is_sink_part<Part>&& reads_sinks<Pair>&& std::is_same_v<typename Part::pair_type, sink_pair<Pair>>;
 /// Is this part read together with one of those?
 template <class Part, class... Parts>
-inline constexpr bool joins_window = (are_sinks_of<Part, typename Parts::format_type> || ...);
+inline constexpr bool joins_window = (are_sinks_of<Part, typename Parts::pair_type> || ...);
 
 /// Calls f with some of the parts: those of windows, or the others but for sinks that have joined a window.
 template <bool Windows, class... All, class F>
@@ -374,12 +379,10 @@ auto with_some_parts(F&& f) {
 }
 template <bool Windows, class... All, class F, class First, class... Rest>
 auto with_some_parts(F&& f, const First& first, const Rest&... rest) {
-    using format = typename First::format_type;
-    if constexpr (reads_sinks<format> == Windows && !joins_window<First, All...>)
+    using pair = typename First::pair_type;
+    if constexpr (reads_sinks<pair> == Windows && !joins_window<First, All...>)
         return with_some_parts<Windows, All...>(
-            [&](const auto&... others) {
-                return f(static_cast<const cache_part<format>&>(first), others...);
-            },
+            [&](const auto&... others) { return f(static_cast<const cache_part<pair>&>(first), others...); },
             rest...);
     else
         return with_some_parts<Windows, All...>(f, rest...);
@@ -395,24 +398,24 @@ auto with_kernel_parts(F&& f, const All&... all) {
         all...);
 }
 
-template <class Format, class T, class Part>
-void take_sinks(part_args<Format, T>& p, const Part& other) noexcept {
-    if constexpr (are_sinks_of<Part, Format>) {
+template <class Pair, class T, class Part>
+void take_sinks(part_args<Pair, T>& p, const Part& other) noexcept {
+    if constexpr (are_sinks_of<Part, Pair>) {
         p.sink_tokens = other.capacity;
         p.sinks.cache = other.cache;
     }
 }
-template <class Format, class T, class... All>
-part_args<Format, T> make_part(const cache_part<Format>& part, int recent, const token_view<const T>& q,
-                               const token_view<T>& out, const attention_options& options,
-                               const All&... all) noexcept {
-    part_args<Format, T> p{make_arguments(part.cache, q, out, options),
-                           part.range,
-                           recent,
-                           part.first_page,
-                           part.end_page,
-                           0,
-                           {}};
+template <class Pair, class T, class... All>
+part_args<Pair, T> make_part(const cache_part<Pair>& part, int recent, const token_view<const T>& q,
+                             const token_view<T>& out, const attention_options& options,
+                             const All&... all) noexcept {
+    part_args<Pair, T> p{make_arguments(part.cache, q, out, options),
+                         part.range,
+                         recent,
+                         part.first_page,
+                         part.end_page,
+                         0,
+                         {}};
     if (part.range == page_range::window) p.a.work.capacity = most_tokens;  // the table is a ring
     if (options.window_sinks && part.capacity >= 0) p.a.work.window = 0;    // sink_tokens()
     if (part.capacity >= 0) p.a.work.capacity = kvq::detail::smaller(p.a.work.capacity, part.capacity);
@@ -444,9 +447,9 @@ status attend_parts(int recent, const token_view<const T>& q, const token_view<T
         });
 }
 
-template <class T, class Score, class... Formats>
+template <class T, class Score, class... Pairs>
 std::size_t mixed_workspace_bytes(int rows) noexcept {
-    return with_mixed_launch<T, Score, Formats...>(rows, [](auto launch) {
+    return with_mixed_launch<T, Score, Pairs...>(rows, [](auto launch) {
         cudaError_t code = cudaSuccess;
         const int blocks = decltype(launch)::grid(code);
         if (code != cudaSuccess) (void)cudaGetLastError();
@@ -459,10 +462,10 @@ template <class Sinks, class... Parts>
 status check_sinks(const Sinks& sinks, const mixed_cache_ref<Parts...>& cache) noexcept {
     status result;
     for_each_part(cache.parts, [&](const auto& part) {
-        using format = typename std::remove_cvref_t<decltype(part)>::format_type;
-        if (result && are_sinks_of<Sinks, format> &&
+        using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
+        if (result && are_sinks_of<Sinks, pair> &&
             (part.cache.first_token != sinks.capacity ||
-             sinks.cache.table_columns * Sinks::format_type::page_tokens < sinks.capacity))
+             sinks.cache.table_columns * Sinks::pair_type::page_tokens < sinks.capacity))
             result = bad_value("%d sinks in %d pages, but the window begins at token %d", sinks.capacity,
                                sinks.cache.table_columns, part.cache.first_token);
     });
@@ -512,8 +515,9 @@ noexcept {
     return choice;
 }
 
-/// Fused attention over all parts of a mixed cache in one launch; see mixed_cache.cuh. Everything else is as above. While a tree of drafted
-/// tokens is checked, a mix whose `recent` is larger by their number commits no page for them.
+/// Fused attention over all parts of a mixed cache in one launch; see mixed_cache.cuh. Everything else is as
+/// above. While a tree of drafted tokens is checked, a mix whose `recent` is larger by their number commits
+/// no page for them.
 template <class T, class... Parts, class Score = unmodified>
 status attend(const mixed_cache_ref<Parts...>& cache, const token_view<const T>& q, const token_view<T>& out,
               const attention_options& options, void* workspace, std::size_t workspace_bytes,

@@ -1,8 +1,10 @@
-// Attention over formats that the warp kernel does not take: any head_dim, page size, group size, 32-bit values.
+// Attention over formats that the warp kernel does not take: any head_dim, page size, group size, 32-bit
+// values.
 //
-// One thread block per query row; its warps take tokens in turn, lanes share the channels; values are read one number at
-// a time (block_access.cuh) and the states of the warps are merged at the end. It is right and slow: use pages of 16
-// tokens or a multiple of 32, and head sizes that are multiples of 16, to get the other kernel.
+// One thread block per query row; its warps take tokens in turn, lanes share the channels; values are read
+// one number at a time (block_access.cuh) and the states of the warps are merged at the end. It is right and
+// slow: use pages of 16 tokens or a multiple of 32, and head sizes that are multiples of 16, to get the other
+// kernel.
 // Contract: float arithmetic; error against double below 1e-5 of the largest output.
 #pragma once
 
@@ -16,11 +18,11 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 inline constexpr int any_threads = 256;
 
-template <class Format, class T, class Score>
+template <class Pair, class T, class Score>
 __global__ void __launch_bounds__(any_threads)
-    attend_any_kernel(const __grid_constant__ attention_args<Format, T> a,
+    attend_any_kernel(const __grid_constant__ attention_args<Pair, T> a,
                       const __grid_constant__ Score modifier) {
-    constexpr int dim = Format::head_dim, value_dim = Format::value_dim, warps = any_threads / warp_size;
+    constexpr int dim = Pair::head_dim, value_dim = Pair::value_dim, warps = any_threads / warp_size;
     constexpr int per_lane = ceil_div(value_dim, warp_size);
     __shared__ float query[dim];
     __shared__ float output[value_dim];
@@ -45,9 +47,9 @@ __global__ void __launch_bounds__(any_threads)
     const std::uint64_t visible = a.ancestors == nullptr ? ~std::uint64_t{0} : a.ancestors[token];
     float max = -INFINITY, sum = 0.0f, part[per_lane] = {};
     for (int t = begin + warp; t < end; t += warps) {
-        const int page = a.cache.block_table[a.cache.table_entry(sequence, t / Format::page_tokens)];
+        const int page = a.cache.block_table[a.cache.table_entry(sequence, t / Pair::page_tokens)];
         if (page < 0) continue;
-        const int in_page = t % Format::page_tokens;
+        const int in_page = t % Pair::page_tokens;
         float score = 0.0f;
         for (int c = lane; c < dim; c += warp_size)
             score += query[c] * read_value<tensor::key>(a.cache, page, kv_head, in_page, c);
@@ -97,10 +99,10 @@ __global__ void __launch_bounds__(any_threads)
     if (thread == 0) finish_header(a, token, head, top, total);
 }
 
-template <class Format, class T, class Score>
-status run_any(const attention_args<Format, T>& a, const Score& score, cudaStream_t stream) noexcept {
+template <class Pair, class T, class Score>
+status run_any(const attention_args<Pair, T>& a, const Score& score, cudaStream_t stream) noexcept {
     const int blocks = a.work.sequences * a.cache.kv_heads * a.rows;  // of query rows, see check_attention
-    return launch("launching attention (any shape)", overlap::no, attend_any_kernel<Format, T, Score>,
+    return launch("launching attention (any shape)", overlap::no, attend_any_kernel<Pair, T, Score>,
                   dim3(static_cast<unsigned>(blocks)), any_threads, 0, stream, a, score);
 }
 

@@ -1,14 +1,16 @@
-// Fused attention over pages of several formats in one launch: sinks, quantized pages and recent window of every sequence.
+// Fused attention over pages of several formats in one launch: sinks, quantized pages and recent window of
+// every sequence.
 //
-//   line     the chunks of an item: those of its first part, then those of the second, ... (mixed_cache.cuh), measured in units of about
-//            1 KB; shares are cut as in schedule.cuh, wherever parts begin. A chunk belongs to who has its first unit
-//   warp     has a part of its team's share: mostly chunks of one format, so that warps of a block fetch the instructions of all formats
+//   line     the warp tiles of an item: those of its first part, then those of the second, ... (mixed_cache.cuh), measured in units of about
+//            1 KB; shares are cut as in schedule.cuh, wherever parts begin. A warp tile belongs to who has its first unit
+//   warp     has a part of its team's share: mostly warp tiles of one format, so that warps of a block fetch the instructions of all formats
 //            at the same time. attend_part, one function per format, has a ring of its own in the same shared memory and leaves
 //            finished rows, which are added up: they do not depend on the format
 //   team     merged as in merge.cuh
 //
-// Sinks in pages of 16 tokens are the window's first chunks, two pages each. attend_part as a function that mixes share would read a
-// launch's parameters through memory: 5 to 20 % slower (docs/lab/gpu_experiments.md).
+// Sinks in pages of 16 tokens are the window's first warp tiles, two pages each. attend_part as a function
+// that mixes share would read a launch's parameters through memory: 5 to 20 % slower
+// (docs/lab/gpu_experiments.md).
 // Contract: as attend_warps.cuh.
 #pragma once
 
@@ -18,16 +20,16 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
-/// Does a part of this format read sinks as well, as chunks of a window in the same 16-bit format?
-template <class Format>
-inline constexpr bool reads_sinks = copies_windows<Format>&& chunk_tokens<Format, 1>() == 32 &&
-                                    chunk_tokens<Format, 2>() == 32 && chunk_tokens<Format, 4>() == 32;
-template <class Format, bool Reads = reads_sinks<Format>>
+/// Does a part of this format read sinks as well, as warp tiles of a window in the same 16-bit format?
+template <class Pair>
+inline constexpr bool reads_sinks = copies_windows<Pair>&& warp_tile_tokens<Pair, 1>() == 32 &&
+                                    warp_tile_tokens<Pair, 2>() == 32 && warp_tile_tokens<Pair, 4>() == 32;
+template <class Pair, bool Reads = reads_sinks<Pair>>
 struct own_sinks {
-    cache_ref<sink_format<Format>> cache;  // no sequences: no sinks
+    cache_ref<sink_pair<Pair>> cache;  // no sequences: no sinks
 };
-template <class Format>
-struct own_sinks<Format, false> {};
+template <class Pair>
+struct own_sinks<Pair, false> {};
 
 /// A call, for what is rare: a launch fetches all of its instructions.
 template <int = 0>
@@ -37,26 +39,26 @@ __device__ __noinline__ shown_tokens shown_at(const page_cuts& cuts, int sequenc
 }
 
 /// A part as kernels see it. `a` has what is common to all parts as well.
-template <class Format, class T>
+template <class Pair, class T>
 struct part_args {
-    using format_type = Format;
-    attention_args<Format, T> a;
+    using pair_type = Pair;
+    attention_args<Pair, T> a;
     page_range range;
     int recent;
     const int *first_page, *end_page;
     int sink_tokens;  // that the part reads besides
-    own_sinks<Format> sinks;
+    own_sinks<Pair> sinks;
 
-    /// Chunks of a sequence: `sinks` of sinks, then those from number `first` on; `count` in all. Pages outside [first_page, end_page) are
-    /// not of this part.
-    struct chunk_range {
+    /// Warp tiles of a sequence: `sinks` of sinks, then those from number `first` on; `count` in all. Pages
+    /// outside [first_page, end_page) are not of this part.
+    struct warp_tile_range {
         int first, count, sinks;
         int first_page, end_page;
     };
     /// hidden: tokens of the sequence, if there is a sliding window.
     template <int Tokens>
-    __device__ __forceinline__ chunk_range chunks(int b, int length, int hidden) const {
-        constexpr int page = Format::page_tokens;
+    __device__ __forceinline__ warp_tile_range warp_tiles(int b, int length, int hidden) const {
+        constexpr int page = Pair::page_tokens;
         const int behind_sinks = length - a.work.first_token;
         int end = smaller(behind_sinks, a.work.capacity), from = 0,
             until = kvq::detail::ceil_div(larger(end, 0), page);
@@ -73,7 +75,7 @@ struct part_args {
         const int begin = a.row_begin(length, 0, hidden);  // of the first token that some row may see
         const int first = larger(larger(begin, 0), from * page) / Tokens;
         int of_sinks = 0;
-        if constexpr (reads_sinks<Format>)
+        if constexpr (reads_sinks<Pair>)
             if (sink_tokens > 0 && (a.window_sinks || begin < 0))
                 of_sinks = kvq::detail::ceil_div(larger(smaller(sink_tokens, length), 0), Tokens);
         const int count = larger(0, kvq::detail::ceil_div(larger(end, 0), Tokens) - first);
@@ -87,59 +89,62 @@ struct part_args {
 };
 
 /// The first part's arguments say what is common to all.
-template <class T, class... Formats>
+template <class T, class... Pairs>
 struct mixed_args {
     page_cuts cuts;
-    /// [sequences]: tokens that are not shown. Null: none, or there is no sliding window. (To search for the window's first page would make the
-    /// kernel a sixth longer; so it reads at most this many tokens more, and skips them.)
+    /// [sequences]: tokens that are not shown. Null: none, or there is no sliding window. (To search for the
+    /// window's first page would make the kernel a sixth longer; so it reads at most this many tokens more,
+    /// and skips them.)
     const int* hidden;
-    object_list<part_args<Formats, T>...> parts;
+    object_list<part_args<Pairs, T>...> parts;
 };
 
-/// Shared memory of a thread block that handles all formats: what each of them wants of a warp, in the same place.
-template <int Rows4, bool Small, class... Formats>
+/// Shared memory of a thread block that handles all formats: what each of them wants of a warp, in the same
+/// place.
+template <int Rows4, bool Small, class... Pairs>
 struct mixed_memory {
-    template <class Format>
-    using of = attention_memory<Format, Rows4, Small>;
+    template <class Pair>
+    using of = attention_memory<Pair, Rows4, Small>;
     template <class... Numbers>
     static constexpr int most(Numbers... numbers) {
         int result = 0;
         ((result = larger(result, static_cast<int>(numbers))), ...);
         return result;
     }
-    using first_format = std::tuple_element_t<0, std::tuple<Formats...>>;
-    using first = of<first_format>;
+    using first_pair = std::tuple_element_t<0, std::tuple<Pairs...>>;
+    using first = of<first_pair>;
     using values = typename first::values;
     static constexpr int rows = 4 * Rows4;
-    static constexpr int ring_bytes = most(of<Formats>::slot_count * of<Formats>::slot_bytes...);
-    static constexpr int weight_bytes = most(of<Formats>::weight_bytes...);
-    static constexpr int scratch_bytes = most(of<Formats>::scratch_bytes...);
+    static constexpr int ring_bytes = most(of<Pairs>::slot_count * of<Pairs>::slot_bytes...);
+    static constexpr int weight_bytes = most(of<Pairs>::weight_bytes...);
+    static constexpr int scratch_bytes = most(of<Pairs>::scratch_bytes...);
     static constexpr int notes_bytes = first::notes_bytes;
     static constexpr int output_stride = first::output_stride, output_part = first::output_part,
                          note_words = first::note_words, partial_words = first::partial_words,
-                         end_chunks = first::end_chunks * 8;
+                         end_warp_tiles = first::end_warp_tiles * 8;
     static constexpr int warp_bytes = ring_bytes + weight_bytes + scratch_bytes + notes_bytes;
     static constexpr int unit_bytes = 1024;
-    /// What the chunks of a step count: about their bytes.
-    template <class Format>
+    /// What the warp tiles of a step count: about their bytes.
+    template <class Pair>
     static constexpr int units = [] {
-        constexpr auto bytes = (Format::key_block_bytes + Format::value_block_bytes) *
-                               static_cast<std::size_t>(of<Format>::step_tokens) / Format::page_tokens;
+        constexpr auto bytes = (Pair::key_block_bytes + Pair::value_block_bytes) *
+                               static_cast<std::size_t>(of<Pair>::step_tokens) / Pair::page_tokens;
         return kvq::detail::larger(1, static_cast<int>((bytes + unit_bytes / 2) / unit_bytes));
     }();
-    /// What the start of a part counts: its first chunk is waited for, and its instructions are fetched. A chunk of sinks takes longer than
-    /// others of its bytes.
-    template <class Format>
+    /// What the start of a part counts: its first warp tile is waited for, and its instructions are fetched.
+    /// A warp tile of sinks takes longer than others of its bytes.
+    template <class Pair>
     static KVQ_HD constexpr int start_of(int sinks) {
-        return 8 + (sinks > 0 ? units<Format> / 2 : 0);
+        return 8 + (sinks > 0 ? units<Pair> / 2 : 0);
     }
 
-    /// Formats read the query in one of three ways: times the scale, as it is (keys that are dequantized), or in the order of a plan,
-    /// which is the format's own. Those that are not in the place of the output have memory for themselves.
-    template <class Format>
-    static constexpr bool plain_query = !of<Format>::keys::mixed && !of<Format>::dequantizes;
-    static constexpr int query_bytes = rows * first_format::head_dim * 4;
-    static constexpr int other_queries = (0 + ... + (plain_query<Formats> ? 0 : 1));
+    /// Formats read the query in one of three ways: times the scale, as it is (keys that are dequantized), or
+    /// in the order of a plan, which is the format's own. Those that are not in the place of the output have
+    /// memory for themselves.
+    template <class Pair>
+    static constexpr bool plain_query = !of<Pair>::keys::mixed && !of<Pair>::dequantizes;
+    static constexpr int query_bytes = rows * first_pair::head_dim * 4;
+    static constexpr int other_queries = (0 + ... + (plain_query<Pairs> ? 0 : 1));
 
     struct size {
         int warps, parts;
@@ -154,7 +159,7 @@ struct mixed_memory {
     };
     static constexpr int budget = [] {
         int least = most_shared_memory<Small>;
-        ((least = kvq::detail::smaller(least, budget_on<Formats, Small>)), ...);
+        ((least = kvq::detail::smaller(least, budget_on<Pairs, Small>)), ...);
         return least;
     }();
     static constexpr size chosen = [] {
@@ -167,18 +172,18 @@ struct mixed_memory {
     static constexpr int warps = chosen.warps, most_teams = chosen.parts,
                          output_bytes = chosen.output_bytes(), bytes = chosen.bytes();
     static constexpr int threads = warps * warp_size, team_threads = threads / most_teams;
-    // Beside a thread block of 224 registers a thread there is room for one of store_new_kernel, which has 32: with at
-    // most 4 query rows per kv head, the next layer's tokens are stored while this kernel ends.
+    // Beside a thread block of 224 registers a thread there is room for one of store_new_kernel, which has
+    // 32: with at most 4 query rows per kv head, the next layer's tokens are stored while this kernel ends.
     static constexpr int registers = Rows4 == 1 ? 224 : 255;
     static constexpr int other_queries_at = warps * warp_bytes + chosen.team_bytes();
 
     /// The query of a team in the layout that part I reads.
-    template <int I, class Format>
+    template <int I, class Pair>
     static __device__ __forceinline__ float* query(std::byte* shared, const warp_team& team) {
-        if constexpr (plain_query<Format>) {
+        if constexpr (plain_query<Pair>) {
             return team_memory::of<mixed_memory>(shared, team).output;
         } else {
-            constexpr bool plain[] = {plain_query<Formats>...};
+            constexpr bool plain[] = {plain_query<Pairs>...};
             int number = 0;
             for (int i = 0; i < I; ++i) number += plain[i] ? 0 : 1;
             return reinterpret_cast<float*>(shared + other_queries_at +
@@ -188,45 +193,46 @@ struct mixed_memory {
 };
 
 /// Units of all parts of a sequence.
-template <int Rows4, bool Small, class T, class... Formats>
-__device__ __forceinline__ int count_units(const mixed_args<T, Formats...>& m, int b, bool hint) {
-    using memory = mixed_memory<Rows4, Small, Formats...>;
+template <int Rows4, bool Small, class T, class... Pairs>
+__device__ __forceinline__ int count_units(const mixed_args<T, Pairs...>& m, int b, bool hint) {
+    using memory = mixed_memory<Rows4, Small, Pairs...>;
     const int* const tokens = get<0>(m.parts).a.work.tokens;
     const int length = hint ? __ldcg(tokens + b) : tokens[b];
     const int hidden = m.hidden == nullptr ? 0 : __ldcg(m.hidden + b);
     int count = 0;
-    static_for<static_cast<int>(sizeof...(Formats))>([&](auto i) {
+    static_for<static_cast<int>(sizeof...(Pairs))>([&](auto i) {
         const auto& part = get<decltype(i)::value>(m.parts);
-        using format = typename std::remove_cvref_t<decltype(part)>::format_type;
-        const auto chunks = part.template chunks<memory::template of<format>::step_tokens>(b, length, hidden);
-        if (chunks.count > 0)
-            count += memory::template start_of<format>(chunks.sinks) +
-                     chunks.count * memory::template units<format>;
+        using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
+        const auto warp_tiles =
+            part.template warp_tiles<memory::template of<pair>::step_tokens>(b, length, hidden);
+        if (warp_tiles.count > 0)
+            count += memory::template start_of<pair>(warp_tiles.sinks) +
+                     warp_tiles.count * memory::template units<pair>;
     });
     return count;
 }
 
 /// What the schedule must know.
-template <int Rows4, bool Small, class T, class... Formats>
+template <int Rows4, bool Small, class T, class... Pairs>
 struct mixed_work {
-    const mixed_args<T, Formats...>& args;
+    const mixed_args<T, Pairs...>& args;
     int sequences, lines, row_blocks;
 
-    __device__ __forceinline__ explicit mixed_work(const mixed_args<T, Formats...>& m) : args(m) {
+    __device__ __forceinline__ explicit mixed_work(const mixed_args<T, Pairs...>& m) : args(m) {
         const work_shape& work = get<0>(m.parts).a.work;
         sequences = work.sequences;
         lines = work.lines;
         row_blocks = work.row_blocks;
     }
     template <int>
-    __device__ __forceinline__ work_shape::span chunks(int b, bool hint = false) const {
+    __device__ __forceinline__ work_shape::span warp_tiles(int b, bool hint = false) const {
         const int count = count_units<Rows4, Small>(args, b, hint);
         return {0, larger(1, count), count};
     }
 };
 
-/// A warp's chunks of one part: those from `index` up to `to`, `sinks` of which are chunks of sinks (of the part: numbers 0, 1, ...); the
-/// next one is chunk `first` of the sequence.
+/// A warp's warp tiles of one part: those from `index` up to `to`, `sinks` of which are warp tiles of sinks
+/// (of the part: numbers 0, 1, ...); the next one is warp tile `first` of the sequence.
 struct part_job {
     int first, index, to, sinks;
     int first_page, end_page;
@@ -236,29 +242,29 @@ struct part_job {
     warp_memory at;
 };
 
-/// Feeds a warp's ring with the units of such chunks. Page numbers are fetched a chunk ahead.
-template <class Memory, class Format, class T>
-struct part_feed : unit_ring<Memory, Format, T> {
-    using base = unit_ring<Memory, Format, T>;
+/// Feeds a warp's ring with the units of such warp tiles. Page numbers are fetched a warp tile ahead.
+template <class Memory, class Pair, class T>
+struct part_feed : unit_ring<Memory, Pair, T> {
+    using base = unit_ring<Memory, Pair, T>;
     using base::a, base::page, base::first, base::head, base::second;
     using typename base::keys;
-    static constexpr bool reads_sinks = detail::reads_sinks<Format>, reads_cuts = true;
+    static constexpr bool reads_sinks = detail::reads_sinks<Pair>, reads_cuts = true;
     static constexpr int stride = 1;
-    const part_args<Format, T>& part;
+    const part_args<Pair, T>& part;
     const part_job& job;
-    int index;  // of the chunk that follows the current one
+    int index;  // of the warp tile that follows the current one
     int sequence;
     int next_page = -1, next_second = -1, next_first = 0;
     bool of_sinks = false, next_of_sinks = false;
-    int left = 0;  // chunks of its step that follow the current one
+    int left = 0;  // warp tiles of its step that follow the current one
 
-    __device__ __forceinline__ part_feed(const part_args<Format, T>& args, const part_job& jobs)
+    __device__ __forceinline__ part_feed(const part_args<Pair, T>& args, const part_job& jobs)
         : base(args.a), part(args), job(jobs), index(jobs.index - 1), sequence(jobs.item->sequence) {
         head = job.item->kv_head;
         if constexpr (keys::mixed) this->key_head = keys::head_of(a.cache.key_plan(head));
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) step();
-        left = Memory::chunks_of_step - 1;
+        left = Memory::warp_tiles_of_step - 1;
     }
     /// Starts the next unit's copy into `slot` of the ring at `ring`.
     template <tensor Role>
@@ -269,7 +275,7 @@ struct part_feed : unit_ring<Memory, Format, T> {
             this->template copy_unit<Role>(ring, slot, lane);
         if constexpr (Role == tensor::value) advance();
     }
-    /// Is the chunk with this number one of sinks?
+    /// Is the warp tile with this number one of sinks?
     __device__ __forceinline__ bool is_of_sinks(int number) const {
         return reads_sinks && number < job.sinks;
     }
@@ -281,9 +287,10 @@ struct part_feed : unit_ring<Memory, Format, T> {
         if constexpr (reads_sinks) return token < 0 ? hidden() : 0;
         return token + a.cache.first_token < job.cuts.first_token ? hidden() : 0;
     }
-    /// What the chunk at `token`, before cut_end(), shows. Of a chunk of two pages: what the page shows of which the lane has scores.
+    /// What the warp tile at `token`, before cut_end(), shows. Of a warp tile of two pages: what the page
+    /// shows of which the lane has scores.
     __device__ __forceinline__ shown_tokens shown(int token, const lane_id& id) const {
-        constexpr int count = smaller(Memory::tokens, Format::page_tokens);
+        constexpr int count = smaller(Memory::tokens, Pair::page_tokens);
         const int half = keys::joined && 4 * id.g >= count ? count : 0;
         shown_tokens s = shown_at(job.cuts, sequence, cut(), token + half + a.cache.first_token, count);
         s.begin += half;
@@ -302,19 +309,19 @@ private:
                 return number < 0 ? nullptr : cache.template block<Role>(number, head);
             };
             const auto& sinks = part.sinks.cache;
-            copy_window<Role, Format>(ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes),
-                                      of_sinks ? block(sinks, page) : block(a.cache, page),
-                                      of_sinks ? block(sinks, second) : nullptr, first, of_sinks);
+            copy_window<Role, Pair>(ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes),
+                                    of_sinks ? block(sinks, page) : block(a.cache, page),
+                                    of_sinks ? block(sinks, second) : nullptr, first, of_sinks);
         }
         copy_commit();
     }
     __device__ __forceinline__ void advance() {
-        if (Memory::chunks_of_step > 1 && left > 0) {
+        if (Memory::warp_tiles_of_step > 1 && left > 0) {
             --left;
             first += Memory::tokens;
             return;
         }
-        left = Memory::chunks_of_step - 1;
+        left = Memory::warp_tiles_of_step - 1;
         step();
     }
     __device__ __forceinline__ void step() {
@@ -336,30 +343,30 @@ private:
                 return;
             }
         const int token = (job.first + index - job.sinks) * Memory::step_tokens;
-        const int number = token / Format::page_tokens;
+        const int number = token / Pair::page_tokens;
         if constexpr (keys::joined) {
             if (number >= job.first_page) next_page = __ldg(part.entry(sequence, number));
             if (number + 1 < job.end_page) next_second = __ldg(part.entry(sequence, number + 1));
         } else {
             next_page = __ldg(part.entry(sequence, number));
-            next_first = token % Format::page_tokens;
+            next_first = token % Pair::page_tokens;
         }
     }
 };
 
-/// A warp's chunks of one part; their sums are added to `rows`.
-template <class Format, class T, int Rows4, bool Small, class Score>
+/// A warp's warp tiles of one part; their sums are added to `rows`.
+template <class Pair, class T, int Rows4, bool Small, class Score>
 __device__ __forceinline__ void attend_part(
-    const part_args<Format, T>& part, const part_job& job, const Score& score,
-    finished_rows<attention_memory<Format, Rows4, Small>::values::tiles, Rows4>& rows) {
-    using memory = attention_memory<Format, Rows4, Small>;
+    const part_args<Pair, T>& part, const part_job& job, const Score& score,
+    finished_rows<attention_memory<Pair, Rows4, Small>::values::tiles, Rows4>& rows) {
+    using memory = attention_memory<Pair, Rows4, Small>;
     const lane_id id;
     // Weights of units that no token fills stay zero.
     __syncwarp();
 #pragma unroll 1
     for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
         store_word(job.at.weights + 4u * static_cast<std::uint32_t>(i), 0);
-    part_feed<memory, Format, T> feed(part, job);
+    part_feed<memory, Pair, T> feed(part, job);
 #pragma unroll 1
     for (int i = 0; i < memory::slot_count; ++i) {
         if (i % 2 == 0)
@@ -370,22 +377,22 @@ __device__ __forceinline__ void attend_part(
     typename memory::state state;
     state.clear();
     int slot = 0;
-    attend_chunks<memory, Rows4>(part.a, feed, state, slot, job.first - job.sinks, job.index, job.to,
-                                 job.item, job.at, score, id);
+    attend_warp_tiles<memory, Rows4>(part.a, feed, state, slot, job.first - job.sinks, job.index, job.to,
+                                     job.item, job.at, score, id);
     copy_wait<0>();
     __syncwarp();
     rows.add(state.finished());
 }
 
-/// A warp's share of its team's part of an item: units [begin, end) of the item. Where the last format begins within it, warps of the team
-/// have chunks of that format only or none of it, if that makes no share much longer than equal ones: instructions and the ring's first
-/// chunk would be waited for twice.
+/// A warp's share of its team's part of an item: units [begin, end) of the item. Where the last format begins
+/// within it, warps of the team have warp tiles of that format only or none of it, if that makes no share
+/// much longer than equal ones: instructions and the ring's first warp tile would be waited for twice.
 struct warp_share {
     int begin, end;
 
-    __device__ __forceinline__ warp_share(const item_part& item, const warp_team& team, int last_format) {
-        const int share = item.to - item.from, before = larger(0, last_format - item.from),
-                  behind = item.to - kvq::detail::larger(last_format, item.from);
+    __device__ __forceinline__ warp_share(const item_part& item, const warp_team& team, int last_pair) {
+        const int share = item.to - item.from, before = larger(0, last_pair - item.from),
+                  behind = item.to - kvq::detail::larger(last_pair, item.from);
         begin = item.from, end = item.to;
         int member = team.member, warps = team.warps;
         if (before > 0 && behind > 0 && warps > 1) {
@@ -395,11 +402,11 @@ struct warp_share {
             if (4 * longest * warps <= 5 * share) {
                 if (member < warps - others) {
                     warps -= others;
-                    end = last_format;
+                    end = last_pair;
                 } else {
                     member -= warps - others;
                     warps = others;
-                    begin = last_format;
+                    begin = last_pair;
                 }
             }
         }
@@ -409,50 +416,51 @@ struct warp_share {
     }
 };
 
-/// Calls f(part, its number, chunks of the part, first one of the warp, one behind the last) for the parts of which a warp has chunks.
-template <int Rows4, bool Small, class T, class... Formats, class F>
-__device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, const item_part& item,
+/// Calls f(part, its number, warp tiles of the part, first one of the warp, one behind the last) for the
+/// parts of which a warp has warp tiles.
+template <int Rows4, bool Small, class T, class... Pairs, class F>
+__device__ __forceinline__ void visit_parts(const mixed_args<T, Pairs...>& m, const item_part& item,
                                             const warp_team& team, int hidden, F&& f) {
-    using memory = mixed_memory<Rows4, Small, Formats...>;
-    constexpr int parts = static_cast<int>(sizeof...(Formats));
+    using memory = mixed_memory<Rows4, Small, Pairs...>;
+    constexpr int parts = static_cast<int>(sizeof...(Pairs));
     const int length = get<0>(m.parts).a.work.tokens[item.sequence];
-    object_list<typename part_args<Formats, T>::chunk_range...> ranges;
-    int part_begin[parts];  // where the first chunk begins
+    object_list<typename part_args<Pairs, T>::warp_tile_range...> ranges;
+    int part_begin[parts];  // where the first warp tile begins
     int before = 0;         // units of parts before
-    int last_format = 0;    // where the last part begins
+    int last_pair = 0;      // where the last part begins
     static_for<parts>([&](auto i) {
         constexpr int I = decltype(i)::value;
         const auto& part = get<I>(m.parts);
-        using format = typename std::remove_cvref_t<decltype(part)>::format_type;
-        auto& chunks = get<I>(ranges);
-        chunks =
-            part.template chunks<memory::template of<format>::step_tokens>(item.sequence, length, hidden);
-        part_begin[I] = before + memory::template start_of<format>(chunks.sinks);
-        if (chunks.count > 0) before = part_begin[I] + chunks.count * memory::template units<format>;
-        if (I + 1 < parts) last_format = before;
+        using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
+        auto& warp_tiles = get<I>(ranges);
+        warp_tiles =
+            part.template warp_tiles<memory::template of<pair>::step_tokens>(item.sequence, length, hidden);
+        part_begin[I] = before + memory::template start_of<pair>(warp_tiles.sinks);
+        if (warp_tiles.count > 0) before = part_begin[I] + warp_tiles.count * memory::template units<pair>;
+        if (I + 1 < parts) last_pair = before;
     });
-    const warp_share share(item, team, last_format);
+    const warp_share share(item, team, last_pair);
     static_for<parts>([&](auto i) {
         constexpr int I = decltype(i)::value;
         const auto& part = get<I>(m.parts);
-        using format = typename std::remove_cvref_t<decltype(part)>::format_type;
-        constexpr int units = memory::template units<format>;
-        const auto& chunks = get<I>(ranges);
+        using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
+        constexpr int units = memory::template units<pair>;
+        const auto& warp_tiles = get<I>(ranges);
         const int from = ceil_div(larger(share.begin - part_begin[I], 0), units),
-                  to = smaller(ceil_div(larger(share.end - part_begin[I], 0), units), chunks.count);
-        if (from < to) f(part, i, chunks, from, to);
+                  to = smaller(ceil_div(larger(share.end - part_begin[I], 0), units), warp_tiles.count);
+        if (from < to) f(part, i, warp_tiles, from, to);
     });
 }
 
-template <int Rows4, bool Small, class T, class Score, class... Formats>
-__global__ void __maxnreg__((mixed_memory<Rows4, Small, Formats...>::registers))
-    attend_mixed_kernel(const __grid_constant__ mixed_args<T, Formats...> m,
+template <int Rows4, bool Small, class T, class Score, class... Pairs>
+__global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
+    attend_mixed_kernel(const __grid_constant__ mixed_args<T, Pairs...> m,
                         const __grid_constant__ Score score) {
-    if constexpr (never_taken<Small, mixed_memory<1, false, Formats...>::budget>) return;
-    using memory = mixed_memory<Rows4, Small, Formats...>;
-    using work_type = mixed_work<Rows4, Small, T, Formats...>;
-    using first_format = typename memory::first_format;
-    constexpr int parts = static_cast<int>(sizeof...(Formats));
+    if constexpr (never_taken<Small, mixed_memory<1, false, Pairs...>::budget>) return;
+    using memory = mixed_memory<Rows4, Small, Pairs...>;
+    using work_type = mixed_work<Rows4, Small, T, Pairs...>;
+    using first_pair = typename memory::first_pair;
+    constexpr int parts = static_cast<int>(sizeof...(Pairs));
     extern __shared__ __align__(128) std::byte shared[];
     launch_dependents();
     const lane_id id;
@@ -464,7 +472,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Formats...>::registers))
 
     const work_type work(m);
     item_walk<1, work_type> walk(work);
-    query_rows<memory, first_format, T> query_part;
+    query_rows<memory, first_pair, T> query_part;
     warp_team team;
     bool asked = false;  // for the query of the first item
     {
@@ -472,12 +480,12 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Formats...>::registers))
         batch_count before{};
         for (bool waits = !common_args.early;; waits = false) {
             if (before.same) walk.measure(waits);
-            const batch_count now = count_chunks<1>(work, waits);
+            const batch_count now = count_warp_tiles<1>(work, waits);
             if (!(before.same && now.same && now.first == before.first)) {
                 const int split = split_block(walk, common_args.cut, now);
                 team = warp_team(warp, memory::warps, split);
-                const share_plan plan =
-                    find_share(work, common_args.cut, team, memory::end_chunks >> split, now, walk, waits);
+                const share_plan plan = find_share(work, common_args.cut, team,
+                                                   memory::end_warp_tiles >> split, now, walk, waits);
                 if (id.lane == 0) notes->plan = plan;
                 asked = false;
             }
@@ -502,11 +510,11 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Formats...>::registers))
         static_for<parts>([&](auto i) {
             constexpr int I = decltype(i)::value;
             const auto& part = get<I>(m.parts);
-            using format = typename std::remove_cvref_t<decltype(part)>::format_type;
-            if (memory::template plain_query<format> && plain_is_there) return;
-            plain_is_there = plain_is_there || memory::template plain_query<format>;
-            bad |= query_part.template store_for<attention_memory<format, Rows4, Small>>(
-                memory::template query<I, format>(shared, of_team), part.a.scale,
+            using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
+            if (memory::template plain_query<pair> && plain_is_there) return;
+            plain_is_there = plain_is_there || memory::template plain_query<pair>;
+            bad |= query_part.template store_for<attention_memory<pair, Rows4, Small>>(
+                memory::template query<I, pair>(shared, of_team), part.a.scale,
                 part.a.cache.key_plan(walk.item.kv_head), of_team);
         });
         bad = __reduce_or_sync(~0u, bad);
@@ -528,21 +536,22 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Formats...>::registers))
         const sequence_cut cut = m.cuts.of(item.sequence);
         if (id.lane == 0) notes->cut = cut;  // attend_part begins with a barrier
         visit_parts<Rows4, Small>(
-            m, item, own, cut.hidden, [&](const auto& part, auto i, const auto& chunks, int from, int to) {
-                using format = typename std::remove_cvref_t<decltype(part)>::format_type;
+            m, item, own, cut.hidden,
+            [&](const auto& part, auto i, const auto& warp_tiles, int from, int to) {
+                using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
                 const part_job job{
-                    chunks.first,
+                    warp_tiles.first,
                     from,
                     to,
-                    chunks.sinks,
-                    chunks.first_page,
-                    chunks.end_page,
+                    warp_tiles.sinks,
+                    warp_tiles.first_page,
+                    warp_tiles.end_page,
                     &notes->reader.item,
                     &notes->cut,
                     m.cuts,
                     {ring, ring + memory::ring_bytes, ring + memory::ring_bytes + memory::weight_bytes,
-                     shared_address(memory::template query<decltype(i)::value, format>(shared, own))}};
-                attend_part<format, T, Rows4, Small>(part, job, score, rows);
+                     shared_address(memory::template query<decltype(i)::value, pair>(shared, own))}};
+                attend_part<pair, T, Rows4, Small>(part, job, score, rows);
             });
 
         walk.fetch(&notes->reader);

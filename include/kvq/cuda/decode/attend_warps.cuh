@@ -1,14 +1,18 @@
-// The fused attention kernel: every warp walks its chunks with tensor cores and its own ring of asynchronous copies.
+// The fused attention kernel: every warp walks its warp tiles with tensor cores and its own ring of
+// asynchronous copies.
 //
-//   warp:   K chunk -> scores -> weights -> V chunk -> output, while the next two or three units are on their way
+//   warp:   K warp tile -> scores -> weights -> V warp tile -> output, while the next two or three units are on their way
 //   team:   all 4, 8 or 12 warps of a block, or a half or a quarter of them, share an item; their softmax states are merged in shared
 //           memory, in the order of the warps
 //   grid:   as many blocks as fit; an item that spans teams is merged by the team with its last part (same launch)
 //
-// Nothing is dequantized to memory, warps wait for each other only at the end of an item, and copies run on across items.
-// Contract: error against double arithmetic on the dequantized values below 2e-3 (measured: docs/reference/gpu_kernels.md); deterministic for
-// a given grid. Instantiated once per (format, type of q, 4, 8 or 16 query rows), for one or two sizes of shared memory.
-// Source: split keys with a merge, Flash-Decoding; shares of equal size over ragged work: stream-K, arXiv 2301.03598.
+// Nothing is dequantized to memory, warps wait for each other only at the end of an item, and copies run on
+// across items.
+// Contract: error against double arithmetic on the dequantized values below 2e-3 (measured:
+// docs/reference/gpu_kernels.md); deterministic for a given grid. Instantiated once per (format, type of q,
+// 4, 8 or 16 query rows), for one or two sizes of shared memory.
+// Source: split keys with a merge, Flash-Decoding; shares of equal size over ragged work: stream-K, arXiv
+// 2301.03598.
 #pragma once
 
 #include "attention_memory.cuh"
@@ -16,21 +20,21 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
-/// The ring of a warp: key and value units of chunks on their way, and what is known of them.
-template <class Memory, class Format, class T>
+/// The ring of a warp: key and value units of warp tiles on their way, and what is known of them.
+template <class Memory, class Pair, class T>
 struct unit_ring {
     using keys = typename Memory::keys;
     using values = typename Memory::values;
-    const attention_args<Format, T>& a;
-    int page, first, head = -1;  // of the current chunk
-    int second = -1;             // the other page of a chunk of two pages
-    unsigned halves = 0;         // 2 bits per slot, of chunks of two pages: which are there?
-    unsigned present = 0;        // bit per slot: does it hold a chunk?
-    unsigned skews = 0;          // 4 bits per slot: how many times 16 bytes its chunk begins behind the slot
+    const attention_args<Pair, T>& a;
+    int page, first, head = -1;  // of the current warp tile
+    int second = -1;             // the other page of a warp tile of two pages
+    unsigned halves = 0;         // 2 bits per slot, of warp tiles of two pages: which are there?
+    unsigned present = 0;        // bit per slot: does it hold a warp tile?
+    unsigned skews = 0;  // 4 bits per slot: how many times 16 bytes its warp tile begins behind the slot
     typename keys::head_type key_head{};
 
-    __device__ __forceinline__ explicit unit_ring(const attention_args<Format, T>& args) : a(args) {}
-    /// Starts the copy of the current chunk's keys or values into `slot` of the ring at `ring`.
+    __device__ __forceinline__ explicit unit_ring(const attention_args<Pair, T>& args) : a(args) {}
+    /// Starts the copy of the current warp tile's keys or values into `slot` of the ring at `ring`.
     template <tensor Role>
     __device__ __forceinline__ void copy_unit(std::uint32_t ring, int slot, int lane) {
         const std::uint32_t to_slot = ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes);
@@ -44,23 +48,24 @@ struct unit_ring {
                 unit::copy(to_slot, page < 0 ? nullptr : a.cache.template block<Role>(page, head),
                            second < 0 ? nullptr : a.cache.template block<Role>(second, head), lane);
         } else if (Memory::halves || page >= 0) {
-            // A branch around copies cuts the instructions in two. Builds without were faster for kernels with half floats only.
+            // A branch around copies cuts the instructions in two. Builds without were faster for kernels
+            // with half floats only.
             const bool there = !Memory::halves || page >= 0;
             present = there ? present | bit : present & ~bit;
             const std::byte* const block =
                 a.cache.template block<Role>(Memory::halves ? larger(page, 0) : page, head);
-            std::uint32_t to_chunk = to_slot;
+            std::uint32_t to_warp_tile = to_slot;
             if constexpr (Role == tensor::key ? keys::skewed : values::skewed) {
                 const auto skew = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
                 skews = (skews & ~(15u << 4 * slot)) | skew << 4 * slot;
-                to_chunk += 16 * skew;
+                to_warp_tile += 16 * skew;
             } else if constexpr (keys::skewed || values::skewed) {
                 skews &= ~(15u << 4 * slot);
             }
             if constexpr (Role == tensor::key)
-                keys::copy(to_chunk, block, first, lane, there ? 16 : 0, key_head);
+                keys::copy(to_warp_tile, block, first, lane, there ? 16 : 0, key_head);
             else
-                values::copy(to_chunk, block, first, lane, there ? 16 : 0);
+                values::copy(to_warp_tile, block, first, lane, there ? 16 : 0);
         } else {
             present &= ~bit;
         }
@@ -68,11 +73,12 @@ struct unit_ring {
     }
 };
 
-/// Feeds a warp's ring with the units of its chunks, across items. Page numbers are fetched a chunk ahead.
-template <class Memory, class Format, class T>
-struct unit_feed : unit_ring<Memory, Format, T> {
+/// Feeds a warp's ring with the units of its warp tiles, across items. Page numbers are fetched a warp tile
+/// ahead.
+template <class Memory, class Pair, class T>
+struct unit_feed : unit_ring<Memory, Pair, T> {
     static constexpr bool reads_sinks = false, reads_cuts = false;
-    using base = unit_ring<Memory, Format, T>;
+    using base = unit_ring<Memory, Pair, T>;
     using base::a, base::page, base::first, base::head, base::second;
     using typename base::keys;
     warp_notes* notes;     // with where the walk stands: at the step after the current one
@@ -81,12 +87,12 @@ struct unit_feed : unit_ring<Memory, Format, T> {
     int item_first, real;  // as in item_part
     const int* table;      // row of the item's sequence
     int next_page = -1, next_first = 0, next_head;
-    int next_second = -1;                   // the second page of a chunk of two
+    int next_second = -1;                   // the second page of a warp tile of two
     int first_column = 0, last_column = 0;  // which columns of the table it may be read from
-    int left = 0;                           // chunks of its step that follow it
+    int left = 0;                           // warp tiles of its step that follow it
 
     /// first_page: what is known to stand at `entry` of the block table.
-    __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args,
+    __device__ __forceinline__ unit_feed(const attention_args<Pair, T>& args,
                                          const item_walk<Memory::step_tokens>& start, const warp_team& team,
                                          warp_notes* of_warp, const int* entry, int first_page)
         : base(args), notes(of_warp), stride(team.warps) {
@@ -95,7 +101,7 @@ struct unit_feed : unit_ring<Memory, Format, T> {
         index -= stride;
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) step(entry, first_page);
-        left = Memory::chunks_of_step - 1;
+        left = Memory::warp_tiles_of_step - 1;
     }
     /// Starts the next unit's copy into `slot` of the ring at `ring`.
     template <tensor Role>
@@ -115,20 +121,21 @@ private:
         next_head = walk.item.kv_head;
         if constexpr (keys::joined) {
             const int length = a.work.tokens[walk.item.sequence];
-            first_column = a.work.begin(length) / Format::page_tokens;
-            last_column = ceil_div(larger(a.work.end(walk.item.sequence), 0), Format::page_tokens) - 1;
+            first_column = a.work.begin(length) / Pair::page_tokens;
+            last_column = ceil_div(larger(a.work.end(walk.item.sequence), 0), Pair::page_tokens) - 1;
         }
     }
     __device__ __forceinline__ void advance() {
-        if (Memory::chunks_of_step > 1 && left > 0) {
+        if (Memory::warp_tiles_of_step > 1 && left > 0) {
             --left;
             first += Memory::tokens;
             return;
         }
-        left = Memory::chunks_of_step - 1;
+        left = Memory::warp_tiles_of_step - 1;
         step();
     }
-    /// The next chunk becomes the current one. first_page: what is known to stand at `entry` of the block table.
+    /// The next warp tile becomes the current one. first_page: what is known to stand at `entry` of the block
+    /// table.
     __device__ __forceinline__ void step(const int* entry = nullptr, int first_page = -1) {
         page = next_page;
         second = next_second;
@@ -155,7 +162,7 @@ private:
         }
         next_page = -1;
         const int token = (item_first + index) * Memory::step_tokens;
-        const int column = token / Format::page_tokens;
+        const int column = token / Pair::page_tokens;
         if constexpr (keys::joined) {
             next_second = -1;
             if (index >= real) return;
@@ -164,7 +171,7 @@ private:
             if (column < last_column) next_second = __ldg(table + column + 1);
         } else if (index < real && column < a.cache.table_columns) {
             next_page = entry != nullptr && table + column == entry ? first_page : __ldg(table + column);
-            next_first = token % Format::page_tokens;
+            next_first = token % Pair::page_tokens;
         }
     }
 };
@@ -175,19 +182,21 @@ struct warp_memory {
     std::uint32_t query;  // of the team's item
 };
 
-/// A warp's chunks of an item: those at index, index + feed.stride, ... before to_chunk, counted from chunk first_chunk of the sequence.
-/// The ring holds the first ones, the next unit is in `slot`. item: in shared memory, where it costs no registers.
-template <class memory, int Rows4, class Format, class T, class Feed, class Score>
-__device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a, Feed& feed,
-                                              typename memory::state& state, int& slot, int first_chunk,
-                                              int index, int to_chunk, const item_part* item,
-                                              const warp_memory& at_warp, const Score& score,
-                                              const lane_id& id) {
+/// A warp's warp tiles of an item: those at index, index + feed.stride, ... before to_warp_tile, counted from
+/// warp tile first_warp_tile of the sequence. The ring holds the first ones, the next unit is in `slot`.
+/// item: in shared memory, where it costs no registers.
+template <class memory, int Rows4, class Pair, class T, class Feed, class Score>
+__device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>& a, Feed& feed,
+                                                  typename memory::state& state, int& slot,
+                                                  int first_warp_tile, int index, int to_warp_tile,
+                                                  const item_part* item, const warp_memory& at_warp,
+                                                  const Score& score, const lane_id& id) {
     using keys = typename memory::keys;
     using values = typename memory::values;
     constexpr int rows = memory::rows;
     const std::uint32_t query_at = at_warp.query;
-    // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of slots.
+    // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of
+    // slots.
     constexpr bool turns = memory::slot_count % 2 == 1;
     constexpr std::integral_constant<tensor, turns ? tensor::value : tensor::key> after_keys;
     constexpr std::integral_constant<tensor, turns ? tensor::key : tensor::value> after_values;
@@ -203,8 +212,8 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;
         return at;
     };
-    span seen_by_all = seen_tokens<Format, T>(a, *item, rows).common;
-    // Chunks before it are looked at again (page_cuts.cuh).
+    span seen_by_all = seen_tokens<Pair, T>(a, *item, rows).common;
+    // Warp tiles before it are looked at again (page_cuts.cuh).
     if constexpr (Feed::reads_cuts && !Feed::reads_sinks)
         seen_by_all.begin = larger(seen_by_all.begin, feed.cut_end());
     if constexpr (takes_trees<Rows4>)
@@ -215,7 +224,8 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
     folded_row<keys> folded[Rows4];
     if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id);
 
-    // The chunk at hand: step of the item, chunk of the step; its keys; its first token, in the sequence and in its page.
+    // The warp tile at hand: step of the item, warp tile of the step; its keys; its first token, in the
+    // sequence and in its page.
     int in_step = 0;
     std::uint32_t at;
     int first, in_page;
@@ -224,12 +234,12 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
     const auto look = [&] {
         at = wait_unit();
         present = ((feed.present >> slot) & 1u) != 0;  // held in this format
-        first = (first_chunk + index) * memory::step_tokens + in_step * memory::tokens;
+        first = (first_warp_tile + index) * memory::step_tokens + in_step * memory::tokens;
         in_page = first % keys::page;
         if constexpr (keys::joined) {
             const unsigned there = feed.halves >> 2 * slot & 3u;
-            held_begin = there == 2 ? Format::page_tokens : 0;
-            held_end = there == 1 ? Format::page_tokens : memory::tokens;
+            held_begin = there == 2 ? Pair::page_tokens : 0;
+            held_end = there == 1 ? Pair::page_tokens : memory::tokens;
         }
         if constexpr (Feed::reads_sinks) {
             held_end = memory::tokens;
@@ -242,9 +252,9 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                  held_end - held_begin < memory::tokens;
         plain = !has_score<Score> && present && !masked && !(a.softcap > 0.0f);
     };
-    // Is the chunk one of sinks, which rows see whatever their window?
+    // Is the warp tile one of sinks, which rows see whatever their window?
     const auto sees_sinks = [&] { return Feed::reads_sinks && a.window_sinks && first < 0; };
-    // What the chunk shows, unless it shows all. Looked up wherever it is needed: registers are few.
+    // What the warp tile shows, unless it shows all. Looked up wherever it is needed: registers are few.
     const auto shown_here = [&] {
         int shift = 0;
         if constexpr (Feed::reads_sinks)
@@ -254,24 +264,25 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                 return feed.shown(first, id);
         return shown_tokens{0, memory::tokens, shift};
     };
-    // Once for chunks that every row sees all of, and once for others: branches around what is rare would cut the instructions of
-    // the former into parts. Windows have few chunks: for them less code counts more.
+    // Once for warp tiles that every row sees all of, and once for others: branches around what is rare would
+    // cut the instructions of the former into parts. Windows have few warp_tiles: for them less code counts
+    // more.
     const auto handle = [&](auto kind) {
         constexpr bool rare = decltype(kind)::value;
         if constexpr (Feed::reads_cuts && !keys::joined && !Feed::reads_sinks) {
             if (rare && masked && first < feed.cut_end()) [[unlikely]] {
                 const shown_tokens shown = shown_here();
-                const seen_tokens<Format, T> seen(a, *item, rows, shown.shift);
+                const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift);
                 present = present && shown.begin < shown.end && first + memory::tokens > seen.any.begin;
                 masked = shown.end - shown.begin < memory::tokens || first < seen.common.begin ||
                          first + memory::tokens > seen.common.end;
             }
         }
         float scores[keys::tiles][Rows4][4];
-        chunk_factors<values, Rows4> factors;
+        warp_tile_factors<values, Rows4> factors;
         if (!rare || present) {
-            score_chunk(scores, folded, query_at, memory::query_stride, at, in_page,
-                        memory::chunks_of_step == 1 || in_step == 0, key_head, row_query, id);
+            score_warp_tile(scores, folded, query_at, memory::query_stride, at, in_page,
+                            memory::warp_tiles_of_step == 1 || in_step == 0, key_head, row_query, id);
             if constexpr (rare) {
                 if (a.softcap > 0.0f) {
 #pragma unroll
@@ -285,7 +296,7 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                                                shown_here().shift, id);
                 if (masked) {
                     const shown_tokens shown = shown_here();
-                    const seen_tokens<Format, T> seen(a, *item, rows, shown.shift);
+                    const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift);
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
                         const int row = seen.first_row + lane_row<Rows4>(n, id.t);
@@ -316,7 +327,7 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                 const shown_tokens shown = shown_here();
                 int shift = shown.shift;
                 if constexpr (Feed::reads_cuts && keys::joined) shift = feed.shift_of_full(first);
-                const span any = seen_tokens<Format, T>(a, *item, rows, shift).any;
+                const span any = seen_tokens<Pair, T>(a, *item, rows, shift).any;
                 int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
                     to = smaller(any.end - first, held_end);
                 if constexpr (Feed::reads_cuts && keys::joined) {
@@ -337,14 +348,14 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
             add_values<values, Rows4>(state, factors, value_at, in_page, at_warp.weights, id);
         }
     };
-    bool more = index < to_chunk;
+    bool more = index < to_warp_tile;
     const auto advance = [&] {
         next_unit(after_values);
-        if (++in_step == memory::chunks_of_step) {
+        if (++in_step == memory::warp_tiles_of_step) {
             in_step = 0;
             index += feed.stride;
         }
-        more = index < to_chunk;
+        more = index < to_warp_tile;
         if (more) look();
     };
     if (more) look();
@@ -360,48 +371,49 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
     }
 }
 
-/// Where the block table names the page of a warp's first chunk, or null.
-template <class Memory, class Format, class T>
-__device__ __forceinline__ const int* first_entry(const attention_args<Format, T>& a,
+/// Where the block table names the page of a warp's first warp tile, or null.
+template <class Memory, class Pair, class T>
+__device__ __forceinline__ const int* first_entry(const attention_args<Pair, T>& a,
                                                   const item_walk<Memory::step_tokens>& walk,
                                                   const warp_team& team) {
     const item_part& item = walk.item;
     const int index = item.from + team.member,
-              column = (item.first + index) * Memory::step_tokens / Format::page_tokens;
+              column = (item.first + index) * Memory::step_tokens / Pair::page_tokens;
     if (walk.share_begin >= walk.share_end || index >= item.to || index >= item.real ||
         column >= a.cache.table_columns)
         return nullptr;
     return a.cache.block_table + a.cache.table_entry(item.sequence, column);
 }
 
-/// Asks for the page of a warp's first chunk in the second-level cache while the previous launch still runs. Whatever that
-/// launch writes arrives there as well, so this changes no result. What it finds in lengths and tables may be out of date:
-/// then it asks in vain, for other pages or (where a launch that lets its successor start early is just writing tables) for
-/// addresses that do not exist; such hints were seen to be ignored.
-template <class Memory, class Format, class T>
-__device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a,
+/// Asks for the page of a warp's first warp tile in the second-level cache while the previous launch still
+/// runs. Whatever that launch writes arrives there as well, so this changes no result. What it finds in
+/// lengths and tables may be out of date: then it asks in vain, for other pages or (where a launch that lets
+/// its successor start early is just writing tables) for addresses that do not exist; such hints were seen to
+/// be ignored.
+template <class Memory, class Pair, class T>
+__device__ __forceinline__ void prefetch_page(const attention_args<Pair, T>& a,
                                               const item_walk<Memory::step_tokens>& walk, const int* entry,
                                               const warp_team& team, int lane) {
-    // Of the warps whose chunks share a page, the first one asks for all of it. More than one page a warp took longer.
+    // Of the warps whose warp tiles share a page, the first one asks for all of it. More than one page a warp
+    // took longer.
     const item_part& item = walk.item;
     if (entry == nullptr ||
         (team.member > 0 &&
-         (item.first + item.from + team.member) * Memory::step_tokens % Format::page_tokens != 0))
+         (item.first + item.from + team.member) * Memory::step_tokens % Pair::page_tokens != 0))
         return;
     const int page = __ldcg(entry);
     if (page < 0) return;
-    prefetch_lines(a.cache.key_block(page, item.kv_head), static_cast<int>(Format::key_block_bytes), lane);
-    prefetch_lines(a.cache.value_block(page, item.kv_head), static_cast<int>(Format::value_block_bytes),
-                   lane);
+    prefetch_lines(a.cache.key_block(page, item.kv_head), static_cast<int>(Pair::key_block_bytes), lane);
+    prefetch_lines(a.cache.value_block(page, item.kv_head), static_cast<int>(Pair::value_block_bytes), lane);
 }
 
-template <class Format, class T, int Rows4, bool Small, class Score>
-__global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threads),
-                                  attention_memory<Format, Rows4, Small>::blocks)
-    attend_warps_kernel(const __grid_constant__ attention_args<Format, T> a,
+template <class Pair, class T, int Rows4, bool Small, class Score>
+__global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads),
+                                  attention_memory<Pair, Rows4, Small>::blocks)
+    attend_warps_kernel(const __grid_constant__ attention_args<Pair, T> a,
                         const __grid_constant__ Score score) {
-    if constexpr (never_taken<Small, budget_on<Format, false>>) return;
-    using memory = attention_memory<Format, Rows4, Small>;
+    if constexpr (never_taken<Small, budget_on<Pair, false>>) return;
+    using memory = attention_memory<Pair, Rows4, Small>;
     extern __shared__ __align__(128) std::byte shared[];
     launch_dependents();
     const lane_id id;
@@ -418,24 +430,24 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
 #pragma unroll 1
     for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
         store_word(weights + 4u * static_cast<std::uint32_t>(i), 0);
-    query_rows<memory, Format, T> query_part;
+    query_rows<memory, Pair, T> query_part;
     bool asked = false;  // for the query of the first item
     item_walk<memory::step_tokens> walk(a.work);
     const int* entry = nullptr;  // of the first page, and what it says
     int first_page = -1;
     warp_team team;
     {
-        // Without `early` the share is found while the previous launch runs out, and it stays what it is if the numbers of chunks
-        // have not changed since.
+        // Without `early` the share is found while the previous launch runs out, and it stays what it is if
+        // the numbers of warp tiles have not changed since.
         batch_count before{};
         for (bool waits = !a.early;; waits = false) {
             if (before.same) walk.measure(waits);
-            const batch_count now = count_chunks<memory::step_tokens>(a.work, waits);
+            const batch_count now = count_warp_tiles<memory::step_tokens>(a.work, waits);
             if (!(before.same && now.same && now.first == before.first)) {
                 const int split = split_block(walk, a.cut, now);
                 team = warp_team(warp, memory::warps, split);
                 const share_plan plan =
-                    find_share(a.work, a.cut, team, memory::end_chunks >> split, now, walk, waits);
+                    find_share(a.work, a.cut, team, memory::end_warp_tiles >> split, now, walk, waits);
                 if (id.lane == 0) notes->plan = plan;
                 entry = nullptr;
                 asked = false;
@@ -443,8 +455,9 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
             if (!waits) break;
             before = now;
             entry = first_entry<memory>(a, walk, team);
-            // Thread blocks take their places in the order of their numbers, the second half hardly before the previous launch has
-            // ended: these would only start later, by the time that the page number takes to come.
+            // Thread blocks take their places in the order of their numbers, the second half hardly before
+            // the previous launch has ended: these would only start later, by the time that the page number
+            // takes to come.
             if (2 * blockIdx.x < gridDim.x)
                 prefetch_page<memory>(a, walk, entry, team, id.lane);
             else if (entry != nullptr)
@@ -462,17 +475,18 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
     float* const query = team_memory::of<memory>(shared, team).output;
     if (team.thread() == 0) team_memory::of<memory>(shared, team).later->pending = 0;
 
-    unit_feed<memory, Format, T> feed(a, walk, team, notes, entry, first_page);
+    unit_feed<memory, Pair, T> feed(a, walk, team, notes, entry, first_page);
     walk.park(&notes->reader);
-    if (a.early) {  // the warp's first two chunks may hold tokens that are just being written
+    if (a.early) {  // the warp's first two warp tiles may hold tokens that are just being written
         const int last = walk.item.from + team.member + team.warps;
         if (last >= walk.item.to || (walk.item.first + last + 1) * memory::step_tokens >
                                         a.work.end(walk.item.sequence) - a.work.query_tokens)
             wait_for_predecessor();
     }
-    // One unit is on its way until it is there: more would keep warps from the barrier behind the query, since copies that memory
-    // has no room for stop the warp that asks, and would hold up the first units of others. The second half of the warps starts behind
-    // that barrier, so that the two warps of a scheduler are not busy with the same all the time. With `early` there is time for all.
+    // One unit is on its way until it is there: more would keep warps from the barrier behind the query,
+    // since copies that memory has no room for stop the warp that asks, and would hold up the first units of
+    // others. The second half of the warps starts behind that barrier, so that the two warps of a scheduler
+    // are not busy with the same all the time. With `early` there is time for all.
     const auto issue_units = [&](auto wanted) {
 #pragma unroll
         for (int i = 0; i < memory::slot_count; ++i) {
@@ -510,9 +524,9 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
         }
         typename memory::state state;
         state.clear();
-        attend_chunks<memory, Rows4>(a, feed, state, slot, item.first, item.from + notes->team.member,
-                                     item.to, &notes->reader.item,
-                                     {ring, weights, scratch, shared_address(query)}, score, id);
+        attend_warp_tiles<memory, Rows4>(a, feed, state, slot, item.first, item.from + notes->team.member,
+                                         item.to, &notes->reader.item,
+                                         {ring, weights, scratch, shared_address(query)}, score, id);
 
         walk.fetch(&notes->reader);
         const item_part done = walk.item;

@@ -1,8 +1,8 @@
 // What an attention call takes besides the cache: options for the user, a flat struct for kernels.
 //
-// Softmax states: [sequence * query_tokens + i][q_head][value_dim + 2] floats: max (powers of two), sum, output * sum.
-// A state that was written by one launch and read by the next makes one softmax out of several page formats, several
-// devices or several caches. An empty state has max = -infinity and sum = 0.
+// Softmax states: [sequence * query_tokens + i][q_head][value_dim + 2] floats: max (powers of two), sum,
+// output * sum. A state that was written by one launch and read by the next makes one softmax out of several
+// page formats, several devices or several caches. An empty state has max = -infinity and sum = 0.
 #pragma once
 
 #include "../../core/token_view.hpp"
@@ -16,18 +16,20 @@ struct attention_options {
     int window = 0;             ///< a query sees itself and the window - 1 tokens before it; 0: all
     bool window_sinks = false;  ///< and the tokens of a mixed cache's sink_tokens()
     int query_tokens = 1;       ///< per sequence: the last ones of it, with a causal mask among them
-    /// Trees of drafted tokens: [sequences][query_tokens] words, a query sees those of the last `drafted` tokens of its sequence whose
-    /// bit is set (bit 0: the first of them; token_tree::ancestors()) and all before; later tokens never. Null: a causal mask.
+    /// Trees of drafted tokens: [sequences][query_tokens] words, a query sees those of the last `drafted`
+    /// tokens of its sequence whose bit is set (bit 0: the first of them; token_tree::ancestors()) and all
+    /// before; later tokens never. Null: a causal mask.
     const std::uint64_t* ancestors = nullptr;
     int drafted = 0;                  ///< query_tokens to 64; 0: query_tokens
     float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
     const float* state_in = nullptr;  ///< softmax states to start from (see above)
     float* state_out = nullptr;       ///< softmax states to write; may be state_in
-    /// Promises that lengths, block tables and all tokens but the newest query_tokens of every sequence were written
-    /// before the launches of kvq that directly precede this one in the stream (q, states and the newest tokens may come
-    /// from those), not by a kernel that lets its successor start before it has written them. Then this launch fetches its
-    /// first pages while they run out. Compute capability 9.0 and later. With a mixed_cache_ref only lengths (and first_page, end_page)
-    /// must be old: it holds behind store_new_tokens.
+    /// Promises that lengths, block tables and all tokens but the newest query_tokens of every sequence were
+    /// written before the launches of kvq that directly precede this one in the stream (q, states and the
+    /// newest tokens may come from those), not by a kernel that lets its successor start before it has
+    /// written them. Then this launch fetches its first pages while they run out. Compute capability 9.0 and
+    /// later. With a mixed_cache_ref only lengths (and first_page, end_page) must be old: it holds behind
+    /// store_new_tokens.
     bool early = false;
 };
 
@@ -42,9 +44,9 @@ __device__ __forceinline__ float sink_score(float logit) {
 }
 
 /// Kernel arguments. T: of query and output.
-template <class Format, class T>
+template <class Pair, class T>
 struct attention_args {
-    cache_ref<Format> cache;
+    cache_ref<Pair> cache;
     work_shape work;
     token_view<const T> q;  // tokens = sequences * query_tokens
     token_view<T> out;
@@ -79,7 +81,8 @@ struct attention_args {
     __device__ __forceinline__ int row_head(int kv_head, int row) const {
         return kv_head * group + row - row_query(row) * group;
     }
-    /// Keys of this row end before this position of the format (position 0 is first_token). shift: of their page (page_cuts.cuh).
+    /// Keys of this row end before this position of the format (position 0 is first_token). shift: of their
+    /// page (page_cuts.cuh).
     __device__ __forceinline__ int row_end(int length, int row, int shift = 0) const {
         const int position = length - work.query_tokens + row_query(row) - shift;
         return smaller(position + 1 - cache.first_token, work.capacity);
@@ -100,31 +103,32 @@ struct span {
     int begin, end;
 };
 /// What the query rows of an item see, of pages with this shift.
-template <class Format, class T>
+template <class Pair, class T>
 struct seen_tokens {
     int length, first_row, shift;
     span common, any;  // what every row sees, what some row sees
 
-    __device__ __forceinline__ seen_tokens(const attention_args<Format, T>& a, const item_part& item,
-                                           int rows, int of_page = 0)
+    __device__ __forceinline__ seen_tokens(const attention_args<Pair, T>& a, const item_part& item, int rows,
+                                           int of_page = 0)
         : length(a.work.tokens[item.sequence]), first_row(item.row_block * rows), shift(of_page) {
         const int last_row = kvq::detail::smaller(first_row + rows, a.rows) - 1;
         common = {a.row_begin(length, last_row, shift), a.row_end(length, first_row, shift)};
         any = {a.row_begin(length, first_row, shift), a.row_end(length, last_row, shift)};
     }
     /// Of one row; nothing where there is no such row.
-    __device__ __forceinline__ span of(const attention_args<Format, T>& a, int row) const {
+    __device__ __forceinline__ span of(const attention_args<Pair, T>& a, int row) const {
         return {a.row_begin(length, row, shift), row < a.rows ? a.row_end(length, row, shift) : 0};
     }
 };
 
-/// Writes N neighbouring channels of a finished row, merged with the state that came in. `output` belongs to {max, sum}.
-template <int N, class Format, class T>
-__device__ __forceinline__ void finish_channels(const attention_args<Format, T>& a, int token, int head,
+/// Writes N neighbouring channels of a finished row, merged with the state that came in. `output` belongs to
+/// {max, sum}.
+template <int N, class Pair, class T>
+__device__ __forceinline__ void finish_channels(const attention_args<Pair, T>& a, int token, int head,
                                                 int channel, float max, float sum, float (&output)[N]) {
     const std::size_t row = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
                             static_cast<std::size_t>(head);
-    constexpr int width = Format::value_dim + 2;
+    constexpr int width = Pair::value_dim + 2;
     if (a.state_in) {
         const float* const in = a.state_in + row * width;
         const float in_max = in[0];
@@ -151,7 +155,8 @@ __device__ __forceinline__ void finish_channels(const attention_args<Format, T>&
             for (int i = 0; i < N; ++i) to[i] = out.x[i];
     }
     if (a.lse && channel == 0) a.lse[row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
-    // max and sum are read by the threads of other channels: they are written by attention's last step (finish_header).
+    // max and sum are read by the threads of other channels: they are written by attention's last step
+    // (finish_header).
     if (a.state_out)
 #pragma unroll
         for (int i = 0; i < N; ++i)
@@ -159,13 +164,13 @@ __device__ __forceinline__ void finish_channels(const attention_args<Format, T>&
 }
 
 /// Writes max and sum of a row's state; all threads of the row must have passed finish_channels.
-template <class Format, class T>
-__device__ __forceinline__ void finish_header(const attention_args<Format, T>& a, int token, int head,
+template <class Pair, class T>
+__device__ __forceinline__ void finish_header(const attention_args<Pair, T>& a, int token, int head,
                                               float max, float sum) {
     if (!a.state_out) return;
     const std::size_t row = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
                             static_cast<std::size_t>(head);
-    constexpr int width = Format::value_dim + 2;
+    constexpr int width = Pair::value_dim + 2;
     if (a.state_in) {
         const float in_max = a.state_in[row * width], in_sum = a.state_in[row * width + 1];
         const float top = fmaxf(max, in_max);

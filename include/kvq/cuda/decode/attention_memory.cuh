@@ -1,9 +1,11 @@
-// Shared memory of the fused attention kernel: how many tokens a warp takes at a time, and what a thread block of it holds.
+// Shared memory of the fused attention kernel: how many tokens a warp takes at a time, and what a thread
+// block of it holds.
 //
 //   block = warps * (ring of units on their way, query, notes) + states of the merge; as many blocks per multiprocessor as fit
 //
-// Contract: sizes are constants of (format, query rows / 4, devices of less shared memory or not). warps_can says which formats the
-// kernel handles on devices of most shared memory; attention of others runs in attend_any.cuh.
+// Contract: sizes are constants of (format, query rows / 4, devices of less shared memory or not). warps_can
+// says which formats the kernel handles on devices of most shared memory; attention of others runs in
+// attend_any.cuh.
 #pragma once
 
 #include <initializer_list>
@@ -17,23 +19,22 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
-/// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; two pages where pages are
-/// small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows only where units are small: 2 bits of 128
-/// channels, and 3 without a plan.
-template <class Format, int Rows4>
-constexpr int chunk_tokens() {
-    constexpr int page = Format::page_tokens;
+/// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; two
+/// pages where pages are small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows
+/// only where units are small: 2 bits of 128 channels, and 3 without a plan.
+template <class Pair, int Rows4>
+constexpr int warp_tile_tokens() {
+    constexpr int page = Pair::page_tokens;
     int tokens = smaller(page, Rows4 == 4 ? 64 : 128);
     constexpr int least = smaller(32, page);  // a tile of keys
-    constexpr int widest =
-        static_cast<int>(larger(Format::key_block_bytes, Format::value_block_bytes)) / page;
+    constexpr int widest = static_cast<int>(larger(Pair::key_block_bytes, Pair::value_block_bytes)) / page;
     // Keys of mixed widths need shared memory for the query.
-    constexpr int most = is_mixed<typename Format::keys> ? 8192 : 9216;
+    constexpr int most = is_mixed<typename Pair::keys> ? 8192 : 9216;
     while (tokens > least && tokens * widest > most) tokens /= 2;
-    if (joins_pages<Format> && 2 * page * widest <= most) return 2 * page;
-    using values = chunk<tensor::value, Format, page>;
+    if (joins_pages<Pair> && 2 * page * widest <= most) return 2 * page;
+    using values = warp_tile<tensor::value, Pair, page>;
     constexpr int most_of_8_rows = [] {
-        if constexpr (!is_mixed<typename Format::keys> && !values::full)
+        if constexpr (!is_mixed<typename Pair::keys> && !values::full)
             if (values::scheme::code_bits <= 3) return 7680;
         return 5120;
     }();
@@ -54,28 +55,29 @@ struct warp_notes {
 };
 
 /// Shared memory of a thread block. Small: on devices of little shared memory.
-template <class Format, int Rows4, bool Small = false>
+template <class Pair, int Rows4, bool Small = false>
 struct attention_memory {
-    static constexpr int tokens = chunk_tokens<Format, Rows4>();
-    using keys = chunk<tensor::key, Format, tokens>;
-    using values = chunk<tensor::value, Format, tokens>;
+    static constexpr int tokens = warp_tile_tokens<Pair, Rows4>();
+    using keys = warp_tile<tensor::key, Pair, tokens>;
+    using values = warp_tile<tensor::value, Pair, tokens>;
     static constexpr bool halves = takes_halves<values, Rows4>, dequantizes = dequantizes_keys<keys, Rows4>;
     using words = std::conditional_t<halves, half_words<values>, weight_words<values>>;
     using state = std::conditional_t<halves, half_state<values, Rows4>, warp_state<values, Rows4>>;
-    /// Tokens that a warp takes one after the other: two chunks where keys share their parameters, which are folded once.
-    static constexpr int chunks_of_step = [] {
+    /// Tokens that a warp takes one after the other: two warp tiles where keys share their parameters, which
+    /// are folded once.
+    static constexpr int warp_tiles_of_step = [] {
         if constexpr (!fold_once<keys>) return keys::group % (2 * tokens) == 0 ? 2 : 1;
         return 1;
     }();
-    static constexpr int step_tokens = chunks_of_step * tokens;
+    static constexpr int step_tokens = warp_tiles_of_step * tokens;
     static constexpr int rows = 4 * Rows4;
     static constexpr int slot_bytes = round_up(larger(keys::slot_bytes, values::slot_bytes), 128);
     static constexpr int weight_bytes = round_up(words::words(Rows4) * 4, 128);
     static constexpr int scratch_bytes = round_up(keys::scratch_bytes(Rows4), 128);
     static constexpr int notes_bytes = round_up(static_cast<int>(sizeof(warp_notes)), 128);
-    static constexpr int query_stride = Format::head_dim;
-    static constexpr int output_stride = Format::value_dim + (split_rows<Rows4> ? 4 : 8);  // banks
-    static constexpr int output_part = rows * larger(output_stride, query_stride);         // floats
+    static constexpr int query_stride = Pair::head_dim;
+    static constexpr int output_stride = Pair::value_dim + (split_rows<Rows4> ? 4 : 8);  // banks
+    static constexpr int output_part = rows * larger(output_stride, query_stride);       // floats
     static constexpr int note_words = 16;  // what a team notes for merge_parts
     struct size {
         int warps, slot_count;
@@ -89,26 +91,29 @@ struct attention_memory {
                    round_up((parts * (note_words + 2 * rows) + warps * (1 + 2 * rows)) * 4, 128);
         }
     };
-    /// 12 warps instead of 8 pay where units are small, and where instructions are many (8-bit parameters) and chunks are short enough
-    /// for an item to be shared well; keys of mixed widths wait so often that they pay whatever the chunk.
+    /// 12 warps instead of 8 pay where units are small, and where instructions are many (8-bit parameters)
+    /// and warp tiles are short enough for an item to be shared well; keys of mixed widths wait so often that
+    /// they pay whatever the warp tile.
     static constexpr bool many_pay =
         Rows4 == 1 && (keys::mixed || slot_bytes <= 3072 || (keys::has_byte_params && tokens <= 64));
-    /// One large thread block per multiprocessor leaves the fewest partial states and shares the work of an item best. Two
-    /// units per warp are under way instead of three where memory is short, then warps take turns with the output.
+    /// One large thread block per multiprocessor leaves the fewest partial states and shares the work of an
+    /// item best. Two units per warp are under way instead of three where memory is short, then warps take
+    /// turns with the output.
     static constexpr size chosen = [] {
         for (const int warps : {many_pay ? 12 : 8, 8, 4})
             for (const int parts : {4, 2})
                 for (const int slot_count : {3, 2})
                     if (!(Rows4 == 4 && parts == 4) &&
-                        size{warps, slot_count, parts}.bytes() <= budget_on<Format, Small>)
+                        size{warps, slot_count, parts}.bytes() <= budget_on<Pair, Small>)
                         return size{warps, slot_count, parts};
         return size{4, 2, 2};
     }();
     static constexpr int warps = chosen.warps, slot_count = chosen.slot_count;
     static constexpr int most_teams = chosen.parts;  // of a block: 2 or 4
     static_assert(warps % most_teams == 0);
-    /// The end of an item, with masks for its last tokens, takes as long as so many chunks (measured with ragged batches).
-    static constexpr int end_chunks = Rows4 == 4 ? 24 : 16;
+    /// The end of an item, with masks for its last tokens, takes as long as so many warp tiles (measured with
+    /// ragged batches).
+    static constexpr int end_warp_tiles = Rows4 == 4 ? 24 : 16;
     static constexpr int threads = warps * warp_size, team_threads = threads / most_teams;
     static constexpr int warp_bytes = chosen.warp_bytes(), output_bytes = chosen.output_bytes(),
                          bytes = chosen.bytes();
@@ -117,19 +122,20 @@ struct attention_memory {
         1, smaller((Rows4 == 1 ? 12 : 8) / warps,
                    (most_shared_memory<Small> + reserved_shared_memory) / (bytes + reserved_shared_memory)));
     /// Of one partial state in the workspace.
-    static constexpr int partial_words = rows * (Format::value_dim + 2);
+    static constexpr int partial_words = rows * (Pair::value_dim + 2);
 };
 
-/// Can the warp kernels handle this format, at least with 4 rows a thread block on the devices of most shared memory?
-template <class Format>
+/// Can the warp kernels handle this format, at least with 4 rows a thread block on the devices of most shared
+/// memory?
+template <class Pair>
 inline constexpr bool warps_can = [] {
     const auto can = [](auto tokens) {
-        return chunk<tensor::key, Format, tokens()>::supported &&
-               chunk<tensor::value, Format, tokens()>::supported;
+        return warp_tile<tensor::key, Pair, tokens()>::supported &&
+               warp_tile<tensor::value, Pair, tokens()>::supported;
     };
-    if constexpr (can(std::integral_constant<int, chunk_tokens<Format, 1>()>{}) &&
-                  can(std::integral_constant<int, chunk_tokens<Format, 4>()>{}))
-        return attention_memory<Format, 1>::bytes <= most_shared_memory<false>;
+    if constexpr (can(std::integral_constant<int, warp_tile_tokens<Pair, 1>()>{}) &&
+                  can(std::integral_constant<int, warp_tile_tokens<Pair, 4>()>{}))
+        return attention_memory<Pair, 1>::bytes <= most_shared_memory<false>;
     else
         return false;
 }();

@@ -1,27 +1,29 @@
-// The product of weights and packed values with half floats: codes are masked where they lie, which makes them (subnormal) half
-// floats.
+// The product of weights and packed values with half floats: codes are masked where they lie, which makes
+// them (subnormal) half floats.
 //
 //   w = 2^(score - r + 12 - e)      w' = w * value scale of the token, both rounded to half floats
-//   output = sum w' (c - m) + m sum w s + sum w b        m = half of the largest code; the last sums once per group and chunk
+//   output = sum w' (c - m) + m sum w s + sum w b        m = half of the largest code; the last sums once per group and warp tile
 //
-// Where 8 or 16 query rows share the codes, this takes fewer instructions than whole numbers (value_product.cuh): weights pass
-// through shared memory once for all groups of channels, and a lane multiplies two of them with their tokens' scales at once. What
-// else a group needs of the parameters are products of tensor cores too, with parameters as rows of A. A code that lies `place` bits
-// higher counts 2^place times: w' is multiplied by 2^-place.
-// r is a whole number, at most 2 below the largest score so far: it follows when a lane finds one farther above. Weights are lifted by 2^12, since
-// half floats below 2^-14 lose digits; e is 0 unless scales of values are 2 or more and grows with them, so that no product leaves
+// Where 8 or 16 query rows share the codes, this takes fewer instructions than whole numbers
+// (value_product.cuh): weights pass through shared memory once for all groups of channels, and a lane
+// multiplies two of them with their tokens' scales at once. What else a group needs of the parameters are
+// products of tensor cores too, with parameters as rows of A. A code that lies `place` bits higher counts
+// 2^place times: w' is multiplied by 2^-place. r is a whole number, at most 2 below the largest score so far:
+// it follows when a lane finds one farther above. Weights are lifted by 2^12, since half floats below 2^-14
+// lose digits; e is 0 unless scales of values are 2 or more and grows with them, so that no product leaves
 // the range.
 //
-// Contract: |w' - w s| <= 2^-11 w s + 2^-25 2^place; the rounding of w' is multiplied by c - m; sums are floats.
+// Contract: |w' - w s| <= 2^-11 w s + 2^-25 2^place; the rounding of w' is multiplied by c - m; sums are
+// floats.
 #pragma once
 
 #include "value_product.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// Do the products of values take half floats? For codes of one plane, up to 4 bits: others take more instructions to become half
-/// floats than that saves. With 8 rows it pays where weights are multiplied with something of their tokens, and not for few bits
-/// under a single set of weights.
+/// Do the products of values take half floats? For codes of one plane, up to 4 bits: others take more
+/// instructions to become half floats than that saves. With 8 rows it pays where weights are multiplied with
+/// something of their tokens, and not for few bits under a single set of weights.
 template <class Values, int Rows4>
 inline constexpr bool takes_halves = [] {
     if constexpr (Values::full || Rows4 == 1) {
@@ -116,7 +118,7 @@ struct half_state {
 /// Scores become weights; the state's sums move on.
 template <class Keys, class Values, int Rows4>
 __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], half_state<Values, Rows4>& state,
-                                       chunk_factors<Values, Rows4>&, const lane_id& id) {
+                                       warp_tile_factors<Values, Rows4>&, const lane_id& id) {
     follow_maximum<Keys>(s, state, id);
 #pragma unroll
     for (int n = 0; n < Rows4; ++n)
@@ -124,7 +126,7 @@ __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], half_s
             s, n, state.max[n] == -INFINITY ? 0.0f : state.max[n] - state.lift + state.exponent);
 }
 
-/// Has any scale of a chunk, as far as the lane looks at them, reached 2?
+/// Has any scale of a warp tile, as far as the lane looks at them, reached 2?
 template <class Values>
 __device__ __forceinline__ bool large_scales(std::uint32_t slot, const lane_id& id) {
     std::uint32_t bits = 0;
@@ -136,7 +138,7 @@ __device__ __forceinline__ bool large_scales(std::uint32_t slot, const lane_id& 
     }
     return (bits & 0x40004000u) != 0;
 }
-/// The exponent that the largest scale of a chunk asks for: so much above 2. All lanes.
+/// The exponent that the largest scale of a warp tile asks for: so much above 2. All lanes.
 template <class Values>
 __device__ __forceinline__ float scale_exponent(std::uint32_t slot, const lane_id& id) {
     std::uint32_t largest = 0;
@@ -170,8 +172,9 @@ __device__ __forceinline__ void store_halves(const float (&s)[Keys::tiles][Rows4
 }
 template <class Keys, class Values, int Rows4>
 __device__ __forceinline__ void store_weights(float (&s)[Keys::tiles][Rows4][4],
-                                              half_state<Values, Rows4>& state, chunk_factors<Values, Rows4>&,
-                                              std::uint32_t slot, std::uint32_t weights, const lane_id& id) {
+                                              half_state<Values, Rows4>& state,
+                                              warp_tile_factors<Values, Rows4>&, std::uint32_t slot,
+                                              std::uint32_t weights, const lane_id& id) {
     // Stored before scales have been looked at, which takes a while and asks for other weights hardly ever.
     [[maybe_unused]] bool large = false;
     if constexpr (Values::token_parameters) large = large_scales<Values>(slot, id);
@@ -197,8 +200,8 @@ __device__ __forceinline__ void store_weights(float (&s)[Keys::tiles][Rows4][4],
     }
 }
 
-/// Loads what belongs to the tokens of the lane's units: load(to, first token). Units that the chunk does not have get that of the
-/// first one: it is multiplied by zeros but must be finite.
+/// Loads what belongs to the tokens of the lane's units: load(to, first token). Units that the warp tile does
+/// not have get that of the first one: it is multiplied by zeros but must be finite.
 template <class Values, class F>
 __device__ __forceinline__ void load_units(half_quad (&to)[Values::lane_units], const lane_id& id, F&& load) {
     constexpr int n = Values::lane_units;
@@ -214,10 +217,10 @@ __device__ __forceinline__ void load_units(half_quad (&to)[Values::lane_units], 
     }
 }
 
-/// Adds the products with the values of a chunk whose first token is `first` of its page.
+/// Adds the products with the values of a warp tile whose first token is `first` of its page.
 template <class Values, int Rows4>
 __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
-                                           const chunk_factors<Values, Rows4>&, std::uint32_t slot,
+                                           const warp_tile_factors<Values, Rows4>&, std::uint32_t slot,
                                            [[maybe_unused]] int first, std::uint32_t weights,
                                            const lane_id& id) {
     using words = half_words<Values>;

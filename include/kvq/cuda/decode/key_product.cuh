@@ -1,4 +1,4 @@
-// Scores of a chunk: the query as two bytes in the columns of B, the packed keys as they are in A.
+// Scores of a warp_tile: the query as two bytes in the columns of B, the packed keys as they are in A.
 //
 //   4 query rows    column 2h = high byte of row h, column 2h + 1 = low byte
 //   8, 16           column h = row h: the high bytes in one tile of columns, the low bytes in the next one
@@ -6,16 +6,19 @@
 //   codes:      x' ~= step * (256 high + low), signed bytes, step = max|x'| / 32512     (as cpu/product/folded.hpp)
 //   16-bit:     x' / max|x'| = high + low, each rounded to the key's own type
 //
-// Lane (g, t) ends up with rows (tokens) 4g..4g+3 of every tile for query row lane_row(n, t): no exchange, no reduction.
+// Lane (g, t) ends up with rows (tokens) 4g..4g+3 of every tile for query row lane_row(n, t): no exchange, no
+// reduction.
 // Contract: |x' - (high, low)| <= 2^-16 max|x'| (codes), 2^-20 (fp16), 2^-16 (bf16); integer sums are exact.
-// Parameters of channels are multiplied into the query once per group of tokens; those of tokens into the scores.
+// Parameters of channels are multiplied into the query once per group of tokens; those of tokens into the
+// scores.
 #pragma once
 
-#include "../layout/chunk.cuh"
+#include "../layout/warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// Do the high and the low bytes of a row lie in two tiles of columns? Then a lane folds one row of 8 and keeps both.
+/// Do the high and the low bytes of a row lie in two tiles of columns? Then a lane folds one row of 8 and
+/// keeps both.
 template <int Rows4>
 inline constexpr bool split_rows = Rows4 % 2 == 0;
 
@@ -35,10 +38,10 @@ struct byte_sums {
 };
 
 /// A tile of query columns as registers of B: the part of lane (g, t) for column g. One set per column group.
-template <class Chunk>
+template <class WarpTile>
 struct folded_row {
-    static constexpr int groups = Chunk::column_groups;
-    std::uint32_t words[groups][2 * Chunk::pairs];
+    static constexpr int groups = WarpTile::column_groups;
+    std::uint32_t words[groups][2 * WarpTile::pairs];
     // For the lane's own row lane_row(n, t), not for column g:
     float step[groups];
     float sum[groups];  // of x', where tokens have biases
@@ -64,15 +67,16 @@ struct max_floats {
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-/// Where byte `at` of query row `row` lies in shared memory: lanes of different t read 16 bytes that lie 128 bytes apart, lanes of
-/// different g neighbouring rows.
+/// Where byte `at` of query row `row` lies in shared memory: lanes of different t read 16 bytes that lie 128
+/// bytes apart, lanes of different g neighbouring rows.
 template <int Dim>
 __device__ __forceinline__ std::uint32_t query_byte(int row, int at) {
     return static_cast<std::uint32_t>(
         Dim % 32 == 0 ? at ^ (((at >> 7 & 7) ^ (row % 2 * (Dim > 128 ? 1 : 4))) << 4) : at);
 }
 
-/// A query row as fixed-point numbers: the words of their high and low bytes, the step, and the sum of the numbers.
+/// A query row as fixed-point numbers: the words of their high and low bytes, the step, and the sum of the
+/// numbers.
 template <bool Split, int N>
 __device__ __forceinline__ float fixed_point(const float (&x)[N][4], std::uint32_t (&high)[N],
                                              std::uint32_t (&low)[N], int& total) {
@@ -99,20 +103,20 @@ __device__ __forceinline__ float fixed_point(const float (&x)[N][4], std::uint32
     return top * (1.0f / 32512.0f);
 }
 
-/// A number that the lanes of a folded row share, as lanes want it that own row i of two, or the only one: row t sits in lanes
-/// 8t..8t+7, or 4t..4t+3.
+/// A number that the lanes of a folded row share, as lanes want it that own row i of two, or the only one:
+/// row t sits in lanes 8t..8t+7, or 4t..4t+3.
 template <bool Split, class N>
 __device__ __forceinline__ N to_owner(N number, int i, const lane_id& id) {
     return __shfl_sync(~0u, number, Split ? 4 * (2 * id.t + i) : 8 * id.t);
 }
 
-/// Which query rows and channels a lane folds: row 8m + g, or row 4m + g / 2, where lanes with even g prepare the first half of the
-/// units for their neighbour with odd g and vice versa.
-template <class Chunk, int Rows4>
+/// Which query rows and channels a lane folds: row 8m + g, or row 4m + g / 2, where lanes with even g prepare
+/// the first half of the units for their neighbour with odd g and vice versa.
+template <class WarpTile, int Rows4>
 struct fold_part {
     static constexpr bool split = split_rows<Rows4>;
     static constexpr int rows = split ? Rows4 / 2 : Rows4;
-    static constexpr int units = split ? 2 * Chunk::pairs : Chunk::pairs;  // of 2 * pairs
+    static constexpr int units = split ? 2 * WarpTile::pairs : WarpTile::pairs;  // of 2 * pairs
     static constexpr int rows_of_tile = split ? 8 : 4;
     int row;  // of its tile
     int in_group[units];
@@ -122,19 +126,21 @@ struct fold_part {
 #pragma unroll
         for (int i = 0; i < units; ++i) {
             const int unit = split ? i : (id.g & 1) * units + i;
-            in_group[i] = id.t * Chunk::lane_units + unit;
-            inside[i] = (Chunk::lane_units % 2 == 0 || unit < Chunk::lane_units) &&
-                        (4 * Chunk::lane_units == Chunk::group_units || in_group[i] < Chunk::group_units);
+            in_group[i] = id.t * WarpTile::lane_units + unit;
+            inside[i] =
+                (WarpTile::lane_units % 2 == 0 || unit < WarpTile::lane_units) &&
+                (4 * WarpTile::lane_units == WarpTile::group_units || in_group[i] < WarpTile::group_units);
             if (!inside[i]) in_group[i] = 0;
         }
     }
     __device__ __forceinline__ int channel(int i, int column_group) const {
-        return (column_group * Chunk::group_units + in_group[i]) * Chunk::traits::columns_per_unit;
+        return (column_group * WarpTile::group_units + in_group[i]) * WarpTile::traits::columns_per_unit;
     }
 };
 
-/// 8-bit biases are integers under two numbers of their group, first + step * code. So what the query adds up with them is a sum of
-/// integers, four channels in two instructions; the query becomes such numbers (as x above) once per item.
+/// 8-bit biases are integers under two numbers of their group, first + step * code. So what the query adds up
+/// with them is a sum of integers, four channels in two instructions; the query becomes such numbers (as x
+/// above) once per item.
 template <class Part>
 struct query_bytes {
     static constexpr bool split = Part::split;
@@ -180,31 +186,33 @@ struct query_bytes {
 };
 
 /// The query of an item, as a warp keeps it for folding.
-template <class Chunk, int Rows4>
+template <class WarpTile, int Rows4>
 struct key_query {
     __device__ __forceinline__ key_query(std::uint32_t, int, float, const lane_id&) {}
 };
-template <class Chunk, int Rows4>
-requires(Chunk::has_byte_params) struct key_query<Chunk, Rows4> : query_bytes<fold_part<Chunk, Rows4>> {
+template <class WarpTile, int Rows4>
+requires(WarpTile::has_byte_params) struct key_query<WarpTile, Rows4>
+    : query_bytes<fold_part<WarpTile, Rows4>> {
     __device__ __forceinline__ key_query(std::uint32_t rows, int stride, float, const lane_id& id) {
-        this->template prepare<Chunk::dim>(rows, stride, fold_part<Chunk, Rows4>(id));
+        this->template prepare<WarpTile::dim>(rows, stride, fold_part<WarpTile, Rows4>(id));
     }
 };
 
-/// Folds query rows (`rows`: shared address of the first row of [rows][stride] floats) with the channel parameters in `run`
-/// of `slot` (whose chunk starts at token `first` of its page), if there are any.
-/// Codes are centred: c x = (c - m) x + m x with m half of the largest code, and m x is added in float, so that the
-/// rounding of x is multiplied by numbers half as large. Channels with codes of at most 4 bits do without: there the rounding weighs
-/// little (a sum of 128 channels errs by 5e-5 instead of 2.5e-5), and the instructions come once per group of tokens.
-template <class Chunk, int Rows4>
-__device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
+/// Folds query rows (`rows`: shared address of the first row of [rows][stride] floats) with the channel
+/// parameters in `run` of `slot` (whose warp tile starts at token `first` of its page), if there are any.
+/// Codes are centred: c x = (c - m) x + m x with m half of the largest code, and m x is added in float, so
+/// that the rounding of x is multiplied by numbers half as large. Channels with codes of at most 4 bits do
+/// without: there the rounding weighs little (a sum of 128 channels errs by 5e-5 instead of 2.5e-5), and the
+/// instructions come once per group of tokens.
+template <class WarpTile, int Rows4>
+__device__ __forceinline__ void fold_rows(folded_row<WarpTile> (&to)[Rows4], std::uint32_t rows, int stride,
                                           std::uint32_t slot, [[maybe_unused]] int first,
                                           [[maybe_unused]] int run,
-                                          [[maybe_unused]] const key_query<Chunk, Rows4>& query_row,
+                                          [[maybe_unused]] const key_query<WarpTile, Rows4>& query_row,
                                           const lane_id& id) {
-    using traits = typename Chunk::traits;
-    using part_type = fold_part<Chunk, Rows4>;
-    constexpr bool columns = !Chunk::full && !Chunk::token_parameters;
+    using traits = typename WarpTile::traits;
+    using part_type = fold_part<WarpTile, Rows4>;
+    constexpr bool columns = !WarpTile::full && !WarpTile::token_parameters;
     constexpr bool split = split_rows<Rows4>;
     constexpr int width = traits::columns_per_unit;
     constexpr int own_rows = part_type::rows, own_units = part_type::units;
@@ -212,8 +220,8 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
     const int parity = id.g & 1, own_row = part.row;
     const auto& inside = part.inside;
     rows += static_cast<std::uint32_t>(4 * own_row * stride);
-    [[maybe_unused]] const auto line = line_of<Chunk>(slot, first, run);
-    static_for<Chunk::column_groups>([&](auto column_group) {
+    [[maybe_unused]] const auto line = line_of<WarpTile>(slot, first, run);
+    static_for<WarpTile::column_groups>([&](auto column_group) {
         constexpr int G = decltype(column_group)::value;
         int channel[own_units];
         [[maybe_unused]] float4 scale[own_units], bias[own_units];
@@ -221,24 +229,24 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
 #pragma unroll
         for (int i = 0; i < own_units; ++i) channel[i] = part.channel(i, G);
         if constexpr (columns) {
-            if constexpr (own_units % 2 == 0 && Chunk::lane_units % 2 == 0 &&
-                          4 * Chunk::lane_units == Chunk::group_units) {
+            if constexpr (own_units % 2 == 0 && WarpTile::lane_units % 2 == 0 &&
+                          4 * WarpTile::lane_units == WarpTile::group_units) {
 #pragma unroll
                 for (int i = 0; i < own_units; i += 2) {
-                    Chunk::eight_scales(slot, run, channel[i], scale[i], scale[i + 1]);
-                    if constexpr (Chunk::has_byte_params)
-                        Chunk::eight_bias_bytes(slot, run, channel[i], codes[i], codes[i + 1]);
+                    WarpTile::eight_scales(slot, run, channel[i], scale[i], scale[i + 1]);
+                    if constexpr (WarpTile::has_byte_params)
+                        WarpTile::eight_bias_bytes(slot, run, channel[i], codes[i], codes[i + 1]);
                     else if constexpr (traits::has_bias)
-                        Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1]);
+                        WarpTile::eight_biases(slot, run, channel[i], bias[i], bias[i + 1]);
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < own_units; ++i) {
-                    scale[i] = Chunk::scales(slot, run, channel[i]);
-                    if constexpr (Chunk::has_byte_params)
-                        codes[i] = Chunk::bias_bytes(slot, run, channel[i]);
+                    scale[i] = WarpTile::scales(slot, run, channel[i]);
+                    if constexpr (WarpTile::has_byte_params)
+                        codes[i] = WarpTile::bias_bytes(slot, run, channel[i]);
                     else if constexpr (traits::has_bias)
-                        bias[i] = Chunk::biases(slot, run, channel[i]);
+                        bias[i] = WarpTile::biases(slot, run, channel[i]);
                 }
             }
         }
@@ -251,15 +259,15 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
             [[maybe_unused]] float4 dots{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int i = 0; i < own_units; ++i) {
-                const std::uint32_t at = row + query_byte<Chunk::dim>(own_row, channel[i] * 4);
-                if constexpr (Chunk::full) {
+                const std::uint32_t at = row + query_byte<WarpTile::dim>(own_row, channel[i] * 4);
+                if constexpr (WarpTile::full) {
                     const uint2 v = load_shared_8(at);
                     x[i][0] = inside[i] ? __uint_as_float(v.x) : 0.0f;
                     x[i][1] = inside[i] ? __uint_as_float(v.y) : 0.0f;
                 } else {
                     float4 q = load_parameters<float>(at);
                     if (!inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
-                    if constexpr (columns && traits::has_bias && !Chunk::has_byte_params) {
+                    if constexpr (columns && traits::has_bias && !WarpTile::has_byte_params) {
                         // Four short chains instead of a long one.
                         dots.x = fmaf(q.x, bias[i].x, dots.x), dots.y = fmaf(q.y, bias[i].y, dots.y);
                         dots.z = fmaf(q.z, bias[i].z, dots.z), dots.w = fmaf(q.w, bias[i].w, dots.w);
@@ -276,8 +284,8 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
             std::uint32_t high[own_units], low[own_units];
             [[maybe_unused]] int total = 0;
             float step;
-            if constexpr (Chunk::full) {
-                using T = typename Chunk::scheme::value_type;
+            if constexpr (WarpTile::full) {
+                using T = typename WarpTile::scheme::value_type;
                 step = 0.0f;
 #pragma unroll
                 for (int i = 0; i < own_units; ++i) step = fmaxf(step, fmaxf(fabsf(x[i][0]), fabsf(x[i][1])));
@@ -306,19 +314,19 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
             }
             // Scalars of the row move to the lanes whose own row it is.
             [[maybe_unused]] float offset = 0.0f, whole = 0.0f;
-            if constexpr (!Chunk::full) {
+            if constexpr (!WarpTile::full) {
                 [[maybe_unused]] constexpr float middle =
-                    0.5f * static_cast<float>((1 << Chunk::scheme::code_bits) - 1);
+                    0.5f * static_cast<float>((1 << WarpTile::scheme::code_bits) - 1);
                 if constexpr (columns && traits::has_bias) {
                     float dot;
-                    if constexpr (Chunk::has_byte_params)
+                    if constexpr (WarpTile::has_byte_params)
                         dot = query_row.dot(codes, m) * (query_row.step[m] * line.step);
                     else
                         dot = (dots.x + dots.y) + (dots.z + dots.w);
-                    if constexpr (Chunk::centred)
+                    if constexpr (WarpTile::centred)
                         dot = fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
                     offset = over_row<split>(dot, add_floats{});
-                    if constexpr (Chunk::has_byte_params) offset += query_row.rest(line, m);
+                    if constexpr (WarpTile::has_byte_params) offset += query_row.rest(line, m);
                 }
                 if constexpr ((!columns && traits::has_bias) || traits::zero_code != 0) {
                     total += __shfl_xor_sync(~0u, total, 1);
@@ -332,11 +340,11 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
             }
 #pragma unroll
             for (int i = 0; i < (split ? 2 : 1); ++i) {
-                folded_row<Chunk>& own = to[split ? 2 * m + i : m];
+                folded_row<WarpTile>& own = to[split ? 2 * m + i : m];
                 own.step[G] = to_owner<split>(step * line.unit, i, id);
-                if constexpr (!Chunk::full && traits::has_bias)
+                if constexpr (!WarpTile::full && traits::has_bias)
                     own.offset[G] = to_owner<split>(offset, i, id);
-                if constexpr (!Chunk::full && !columns && traits::has_bias)
+                if constexpr (!WarpTile::full && !columns && traits::has_bias)
                     own.sum[G] = to_owner<split>(whole, i, id);
                 if constexpr (traits::zero_code != 0)
                     own.zero[G] = to_owner<split>(traits::zero_code * total, i, id);
@@ -345,25 +353,27 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
     });
 }
 
-/// Scores of tile `Tile` for Rows4 * 4 query rows: scores[n][r] is token 4g + r of the tile, query row lane_row(n, t).
-template <class Chunk, int Rows4, int Tile>
-__device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const folded_row<Chunk> (&query)[Rows4],
-                                           std::uint32_t slot, const lane_id& id) {
-    using traits = typename Chunk::traits;
-    using sum_type = std::conditional_t<Chunk::full, float, int>;
-    static_for<Chunk::column_groups>([&](auto column_group) {
+/// Scores of tile `Tile` for Rows4 * 4 query rows: scores[n][r] is token 4g + r of the tile, query row
+/// lane_row(n, t).
+template <class WarpTile, int Rows4, int Tile>
+__device__ __forceinline__ void score_tile(float (&scores)[Rows4][4],
+                                           const folded_row<WarpTile> (&query)[Rows4], std::uint32_t slot,
+                                           const lane_id& id) {
+    using traits = typename WarpTile::traits;
+    using sum_type = std::conditional_t<WarpTile::full, float, int>;
+    static_for<WarpTile::column_groups>([&](auto column_group) {
         constexpr int G = decltype(column_group)::value;
-        constexpr int sets = Chunk::sets(Rows4);
+        constexpr int sets = WarpTile::sets(Rows4);
         sum_type all_sums[sets][2][Rows4][4] = {};
-        Chunk::template for_pairs<Tile, G, sets>(
+        WarpTile::template for_pairs<Tile, G, sets>(
             slot, id, [&](auto set, auto unit_a, auto unit_b, const uint4& a, const uint4& b) {
                 auto& sums = all_sums[decltype(set)::value];
 #pragma unroll
                 for (int n = 0; n < Rows4; ++n) {
                     const std::uint32_t b0 = query[n].words[G][decltype(unit_a)::value],
                                         b1 = query[n].words[G][decltype(unit_b)::value];
-                    if constexpr (Chunk::full) {
-                        using T = typename Chunk::scheme::value_type;
+                    if constexpr (WarpTile::full) {
+                        using T = typename WarpTile::scheme::value_type;
                         mma_values<T>(sums[0][n], a.x, a.y, b.x, b.y, b0, b1);
                         mma_values<T>(sums[1][n], a.z, a.w, b.z, b.w, b0, b1);
                     } else {
@@ -373,10 +383,10 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
                 }
             });
         float4 scale{1.0f, 1.0f, 1.0f, 1.0f}, bias{0.0f, 0.0f, 0.0f, 0.0f};
-        if constexpr (!Chunk::full && Chunk::token_parameters) {
-            const int token = Tile * Chunk::tile_height + smaller(4 * id.g, Chunk::tile_height - 4);
-            scale = Chunk::scales(slot, G, token);
-            if constexpr (traits::has_bias) bias = Chunk::biases(slot, G, token);
+        if constexpr (!WarpTile::full && WarpTile::token_parameters) {
+            const int token = Tile * WarpTile::tile_height + smaller(4 * id.g, WarpTile::tile_height - 4);
+            scale = WarpTile::scales(slot, G, token);
+            if constexpr (traits::has_bias) bias = WarpTile::biases(slot, G, token);
         }
         [[maybe_unused]] const float scale4[4] = {scale.x, scale.y, scale.z, scale.w};
         [[maybe_unused]] const float bias4[4] = {bias.x, bias.y, bias.z, bias.w};
@@ -386,10 +396,11 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
             for (int r = 0; r < 4; ++r) {
                 const byte_sums<Rows4, sum_type> sums(all_sums[0][r / 2], n, 2 * (r % 2));
                 float s;
-                if constexpr (Chunk::full) {
+                if constexpr (WarpTile::full) {
                     s = (sums.high + sums.low) * query[n].step[G];
                 } else {
-                    constexpr int weight = Chunk::set_weight(sets), unit = weight << Chunk::raised(sets);
+                    constexpr int weight = WarpTile::set_weight(sets),
+                                  unit = weight << WarpTile::raised(sets);
                     const float step = query[n].step[G] * (1.0f / unit);
                     int whole = 256 * sums.high + sums.low;
                     if constexpr (sets == 2) {
@@ -402,7 +413,7 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
                         s = fmaf(s, step, query[n].offset[G]);
                     else
                         s *= step;
-                    if constexpr (Chunk::token_parameters) {
+                    if constexpr (WarpTile::token_parameters) {
                         s *= scale4[r];
                         if constexpr (traits::has_bias) s = fmaf(bias4[r], query[n].sum[G], s);
                     }

@@ -2,12 +2,14 @@
 //
 //   state {max, sum, output}: max = max of maxes, sum and output = those of the parts times 2^(max of the part - max)
 //
-// A team that handled a whole item writes its rows. Otherwise it leaves a partial state in the workspace; the team with the item's
-// last part merges all of them in token order when its share is done. Every word of a state says itself whether it has arrived, so
-// nothing is fenced or counted. A team waits for shares of lower numbers only: of its block, or of blocks dispatched before it.
-// Loops that need no constants are not unrolled: code that runs once per share waits for its instructions.
+// A team that handled a whole item writes its rows. Otherwise it leaves a partial state in the workspace; the
+// team with the item's last part merges all of them in token order when its share is done. Every word of a
+// state says itself whether it has arrived, so nothing is fenced or counted. A team waits for shares of lower
+// numbers only: of its block, or of blocks dispatched before it. Loops that need no constants are not
+// unrolled: code that runs once per share waits for its instructions.
 // Contract: the order of additions is fixed by the shares. `Memory` is attention_memory<...>.
-// Source: words that carry their own flag are the "LL" protocol of NCCL; waiting for lower numbers: decoupled look-back (CUB).
+// Source: words that carry their own flag are the "LL" protocol of NCCL; waiting for lower numbers: decoupled
+// look-back (CUB).
 #pragma once
 
 #include "score_modifiers.cuh"
@@ -22,7 +24,7 @@ struct share_span {
 };
 __device__ __forceinline__ share_span find_span(const share_plan& plan, const item_part& item) {
     const int from = plan.holder(item.begin);
-    return {from, plan.holder(item.begin + item.chunks() - 1), plan.begin(from) != item.begin};
+    return {from, plan.holder(item.begin + item.warp_tiles() - 1), plan.begin(from) != item.begin};
 }
 
 /// What a team notes for the end of its share: the item that it merges.
@@ -63,7 +65,8 @@ struct team_memory {
     }
 };
 
-/// Merges the warps' states into `to`; sums of bad rows are NaN where there is a token to see. All threads of the team.
+/// Merges the warps' states into `to`; sums of bad rows are NaN where there is a token to see. All threads of
+/// the team.
 template <class Memory, int Rows4, int Tiles>
 __device__ __forceinline__ void merge_warps(const finished_rows<Tiles, Rows4>& state, const team_memory& to,
                                             const warp_team& team, const lane_id& id) {
@@ -145,8 +148,8 @@ __device__ __forceinline__ float4 read_output(const team_memory& state, int part
 }
 
 /// Learned sinks become a part of the states of an item's rows. All threads of the team.
-template <class Memory, class Format, class T, class Score>
-__device__ __forceinline__ void add_sinks(const attention_args<Format, T>& a, const Score& score,
+template <class Memory, class Pair, class T, class Score>
+__device__ __forceinline__ void add_sinks(const attention_args<Pair, T>& a, const Score& score,
                                           const item_part& item, const team_memory& state, int parts,
                                           const warp_team& team) {
     const int first_row = item.row_block * Memory::rows;
@@ -155,8 +158,8 @@ __device__ __forceinline__ void add_sinks(const attention_args<Format, T>& a, co
         return add_sink(score.sink_logit(a.row_head(item.kv_head, first_row + row)), max, sum);
     };
 #pragma unroll 1
-    for (int i = team.thread(); i < rows * Format::value_dim; i += team.threads()) {
-        const int row = i / Format::value_dim, channel = i % Format::value_dim;
+    for (int i = team.thread(); i < rows * Pair::value_dim; i += team.threads()) {
+        const int row = i / Pair::value_dim, channel = i % Pair::value_dim;
         float max = state.max[row], sum = state.sum[row];
         const float factor = add(row, max, sum);
         for (int p = 0; p < parts; ++p)
@@ -170,8 +173,8 @@ __device__ __forceinline__ void add_sinks(const attention_args<Format, T>& a, co
 }
 
 /// Writes the rows of a finished item. All threads of the team.
-template <class Memory, class Format, class T, class Score>
-__device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, const Score& score,
+template <class Memory, class Pair, class T, class Score>
+__device__ __forceinline__ void write_rows(const attention_args<Pair, T>& a, const Score& score,
                                            const item_part& item, const team_memory& state, int parts,
                                            const warp_team& team) {
     const int kv_head = item.kv_head;
@@ -179,8 +182,8 @@ __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, c
     const int rows = smaller(Memory::rows, a.rows - first_row);
     if constexpr (has_sinks<Score>) add_sinks<Memory>(a, score, item, state, parts, team);
 #pragma unroll 1
-    for (int i = team.thread(); i < rows * Format::value_dim / 4; i += team.threads()) {
-        const int row = i / (Format::value_dim / 4), channel = i % (Format::value_dim / 4) * 4;
+    for (int i = team.thread(); i < rows * Pair::value_dim / 4; i += team.threads()) {
+        const int row = i / (Pair::value_dim / 4), channel = i % (Pair::value_dim / 4) * 4;
         const float4 v = read_output<Memory>(state, parts, row, channel);
         float output[4] = {v.x, v.y, v.z, v.w};
         finish_channels(a, a.row_token(item.sequence, first_row + row), a.row_head(kv_head, first_row + row),
@@ -195,8 +198,8 @@ __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, c
     }
 }
 
-/// A float on its way to another thread block. Zero, which the workspace holds between launches, says that it has not arrived: the
-/// inverse of a NaN that no instruction makes.
+/// A float on its way to another thread block. Zero, which the workspace holds between launches, says that it
+/// has not arrived: the inverse of a NaN that no instruction makes.
 __device__ __forceinline__ std::uint32_t sealed(float x) {
     const std::uint32_t bits = __float_as_uint(x);
     return bits == ~0u ? 0x80000000u : ~bits;
@@ -209,16 +212,16 @@ __device__ __forceinline__ bool arrived(const uint4& v) {
     return (v.x != 0) & (v.y != 0) & (v.z != 0) & (v.w != 0);
 }
 
-template <class Memory, class Format, class T>
-__device__ __forceinline__ std::uint32_t* partial_state(const attention_args<Format, T>& a, int slot) {
+template <class Memory, class Pair, class T>
+__device__ __forceinline__ std::uint32_t* partial_state(const attention_args<Pair, T>& a, int slot) {
     return a.partials + static_cast<std::size_t>(slot) * static_cast<std::size_t>(Memory::partial_words);
 }
 
 /// Leaves the team's part of an item in the workspace. All threads of the team.
-template <class Memory, class Format, class T>
-__device__ __forceinline__ void write_partial(const attention_args<Format, T>& a, const team_memory& state,
+template <class Memory, class Pair, class T>
+__device__ __forceinline__ void write_partial(const attention_args<Pair, T>& a, const team_memory& state,
                                               bool first_of_share, const warp_team& team) {
-    constexpr int rows = Memory::rows, dim = Format::value_dim;
+    constexpr int rows = Memory::rows, dim = Pair::value_dim;
     std::uint32_t* const mine = partial_state<Memory>(a, 2 * team.share + (first_of_share ? 0 : 1));
 #pragma unroll 1
     for (int i = team.thread(); i < rows * dim / 4; i += team.threads()) {
@@ -233,18 +236,19 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
     }
 }
 
-/// Merges all parts of an item, as they arrive in the workspace, in token order, writes its rows, and leaves zeros. All threads of
-/// the team that has the item's last part, when they have nothing else to do.
-template <class Memory, class Format, class T, class Score>
-__device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, const Score& score,
+/// Merges all parts of an item, as they arrive in the workspace, in token order, writes its rows, and leaves
+/// zeros. All threads of the team that has the item's last part, when they have nothing else to do.
+template <class Memory, class Pair, class T, class Score>
+__device__ __forceinline__ void merge_parts(const attention_args<Pair, T>& a, const Score& score,
                                             const team_memory& state, const warp_team& team) {
-    constexpr int rows = Memory::rows, dim = Format::value_dim;
+    constexpr int rows = Memory::rows, dim = Pair::value_dim;
     const share_span span = state.later->span;
     const int from = span.from, count = span.to - from + 1, second = span.from_is_second;
     const auto part = [&](int i) { return partial_state<Memory>(a, 2 * (from + i) + (i == 0 ? second : 0)); };
-    // A row belongs to `width` neighbouring lanes; each takes every so-manieth group of 4 channels. Small teams take some rows after
-    // the other; with twice as many threads as rows need there are two sets, which take turns with the parts. All loads of a step
-    // are under way together; those of parts that have not arrived are repeated.
+    // A row belongs to `width` neighbouring lanes; each takes every so-manieth group of 4 channels. Small
+    // teams take some rows after the other; with twice as many threads as rows need there are two sets, which
+    // take turns with the parts. All loads of a step are under way together; those of parts that have not
+    // arrived are repeated.
     constexpr int width = smaller(warp_size, 128 / rows), groups = ceil_div(dim / 4, width);
     constexpr int at_once = larger(1, smaller(8 / groups, width / 2));  // parts of a set
     static_assert(2 * at_once <= width && dim % 4 == 0 && Memory::most_teams >= 2);

@@ -1,5 +1,5 @@
-// Keys of mixed widths (schemes/scheme_codes.hpp) as a chunk of the warp kernel: as chunk.cuh and key_product.cuh, except that
-// where one width ends and the next begins differs between heads.
+// Keys of mixed widths (schemes/scheme_codes.hpp) as a warp tile of the warp kernel: as warp_tile.cuh and
+// key_product.cuh, except that where one width ends and the next begins differs between heads.
 //
 //   query    permuted once per item (place = order of the plan), folded once per group of tokens, as everywhere
 //   bytes    high and low ones lie in shared memory, [tile of columns][column][quad], since their numbers are found at run time
@@ -7,26 +7,27 @@
 //            step, whatever its width. Codes are shifted to the top of their bytes (scales are those of such codes), so that a
 //            fixed-point step weighs the same in every column and all widths share their sums.
 //
-// A segment's bytes start at a multiple of a step; what lies between is zero, and with it whatever a step reads behind the codes.
+// A segment's bytes start at a multiple of a step; what lies between is zero, and with it whatever a step
+// reads behind the codes.
 // Contract: as key_product.cuh; any plan of the scheme, and none.
 #pragma once
 
 #include "../layout/block_access.cuh"
-#include "../layout/joined_chunk.cuh"
+#include "../layout/joined_warp_tile.cuh"
 #include "half_keys.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-template <class Format, int Tokens>
-struct mixed_chunk {
-    using scheme = typename Format::keys;
+template <class Pair, int Tokens>
+struct mixed_warp_tile {
+    using scheme = typename Pair::keys;
     using width_list = typename scheme::width_list;
     using head_type = typename scheme::width_quads;
     static constexpr bool key = true, full = false, mixed = true, joined = false, token_parameters = false;
     static constexpr int count = width_list::count;
-    static constexpr int dim = Format::head_dim;
-    static constexpr int page = Format::page_tokens, tokens = Tokens;
-    static constexpr block_shape shape = Format::key_shape();
+    static constexpr int dim = Pair::head_dim;
+    static constexpr int page = Pair::page_tokens, tokens = Tokens;
+    static constexpr block_shape shape = Pair::key_shape();
     static constexpr int group =
         scheme::granularity_type::group == 0 || scheme::granularity_type::group > page
             ? page
@@ -34,7 +35,7 @@ struct mixed_chunk {
     static constexpr int quads = dim / 4;
     /// Bits of the codes that products see. Sums stay below 2^31.
     static constexpr int code_bits = dim <= 256 ? 8 : width_list::values[0];
-    static constexpr bool centred = width_list::values[0] > 4;  // as in chunk.cuh
+    static constexpr bool centred = width_list::values[0] > 4;  // as in warp_tile.cuh
 
     // Tiles of 32 tokens; all widths of a tile do not lie together, but all tiles of a width.
     static constexpr int tile_height = 32;
@@ -49,9 +50,10 @@ struct mixed_chunk {
     static constexpr int page_section = ceil_div(page, group) * run_bytes;
     static constexpr int shared_bytes = has_byte_params ? 6 * ceil_div(page, group) : 0;
 
-    // Shared memory: as in the page, with Tokens rows. Where blocks do not start on lines of 128 bytes, the codes' last one is not
-    // shared with parameters, since its vectors are permuted. The last step of the last width may read three lines too many.
-    static constexpr bool skewed = Format::key_block_bytes % std::size_t{128} != 0;  // as in chunk.cuh
+    // Shared memory: as in the page, with Tokens rows. Where blocks do not start on lines of 128 bytes, the
+    // codes' last one is not shared with parameters, since its vectors are permuted. The last step of the
+    // last width may read three lines too many.
+    static constexpr bool skewed = Pair::key_block_bytes % std::size_t{128} != 0;  // as in warp_tile.cuh
     static constexpr int codes_bytes = Tokens * row_words * 4;
     static constexpr int scale_at = codes_bytes + (skewed ? 128 : 0);
     static constexpr int bias_at = scale_at + section;
@@ -67,10 +69,12 @@ struct mixed_chunk {
         for (const int bits : width_list::values) own += bits > 0;
         return (quads + (step_quads - 1) * own) / step_quads;
     }();
-    /// Words of a column: an odd number of steps, so that those of four neighbouring columns fall into different banks.
+    /// Words of a column: an odd number of steps, so that those of four neighbouring columns fall into
+    /// different banks.
     static constexpr int stride = step_quads * (most_steps | 1);
-    /// Groups whose scores are found together: half as many loops, each with more to do at a time. 16 rows have no registers for
-    /// it, and where 12 warps fit (narrow codes with 4 rows) these are worth more than what it takes of their memory.
+    /// Groups whose scores are found together: half as many loops, each with more to do at a time. 16 rows
+    /// have no registers for it, and where 12 warps fit (narrow codes with 4 rows) these are worth more than
+    /// what it takes of their memory.
     KVQ_HD static constexpr int runs_together(int rows4) {
         return rows4 == 4 || runs % 2 != 0 || (rows4 == 1 && codes_bytes <= 4096) ? 1 : 2;
     }
@@ -91,7 +95,7 @@ struct mixed_chunk {
         return at ^ (at >> 2 & 0x60u);
     }
 
-    /// Starts copying, as code_chunk::copy does.
+    /// Starts copying, as code_warp_tile::copy does.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
                                                 std::uint32_t vector_bytes, const head_type& head) {
         constexpr int vectors = codes_bytes / 16, turns = ceil_div(vectors, warp_size);
@@ -159,29 +163,29 @@ struct mixed_chunk {
 };
 
 /// More tokens than a page has: of two pages.
-template <tensor Role, class Format, int Tokens>
-using chunk =
-    std::conditional_t<Role == tensor::key && is_mixed<typename Format::keys>, mixed_chunk<Format, Tokens>,
-                       std::conditional_t<(Tokens > Format::page_tokens), joined_chunk<Role, Format>,
-                                          code_chunk<Role, Format, Tokens>>>;
+template <tensor Role, class Pair, int Tokens>
+using warp_tile =
+    std::conditional_t<Role == tensor::key && is_mixed<typename Pair::keys>, mixed_warp_tile<Pair, Tokens>,
+                       std::conditional_t<(Tokens > Pair::page_tokens), joined_warp_tile<Role, Pair>,
+                                          code_warp_tile<Role, Pair, Tokens>>>;
 
 /// What a fold leaves in registers; high and low bytes are in scratch.
-template <class Format, int Tokens>
-struct folded_row<mixed_chunk<Format, Tokens>> {
-    static constexpr int runs = smaller(mixed_chunk<Format, Tokens>::runs, 2);
+template <class Pair, int Tokens>
+struct folded_row<mixed_warp_tile<Pair, Tokens>> {
+    static constexpr int runs = smaller(mixed_warp_tile<Pair, Tokens>::runs, 2);
     float step[runs], offset[runs];
 };
 
 /// What a warp has read of the keys of an item's head.
-template <class Chunk, int Rows4>
+template <class WarpTile, int Rows4>
 struct head_keys {
     __device__ __forceinline__ head_keys(std::uint32_t, const std::uint16_t*, const lane_id&) {}
 };
-/// Widths, and where the lane's quads go when it folds: the word of a column, and 127 minus the shift of the width's codes,
-/// the exponent of a factor. Without codes the factor is zero and the word none.
-template <class Format, int Tokens, int Rows4>
-struct head_keys<mixed_chunk<Format, Tokens>, Rows4> {
-    using keys = mixed_chunk<Format, Tokens>;
+/// Widths, and where the lane's quads go when it folds: the word of a column, and 127 minus the shift of the
+/// width's codes, the exponent of a factor. Without codes the factor is zero and the word none.
+template <class Pair, int Tokens, int Rows4>
+struct head_keys<mixed_warp_tile<Pair, Tokens>, Rows4> {
+    using keys = mixed_warp_tile<Pair, Tokens>;
     static constexpr int lanes = split_rows<Rows4> ? 4 : 8;  // that fold a row together
     static constexpr int own = ceil_div(keys::quads, lanes), words = ceil_div(own, 4);
     static constexpr unsigned none = 255;
@@ -227,9 +231,9 @@ struct head_keys<mixed_chunk<Format, Tokens>, Rows4> {
 };
 
 /// fold_part of key_product.cuh: quads i * lanes + lane_of_row.
-template <class Chunk, int Rows4>
+template <class WarpTile, int Rows4>
 struct mixed_part {
-    using head_type = head_keys<Chunk, Rows4>;
+    using head_type = head_keys<WarpTile, Rows4>;
     static constexpr bool split = split_rows<Rows4>;
     static constexpr int rows = split ? Rows4 / 2 : Rows4, units = head_type::own;
     static constexpr int rows_of_tile = split ? 8 : 4;
@@ -240,36 +244,38 @@ struct mixed_part {
         : row(split ? id.g : id.g / 2), lane_of_row(split ? id.t : 2 * id.t + (id.g & 1)) {
 #pragma unroll
         for (int i = 0; i < units; ++i)
-            inside[i] =
-                Chunk::quads % head_type::lanes == 0 || i * head_type::lanes + lane_of_row < Chunk::quads;
+            inside[i] = WarpTile::quads % head_type::lanes == 0 ||
+                        i * head_type::lanes + lane_of_row < WarpTile::quads;
     }
     __device__ __forceinline__ int channel(int i, int) const {
         return inside[i] ? 4 * (i * head_type::lanes + lane_of_row) : 0;
     }
 };
-template <class Format, int Tokens, int Rows4>
-requires(mixed_chunk<Format, Tokens>::has_byte_params) struct key_query<mixed_chunk<Format, Tokens>, Rows4>
-    : query_bytes<mixed_part<mixed_chunk<Format, Tokens>, Rows4>> {
+template <class Pair, int Tokens, int Rows4>
+requires(
+    mixed_warp_tile<Pair, Tokens>::has_byte_params) struct key_query<mixed_warp_tile<Pair, Tokens>, Rows4>
+    : query_bytes<mixed_part<mixed_warp_tile<Pair, Tokens>, Rows4>> {
     __device__ __forceinline__ key_query(std::uint32_t rows, int stride, float, const lane_id& id) {
-        this->template prepare<Format::head_dim>(rows, stride,
-                                                 mixed_part<mixed_chunk<Format, Tokens>, Rows4>(id));
+        this->template prepare<Pair::head_dim>(rows, stride,
+                                               mixed_part<mixed_warp_tile<Pair, Tokens>, Rows4>(id));
     }
 };
 
-/// fold_rows() of key_product.cuh for mixed widths. Index: of the run among those whose bytes are there together.
-template <int Index, class Chunk, int Rows4>
-__device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
+/// fold_rows() of key_product.cuh for mixed widths. Index: of the run among those whose bytes are there
+/// together.
+template <int Index, class WarpTile, int Rows4>
+__device__ __forceinline__ void fold_mixed(folded_row<WarpTile> (&to)[Rows4], std::uint32_t rows, int stride,
                                            std::uint32_t slot, int first, int run,
-                                           const head_keys<Chunk, Rows4>& head,
-                                           [[maybe_unused]] const key_query<Chunk, Rows4>& query,
+                                           const head_keys<WarpTile, Rows4>& head,
+                                           [[maybe_unused]] const key_query<WarpTile, Rows4>& query,
                                            const lane_id& id) {
-    using head_type = head_keys<Chunk, Rows4>;
-    using part_type = mixed_part<Chunk, Rows4>;
+    using head_type = head_keys<WarpTile, Rows4>;
+    using part_type = mixed_part<WarpTile, Rows4>;
     constexpr bool split = split_rows<Rows4>;
-    constexpr int dim = Chunk::dim, own = part_type::units;
+    constexpr int dim = WarpTile::dim, own = part_type::units;
     const part_type part(id);
     const int own_row = part.row;
-    const auto line = line_of<Chunk>(slot, first, run);
+    const auto line = line_of<WarpTile>(slot, first, run);
     float4 scale[own];
     [[maybe_unused]] float4 bias[own];
     [[maybe_unused]] std::uint32_t codes[own];  // of 8-bit biases
@@ -277,12 +283,12 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
     for (int i = 0; i < own; ++i) {
         const int channel = part.channel(i, 0);
         const float unit = head.factor(i);
-        scale[i] = Chunk::scales(slot, run, channel);
+        scale[i] = WarpTile::scales(slot, run, channel);
         scale[i] = {scale[i].x * unit, scale[i].y * unit, scale[i].z * unit, scale[i].w * unit};
-        if constexpr (Chunk::has_byte_params)
-            codes[i] = Chunk::bias_bytes(slot, run, channel);
+        if constexpr (WarpTile::has_byte_params)
+            codes[i] = WarpTile::bias_bytes(slot, run, channel);
         else
-            bias[i] = Chunk::biases(slot, run, channel);
+            bias[i] = WarpTile::biases(slot, run, channel);
     }
     if constexpr (Index == 0) __syncwarp();  // other lanes may still read the bytes before
 #pragma unroll
@@ -295,7 +301,7 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
         for (int i = 0; i < own; ++i) {
             float4 q = load_parameters<float>(row + query_byte<dim>(own_row, 4 * part.channel(i, 0)));
             if (!part.inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
-            if constexpr (!Chunk::has_byte_params)
+            if constexpr (!WarpTile::has_byte_params)
                 dot += fmaf(q.x, bias[i].x, q.y * bias[i].y) + fmaf(q.z, bias[i].z, q.w * bias[i].w);
             x[i][0] = q.x * scale[i].x, x[i][1] = q.y * scale[i].y;
             x[i][2] = q.z * scale[i].z, x[i][3] = q.w * scale[i].w;
@@ -305,9 +311,9 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
         int total = 0;
         const float step = fixed_point<split>(x, high, low, total);
         const int column = split ? 16 * m + id.g : 8 * m + 2 * own_row;  // of the high bytes
-        constexpr int to_low = (split ? 8 : 1) * Chunk::stride;          // words
-        const std::uint32_t at = head.scratch + Index * Chunk::run_scratch(Rows4) +
-                                 4u * static_cast<std::uint32_t>(column * Chunk::stride);
+        constexpr int to_low = (split ? 8 : 1) * WarpTile::stride;       // words
+        const std::uint32_t at = head.scratch + Index * WarpTile::run_scratch(Rows4) +
+                                 4u * static_cast<std::uint32_t>(column * WarpTile::stride);
 #pragma unroll
         for (int i = 0; i < own; ++i) {
             const unsigned word = head.word(i);
@@ -316,31 +322,33 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
                 store_word(at + 4u * (word + to_low), low[i]);
             }
         }
-        [[maybe_unused]] constexpr float middle = 0.5f * static_cast<float>((1 << Chunk::code_bits) - 1);
-        if constexpr (Chunk::has_byte_params) dot = query.dot(codes, m) * (query.step[m] * line.step);
-        if constexpr (Chunk::centred)
+        [[maybe_unused]] constexpr float middle = 0.5f * static_cast<float>((1 << WarpTile::code_bits) - 1);
+        if constexpr (WarpTile::has_byte_params) dot = query.dot(codes, m) * (query.step[m] * line.step);
+        if constexpr (WarpTile::centred)
             dot = fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
         float offset = over_row<split>(dot, add_floats{});
-        if constexpr (Chunk::has_byte_params) offset += query.rest(line, m);
+        if constexpr (WarpTile::has_byte_params) offset += query.rest(line, m);
 #pragma unroll
         for (int i = 0; i < (split ? 2 : 1); ++i) {
-            folded_row<Chunk>& own_of = to[split ? 2 * m + i : m];
+            folded_row<WarpTile>& own_of = to[split ? 2 * m + i : m];
             own_of.step[Index] = to_owner<split>(step * line.unit, i, id);
             own_of.offset[Index] = to_owner<split>(offset, i, id);
         }
     }
 }
 
-/// Codes of two neighbouring quads of a segment of `Bits`, at the top of bytes of `Top` bits, from words of all planes.
-/// The first of the quads, of lane t, is 2t of a step: `turn` says by how many bits a plane's word is to be rotated, or what it is
-/// multiplied by where all its quads move to the left, which spares the integer pipe.
+/// Codes of two neighbouring quads of a segment of `Bits`, at the top of bytes of `Top` bits, from words of
+/// all planes. The first of the quads, of lane t, is 2t of a step: `turn` says by how many bits a plane's
+/// word is to be rotated, or what it is multiplied by where all its quads move to the left, which spares the
+/// integer pipe.
 template <int Bits, int Top>
 struct quad_pair {
     using planes = code_planes<Bits>;
     template <int P>
     static constexpr bool multiplies =
         planes::quads_per_word(P) > 2 && Top - Bits + planes::shift(P) + planes::width(P) == 8;
-    /// Left, so that the first quad's bits of plane P stand where they belong in a code; of factors, the second one's.
+    /// Left, so that the first quad's bits of plane P stand where they belong in a code; of factors, the
+    /// second one's.
     template <int P>
     __device__ __forceinline__ static unsigned turn(int t) {
         constexpr int width = planes::width(P), to = Top - Bits + planes::shift(P);
@@ -369,18 +377,19 @@ struct quad_pair {
 };
 
 /// Scores of tiles First .. First + Runs * tiles of a run - 1.
-template <class Chunk, int Rows4, int First, int Runs>
-__device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4][4],
-                                            const folded_row<Chunk> (&query)[Rows4], std::uint32_t slot,
-                                            const head_keys<Chunk, Rows4>& head, const lane_id& id) {
-    constexpr int tiles_of_run = Chunk::tiles / Chunk::runs, Count = Runs * tiles_of_run;
-    std::uint32_t query_at = head.scratch + 4u * static_cast<std::uint32_t>(id.g * Chunk::stride + 2 * id.t);
+template <class WarpTile, int Rows4, int First, int Runs>
+__device__ __forceinline__ void score_mixed(float (&scores)[WarpTile::tiles][Rows4][4],
+                                            const folded_row<WarpTile> (&query)[Rows4], std::uint32_t slot,
+                                            const head_keys<WarpTile, Rows4>& head, const lane_id& id) {
+    constexpr int tiles_of_run = WarpTile::tiles / WarpTile::runs, Count = Runs * tiles_of_run;
+    std::uint32_t query_at =
+        head.scratch + 4u * static_cast<std::uint32_t>(id.g * WarpTile::stride + 2 * id.t);
     int sums[Count][2][Rows4][4] = {};
     std::uint32_t segment = slot + 16u * static_cast<std::uint32_t>(id.g);
-    static_for<Chunk::count>([&](auto w) {
-        constexpr int W = decltype(w)::value, bits = Chunk::width_list::values[W];
+    static_for<WarpTile::count>([&](auto w) {
+        constexpr int W = decltype(w)::value, bits = WarpTile::width_list::values[W];
         if constexpr (bits > 0) {
-            using pair = quad_pair<bits, Chunk::code_bits>;
+            using pair = quad_pair<bits, WarpTile::code_bits>;
             using planes = code_planes<bits>;
             const int n = head.quads.of[W], own_words = kvq::detail::code_words(bits, n);
             const auto tile_bytes = static_cast<std::uint32_t>(own_words * 128);
@@ -394,19 +403,19 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
                 line += ceil_div(n, per);
             });
 #pragma unroll 1
-            for (int quad = 0; quad < n; quad += Chunk::step_quads) {
+            for (int quad = 0; quad < n; quad += WarpTile::step_quads) {
                 uint2 b[Runs][Rows4];
 #pragma unroll
                 for (int i = 0; i < Runs * Rows4; ++i)
                     b[i / Rows4][i % Rows4] = load_shared_8(
-                        query_at + static_cast<std::uint32_t>(i / Rows4 * Chunk::run_scratch(Rows4) +
-                                                              i % Rows4 * (32 * Chunk::stride)));
+                        query_at + static_cast<std::uint32_t>(i / Rows4 * WarpTile::run_scratch(Rows4) +
+                                                              i % Rows4 * (32 * WarpTile::stride)));
                 static_for<Count>([&](auto in_run) {
                     constexpr int I = decltype(in_run)::value;
                     uint4 c{0, 0, 0, 0}, d{0, 0, 0, 0};
                     static_for<planes::count>([&](auto plane) {
                         constexpr int P = decltype(plane)::value;
-                        const uint4 v = load_shared_16(Chunk::swizzle(at[P] + I * tile_bytes));
+                        const uint4 v = load_shared_16(WarpTile::swizzle(at[P] + I * tile_bytes));
                         pair::template add<P>(v.x, turn[P], c.x, d.x);
                         pair::template add<P>(v.y, turn[P], c.y, d.y);
                         pair::template add<P>(v.z, turn[P], c.z, d.z);
@@ -419,13 +428,13 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
                         mma_codes_signed(sums[I][1][m], c.z, c.w, d.z, d.w, q.x, q.y);
                     }
                 });
-                query_at += 4 * Chunk::step_quads;
+                query_at += 4 * WarpTile::step_quads;
                 static_for<planes::count>([&](auto plane) {
                     constexpr int P = decltype(plane)::value;
-                    at[P] += 128 * (Chunk::step_quads / planes::quads_per_word(P));
+                    at[P] += 128 * (WarpTile::step_quads / planes::quads_per_word(P));
                 });
             }
-            segment += static_cast<std::uint32_t>(Chunk::tiles) * tile_bytes;
+            segment += static_cast<std::uint32_t>(WarpTile::tiles) * tile_bytes;
         }
     });
 #pragma unroll
@@ -442,22 +451,23 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
 }
 
 /// Is the query folded once per item? Where channels have parameters, once per group of tokens.
-template <class Chunk>
-inline constexpr bool fold_once = Chunk::full || Chunk::token_parameters;
+template <class WarpTile>
+inline constexpr bool fold_once = WarpTile::full || WarpTile::token_parameters;
 
-/// Scores of a chunk of any kind, whose first token is `first` of its page. fold: unless the chunk before had the same
-/// parameters.
-template <class Chunk, int Rows4, class Query>
-__device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4][4],
-                                            folded_row<Chunk> (&folded)[Rows4], std::uint32_t rows,
-                                            int stride, std::uint32_t slot, int first, bool fold,
-                                            [[maybe_unused]] const head_keys<Chunk, Rows4>& head,
-                                            const Query& query, const lane_id& id) {
-    constexpr int tiles_of_run =
-        fold_once<Chunk> ? Chunk::tiles : smaller(Chunk::tiles, Chunk::group / Chunk::tile_height);
-    if constexpr (Chunk::mixed) {
-        constexpr int together = Chunk::runs_together(Rows4);
-        static_for<Chunk::runs / together>([&](auto runs) {
+/// Scores of a warp tile of any kind, whose first token is `first` of its page. fold: unless the warp tile
+/// before had the same parameters.
+template <class WarpTile, int Rows4, class Query>
+__device__ __forceinline__ void score_warp_tile(float (&scores)[WarpTile::tiles][Rows4][4],
+                                                folded_row<WarpTile> (&folded)[Rows4], std::uint32_t rows,
+                                                int stride, std::uint32_t slot, int first, bool fold,
+                                                [[maybe_unused]] const head_keys<WarpTile, Rows4>& head,
+                                                const Query& query, const lane_id& id) {
+    constexpr int tiles_of_run = fold_once<WarpTile>
+                                     ? WarpTile::tiles
+                                     : smaller(WarpTile::tiles, WarpTile::group / WarpTile::tile_height);
+    if constexpr (WarpTile::mixed) {
+        constexpr int together = WarpTile::runs_together(Rows4);
+        static_for<WarpTile::runs / together>([&](auto runs) {
             constexpr int R = decltype(runs)::value * together;
             if (fold) {
                 static_for<together>([&](auto run) {
@@ -466,20 +476,20 @@ __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4]
                 });
                 __syncwarp();
             }
-            score_mixed<Chunk, Rows4, R * tiles_of_run, together>(scores, folded, slot, head, id);
+            score_mixed<WarpTile, Rows4, R * tiles_of_run, together>(scores, folded, slot, head, id);
         });
     } else {
-        static_for<Chunk::tiles / tiles_of_run>([&](auto run) {
+        static_for<WarpTile::tiles / tiles_of_run>([&](auto run) {
             constexpr int R = decltype(run)::value;
-            if constexpr (dequantizes_keys<Chunk, Rows4>) {
+            if constexpr (dequantizes_keys<WarpTile, Rows4>) {
                 score_dequantized<R * tiles_of_run, tiles_of_run>(scores, query, slot, R, id);
             } else {
-                if constexpr (!fold_once<Chunk>) {
+                if constexpr (!fold_once<WarpTile>) {
                     if (fold) fold_rows(folded, rows, stride, slot, first, R, query, id);
                 }
                 static_for<tiles_of_run>([&](auto in_run) {
                     constexpr int Tile = R * tiles_of_run + decltype(in_run)::value;
-                    score_tile<Chunk, Rows4, Tile>(scores[Tile], folded, slot, id);
+                    score_tile<WarpTile, Rows4, Tile>(scores[Tile], folded, slot, id);
                 });
             }
         });

@@ -2,8 +2,8 @@
 //
 //   fetch   asks for them, into registers        store   writes [row][channel], times the scale, where query_byte() says
 //
-// Contract: values that are not finite are stored as zeros and reported; rows that do not exist are zeros. `Memory` is
-// attention_memory<...>.
+// Contract: values that are not finite are stored as zeros and reported; rows that do not exist are zeros.
+// `Memory` is attention_memory<...>.
 #pragma once
 
 #include "attention_args.cuh"
@@ -11,23 +11,24 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero, and so are
-/// values that are not finite: store() returns a bit for every row in which this thread has met one.
-template <class Memory, class Format, class T>
+/// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not
+/// exist are zero, and so are values that are not finite: store() returns a bit for every row in which this
+/// thread has met one.
+template <class Memory, class Pair, class T>
 struct query_rows {
     static constexpr int per_load = 8;  // channels of one thread
-    static constexpr int vectors = Memory::rows * Format::head_dim / per_load;
+    static constexpr int vectors = Memory::rows * Pair::head_dim / per_load;
     static constexpr int loads = ceil_div(vectors, Memory::team_threads);  // of the smallest teams
     T values[loads][per_load];
 
-    __device__ __forceinline__ void fetch(const attention_args<Format, T>& a, const item_part& item,
+    __device__ __forceinline__ void fetch(const attention_args<Pair, T>& a, const item_part& item,
                                           const warp_team& team) {
         const int first_row = item.row_block * Memory::rows;
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
             const int vector = i * team.threads() + team.thread();
-            const int row = first_row + vector / (Format::head_dim / per_load);
-            const int channel = vector % (Format::head_dim / per_load) * per_load;
+            const int row = first_row + vector / (Pair::head_dim / per_load);
+            const int channel = vector % (Pair::head_dim / per_load) * per_load;
             if (vector < vectors && row < a.rows) {
                 const T* const from =
                     a.q.at(a.row_token(item.sequence, row), a.row_head(item.kv_head, row)) + channel;
@@ -57,7 +58,8 @@ struct query_rows {
     __device__ __forceinline__ unsigned store_for(float* query, float scale, const std::uint16_t* plan,
                                                   const warp_team& team) const {
         unsigned bad = 0;
-        // A rolled loop that moves the next values to the first place would be shorter, but nvcc 13.0 then loses the third load.
+        // A rolled loop that moves the next values to the first place would be shorter, but nvcc 13.0 then
+        // loses the third load.
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
             const int vector = i * team.threads() + team.thread();
@@ -71,9 +73,9 @@ private:
     __device__ __forceinline__ static unsigned store_vector(const T (&from)[per_load], float* query,
                                                             int vector, float scale,
                                                             [[maybe_unused]] const std::uint16_t* plan) {
-        const int row = vector / (Format::head_dim / per_load),
-                  byte = vector % (Format::head_dim / per_load) * per_load * 4;
-        std::byte* const to = reinterpret_cast<std::byte*>(query + row * Format::head_dim);
+        const int row = vector / (Pair::head_dim / per_load),
+                  byte = vector % (Pair::head_dim / per_load) * per_load * 4;
+        std::byte* const to = reinterpret_cast<std::byte*>(query + row * Pair::head_dim);
         float x[per_load], zero = 0.0f;
 #pragma unroll
         for (int k = 0; k < per_load; ++k) {
@@ -90,13 +92,13 @@ private:
 #pragma unroll
                 for (int k = 0; k < per_load; ++k) {
                     const int channel_byte = 4 * static_cast<int>(plan[byte / 4 + k]);
-                    *reinterpret_cast<float*>(to + query_byte<Format::head_dim>(row, channel_byte)) = x[k];
+                    *reinterpret_cast<float*>(to + query_byte<Pair::head_dim>(row, channel_byte)) = x[k];
                 }
                 return bad;
             }
 #pragma unroll
         for (int k = 0; k < per_load; k += 4)
-            *reinterpret_cast<float4*>(to + query_byte<Format::head_dim>(row, byte + 4 * k)) = {
+            *reinterpret_cast<float4*>(to + query_byte<Pair::head_dim>(row, byte + 4 * k)) = {
                 x[k], x[k + 1], x[k + 2], x[k + 3]};
         return bad;
     }

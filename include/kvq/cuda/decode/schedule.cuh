@@ -1,23 +1,25 @@
-// Who does what: all chunks of all sequences, heads and row blocks in one line, cut into equal shares, one per team of warps.
+// Who does what: all warp tiles of all sequences, heads and row blocks in one line, cut into equal shares,
+// one per team of warps.
 //
-//   item      (sequence, kv head, block of query rows); its chunks follow each other in the line
+//   item      (sequence, kv head, block of query rows); its warp tiles follow each other in the line
 //   team      all warps of a thread block, or a half or a quarter of them where there are many items: the end of an item, where its
 //             warps wait for each other, comes half or a quarter as often
-//   share     chunks [W * i / n, W * (i + 1) / n) of team i of n; touches a few items, most of them whole
-//   warp w    of a team takes chunks w, w + warps, ... of the team's part of an item
+//   share     warp tiles [W * i / n, W * (i + 1) / n) of team i of n; touches a few items, most of them whole
+//   warp w    of a team takes warp tiles w, w + warps, ... of the team's part of an item
 //
-// The lengths of the sequences are read on the device, so a captured graph stays valid while they grow. An item that
-// spans several shares leaves one partial softmax state per share; who has the last one merges them, in token order.
-// A sequence without tokens counts as one chunk, so that its output is written too.
-// Contract: shares differ by at most one chunk (in ragged batches with what ends of items count); the result does not depend on the
-// order in which blocks run.
+// The lengths of the sequences are read on the device, so a captured graph stays valid while they grow. An
+// item that spans several shares leaves one partial softmax state per share; who has the last one merges
+// them, in token order. A sequence without tokens counts as one warp tile, so that its output is written too.
+// Contract: shares differ by at most one warp tile (in ragged batches with what ends of items count); the
+// result does not depend on the order in which blocks run.
 #pragma once
 
-#include "../layout/chunk.cuh"
+#include "../layout/warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// a / b for a >= 0, b > 0. Launches begin with a chain of divisions; most numbers are small enough for floats.
+/// a / b for a >= 0, b > 0. Launches begin with a chain of divisions; most numbers are small enough for
+/// floats.
 __device__ __forceinline__ int divide(int a, int b) {
     if ((a | b) >> 22) return a / b;
     const int q = static_cast<int>(static_cast<float>(a) * reciprocal(static_cast<float>(b)));
@@ -38,19 +40,20 @@ struct work_shape {
     int window;  // 0: none
 
     struct span {
-        int first, count;  // chunks; count is at least 1
-        int real;          // chunks that exist
+        int first, count;  // warp tiles; count is at least 1
+        int real;          // warp tiles that exist
     };
     /// Where the tokens of sequence b that this format may hold end, counted from first_token.
     __device__ __forceinline__ int end(int b) const { return smaller(tokens[b] - first_token, capacity); }
-    /// The first one that some query sees: the oldest query sits at position length - query_tokens and sees `window` tokens.
+    /// The first one that some query sees: the oldest query sits at position length - query_tokens and sees
+    /// `window` tokens.
     __device__ __forceinline__ int begin(int length) const {
         return window > 0 ? larger(0, length - query_tokens - window + 1 - first_token) : 0;
     }
-    /// Chunks of sequence b that hold a token that some query sees. hint: while the previous launch may still write lengths;
-    /// what is read then stays out of the first-level cache.
+    /// Warp tiles of sequence b that hold a token that some query sees. hint: while the previous launch may
+    /// still write lengths; what is read then stays out of the first-level cache.
     template <int Tokens>
-    __device__ __forceinline__ span chunks(int b, bool hint = false) const {
+    __device__ __forceinline__ span warp_tiles(int b, bool hint = false) const {
         const int length = hint ? __ldcg(tokens + b) : tokens[b],
                   end = smaller(length - first_token, capacity);
         const int first = begin(length) / Tokens;
@@ -89,32 +92,34 @@ struct item_part {
     int sequence;
     int line;  // kv_head * row_blocks + row_block
     int kv_head, row_block;
-    int begin;     // of the item, in the line of all chunks
-    int count;     // chunks of the item, and what its end counts
-    int first;     // chunk of the sequence with which the item begins
-    int real;      // chunks that exist: 0 or less where count is 1 for an empty sequence
-    int from, to;  // the team's chunks, relative to `first`
+    int begin;     // of the item, in the line of all warp tiles
+    int count;     // warp tiles of the item, and what its end counts
+    int first;     // warp tile of the sequence with which the item begins
+    int real;      // warp tiles that exist: 0 or less where count is 1 for an empty sequence
+    int from, to;  // the team's warp tiles, relative to `first`
 
-    /// A sequence without tokens has one chunk as well.
-    __device__ __forceinline__ int chunks() const { return larger(1, real); }
+    /// A sequence without tokens has one warp tile as well.
+    __device__ __forceinline__ int warp_tiles() const { return larger(1, real); }
     __device__ __forceinline__ bool is_whole() const { return from == 0 && has_end(); }
-    __device__ __forceinline__ bool has_end() const { return to == chunks(); }
+    __device__ __forceinline__ bool has_end() const { return to == warp_tiles(); }
 };
 
 /// Where a walk over the items of a share stands.
 struct walk_state {
     int share_begin, share_end;
-    int end_counts;  // the end of an item counts like so many chunks, which follow it in the line
-    int item_size;   // chunks that every item takes in the line; 0: its own and end_counts
+    int end_counts;  // the end of an item counts like so many warp tiles, which follow it in the line
+    int item_size;   // warp tiles that every item takes in the line; 0: its own and end_counts
     item_part item;
 };
 
-/// Walks the items of a share. Work: work_shape, or the type with the chunks of several formats (attend_mixed.cuh).
+/// Walks the items of a share. Work: work_shape, or the type with the warp tiles of several formats
+/// (attend_mixed.cuh).
 template <int Tokens, class Work = work_shape>
 struct item_walk : walk_state {
     const Work& work;
     __device__ __forceinline__ explicit item_walk(const Work& w) : walk_state{}, work(w) {}
-    /// Parks the state in shared memory, where it costs no registers, and fetches it again. All lanes of a warp.
+    /// Parks the state in shared memory, where it costs no registers, and fetches it again. All lanes of a
+    /// warp.
     __device__ __forceinline__ void park(walk_state* at) const {
         __syncwarp();
         if (threadIdx.x % warp_size == 0) *at = *this;
@@ -124,12 +129,12 @@ struct item_walk : walk_state {
 
     __device__ __forceinline__ bool done() const { return item.begin >= share_end; }
     __device__ __forceinline__ void clip() {
-        item.from = smaller(larger(share_begin - item.begin, 0), item.chunks());
-        item.to = smaller(share_end - item.begin, item.chunks());
+        item.from = smaller(larger(share_begin - item.begin, 0), item.warp_tiles());
+        item.to = smaller(share_end - item.begin, item.warp_tiles());
     }
-    /// Which chunks the item's sequence has.
+    /// Which warp tiles the item's sequence has.
     __device__ __forceinline__ void measure(bool hint = false) {
-        const auto span = work.template chunks<Tokens>(item.sequence, hint);
+        const auto span = work.template warp_tiles<Tokens>(item.sequence, hint);
         item.first = span.first;
         item.real = span.real;
         item.count = item_size > 0 ? item_size : span.count + end_counts;
@@ -148,15 +153,16 @@ struct item_walk : walk_state {
     }
 };
 
-/// How the line is cut; the same for all teams. Where sequences have about the same number of chunks, each item takes as many as the
-/// longest one, and cuts fall on items: `unit` chunks (an item, or a few whole ones) make `parts` shares. Otherwise the whole line is one unit.
+/// How the line is cut; the same for all teams. Where sequences have about the same number of warp tiles,
+/// each item takes as many as the longest one, and cuts fall on items: `unit` warp tiles (an item, or a few
+/// whole ones) make `parts` shares. Otherwise the whole line is one unit.
 struct share_plan {
     int shares;  // teams that get some
     int unit, parts;
-    int size, longer;  // of a share of a unit: the first `longer` ones have one chunk more
+    int size, longer;  // of a share of a unit: the first `longer` ones have one warp tile more
 
-    __device__ __forceinline__ share_plan(int units, int unit_chunks, int parts_of_unit)
-        : shares(units * parts_of_unit), unit(unit_chunks), parts(parts_of_unit) {
+    __device__ __forceinline__ share_plan(int units, int unit_warp_tiles, int parts_of_unit)
+        : shares(units * parts_of_unit), unit(unit_warp_tiles), parts(parts_of_unit) {
         size = parts == 1 ? unit : divide(unit, parts);
         longer = unit - size * parts;
     }
@@ -168,27 +174,30 @@ struct share_plan {
         const int whole = divide(share, parts);
         return begin(whole, share - whole * parts);
     }
-    /// Items are not longer than `most` chunks: is the longest share shorter than those of `even` chunks would be, which begin and end
-    /// within items? An end of an item counts like end_counts chunks, a cut within one like an end.
+    /// Items are not longer than `most` warp tiles: is the longest share shorter than those of `even` warp
+    /// tiles would be, which begin and end within items? An end of an item counts like end_counts warp tiles,
+    /// a cut within one like an end.
     __device__ __forceinline__ bool pays(int most, int end_counts, int even) const {
         const int items = larger(1, divide(unit, most));  // of a unit
         if (parts > 1 && items > 1) return false;
         return size + (longer > 0) + items * end_counts <= even + 2 * end_counts;
     }
-    /// The share that holds a chunk.
-    __device__ __forceinline__ int holder(int chunk) const {
-        const int whole = divide(chunk, unit), rest = chunk - whole * unit, in_longer = longer * (size + 1);
+    /// The share that holds a warp tile.
+    __device__ __forceinline__ int holder(int warp_tile) const {
+        const int whole = divide(warp_tile, unit), rest = warp_tile - whole * unit,
+                  in_longer = longer * (size + 1);
         return whole * parts + (rest < in_longer ? divide(rest, size + 1)
                                                  : longer + divide(rest - in_longer, larger(size, 1)));
     }
 };
 
-/// Shares for `items` items of equal size, from numbers on the host: each item makes up to `parts` shares, or `each`
-/// items make one; both 0: cuts cannot fall on items without leaving more than an eighth of the teams idle.
+/// Shares for `items` items of equal size, from numbers on the host: each item makes up to `parts` shares, or
+/// `each` items make one; both 0: cuts cannot fall on items without leaving more than an eighth of the teams
+/// idle.
 struct item_shares {
     int split = 0;  // 1 << split teams in a thread block
     int parts = 0, each = 0;
-    bool few = false;  // one share per item and round leaves teams idle, whatever the number of chunks
+    bool few = false;  // one share per item and round leaves teams idle, whatever the number of warp tiles
 
     item_shares() = default;
     /// A block can have up to most_teams, a power of two. As many are taken as items keep busy.
@@ -203,8 +212,8 @@ struct item_shares {
             if (items % fit == 0 && items / fit * 8 >= teams * 7) each = fit;
         }
     }
-    /// The plan for items of `count` chunks, of which a share handles `warps` at a time. Fewer shares leave fewer partial states, so no
-    /// more are taken than make the work shorter.
+    /// The plan for items of `count` warp tiles, of which a share handles `warps` at a time. Fewer shares
+    /// leave fewer partial states, so no more are taken than make the work shorter.
     __device__ __forceinline__ share_plan plan(int items, int count, int teams, int warps) const {
         if (parts > 0) {
             const int rounds = divide_up(count, parts * warps);
@@ -215,7 +224,7 @@ struct item_shares {
     }
 };
 
-/// Chunks of all sequences; lane i adds up sequences [from, to).
+/// Warp tiles of all sequences; lane i adds up sequences [from, to).
 struct batch_count {
     int from, to, sum;
     int first;  // of the first sequence
@@ -223,7 +232,7 @@ struct batch_count {
     bool same;  // are all alike?
 };
 template <int Tokens, class Work>
-__device__ __forceinline__ batch_count count_chunks(const Work& work, bool hint) {
+__device__ __forceinline__ batch_count count_warp_tiles(const Work& work, bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int each = ceil_div(work.sequences, warp_size);
     batch_count n{};
@@ -233,7 +242,7 @@ __device__ __forceinline__ batch_count count_chunks(const Work& work, bool hint)
     n.same = true;
 #pragma unroll 1
     for (int b = n.from; b < n.to; ++b) {
-        const int count = work.template chunks<Tokens>(b, hint).count;
+        const int count = work.template warp_tiles<Tokens>(b, hint).count;
         if (b == n.from) first = count;
         n.sum += count;
         n.most = larger(n.most, count);
@@ -246,8 +255,8 @@ __device__ __forceinline__ batch_count count_chunks(const Work& work, bool hint)
     return n;
 }
 
-/// How many teams a thread block has: 1 << the result. An item that is much longer than a share of a small team would make too many
-/// parts, which the small team with the last one merges.
+/// How many teams a thread block has: 1 << the result. An item that is much longer than a share of a small
+/// team would make too many parts, which the small team with the last one merges.
 template <int Tokens, class Work>
 __device__ __forceinline__ int split_block(const item_walk<Tokens, Work>& walk, const item_shares& cut,
                                            const batch_count& n) {
@@ -258,8 +267,8 @@ __device__ __forceinline__ int split_block(const item_walk<Tokens, Work>& walk, 
     return n.most * shares <= 4 * total ? cut.split : 0;
 }
 
-/// Finds where the share of a team begins. Every warp does it for itself: no barrier. end_counts: for sequences of different lengths,
-/// since shares of short ones would have more ends of items than others.
+/// Finds where the share of a team begins. Every warp does it for itself: no barrier. end_counts: for
+/// sequences of different lengths, since shares of short ones would have more ends of items than others.
 template <int Tokens, class Work>
 __device__ __forceinline__ share_plan find_share(const Work& work, const item_shares& cut,
                                                  const warp_team& team, int end_counts, const batch_count& n,
@@ -274,7 +283,7 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
         walk.clip();
     };
     const auto skip_empty = [&] {
-        if (item.from < item.chunks()) return;  // otherwise the share before has them
+        if (item.from < item.warp_tiles()) return;  // otherwise the share before has them
         walk.next();
         if (walk.done()) walk.share_begin = walk.share_end;
     };
@@ -317,13 +326,13 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
     if (share >= plan.shares) return plan;
     walk.share_begin = plan.begin(0, share);
     walk.share_end = plan.begin(0, share + 1);
-    // The lane whose sequences hold the share's first chunk finds the item and tells the others.
+    // The lane whose sequences hold the share's first warp tile finds the item and tells the others.
     int sequence = 0, line = 0, begin = 0;
     const bool mine = walk.share_begin >= before && walk.share_begin < before + sum;
     if (mine) {
 #pragma unroll 1
         for (int b = n.from; b < n.to; ++b) {
-            const int count = work.template chunks<Tokens>(b, hint).count + walk.end_counts;
+            const int count = work.template warp_tiles<Tokens>(b, hint).count + walk.end_counts;
             if (walk.share_begin < before + count * work.lines) {
                 sequence = b;
                 line = (walk.share_begin - before) / count;

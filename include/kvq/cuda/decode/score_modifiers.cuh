@@ -3,9 +3,11 @@
 //   s = cap tanh(q . k / cap);   s = score.score(s, q_head, q_pos, k_pos);   hidden: -infinity
 //   softmax sum + exp(score.sink_logit(q_head))
 //
-// A score modifier is a template argument of attend(): without one there is no code of it. Where it has score(), all chunks take the rare twin
-// of the loop (attend_warps.cuh), as they do with softcap. Trees of drafted tokens hide scores of the few chunks that hold a draft.
-// Contract: names and order of arguments are those of the CPU's score modifiers (attention/score_modifiers.hpp), so one struct can be both.
+// A score modifier is a template argument of attend(): without one there is no code of it. Where it has
+// score(), all warp tiles take the rare twin of the loop (attend_warps.cuh), as they do with softcap. Trees
+// of drafted tokens hide scores of the few warp tiles that hold a draft.
+// Contract: names and order of arguments are those of the CPU's score modifiers
+// (attention/score_modifiers.hpp), so one struct can be both.
 #pragma once
 
 #include "attention_args.cuh"
@@ -29,9 +31,9 @@ struct alibi {
     }
 };
 
-/// exp(logits[q_head]) more in the softmax sum of a row, without a value; also in lse and state_out: of launches whose states are merged, only
-/// one takes it. Rows without keys stay empty. -infinity: none; logits above 2.3586e38 count as that; NaN
-/// gives NaN. gpt-oss, arXiv 2508.10925.
+/// exp(logits[q_head]) more in the softmax sum of a row, without a value; also in lse and state_out: of
+/// launches whose states are merged, only one takes it. Rows without keys stay empty. -infinity: none; logits
+/// above 2.3586e38 count as that; NaN gives NaN. gpt-oss, arXiv 2508.10925.
 struct learned_sinks {
     const float* logits;  ///< [q_heads], device memory
 
@@ -51,7 +53,8 @@ inline constexpr bool has_sinks = requires(const Score& s) {
 template <class Score>
 inline constexpr bool is_modifier = has_score<Score> || has_sinks<Score> || std::is_same_v<Score, unmodified>;
 
-/// A row's learned sink becomes a part of its state: one more score, without a value. Returns the factor of the row's output.
+/// A row's learned sink becomes a part of its state: one more score, without a value. Returns the factor of
+/// the row's output.
 __device__ __forceinline__ float add_sink(float logit, float& max, float& sum) {
     if (max == -INFINITY) return 1.0f;
     const float score = sink_score(logit), top = fmaxf(max, score), factor = exp2_fast(max - top);
@@ -67,16 +70,17 @@ __device__ __forceinline__ float capped(float s, float cap) {
 }
 
 /// One score, which kernels have in powers of two. Positions are counted from the format's first token.
-template <class Format, class T, class Score>
-__device__ __forceinline__ float modified_score(const attention_args<Format, T>& a, const Score& score,
-                                                float s, int head, int query, int key) {
+template <class Pair, class T, class Score>
+__device__ __forceinline__ float modified_score(const attention_args<Pair, T>& a, const Score& score, float s,
+                                                int head, int query, int key) {
     return log2e *
            score.score(s * (1.0f / log2e), head, query + a.cache.first_token, key + a.cache.first_token);
 }
-/// The scores of a chunk whose first token is `first`. hidden: tokens of the sequence that are not shown; shift: of the page (page_cuts.cuh).
-template <class Keys, int Rows4, class Format, class T, class Score>
+/// The scores of a warp tile whose first token is `first`. hidden: tokens of the sequence that are not shown;
+/// shift: of the page (page_cuts.cuh).
+template <class Keys, int Rows4, class Pair, class T, class Score>
 __device__ __forceinline__ void modify_scores(float (&scores)[Keys::tiles][Rows4][4],
-                                              const attention_args<Format, T>& a, const Score& score,
+                                              const attention_args<Pair, T>& a, const Score& score,
                                               const item_part& item, int first, int hidden, int shift,
                                               const lane_id& id) {
     const int length = a.work.tokens[item.sequence] - hidden;
@@ -97,21 +101,22 @@ __device__ __forceinline__ void modify_scores(float (&scores)[Keys::tiles][Rows4
     }
 }
 
-/// Is a token a drafted one that the query does not see? `visible`: the query's word. Tokens behind the query: anything.
+/// Is a token a drafted one that the query does not see? `visible`: the query's word. Tokens behind the
+/// query: anything.
 __device__ __forceinline__ bool is_hidden(std::uint64_t visible, int token, int draft_begin) {
     return token >= draft_begin && (visible >> (token - draft_begin & 63) & 1u) == 0;
 }
-/// Are these kernels also for trees of drafted tokens? Others would become longer, and slower by up to 4 % where caches of instructions are
-/// full (low2).
+/// Are these kernels also for trees of drafted tokens? Others would become longer, and slower by up to 4 %
+/// where caches of instructions are full (low2).
 template <int Rows4>
 inline constexpr bool takes_trees = Rows4 == 4;
 /// A bit for each of a lane's scores.
 template <class Keys, int Rows4>
 using score_bits = std::conditional_t<(Keys::tiles * Rows4 * 4 > 32), std::uint64_t, std::uint32_t>;
-/// For each of a lane's rows and tokens of a chunk a bit: is it a drafted token that the row does not see? Bit (tile * Rows4 + n) * 4 + r.
-/// A call: inline it would make windows' loops a fifth longer.
-template <class Keys, int Rows4, class Format, class T>
-__device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_args<Format, T>& a,
+/// For each of a lane's rows and tokens of a warp tile a bit: is it a drafted token that the row does not
+/// see? Bit (tile * Rows4 + n) * 4 + r. A call: inline it would make windows' loops a fifth longer.
+template <class Keys, int Rows4, class Pair, class T>
+__device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_args<Pair, T>& a,
                                                               const item_part* item, int first) {
     static_assert(Keys::tiles * Rows4 * 4 <= 64);
     using bits = score_bits<Keys, Rows4>;

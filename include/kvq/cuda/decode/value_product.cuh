@@ -1,16 +1,17 @@
-// Weights of a chunk and their product with the packed values: an online softmax whose steps are chunks.
+// Weights of a warp tile and their product with the packed values: an online softmax whose steps are warp
+// tiles.
 //
-//   w = 2^(s - max of the chunk),   w' = w * value scale of the token,   w' ~= step * (256 high + low)   unsigned bytes
+//   w = 2^(s - max of the warp tile),   w' = w * value scale of the token,   w' ~= step * (256 high + low)   unsigned bytes
 //   16-bit values: w = high + low, each rounded to the values' own type
-//   state:  max' = max(max, max of the chunk),  output' = output * 2^(max - max') + step * 2^(chunk max - max') * C w
+//   state:  max' = max(max, max of the warp tile),  output' = output * 2^(max - max') + step * 2^(warp tile max - max') * C w
 //
 // Weights of codes are rounded lane by lane, so that those of a lane have the rounded sum of what they stand
 // for, to within one step, however small they are beside the largest one (cpu/product/folded.hpp:
-// sum_rounding).
-// Where tokens have scales, the step comes from the largest w' and weights may be relative to an older maximum (follow_maximum).
-// Weights travel through shared memory once, as words of B: [group of value parameters][4 rows][column][unit].
-// Value biases are summed per group of channels and added at the end; value parameters of channels apply to the product.
-// Contract: weights are exact to 2^-16 of the largest weight of the chunk (codes), 2^-20 (fp16), 2^-15
+// sum_rounding). Where tokens have scales, the step comes from the largest w' and weights may be relative to
+// an older maximum (follow_maximum). Weights travel through shared memory once, as words of B: [group of
+// value parameters][4 rows][column][unit]. Value biases are summed per group of channels and added at the
+// end; value parameters of channels apply to the product.
+// Contract: weights are exact to 2^-16 of the largest weight of the warp tile (codes), 2^-20 (fp16), 2^-15
 // (bf16).
 #pragma once
 
@@ -75,7 +76,8 @@ struct finished_rows {
     }
 };
 
-/// Softmax state of the rows lane_row(n, t) of a warp; `sum` and `bias` are this lane's part, `max` is the warp's.
+/// Softmax state of the rows lane_row(n, t) of a warp; `sum` and `bias` are this lane's part, `max` is the
+/// warp's.
 template <class Values, int Rows4>
 struct warp_state {
     float max[Rows4];
@@ -131,8 +133,9 @@ struct warp_state {
     }
 };
 
-/// Where a unit's weights lie among those of a lane: units that a product takes together stand next to each other, so that
-/// they arrive in neighbouring registers. (With two sets, chunk::sets, these are units 0 and 2, 1 and 3 of four.)
+/// Where a unit's weights lie among those of a lane: units that a product takes together stand next to each
+/// other, so that they arrive in neighbouring registers. (With two sets, warp_tile::sets, these are units 0
+/// and 2, 1 and 3 of four.)
 template <int Sets>
 KVQ_HD constexpr int weight_place(int unit) {
     return Sets == 2 ? (unit & ~3) | (unit & 1) << 1 | (unit >> 1 & 1) : unit;
@@ -155,15 +158,16 @@ __device__ __forceinline__ void load_weights(std::uint32_t (&b)[Registers], std:
     }
 }
 
-/// TokenScales of one chunk: of what the state holds (unless it follows), of what is added, and of each set's product.
+/// TokenScales of one warp_tile: of what the state holds (unless it follows), of what is added, and of each
+/// set's product.
 template <class Values, int Rows4>
-struct chunk_factors {
+struct warp_tile_factors {
     float keep[Rows4];
     float take[Rows4];
     float step[weight_words<Values>::sets][Rows4];
 };
 
-/// The largest score of the n-th row among the lane's tokens of a chunk; without tokens -infinity.
+/// The largest score of the n-th row among the lane's tokens of a warp tile; without tokens -infinity.
 template <class Keys, int Rows4>
 __device__ __forceinline__ float largest_own(float (&s)[Keys::tiles][Rows4][4], int n, const lane_id& id) {
     const bool idle = Keys::tile_height == 16 && id.g >= 4;
@@ -189,7 +193,7 @@ __device__ __forceinline__ float exponentiate(float (&s)[Keys::tiles][Rows4][4],
         sum += (s[tile][n][0] + s[tile][n][1]) + (s[tile][n][2] + s[tile][n][3]);
     return sum;
 }
-/// Does any row of the warp keep less than all? After a few chunks maxima hardly ever rise.
+/// Does any row of the warp keep less than all? After a few warp tiles maxima hardly ever rise.
 template <int Rows4>
 __device__ __forceinline__ bool any_rises(const float (&keep)[Rows4]) {
     bool rises = false;
@@ -201,8 +205,9 @@ __device__ __forceinline__ bool any_rises(const float (&keep)[Rows4]) {
 /// How far (in powers of two) a state's maximum may stay below the largest score.
 inline constexpr float score_slack = 2.0f;
 
-/// state.max becomes the largest score so far, rounded up, where it was more than score_slack below. Lanes have to know of each other's
-/// scores only then. Weights relative to different whole numbers round alike: how a context is divided changes float sums only.
+/// state.max becomes the largest score so far, rounded up, where it was more than score_slack below. Lanes
+/// have to know of each other's scores only then. Weights relative to different whole numbers round alike:
+/// how a context is divided changes float sums only.
 template <class Keys, class State, int Rows4>
 __device__ __forceinline__ void follow_maximum(float (&s)[Keys::tiles][Rows4][4], State& state,
                                                const lane_id& id) {
@@ -231,10 +236,11 @@ __device__ __forceinline__ void follow_maximum(float (&s)[Keys::tiles][Rows4][4]
 template <class Values>
 inline constexpr bool follows = !Values::full && Values::scales_tokens;
 
-/// Scores become weights relative to the largest of the chunk or, where it follows, to the state's; the state moves on.
+/// Scores become weights relative to the largest of the warp tile or, where it follows, to the state's; the
+/// state moves on.
 template <class Keys, class Values, int Rows4>
 __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], warp_state<Values, Rows4>& state,
-                                       chunk_factors<Values, Rows4>& factors, const lane_id& id) {
+                                       warp_tile_factors<Values, Rows4>& factors, const lane_id& id) {
     if constexpr (follows<Values>) {
         follow_maximum<Keys>(s, state, id);
 #pragma unroll
@@ -256,11 +262,12 @@ __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], warp_s
     }
 }
 
-/// Writes the weights as words of B, times the value scales of the tokens; adds up what value biases contribute.
+/// Writes the weights as words of B, times the value scales of the tokens; adds up what value biases
+/// contribute.
 template <class Keys, class Values, int Rows4>
 __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows4][4],
                                               warp_state<Values, Rows4>& state,
-                                              chunk_factors<Values, Rows4>& factors, std::uint32_t slot,
+                                              warp_tile_factors<Values, Rows4>& factors, std::uint32_t slot,
                                               std::uint32_t weights, const lane_id& id) {
     using words = weight_words<Values>;
     constexpr int quads_of_tile = Keys::tile_height / 4;
@@ -392,12 +399,13 @@ __device__ __forceinline__ channel_numbers channels_of(std::uint32_t slot, const
     return {{s.x, s.y, s.z, s.w}, {b.x, b.y, b.z, b.w}};
 }
 
-/// output = output * keep + step * (values x weights) for every tile of 32 channels. `first`: the chunk's first token of its page.
+/// output = output * keep + step * (values x weights) for every tile of 32 channels. `first`: the warp tile's
+/// first token of its page.
 template <class Values, int Rows4>
 __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
-                                           const chunk_factors<Values, Rows4>& factors, std::uint32_t slot,
-                                           [[maybe_unused]] int first, std::uint32_t weights,
-                                           const lane_id& id) {
+                                           const warp_tile_factors<Values, Rows4>& factors,
+                                           std::uint32_t slot, [[maybe_unused]] int first,
+                                           std::uint32_t weights, const lane_id& id) {
     using words = weight_words<Values>;
     using traits = typename Values::traits;
     using sum_type = std::conditional_t<Values::full, float, int>;

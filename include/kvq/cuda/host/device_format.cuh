@@ -1,8 +1,8 @@
 // Formats of a cache on the device as values: what a program has instantiated, chosen by name when it runs.
 //
 //   const kvq::cuda::device_format compiled[] = {
-//       make_device_format<float16, kivi_format<4, 64, 128, 64>>(),
-//       make_device_format<float16, preset_format<std4, 128>, preset_format<low2, 128>>()};
+//       make_device_format<float16, kivi_pair<4, 64, 128, 64>>(),
+//       make_device_format<float16, preset_pair<std4, 128>, preset_pair<low2, 128>>()};
 //
 // The kernels of one entry take keys, values and queries of type T, keep sinks and recent window in T, and quantize to the first format
 // that a cache names. Pages of all formats of an entry may be in one sequence: requantizing and stepping down go from one to another.
@@ -109,10 +109,10 @@ struct device_functions {
 };
 
 /// The name of both schemes of a format in find_format.
-template <class Format>
+template <class Pair>
 std::string name_of_format() {
-    using keys = typename Format::keys;
-    using values = typename Format::values;
+    using keys = typename Pair::keys;
+    using values = typename Pair::values;
     std::string name;
     for_each_preset([&]<class Preset>(Preset) {
         if (std::is_same_v<keys, typename Preset::keys> && std::is_same_v<values, typename Preset::values>)
@@ -131,25 +131,25 @@ std::string name_of_format() {
     return std::string(keys{}.name()) + "+" + std::string(values{}.name());
 }
 
-template <class Score, class T, class... Formats>
+template <class Score, class T, class... Pairs>
 struct device_table {
-    using first = std::tuple_element_t<0, std::tuple<Formats...>>;
+    using first = std::tuple_element_t<0, std::tuple<Pairs...>>;
     static constexpr int head_dim = first::head_dim, value_dim = first::value_dim,
                          page_tokens = first::page_tokens;
-    static_assert(sizeof...(Formats) <= most_formats,
+    static_assert(sizeof...(Pairs) <= most_formats,
                   "kvq::cuda::make_device_format: at most 4 formats may be in one sequence");
-    static_assert(((same_geometry<first, Formats>)&&...),
+    static_assert(((same_geometry<first, Pairs>)&&...),
                   "kvq::cuda::make_device_format: formats of one sequence have the same head sizes and page "
                   "size");
     static_assert(!full_precision<typename first::keys>,
                   "kvq::cuda::make_device_format: the window is 16 bit already; formats are quantized ones");
-    using window_format = format<full<T>, full<T>, head_dim, page_tokens, value_dim>;
-    using sinks_format = format<full<T>, full<T>, head_dim, 16, value_dim>;
+    using window_pair = block_pair<full<T>, full<T>, head_dim, page_tokens, value_dim>;
+    using sinks_pair = block_pair<full<T>, full<T>, head_dim, 16, value_dim>;
 
-    template <class Format>
-    static cache_ref<Format> ref(const layer_view& l, const layer_memory& pages, const int* table,
-                                 int columns, int first_token) noexcept {
-        cache_ref<Format> c;
+    template <class Pair>
+    static cache_ref<Pair> ref(const layer_view& l, const layer_memory& pages, const int* table, int columns,
+                               int first_token) noexcept {
+        cache_ref<Pair> c;
         c.key_pages = pages.keys;
         c.value_pages = pages.values;
         c.key_page_bytes = pages.key_page_bytes;
@@ -162,63 +162,63 @@ struct device_table {
         c.first_token = first_token;
         return c;
     }
-    static cache_ref<window_format> window(const layer_view& l) noexcept {
-        return ref<window_format>(l, l.window, l.window_table, l.ring, l.first_token);
+    static cache_ref<window_pair> window(const layer_view& l) noexcept {
+        return ref<window_pair>(l, l.window, l.window_table, l.ring, l.first_token);
     }
-    static cache_ref<sinks_format> sinks(const layer_view& l) noexcept {
-        return ref<sinks_format>(l, l.sinks, l.sink_table, l.sink_columns, 0);
+    static cache_ref<sinks_pair> sinks(const layer_view& l) noexcept {
+        return ref<sinks_pair>(l, l.sinks, l.sink_table, l.sink_columns, 0);
     }
-    template <class Format>
-    static cache_ref<Format> quantized(const layer_view& l, int number, const int* table) noexcept {
+    template <class Pair>
+    static cache_ref<Pair> quantized(const layer_view& l, int number, const int* table) noexcept {
         const layer_view::part& p = l.quantized[number];
-        auto c = ref<Format>(l, p.pages, table, l.columns, l.first_token);
+        auto c = ref<Pair>(l, p.pages, table, l.columns, l.first_token);
         c.key_plans = p.key_plans;
         c.key_feedback = p.key_feedback;
         return c;
     }
-    template <class Format>
-    static cache_part<Format> part(const layer_view& l, int number) noexcept {
+    template <class Pair>
+    static cache_part<Pair> part(const layer_view& l, int number) noexcept {
         const layer_view::part& p = l.quantized[number];
-        return {quantized<Format>(l, number, p.table), page_range::all, p.first_page, p.end_page, -1, l.cuts};
+        return {quantized<Pair>(l, number, p.table), page_range::all, p.first_page, p.end_page, -1, l.cuts};
     }
     template <int... I>
     static auto mix(const layer_view& l, std::integer_sequence<int, I...>) noexcept {
-        cache_part<window_format> recent = in_window(window(l));
+        cache_part<window_pair> recent = in_window(window(l));
         recent.first_page = l.committed;
         recent.cuts = l.cuts;
-        sink_part<sinks_format> first_tokens = sink_tokens(sinks(l), l.first_token);
+        sink_part<sinks_pair> first_tokens = sink_tokens(sinks(l), l.first_token);
         first_tokens.cuts = l.cuts;
         // Pages are in the window from `committed` on; the length says too much while a draft waits, so its own rule has the whole ring.
-        return make_mixed((l.ring - 1) * page_tokens + 1, part<Formats>(l, I)..., recent, first_tokens);
+        return make_mixed((l.ring - 1) * page_tokens + 1, part<Pairs>(l, I)..., recent, first_tokens);
     }
-    using numbers = std::make_integer_sequence<int, static_cast<int>(sizeof...(Formats))>;
+    using numbers = std::make_integer_sequence<int, static_cast<int>(sizeof...(Pairs))>;
     using mix_type = decltype(mix(std::declval<const layer_view&>(), numbers{}));
 
     /// Calls f(std::type_identity<format number i>{}).
     template <class F>
-    static status with_format(int number, F&& f) {
+    static status with_pair(int number, F&& f) {
         status result;
         int i = 0;
-        ((i++ == number ? void(result = f(std::type_identity<Formats>{})) : void()), ...);
+        ((i++ == number ? void(result = f(std::type_identity<Pairs>{})) : void()), ...);
         return result;
     }
 
     static status commit(std::span<const layer_view> layers, int target, int new_tokens, const int* counts,
                          cudaStream_t stream) {
-        return with_format(target, [&]<class Format>(std::type_identity<Format>) {
-            std::vector<cache_ref<Format>> pages;
-            std::vector<cache_ref<window_format>> windows;
+        return with_pair(target, [&]<class Pair>(std::type_identity<Pair>) {
+            std::vector<cache_ref<Pair>> pages;
+            std::vector<cache_ref<window_pair>> windows;
             for (const layer_view& l : layers) {
-                pages.push_back(quantized<Format>(l, target, l.quantized[target].commit_table));
+                pages.push_back(quantized<Pair>(l, target, l.quantized[target].commit_table));
                 windows.push_back(window(l));
             }
-            return commit_due_pages(std::span<const cache_ref<Format>>(pages),
-                                    std::span<const cache_ref<window_format>>(windows), layers[0].recent,
+            return commit_due_pages(std::span<const cache_ref<Pair>>(pages),
+                                    std::span<const cache_ref<window_pair>>(windows), layers[0].recent,
                                     new_tokens, layers[0].not_finite, stream, counts);
         });
     }
     static status keep(const keep_args& a, int sequences, int layers, cudaStream_t stream) {
-        return keep_tokens<window_format, sinks_format>(a, sequences, layers, stream);
+        return keep_tokens<window_pair, sinks_pair>(a, sequences, layers, stream);
     }
     static status store_new(const layer_view& l, const untyped_view& k, const untyped_view& v, int new_tokens,
                             cudaStream_t stream) {
@@ -228,19 +228,19 @@ struct device_table {
     static status store(const layer_view& l, const layer_memory& pages, bool in_sinks, const untyped_view& k,
                         const untyped_view& v, const long long* slot_list, cudaStream_t stream) {
         if (in_sinks)
-            return cuda::store(ref<sinks_format>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
+            return cuda::store(ref<sinks_pair>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
                                slot_list, nullptr, stream);
-        return cuda::store(ref<window_format>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
+        return cuda::store(ref<window_pair>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
                            slot_list, nullptr, stream);
     }
     static status requantize(const layer_view& l, int from, const layer_memory& window_pages, int to,
                              const int* from_pages, const int* to_pages, int count, cudaStream_t stream) {
-        return with_format(to, [&]<class To>(std::type_identity<To>) {
+        return with_pair(to, [&]<class To>(std::type_identity<To>) {
             const auto target = quantized<To>(l, to, nullptr);
             if (from < 0)
-                return requantize_pages(ref<window_format>(l, window_pages, nullptr, 0, 0), target,
-                                        from_pages, to_pages, count, l.not_finite, stream);
-            return with_format(from, [&]<class From>(std::type_identity<From>) -> status {
+                return requantize_pages(ref<window_pair>(l, window_pages, nullptr, 0, 0), target, from_pages,
+                                        to_pages, count, l.not_finite, stream);
+            return with_pair(from, [&]<class From>(std::type_identity<From>) -> status {
                 if constexpr (std::is_same_v<From, To>)
                     return bad_value("pages have format %d already", from);
                 else
@@ -251,8 +251,8 @@ struct device_table {
     }
     static status dequantize(const layer_view& l, int part, const untyped_view& keys,
                              const untyped_view& values, const int* starts, cudaStream_t stream) {
-        return with_format(part, [&]<class Format>(std::type_identity<Format>) {
-            return dequantize_tokens(quantized<Format>(l, part, l.quantized[part].table), keys.as<T>(),
+        return with_pair(part, [&]<class Pair>(std::type_identity<Pair>) {
+            return dequantize_tokens(quantized<Pair>(l, part, l.quantized[part].table), keys.as<T>(),
                                      values.as<T>(), starts, stream);
         });
     }
@@ -266,8 +266,8 @@ struct device_table {
                           const untyped_view& q, const untyped_view& out, const int* starts, int new_tokens,
                           const prefill_options& options, cudaStream_t stream) {
         constexpr const char* reason = [] {
-            const char* first = no_prefill<window_format>;
-            ((first = first != nullptr ? first : no_prefill<Formats>), ...);
+            const char* first = no_prefill<window_pair>;
+            ((first = first != nullptr ? first : no_prefill<Pairs>), ...);
             return first;
         }();
         if constexpr (reason == nullptr)
@@ -283,32 +283,32 @@ struct device_table {
     static key_state make_keys(int number, const calibration& statistics) {
         key_state state;
         const cache_shape& shape = statistics.shape();
-        const auto make = [&]<class Format>() {
-            using K = typename Format::keys;
+        const auto make = [&]<class Pair>() {
+            using K = typename Pair::keys;
             if constexpr (std::is_constructible_v<K, const calibration&>) {
                 const K keys(statistics);
                 const auto blocks = static_cast<std::size_t>(shape.layers * shape.kv_heads);
                 if constexpr (is_mixed<K>) {
                     state.fingerprint = keys.fingerprint();
-                    state.plans.resize(blocks * key_plan_words<Format>);
+                    state.plans.resize(blocks * key_plan_words<Pair>);
                     for (int layer = 0; layer < shape.layers; ++layer)
-                        write_key_plan<Format>(*keys.plan(), layer,
-                                               &state.plans[static_cast<std::size_t>(layer * shape.kv_heads) *
-                                                            key_plan_words<Format>]);
+                        write_key_plan<Pair>(*keys.plan(), layer,
+                                             &state.plans[static_cast<std::size_t>(layer * shape.kv_heads) *
+                                                          key_plan_words<Pair>]);
                 }
                 if constexpr (requires { keys.encoder.matrices; })
                     if (keys.encoder.matrices) {
                         constexpr std::size_t matrix = static_cast<std::size_t>(head_dim) * head_dim;
                         state.feedback.resize(blocks * matrix);
                         for (int layer = 0; layer < shape.layers; ++layer)
-                            write_key_feedback<Format>(
+                            write_key_feedback<Pair>(
                                 *keys.encoder.matrices, layer,
                                 &state.feedback[static_cast<std::size_t>(layer * shape.kv_heads) * matrix]);
                     }
             }
         };
         int i = 0;
-        ((i++ == number ? make.template operator()<Formats>() : void()), ...);
+        ((i++ == number ? make.template operator()<Pairs>() : void()), ...);
         return state;
     }
     static constexpr device_functions functions{
@@ -339,16 +339,16 @@ struct device_format {
     }
 };
 
-/// T: float16 or bfloat16, of the window and of k, v, q and out. Formats: cuda::format of quantized schemes, up to 4 that may be in one
+/// T: float16 or bfloat16, of the window and of k, v, q and out. Pairs: block pairs of quantized schemes, up to 4 that may be in one
 /// sequence; they have the same head sizes and page size.
 /// Score: the type of score modifier that cache::attend() takes (score_modifiers.cuh).
-template <class Score, class T, class... Formats>
+template <class Score, class T, class... Pairs>
 device_format make_scored_format() {
     static_assert(std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>,
                   "kvq::cuda::make_device_format: the window is float16 or bfloat16");
-    using table = detail::device_table<Score, T, Formats...>;
-    using window = typename table::window_format;
-    using sinks = typename table::sinks_format;
+    using table = detail::device_table<Score, T, Pairs...>;
+    using window = typename table::window_pair;
+    using sinks = typename table::sinks_pair;
     device_format f{table::head_dim,
                     table::value_dim,
                     table::page_tokens,
@@ -357,16 +357,15 @@ device_format make_scored_format() {
                     {window::key_block_bytes, window::value_block_bytes},
                     {sinks::key_block_bytes, sinks::value_block_bytes},
                     &table::functions};
-    (f.kinds.push_back({detail::name_of_format<Formats>(), typename Formats::keys{}.name(),
-                        typename Formats::values{}.name(), Formats::key_block_bytes,
-                        Formats::value_block_bytes}),
+    (f.kinds.push_back({detail::name_of_format<Pairs>(), typename Pairs::keys{}.name(),
+                        typename Pairs::values{}.name(), Pairs::key_block_bytes, Pairs::value_block_bytes}),
      ...);
     return f;
 }
 /// The same without a score modifier.
-template <class T, class... Formats>
+template <class T, class... Pairs>
 device_format make_device_format() {
-    return make_scored_format<unmodified, T, Formats...>();
+    return make_scored_format<unmodified, T, Pairs...>();
 }
 
 }}}  // namespace kvq::cuda

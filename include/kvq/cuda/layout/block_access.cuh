@@ -3,8 +3,8 @@
 //   read     x^ of (token, channel): the code through unpack_code, its parameters through scheme::value (schemes/block_layout.hpp)
 //   quantize   one line of parameters and its codes, with the same functions as the CPU, so that bytes are the same
 //
-// Contract: dequantizing equals the CPU's bit for bit; quantizing gives the CPU's bytes (core/rounding.hpp), also with --use_fast_math,
-// but for numbers below 1.2e-38, which that makes zeros.
+// Contract: dequantizing equals the CPU's bit for bit; quantizing gives the CPU's bytes (core/rounding.hpp),
+// also with --use_fast_math, but for numbers below 1.2e-38, which that makes zeros.
 #pragma once
 
 #include "../arch/ptx.cuh"
@@ -57,10 +57,10 @@ KVQ_HD typename S::width_quads quads_of(const std::uint16_t* plan) noexcept {
 }
 
 /// x^ of one number of a page.
-template <tensor Role, class Format>
-KVQ_HD float read_value(const cache_ref<Format>& cache, int page, int head, int token, int channel) noexcept {
-    using S = scheme_of<Role, Format>;
-    constexpr block_shape shape = shape_of<Role, Format>;
+template <tensor Role, class Pair>
+KVQ_HD float read_value(const cache_ref<Pair>& cache, int page, int head, int token, int channel) noexcept {
+    using S = scheme_of<Role, Pair>;
+    constexpr block_shape shape = shape_of<Role, Pair>;
     const std::byte* const block = cache.template block<Role>(page, head);
     if constexpr (is_mixed<S>) {
         const std::uint16_t* const plan = cache.key_plan(head);
@@ -71,7 +71,8 @@ KVQ_HD float read_value(const cache_ref<Format>& cache, int page, int head, int 
     }
 }
 
-/// Neighbours of x in P below or above it, as core/float_formats.hpp has them, with hardware conversion where there is one.
+/// Neighbours of x in P below or above it, as core/float_formats.hpp has them, with hardware conversion where
+/// there is one.
 template <class P>
 __device__ __forceinline__ P round_outside(float x, bool up) {
     if constexpr (std::is_same_v<P, float16>) {

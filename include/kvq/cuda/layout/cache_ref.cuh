@@ -1,10 +1,11 @@
 // A paged cache in device memory, seen by kernels: pointers, strides and tables, passed by value.
 //
-// `format` fixes at compile time what decides the code of a kernel: both schemes, both head sizes and the page size.
-// The pages are byte for byte those of the CPU (docs/reference/format.md): a page is kv_heads key (or value) blocks, one after the
-// other, so every block of one head is contiguous. Token i of a sequence lies in column i / PageTokens of its row of
-// the block table, once `first_token` has been subtracted. A negative entry means "not held in this format". A sequence
-// whose pages have several formats has one cache_ref (and one table) for each; mixed_cache.cuh puts them together.
+// `block_pair` fixes at compile time what decides the code of a kernel: both schemes, both head sizes and the
+// page size. The pages are byte for byte those of the CPU (docs/reference/format.md): a page is kv_heads key
+// (or value) blocks, one after the other, so every block of one head is contiguous. Token i of a sequence
+// lies in column i / PageTokens of its row of the block table, once `first_token` has been subtracted. A
+// negative entry means "not held in this format". A sequence whose pages have several formats has one
+// cache_ref (and one table) for each; mixed_cache.cuh puts them together.
 #pragma once
 
 #include <cstddef>
@@ -83,25 +84,26 @@ constexpr std::size_t block_bytes_of(const block_shape& s) {
 
 }  // namespace detail
 
-/// Schemes that kernels know: full<T>; scheme<...> with the library's levels, parameters in a float format and the
-/// encoder `enclosing`; scheme<...> per channel with asymmetric levels, parameters of 8 bits or in a float format,
-/// token scales or none, any encoder, one width or several.
+/// Schemes that kernels know: full<T>; scheme<...> with the library's levels, parameters in a float format
+/// and the encoder `enclosing`; scheme<...> per channel with asymmetric levels, parameters of 8 bits or in a
+/// float format, token scales or none, any encoder, one width or several.
 template <class S>
 concept device_scheme = full_precision<S> || detail::is_grid<S> || detail::is_mixed<S> ||
     (detail::is_composed<S>&& float_format<typename S::parameter>);
 
 template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = HeadDim>
-struct format {
-    static_assert(!detail::has_own_levels<Keys> && !detail::has_own_levels<Values>,
-                  "kvq::cuda::format: levels are asymmetric or symmetric; levels of your own run on the CPU");
+struct block_pair {
+    static_assert(
+        !detail::has_own_levels<Keys> && !detail::has_own_levels<Values>,
+        "kvq::cuda::block_pair: levels are asymmetric or symmetric; levels of your own run on the CPU");
     static_assert(
         (device_scheme<Keys> && device_scheme<Values>) || detail::has_own_levels<Keys> ||
             detail::has_own_levels<Values>,
-        "kvq::cuda::format: schemes must be full<T>, or scheme<...> with float, float16, bfloat16 or "
+        "kvq::cuda::block_pair: schemes must be full<T>, or scheme<...> with float, float16, bfloat16 or "
         "8-bit parameters; encoders other than enclosing are per channel, with asymmetric levels");
-    static_assert(!detail::is_mixed<Values>, "kvq::cuda::format: several widths are for keys only");
+    static_assert(!detail::is_mixed<Values>, "kvq::cuda::block_pair: several widths are for keys only");
     static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1,
-                  "kvq::cuda::format: sizes must be at least 1");
+                  "kvq::cuda::block_pair: sizes must be at least 1");
     using keys = Keys;
     using values = Values;
     static constexpr int head_dim = HeadDim;
@@ -118,43 +120,44 @@ struct format {
         detail::block_bytes_of<Values>({tensor::value, PageTokens, ValueDim});
 };
 
-/// Both KIVI schemes at once: kivi_format<4, 64, 128, 64>.
+/// Both KIVI schemes at once: kivi_pair<4, 64, 128, 64>.
 template <int Bits, int Group, int HeadDim, int PageTokens, class Params = params<float16>>
-using kivi_format = format<typename kivi<Bits, Group, Params>::keys,
-                           typename kivi<Bits, Group, Params>::values, HeadDim, PageTokens>;
+using kivi_pair = block_pair<typename kivi<Bits, Group, Params>::keys,
+                             typename kivi<Bits, Group, Params>::values, HeadDim, PageTokens>;
 
-/// Both schemes of a preset: preset_format<std4, 128>.
+/// Both schemes of a preset: preset_pair<std4, 128>.
 template <class Preset, int HeadDim, int PageTokens = 128>
-using preset_format = format<typename Preset::keys, typename Preset::values, HeadDim, PageTokens>;
+using preset_pair = block_pair<typename Preset::keys, typename Preset::values, HeadDim, PageTokens>;
 
 /// Numbers of 16 bits of one head's plan: the place of every channel, then quads of every width.
-template <class Format>
+template <class Pair>
 inline constexpr int key_plan_words = [] {
-    if constexpr (detail::is_mixed<typename Format::keys>)
-        return kvq::detail::round_up(Format::head_dim + Format::keys::width_list::count, 8);
+    if constexpr (detail::is_mixed<typename Pair::keys>)
+        return kvq::detail::round_up(Pair::head_dim + Pair::keys::width_list::count, 8);
     else
         return 0;
 }();
 
-/// Writes the plan of a layer's heads as cache_ref::key_plans needs it: kv_heads * key_plan_words<Format> numbers, in host
-/// memory. The plan must be one for Format's head_dim.
-template <class Format>
+/// Writes the plan of a layer's heads as cache_ref::key_plans needs it: kv_heads * key_plan_words<Pair>
+/// numbers, in host memory. The plan must be one for Pair's head_dim.
+template <class Pair>
 void write_key_plan(const width_plan& plan, int layer, std::uint16_t* out) noexcept {
-    for (int head = 0; head < plan.kv_heads; ++head, out += key_plan_words<Format>) {
+    for (int head = 0; head < plan.kv_heads; ++head, out += key_plan_words<Pair>) {
         const channel_allocation& a = plan.blocks[static_cast<std::size_t>(layer * plan.kv_heads + head)];
-        for (int i = 0; i < key_plan_words<Format>; ++i) out[i] = 0;
+        for (int i = 0; i < key_plan_words<Pair>; ++i) out[i] = 0;
         for (std::size_t place = 0; place < a.order.size(); ++place)
             out[a.order[place]] = static_cast<std::uint16_t>(place);
         for (std::size_t w = 0; w < a.quads.size(); ++w)
-            out[static_cast<std::size_t>(Format::head_dim) + w] = a.quads[w];
+            out[static_cast<std::size_t>(Pair::head_dim) + w] = a.quads[w];
     }
 }
 
-/// Writes what error feedback needs of a layer's heads as cache_ref::key_feedback wants it: kv_heads * head_dim^2 floats, in host
-/// memory. The matrices must be those of the keys' encoder, made with the same plan.
-template <class Format>
+/// Writes what error feedback needs of a layer's heads as cache_ref::key_feedback wants it: kv_heads *
+/// head_dim^2 floats, in host memory. The matrices must be those of the keys' encoder, made with the same
+/// plan.
+template <class Pair>
 void write_key_feedback(const feedback_matrices& matrices, int layer, float* out) noexcept {
-    constexpr int dim = Format::head_dim;
+    constexpr int dim = Pair::head_dim;
     for (int head = 0; head < matrices.kv_heads(); ++head)
         for (int i = 0; i < dim; ++i, out += dim) {
             const float* const row = matrices.row({layer, head}, dim, i);
@@ -162,9 +165,9 @@ void write_key_feedback(const feedback_matrices& matrices, int layer, float* out
         }
 }
 
-template <class Format>
+template <class Pair>
 struct cache_ref {
-    using format_type = Format;
+    using pair_type = Pair;
 
     std::byte* key_pages = nullptr;    // page p starts at p * key_page_bytes; 16-byte aligned
     std::byte* value_pages = nullptr;  // page p starts at p * value_page_bytes; may interleave with key_pages
@@ -176,11 +179,11 @@ struct cache_ref {
     int table_columns = 0;
     int kv_heads = 0;
     int first_token = 0;
-    /// Keys of mixed widths: orders and widths of this layer's heads in device memory, see write_key_plan(). Null: without a
-    /// plan.
+    /// Keys of mixed widths: orders and widths of this layer's heads in device memory, see write_key_plan().
+    /// Null: without a plan.
     const std::uint16_t* key_plans = nullptr;
-    /// Coding keys with error_feedback: [kv_heads][head_dim][head_dim] of this layer in device memory, see write_key_feedback().
-    /// Null: the encoder has no matrices.
+    /// Coding keys with error_feedback: [kv_heads][head_dim][head_dim] of this layer in device memory, see
+    /// write_key_feedback(). Null: the encoder has no matrices.
     const float* key_feedback = nullptr;
 
     /// Where the block table names the page in a column of a sequence.
@@ -190,15 +193,15 @@ struct cache_ref {
     }
     /// The plan of a head, or null.
     KVQ_HD const std::uint16_t* key_plan(int head) const noexcept {
-        return key_plans == nullptr ? nullptr : key_plans + head * key_plan_words<Format>;
+        return key_plans == nullptr ? nullptr : key_plans + head * key_plan_words<Pair>;
     }
     KVQ_HD std::byte* key_block(int page, int head) const noexcept {
         return key_pages + static_cast<std::size_t>(page) * key_page_bytes +
-               static_cast<std::size_t>(head) * Format::key_block_bytes;
+               static_cast<std::size_t>(head) * Pair::key_block_bytes;
     }
     KVQ_HD std::byte* value_block(int page, int head) const noexcept {
         return value_pages + static_cast<std::size_t>(page) * value_page_bytes +
-               static_cast<std::size_t>(head) * Format::value_block_bytes;
+               static_cast<std::size_t>(head) * Pair::value_block_bytes;
     }
     /// The block of `Role` of one page and head.
     template <tensor Role>
@@ -210,27 +213,27 @@ struct cache_ref {
     }
     /// Page size in bytes when pages are dense.
     static constexpr std::size_t dense_key_page(int kv_heads) noexcept {
-        return Format::key_block_bytes * static_cast<std::size_t>(kv_heads);
+        return Pair::key_block_bytes * static_cast<std::size_t>(kv_heads);
     }
     static constexpr std::size_t dense_value_page(int kv_heads) noexcept {
-        return Format::value_block_bytes * static_cast<std::size_t>(kv_heads);
+        return Pair::value_block_bytes * static_cast<std::size_t>(kv_heads);
     }
 };
 
 namespace detail {
 
-template <tensor Role, class Format>
-using scheme_of = std::conditional_t<Role == tensor::key, typename Format::keys, typename Format::values>;
-template <tensor Role, class Format>
-inline constexpr int dim_of = Role == tensor::key ? Format::head_dim : Format::value_dim;
-template <tensor Role, class Format>
-inline constexpr block_shape shape_of{Role, Format::page_tokens, dim_of<Role, Format>};
+template <tensor Role, class Pair>
+using scheme_of = std::conditional_t<Role == tensor::key, typename Pair::keys, typename Pair::values>;
+template <tensor Role, class Pair>
+inline constexpr int dim_of = Role == tensor::key ? Pair::head_dim : Pair::value_dim;
+template <tensor Role, class Pair>
+inline constexpr block_shape shape_of{Role, Pair::page_tokens, dim_of<Role, Pair>};
 
 /// Of a sequence: sums and differences of a few numbers of tokens fit into an int.
 inline constexpr int most_tokens = 1 << 28;
 
-template <class Format>
-status check_ref(const cache_ref<Format>& c, bool tables) noexcept {
+template <class Pair>
+status check_ref(const cache_ref<Pair>& c, bool tables) noexcept {
     if (c.kv_heads < 1) return bad_value("the cache has %d kv heads", c.kv_heads);
     if (c.key_pages == nullptr || c.value_pages == nullptr)
         return bad_value("the cache has no pages (null pointer)");
@@ -242,14 +245,14 @@ status check_ref(const cache_ref<Format>& c, bool tables) noexcept {
     if (c.key_page_bytes < c.dense_key_page(c.kv_heads) ||
         c.value_page_bytes < c.dense_value_page(c.kv_heads))
         return bad_value("page strides of %zu and %zu bytes are smaller than %d heads of %zu and %zu bytes",
-                         c.key_page_bytes, c.value_page_bytes, c.kv_heads, Format::key_block_bytes,
-                         Format::value_block_bytes);
+                         c.key_page_bytes, c.value_page_bytes, c.kv_heads, Pair::key_block_bytes,
+                         Pair::value_block_bytes);
     if (!tables) return {};
     if (c.sequences < 0 || c.table_columns < (c.sequences > 0 ? 1 : 0))
         return bad_value("%d sequences with %d block table columns", c.sequences, c.table_columns);
-    if (c.table_columns > most_tokens / Format::page_tokens)
+    if (c.table_columns > most_tokens / Pair::page_tokens)
         return bad_value("%d block table columns of %d tokens are more than 2^28 tokens", c.table_columns,
-                         Format::page_tokens);
+                         Pair::page_tokens);
     if (c.sequences > 0 && (c.block_table == nullptr || c.tokens == nullptr))
         return bad_value("block table or sequence lengths are null pointers");
     if (c.first_token < 0 || c.first_token > most_tokens)

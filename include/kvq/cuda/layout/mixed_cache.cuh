@@ -2,18 +2,21 @@
 //
 //   auto cache = kvq::cuda::make_mixed(recent, behind_window(quantized), in_window(window), sink_tokens(sinks, 4));
 //
-// One cache_ref per format: pages, strides, a block table. A part states which pages of a sequence it holds, so no table is searched:
+// One cache_ref per format: pages, strides, a block table. A part states which pages of a sequence it holds,
+// so no table is searched:
 //
 //   all             those that its table names, up to the end of the sequence or of the table (sinks; pages that were requantized)
 //   behind_window   pages [0, committed)
 //   in_window       pages from `committed` on. The table is a ring: page i stands in column i % table_columns
 //   committed       = (tokens - first_token - recent) / page_tokens pages lie wholly behind the recent window
 //
-// `first_page` and `end_page` cut a part further, per sequence: formats that follow each other (step down) cost nothing for the
-// pages of the others. Negative entries of a table are skipped, as everywhere. Counts come from `tokens`, which kernels read on the
-// device: a captured graph stays valid while sequences grow, and no table changes when a page is committed.
-// Quantized pages may hide tokens (page_cuts.cuh); `tokens` then counts hidden ones, and positions follow those that are shown.
-// Contract: every token is named by one part at most; parts have the same tokens, sequences, kv heads, head sizes and cuts.
+// `first_page` and `end_page` cut a part further, per sequence: formats that follow each other (step down)
+// cost nothing for the pages of the others. Negative entries of a table are skipped, as everywhere. Counts
+// come from `tokens`, which kernels read on the device: a captured graph stays valid while sequences grow,
+// and no table changes when a page is committed. Quantized pages may hide tokens (page_cuts.cuh); `tokens`
+// then counts hidden ones, and positions follow those that are shown.
+// Contract: every token is named by one part at most; parts have the same tokens, sequences, kv heads, head
+// sizes and cuts.
 #pragma once
 
 #include <tuple>
@@ -28,11 +31,11 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 enum class page_range { all, behind_window, window };
 
 /// The pages of one format.
-template <class Format>
+template <class Pair>
 struct cache_part {
-    using format_type = Format;
+    using pair_type = Pair;
     using part_type = cache_part;
-    cache_ref<Format> cache;
+    cache_ref<Pair> cache;
     page_range range = page_range::all;
     const int* first_page =
         nullptr;  // [sequences], device memory: pages before it are not of this format. Null: 0
@@ -41,8 +44,8 @@ struct cache_part {
     page_cuts cuts = {};  // pages that hide tokens: the same for all parts
 };
 
-/// Columns that the ring of a recent window needs, where launches store new_tokens tokens per sequence and commit the pages that are
-/// then behind the window. For attention alone: new_tokens = 0.
+/// Columns that the ring of a recent window needs, where launches store new_tokens tokens per sequence and
+/// commit the pages that are then behind the window. For attention alone: new_tokens = 0.
 KVQ_HD constexpr int window_columns(int recent, int page_tokens, int new_tokens = 1) noexcept {
     return (recent + new_tokens + page_tokens - 2) / page_tokens + 1;
 }
@@ -51,10 +54,10 @@ KVQ_HD constexpr int committed_pages(int tokens, int recent, int page_tokens) no
     return tokens > recent ? (tokens - recent) / page_tokens : 0;
 }
 
-/// The first tokens of every sequence. In pages of 16 tokens in the window's 16-bit format they cost least: attention reads them with the
-/// window's instructions.
-template <class Format>
-struct sink_part : cache_part<Format> {};
+/// The first tokens of every sequence. In pages of 16 tokens in the window's 16-bit format they cost least:
+/// attention reads them with the window's instructions.
+template <class Pair>
+struct sink_part : cache_part<Pair> {};
 
 namespace detail {
 
@@ -87,21 +90,21 @@ void for_each_part(const object_list<Xs...>& list, F&& f) {
     (std::make_integer_sequence<int, sizeof...(Xs)>{});
 }
 
-template <class Format>
-cache_part<Format> as_part(const cache_ref<Format>& cache) noexcept {
+template <class Pair>
+cache_part<Pair> as_part(const cache_ref<Pair>& cache) noexcept {
     return {cache};
 }
 template <class Part>
 requires requires {
-    typename Part::format_type;
+    typename Part::pair_type;
     typename Part::part_type;
 }
 Part as_part(const Part& part) noexcept { return part; }
 
 template <class Part>
 inline constexpr bool is_sink_part = false;
-template <class Format>
-inline constexpr bool is_sink_part<sink_part<Format>> = true;
+template <class Pair>
+inline constexpr bool is_sink_part<sink_part<Pair>> = true;
 
 }  // namespace detail
 
@@ -112,20 +115,21 @@ struct mixed_cache_ref {
     int recent = 0;  // tokens at the end of a sequence that stay in 16 bit at least
 };
 
-template <class Format>
-cache_part<Format> behind_window(const cache_ref<Format>& cache) noexcept {
+template <class Pair>
+cache_part<Pair> behind_window(const cache_ref<Pair>& cache) noexcept {
     return {cache, page_range::behind_window};
 }
-template <class Format>
-cache_part<Format> in_window(const cache_ref<Format>& cache) noexcept {
+template <class Pair>
+cache_part<Pair> in_window(const cache_ref<Pair>& cache) noexcept {
     return {cache, page_range::window};
 }
 /// The first `sinks` tokens of every sequence, in pages that may have room for more.
-template <class Format>
-sink_part<Format> sink_tokens(const cache_ref<Format>& cache, int sinks) noexcept {
+template <class Pair>
+sink_part<Pair> sink_tokens(const cache_ref<Pair>& cache, int sinks) noexcept {
     return {{cache, page_range::all, nullptr, nullptr, sinks}};
 }
-/// Parts are made by behind_window(), in_window() and sink_tokens(); a cache_ref stands for all pages that its table names.
+/// Parts are made by behind_window(), in_window() and sink_tokens(); a cache_ref stands for all pages that
+/// its table names.
 template <class... Parts>
 auto make_mixed(int recent, const Parts&... parts) noexcept {
     const auto make = [&]<class... Made>(const Made&... made) {
@@ -141,16 +145,16 @@ inline constexpr bool is_mix = false;
 template <class... Parts>
 inline constexpr bool is_mix<mixed_cache_ref<Parts...>> = true;
 
-template <class Format, class First>
-status check_part(const cache_part<Format>& part, const cache_ref<First>& first, int recent) noexcept {
-    const cache_ref<Format>& c = part.cache;
+template <class Pair, class First>
+status check_part(const cache_part<Pair>& part, const cache_ref<First>& first, int recent) noexcept {
+    const cache_ref<Pair>& c = part.cache;
     if (status s = check_ref(c, true); !s) return s;
     if (c.tokens != first.tokens || c.sequences != first.sequences || c.kv_heads != first.kv_heads)
         return bad_value("the parts of a mixed cache are of different sequences");
-    const int needed = window_columns(recent, Format::page_tokens, 0);
+    const int needed = window_columns(recent, Pair::page_tokens, 0);
     if (part.range == page_range::window && c.sequences > 0 && c.table_columns < needed)
         return bad_value("a window of %d tokens needs %d pages of %d tokens, its table has %d columns",
-                         recent, needed, Format::page_tokens, c.table_columns);
+                         recent, needed, Pair::page_tokens, c.table_columns);
     return {};
 }
 
@@ -161,12 +165,12 @@ status check_mix(const mixed_cache_ref<Parts...>& cache) noexcept {
         return bad_value("the recent window is %d tokens", cache.recent);
     status result;
     int page_tokens = 0, first_token = 0;
-    const auto check = [&]<class Format>(const cache_part<Format>& part) {
+    const auto check = [&]<class Pair>(const cache_part<Pair>& part) {
         if (result) result = check_part(part, get<0>(cache.parts).cache, cache.recent);
         if (!result || part.range == page_range::all) return;
-        if (page_tokens != 0 && (page_tokens != Format::page_tokens || first_token != part.cache.first_token))
+        if (page_tokens != 0 && (page_tokens != Pair::page_tokens || first_token != part.cache.first_token))
             result = bad_value("window and quantized pages of a mixed cache have other sizes or sinks");
-        page_tokens = Format::page_tokens;
+        page_tokens = Pair::page_tokens;
         first_token = part.cache.first_token;
     };
     static_assert((0 + ... + (is_sink_part<Parts> ? 1 : 0)) <= 1,

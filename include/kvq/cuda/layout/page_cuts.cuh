@@ -6,9 +6,10 @@
 //   shift      of a page: the tokens of the sequence behind its first shown one that are not shown. A query at position q sees the tokens at
 //              places t with t + shift <= q + hidden, and through a window of w tokens those with t + shift > q + hidden - w
 //
-// A trim into a quantized page leaves it as it is and hides its last tokens; the next token begins a page. So all hidden tokens lie in quantized
-// pages before `end`, where place and position differ; behind them they differ by `hidden`. A sequence whose `end` is 0 has no such page,
-// and kernels then look nothing up. Contract: no page hides all of its tokens. Sinks, the window and drafts hide none.
+// A trim into a quantized page leaves it as it is and hides its last tokens; the next token begins a page. So
+// all hidden tokens lie in quantized pages before `end`, where place and position differ; behind them they
+// differ by `hidden`. A sequence whose `end` is 0 has no such page, and kernels then look nothing up.
+// Contract: no page hides all of its tokens. Sinks, the window and drafts hide none.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +21,7 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
-/// What a tile or chunk of a page shows: its tokens [begin, end), and the page's shift.
+/// What a tile or warp tile of a page shows: its tokens [begin, end), and the page's shift.
 struct shown_tokens {
     int begin, end, shift;
 };
@@ -38,8 +39,8 @@ struct page_cuts {
     /// [sequences]: pages from here on show all of their tokens. Null: so do all pages
     const int* end = nullptr;
     const int* hidden = nullptr;  ///< [sequences]: tokens that are not shown
-    /// [sequences][columns][2], before `end`: the position of the page's first shown token; the number of this token in the page, plus 65536
-    /// times that of the first one behind the shown ones
+    /// [sequences][columns][2], before `end`: the position of the page's first shown token; the number of
+    /// this token in the page, plus 65536 times that of the first one behind the shown ones
     const int* shown = nullptr;
     int columns = 0, page_tokens = 1;
     int first_token = 0;  ///< place of the first page
@@ -64,7 +65,8 @@ struct page_cuts {
                 kvq::detail::smaller(kvq::detail::larger(stop - in_page, 0), count),
                 cut.hidden - (place - in_page + begin - position)};
     }
-    /// The place of the first token that a query sees who would see those from `place` on if none before it were hidden.
+    /// The place of the first token that a query sees who would see those from `place` on if none before it
+    /// were hidden.
     __device__ __forceinline__ int first_seen(int sequence, int place) const {
         const detail::sequence_cut cut = of(sequence);
         if (place >= cut.place) return place;

@@ -4,10 +4,11 @@
 //   P = byte_params                        bytes under three numbers of the group (quant/byte_params.hpp): scales come in units of
 //                                    group_line::unit, which folds into a product's last factor; biases = first + step * code
 //
-// Two bytes at a time are permuted and multiplied to where half floats have their bits (scales, token scales), or each is put behind the
-// point of 2^15, which is subtracted (biases).
-// Contract: unit * scales and token scales are exactly those that the CPU dequantizes (the products are exact, see byte_params.hpp); codes of
-// biases are integers, and first + step * code is left to who adds them up.
+// Two bytes at a time are permuted and multiplied to where half floats have their bits (scales, token
+// scales), or each is put behind the point of 2^15, which is subtracted (biases).
+// Contract: unit * scales and token scales are exactly those that the CPU dequantizes (the products are
+// exact, see byte_params.hpp); codes of biases are integers, and first + step * code is left to who adds them
+// up.
 #pragma once
 
 #include "../../quant/block_params.hpp"
@@ -48,7 +49,8 @@ struct group_line<byte_params> {
     }
 };
 
-/// Four half floats: 0 and 2 in one word, 1 and 3 in the other, which is the order in which masks leave the codes of a word.
+/// Four half floats: 0 and 2 in one word, 1 and 3 in the other, which is the order in which masks leave the
+/// codes of a word.
 struct half_quad {
     std::uint32_t even, odd;
 
@@ -64,7 +66,8 @@ struct half_quad {
                 unpack_half<float16, 1>(odd)};
     }
 };
-/// The bytes of a word, codes of a small_float, as half floats; all times half_lift, where the smallest one would be subnormal.
+/// The bytes of a word, codes of a small_float, as half floats; all times half_lift, where the smallest one
+/// would be subnormal.
 template <class SmallFloat>
 inline constexpr int half_lift = SmallFloat::smallest < 0x1p-14f ? 2 : 1;
 template <class SmallFloat>
@@ -105,7 +108,8 @@ __device__ __forceinline__ float4 load_scales(std::uint32_t at) {
         return load_parameters<P>(at);
 }
 
-/// Codes of the token scales of four neighbouring tokens. They may start at any even address: Skew says how far from a word.
+/// Codes of the token scales of four neighbouring tokens. They may start at any even address: Skew says how
+/// far from a word.
 template <int Skew>
 __device__ __forceinline__ std::uint32_t load_token_scale_codes(std::uint32_t at) {
     static_assert(Skew == 0 || Skew == 2);

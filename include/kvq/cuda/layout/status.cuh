@@ -2,8 +2,9 @@
 //
 //   if (auto s = kvq::cuda::attend(...); !s) std::fputs(s.message, stderr);
 //
-// Contract: shapes and pointers are checked before anything is launched; a call that reports cudaErrorInvalidValue has
-// not touched the stream. Errors of kernels themselves arrive later, as with every launch.
+// Contract: shapes and pointers are checked before anything is launched; a call that reports
+// cudaErrorInvalidValue has not touched the stream. Errors of kernels themselves arrive later, as with every
+// launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,7 +38,8 @@ inline status bad_value(const char* format, Numbers... numbers) noexcept {
     return s;
 }
 
-/// An error of the runtime. The caller has its code, so it is not left for somebody's next cudaGetLastError().
+/// An error of the runtime. The caller has its code, so it is not left for somebody's next
+/// cudaGetLastError().
 inline status runtime_error(cudaError_t code, const char* what) noexcept {
     (void)cudaGetLastError();
     status s;
@@ -46,8 +48,8 @@ inline status runtime_error(cudaError_t code, const char* what) noexcept {
     return s;
 }
 
-/// May the blocks of a launch take their places while the stream's previous kernel runs out? Then the kernel itself waits
-/// (wait_for_predecessor) before it touches what that one may write.
+/// May the blocks of a launch take their places while the stream's previous kernel runs out? Then the kernel
+/// itself waits (wait_for_predecessor) before it touches what that one may write.
 enum class overlap { no, yes };
 
 /// Launches a kernel. The status is that of this launch, whatever error others have left behind.

@@ -1,30 +1,32 @@
-// 16-bit chunks of 32 tokens on their way to shared memory in few instructions: window pages, and sinks in pages of 16 tokens.
+// 16-bit warp tiles of 32 tokens on their way to shared memory in few instructions: window pages, and sinks
+// in pages of 16 tokens.
 //
 //   keys     a line of 128 bytes is two channels of 32 tokens; of two pages of 16 tokens, its halves are 64 bytes of each
 //   values   a line is two tokens of 32 channels; the second page follows the first one
 //
-// What a warp needs of a window is a few chunks a launch: the copies of chunk.cuh and joined_chunk.cuh, unrolled wherever a unit is asked
-// for, would be five times the code of everything else and take longer to fetch than to run. So this is a loop, and a function.
-// Contract: as chunk.cuh, whose places in shared memory these are. Of a page that is null nothing is read.
+// What a warp needs of a window is a few warp tiles a launch: the copies of warp_tile.cuh and
+// joined_warp_tile.cuh, unrolled wherever a unit is asked for, would be five times the code of everything
+// else and take longer to fetch than to run. So this is a loop, and a function.
+// Contract: as warp_tile.cuh, whose places in shared memory these are. Of a page that is null nothing is
+// read.
 #pragma once
 
-#include "joined_chunk.cuh"
+#include "joined_warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Pages of 16 tokens in the scheme of a 16-bit format: its sinks.
-template <class Format>
-using sink_format =
-    format<typename Format::keys, typename Format::values, Format::head_dim, 16, Format::value_dim>;
+template <class Pair>
+using sink_pair = block_pair<typename Pair::keys, typename Pair::values, Pair::head_dim, 16, Pair::value_dim>;
 
-template <class Format>
+template <class Pair>
 inline constexpr bool copies_windows = [] {
-    if constexpr (full_precision<typename Format::keys> && full_precision<typename Format::values>) {
+    if constexpr (full_precision<typename Pair::keys> && full_precision<typename Pair::values>) {
         constexpr bool pages =
-            Format::page_tokens % 32 == 0 && Format::head_dim % 16 == 0 && Format::value_dim % 32 == 0;
-        if constexpr (pages && joins_pages<sink_format<Format>>) {
-            using keys = code_chunk<tensor::key, Format, 32>;
-            using values = code_chunk<tensor::value, Format, 32>;
+            Pair::page_tokens % 32 == 0 && Pair::head_dim % 16 == 0 && Pair::value_dim % 32 == 0;
+        if constexpr (pages && joins_pages<sink_pair<Pair>>) {
+            using keys = code_warp_tile<tensor::key, Pair, 32>;
+            using values = code_warp_tile<tensor::value, Pair, 32>;
             return keys::supported && values::supported && keys::aligned && values::aligned &&
                    !keys::skewed && !values::skewed && keys::traits::columns_per_unit == 2 &&
                    values::traits::columns_per_unit == 2;
@@ -33,11 +35,12 @@ inline constexpr bool copies_windows = [] {
     return false;
 }();
 
-/// Starts copying the chunk that begins at token `first` of `page`, or two pages of sinks. All lanes of a warp.
-template <tensor Role, class Format>
+/// Starts copying the warp tile that begins at token `first` of `page`, or two pages of sinks. All lanes of a
+/// warp.
+template <tensor Role, class Pair>
 __device__ __attribute__((noinline)) void copy_window(std::uint32_t to, const std::byte* page,
                                                       const std::byte* second, int first, bool sinks) {
-    using unit = code_chunk<Role, Format, 32>;
+    using unit = code_warp_tile<Role, Pair, 32>;
     constexpr int lines = unit::lines, of_line = 8, vectors = unit::tiles * lines * of_line;
     constexpr int of_quarter = unit::lane_lines(0), last = unit::last_quarter(0);
 #pragma unroll 2

@@ -1,15 +1,18 @@
-// Attention of a prompt's new tokens over the pages before them and over themselves, in one launch and without scratch memory.
+// Attention of a prompt's new tokens over the pages before them and over themselves, in one launch and
+// without scratch memory.
 //
 //   out[i] = softmax(scale q_i K^T) V     K, V: x^ of all pages of the sequence, then the new tokens 0..i in 16 bit
 //
-// The new tokens are not stored yet: they see each other, and the recent window, in 16 bit, as in the CPU's prefill. Store them
-// afterwards (store_new_tokens, commit_due_pages, or requantize_pages for a long prompt). Sequences of a batch may have any number of new tokens
-// each, one or none too; a block of 256 (query, head) pairs is the least work, so single tokens are better
-// off with attend().
-// Contract: each row is computed by one thread block, in order of position: results depend neither on the batch nor on timing. Weights, values
-// and keys are rounded to half floats (prefill_tile.cuh). Relative error against double on dequantized values, on normal data: 3e-4 (fp16) to 8e-4 (low2); a score of
-// products p_c moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q holds NaN is NaN.
-// Memory besides arguments: none. sm_90a, 64 or 128 channels: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
+// The new tokens are not stored yet: they see each other, and the recent window, in 16 bit, as in the CPU's
+// prefill. Store them afterwards (store_new_tokens, commit_due_pages, or requantize_pages for a long prompt).
+// Sequences of a batch may have any number of new tokens each, one or none too; a block of 256 (query, head)
+// pairs is the least work, so single tokens are better off with attend().
+// Contract: each row is computed by one thread block, in order of position: results depend neither on the
+// batch nor on timing. Weights, values and keys are rounded to half floats (prefill_tile.cuh). Relative error
+// against double on dequantized values, on normal data: 3e-4 (fp16) to 8e-4 (low2); a score of products p_c
+// moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q
+// holds NaN is NaN. Memory besides arguments: none. sm_90a, 64 or 128 channels: prefill_wgmma.cuh; everything
+// else from 8.0 on: prefill_mma.cuh.
 #pragma once
 
 #include <cmath>
@@ -79,22 +82,23 @@ status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t str
 
 }  // namespace detail
 
-/// history: the sequences before their new tokens (lengths do not count these). k, v, q, out: rows starts[b] to starts[b + 1] - 1 are
-/// the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences + 1], device memory. most_new_tokens: of one sequence.
-/// starts null: one sequence, whose queries are all rows of q and whose new tokens are all rows of k and v (options.lead).
-/// With options.state_out, out may be a null pointer.
-/// Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 256 / group new tokens read the cache once.
+/// history: the sequences before their new tokens (lengths do not count these). k, v, q, out: rows starts[b]
+/// to starts[b + 1] - 1 are the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences
+/// + 1], device memory. most_new_tokens: of one sequence.
+/// starts null: one sequence, whose queries are all rows of q and whose new tokens are all rows of k and v
+/// (options.lead). With options.state_out, out may be a null pointer. Complexity: q_heads * (new tokens) *
+/// (tokens before) * 4 * head_dim operations; every 256 / group new tokens read the cache once.
 template <class T, class... Parts>
 status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& k,
                const token_view<const T>& v, const token_view<const T>& q, const token_view<T>& out,
                const int* starts, int most_new_tokens, const prefill_options& options,
                cudaStream_t stream) noexcept {
-    using first_format = typename std::tuple_element_t<0, std::tuple<Parts...>>::format_type;
-    constexpr int dim = first_format::head_dim;
-    static_assert(((Parts::format_type::head_dim == dim) && ...),
+    using first_pair = typename std::tuple_element_t<0, std::tuple<Parts...>>::pair_type;
+    constexpr int dim = first_pair::head_dim;
+    static_assert(((Parts::pair_type::head_dim == dim) && ...),
                   "kvq::cuda::prefill: all parts must have the same head_dim");
     static_assert(
-        (detail::prefills<typename Parts::format_type> && ...),
+        (detail::prefills<typename Parts::pair_type> && ...),
         "kvq::cuda::prefill: no kernels for these pages (detail::no_tiles says why): other formats go "
         "through dequantize_tokens");
     const auto& cache = detail::get<0>(history.parts).cache;
@@ -173,10 +177,10 @@ template <class Mix, class T>
 requires detail::is_mix<Mix> kernel_choice prefill_kernel()
 noexcept {
     return [&]<class... Parts>(const mixed_cache_ref<Parts...>&) {
-        using format = typename std::tuple_element_t<0, std::tuple<Parts...>>::format_type;
+        using pair = typename std::tuple_element_t<0, std::tuple<Parts...>>::pair_type;
         kernel_choice choice;
         detail::with_kernel(
-            detail::prefill_launches<format::head_dim, false, detail::prefill_args<T, Parts...>>{}, 1,
+            detail::prefill_launches<pair::head_dim, false, detail::prefill_args<T, Parts...>>{}, 1,
             [](auto) {}, &choice);
         return choice;
     }(Mix{});

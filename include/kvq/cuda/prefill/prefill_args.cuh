@@ -1,4 +1,5 @@
-// What a prompt's attention takes: new tokens of every sequence, the pages before them, options; and how tiles are counted.
+// What a prompt's attention takes: new tokens of every sequence, the pages before them, options; and how
+// tiles are counted.
 //
 //   rows    the queries of a kv head: row r of a sequence is its new token r / group, query head r % group of the kv head
 //   block   `prefill_rows` rows of one sequence and kv head: what a thread block, or a cluster of two, works on
@@ -22,7 +23,8 @@ struct prefill_options {
         nullptr;  ///< [q_heads], device memory: a logit in every softmax sum, without a value. Null: none
     float* lse = nullptr;        ///< [new tokens][q_heads], natural log of the softmax sum
     float* state_out = nullptr;  ///< softmax states of all rows (attention_args.cuh)
-    /// Where starts is null, of one sequence: query i sees the new tokens up to i + lead of it, none where that is below 0.
+    /// Where starts is null, of one sequence: query i sees the new tokens up to i + lead of it, none where
+    /// that is below 0.
     int lead = 0;
 };
 
@@ -68,7 +70,8 @@ struct prefill_block {
     }
 };
 
-/// The new tokens that rows of a block see, in tiles: [0, sinks) and [first, end). `first` is a whole number of tiles.
+/// The new tokens that rows of a block see, in tiles: [0, sinks) and [first, end). `first` is a whole number
+/// of tiles.
 struct new_range {
     int sinks, first, end;
 
@@ -110,7 +113,8 @@ struct prefill_args {
         return {kvq::detail::smaller(kvq::detail::larger(sinks - block.history, 0), first), first,
                 kvq::detail::smaller(block.last_query + 1, block.new_tokens)};
     }
-    /// What tokens 16 lane to 16 lane + 15 of a tile of pages show: bit i, does token i? Whole where no page hides a token.
+    /// What tokens 16 lane to 16 lane + 15 of a tile of pages show: bit i, does token i? Whole where no page
+    /// hides a token.
     struct shown_slice {
         int shift = 0;
         unsigned tokens = 0xffffu;
@@ -140,19 +144,19 @@ struct prefill_args {
     }
 };
 
-/// Tokens [first, end) of a part, counted from its first one; `first` begins a page or lies a whole number of tiles behind one that
-/// does.
+/// Tokens [first, end) of a part, counted from its first one; `first` begins a page or lies a whole number of
+/// tiles behind one that does.
 struct token_range {
     int first, end;
     KVQ_HD constexpr int tiles(int tile) const noexcept {
         return kvq::detail::ceil_div(kvq::detail::larger(0, end - first), tile);
     }
 };
-template <class Format>
-__device__ __forceinline__ token_range tokens_of(const cache_part<Format>& part, bool sinks,
+template <class Pair>
+__device__ __forceinline__ token_range tokens_of(const cache_part<Pair>& part, bool sinks,
                                                  const prefill_block& block, int recent, int window,
                                                  int tile) {
-    constexpr int page = Format::page_tokens;
+    constexpr int page = Pair::page_tokens;
     const int b = block.sequence, behind = block.history - part.cache.first_token;
     const int named = part.range == page_range::window ? most_tokens : part.cache.table_columns * page;
     int from = 0, end = kvq::detail::smaller(behind, part.capacity < 0 ? named : part.capacity);
@@ -174,12 +178,12 @@ __device__ __forceinline__ token_range tokens_of(const cache_part<Format>& part,
 }
 
 /// The pages of a tile, one entry of 16 tokens a lane.
-template <class Format>
-__device__ __forceinline__ int page_of_lane(const cache_part<Format>& part, int sequence, int first, int end,
+template <class Pair>
+__device__ __forceinline__ int page_of_lane(const cache_part<Pair>& part, int sequence, int first, int end,
                                             int tile, int lane) {
     const int token = first + lane * 16;
     if (lane >= tile / 16 || token >= end) return -1;
-    const int page = token / Format::page_tokens;
+    const int page = token / Pair::page_tokens;
     const int column = part.range == page_range::window ? page % part.cache.table_columns : page;
     return __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
 }

@@ -9,17 +9,17 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// The cells of a warp of a tile of this format.
-template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Stride = TileRows>
-using cells_of = std::conditional_t<is_mixed<scheme_of<Role, Format>>,
-                                    mixed_cells<Format, TileRows, TileColumns, Warps, Stride>,
-                                    cell_batch<Role, Format, TileRows, TileColumns, Warps, Stride>>;
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride = TileRows>
+using cells_of = std::conditional_t<is_mixed<scheme_of<Role, Pair>>,
+                                    mixed_cells<Pair, TileRows, TileColumns, Warps, Stride>,
+                                    cell_batch<Role, Pair, TileRows, TileColumns, Warps, Stride>>;
 
 /// Why no tiles are made of this format's keys or values; null: they are.
-template <tensor Role, class Format>
+template <tensor Role, class Pair>
 inline constexpr const char* no_tiles = []() -> const char* {
-    using S = scheme_of<Role, Format>;
+    using S = scheme_of<Role, Pair>;
     using traits = word_traits<S>;
-    constexpr int page = Format::page_tokens, dim = dim_of<Role, Format>;
+    constexpr int page = Pair::page_tokens, dim = dim_of<Role, Pair>;
     constexpr const char* groups = "groups are not a multiple of 32";
     if constexpr (dim % 32 != 0 || dim > 256) {
         return "head_dim is not a multiple of 32 up to 256";
@@ -31,7 +31,7 @@ inline constexpr const char* no_tiles = []() -> const char* {
         return page % 32 != 0                    ? "pages of keys of several widths have 16 tokens"
                : group % 32 != 0 && group < page ? groups
                : most_planes<S> > 2              ? "7 bits are among several widths of keys"
-               : typename S::layout_type{}.scale_offset(shape_of<Role, Format>) > 65536
+               : typename S::layout_type{}.scale_offset(shape_of<Role, Pair>) > 65536
                    ? "a block has more than 64 KB of codes of several widths"
                    : nullptr;
     } else if constexpr (traits::full) {
@@ -46,12 +46,12 @@ inline constexpr const char* no_tiles = []() -> const char* {
 }();
 
 /// Why prefill() has no kernels for this format; null: it has.
-template <class Format>
+template <class Pair>
 inline constexpr const char* no_prefill =
-    Format::head_dim != Format::value_dim      ? "keys and values differ in head_dim"
-    : no_tiles<tensor::key, Format> != nullptr ? no_tiles<tensor::key, Format>
-                                               : no_tiles<tensor::value, Format>;
-template <class Format>
-inline constexpr bool prefills = no_prefill<Format> == nullptr;
+    Pair::head_dim != Pair::value_dim        ? "keys and values differ in head_dim"
+    : no_tiles<tensor::key, Pair> != nullptr ? no_tiles<tensor::key, Pair>
+                                             : no_tiles<tensor::value, Pair>;
+template <class Pair>
+inline constexpr bool prefills = no_prefill<Pair> == nullptr;
 
 }}}  // namespace kvq::cuda::detail

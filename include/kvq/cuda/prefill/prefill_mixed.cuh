@@ -1,13 +1,15 @@
-// Keys of mixed widths (schemes/scheme_codes.hpp) as tiles of half floats, as prefill_tile.cuh makes them of one width.
+// Keys of mixed widths (schemes/scheme_codes.hpp) as tiles of half floats, as prefill_tile.cuh makes them of
+// one width.
 //
 //   tile      columns are channels in their own order, since the query and all other keys of a prompt have that order too
 //   channel   a lane has one channel of its warp's cells: its place in the plan of the head, and with it width, words and bits
 //   cell      the warp writes that of 32 channels to its table; then a lane has a row, and gathers the codes of four channels at a time
 //
-// A code of B bits lies in up to two planes (pack/code_layout.hpp): a byte of each, from which a shift and a mask of the table take the bits.
-// All lanes do the same at a time, whatever the widths are: rows differ in nothing but the address.
-// Contract: tiles as in prefill_tile.cuh; any plan of the scheme, and none. Channels without codes are their bias. Codes are read in store()
-// alone: where blocks are in device memory, it waits for them.
+// A code of B bits lies in up to two planes (pack/code_layout.hpp): a byte of each, from which a shift and a
+// mask of the table take the bits. All lanes do the same at a time, whatever the widths are: rows differ in
+// nothing but the address.
+// Contract: tiles as in prefill_tile.cuh; any plan of the scheme, and none. Channels without codes are their
+// bias. Codes are read in store() alone: where blocks are in device memory, it waits for them.
 #pragma once
 
 #include "../layout/block_access.cuh"
@@ -25,13 +27,13 @@ inline constexpr int most_planes = [] {
 }();
 
 /// Key cells of a warp: all those that tile_cells gives it.
-template <class Format, int TileRows, int TileColumns, int Warps, int Stride>
+template <class Pair, int TileRows, int TileColumns, int Warps, int Stride>
 struct mixed_cells {
-    using S = typename Format::keys;
+    using S = typename Pair::keys;
     using P = typename S::parameter;
     using cells = tile_cells<TileRows, TileColumns, Warps>;
-    static constexpr block_shape shape = Format::key_shape();
-    static constexpr int page = Format::page_tokens, dim = Format::head_dim, count = cells::each;
+    static constexpr block_shape shape = Pair::key_shape();
+    static constexpr int page = Pair::page_tokens, dim = Pair::head_dim, count = cells::each;
     static constexpr int group = S::granularity_type::group == 0 || S::granularity_type::group > page
                                      ? page
                                      : S::granularity_type::group;
@@ -45,15 +47,15 @@ struct mixed_cells {
     struct lane_channel {
         int place = 0;
         float centre = 0.0f;  // codes are counted from here, as in stored_set
-        /// Where the channel's byte of a plane is in tokens 0 to 31: offset in the block << 16 | mask << 8 | shift. Shifted to the left, the
-        /// byte has its bits of the code in the second byte of a word, where the mask is.
+        /// Where the channel's byte of a plane is in tokens 0 to 31: offset in the block << 16 | mask << 8 |
+        /// shift. Shifted to the left, the byte has its bits of the code in the second byte of a word, where
+        /// the mask is.
         std::uint32_t entry[planes] = {};
         std::uint32_t tile_step = 0;  // of entries, from 32 tokens to the next
         std::uint32_t raised =
             0;  // -(1024 + centre) of channels 2 lane and 2 lane + 1, for the first 16 lanes
 
-        __device__ __forceinline__ lane_channel(const cache_ref<Format>& cache, int head, int warp,
-                                                int lane) {
+        __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int head, int warp, int lane) {
             const int channel = cells::column(warp) + lane;
             const std::uint16_t* const plan = cache.key_plan(head);
             place = plan == nullptr ? channel : static_cast<int>(__ldg(plan + channel));

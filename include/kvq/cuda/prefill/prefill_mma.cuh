@@ -1,11 +1,12 @@
-// A prompt's attention on tensor cores of every device from compute capability 8.0 on: 8 warps with 32 query rows each, or 16 if head_dim
-// is above 128 or thread blocks have little shared memory.
+// A prompt's attention on tensor cores of every device from compute capability 8.0 on: 8 warps with 32 query
+// rows each, or 16 if head_dim is above 128 or thread blocks have little shared memory.
 //
 //   while S = Q K^T of a tile of 64 tokens is computed, the words of the next tile's keys come from memory, and while the softmax and O += P V
 //   are, those of its values. Two tiles each of keys and values in shared memory, one barrier a tile.
 //
 // More rows share each dequantized tile and each load of it than with 16 rows a warp.
-// Contract: prefill() in prefill.cuh. Shared memory: 131 KB for head_dim 128, 99 KB with 16 rows (all that 8.6, 8.9 and 12.x have).
+// Contract: prefill() in prefill.cuh. Shared memory: 131 KB for head_dim 128, 99 KB with 16 rows (all that
+// 8.6, 8.9 and 12.x have).
 // Source: tiles of online softmax: FlashAttention-2, arXiv 2307.08691.
 #pragma once
 
@@ -34,8 +35,8 @@ inline constexpr int small_mma_rows = mma_shape<Dim, prefill_rows<Dim>>::bytes <
                                           : kvq::detail::smaller(128, prefill_rows<Dim>);
 
 /// All cells of a warp: of the next tile's keys or values.
-template <tensor Role, class Format, int TileRows, int TileColumns>
-using warp_cells = cells_of<Role, Format, TileRows, TileColumns, mma_warps>;
+template <tensor Role, class Pair, int TileRows, int TileColumns>
+using warp_cells = cells_of<Role, Pair, TileRows, TileColumns, mma_warps>;
 
 template <int Dim, int Rows, bool Softcap, class Args>
 struct mma_rows {
@@ -70,10 +71,12 @@ struct mma_rows {
     __device__ __forceinline__ std::uint32_t values(int i) const {
         return base + static_cast<std::uint32_t>(shape::values + i * shape::value_bytes);
     }
-    /// Four 8 x 8 matrices of 16 rows from `row` on and columns 16 step to 16 step + 15, as B (two columns of 8 rows) or A wants them.
+    /// Four 8 x 8 matrices of 16 rows from `row` on and columns 16 step to 16 step + 15, as B (two columns of
+    /// 8 rows) or A wants them.
     template <int TileRows, bool A>
     __device__ __forceinline__ uint4 matrices(std::uint32_t from, int row, int step) const {
-        // octet_offset(row + own row, 2 step + own octet): tiles start on 128 bytes, so a step flips bits of the lane's own offset.
+        // octet_offset(row + own row, 2 step + own octet): tiles start on 128 bytes, so a step flips bits of
+        // the lane's own offset.
         const auto u = [](int x) { return static_cast<std::uint32_t>(x); };
         return load_matrices(from + ((A ? query_offset : offset) ^ u(step % 4 * 32)) +
                              u(row * 128 + step / 4 * (TileRows * 128)));
@@ -141,19 +144,19 @@ struct mma_rows {
     /// All tiles of a part.
     template <class Part>
     __device__ __forceinline__ void pages(const Part& part) {
-        using format = typename Part::format_type;
+        using pair = typename Part::pair_type;
         const bool sinks = a.keep_sinks && is_sink_part<Part>;
         const token_range range = tokens_of(part, sinks, block, a.recent, a.window, tile);
         if (range.first >= range.end) return;
         const auto page_at = [&](int first) {
             return page_of_lane(part, block.sequence, first, range.end, tile, lane);
         };
-        const blocks_in_memory<tensor::key, format> keys_of{part.cache, block.kv_head};
-        const blocks_in_memory<tensor::value, format> values_of{part.cache, block.kv_head};
-        using key_cells_type = warp_cells<tensor::key, format, tile, Dim>;
+        const blocks_in_memory<tensor::key, pair> keys_of{part.cache, block.kv_head};
+        const blocks_in_memory<tensor::value, pair> values_of{part.cache, block.kv_head};
+        using key_cells_type = warp_cells<tensor::key, pair, tile, Dim>;
         const typename key_cells_type::lane_channel channel(part.cache, block.kv_head, warp, lane);
         key_cells_type key_cells(channel);
-        warp_cells<tensor::value, format, Dim, tile> value_cells;
+        warp_cells<tensor::value, pair, Dim, tile> value_cells;
         tile_tokens next = tile_tokens::of(range.first, kvq::detail::smaller(tile, range.end - range.first),
                                            page_at(range.first));
         int next_page = page_at(range.first + tile);

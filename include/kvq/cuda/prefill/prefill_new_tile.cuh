@@ -3,7 +3,8 @@
 //   keys    8 neighbouring channels of a token a lane, 16 bytes
 //   values  transposed: a lane has a channel and loads it of 32 tokens
 //
-// Contract: tiles as in prefill_tile.cuh. Columns of values that hold no token are zero; rows of keys that hold none are anything.
+// Contract: tiles as in prefill_tile.cuh. Columns of values that hold no token are zero; rows of keys that
+// hold none are anything.
 #pragma once
 
 #include "prefill_tile.cuh"
@@ -35,8 +36,9 @@ __device__ __forceinline__ void load_halves(const T* from, std::uint32_t (&x)[4]
     }
 }
 
-/// A tile of new tokens in 16 bit: `count` tokens from `first` on of a head. Keys go row by row, values are transposed by lanes that have
-/// a channel each. No load hangs on a condition, so that all of a lane are under way together.
+/// A tile of new tokens in 16 bit: `count` tokens from `first` on of a head. Keys go row by row, values are
+/// transposed by lanes that have a channel each. No load hangs on a condition, so that all of a lane are
+/// under way together.
 template <tensor Role, int TileRows, int TileColumns, int Warps, int Stride = TileRows, class T>
 __device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, int head, int first, int count,
                                               std::uint32_t to, int warp, int lane) {

@@ -4,7 +4,8 @@
 //               the same with channels. So do wgmma and mma.
 //   softmax     m' = max(m, s), weights 2^(s - m'), sum and output times 2^(m - m') (online softmax)
 //
-// Contract: rows that do not exist are zero and are not written. A row that sees nothing gives zeros and a log-sum of -infinity.
+// Contract: rows that do not exist are zero and are not written. A row that sees nothing gives zeros and a
+// log-sum of -infinity.
 #pragma once
 
 #include "../decode/score_modifiers.cuh"
@@ -30,7 +31,8 @@ struct tile_note {
     }
 };
 
-/// `count` queries of a block from `first` on as half floats, in tiles of `Rows` rows (prefill_tile.cuh). Rows that do not exist are zero.
+/// `count` queries of a block from `first` on as half floats, in tiles of `Rows` rows (prefill_tile.cuh).
+/// Rows that do not exist are zero.
 template <int Dim, int Rows, class Args>
 __device__ __forceinline__ void load_query_rows(const Args& a, const prefill_block& block, int first,
                                                 int count, std::uint32_t to, int thread, int threads) {
@@ -62,7 +64,8 @@ struct row_pair {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 };
 
-/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not see. All lanes of a warp.
+/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not
+/// see. All lanes of a warp.
 template <bool Softcap, int N, class Args>
 __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& block, const tile_note& note,
                                             const int (&position)[2], int t, float (&s)[N]) {
@@ -96,7 +99,8 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
     }
 }
 
-/// Scores to weights, in place; factor: what earlier sums and outputs are multiplied by. scale: of scores, in powers of two.
+/// Scores to weights, in place; factor: what earlier sums and outputs are multiplied by. scale: of scores, in
+/// powers of two.
 template <int N>
 __device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, float (&factor)[2], float scale) {
 #pragma unroll
@@ -121,7 +125,8 @@ __device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, floa
     }
 }
 
-/// Writes a finished row: channels 8 i + 2 t and the one behind it of this lane; output(channel, k) belongs to `max` and `sum`.
+/// Writes a finished row: channels 8 i + 2 t and the one behind it of this lane; output(channel, k) belongs
+/// to `max` and `sum`.
 template <int Dim, class Args, class Output>
 __device__ __forceinline__ void finish_row(const Args& a, int token, int head, float max, float sum,
                                            Output&& output, int t) {

@@ -1,20 +1,23 @@
-// Packed pages as tiles of half floats in shared memory, as tensor cores read them: what a prompt's attention is made of.
+// Packed pages as tiles of half floats in shared memory, as tensor cores read them: what a prompt's attention
+// is made of.
 //
 //   keys    rows = tokens,   columns = channels         S = Q K^T sums over columns
 //   values  rows = channels, columns = tokens           O = P V   sums over columns
 //
-// A block of a page is a matrix of that form already (docs/reference/format.md): a word holds neighbouring columns of one row, so nothing is
-// transposed. A tile is cut into blocks of 64 columns, [block][row][64 halves]; the 16 bytes of columns 8c to 8c + 7 of row r stand at
-// place c ^ (r % 8) of the row's 128 bytes (the 128-byte swizzle of wgmma; loads of 8 rows meet all banks).
-// A warp dequantizes cells of 32 rows and 32 columns: a lane has a row. Parameters of columns go through a small table of the warp.
+// A block of a page is a matrix of that form already (docs/reference/format.md): a word holds neighbouring
+// columns of one row, so nothing is transposed. A tile is cut into blocks of 64 columns, [block][row][64
+// halves]; the 16 bytes of columns 8c to 8c + 7 of row r stand at place c ^ (r % 8) of the row's 128 bytes
+// (the 128-byte swizzle of wgmma; loads of 8 rows meet all banks). A warp dequantizes cells of 32 rows and 32
+// columns: a lane has a row. Parameters of columns go through a small table of the warp.
 //
-// Contract: x^ is computed in half floats: code, scale, bias and token scale are rounded to half floats first, then
-// scale * code + bias is rounded once, times the token scale once more. |x^| must be below 65504; what is smaller than 6e-5 has an absolute
-// error of 3e-8. Columns of value tiles that hold no token are zero; rows of key tiles that hold none are anything.
+// Contract: x^ is computed in half floats: code, scale, bias and token scale are rounded to half floats
+// first, then scale * code + bias is rounded once, times the token scale once more. |x^| must be below 65504;
+// what is smaller than 6e-5 has an absolute error of 3e-8. Columns of value tiles that hold no token are
+// zero; rows of key tiles that hold none are anything.
 #pragma once
 
-#include "../layout/code_words.cuh"
 #include "../layout/mixed_cache.cuh"
+#include "../layout/unpack_codes.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -71,10 +74,10 @@ __device__ __forceinline__ std::uint32_t existing_columns(int count) {
 }
 
 /// All blocks of a head, by the numbers of their pages: what cells are read from.
-template <tensor Role, class Format>
+template <tensor Role, class Pair>
 struct blocks_in_memory {
     static constexpr bool shared = false;
-    const cache_ref<Format>& cache;
+    const cache_ref<Pair>& cache;
     int head;
 
     /// The page to read for a token of a tile, if there is any.
@@ -101,7 +104,8 @@ struct stored_pair {
     std::uint32_t scale = 0, bias = 0;
     std::uint32_t numbers[3] = {};  // of the group, for 8-bit parameters: scale unit, first bias, bias step
 
-    /// Set `at` of a block's scales and biases; group_numbers: where its group's three numbers are. All in bytes.
+    /// Set `at` of a block's scales and biases; group_numbers: where its group's three numbers are. All in
+    /// bytes.
     template <class Block>
     __device__ __forceinline__ void load(const Block& block, std::size_t scales, std::size_t biases, int at,
                                          int group_numbers) {
@@ -131,7 +135,8 @@ struct stored_set : stored_pair<typename word_traits<S>::parameter, word_traits<
     using traits = word_traits<S>;
     using P = typename traits::parameter;
     static constexpr bool exact = std::is_same_v<P, float16>;  // halves already
-    /// Codes are counted from here: biases are then about the middle of a channel's values, and lose less by being rounded.
+    /// Codes are counted from here: biases are then about the middle of a channel's values, and lose less by
+    /// being rounded.
     static constexpr int centre =
         traits::zero_code != 0 || exact ? traits::zero_code : 1 << (S::code_bits - 1);
     /// Scales of tokens scale whole scores, so that their rounding would not average out.
@@ -150,11 +155,12 @@ struct stored_set : stored_pair<typename word_traits<S>::parameter, word_traits<
     }
 };
 
-/// Bytes of a warp's table: for 32 columns scales, biases, low parts (of keys for up to two pages) and token scales (of values), 64 bytes
-/// each.
+/// Bytes of a warp's table: for 32 columns scales, biases, low parts (of keys for up to two pages) and token
+/// scales (of values), 64 bytes each.
 inline constexpr int key_table_bytes = 2 * 192, value_table_bytes = 256;
 
-/// How a tile is cut into cells: warp w has column w % column_cells and `each` rows of cells below each other.
+/// How a tile is cut into cells: warp w has column w % column_cells and `each` rows of cells below each
+/// other.
 template <int TileRows, int TileColumns, int Warps>
 struct tile_cells {
     static constexpr int columns = TileColumns / 32, rows = TileRows / 32;
@@ -169,18 +175,18 @@ struct tile_cells {
     }
 };
 
-/// The words of a warp's cells, on their way from pages to a tile. Stride: rows of the tile in shared memory, which others may fill the rest
-/// of.
-template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Stride>
+/// The words of a warp's cells, on their way from pages to a tile. Stride: rows of the tile in shared memory,
+/// which others may fill the rest of.
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride>
 struct cell_batch {
-    using S = scheme_of<Role, Format>;
+    using S = scheme_of<Role, Pair>;
     using traits = word_traits<S>;
     using cells = tile_cells<TileRows, TileColumns, Warps>;
     static constexpr int count = cells::each;
     static constexpr bool key = Role == tensor::key;
     static constexpr bool full = traits::full;
-    static constexpr block_shape shape = shape_of<Role, Format>;
-    static constexpr int page = Format::page_tokens, dim = shape.dim;
+    static constexpr block_shape shape = shape_of<Role, Pair>;
+    static constexpr int page = Pair::page_tokens, dim = shape.dim;
     static constexpr int rows = key ? page : dim, columns = key ? dim : page;
     static constexpr int height = kvq::detail::smaller(32, rows);
     /// A cell has columns of one page, or of two of 16 tokens.
@@ -240,7 +246,7 @@ struct cell_batch {
 
     /// Nothing of a head has to be known before its pages are read.
     struct lane_channel {
-        __device__ __forceinline__ lane_channel(const cache_ref<Format>&, int, int, int) {}
+        __device__ __forceinline__ lane_channel(const cache_ref<Pair>&, int, int, int) {}
     };
     cell_batch() = default;
     __device__ __forceinline__ explicit cell_batch(const lane_channel&) {}
@@ -261,7 +267,8 @@ struct cell_batch {
         set.load(block, scales, biases, at, numbers);
     }
 
-    /// Halves that columns share are read from the source itself, where it is in shared memory; others go through the table.
+    /// Halves that columns share are read from the source itself, where it is in shared memory; others go
+    /// through the table.
     template <class Source>
     static constexpr bool direct = [] {
         if constexpr (column_parameters && !token_scales && Source::shared)
@@ -270,8 +277,9 @@ struct cell_batch {
             return false;
     }();
 
-    /// Source: page(tile, token of the tile), block(page, token of the tile), any(tile), existing(tile, first token). No load hangs on a
-    /// condition of its own, and none is waited for here: store() zeroes values of tokens that do not exist.
+    /// Source: page(tile, token of the tile), block(page, token of the tile), any(tile), existing(tile, first
+    /// token). No load hangs on a condition of its own, and none is waited for here: store() zeroes values of
+    /// tokens that do not exist.
     template <class Source>
     __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int warp, int lane) {
         if (!source.any(tile)) {

@@ -1,14 +1,16 @@
-// A prompt's attention on tensor cores of compute capability 9.0: clusters of two thread blocks share every dequantized tile.
+// A prompt's attention on tensor cores of compute capability 9.0: clusters of two thread blocks share every
+// dequantized tile.
 //
 //   block      128 rows of a cluster's 256. It dequantizes half of the tokens of every tile and copies them to the other block
 //   producers  warpgroups 0 (keys) and 1 (values): blocks of pages come by bulk copies, half floats go to both blocks' tiles, two stages each
 //   consumers  warpgroups 2 and 3, 64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
 //
-// Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the second-level cache), 16384 values
-// dequantized, 32 KB to the other block and as much from it, 4.2 M products, which are 2048 cycles of the tensor cores. Keys and values have
-// warpgroups of their own because a stage of keys is free a tile earlier than one of values. docs/lab/gpu.md says what limits it.
-// Where this is not compiled for sm_90a, the kernel is empty and its bound is 32 threads: prefill() then
-// takes the other one.
+// Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the
+// second-level cache), 16384 values dequantized, 32 KB to the other block and as much from it, 4.2 M
+// products, which are 2048 cycles of the tensor cores. Keys and values have warpgroups of their own because a
+// stage of keys is free a tile earlier than one of values. docs/lab/gpu.md says what limits it. Where this is
+// not compiled for sm_90a, the kernel is empty and its bound is 32 threads: prefill() then takes the other
+// one.
 // Contract: prefill() in prefill.cuh. Shared memory: 227 KB for head_dim 128. sm_90a.
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
@@ -50,7 +52,8 @@ struct wgmma_place {
     int rank;
 };
 
-/// Barriers of a stage: keys there, keys read, values there, values read. Both blocks of a cluster use the same addresses.
+/// Barriers of a stage: keys there, keys read, values there, values read. Both blocks of a cluster use the
+/// same addresses.
 struct wgmma_stage {
     std::uint32_t keys, values, note, full_keys, free_keys, full_values, free_values;
 
@@ -88,12 +91,12 @@ struct block_in_shared {
     }
 };
 /// The blocks of half a tile: one, or several of small pages, or one with the other half.
-template <tensor Role, class Format>
+template <tensor Role, class Pair>
 struct blocks_in_slot {
-    static constexpr int page_tokens = Format::page_tokens,
+    static constexpr int page_tokens = Pair::page_tokens,
                          count = kvq::detail::larger(1, half_tile / page_tokens);
     static constexpr int block_bytes =
-        static_cast<int>(Role == tensor::key ? Format::key_block_bytes : Format::value_block_bytes);
+        static_cast<int>(Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes);
     /// Other blocks are read from device memory.
     static constexpr bool fit = (half_tile % page_tokens == 0 || page_tokens == wgmma_tile) &&
                                 count * block_bytes <= block_slot_bytes;
@@ -112,13 +115,14 @@ struct blocks_in_slot {
     }
 };
 
-/// Writes its half of all key tiles of a cluster, or of all value tiles, in order: tokens half_tile * rank on of every tile.
+/// Writes its half of all key tiles of a cluster, or of all value tiles, in order: tokens half_tile * rank on
+/// of every tile.
 template <tensor Role, int Dim, class Args>
 struct tile_producer {
     using memory = wgmma_memory<Dim>;
     static constexpr bool key = Role == tensor::key;
-    template <class Format>
-    using own_cells = cells_of<Role, Format, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
+    template <class Pair>
+    using own_cells = cells_of<Role, Pair, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
                                key ? wgmma_tile : Dim>;
     const Args& a;
     const prefill_block& block;
@@ -126,16 +130,17 @@ struct tile_producer {
     int warp, lane;  // of this role
     int made = 0, read = 0;
 
-    /// All tiles of a part. Blocks of the next tile are under way while this one is dequantized; the first warp asks for them.
+    /// All tiles of a part. Blocks of the next tile are under way while this one is dequantized; the first
+    /// warp asks for them.
     template <class Part>
     __device__ __forceinline__ void pages(const Part& part) {
-        using format = typename Part::format_type;
-        using blocks = blocks_in_slot<Role, format>;
+        using pair = typename Part::pair_type;
+        using blocks = blocks_in_slot<Role, pair>;
         const bool sinks = a.keep_sinks && is_sink_part<Part>;
         const token_range range = tokens_of(part, sinks, block, a.recent, a.window, wgmma_tile);
         if (range.first >= range.end) return;
         const bool leads = warp == 0;
-        const typename own_cells<format>::lane_channel channel(part.cache, block.kv_head, warp, lane);
+        const typename own_cells<pair>::lane_channel channel(part.cache, block.kv_head, warp, lane);
         const auto page_at = [&](int first) {
             return leads || !blocks::fit
                        ? page_of_lane(part, block.sequence, first, range.end, wgmma_tile, lane)
@@ -156,7 +161,7 @@ struct tile_producer {
                                      a.cut(block, position, count, slices, sinks, wgmma_tile)};
                 if (lane == 0) note.store(s.note);
             }
-            own_cells<format> cells(channel);
+            own_cells<pair> cells(channel);
             dequantize(cells, part.cache, first, count - place.rank * half_tile, page, s);
             share(s);
             page = next_page;
@@ -205,12 +210,13 @@ private:
         return place.tiles + static_cast<std::uint32_t>(memory::slot_barriers +
                                                         ((key ? 0 : block_slots) + i % block_slots) * 8);
     }
-    /// Asks for this half's blocks of a tile. What its slot held was read before the last barrier of this role.
-    template <class Format>
-    __device__ __forceinline__ void ask(const cache_ref<Format>& cache, int page, int number) {
-        using blocks = blocks_in_slot<Role, Format>;
+    /// Asks for this half's blocks of a tile. What its slot held was read before the last barrier of this
+    /// role.
+    template <class Pair>
+    __device__ __forceinline__ void ask(const cache_ref<Pair>& cache, int page, int number) {
+        using blocks = blocks_in_slot<Role, Pair>;
         if constexpr (blocks::fit) {
-            constexpr int slices = kvq::detail::smaller(half_tile, Format::page_tokens) / slice_tokens;
+            constexpr int slices = kvq::detail::smaller(half_tile, Pair::page_tokens) / slice_tokens;
             const int own =
                 __shfl_sync(0xffffffffu, page, place.rank * (half_tile / slice_tokens) + lane * slices);
             const bool held = lane < blocks::count && own >= 0;
@@ -233,10 +239,10 @@ private:
                           cache.template block<Role>(own, block.kv_head), blocks::block_bytes, barrier);
         }
     }
-    template <class Cells, class Format>
-    __device__ __forceinline__ void dequantize(Cells& cells, const cache_ref<Format>& cache, int first,
+    template <class Cells, class Pair>
+    __device__ __forceinline__ void dequantize(Cells& cells, const cache_ref<Pair>& cache, int first,
                                                int count, int page, const wgmma_stage& s) {
-        using blocks = blocks_in_slot<Role, Format>;
+        using blocks = blocks_in_slot<Role, Pair>;
         if constexpr (blocks::fit) {
             barrier_wait(slot_barrier(read), static_cast<std::uint32_t>(read / block_slots) & 1u);
             // Tokens are counted from the slot's first one.
@@ -246,7 +252,7 @@ private:
         } else {
             const int own_page =
                 __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / slice_tokens));
-            dequantize_from(cells, blocks_in_memory<Role, Format>{cache, block.kv_head},
+            dequantize_from(cells, blocks_in_memory<Role, Pair>{cache, block.kv_head},
                             tile_tokens::of(first + place.rank * half_tile, count,
                                             lane < half_tile / slice_tokens ? own_page : -1),
                             s);
@@ -301,7 +307,8 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
     row_pair rows;
     const float scale = Softcap ? 1.0f : a.scale;
 
-    // Every tile has its own scores: their registers would otherwise stay taken between tiles, which spills others.
+    // Every tile has its own scores: their registers would otherwise stay taken between tiles, which spills
+    // others.
     using tile_scores = float[wgmma_tile / 2];
     const auto ask_scores = [&](const wgmma_stage& stage, tile_scores& s) {
         const std::uint32_t k = operand_at(stage.keys);
@@ -371,8 +378,9 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         done_with(now.free_keys);
         weigh(note, s);
         products_there(s);
-        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), so that the
-        // softmax is over before the wait. The wait itself has no condition: all warps of a warpgroup must take the same one.
+        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are
+        // never below zero), so that the softmax is over before the wait. The wait itself has no condition:
+        // all warps of a warpgroup must take the same one.
         const bool raised = __any_sync(
             0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f));
         products_wait_behind<0>(raised);

@@ -1,14 +1,17 @@
-// Pages that a decode step pushes out of the recent window are quantized: one launch per step, for all layers.
+// Pages that a decode step pushes out of the recent window are quantized: one launch per step, for all
+// layers.
 //
 //   due    pages [committed before the new tokens, committed with them) of every sequence (mixed_cache.cuh): one at most, since
 //          new_tokens <= page_tokens. None of its tokens is new, since new_tokens <= recent
 //   job    (due page, layer, K or V, head): a thread block quantizes one block of a page. All blocks walk the jobs of all layers
 //
-// Quantizing takes 10 to 100 us, for one page as for a hundred. A launch per layer would add this time to every layer, and in batches
-// of many sequences some page is due in nearly every step; a launch for all layers adds it once per step.
-// Due pages are found on the device from `tokens`: a captured graph stays valid while sequences grow. No table is written: the
-// quantized table must name the page of a column by the time that it is committed (a negative entry: its tokens are lost).
-// Contract: committed bytes are those of `requantize_pages`, which are the CPU's. The same launch again writes the same bytes.
+// Quantizing takes 10 to 100 us, for one page as for a hundred. A launch per layer would add this time to
+// every layer, and in batches of many sequences some page is due in nearly every step; a launch for all
+// layers adds it once per step. Due pages are found on the device from `tokens`: a captured graph stays valid
+// while sequences grow. No table is written: the quantized table must name the page of a column by the time
+// that it is committed (a negative entry: its tokens are lost).
+// Contract: committed bytes are those of `requantize_pages`, which are the CPU's. The same launch again
+// writes the same bytes.
 #pragma once
 
 #include <span>
@@ -103,8 +106,8 @@ __global__ void __launch_bounds__(page_quantizer<Quantized>::threads,
     }
 }
 
-template <class Format>
-bool same_tables(const cache_ref<Format>& a, const cache_ref<Format>& b) noexcept {
+template <class Pair>
+bool same_tables(const cache_ref<Pair>& a, const cache_ref<Pair>& b) noexcept {
     return a.block_table == b.block_table && a.tokens == b.tokens && a.sequences == b.sequences &&
            a.table_columns == b.table_columns && a.first_token == b.first_token && a.kv_heads == b.kv_heads &&
            a.key_page_bytes == b.key_page_bytes && a.value_page_bytes == b.value_page_bytes;
@@ -140,11 +143,12 @@ status check_commit(std::span<const cache_ref<Quantized>> quantized,
 
 }  // namespace detail
 
-/// Quantizes the pages that fall behind the recent window with the newest new_tokens tokens of every sequence (tokens[b] counts them
-/// already), from the window's ring to `quantized`. One entry of both lists for each layer; layers have the same tables, lengths and strides
-/// and differ in their pages. Once a step: before the attention of the first layer, before or after its store_new_tokens. not_finite, if
-/// given, has a number for each layer, to which NaN and infinities are added. counts: [sequences] new tokens, in device memory, each at most new_tokens. Null: new_tokens
-/// of every sequence.
+/// Quantizes the pages that fall behind the recent window with the newest new_tokens tokens of every sequence
+/// (tokens[b] counts them already), from the window's ring to `quantized`. One entry of both lists for each
+/// layer; layers have the same tables, lengths and strides and differ in their pages. Once a step: before the
+/// attention of the first layer, before or after its store_new_tokens. not_finite, if given, has a number for
+/// each layer, to which NaN and infinities are added. counts: [sequences] new tokens, in device memory, each
+/// at most new_tokens. Null: new_tokens of every sequence.
 template <class Quantized, class Window>
 status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
                         std::span<const cache_ref<Window>> window, int recent, int new_tokens,

@@ -3,13 +3,14 @@
 //   search    10 lanes per channel, a candidate each; a lane adds up all eight parts of its sum of squared errors
 //   refit     4 lanes per channel, two parts of every sum each; totals go from lane to lane in the order of the parts
 //
-// Numbers lie in shared memory, the finite ones of a channel one after the other, so that number i belongs to part i % 8 as on
-// the CPU. Sums of codes and of their squares are integers below 2^24 and may be added in any order.
+// Numbers lie in shared memory, the finite ones of a channel one after the other, so that number i belongs to
+// part i % 8 as on the CPU. Sums of codes and of their squares are integers below 2^24 and may be added in
+// any order.
 // Contract: the same grids as on the CPU, bit for bit.
 #pragma once
 
 #include "../../quant/encoder_traits.hpp"
-#include "../layout/chunk.cuh"
+#include "../layout/warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -30,7 +31,8 @@ __device__ __forceinline__ grid_fit fit_of(int top, bool feedback) {
     return feedback ? fits.of(top) : alone.of(top);
 }
 
-/// The finite numbers of a channel, 16-byte aligned, and its largest code. Without numbers there is nothing to do.
+/// The finite numbers of a channel, 16-byte aligned, and its largest code. Without numbers there is nothing
+/// to do.
 struct grid_line {
     const float* x = nullptr;
     int n = 0, top = 1;
@@ -38,8 +40,8 @@ struct grid_line {
     double error = 0.0;  // of what a search has found
 };
 
-/// Calls put(line, grid, sum of squared errors) with the best candidate of every line. get(line): a grid_line. All threads of a
-/// block; put is called by one thread per line.
+/// Calls put(line, grid, sum of squared errors) with the best candidate of every line. get(line): a
+/// grid_line. All threads of a block; put is called by one thread per line.
 template <int Threads, class Get, class Put>
 __device__ __forceinline__ void search_grids(int lines, const Get& get, const Put& put) {
     constexpr int candidates = shrink_search::candidates, together = warp_size / candidates;

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../../quant/token_scales.hpp"
-#include "../layout/chunk.cuh"
+#include "../layout/warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -25,8 +25,9 @@ __device__ __forceinline__ double square(float x) {
     return y * y;
 }
 
-/// The two sums of one iteration over channels [first, first + count) (first: a multiple of 8), whose numbers lie at
-/// values[channel - first][stride]; what is no token of a slot, or not finite, is 0. All threads of a block; ends with a barrier.
+/// The two sums of one iteration over channels [first, first + count) (first: a multiple of 8), whose numbers
+/// lie at values[channel - first][stride]; what is no token of a slot, or not finite, is 0. All threads of a
+/// block; ends with a barrier.
 template <int Threads, int Slots>
 __device__ __forceinline__ void add_squares(const token_scale_scratch& s, const float* values, int stride,
                                             int first, int count, int tokens) {
@@ -61,7 +62,8 @@ __device__ __forceinline__ void add_squares(const token_scale_scratch& s, const 
     __syncthreads();
 }
 
-/// TokenScales from the sums over all channels: s.inverse, and f(slot, token_scale). valid(slot): is there a token? Ends with a barrier.
+/// TokenScales from the sums over all channels: s.inverse, and f(slot, token_scale). valid(slot): is there a
+/// token? Ends with a barrier.
 template <int Threads, int Slots, class Valid, class F>
 __device__ __forceinline__ void normalize_token_scales(const token_scale_scratch& s, int dim,
                                                        const Valid& valid, const F& f) {

@@ -27,8 +27,9 @@ struct stored_grid {
     }
 };
 
-/// matrix: [dim][dim], row c: what an error of channel c adds to those before it. rows: scratch of 2 * 8 * dim doubles. numbers,
-/// codes: [dim][stride]. grid(channel, slot): a stored_grid. All threads of a block; ends with a barrier.
+/// matrix: [dim][dim], row c: what an error of channel c adds to those before it. rows: scratch of 2 * 8 *
+/// dim doubles. numbers, codes: [dim][stride]. grid(channel, slot): a stored_grid. All threads of a block;
+/// ends with a barrier.
 template <int Threads, int Dim, class Valid, class Grid>
 __device__ __forceinline__ void code_with_feedback(const float* matrix, double* rows, float* numbers,
                                                    int stride, std::uint8_t* codes, int count,

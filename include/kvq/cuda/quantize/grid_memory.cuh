@@ -1,13 +1,14 @@
-// Shared memory of a thread block that quantizes a block with parameters per channel, of one width or several; and which blocks it takes in
-// parts.
+// Shared memory of a thread block that quantizes a block with parameters per channel, of one width or
+// several; and which blocks it takes in parts.
 //
 //   numbers    of the channels that are fitted together, all tokens; then of the tokens that are quantized together, all channels
 //   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members
 //   tokens     token scales and the sums that make them
 //   feedback   codes (errors take the place of numbers) and the matrix rows of eight channels, twice
 //
-// Pages of 128 tokens x 128 channels fit at once, and two thread blocks on a multiprocessor. Larger ones are read several times,
-// a part at a time; a part is a multiple of 32 channels or token slots, so that words of codes belong to one part.
+// Pages of 128 tokens x 128 channels fit at once, and two thread blocks on a multiprocessor. Larger ones are
+// read several times, a part at a time; a part is a multiple of 32 channels or token slots, so that words of
+// codes belong to one part.
 #pragma once
 
 #include "fit_grids.cuh"
@@ -27,9 +28,9 @@ inline constexpr bool has_token_scales = [] {
 /// Channels that feedback codes between two barriers.
 inline constexpr int feedback_channels = 8;
 
-template <class Format, tensor Role>
+template <class Pair, tensor Role>
 struct grid_memory {
-    using S = scheme_of<Role, Format>;
+    using S = scheme_of<Role, Pair>;
     using encoder = typename S::encoder_type;
     static_assert(encoder_traits<encoder>::known,
                   "kvq::cuda: schemes are quantized with the encoders of quant/encoders.hpp");
@@ -37,7 +38,7 @@ struct grid_memory {
     static_assert(Role == tensor::key || encoder_traits<encoder>::fits == encoder_traits<encoder>::alone,
                   "kvq::cuda: values have no feedback; name another encoder for them");
 
-    static constexpr block_shape shape = shape_of<Role, Format>;
+    static constexpr block_shape shape = shape_of<Role, Pair>;
     static constexpr int tokens = shape.tokens, dim = shape.dim;
     static constexpr int group = typename S::layout_type{}.cut(shape).group,
                          groups = typename S::layout_type{}.cut(shape).groups();
@@ -58,7 +59,7 @@ struct grid_memory {
     static constexpr int tops = members + 2 * lines;
     static constexpr int numbers = round_up(tops + (is_mixed<S> ? dim : 0), 16);
 
-    static constexpr int budget = common_budget<Format>;
+    static constexpr int budget = common_budget<Pair>;
     static constexpr int fit_bytes(int channels) { return 4 * channels * numbers_stride(slot_count); }
     static constexpr int code_bytes(int some) {
         return 4 * dim * numbers_stride(some) +

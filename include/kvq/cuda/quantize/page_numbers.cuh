@@ -1,14 +1,15 @@
-// The numbers of one head of a page in shared memory, channel after channel: what encoders of whole blocks work on.
+// The numbers of one head of a page in shared memory, channel after channel: what encoders of whole blocks
+// work on.
 //
 //   at[place - first place][slot - first slot]    floats; rows lie numbers_stride(slots) apart
 //
-// Rows start 4 banks apart, so that lanes that read four tokens each of neighbouring channels meet no conflict, nor do lanes that
-// read one token each of one channel.
+// Rows start 4 banks apart, so that lanes that read four tokens each of neighbouring channels meet no
+// conflict, nor do lanes that read one token each of one channel.
 // Contract: numbers are those that the page dequantizes to; all threads of a block take part.
 #pragma once
 
 #include "../layout/block_access.cuh"
-#include "../layout/chunk.cuh"
+#include "../layout/warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -16,12 +17,12 @@ KVQ_HD constexpr int numbers_stride(int slot_count) noexcept {
     return kvq::detail::round_up(slot_count, 8) + 4;
 }
 
-/// Calls put(channel, token, x, n) with the first n of an array x of numbers: those of consecutive tokens of a channel.
-template <int Threads, tensor Role, class Format, class Put>
-__device__ __forceinline__ void visit_page(const cache_ref<Format>& cache, int page, int head,
-                                           const Put& put) {
-    using S = scheme_of<Role, Format>;
-    constexpr block_shape s = shape_of<Role, Format>;
+/// Calls put(channel, token, x, n) with the first n of an array x of numbers: those of consecutive tokens of
+/// a channel.
+template <int Threads, tensor Role, class Pair, class Put>
+__device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int page, int head, const Put& put) {
+    using S = scheme_of<Role, Pair>;
+    constexpr block_shape s = shape_of<Role, Pair>;
     const int thread = static_cast<int>(threadIdx.x);
     if constexpr (full_precision<S>) {
         // Words lie as threads do. Of values, a thread takes two neighbouring ones of a channel, if it can.

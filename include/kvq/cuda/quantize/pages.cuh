@@ -1,12 +1,16 @@
-// Whole pages on the device: commit (16-bit window -> quantized), requantize (any scheme -> any other), dequantize to 16 bit.
+// Whole pages on the device: commit (16-bit window -> quantized), requantize (any scheme -> any other),
+// dequantize to 16 bit.
 //
 //   requantize_pages   pairs of page numbers; committing is requantizing from a full<T> format
 //   commit_full_pages  decides on the device which sequences have just completed a page behind their recent window
 //   dequantize_tokens      x^ of every sequence as dense tensors, for prefill through any flash attention
 //
-// To presets' formats, too: keys with a plan need cache_ref::key_plans, with error feedback cache_ref::key_feedback.
-// Contract: quantized bytes are those of the CPU's scheme::quantize on the dequantized values, also where a CPU cache would call requantize(),
-// which keeps grids of presets; dequantized values are the CPU's, rounded once to T. Source and target pages must not be the same memory. One launch each (committing: two), no workspace.
+// To presets' formats, too: keys with a plan need cache_ref::key_plans, with error feedback
+// cache_ref::key_feedback.
+// Contract: quantized bytes are those of the CPU's scheme::quantize on the dequantized values, also where a
+// CPU cache would call requantize(), which keeps grids of presets; dequantized values are the CPU's, rounded
+// once to T. Source and target pages must not be the same memory. One launch each (committing: two), no
+// workspace.
 #pragma once
 
 #include "../../core/token_view.hpp"
@@ -20,10 +24,10 @@ template <class S>
 inline constexpr bool codes_grids = is_grid<S> || is_mixed<S>;
 
 /// Does a block of scheme<...> have its numbers in shared memory?
-template <class S, tensor Role, class Format>
+template <class S, tensor Role, class Pair>
 inline constexpr bool numbers_fit = [] {
     if constexpr (is_composed<S>)
-        return composed_memory<Format, Role>::fits;
+        return composed_memory<Pair, Role>::fits;
     else
         return false;
 }();
@@ -103,9 +107,9 @@ __global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quant
                      not_finite, page_memory);
 }
 
-/// The column of the oldest page of sequence b that is due: page i is quantized when first_token + (i + 1) * page_tokens + recent
-/// tokens are there (page/layer_pages.hpp). -1: none, or no page to quantize it to. The window's table names the pages that are not
-/// quantized yet, and they follow each other.
+/// The column of the oldest page of sequence b that is due: page i is quantized when first_token + (i + 1) *
+/// page_tokens + recent tokens are there (page/layer_pages.hpp). -1: none, or no page to quantize it to. The
+/// window's table names the pages that are not quantized yet, and they follow each other.
 template <class From, class To>
 __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cache_ref<To>& quantized,
                                         int recent, const int* fresh, int b) {
@@ -117,8 +121,8 @@ __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cac
     return i;
 }
 
-/// Most steps have nothing to quantize, some one page, few many. So few blocks are launched: block x takes the x-th sequence that is
-/// due, the one gridDim.x further, and so on.
+/// Most steps have nothing to quantize, some one page, few many. So few blocks are launched: block x takes
+/// the x-th sequence that is due, the one gridDim.x further, and so on.
 template <class From, class To>
 __global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quantizer<To>::threads)
     commit_kernel(const __grid_constant__ cache_ref<From> window,
@@ -191,25 +195,24 @@ status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
     return {};
 }
 
-template <class Format, class T>
-__global__ void dequantize_kernel(const __grid_constant__ cache_ref<Format> cache, token_view<T> keys,
+template <class Pair, class T>
+__global__ void dequantize_kernel(const __grid_constant__ cache_ref<Pair> cache, token_view<T> keys,
                                   token_view<T> values, const int* starts) {
     const int b = static_cast<int>(blockIdx.y), head = static_cast<int>(blockIdx.z);
-    const int length =
-        smaller(cache.tokens[b] - cache.first_token, cache.table_columns * Format::page_tokens);
+    const int length = smaller(cache.tokens[b] - cache.first_token, cache.table_columns * Pair::page_tokens);
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
     const int warps = static_cast<int>(blockDim.x) / warp_size;
     for (int t = static_cast<int>(blockIdx.x) * warps + warp; t < length;
          t += static_cast<int>(gridDim.x) * warps) {
-        const int page = cache.block_table[cache.table_entry(b, t / Format::page_tokens)];
+        const int page = cache.block_table[cache.table_entry(b, t / Pair::page_tokens)];
         if (page < 0) continue;
-        const int in_page = t % Format::page_tokens, at = starts[b] + cache.first_token + t;
+        const int in_page = t % Pair::page_tokens, at = starts[b] + cache.first_token + t;
         if (keys.data)
-            for (int c = lane; c < Format::head_dim; c += warp_size)
+            for (int c = lane; c < Pair::head_dim; c += warp_size)
                 keys.at(at, head)[c] = T(read_value<tensor::key>(cache, page, head, in_page, c));
         if (values.data)
-            for (int c = lane; c < Format::value_dim; c += warp_size)
+            for (int c = lane; c < Pair::value_dim; c += warp_size)
                 values.at(at, head)[c] = T(read_value<tensor::value>(cache, page, head, in_page, c));
     }
 }
@@ -220,8 +223,9 @@ constexpr bool same_geometry =
 
 }  // namespace detail
 
-/// Codes page to[i] of `target` from page from[i] of `source` for i in [0, count); negative numbers skip. `from`, `to` and
-/// `not_finite` (adds up NaN and infinities met; may be null) are device memory. Block tables are not touched.
+/// Codes page to[i] of `target` from page from[i] of `source` for i in [0, count); negative numbers skip.
+/// `from`, `to` and `not_finite` (adds up NaN and infinities met; may be null) are device memory. Block
+/// tables are not touched.
 template <class From, class To>
 status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& target, const int* from,
                         const int* to, int count, unsigned* not_finite, cudaStream_t stream) noexcept {
@@ -242,10 +246,11 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
                           stream, source, target, from, to, not_finite);
 }
 
-/// After tokens were added: quantizes the oldest window page of every sequence that has one wholly behind its `recent` tokens, into
-/// page fresh[b] of `quantized`, and moves its entry from window_table to quantized_table (the tables that the two refs name, writable).
-/// fresh[b] becomes -2 - (number of the window page that is free again); while it is negative nothing is quantized, and the page
-/// waits. One page a call: enough after every step of up to page_tokens tokens; call again after longer ones.
+/// After tokens were added: quantizes the oldest window page of every sequence that has one wholly behind its
+/// `recent` tokens, into page fresh[b] of `quantized`, and moves its entry from window_table to
+/// quantized_table (the tables that the two refs name, writable). fresh[b] becomes -2 - (number of the window
+/// page that is free again); while it is negative nothing is quantized, and the page waits. One page a call:
+/// enough after every step of up to page_tokens tokens; call again after longer ones.
 template <class Window, class Quantized>
 status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Quantized>& quantized,
                          int* window_table, int* quantized_table, int recent, int* fresh,
@@ -279,26 +284,27 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Quanti
                           quantized, recent, fresh, window_table, quantized_table);
 }
 
-/// Writes x^ of token t of sequence b to row starts[b] + t of `keys` and `values` (either may have null data): the layout of
-/// variable-length flash attention. Tokens that this format does not hold are left alone.
-template <class Format, class T>
-status dequantize_tokens(const cache_ref<Format>& cache, const token_view<T>& keys,
-                         const token_view<T>& values, const int* starts, cudaStream_t stream) noexcept {
+/// Writes x^ of token t of sequence b to row starts[b] + t of `keys` and `values` (either may have null
+/// data): the layout of variable-length flash attention. Tokens that this format does not hold are left
+/// alone.
+template <class Pair, class T>
+status dequantize_tokens(const cache_ref<Pair>& cache, const token_view<T>& keys, const token_view<T>& values,
+                         const int* starts, cudaStream_t stream) noexcept {
     if (status s = detail::check_ref(cache, true); !s) return s;
-    if (keys.data && (keys.heads != cache.kv_heads || keys.dim != Format::head_dim))
+    if (keys.data && (keys.heads != cache.kv_heads || keys.dim != Pair::head_dim))
         return detail::bad_value("keys go to %d x %d but blocks are %d x %d", keys.heads, keys.dim,
-                                 cache.kv_heads, Format::head_dim);
-    if (values.data && (values.heads != cache.kv_heads || values.dim != Format::value_dim))
+                                 cache.kv_heads, Pair::head_dim);
+    if (values.data && (values.heads != cache.kv_heads || values.dim != Pair::value_dim))
         return detail::bad_value("values go to %d x %d but blocks are %d x %d", values.heads, values.dim,
-                                 cache.kv_heads, Format::value_dim);
+                                 cache.kv_heads, Pair::value_dim);
     if (cache.sequences == 0) return {};
     if (cache.sequences > 65535)
         return detail::bad_value("%d sequences; at most 65535 at a time", cache.sequences);
     if (starts == nullptr) return detail::bad_value("starts is a null pointer");
-    const int tokens = cache.table_columns * Format::page_tokens;
+    const int tokens = cache.table_columns * Pair::page_tokens;
     const dim3 grid(static_cast<unsigned>(detail::smaller((tokens + 7) / 8, 4096)),
                     static_cast<unsigned>(cache.sequences), static_cast<unsigned>(cache.kv_heads));
-    return detail::launch("launching dequantizing", detail::overlap::no, detail::dequantize_kernel<Format, T>,
+    return detail::launch("launching dequantizing", detail::overlap::no, detail::dequantize_kernel<Pair, T>,
                           grid, 256, 0, stream, cache, keys, values, starts);
 }
 

@@ -3,9 +3,9 @@
 //   lines      tokens or channels, whichever has parameters; each is cut into groups along the other axis
 //   word       one 32-bit word of codes is put together by one thread: no atomics, no read-modify-write
 //
-// A thread block quantizes one block (one head of one page): first all parameters, then all words, from values that a source
-// functor returns: of a 16-bit window page (commit) or a page in another scheme (requantize), in shared memory where they fit.
-// Blocks whose channels an encoder fits: quantize_grid.cuh.
+// A thread block quantizes one block (one head of one page): first all parameters, then all words, from
+// values that a source functor returns: of a 16-bit window page (commit) or a page in another scheme
+// (requantize), in shared memory where they fit. Blocks whose channels an encoder fits: quantize_grid.cuh.
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
@@ -13,11 +13,11 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// Writes the words of a matrix of codes for which wanted(row, first slot of the columns) holds. quad(row, slot): the codes of
-/// four columns from that slot on, as the bytes of a word. All threads of a block.
+/// Writes the words of a matrix of codes for which wanted(row, first slot of the columns) holds. quad(row,
+/// slot): the codes of four columns from that slot on, as the bytes of a word. All threads of a block.
 template <int Threads, int Bits, class Wanted, class Quad>
-__device__ __forceinline__ void write_code_words(const code_layout<Bits>& layout, std::byte* to,
-                                                 const Wanted& wanted, const Quad& quad) {
+__device__ __forceinline__ void pack_code_words(const code_layout<Bits>& layout, std::byte* to,
+                                                const Wanted& wanted, const Quad& quad) {
     using planes = code_planes<Bits>;
     const int words_per_row = layout.tiles.words_per_row;
     const int words = static_cast<int>(layout.bytes() / 4);
@@ -50,8 +50,9 @@ __device__ __forceinline__ void write_code_words(const code_layout<Bits>& layout
     }
 }
 
-/// Quantizes a block. `value(token, channel)` returns floats. parameters: scratch of one pair (bias, 1 / scale) for every line and
-/// group, or null: then they are read from the block. Returns this thread's count of values that are not finite.
+/// Quantizes a block. `value(token, channel)` returns floats. parameters: scratch of one pair (bias, 1 /
+/// scale) for every line and group, or null: then they are read from the block. Returns this thread's count
+/// of values that are not finite.
 template <class S, int Threads, class Source, class Scratch>
 __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::byte* block,
                                                    const Source& value, [[maybe_unused]] Scratch parameters) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::by
                 parameters[i] = {static_cast<float>(p.bias), inverse_scale(static_cast<float>(p.scale))};
         }
         __syncthreads();
-        write_code_words<Threads>(
+        pack_code_words<Threads>(
             layout, block, [](int, int) { return true; },
             [&](int row, int slot) {
                 std::uint32_t quad = 0;
@@ -143,10 +144,10 @@ __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::by
 }
 
 /// Shared memory for blocks of scheme<...>: numbers and pairs of parameters, where they fit.
-template <class Format, tensor Role>
+template <class Pair, tensor Role>
 struct composed_memory {
-    using S = scheme_of<Role, Format>;
-    static constexpr block_shape shape = shape_of<Role, Format>;
+    using S = scheme_of<Role, Pair>;
+    static constexpr block_shape shape = shape_of<Role, Pair>;
     static constexpr int lines = [] {
         const auto layout = typename S::layout_type{}.codes(shape);
         return kvq::detail::on_rows<typename S::granularity_type>(Role)
@@ -154,7 +155,7 @@ struct composed_memory {
                    : layout.cols.size * layout.rows().groups();
     }();
     static constexpr int parameters = 4 * shape.dim * numbers_stride(shape.tokens);
-    static constexpr bool fits = parameters + 8 * lines <= common_budget<Format>;
+    static constexpr bool fits = parameters + 8 * lines <= common_budget<Pair>;
     static constexpr int bytes = fits ? parameters + 8 * lines : 0;
 };
 

@@ -1,10 +1,11 @@
-// Quantizes blocks with parameters per channel on the device, one thread block for each: the steps of schemes/scheme.hpp,
-// schemes/scheme_codes.hpp and quant/quantize_group.hpp.
+// Quantizes blocks with parameters per channel on the device, one thread block for each: the steps of
+// schemes/scheme.hpp, schemes/scheme_codes.hpp and quant/quantize_group.hpp.
 //
 //   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words
 //
-// Formulas are those of quant/; sums of doubles go in the order that is part of the contract, each by one thread after the other
-// number. Where a page holds NaN or infinities, finite members move together for the fit, and numbers are read again to be quantized.
+// Formulas are those of quant/; sums of doubles go in the order that is part of the contract, each by one
+// thread after the other number. Where a page holds NaN or infinities, finite members move together for the
+// fit, and numbers are read again to be quantized.
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
@@ -158,8 +159,8 @@ private:
         });
     }
 
-    /// Reads `places` places from `first` on of `count` slots from `slot` on. Zeroed: what is not finite becomes 0. Returns
-    /// whether anything is not finite. Begins and ends with a barrier.
+    /// Reads `places` places from `first` on of `count` slots from `slot` on. Zeroed: what is not finite
+    /// becomes 0. Returns whether anything is not finite. Begins and ends with a barrier.
     template <bool Zeroed>
     __device__ __forceinline__ bool read(int first, int places, int slot, int count, bool counts) {
         float* const to = numbers();
@@ -313,7 +314,8 @@ private:
         }
     }
 
-    /// Calls f(group, line shared by its parameters): line(smallest, largest) over values(line number) of a group's channels.
+    /// Calls f(group, line shared by its parameters): line(smallest, largest) over values(line number) of a
+    /// group's channels.
     template <class Values, class Line, class F>
     __device__ __forceinline__ void for_each_group(const Values& values, const Line& line, const F& f) const {
         for (int g = 0; g < groups; ++g) {
@@ -433,7 +435,7 @@ private:
             constexpr int Bits = decltype(bits)::value;
             if constexpr (Bits > 0) {
                 const auto inside = [&](int slot) { return slot >= first && slot < first + count; };
-                write_code_words<Threads>(
+                pack_code_words<Threads>(
                     layout_of<Bits>(segment), block_ + segment.offset,
                     [&](int row, int slot) {
                         if (memory::whole) return true;

@@ -1,12 +1,13 @@
-// Small kernels of a cache that owns its pages: tables and lengths to the device, pages from one number to another, slots of a prompt.
+// Small kernels of a cache that owns its pages: tables and lengths to the device, pages from one number to
+// another, slots of a prompt.
 //
 //   write_words   runs of ints that travel in the parameters of a launch: no pinned memory, no waiting, and what the host does
 //                 with its memory afterwards does not matter
 //   copy_pages    pages of all layers to other numbers of the same pool (a fork's window)
 //   prompt_slots  for every token of a prompt the slot that store.cuh writes it to
 //
-// Contract: ordered by the stream. Lengths are read by launches that follow. The kernels are templates, so that several objects of a program may
-// have them.
+// Contract: ordered by the stream. Lengths are read by launches that follow. The kernels are templates, so
+// that several objects of a program may have them.
 #pragma once
 
 #include "../layout/status.cuh"

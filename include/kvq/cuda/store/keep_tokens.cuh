@@ -1,10 +1,12 @@
-// The accepted tokens of a draft move to where appending them alone would have put them: one launch for all sequences and layers.
+// The accepted tokens of a draft move to where appending them alone would have put them: one launch for all
+// sequences and layers.
 //
 //   token i of the path   from position base + path[i] to base + i,   base = tokens[b] - counts[b]
 //
-// Drafted tokens lie in the 16-bit window and in sinks. A channel of a head belongs to one thread, which moves it in the order of the path:
-// path[k] > i for k > i, so no token is overwritten before it has moved.
-// Contract: 16-bit numbers are moved as they are. Tables name all pages of the draft; tokens[b] counts the accepted tokens already.
+// Drafted tokens lie in the 16-bit window and in sinks. A channel of a head belongs to one thread, which
+// moves it in the order of the path: path[k] > i for k > i, so no token is overwritten before it has moved.
+// Contract: 16-bit numbers are moved as they are. Tables name all pages of the draft; tokens[b] counts the
+// accepted tokens already.
 #pragma once
 
 #include "../layout/block_access.cuh"
@@ -25,14 +27,14 @@ struct keep_args {
 template <tensor Role, class Window, class Sinks>
 __device__ __forceinline__ std::uint16_t* number_at(const keep_args& a, int sequence, int layer, int head,
                                                     int position, int channel) {
-    const auto in_block = [&]<class Format>(const pool_memory& pool, int page, int token,
-                                            std::type_identity<Format>) {
-        using S = scheme_of<Role, Format>;
+    const auto in_block = [&]<class Pair>(const pool_memory& pool, int page, int token,
+                                          std::type_identity<Pair>) {
+        using S = scheme_of<Role, Pair>;
         using T = typename S::value_type;
         static_assert(sizeof(T) == sizeof(std::uint16_t));
-        constexpr block_shape shape = shape_of<Role, Format>;
+        constexpr block_shape shape = shape_of<Role, Pair>;
         constexpr std::size_t block_bytes =
-            Role == tensor::key ? Format::key_block_bytes : Format::value_block_bytes;
+            Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes;
         std::byte* const block = pool.page(Role, layer, page) + static_cast<std::size_t>(head) * block_bytes;
         return reinterpret_cast<std::uint16_t*>(block) +
                S::element(value_layout<T>(shape), shape, token, channel);

@@ -3,11 +3,12 @@
 //   slot = page * page_tokens + position, below 2^31; negative: skip. K and V of one call go to the same slots, every token
 //   to one of its own
 //
-// For full<T> formats and for schemes with parameters per token. (Parameters per channel need a whole group of tokens: such
-// tokens go to 16-bit window pages first and are quantized when a page is full: pages.cuh.)
-// Of many tokens, one thread block takes 32 of one head and tensor; of few, which are usually one per sequence, each warp takes
-// one. 32 tokens that fill 32 slots in a row are quantized as a tile, others one by one (store_tile.cuh, store_token.cuh); only the
-// bits of their own codes are changed, so tokens of a call may share bytes.
+// For full<T> formats and for schemes with parameters per token. (Parameters per channel need a whole group
+// of tokens: such tokens go to 16-bit window pages first and are quantized when a page is full: pages.cuh.)
+// Of many tokens, one thread block takes 32 of one head and tensor; of few, which are usually one per
+// sequence, each warp takes one. 32 tokens that fill 32 slots in a row are quantized as a tile, others one by
+// one (store_tile.cuh, store_token.cuh); only the bits of their own codes are changed, so tokens of a call
+// may share bytes.
 // Contract: a page whose slots have all been written holds the bytes that the CPU writes for the same tokens.
 #pragma once
 
@@ -17,8 +18,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
-/// What a kernel needs to know of one tensor, and nothing else: parameters of a launch are not in any cache, so they shall fill few
-/// lines of 64 bytes.
+/// What a kernel needs to know of one tensor, and nothing else: parameters of a launch are not in any cache,
+/// so they shall fill few lines of 64 bytes.
 template <class T>
 struct store_tensor {
     std::byte* pages;
@@ -29,18 +30,17 @@ struct store_tensor {
     __device__ __forceinline__ const T* at(int token, int head) const {
         return from + token * token_stride + head * head_stride;
     }
-    template <tensor Role, class Format>
+    template <tensor Role, class Pair>
     __device__ __forceinline__ std::byte* block(int page, int head) const {
-        constexpr std::size_t bytes =
-            Role == tensor::key ? Format::key_block_bytes : Format::value_block_bytes;
+        constexpr std::size_t bytes = Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes;
         return pages + static_cast<std::size_t>(page) * page_bytes + static_cast<std::size_t>(head) * bytes;
     }
 };
 
 /// Starts copying 32 input tokens of one head to shared memory. All threads of a block.
-template <tensor Role, class Format, class T>
+template <tensor Role, class Pair, class T>
 __device__ __forceinline__ void fetch_tile(const store_tensor<T>& x, int first, int head, std::byte* rows) {
-    constexpr int dim = dim_of<Role, Format>;
+    constexpr int dim = dim_of<Role, Pair>;
     constexpr int per_row = dim * static_cast<int>(sizeof(T)) / 16;
     constexpr int row_bytes = store_rows<T, dim>::row_bytes;
     const T* const from = x.at(first, head);
@@ -66,22 +66,22 @@ __device__ __forceinline__ long long slot_of(const long long* mapping, int token
 }
 
 /// Many tokens of one tensor: 32 of them, heads blockIdx.y, blockIdx.y + gridDim.y, ...
-template <class Format, class T, tensor Role>
+template <class Pair, class T, tensor Role>
 __device__ __forceinline__ void store_many(const store_tensor<T>& x, int tokens, int all_heads,
                                            const long long* mapping, unsigned* not_finite,
                                            std::byte* shared) {
-    using S = scheme_of<Role, Format>;
-    constexpr int dim = dim_of<Role, Format>, page_tokens = Format::page_tokens;
+    using S = scheme_of<Role, Pair>;
+    constexpr int dim = dim_of<Role, Pair>, page_tokens = Pair::page_tokens;
     using store = store_traits<S, dim, page_tokens>;
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
     const int heads = static_cast<int>(gridDim.y);
     const int head = static_cast<int>(blockIdx.y);
     const int begin = static_cast<int>(blockIdx.x) * 32;
-    auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
+    auto& own = *reinterpret_cast<store_memory<Role, Pair, T>*>(shared);
     // Numbers are fetched before it is known where they go: they are mostly whole tiles.
     const bool guess = store::tiles && begin + 32 <= tokens;
-    if (guess) fetch_tile<Role, Format, T>(x, begin, head, own.rows[0]);
+    if (guess) fetch_tile<Role, Pair, T>(x, begin, head, own.rows[0]);
     const auto slot_at = [&](int token) {
         return static_cast<int>(larger(slot_of(mapping, tokens, token), -1LL));
     };
@@ -89,7 +89,8 @@ __device__ __forceinline__ void store_many(const store_tensor<T>& x, int tokens,
     unsigned bad = 0;
     unsigned covered = 0;
     if constexpr (store::tiles) {
-        // Which tokens start 32 slots in a row that a tile of the page takes? Often the block's first token alone.
+        // Which tokens start 32 slots in a row that a tile of the page takes? Often the block's first token
+        // alone.
         unsigned leads = 1u;
         covered = ~0u;
         if (!__all_sync(~0u, here == __shfl_sync(~0u, here, 0) + lane &&
@@ -118,9 +119,9 @@ __device__ __forceinline__ void store_many(const store_tensor<T>& x, int tokens,
         if (leads && !(guess && at == 0)) {
             copy_wait<0>();
             __syncthreads();
-            fetch_tile<Role, Format, T>(x, begin + at, head, own.rows[0]);
+            fetch_tile<Role, Pair, T>(x, begin + at, head, own.rows[0]);
         }
-        constexpr int buffers = store_memory<Role, Format, T>::row_buffers;
+        constexpr int buffers = store_memory<Role, Pair, T>::row_buffers;
         for (int tile_head = head, buffer = 0; leads; buffer ^= buffers - 1) {
             const int slot = __shfl_sync(~0u, here, at), this_head = tile_head;
             tile_head += heads;
@@ -131,17 +132,17 @@ __device__ __forceinline__ void store_many(const store_tensor<T>& x, int tokens,
             }
             if (buffers == 2 && leads) {
                 __syncthreads();  // nobody reads the other buffer any more
-                fetch_tile<Role, Format, T>(x, begin + at, tile_head, own.rows[buffer ^ 1]);
+                fetch_tile<Role, Pair, T>(x, begin + at, tile_head, own.rows[buffer ^ 1]);
                 copy_wait<1>();
             } else {
                 copy_wait<0>();
             }
             __syncthreads();
-            bad += store_tile<Role, Format, T>(x.template block<Role, Format>(slot / page_tokens, this_head),
-                                               own.rows[buffer], slot % page_tokens, own.tile);
+            bad += store_tile<Role, Pair, T>(x.template block<Role, Pair>(slot / page_tokens, this_head),
+                                             own.rows[buffer], slot % page_tokens, own.tile);
             if (buffers == 1 && leads) {
                 __syncthreads();
-                fetch_tile<Role, Format, T>(x, begin + at, tile_head, own.rows[0]);
+                fetch_tile<Role, Pair, T>(x, begin + at, tile_head, own.rows[0]);
             }
         }
     }
@@ -150,9 +151,8 @@ __device__ __forceinline__ void store_many(const store_tensor<T>& x, int tokens,
         if (at % store_warps != warp) continue;
         const int slot = __shfl_sync(~0u, here, at);
         for (int h = head; h < all_heads; h += heads)
-            bad += store_token<Role, Format, T>(x.at(begin + at, h),
-                                                x.template block<Role, Format>(slot / page_tokens, h),
-                                                slot % page_tokens);
+            bad += store_token<Role, Pair, T>(
+                x.at(begin + at, h), x.template block<Role, Pair>(slot / page_tokens, h), slot % page_tokens);
     }
     if (not_finite && bad) atomicAdd(not_finite, bad);
     copy_wait<0>();  // of a tile that was fetched in vain
@@ -161,12 +161,13 @@ __device__ __forceinline__ void store_many(const store_tensor<T>& x, int tokens,
 /// Heads of a token that a warp stores where there are few tokens, at most.
 inline constexpr int few_heads = 2;
 
-/// Few tokens of one tensor, usually one per sequence: each warp has one of them, of heads blockIdx.y and blockIdx.y + gridDim.y.
-template <class Format, class T, tensor Role>
+/// Few tokens of one tensor, usually one per sequence: each warp has one of them, of heads blockIdx.y and
+/// blockIdx.y + gridDim.y.
+template <class Pair, class T, tensor Role>
 __device__ __forceinline__ void store_few(const store_tensor<T>& x, int tokens, int all_heads,
                                           const long long* mapping, unsigned* not_finite, std::byte* shared) {
-    constexpr int page_tokens = Format::page_tokens;
-    constexpr bool tiles = store_traits<scheme_of<Role, Format>, dim_of<Role, Format>, page_tokens>::tiles;
+    constexpr int page_tokens = Pair::page_tokens;
+    constexpr bool tiles = store_traits<scheme_of<Role, Pair>, dim_of<Role, Pair>, page_tokens>::tiles;
     const int warp = static_cast<int>(threadIdx.x / warp_size),
               lane = static_cast<int>(threadIdx.x % warp_size);
     const int head = static_cast<int>(blockIdx.y), heads = static_cast<int>(gridDim.y);
@@ -174,7 +175,7 @@ __device__ __forceinline__ void store_few(const store_tensor<T>& x, int tokens, 
     // Slots of this token and the 31 before it, and of the 32 behind it.
     const long long before = slot_of(mapping, tokens, token - 31 + lane);
     [[maybe_unused]] const long long behind = tiles ? slot_of(mapping, tokens, token + 1 + lane) : -1;
-    token_row<Role, Format, T> rows[few_heads];
+    token_row<Role, Pair, T> rows[few_heads];
 #pragma unroll
     for (int i = 0; i < few_heads; ++i)
         if (token < tokens && head + i * heads < all_heads)
@@ -196,48 +197,48 @@ __device__ __forceinline__ void store_few(const store_tensor<T>& x, int tokens, 
     if (here >= 0 && !covered) {
 #pragma unroll 1
         for (int h = head; h < all_heads; h += heads) {
-            std::byte* const block = x.template block<Role, Format>(page, h);
-            if (!rows[0].store(block, at, lane))
-                bad += store_token<Role, Format, T>(x.at(token, h), block, at);
+            std::byte* const block = x.template block<Role, Pair>(page, h);
+            if (!rows[0].store(block, at, lane)) bad += store_token<Role, Pair, T>(x.at(token, h), block, at);
 #pragma unroll
             for (int i = 1; i < few_heads; ++i) rows[i - 1] = rows[i];
         }
     }
     if constexpr (tiles) {
-        // Every fourth token of a tile stands for one head of the tile, and at most one of the four of a block.
+        // Every fourth token of a tile stands for one head of the tile, and at most one of the four of a
+        // block.
         const int tile_head = head + static_cast<int>(slot % 32 / store_warps) * heads;
         const bool takes = covered && slot % store_warps == 0 && tile_head < all_heads;
-        auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
+        auto& own = *reinterpret_cast<store_memory<Role, Pair, T>*>(shared);
         int* const told = reinterpret_cast<int*>(own.tile.of);
         if (takes) told[0] = static_cast<int>(slot), told[1] = token;
         if (__syncthreads_or(takes)) {
             const int place = told[0] % 32, h = head + place / store_warps * heads;
             const int first = told[0] - place;
-            fetch_tile<Role, Format, T>(x, told[1] - place, h, own.rows[0]);
+            fetch_tile<Role, Pair, T>(x, told[1] - place, h, own.rows[0]);
             copy_wait<0>();
             __syncthreads();
-            bad += store_tile<Role, Format, T>(x.template block<Role, Format>(first / page_tokens, h),
-                                               own.rows[0], first % page_tokens, own.tile);
+            bad += store_tile<Role, Pair, T>(x.template block<Role, Pair>(first / page_tokens, h),
+                                             own.rows[0], first % page_tokens, own.tile);
         }
     }
     if (bad && not_finite) atomicAdd(not_finite, bad);
 }
 
 /// As many thread blocks as possible shall be under way.
-template <class Format, class T, bool Few>
+template <class Pair, class T, bool Few>
 __global__ void __launch_bounds__(store_threads, 8)
     store_kernel(const store_tensor<T> k, const store_tensor<T> v, const long long* mapping,
                  unsigned* not_finite, int tokens, int heads) {
-    __shared__ __align__(16) std::byte shared[larger(sizeof(store_memory<tensor::key, Format, T>),
-                                                     sizeof(store_memory<tensor::value, Format, T>))];
+    __shared__ __align__(16) std::byte shared[larger(sizeof(store_memory<tensor::key, Pair, T>),
+                                                     sizeof(store_memory<tensor::value, Pair, T>))];
     if constexpr (!Few) launch_dependents();
     wait_for_predecessor();
     const auto go = [&](auto role, const store_tensor<T>& x) {
         constexpr tensor Role = decltype(role)::value;
         if constexpr (Few)
-            store_few<Format, T, Role>(x, tokens, heads, mapping, not_finite, shared);
+            store_few<Pair, T, Role>(x, tokens, heads, mapping, not_finite, shared);
         else
-            store_many<Format, T, Role>(x, tokens, heads, mapping, not_finite, shared);
+            store_many<Pair, T, Role>(x, tokens, heads, mapping, not_finite, shared);
     };
     if (blockIdx.z == 0)
         go(std::integral_constant<tensor, tensor::key>{}, k);
@@ -247,31 +248,32 @@ __global__ void __launch_bounds__(store_threads, 8)
 
 }  // namespace detail
 
-/// Stores token i of k and v at mapping[i] (device memory); negative slots skip. k: [n][kv_heads][head_dim], v likewise with
-/// value_dim; any strides, channels contiguous. not_finite, if given, adds up NaN and infinities.
-template <class Format, class T>
-status store(const cache_ref<Format>& cache, const token_view<const T>& k, const token_view<const T>& v,
+/// Stores token i of k and v at mapping[i] (device memory); negative slots skip. k: [n][kv_heads][head_dim],
+/// v likewise with value_dim; any strides, channels contiguous. not_finite, if given, adds up NaN and
+/// infinities.
+template <class Pair, class T>
+status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const token_view<const T>& v,
              const long long* mapping, unsigned* not_finite, cudaStream_t stream) noexcept {
-    static_assert(detail::word_traits<typename Format::keys>::token_parameters &&
-                      detail::word_traits<typename Format::values>::token_parameters,
+    static_assert(detail::word_traits<typename Pair::keys>::token_parameters &&
+                      detail::word_traits<typename Pair::values>::token_parameters,
                   "kvq::cuda::store: schemes with parameters per channel are quantized a page at a time; "
                   "store into 16-bit "
                   "window pages and use commit_full_pages or requantize_pages");
     if (status s = detail::check_ref(cache, false); !s) return s;
     if (k.tokens != v.tokens) return detail::bad_value("k has %d tokens but v has %d", k.tokens, v.tokens);
-    if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || k.dim != Format::head_dim ||
-        v.dim != Format::value_dim)
+    if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || k.dim != Pair::head_dim ||
+        v.dim != Pair::value_dim)
         return detail::bad_value("k is %d x %d and v %d x %d but the cache holds %d heads of %d and %d",
-                                 k.heads, k.dim, v.heads, v.dim, cache.kv_heads, Format::head_dim,
-                                 Format::value_dim);
+                                 k.heads, k.dim, v.heads, v.dim, cache.kv_heads, Pair::head_dim,
+                                 Pair::value_dim);
     if (k.tokens < 0) return detail::bad_value("k has %d tokens", k.tokens);
     if (k.tokens == 0) return {};
     if (k.data == nullptr || v.data == nullptr || mapping == nullptr)
         return detail::bad_value("k, v or mapping is a null pointer");
     const bool few = k.tokens <= 512;
     const int groups = kvq::detail::ceil_div(k.tokens, few ? detail::store_warps : 32);
-    // Where there are many blocks, they take two or four heads each: a block loads while it computes, and a launch takes 0.6 us
-    // per 1000 blocks.
+    // Where there are many blocks, they take two or four heads each: a block loads while it computes, and a
+    // launch takes 0.6 us per 1000 blocks.
     int heads = cache.kv_heads;  // thread blocks along the heads
     for (int enough = few ? 512 : 1024;
          heads % 2 == 0 && cache.kv_heads / heads < (few ? detail::few_heads : 4) && groups * heads >= enough;
@@ -281,10 +283,10 @@ status store(const cache_ref<Format>& cache, const token_view<const T>& k, const
                                        k.head_stride},
         values{cache.value_pages, cache.value_page_bytes, v.data, v.token_stride, v.head_stride};
     const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads), 2);
-    return detail::launch(
-        "launching store", detail::overlap::yes,
-        few ? detail::store_kernel<Format, T, true> : detail::store_kernel<Format, T, false>, grid,
-        detail::store_threads, 0, stream, keys, values, mapping, not_finite, k.tokens, cache.kv_heads);
+    return detail::launch("launching store", detail::overlap::yes,
+                          few ? detail::store_kernel<Pair, T, true> : detail::store_kernel<Pair, T, false>,
+                          grid, detail::store_threads, 0, stream, keys, values, mapping, not_finite, k.tokens,
+                          cache.kv_heads);
 }
 
 }}}  // namespace kvq::cuda

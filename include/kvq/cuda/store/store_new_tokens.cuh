@@ -3,9 +3,11 @@
 //   position   tokens[b] - new_tokens + i of new token i of sequence b. Below first_token: a sink. Otherwise page
 //              (position - first_token) / page_tokens, in column page % table_columns of the window's table, which is a ring
 //
-// Slots are found on the device from `tokens`: a captured graph stays valid while sequences grow, and no table is written.
-// Contract: stored bytes are those of `store`, which are the CPU's. The same launch again writes the same bytes. The page that a new token
-// enters must be free: commit_due_pages (commit_due_pages.cuh) runs once a step before or after it, but before attention.
+// Slots are found on the device from `tokens`: a captured graph stays valid while sequences grow, and no
+// table is written.
+// Contract: stored bytes are those of `store`, which are the CPU's. The same launch again writes the same
+// bytes. The page that a new token enters must be free: commit_due_pages (commit_due_pages.cuh) runs once a
+// step before or after it, but before attention.
 #pragma once
 
 #include "../layout/mixed_cache.cuh"
@@ -14,8 +16,8 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 struct store_options {
-    /// The caller promises that lengths and tables were written before the launches of kvq that directly precede this one: then slots are
-    /// found while the previous launch runs out.
+    /// The caller promises that lengths and tables were written before the launches of kvq that directly
+    /// precede this one: then slots are found while the previous launch runs out.
     bool early = false;
 };
 
@@ -74,13 +76,13 @@ __global__ void __launch_bounds__(store_threads)
     if (a.early) wait_for_predecessor();
     if (place.page < 0) return;
     unsigned bad = 0;
-    const auto store_head = [&]<tensor Role, class Format>(const cache_ref<Format>& cache, const T* from) {
-        token_row<Role, Format, T> row;
+    const auto store_head = [&]<tensor Role, class Pair>(const cache_ref<Pair>& cache, const T* from) {
+        token_row<Role, Pair, T> row;
         row.fetch(from, lane);
         std::byte* const block = cache.template block<Role>(place.page, what.head);
-        if (!row.store(block, place.slot, lane)) bad = store_token<Role, Format, T>(from, block, place.slot);
+        if (!row.store(block, place.slot, lane)) bad = store_token<Role, Pair, T>(from, block, place.slot);
     };
-    const auto store_in = [&]<class Format>(const cache_ref<Format>& cache) {
+    const auto store_in = [&]<class Pair>(const cache_ref<Pair>& cache) {
         if (what.values)
             store_head.template operator()<tensor::value>(cache, a.v.at(what.token, what.head));
         else
@@ -134,8 +136,9 @@ status store_new(const new_token_args<Window, Sinks, T>& a, cudaStream_t stream)
 
 }  // namespace detail
 
-/// Stores the newest new_tokens tokens of every sequence (tokens[b] counts them already). k: [sequences * new_tokens][kv_heads][head_dim],
-/// v likewise with value_dim; sequences of length 0 are not there. not_finite, if given, adds up NaN and infinities.
+/// Stores the newest new_tokens tokens of every sequence (tokens[b] counts them already). k: [sequences *
+/// new_tokens][kv_heads][head_dim], v likewise with value_dim; sequences of length 0 are not there.
+/// not_finite, if given, adds up NaN and infinities.
 template <class Window, class Sinks, class T>
 status store_new_tokens(const cache_ref<Window>& window, const cache_ref<Sinks>& sinks,
                         const token_view<const T>& k, const token_view<const T>& v, int new_tokens,

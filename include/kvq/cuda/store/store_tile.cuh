@@ -1,14 +1,14 @@
 // Coding 32 new tokens in a row as a tile.
 //
-// A tile lies in shared memory: lane = token for ranges, parameters and keys, lane = 4 channels for values; whole words, no
-// atomics.
-// Contract: the bytes that the CPU writes for the same tokens (core/rounding.hpp). Ranges of 16-bit input come from packed
-// minima and maxima, which are exact; rows with NaN or infinities take the careful path.
+// A tile lies in shared memory: lane = token for ranges, parameters and keys, lane = 4 channels for values;
+// whole words, no atomics.
+// Contract: the bytes that the CPU writes for the same tokens (core/rounding.hpp). Ranges of 16-bit input
+// come from packed minima and maxima, which are exact; rows with NaN or infinities take the careful path.
 #pragma once
 
 #include "../../core/token_view.hpp"
 #include "../layout/block_access.cuh"
-#include "../layout/chunk.cuh"
+#include "../layout/warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -52,8 +52,8 @@ struct store_rows {
     static constexpr int row_bytes = Dim * static_cast<int>(sizeof(T)) + 16;  // rows start in different banks
 };
 
-/// The code of x in the low byte, for a finite x of a group that fits its grid (no NaN, no infinity, no clamping): the
-/// rounding of core/rounding.hpp by adding a number whose last place is 1.
+/// The code of x in the low byte, for a finite x of a group that fits its grid (no NaN, no infinity, no
+/// clamping): the rounding of core/rounding.hpp by adding a number whose last place is 1.
 template <class S>
 __device__ __forceinline__ std::uint32_t quick_code(float x, float bias, float inverse) {
     if constexpr (S::levels::has_bias)
@@ -89,7 +89,8 @@ __device__ __forceinline__ std::uint32_t quad_of_codes(const float (&x)[4], cons
     return __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
 }
 
-/// The words of one step of quads of a row: f(vector of the row, word) for all planes. `unit` is the step's first quad.
+/// The words of one step of quads of a row: f(vector of the row, word) for all planes. `unit` is the step's
+/// first quad.
 template <class S, class F>
 __device__ __forceinline__ void pack_step(int unit, int units,
                                           const std::uint32_t (&quads)[word_traits<S>::units_per_step],
@@ -126,19 +127,19 @@ struct tile_parameters {
 };
 
 /// Shared memory of a thread block for one tensor.
-template <tensor Role, class Format, class T>
+template <tensor Role, class Pair, class T>
 struct store_memory {
-    static constexpr int dim = dim_of<Role, Format>;
-    using parameters =
-        tile_parameters<store_traits<scheme_of<Role, Format>, dim, Format::page_tokens>::groups>;
-    /// While one is quantized the other one is filled; rows of 4-byte numbers and long ones leave space for one only.
+    static constexpr int dim = dim_of<Role, Pair>;
+    using parameters = tile_parameters<store_traits<scheme_of<Role, Pair>, dim, Pair::page_tokens>::groups>;
+    /// While one is quantized the other one is filled; rows of 4-byte numbers and long ones leave space for
+    /// one only.
     static constexpr int row_buffers = 64 * store_rows<T, dim>::row_bytes <= 20480 ? 2 : 1;
     alignas(16) std::byte rows[row_buffers][32 * store_rows<T, dim>::row_bytes];
     alignas(16) parameters tile;
 };
 
-/// Range of the finite numbers of `Count` channels (a multiple of 8) of a token, and how many are not finite. (Whether a zero
-/// is -0 or +0 makes no difference to parameters.)
+/// Range of the finite numbers of `Count` channels (a multiple of 8) of a token, and how many are not finite.
+/// (Whether a zero is -0 or +0 makes no difference to parameters.)
 template <int Count, class T>
 __device__ __forceinline__ int row_range(const std::byte* row, float& lo, float& hi) {
     static_assert(Count % 8 == 0);
@@ -180,16 +181,17 @@ __device__ __forceinline__ int row_range(const std::byte* row, float& lo, float&
     return not_finite;
 }
 
-/// Tokens in shared memory (`rows`, row_bytes apart) to tokens [first, first + 32) of a page's block. All threads of a thread block.
-template <tensor Role, class Format, class T>
+/// Tokens in shared memory (`rows`, row_bytes apart) to tokens [first, first + 32) of a page's block. All
+/// threads of a thread block.
+template <tensor Role, class Pair, class T>
 __device__ __forceinline__ unsigned store_tile(
     std::byte* block, const std::byte* rows, int first,
-    tile_parameters<store_traits<scheme_of<Role, Format>, dim_of<Role, Format>, Format::page_tokens>::groups>&
+    tile_parameters<store_traits<scheme_of<Role, Pair>, dim_of<Role, Pair>, Pair::page_tokens>::groups>&
         shared) {
-    using S = scheme_of<Role, Format>;
+    using S = scheme_of<Role, Pair>;
     using traits = word_traits<S>;
-    constexpr block_shape s = shape_of<Role, Format>;
-    constexpr int dim = dim_of<Role, Format>, page = Format::page_tokens;
+    constexpr block_shape s = shape_of<Role, Pair>;
+    constexpr int dim = dim_of<Role, Pair>, page = Pair::page_tokens;
     using store = store_traits<S, dim, page>;
     constexpr int row_bytes = store_rows<T, dim>::row_bytes, width = static_cast<int>(sizeof(T));
     constexpr int units = (Role == tensor::key ? dim : page) / traits::columns_per_unit;
@@ -210,8 +212,8 @@ __device__ __forceinline__ unsigned store_tile(
             return float2{bias, inverse};
         };
         if constexpr (store_warps % store::groups == 0 && dim % (8 * store_warps) == 0) {
-            // Every warp takes a quarter of the channels; then one warp of each group makes its parameters: done by all, they
-            // would cost more than another barrier.
+            // Every warp takes a quarter of the channels; then one warp of each group makes its parameters:
+            // done by all, they would cost more than another barrier.
             constexpr int quarter = dim / store_warps, warps = store_warps / store::groups;
             float lo, hi;
             not_finite = row_range<quarter, T>(own_row + warp * quarter * width, lo, hi);
@@ -277,7 +279,8 @@ __device__ __forceinline__ unsigned store_tile(
             }
         }
     } else {
-        // lane = 4 neighbouring channels, which are rows of a tile of 32 channels; the warps share channels and tokens
+        // lane = 4 neighbouring channels, which are rows of a tile of 32 channels; the warps share channels
+        // and tokens
         constexpr int step = traits::units_per_step;
         constexpr int steps =
             store::quantized ? 8 / step : 16;  // of a tile: words of quads, or pairs of tokens

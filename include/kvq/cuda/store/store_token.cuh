@@ -1,11 +1,13 @@
-// Quantizing one new token of one head by a warp, whatever its neighbours are: only the bits of its own codes change.
+// Quantizing one new token of one head by a warp, whatever its neighbours are: only the bits of its own codes
+// change.
 //
 //   quickly     finite numbers whose codes need no clamping. A lane has quads of neighbouring channels; the lanes of a group
 //               share its range by shuffles, and each makes its parameters. Neighbouring lanes put words of keys together;
 //               codes of values go to lanes whose words are neighbours, which change their bits
 //   carefully   everything else, one number at a time
 //
-// A launch with one token per sequence is mostly partly written sectors of 32 bytes: of keys one for every word.
+// A launch with one token per sequence is mostly partly written sectors of 32 bytes: of keys one for every
+// word.
 // Contract: the bytes that the CPU writes for the same token (core/rounding.hpp).
 #pragma once
 
@@ -22,10 +24,10 @@ __device__ __forceinline__ std::uint32_t odd_halves(std::uint32_t word) {
 }
 
 /// The numbers of a token of a 16- or 32-bit format: channel i * 32 + lane is number i of a lane.
-template <tensor Role, class Format, class T>
+template <tensor Role, class Pair, class T>
 struct plain_row {
-    using W = typename scheme_of<Role, Format>::value_type;
-    static constexpr int dim = dim_of<Role, Format>, per_lane = ceil_div(dim, warp_size);
+    using W = typename scheme_of<Role, Pair>::value_type;
+    static constexpr int dim = dim_of<Role, Pair>, per_lane = ceil_div(dim, warp_size);
     T numbers[per_lane];
 
     __device__ __forceinline__ void fetch(const T* from, int lane) {
@@ -35,7 +37,7 @@ struct plain_row {
     }
     /// Stores the token. False: it must be quantized carefully, and nothing was stored.
     __device__ __forceinline__ bool store(std::byte* block, int token, int lane) const {
-        constexpr block_shape s = shape_of<Role, Format>;
+        constexpr block_shape s = shape_of<Role, Pair>;
         std::uint32_t odd = 0;
 #pragma unroll
         for (int i = 0; i < per_lane; ++i)
@@ -62,12 +64,12 @@ struct plain_row {
 };
 
 /// The numbers of a token that is quantized: quad i * 32 + lane is quad i of a lane.
-template <tensor Role, class Format, class T>
+template <tensor Role, class Pair, class T>
 struct quantized_row {
-    using S = scheme_of<Role, Format>;
+    using S = scheme_of<Role, Pair>;
     using planes = code_planes<S::code_bits>;
-    using store_type = store_traits<S, dim_of<Role, Format>, Format::page_tokens>;
-    static constexpr int dim = dim_of<Role, Format>, group = store_type::group, groups = store_type::groups;
+    using store_type = store_traits<S, dim_of<Role, Pair>, Pair::page_tokens>;
+    static constexpr int dim = dim_of<Role, Pair>, group = store_type::group, groups = store_type::groups;
     static constexpr int quads = ceil_div(dim, 4), per_lane = ceil_div(quads, warp_size);
     /// Do neighbouring lanes have the quads of a group?
     static constexpr bool whole_lanes =
@@ -101,7 +103,7 @@ struct quantized_row {
     }
     __device__ __forceinline__ bool store(std::byte* block, int token, int lane) const {
         if constexpr (quick) {
-            constexpr block_shape s = shape_of<Role, Format>;
+            constexpr block_shape s = shape_of<Role, Pair>;
             stored_parameters<typename S::parameter> stored[per_lane];
             std::uint32_t codes[per_lane];
             float bias = 0.0f, inverse = 0.0f;
@@ -186,7 +188,7 @@ private:
     /// Keys: words hold codes of one token.
     __device__ __forceinline__ static void store_words(std::byte* block, int token, int lane,
                                                        const std::uint32_t (&codes)[per_lane]) {
-        constexpr block_shape s = shape_of<Role, Format>;
+        constexpr block_shape s = shape_of<Role, Pair>;
         const auto layout = typename S::layout_type{}.codes(s);
         static_for<planes::count>([&](auto plane) {
             constexpr int p = decltype(plane)::value, per = planes::quads_per_word(p);
@@ -209,7 +211,7 @@ private:
     /// Values: words hold codes of several tokens of a channel; only the bits of this one change.
     __device__ __forceinline__ static void store_codes(std::byte* block, int token, int lane,
                                                        const std::uint32_t (&codes)[per_lane]) {
-        constexpr block_shape s = shape_of<Role, Format>;
+        constexpr block_shape s = shape_of<Role, Pair>;
         const auto layout = typename S::layout_type{}.codes(s);
         const int slot = layout.cols.slot(token), quad = slot / 4, byte = slot % 4;
 #pragma unroll
@@ -241,9 +243,9 @@ private:
     }
 };
 
-template <tensor Role, class Format, class T>
-using token_row = std::conditional_t<full_precision<scheme_of<Role, Format>>, plain_row<Role, Format, T>,
-                                     quantized_row<Role, Format, T>>;
+template <tensor Role, class Pair, class T>
+using token_row = std::conditional_t<full_precision<scheme_of<Role, Pair>>, plain_row<Role, Pair, T>,
+                                     quantized_row<Role, Pair, T>>;
 
 /// Numbers of a float whose order as unsigned integers is that of the floats, -0 before +0.
 __device__ __forceinline__ unsigned ordered_bits(float x) {
@@ -255,11 +257,11 @@ __device__ __forceinline__ float from_ordered_bits(unsigned bits) {
 }
 
 /// Any token, whatever its numbers are. Returns how many this lane has met that are not finite.
-template <tensor Role, class Format, class T>
+template <tensor Role, class Pair, class T>
 __device__ __forceinline__ unsigned store_carefully(const T* from, std::byte* block, int token, int lane) {
-    using S = scheme_of<Role, Format>;
-    constexpr block_shape s = shape_of<Role, Format>;
-    constexpr int dim = dim_of<Role, Format>;
+    using S = scheme_of<Role, Pair>;
+    constexpr block_shape s = shape_of<Role, Pair>;
+    constexpr int dim = dim_of<Role, Pair>;
     unsigned not_finite = 0;
     if constexpr (full_precision<S>) {
         using W = typename S::value_type;
@@ -269,7 +271,7 @@ __device__ __forceinline__ unsigned store_carefully(const T* from, std::byte* bl
                 window_value<W>(from[c]);
         }
     } else {
-        using store = store_traits<S, dim, Format::page_tokens>;
+        using store = store_traits<S, dim, Pair::page_tokens>;
         for (int g = 0; g < store::groups; ++g) {
             const int begin = g * store::group, end = smaller(dim, begin + store::group);
             unsigned low = ~0u, high = 0u;
@@ -298,9 +300,9 @@ __device__ __forceinline__ unsigned store_carefully(const T* from, std::byte* bl
     return not_finite;
 }
 
-/// One token from memory, out of line: tokens that make no tile are rare where there are many. (With -rdc=true a function out of line
-/// has registers of its own, more than the kernel may have.)
-template <tensor Role, class Format, class T>
+/// One token from memory, out of line: tokens that make no tile are rare where there are many. (With
+/// -rdc=true a function out of line has registers of its own, more than the kernel may have.)
+template <tensor Role, class Pair, class T>
 #ifdef __CUDACC_RDC__
 __device__ __forceinline__ unsigned store_token(
 #else
@@ -308,9 +310,9 @@ __device__ __attribute__((noinline)) unsigned store_token(
 #endif
     const T* from, std::byte* block, int token) {
     const int lane = static_cast<int>(threadIdx.x % warp_size);
-    token_row<Role, Format, T> row;
+    token_row<Role, Pair, T> row;
     row.fetch(from, lane);
-    return row.store(block, token, lane) ? 0u : store_carefully<Role, Format, T>(from, block, token, lane);
+    return row.store(block, token, lane) ? 0u : store_carefully<Role, Pair, T>(from, block, token, lane);
 }
 
 }}}  // namespace kvq::cuda::detail

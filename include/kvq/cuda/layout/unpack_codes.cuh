@@ -4,7 +4,8 @@
 //   plane    codes are cut into planes of 8, 4, 2 or 1 bits (pack/code_layout.hpp); a word of one has units_per_word(plane) quads
 //   step     units that fill a word of every plane; lines = words of a row, plane after plane
 //
-// Contract: codes<Quad>() returns what the CPU unpacks (tests/gpu compares attention with dequantized values).
+// Contract: unpack<Quad>() returns what the CPU unpacks (tests/gpu compares attention with dequantized
+// values).
 #pragma once
 
 #include <utility>
@@ -27,7 +28,7 @@ __device__ __forceinline__ void static_for(F&& f) {
 }
 
 template <int Bits>
-struct code_words_of {
+struct code_unpacker {
     static constexpr bool full = false;
     using planes = code_planes<Bits>;
     static constexpr int columns_per_unit = 4;  // a unit is a quad
@@ -39,10 +40,10 @@ struct code_words_of {
     }
     KVQ_HD static constexpr int lines(int units) { return planes::vectors(units); }
 
-    /// Codes of quad `Quad` of a step, one byte each, for four rows; words: of all planes, four rows each. Top: at the top of their
-    /// bytes.
+    /// Codes of quad `Quad` of a step, one byte each, for four rows; words: of all planes, four rows each.
+    /// Top: at the top of their bytes.
     template <int Quad, bool Top = false>
-    __device__ __forceinline__ static uint4 codes(const uint4 (&words)[planes::vectors(units_per_step)]) {
+    __device__ __forceinline__ static uint4 unpack(const uint4 (&words)[planes::vectors(units_per_step)]) {
         uint4 result{0, 0, 0, 0};
         static_for<plane_count>([&](auto plane) {
             constexpr int p = decltype(plane)::value;
@@ -68,7 +69,7 @@ struct code_words_of {
 
 /// What the code layouts of full<T> and scheme<...> have in common.
 template <class S>
-struct word_traits : code_words_of<S::code_bits> {  // scheme<...> of one width
+struct word_traits : code_unpacker<S::code_bits> {  // scheme<...> of one width
     using parameter = typename S::parameter;
     using token_scale_type = stored_as<typename S::token_scale_type>;  // void: none
     static constexpr bool token_parameters = S::granularity_type::on_tokens;

@@ -1,43 +1,46 @@
-// Chunks of two pages of 16 tokens: in shared memory they look like one of a page of 32 tokens, so that all that follows is the same.
+// Warp tiles of two pages of 16 tokens: in shared memory they look like one of a page of 32 tokens, so that
+// all that follows is the same.
 //
 //   keys    a line of 32 tokens is a line of the first page beside one of the second
 //   values  a plane's words of the first page, then those of the second
 //   tokens' parameters: 16 of the first page, then 16 of the second
 //
-// (Alone, chunks of 16 tokens leave half of the lanes idle where scores become weights, and twice as many chunks each have a fixed
-// cost.) For numbers whose parameters belong to tokens, and 16-bit ones: channels would have other parameters in every page.
-// Contract: as chunk.cuh; of a page that is not there nothing is read, and what stands for it may be anything.
+// (Alone, warp tiles of 16 tokens leave half of the lanes idle where scores become weights, and twice as many
+// warp tiles each have a fixed cost.) For numbers whose parameters belong to tokens, and 16-bit ones:
+// channels would have other parameters in every page.
+// Contract: as warp_tile.cuh; of a page that is not there nothing is read, and what stands for it may be
+// anything.
 #pragma once
 
-#include "chunk.cuh"
+#include "warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// The format whose pages hold the tokens of two pages.
-template <class Format>
-using two_pages = format<typename Format::keys, typename Format::values, Format::head_dim,
-                         2 * Format::page_tokens, Format::value_dim>;
+template <class Pair>
+using two_pages = block_pair<typename Pair::keys, typename Pair::values, Pair::head_dim,
+                             2 * Pair::page_tokens, Pair::value_dim>;
 
-template <tensor Role, class Format>
+template <tensor Role, class Pair>
 inline constexpr bool joins_role = [] {
-    using traits = word_traits<scheme_of<Role, Format>>;
+    using traits = word_traits<scheme_of<Role, Pair>>;
     bool whole_words = true;  // none holds tokens of both pages
     if constexpr (Role == tensor::value && traits::token_parameters)
         for (int p = 0; p < traits::plane_count; ++p)
             whole_words = whole_words &&
-                          Format::page_tokens % (traits::columns_per_unit * traits::units_per_word(p)) == 0;
+                          Pair::page_tokens % (traits::columns_per_unit * traits::units_per_word(p)) == 0;
     return traits::token_parameters && whole_words;
 }();
-template <class Format>
+template <class Pair>
 inline constexpr bool joins_pages =
-    Format::page_tokens == 16 && joins_role<tensor::key, Format>&& joins_role<tensor::value, Format>;
+    Pair::page_tokens == 16 && joins_role<tensor::key, Pair>&& joins_role<tensor::value, Pair>;
 
-template <tensor Role, class Format>
-struct joined_chunk : code_chunk<Role, two_pages<Format>, 2 * Format::page_tokens, false> {
-    using base = code_chunk<Role, two_pages<Format>, 2 * Format::page_tokens, false>;
+template <tensor Role, class Pair>
+struct joined_warp_tile : code_warp_tile<Role, two_pages<Pair>, 2 * Pair::page_tokens, false> {
+    using base = code_warp_tile<Role, two_pages<Pair>, 2 * Pair::page_tokens, false>;
     using traits = typename base::traits;
     static constexpr bool joined = true;
-    static constexpr block_shape page_shape = shape_of<Role, Format>;
+    static constexpr block_shape page_shape = shape_of<Role, Pair>;
 
     /// Starts copying the blocks of the two pages, either of which may be null. All lanes of a warp together.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* first,

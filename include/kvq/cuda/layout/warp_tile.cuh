@@ -1,19 +1,21 @@
-// A chunk: the tokens of one block that a warp handles at a time, as a matrix for tensor cores, and its way into shared
-// memory.
+// A warp_tile: the tokens of one block that a warp handles at a time, as a matrix for tensor cores, and its
+// way into shared memory.
 //
-//   keys    rows = tokens,   columns = channels        one block's chunk is one contiguous run of bytes (+ parameters)
+//   keys    rows = tokens,   columns = channels        one block's warp tile is one contiguous run of bytes (+ parameters)
 //   values  rows = channels, columns = tokens          one run per tile of 32 channels (+ parameters)
 //
-// Lane (g, t) owns rows 4g..4g+3 of every tile (one 16-byte load: rows g and g+8 of two m16 tiles) and the t-th quarter of
-// the columns. The four quarters of a plane lie whole lines of 128 bytes apart, that is in the same banks; so the 16-byte vectors
-// of a line are stored at vector ^ 2t, which makes every load of a warp conflict-free.
-// Copies are fastest where bytes lie as far behind a line of 128 bytes in shared memory as in device memory and sectors of 32
-// bytes stay whole. So a chunk of blocks that do not start on lines begins as far behind its slot ("skewed"), its copies start
-// on lines, and t is that of the line of shared memory that a vector falls into.
-// Contract: bytes arrive unchanged; rows or columns beyond the block may hold any finite codes, never foreign memory.
+// Lane (g, t) owns rows 4g..4g+3 of every tile (one 16-byte load: rows g and g+8 of two m16 tiles) and the
+// t-th quarter of the columns. The four quarters of a plane lie whole lines of 128 bytes apart, that is in
+// the same banks; so the 16-byte vectors of a line are stored at vector ^ 2t, which makes every load of a
+// warp conflict-free. Copies are fastest where bytes lie as far behind a line of 128 bytes in shared memory
+// as in device memory and sectors of 32 bytes stay whole. So a warp tile of blocks that do not start on lines
+// begins as far behind its slot ("skewed"), its copies start on lines, and t is that of the line of shared
+// memory that a vector falls into.
+// Contract: bytes arrive unchanged; rows or columns beyond the block may hold any finite codes, never foreign
+// memory.
 #pragma once
 
-#include "code_words.cuh"
+#include "unpack_codes.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -25,30 +27,32 @@ struct lane_id {
         : lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), t(lane % 4) {}
 };
 
-/// What the channels of run `r` share, in a chunk at `at` whose first token is `first` of its page.
-template <class Chunk>
-__device__ __forceinline__ group_line<typename Chunk::parameter> line_of(std::uint32_t at, int first, int r) {
-    if constexpr (Chunk::has_byte_params)
+/// What the channels of run `r` share, in a warp tile at `at` whose first token is `first` of its page.
+template <class WarpTile>
+__device__ __forceinline__ group_line<typename WarpTile::parameter> line_of(std::uint32_t at, int first,
+                                                                            int r) {
+    if constexpr (WarpTile::has_byte_params)
         return group_line<kvq::byte_params>::load(
-            at + Chunk::shared_at +
-            6u * static_cast<std::uint32_t>((Chunk::tokens == Chunk::page ? 0 : first / Chunk::group) + r));
+            at + WarpTile::shared_at +
+            6u * static_cast<std::uint32_t>(
+                     (WarpTile::tokens == WarpTile::page ? 0 : first / WarpTile::group) + r));
     else
         return {};
 }
 
-/// MaySkew: may it begin behind its slot, as the blocks of Format do behind lines?
-template <tensor Role, class Format, int Tokens, bool MaySkew = true>
-struct code_chunk {
-    using scheme = scheme_of<Role, Format>;
+/// MaySkew: may it begin behind its slot, as the blocks of Pair do behind lines?
+template <tensor Role, class Pair, int Tokens, bool MaySkew = true>
+struct code_warp_tile {
+    using scheme = scheme_of<Role, Pair>;
     using traits = word_traits<scheme>;
     using parameter = typename traits::parameter;
     static constexpr bool key = Role == tensor::key;
     static constexpr bool mixed = false;   // as in mixed_keys.cuh
-    static constexpr bool joined = false;  // as in joined_chunk.cuh
+    static constexpr bool joined = false;  // as in joined_warp_tile.cuh
     static constexpr bool full = traits::full;
-    static constexpr int dim = dim_of<Role, Format>;
-    static constexpr int page = Format::page_tokens, tokens = Tokens;
-    static constexpr block_shape shape = shape_of<Role, Format>;
+    static constexpr int dim = dim_of<Role, Pair>;
+    static constexpr int page = Pair::page_tokens, tokens = Tokens;
+    static constexpr block_shape shape = shape_of<Role, Pair>;
 
     /// What differs between heads: nothing.
     struct head_type {};
@@ -111,18 +115,20 @@ struct code_chunk {
     static constexpr int tiles = ceil_div(rows, tile_height);
     static constexpr int last_height = rows - (tiles - 1) * tile_height;
 
-    /// Do sums of products with codes of up to 8 bits stay below 2^31? The query has 15 bits and a sign, weights have 16.
+    /// Do sums of products with codes of up to 8 bits stay below 2^31? The query has 15 bits and a sign,
+    /// weights have 16.
     static constexpr bool byte_sums_fit = 4 * group_units <= (key ? 256 : 128);
-    /// Products may leave the upper quads of a word where they are, as codes times set_weight, and add them to sums of their
-    /// own ("set" 1): that saves the shifts. Quads q and q + 2 of 2-bit words need one shift for both; 4-bit words go by two.
-    /// More than 4 query rows have no registers for two sets.
+    /// Products may leave the upper quads of a word where they are, as codes times set_weight, and add them
+    /// to sums of their own ("set" 1): that saves the shifts. Quads q and q + 2 of 2-bit words need one shift
+    /// for both; 4-bit words go by two. More than 4 query rows have no registers for two sets.
     KVQ_HD static constexpr int sets(int rows4) {
         if (rows4 > 1 || full || traits::plane_count != 1 || !byte_sums_fit || sharers(0) > 1) return 1;
         const int per_word = traits::units_per_word(0);
         return per_word == 4 || (per_word == 2 && lane_steps % 2 == 0) ? 2 : 1;
     }
-    /// By how many bits for_pairs leaves codes too high in the sums of `sets` sets. Narrow ones go to the top of their bytes: shifts
-    /// to the left can be multiplications, which spares the integer pipe (4 bits with fp16 parameters and more: 0 to 1 % slower).
+    /// By how many bits for_pairs leaves codes too high in the sums of `sets` sets. Narrow ones go to the top
+    /// of their bytes: shifts to the left can be multiplications, which spares the integer pipe (4 bits with
+    /// fp16 parameters and more: 0 to 1 % slower).
     KVQ_HD static constexpr int raised(int sets) {
         if constexpr (full) {
             return 0;
@@ -144,8 +150,8 @@ struct code_chunk {
         return larger(1, lane_units / traits::units_per_word(p));
     }
     KVQ_HD static constexpr int plane_lines(int p) { return ceil_div(units, traits::units_per_word(p)); }
-    /// Quarters that hold the same number of lines, 0 if they do not. Short chunks may have only one or two: then other lanes read
-    /// the same lines, and their weights are zero.
+    /// Quarters that hold the same number of lines, 0 if they do not. Short warp tiles may have only one or
+    /// two: then other lanes read the same lines, and their weights are zero.
     static constexpr int quarters =
         group_units == 4 * lane_units ? 4
         : column_groups == 1 && (group_units == 2 * lane_units || group_units == lane_units)
@@ -166,7 +172,7 @@ struct code_chunk {
     /// Blocks that do not start on lines of 128 bytes, see above; not where quarters differ, which is rare.
     static constexpr bool skewed =
         MaySkew && aligned && tile_height == 32 && last_height == 32 &&
-        (key ? Format::key_block_bytes : Format::value_block_bytes) % std::size_t{128} != 0;
+        (key ? Pair::key_block_bytes : Pair::value_block_bytes) % std::size_t{128} != 0;
     static constexpr int slot_bytes = bytes + (skewed ? 112 : 0);
 
     /// Can the warp kernels handle this shape? (Everything else goes through attend_any.cuh.)
@@ -185,7 +191,8 @@ struct code_chunk {
         return shape_fits && groups_fit && cuts_fit;
     }();
 
-    /// Channel parameters of keys are read by lanes 128 bytes apart, so their 16-byte vectors are permuted as well.
+    /// Channel parameters of keys are read by lanes 128 bytes apart, so their 16-byte vectors are permuted as
+    /// well.
     static constexpr bool permuted =
         key && !full && !token_parameters && !has_byte_params && run_bytes % 64 == 0;
     __device__ __forceinline__ static std::uint32_t parameter_byte(int at) {
@@ -194,8 +201,9 @@ struct code_chunk {
 
     // ---- to shared memory ----
 
-    /// Starts copying the chunk that begins at token `first` of `block` to `to`, which is as far behind its slot as the block is
-    /// behind a line if the chunk is skewed. vector_bytes: 16, or 0 where there is no block. All lanes of a warp together.
+    /// Starts copying the warp tile that begins at token `first` of `block` to `to`, which is as far behind
+    /// its slot as the block is behind a line if the warp tile is skewed. vector_bytes: 16, or 0 where there
+    /// is no block. All lanes of a warp together.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
                                                 std::uint32_t vector_bytes, const head_type& = {}) {
         const int skew = skewed ? static_cast<int>(to >> 4 & 7u) : 0;
@@ -232,8 +240,8 @@ struct code_chunk {
 
     // ---- from shared memory ----
 
-    /// Units of the lane in tile `Tile`, column group `Group`, two at a time: f(set, number of unit a, of unit b, rows of
-    /// unit a, of unit b). Those of set 1 are multiplied by set_weight, all by 2^raised.
+    /// Units of the lane in tile `Tile`, column group `Group`, two at a time: f(set, number of unit a, of
+    /// unit b, rows of unit a, of unit b). Those of set 1 are multiplied by set_weight, all by 2^raised.
     template <int Tile, int Group, int Sets, class F>
     __device__ __forceinline__ static void for_pairs(std::uint32_t at, const lane_id& id, F&& f) {
         constexpr std::integral_constant<int, 0> first;
@@ -289,8 +297,8 @@ struct code_chunk {
                     constexpr int X = decltype(x)::value;
                     constexpr std::integral_constant<int, J * step_units + 2 * X> unit_a;
                     constexpr std::integral_constant<int, J * step_units + 2 * X + 1> unit_b;
-                    f(first, unit_a, unit_b, traits::template codes<2 * X, raised(Sets) != 0>(words),
-                      traits::template codes<2 * X + 1, raised(Sets) != 0>(words));
+                    f(first, unit_a, unit_b, traits::template unpack<2 * X, raised(Sets) != 0>(words),
+                      traits::template unpack<2 * X + 1, raised(Sets) != 0>(words));
                 });
             });
         }
@@ -311,8 +319,8 @@ struct code_chunk {
         constexpr int per_word = traits::units_per_word(0);
         return 8 / per_word * (unit % per_word);
     }
-    /// Units of the lane's line `Line` in tile `Tile`, codes as 16-bit numbers: f(number of the unit, columns 0 and 2 of four rows,
-    /// columns 1 and 3), times 2^place.
+    /// Units of the lane's line `Line` in tile `Tile`, codes as 16-bit numbers: f(number of the unit, columns
+    /// 0 and 2 of four rows, columns 1 and 3), times 2^place.
     template <int Tile, int Line, class F>
     __device__ __forceinline__ static void for_line_halves(std::uint32_t at, const lane_id& id,
                                                            F&& f) requires(!full &&
@@ -333,7 +341,8 @@ struct code_chunk {
             [&](auto line) { for_line_halves<Tile, decltype(line)::value>(at, id, f); });
     }
 
-    /// Parameters of the four tokens or channels that start at `index` of run `r`; scales in units of the line's.
+    /// Parameters of the four tokens or channels that start at `index` of run `r`; scales in units of the
+    /// line's.
     __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
         return load_scales<parameter>(at + scale_at + parameter_byte((r * run + index) * width));
     }
@@ -390,7 +399,8 @@ struct code_chunk {
     /// Only keys of mixed widths need scratch.
     KVQ_HD static constexpr int scratch_bytes(int) { return 0; }
 
-    /// Zeroes the columns (tokens of values) outside [from, to): what a page holds there may be anything, even NaN.
+    /// Zeroes the columns (tokens of values) outside [from, to): what a page holds there may be anything,
+    /// even NaN.
     __device__ __forceinline__ static void clear_columns(std::uint32_t at, const lane_id& id, int from,
                                                          int to) requires(!key && full) {
         from = smaller(larger(from, 0), Tokens);
@@ -417,7 +427,8 @@ struct code_chunk {
         }
     }
 
-    /// Zeroes the parameters of tokens outside [from, to), for the same reason. 8-bit token scales are never NaN.
+    /// Zeroes the parameters of tokens outside [from, to), for the same reason. 8-bit token scales are never
+    /// NaN.
     static constexpr bool clears_parameters =
         !full &&
         (token_parameters || (has_token_scales && !std::is_same_v<token_scale_type, kvq::byte_params>));
@@ -441,8 +452,8 @@ struct code_chunk {
     }
 
 private:
-    /// Copies `Lines` lines of plane `Plane` that follow each other to `to`; `from`: of the lane's first vector. Lanes whose first
-    /// vector lies before the lines take one behind the others: there t is 0.
+    /// Copies `Lines` lines of plane `Plane` that follow each other to `to`; `from`: of the lane's first
+    /// vector. Lanes whose first vector lies before the lines take one behind the others: there t is 0.
     template <int Plane, int Lines, int Height>
     __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from,
                                                       [[maybe_unused]] int skew, int lane,
@@ -526,7 +537,8 @@ private:
             const int quarter = id.t / sharers(Plane) & last_quarter(Plane);
             const auto behind = static_cast<std::uint32_t>(quarter * (of_quarter * 128));
             if constexpr (skewed) {
-                // The vector may fall into the next line, and behind the quarter's last one into the next quarter.
+                // The vector may fall into the next line, and behind the quarter's last one into the next
+                // quarter.
                 const std::uint32_t in_line = (at & 127u) + 16u * static_cast<std::uint32_t>(id.g);
                 std::uint32_t t = static_cast<std::uint32_t>(quarter);
                 if constexpr ((line + 1) % of_quarter == 0)
