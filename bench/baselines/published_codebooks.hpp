@@ -14,9 +14,9 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <kvq/core/float_formats.hpp>
 
 #include "codebook.hpp"
-#include "e4m3.hpp"
 
 namespace baselines {
 
@@ -138,18 +138,22 @@ struct midpoint {
     }
 };
 
-/// FP8 under one scale: s = max(max|x| / 448, 1e-6), code = e4m3(x / s).
+/// FP8 under one scale: s = max(max|x| / 448, 1e-6), code = e4m3(x / s); NaN becomes 0. The patterns of NaN, which code() never gives,
+/// read as 0.
 /// Source: vLLM, fp8_per_token_head (pull request 38378).
 struct fp8_e4m3 {
     static constexpr int bits = 8;
     static constexpr const char* name = "fp8-e4m3-";
     static fitted fit(const float* x, int n) noexcept {
-        const float scale = std::max(largest_magnitude(x, n) / e4m3::max_finite, 1e-6f);
+        const float scale = std::max(largest_magnitude(x, n) / kvq::e4m3::max_finite, 1e-6f);
         return {scale, scale};
     }
-    static int code(float x, float scale) noexcept { return e4m3::from_float(x / scale); }
+    static int code(float x, float scale) noexcept {
+        return std::isnan(x) ? 0 : kvq::e4m3::from_float(x / scale);
+    }
     static float value(int code, float scale) noexcept {
-        return kvq::rounded_product(scale, e4m3::to_float(static_cast<std::uint8_t>(code)));
+        if ((code & 0x7f) == 0x7f) return 0.0f;
+        return kvq::rounded_product(scale, kvq::e4m3::to_float(static_cast<std::uint8_t>(code)));
     }
 };
 

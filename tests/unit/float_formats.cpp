@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. float16 and bfloat16 against an independent computation in double, and against hardware.
+// Comparison family: exact. Formats of 16, 8 and 4 bits against an independent computation in double, float16 also against hardware.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <kvq/core/float_formats.hpp>
+#include <type_traits>
+#include <vector>
 
 #include "support/random.hpp"
 #if defined(__F16C__)
@@ -159,6 +162,122 @@ TEST_CASE("conversions work at compile time") {
     static_assert(float16(5.9604645e-8f).bits == 1 && float16(2.9802322e-8f).bits == 0);
     static_assert(bfloat16(1.0f).bits == 0x3f80 &&
                   static_cast<float>(bfloat16::from_bits(0x4049)) == 3.140625f);
+}
+
+namespace {
+
+/// The value of every pattern of a narrow format, from its definition; NaN where it has none.
+std::vector<double> all_values(kvq::e4m3) {
+    std::vector<double> values(256);
+    for (int b = 0; b < 256; ++b) {
+        const int e = (b >> 3) & 15, m = b & 7;
+        const double x = e ? std::ldexp(1.0 + m / 8.0, e - 7) : std::ldexp(m / 8.0, -6);
+        values[static_cast<std::size_t>(b)] = e == 15 && m == 7 ? std::nan("") : b & 0x80 ? -x : x;
+    }
+    return values;
+}
+std::vector<double> all_values(kvq::e2m1) {
+    return {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0};
+}
+std::vector<double> all_values(kvq::e8m0) {
+    std::vector<double> values;
+    for (int b = 0; b < 255; ++b) values.push_back(std::ldexp(1.0, b - 127));
+    values.push_back(std::nan(""));
+    return values;
+}
+template <class T>
+constexpr bool is_signed = !std::is_same_v<T, kvq::e8m0>;
+
+/// The pattern of the nearest value, the even one of two equally near; found by trying all of them.
+template <class T>
+int nearest_pattern(const std::vector<double>& values, float x) {
+    const auto most = static_cast<double>(T::max_finite), least_of_all = is_signed<T> ? -most : 0.0;
+    const double wanted = std::clamp(static_cast<double>(x), least_of_all, most);
+    int best = -1;
+    double least = 0.0;
+    for (int b = 0; b < static_cast<int>(values.size()); ++b) {
+        const double v = values[static_cast<std::size_t>(b)];
+        if (std::isnan(v) || (is_signed<T> && std::signbit(v) != std::signbit(wanted))) continue;
+        const double distance = std::fabs(v - wanted);
+        if (best < 0 || distance < least || (distance == least && b % 2 == 0)) {
+            best = b;
+            least = distance;
+        }
+    }
+    return best;
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE(
+    "narrow formats: patterns are what the format defines; the nearest one is found, ties to even", T,
+    kvq::e4m3, kvq::e2m1, kvq::e8m0) {
+    const std::vector<double> values = all_values(T{});
+    std::vector<double> sorted;
+    int wrong = 0;
+    for (int b = 0; b < static_cast<int>(values.size()); ++b) {
+        const auto byte = static_cast<std::uint8_t>(b);
+        const float x = T::from_bits(byte);
+        const double wanted = values[static_cast<std::size_t>(b)];
+        wrong += !same(static_cast<double>(x), wanted);
+        if (!std::isnan(wanted)) wrong += T(x).bits != byte;
+        if (!std::isnan(wanted)) sorted.push_back(wanted);
+    }
+    CHECK(wrong == 0);
+    std::sort(sorted.begin(), sorted.end());
+    CHECK(static_cast<double>(T::max_finite) == sorted.back());
+
+    const auto check = [&](float x) {
+        wrong += T(x).bits != nearest_pattern<T>(values, x);
+        if (!std::isfinite(x)) return;
+        // The neighbours from below and above, which are the same for a value of the format.
+        const float clamped = std::clamp(x, static_cast<float>(sorted.front()), T::max_finite);
+        const auto low = static_cast<double>(static_cast<float>(kvq::detail::round_down<T>(x)));
+        const auto high = static_cast<double>(static_cast<float>(kvq::detail::round_up_to<T>(x)));
+        const auto above = std::lower_bound(sorted.begin(), sorted.end(), static_cast<double>(clamped));
+        wrong += high != *above || low != (*above == static_cast<double>(clamped) ? *above : *(above - 1));
+    };
+    // What decides: each value, the middle to the next one, and the floats beside them.
+    for (std::size_t i = 0; i < sorted.size(); ++i) {
+        const double middle = i + 1 < sorted.size() ? (sorted[i] + sorted[i + 1]) / 2 : 2 * sorted[i];
+        for (const float x : {static_cast<float>(sorted[i]), static_cast<float>(middle)}) {
+            check(x);
+            check(std::nextafter(x, HUGE_VALF));
+            check(std::nextafter(x, -HUGE_VALF));
+        }
+    }
+    for (const float x : {0.0f, -0.0f, HUGE_VALF, -HUGE_VALF, kvq::detail::max_float, 1e-45f, -1e-45f})
+        check(x);
+    CHECK(wrong == 0);
+
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int i = 0; i < 50'000; ++i) {
+        const float x = bit_cast<float>(static_cast<std::uint32_t>(random.bits()));
+        if (!std::isnan(x)) check(x);
+        check(random.any_magnitude(-12, 10));
+    }
+    CHECK(wrong == 0);
+}
+
+TEST_CASE("narrow formats: what is no number, and infinities") {
+    const float nan = std::nanf("");
+    CHECK(kvq::e4m3(nan).bits == 0x7f);
+    CHECK(kvq::e4m3(-nan).bits == 0x7f);
+    CHECK(std::isnan(static_cast<float>(kvq::e4m3::from_bits(0xff))));
+    CHECK(kvq::e4m3(HUGE_VALF).bits == 0x7e);
+    CHECK(kvq::e4m3(-HUGE_VALF).bits == 0xfe);
+    CHECK(kvq::e2m1(nan).bits == 7);
+    CHECK(kvq::e2m1(-nan).bits == 7);
+    CHECK(kvq::e2m1::from_bits(0xf3).bits == 3);
+    CHECK(kvq::e8m0(nan).bits == 0xff);
+    CHECK(kvq::e8m0(-nan).bits == 0xff);
+    CHECK(kvq::e8m0(-1.0f).bits == 0);
+    CHECK(kvq::e8m0(HUGE_VALF).bits == 0xfe);
+    static_assert(kvq::e4m3(1.0f).bits == 0x38 && kvq::e4m3(464.0f).bits == 0x7e &&
+                  kvq::e4m3(-0.0f).bits == 0x80);
+    static_assert(kvq::e2m1(2.5f).bits == 4 && kvq::e2m1(-0.25f).bits == 8 && kvq::e8m0(1.5f).bits == 128);
 }
 
 #if defined(__F16C__)

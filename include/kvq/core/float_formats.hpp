@@ -1,13 +1,20 @@
-// 16-bit floating point formats as storage types, with every conversion written in integer arithmetic.
+// Floating point formats as storage types, with every conversion written in integer arithmetic.
 //
-// | type     | exponent | mantissa | largest  | smallest normal | unit roundoff |
-// |----------|----------|----------|----------|-----------------|---------------|
-// | float16  | 5        | 10       | 65504    | 6.1e-5          | 2^-11         |
-// | bfloat16 | 8        | 7        | 3.4e38   | 1.2e-38         | 2^-8          |
+// | type     | bits | exponent, bias | mantissa | largest  | smallest normal | unit roundoff | infinities, NaN |
+// |----------|------|----------------|----------|----------|-----------------|---------------|-----------------|
+// | float16  | 16   | 5, 15          | 10       | 65504    | 6.1e-5          | 2^-11         | both            |
+// | bfloat16 | 16   | 8, 127         | 7        | 3.4e38   | 1.2e-38         | 2^-8          | both            |
+// | e4m3     | 8    | 4, 7           | 3        | 448      | 2^-6            | 2^-4          | NaN (0x7f)      |
+// | e2m1     | 4    | 2, 1           | 1        | 6        | 1               | 2^-2          | neither         |
+// | e8m0     | 8    | 8, 127         | 0        | 2^127    | 2^-127          | 2^-1          | NaN (0xff)      |
 //
-// Contract: conversion from float rounds to nearest, ties to even; overflow gives infinity; NaN stays NaN
-// (quiet, upper payload bits kept): bit for bit what IEEE 754 hardware (F16C, NEON, CUDA) does. Conversion to
-// float is exact. `round_down` gives the largest value that is at most x, `round_up` the smallest one that is at least x.
+// Contract: conversion from float rounds to nearest, ties to even. float16, bfloat16: overflow gives infinity; NaN stays NaN
+// (quiet, upper payload bits kept): bit for bit what IEEE 754 hardware (F16C, NEON, CUDA) does. e4m3, e2m1: overflow and infinities
+// give the largest value, as the saturating conversions of GPUs (cvt.rn.satfinite) do; NaN is 0x7f in e4m3, and 6 in e2m1, which has
+// none. e8m0 has no sign and no zero: numbers below 2^-127 give 2^-127, negative ones too; ties go to the even exponent. Conversion to
+// float is exact. `round_down` gives the largest value that is at most x, `round_up_to` the smallest one that is at least x.
+// Sources: IEEE 754; Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433, table 1 (e4m3, without infinities); OCP
+// Microscaling Formats (MX) 1.0, 5.3.3 (e2m1) and 5.4.1 (e8m0).
 #pragma once
 
 #include <concepts>
@@ -31,6 +38,7 @@ struct float16 {
 
     static constexpr float max_finite = 65504.0f;
     static constexpr const char* name = "fp16";
+    static constexpr std::uint32_t sign_bit = 0x8000u;
 
     KVQ_HD static constexpr std::uint16_t from_float(float value) noexcept {
         const auto u = detail::bit_cast<std::uint32_t>(value);
@@ -89,11 +97,133 @@ struct bfloat16 {
 
     static constexpr float max_finite = 3.38953139e38f;
     static constexpr const char* name = "bf16";
+    static constexpr std::uint32_t sign_bit = 0x8000u;
 
     KVQ_HD static constexpr std::uint16_t from_float(float value) noexcept {
         const auto u = detail::bit_cast<std::uint32_t>(value);
         if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((u >> 16) | 0x40u);
         return static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+    }
+};
+
+namespace detail {
+
+/// The pattern of the number of an 8-bit type without infinities that is nearest to a finite or infinite x, ties to even, without
+/// its sign. Largest: the pattern of the largest value.
+template <int Mantissa, int Bias, std::uint32_t Largest>
+KVQ_HD constexpr std::uint32_t saturated_magnitude(float x) noexcept {
+    const std::uint32_t magnitude = bit_cast<std::uint32_t>(x) & 0x7fffffffu;
+    const int exponent = static_cast<int>(magnitude >> 23) - 127 + Bias;
+    // Bits that do not fit; below the normal numbers the unit stays the same, and the leading 1 is written.
+    const int shift = 23 - Mantissa + (exponent < 1 ? 1 - exponent : 0);
+    if (shift > 24) return 0;
+    const std::uint32_t kept = exponent < 1 ? (magnitude & 0x7fffffu) | 0x800000u
+                                            : magnitude - ((127u - static_cast<std::uint32_t>(Bias)) << 23);
+    const std::uint32_t half = 1u << (shift - 1);
+    const std::uint32_t rounded = (kept + half - 1 + ((kept >> shift) & 1u)) >> shift;
+    return rounded < Largest ? rounded : Largest;
+}
+
+/// The value of a pattern of such a type, without its sign.
+template <int Mantissa, int Bias>
+KVQ_HD constexpr float value_of_magnitude(std::uint32_t pattern) noexcept {
+    const std::uint32_t exponent = pattern >> Mantissa;
+    if (exponent == 0)
+        return static_cast<float>(pattern) *
+               bit_cast<float>(static_cast<std::uint32_t>(128 - Bias - Mantissa) << 23);
+    return bit_cast<float>((pattern << (23 - Mantissa)) + (static_cast<std::uint32_t>(127 - Bias) << 23));
+}
+
+}  // namespace detail
+
+/// FP8 with 4 bits of exponent, the variant without infinities ("e4m3fn"): what NVFP4 stores its scales in.
+struct e4m3 {
+    std::uint8_t bits = 0;
+
+    e4m3() = default;
+    KVQ_HD constexpr explicit e4m3(float value) noexcept : bits(from_float(value)) {}
+    KVQ_HD static constexpr e4m3 from_bits(std::uint8_t b) noexcept {
+        e4m3 x;
+        x.bits = b;
+        return x;
+    }
+    KVQ_HD constexpr operator float() const noexcept { return to_float(bits); }
+
+    static constexpr float max_finite = 448.0f;
+    static constexpr const char* name = "e4m3";
+    static constexpr std::uint32_t sign_bit = 0x80u;
+
+    KVQ_HD static constexpr std::uint8_t from_float(float value) noexcept {
+        const auto u = detail::bit_cast<std::uint32_t>(value);
+        if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7f;
+        return static_cast<std::uint8_t>((u >> 24 & 0x80u) | detail::saturated_magnitude<3, 7, 0x7e>(value));
+    }
+    KVQ_HD static constexpr float to_float(std::uint8_t b) noexcept {
+        const std::uint32_t magnitude = b & 0x7fu;
+        const float x = magnitude == 0x7fu ? detail::bit_cast<float>(0x7fc00000u)
+                                           : detail::value_of_magnitude<3, 7>(magnitude);
+        return b & 0x80u ? -x : x;
+    }
+};
+
+/// FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in the low 4 bits; the high 4 are 0. Twice a value is an integer.
+struct e2m1 {
+    std::uint8_t bits = 0;
+
+    e2m1() = default;
+    KVQ_HD constexpr explicit e2m1(float value) noexcept : bits(from_float(value)) {}
+    /// The high 4 bits are dropped.
+    KVQ_HD static constexpr e2m1 from_bits(std::uint8_t b) noexcept {
+        e2m1 x;
+        x.bits = b & 15u;
+        return x;
+    }
+    KVQ_HD constexpr operator float() const noexcept { return to_float(bits); }
+
+    static constexpr float max_finite = 6.0f;
+    static constexpr const char* name = "e2m1";
+    static constexpr std::uint32_t sign_bit = 8u;
+
+    KVQ_HD static constexpr std::uint8_t from_float(float value) noexcept {
+        const auto u = detail::bit_cast<std::uint32_t>(value);
+        if ((u & 0x7fffffffu) > 0x7f800000u) return 7;
+        return static_cast<std::uint8_t>((u >> 28 & 8u) | detail::saturated_magnitude<1, 1, 7>(value));
+    }
+    KVQ_HD static constexpr float to_float(std::uint8_t b) noexcept {
+        const float x = detail::value_of_magnitude<1, 1>(b & 7u);
+        return b & 8u ? -x : x;
+    }
+};
+
+/// A power of two, the scale of MX blocks: 2^(bits - 127).
+struct e8m0 {
+    std::uint8_t bits = 0;
+
+    e8m0() = default;
+    KVQ_HD constexpr explicit e8m0(float value) noexcept : bits(from_float(value)) {}
+    KVQ_HD static constexpr e8m0 from_bits(std::uint8_t b) noexcept {
+        e8m0 x;
+        x.bits = b;
+        return x;
+    }
+    KVQ_HD constexpr operator float() const noexcept { return to_float(bits); }
+
+    static constexpr float max_finite = 1.70141183e38f;
+    static constexpr const char* name = "e8m0";
+    static constexpr std::uint32_t sign_bit = 0u;
+
+    KVQ_HD static constexpr std::uint8_t from_float(float value) noexcept {
+        const auto u = detail::bit_cast<std::uint32_t>(value);
+        if ((u & 0x7fffffffu) > 0x7f800000u) return 0xff;
+        // Numbers between 2^-127 and 2^-126 have no leading 1 in a float: 2^-127 is a half of the smallest normal one.
+        if (u >= 0x80000000u || u <= 0x600000u) return 0;
+        const std::uint32_t exponent = u >> 23, rest = u & 0x7fffffu;
+        const std::uint32_t nearest = exponent + (rest > 0x400000u || (rest == 0x400000u && exponent & 1u));
+        return static_cast<std::uint8_t>(exponent == 0 ? 1u : nearest < 0xfeu ? nearest : 0xfeu);
+    }
+    KVQ_HD static constexpr float to_float(std::uint8_t b) noexcept {
+        if (b == 0xff) return detail::bit_cast<float>(0x7fc00000u);
+        return detail::bit_cast<float>(b == 0 ? 0x400000u : static_cast<std::uint32_t>(b) << 23);
     }
 };
 
@@ -107,6 +237,11 @@ template <>
 inline constexpr const char* float_name<float> = "fp32";
 
 namespace detail {
+
+/// A format of this file: sign and magnitude, or a magnitude alone, in `bits`.
+template <class T>
+concept stored_float = std::same_as<T, float16> || std::same_as<T, bfloat16> || std::same_as<T, e4m3> ||
+    std::same_as<T, e2m1> || std::same_as<T, e8m0>;
 
 inline constexpr float max_float = 3.40282347e38f;
 
@@ -128,18 +263,19 @@ inline constexpr float max_finite = [] {
         return max_float;
 }();
 
-/// Neighbour of a sign-magnitude 16-bit float in the given direction.
+/// Neighbour of a number in the given direction, which must have one there.
 template <class T>
 KVQ_HD constexpr T next(T value, bool up) noexcept {
-    std::uint16_t b = value.bits;
-    if ((b & 0x7fffu) == 0) return T::from_bits(up ? 0x0001u : 0x8001u);
-    const bool negative = (b & 0x8000u) != 0;
-    b = static_cast<std::uint16_t>(negative != up ? b + 1 : b - 1);
-    return T::from_bits(b);
+    using pattern = decltype(value.bits);
+    const auto b = static_cast<std::uint32_t>(value.bits);
+    if (T::sign_bit != 0 && (b & ~T::sign_bit) == 0)
+        return T::from_bits(static_cast<pattern>(up ? 1u : T::sign_bit | 1u));
+    const bool negative = (b & T::sign_bit) != 0;
+    return T::from_bits(static_cast<pattern>(negative != up ? b + 1 : b - 1));
 }
 
-/// Largest value of T that is at most x (finite x beyond the range: the largest finite value of its sign).
-/// Parameter types other than float, float16 and bfloat16 round to nearest.
+/// Largest value of T that is at most x (finite x beyond the range: the value of T that is nearest to it).
+/// Parameter types of your own round to nearest.
 template <class T>
 KVQ_HD constexpr T round_down(float x) noexcept {
     const float limit = max_finite<T>;
@@ -148,8 +284,8 @@ KVQ_HD constexpr T round_down(float x) noexcept {
         return clamped;
     } else {
         T t(clamped);
-        if constexpr (float_format<T>)
-            if (static_cast<float>(t) > clamped) t = next(t, false);
+        if constexpr (stored_float<T>)
+            if (static_cast<float>(t) > clamped && (T::sign_bit != 0 || t.bits != 0)) t = next(t, false);
         return t;
     }
 }
@@ -163,7 +299,7 @@ KVQ_HD constexpr T round_up_to(float x) noexcept {
         return clamped;
     } else {
         T t(clamped);
-        if constexpr (float_format<T>)
+        if constexpr (stored_float<T>)
             if (static_cast<float>(t) < clamped) t = next(t, true);
         return t;
     }
