@@ -1,6 +1,6 @@
 // The product of one block with n operands, queries (K) or rows of weights (V), for any scheme. The kernel is chosen at compile time.
 //
-//   full precision   float products on 16/32-bit values                       (value_product.hpp)
+//   full precision   float products on 16/32-bit values                       (window_product.hpp)
 //                    many operands: 16-bit values as integers of 14 bits      (word_product.hpp)
 //   foldable         integer products on codes, parameters folded             (folded.hpp, code_product.hpp)
 //   segmented        the same for one range of columns after the other, added up (segment_product.hpp)
@@ -105,8 +105,8 @@ public:
             // For V the number of used columns is known only here.
             if (shape.role == tensor::value) fold_words(x, x_stride, cols, workspace);
             if (multiply_words(shape, block, rows, cols, y, y_stride, add, ahead, workspace)) return;
-            value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n_, rows, cols, y,
-                                                              y_stride, add, ahead);
+            window_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n_, rows, cols, y,
+                                                               y_stride, add, ahead);
         } else if constexpr (foldable<Scheme>) {
             code_product<lanes, Backend, Scheme::code_bits>(
                 plan_, parameters_of<Backend>(scheme_, shape, id, block), workspace)

@@ -94,8 +94,8 @@ public:
     void fit(const float* values, int tokens, int dim, int top, const float* token_scales) noexcept {
         dim_ = dim;
         top_ = static_cast<float>(top);
-        for (int c = 0; c < dim; c += chunk)
-            fit_chunk(values + c, tokens, dim, smaller(chunk, dim - c), top, token_scales, c);
+        for (int c = 0; c < dim; c += column_block)
+            fit_column_block(values + c, tokens, dim, smaller(column_block, dim - c), top, token_scales, c);
     }
     /// Sum of squared errors of a token with token scale `token_scale`.
     double error(const float* x, float token_scale) const noexcept {
@@ -117,7 +117,7 @@ public:
     }
 
 private:
-    static constexpr int chunk = 64;
+    static constexpr int column_block = 64;
 
     KVQ_INLINE static float code_of(float y, float first, float inverse, float top,
                                     const rounded_products& product) noexcept {
@@ -126,11 +126,12 @@ private:
     }
 
     /// Fits the range and refits it once.
-    void fit_chunk(const float* values, int tokens, int dim, int n, int top, const float* token_scales,
-                   int at) noexcept {
+    void fit_column_block(const float* values, int tokens, int dim, int n, int top, const float* token_scales,
+                          int at) noexcept {
         const rounded_products product;
-        float lo[chunk], hi[chunk];
-        double codes[chunk] = {}, sums[chunk] = {}, squares[chunk] = {}, products[chunk] = {};
+        float lo[column_block], hi[column_block];
+        double codes[column_block] = {}, sums[column_block] = {}, squares[column_block] = {},
+               products[column_block] = {};
         float *const first = first_ + at, *const scale = scale_ + at, *const inverse = inverse_ + at;
         const auto y = [&](int t, int c) {
             const float x = values[t * dim + c];

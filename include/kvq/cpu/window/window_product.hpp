@@ -22,9 +22,9 @@ KVQ_INLINE typename Lanes::floats load_value_vector(const std::byte* from, int n
 }
 
 template <class Lanes, class T, int Vectors, int Queries, bool Partial>
-void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int cols, const float* x,
-                        std::ptrdiff_t x_stride, int values, float* y, std::ptrdiff_t y_stride, bool add,
-                        std::ptrdiff_t ahead) {
+void window_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int cols, const float* x,
+                         std::ptrdiff_t x_stride, int values, float* y, std::ptrdiff_t y_stride, bool add,
+                         std::ptrdiff_t ahead) {
     constexpr int per_word = value_layout<T>::values_per_word;
     constexpr int bytes = Lanes::width * static_cast<int>(sizeof(T));
     typename Lanes::floats sum[Queries][Vectors];
@@ -93,9 +93,9 @@ void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int
 /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows.
 /// ahead: distance in bytes from this block to the one that is read next; 0: none.
 template <class Lanes, class T>
-void value_product(const block_shape& shape, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
-                   int n, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
-                   std::ptrdiff_t ahead) {
+void window_product(const block_shape& shape, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
+                    int n, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                    std::ptrdiff_t ahead) {
     const value_layout<T> layout(shape);
     constexpr int per_word = value_layout<T>::values_per_word;
     constexpr int vector_rows = Lanes::width / per_word;
@@ -120,7 +120,7 @@ void value_product(const block_shape& shape, const std::byte* block, const float
                     const int values = detail::smaller(height - part, V * vector_rows) * per_word;
                     const auto product = [&](float* to, std::ptrdiff_t to_stride, bool add_first) {
                         for (int from = 0; from < cols; from += sum_columns)
-                            value_product_tile<Lanes, T, V, Q, (V == 1 && vector_rows > 4)>(
+                            window_product_tile<Lanes, T, V, Q, (V == 1 && vector_rows > 4)>(
                                 begin + (part + from / per_word * height) * 4, height * 4,
                                 detail::smaller(cols - from, sum_columns), x + first * x_stride + from,
                                 x_stride, values, to, to_stride, add_first || from > 0, ahead);

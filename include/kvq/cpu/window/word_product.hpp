@@ -10,7 +10,7 @@
 // word| <= step, where the step is the larger of max |x| / 32766 and about sum |x| / 2^17; words have the sum
 // of x / step to within one a lane (folded.hpp). On normal data the sum of both is a relative error of 1e-4
 // (tests/conformance/words.cpp). A block with a value that is not finite is multiplied in floats
-// (value_product.hpp).
+// (window_product.hpp).
 #pragma once
 
 #include <limits>
