@@ -8,7 +8,12 @@
 //              different instruction sets
 // KVQ_COMPILE_FAST  to be defined by programs that should compile fast (-Og) and need not run fast, such as tests: kernels are functions
 //              that call each other, and loops stay loops. Results are the same.
+// KVQ_COMPILED to be defined by programs that link kvq::library, whose targets and packages do it: what is no template is declared, and
+//              its code is that of the library. Without it everything is in the headers.
+// KVQ_HEADER_ONLY  to be defined by files that use the headers alone beside the library: as without KVQ_COMPILED
 // KVQ_TAGGED   the inline namespace of everything that is compiled for one instruction set
+// KVQ_COMMON   the inline namespace of everything else: KVQ_TAGGED without KVQ_COMPILED
+// KVQ_FUNC     before definitions in x-inl.hpp: inline without KVQ_COMPILED
 // KVQ_EXPORT   marks the symbols that a shared library exports
 // KVQ_EXCEPTIONS  1 when errors are thrown, 0 when they go to the error handler (core/error.hpp)
 #pragma once
@@ -89,6 +94,34 @@
 #endif
 #define KVQ_TAGGED KVQ_JOIN(KVQ_TAG_BASE, KVQ_TAG_WIDE, KVQ_TAG_DOT, KVQ_TAG_TILES)
 
+// Marks the symbols that a shared kvq::library exports.
+#define KVQ_EXPORT __attribute__((visibility("default")))
+
+// What needs no kernel, such as a cache, is compiled once for the weakest CPU if the library is linked, and may be used from objects of
+// any instruction set. Its functions are declared in x.hpp and defined in x-inl.hpp, which x.hpp includes without KVQ_COMPILED. Then
+// they are compiled with each file, and have the name of its instruction set. Templates and short functions of x.hpp are compiled with
+// each file either way, so types of users and of KVQ_TAGGED are arguments of such templates.
+#if defined(KVQ_HEADER_ONLY)
+#undef KVQ_COMPILED
+#endif
+#if defined(KVQ_COMPILED)
+#define KVQ_COMMON v0_2 KVQ_EXPORT
+#define KVQ_FUNC
+namespace kvq {
+inline namespace KVQ_TAGGED { namespace detail {
+}}  // namespace detail
+inline namespace KVQ_COMMON { namespace detail {
+using namespace kvq::KVQ_TAGGED::detail;
+}}  // namespace detail
+inline namespace KVQ_TAGGED { namespace detail {
+using namespace kvq::v0_2::detail;
+}}  // namespace detail
+}  // namespace kvq
+#else
+#define KVQ_COMMON KVQ_TAGGED
+#define KVQ_FUNC inline
+#endif
+
 #define KVQ_NO_COPY inline __attribute__((always_inline))
 #define KVQ_NOINLINE __attribute__((noinline))
 #if defined(KVQ_COMPILE_FAST)
@@ -106,9 +139,6 @@
 #define KVQ_UNROLL _Pragma("GCC unroll 16")
 #endif
 #endif
-
-// Marks the symbols that a shared kvq::library exports.
-#define KVQ_EXPORT __attribute__((visibility("default")))
 
 #if defined(__cpp_exceptions) || defined(__EXCEPTIONS) || defined(_CPPUNWIND)
 #define KVQ_EXCEPTIONS 1

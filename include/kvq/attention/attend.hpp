@@ -24,7 +24,7 @@
 #include "softmax_state.hpp"
 #include "tile_sessions.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// Attention of one layer, ready to run its tasks.
 class attention {

@@ -13,7 +13,7 @@
 #include "../core/executor.hpp"
 #include "attend.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// Attention of one sequence of a batch: its pages, its queries, its outputs.
 struct attention_item {

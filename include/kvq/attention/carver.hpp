@@ -7,7 +7,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// Cuts a buffer into aligned parts. Without a buffer it only counts bytes.
 class carver {

@@ -15,7 +15,7 @@
 #include "../page/layer_pages.hpp"
 #include "carver.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 struct held_pages {
     struct one {

@@ -21,7 +21,6 @@
 // folded into the query, without a mask no key behind the diagonal is tested. Source: Dong et al., arXiv 2412.05496.
 #pragma once
 
-#include <cmath>
 #include <concepts>
 #include <limits>
 #include <tuple>
@@ -31,7 +30,7 @@
 #include "../core/error.hpp"
 #include "selection.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// What the queries of a block see of a page. The smaller one of two is the answer of both masks together.
 enum class page_visibility {
@@ -42,6 +41,10 @@ enum class page_visibility {
 
 /// The score of a key that the mask hides.
 inline constexpr float hidden_score = -std::numeric_limits<float>::infinity();
+
+}}  // namespace kvq
+
+namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 // M is const in the concepts that decide what is called; without const they find hooks that are not.
@@ -290,6 +293,10 @@ private:
     std::tuple<Parts...> parts_;
 };
 
+}}  // namespace kvq
+
+namespace kvq { inline namespace KVQ_COMMON {
+
 /// Masks and score modifiers of a type that is known only at run time, as the walk over pages takes them. The view must not outlive
 /// the object.
 class mods_view {
@@ -339,34 +346,15 @@ public:
     const skipped_values* skipping() const noexcept { return skipping_; }
 
     /// Raises kvq::error for parameters out of range, or for another number of query heads.
-    void check(int q_heads) const {
-        if (check_) check_(object_, q_heads);
-    }
-    float scale(int head_dim) const {
-        return scale_ ? scale_(object_, head_dim) : 1.0f / std::sqrt(static_cast<float>(head_dim));
-    }
+    void check(int q_heads) const;
+    float scale(int head_dim) const;
     float sink_logit(int q_head) const { return sink_logit_(object_, q_head); }
     /// What queries [first_q, last_q] see of keys [first_k, end_k), the causal mask included.
-    page_visibility page(int first_q, int last_q, int first_k, int end_k) const {
-        page_visibility seen = mask_row_ ? page_visibility::some : page_visibility::all;
-        if (is_causal_) {
-            if (first_k > last_q) return page_visibility::none;
-            if (end_k - 1 > first_q) seen = page_visibility::some;
-        }
-        if (!mask_page_) return seen;
-        const page_visibility own = mask_page_(object_, first_q, last_q, first_k, end_k);
-        return is_causal_ && end_k - 1 > first_q ? detail::smaller(own, seen) : own;
-    }
+    page_visibility page(int first_q, int last_q, int first_k, int end_k) const;
     /// Hides keys of one row, the causal mask included.
-    void hide(float* scores, int n, int q_pos, int first_k) const {
-        if (is_causal_)
-            for (int t = detail::larger(0, q_pos + 1 - first_k); t < n; ++t) scores[t] = hidden_score;
-        if (mask_row_) mask_row_(object_, scores, n, q_pos, first_k);
-    }
+    void hide(float* scores, int n, int q_pos, int first_k) const;
     /// scores[t] = factor * modified score of key first_k + t, for n keys.
-    void change_scores(float* scores, int n, int q_head, int q_pos, int first_k, float factor) const {
-        score_row_(object_, scores, n, q_head, q_pos, first_k, factor);
-    }
+    void change_scores(float* scores, int n, int q_head, int q_pos, int first_k, float factor) const;
 
 private:
     const void* object_;
@@ -382,3 +370,7 @@ private:
 };
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "mods-inl.hpp"
+#endif

@@ -12,7 +12,7 @@
 #include "mods.hpp"
 #include "plan.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 struct page_choice {
     static constexpr float always =

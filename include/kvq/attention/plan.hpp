@@ -16,7 +16,7 @@
 #include "../page/layer_pages.hpp"
 #include "held_pages.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 inline constexpr int most_query_rows = 128;   // of any backend
 inline constexpr int attention_chunk = 2048;  // keys per softmax state, about

@@ -11,7 +11,7 @@
 #include "../core/float_type.hpp"
 #include "../core/token_view.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 namespace detail {
 
@@ -102,9 +102,9 @@ public:
 
     /// Also writes the natural log of each row's softmax sum, [tokens][q_heads]: -infinity for a row without keys. Outputs over
     /// different keys are merged with it (attention/softmax_state.hpp).
-    output_view with_lse(float* lse) const noexcept { return with_lse(lse, heads); }
+    KVQ_NO_COPY output_view with_lse(float* lse) const noexcept { return with_lse(lse, heads); }
     /// The same with `token_stride` numbers from one token to the next.
-    output_view with_lse(float* lse, std::ptrdiff_t token_stride) const noexcept {
+    KVQ_NO_COPY output_view with_lse(float* lse, std::ptrdiff_t token_stride) const noexcept {
         output_view v = *this;
         v.lse_ = lse;
         v.lse_stride_ = token_stride;

@@ -14,9 +14,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "../core/error.hpp"
+#include "../config.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// Tokens [begin, end) of a sequence.
 struct token_range {
@@ -57,9 +57,7 @@ struct selected_pages {
     selection_report* report = nullptr;
 
     const selected_pages* selection() const noexcept { return this; }
-    void check(int) const {
-        detail::expect(tokens >= 1, "selected_pages reads at least 1 token, got ", tokens);
-    }
+    void check(int) const;
 };
 
 /// Values of the pages with the smallest weights are not read, as long as their weights are at most `mass` of the sum of every row.
@@ -70,11 +68,11 @@ struct skipped_values {
     skipping_report* report = nullptr;
 
     const skipped_values* skipping() const noexcept { return this; }
-    void check(int) const {
-        detail::expect(mass >= 0.0f && mass < 1.0f,
-                       "skipped_values leaves out at least 0 and less than 1 of the weights, got ",
-                       static_cast<double>(mass));
-    }
+    void check(int) const;
 };
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "selection-inl.hpp"
+#endif

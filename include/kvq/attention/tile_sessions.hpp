@@ -5,7 +5,7 @@
 
 #include "../format/format_table.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// Opens the tile state of the backend that has one, and closes it at the end.
 class tile_sessions {

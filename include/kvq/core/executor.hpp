@@ -43,6 +43,10 @@ struct serial_executor {
     }
 };
 
+}}  // namespace kvq
+
+namespace kvq { inline namespace KVQ_COMMON {
+
 /// An executor of a type that is known only at run time. The view must not outlive the executor.
 class executor_view {
 public:

@@ -12,7 +12,7 @@
 
 #include "allocate.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// What a resource_vector takes its memory with. A copy of a vector takes it from the default resource, as with std::pmr::vector.
 template <class T>

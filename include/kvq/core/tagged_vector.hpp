@@ -41,4 +41,13 @@ struct tagged_allocator {
 template <class T>
 using tagged_vector = std::vector<T, tagged_allocator<T>>;
 
+/// For code of KVQ_COMMON, which no kernel shares where the library holds it.
+#if defined(KVQ_COMPILED)
+template <class T>
+using common_vector = std::vector<T>;
+#else
+template <class T>
+using common_vector = tagged_vector<T>;
+#endif
+
 }}}  // namespace kvq::detail

@@ -7,41 +7,26 @@
 #include <cstddef>
 #include <memory_resource>
 
-#include "allocate.hpp"
+#include "../config.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// A buffer that only grows. Not for use by two attention calls at once.
 class workspace {
 public:
-    explicit workspace(std::pmr::memory_resource* memory = std::pmr::get_default_resource()) noexcept
-        : memory_(memory) {}
+    explicit workspace(std::pmr::memory_resource* memory = std::pmr::get_default_resource()) noexcept;
     workspace(const workspace&) = delete;
     workspace& operator=(const workspace&) = delete;
-    workspace(workspace&& other) noexcept : memory_(other.memory_), data_(other.data_), size_(other.size_) {
-        other.data_ = nullptr;
-        other.size_ = 0;
-    }
+    workspace(workspace&& other) noexcept;
     ~workspace() { release(); }
 
     /// At least `bytes` bytes, aligned to 64. Contents are lost when it grows. Raises kvq::out_of_memory for
     /// more bytes than PTRDIFF_MAX, else what the memory resource raises; then it holds nothing.
-    std::byte* reserve(std::size_t bytes) {
-        if (bytes > size_) {
-            release();
-            data_ = static_cast<std::byte*>(detail::allocate_bytes(*memory_, bytes, 64));
-            size_ = bytes;
-        }
-        return data_;
-    }
+    std::byte* reserve(std::size_t bytes);
     std::size_t size() const noexcept { return size_; }
 
 private:
-    void release() noexcept {
-        if (data_) memory_->deallocate(data_, size_, 64);
-        data_ = nullptr;
-        size_ = 0;
-    }
+    void release() noexcept;
 
     std::pmr::memory_resource* memory_;
     std::byte* data_ = nullptr;
@@ -49,3 +34,7 @@ private:
 };
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "workspace-inl.hpp"
+#endif

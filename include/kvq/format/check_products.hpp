@@ -17,7 +17,7 @@
 #include "../core/workspace.hpp"
 #include "format_names.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// what: "key format 2".
 inline void check_products(const format& f, const block_shape& shape, const std::string& what) {

@@ -11,93 +11,14 @@
 // file that includes format/define_builtin_formats.hpp.
 #pragma once
 
-#include <algorithm>
-#include <charconv>
-#include <string>
 #include <string_view>
-#include <vector>
 
 #include "../cache/preset_options.hpp"
-#include "../quant/calibration.hpp"
-#include "bounds.hpp"
 #include "builtin_format.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
-namespace detail {
-
-/// Number of letters to insert, remove or change to get from one name to the other (Levenshtein). O(letters^2)
-inline int letters_apart(std::string_view a, std::string_view b) {
-    std::vector<int> row(b.size() + 1);
-    for (std::size_t j = 0; j <= b.size(); ++j) row[j] = static_cast<int>(j);
-    for (std::size_t i = 1; i <= a.size(); ++i) {
-        int diagonal = row[0];
-        row[0] = static_cast<int>(i);
-        for (std::size_t j = 1; j <= b.size(); ++j) {
-            const int changed = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-            diagonal = row[j];
-            row[j] = smaller(changed, smaller(row[j], row[j - 1]) + 1);
-        }
-    }
-    return row[b.size()];
-}
-
-/// The names of formats for this tensor that are most similar to `name`.
-inline std::string names_like(std::string_view name, tensor role) {
-    std::size_t count = 0;
-    const builtin_format* const formats = builtin_formats(&count);
-    std::vector<std::pair<int, std::string>> names;
-    for (std::size_t i = 0; i < count; ++i)
-        if (role == tensor::key ? formats[i].keys : formats[i].values)
-            names.emplace_back(letters_apart(name, formats[i].name), formats[i].name);
-    std::sort(names.begin(), names.end());
-    std::string list;
-    for (std::size_t i = 0; i < names.size() && i < 5; ++i) list += (i ? ", " : "") + names[i].second;
-    return list;
-}
-
-struct found_format {
-    const builtin_format* entry;
-    int group;
-};
-
-/// The entry of this name, or one that differs in the group size alone.
-inline found_format find_builtin(std::string_view name, tensor role) {
-    std::size_t count = 0;
-    const builtin_format* const formats = builtin_formats(&count);
-    // "affine-4-g48": the part before the group size, and the group size.
-    const std::size_t end = name.rfind("-g");
-    int group = 0;
-    if (end != std::string_view::npos) {
-        const char* const digits = name.data() + end + 2;
-        const auto [at, error] = std::from_chars(digits, name.data() + name.size(), group);
-        if (error != std::errc() || at != name.data() + name.size()) group = 0;
-    }
-    for (std::size_t i = 0; i < count; ++i) {
-        const builtin_format& f = formats[i];
-        if (!(role == tensor::key ? f.keys : f.values)) continue;
-        if (f.name == name) return {&f, f.group};
-        const std::string_view listed = f.name;
-        if (f.group > 0 && group > 0 && listed.substr(0, listed.rfind("-g")) == name.substr(0, end))
-            return {&f, group};
-    }
-    fail("there is no format \"", std::string(name), "\" for ", role == tensor::key ? "keys" : "values",
-         "; the nearest of ", count, " are ", names_like(name, role));
-}
-
-/// NAME of "NAME-bounds"; else empty.
-inline std::string_view name_before_bounds(std::string_view name) noexcept {
-    constexpr std::string_view ending = "-bounds";
-    return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : std::string_view{};
-}
-inline format bounded(const format& f, tensor role) { return role == tensor::key ? with_bounds(f) : f; }
-
-inline format asked_as(std::string_view name, format made) {
-    made.set_asked_name(name.data(), name.size());
-    return made;
-}
-
-}  // namespace detail
+class calibration;
 
 /// Calls f(const builtin_format&) for every built-in format.
 template <class F>
@@ -108,25 +29,15 @@ void for_each_format(F&& f) {
 }
 
 /// "NAME-bounds": format NAME; as keys with_bounds() (format/bounds.hpp).
-[[nodiscard]] inline format find_format(std::string_view name, tensor role) {
-    if (const auto inner = detail::name_before_bounds(name); !inner.empty())
-        return detail::asked_as(name, detail::bounded(find_format(inner, role), role));
-    const auto [entry, group] = detail::find_builtin(name, role);
-    return detail::asked_as(name, entry->make(group, nullptr, 0));
-}
+[[nodiscard]] format find_format(std::string_view name, tensor role);
 /// The format made from statistics, if it takes them; else the same as without them.
-[[nodiscard]] inline format find_format(std::string_view name, tensor role, const calibration& statistics) {
-    if (const auto inner = detail::name_before_bounds(name); !inner.empty())
-        return detail::asked_as(name, detail::bounded(find_format(inner, role, statistics), role));
-    const auto [entry, group] = detail::find_builtin(name, role);
-    if (!entry->takes_statistics) return detail::asked_as(name, entry->make(group, nullptr, 0));
-    const std::vector<std::byte> saved = statistics.save();
-    return detail::asked_as(name, entry->make(group, saved.data(), saved.size()));
-}
+[[nodiscard]] format find_format(std::string_view name, tensor role, const calibration& statistics);
 
 /// K and V in the formats of one name, with the window and the page size of presets.
-[[nodiscard]] inline cache_options preset(std::string_view name, int recent = 32) {
-    return preset_options({find_format(name, tensor::key), find_format(name, tensor::value)}, recent);
-}
+[[nodiscard]] cache_options preset(std::string_view name, int recent = 32);
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "find_format-inl.hpp"
+#endif

@@ -226,7 +226,7 @@ private:
 
 }}  // namespace kvq
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// K and V of a scheme that is a pair, such as kivi<4> or a preset.
 struct format_pair {
@@ -237,14 +237,14 @@ struct format_pair {
 class format_list {
 public:
     format_list() = default;
-    format_list(format only) { formats_.push_back(std::move(only)); }
-    format_list(std::initializer_list<format> formats) : formats_(formats) {}
-    format_list(std::vector<format> formats) : formats_(std::move(formats)) {}
+    format_list(format only);
+    format_list(std::initializer_list<format> formats);
+    format_list(std::vector<format> formats);
 
-    int size() const noexcept { return static_cast<int>(formats_.size()); }
-    bool empty() const noexcept { return formats_.empty(); }
-    const format& operator[](int i) const { return formats_[static_cast<std::size_t>(i)]; }
-    void push_back(format f) { formats_.push_back(std::move(f)); }
+    int size() const noexcept;
+    bool empty() const noexcept;
+    const format& operator[](int i) const;
+    void push_back(format f);
     auto begin() const noexcept { return formats_.begin(); }
     auto end() const noexcept { return formats_.end(); }
 
@@ -253,3 +253,7 @@ private:
 };
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "format-inl.hpp"
+#endif

@@ -10,78 +10,19 @@
 #pragma once
 
 #include <string>
-#include <string_view>
-#include <vector>
 
 #include "format.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
-
-namespace detail {
-
-struct preset_schemes {
-    std::string_view name, keys, values;
-};
-inline constexpr preset_schemes schemes_of_presets[] = {
-    {"std4", "channel4-g64-coded", "channel4-coded-dual"},
-    {"std4-h", "hadamard-channel4-g64-coded-dual", "channel4-coded-dual"},
-    {"mix4", "mixed-6-4-3-0-avg4-g64-coded", "channel4-coded-dual"},
-    {"std5", "channel5-g64-coded", "channel5-coded-dual"},
-    {"hi6", "channel6-coded", "channel6-coded-dual"},
-    {"ref8", "affine8-channel-g64-fp16", "channel8-fp16-dual-fp16"},
-    {"low3", "mixed-6-4-3-2-0-avg3-g64-coded", "channel3-coded-dual"},
-    {"low2", "mixed-4-2-0-avg2-g64-coded", "channel2-coded-dual"},
-};
-
-/// "4-g64" of "affine4-token-g64-fp16" and axis "-token-g"; else empty.
-inline std::string affine_sizes(std::string_view scheme, std::string_view axis) {
-    constexpr std::string_view begin = "affine", end = "-fp16";
-    if (!scheme.starts_with(begin) || !scheme.ends_with(end) || scheme.size() < 13) return {};
-    const std::string_view inner = scheme.substr(begin.size(), scheme.size() - begin.size() - end.size());
-    if (!inner.substr(1).starts_with(axis)) return {};
-    const std::string_view group = inner.substr(1 + axis.size());
-    if (group.empty() || group.find_first_not_of("0123456789") != group.npos) return {};
-    return std::string(inner.substr(0, 1)) + "-g" + std::string(group);
-}
-
-/// The names by which find_format gives formats of this scheme.
-inline std::vector<std::string> built_in_names(std::string_view scheme, tensor role) {
-    constexpr std::string_view bounds = "-bounds";
-    if (scheme.ends_with(bounds)) {
-        auto names = built_in_names(scheme.substr(0, scheme.size() - bounds.size()), role);
-        for (std::string& name : names) name += bounds;
-        return names;
-    }
-    std::vector<std::string> names;
-    const bool key = role == tensor::key;
-    if (scheme == "int8-token-fp32") names.emplace_back("int8");
-    for (const preset_schemes& p : schemes_of_presets)
-        if (scheme == (key ? p.keys : p.values)) names.emplace_back(p.name);
-    const std::string by_token = affine_sizes(scheme, "-token-g");
-    if (!by_token.empty()) names.push_back("affine-" + by_token);
-    const std::string of_kivi = key ? affine_sizes(scheme, "-channel-g") : by_token;
-    if (!of_kivi.empty()) names.push_back("kivi-" + of_kivi);
-    return names;
-}
-
-inline std::string with_scheme(const std::string& name, const std::string& scheme) {
-    return name == scheme ? name : name + " (" + scheme + ")";
-}
-
-}  // namespace detail
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// The name that was asked for, and the scheme's in brackets if it is another one.
-[[nodiscard]] inline std::string format_text(const format& f) {
-    return detail::with_scheme(f.asked_name(), f.name());
-}
+[[nodiscard]] std::string format_text(const format& f);
 
 /// The same for a scheme that another cache has, with every built-in name that it has.
-[[nodiscard]] inline std::string scheme_text(const std::string& scheme, tensor role) {
-    const std::vector<std::string> names = detail::built_in_names(scheme, role);
-    std::string all;
-    for (std::size_t i = 0; i < names.size(); ++i)
-        all += (i == 0 ? "" : i + 1 < names.size() ? ", " : " or ") + names[i];
-    return names.empty() ? scheme : detail::with_scheme(all, scheme);
-}
+[[nodiscard]] std::string scheme_text(const std::string& scheme, tensor role);
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "format_names-inl.hpp"
+#endif

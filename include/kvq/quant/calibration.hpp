@@ -13,7 +13,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <utility>
 #include <vector>
@@ -24,7 +23,7 @@
 #include "../core/tagged_vector.hpp"
 #include "../core/token_view.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 class calibration {
 public:
@@ -32,19 +31,7 @@ public:
 
     calibration() = default;
     /// products: also sum E[q q^T] (head_dim^2 doubles per layer and kv head).
-    explicit calibration(const cache_shape& shape, bool products = false)
-        : shape_(shape), products_(products) {
-        detail::check_shape(shape);
-        const double sums =
-            1.0 * shape.layers * shape.kv_heads * shape.head_dim * (products ? shape.head_dim + 2.0 : 3.0);
-        detail::expect(sums < 0x1p58, "a calibration of ", shape.layers, " layers, ", shape.kv_heads,
-                       " heads, ", shape.head_dim, " channels is larger than memory");
-        keys_.resize(blocks() * channels());
-        key_squares_.resize(blocks() * channels());
-        queries_.resize(blocks() * (products ? channels() * channels() : channels()));
-        key_tokens_.resize(blocks());
-        query_tokens_.resize(blocks());
-    }
+    explicit calibration(const cache_shape& shape, bool products = false);
 
     /// Adds keys of consecutive tokens, [n][kv_heads][head_dim]; whole groups of 64 tokens count, and a last group of at least 16.
     template <class T>
@@ -81,7 +68,7 @@ public:
         // A few queries at a time, so that a row of sums stays in registers or close by. The order of each sum is that of the queries.
         constexpr std::size_t most = 16;
         const std::size_t n = channels();
-        detail::tagged_vector<double> rows(most * n);
+        detail::common_vector<double> rows(most * n);
         for (int h = 0; h < shape_.kv_heads; ++h) {
             std::size_t held = 0;
             for (int i = 0; i < q.tokens * share; ++i) {
@@ -102,128 +89,34 @@ public:
     const cache_shape& shape() const noexcept { return shape_; }
     bool has_products() const noexcept { return products_; }
     /// True if any layer and head has queries.
-    bool has_queries() const noexcept {
-        for (const double n : query_tokens_)
-            if (n > 0.0) return true;
-        return false;
-    }
+    bool has_queries() const noexcept;
     /// A copy with the same keys and no queries.
-    calibration without_queries() const {
-        calibration c = *this;
-        for (double& x : c.queries_) x = 0.0;
-        for (double& x : c.query_tokens_) x = 0.0;
-        return c;
-    }
+    calibration without_queries() const;
     double queries(int layer, int head) const noexcept { return query_tokens_[block(layer, head)]; }
     double keys(int layer, int head) const noexcept { return key_tokens_[block(layer, head)]; }
     /// E[q_i q_j]; without products only for i = j. 1 (0 for i != j) while there are no queries.
-    double query_product(int layer, int head, int i, int j) const noexcept {
-        const std::size_t b = block(layer, head), n = channels();
-        if (query_tokens_[b] == 0) return i == j ? 1.0 : 0.0;
-        const auto row = b * n + static_cast<std::size_t>(i);
-        return (products_ ? queries_[row * n + static_cast<std::size_t>(j)]
-                : i == j  ? queries_[row]
-                          : 0.0) /
-               query_tokens_[b];
-    }
+    double query_product(int layer, int head, int i, int j) const noexcept;
     double query_power(int layer, int head, int c) const noexcept { return query_product(layer, head, c, c); }
     /// 1 while there are no keys.
     double key_variance(int layer, int head, int c) const noexcept { return of_keys(keys_, layer, head, c); }
     /// 1 while there are no keys.
-    double key_power(int layer, int head, int c) const noexcept {
-        return of_keys(key_squares_, layer, head, c);
-    }
+    double key_power(int layer, int head, int c) const noexcept;
 
     /// Little-endian: "kvqcal02", layers, kv_heads, head_dim, value_dim, products as 32-bit integers, then the sums as doubles.
-    std::vector<std::byte> save() const {
-        std::vector<std::byte> bytes(header + 8 * numbers());
-        std::memcpy(bytes.data(), magic, 8);
-        const std::int32_t sizes[5] = {shape_.layers, shape_.kv_heads, shape_.head_dim, shape_.value_dim,
-                                       products_ ? 1 : 0};
-        std::memcpy(bytes.data() + 8, sizes, sizeof sizes);
-        std::byte* at = bytes.data() + header;
-        for (const detail::tagged_vector<double>* v :
-             {&keys_, &key_squares_, &queries_, &key_tokens_, &query_tokens_}) {
-            if (!v->empty()) std::memcpy(at, v->data(), 8 * v->size());
-            at += 8 * v->size();
-        }
-        return bytes;
-    }
+    std::vector<std::byte> save() const;
     /// Raises kvq::error when the bytes are not those of save().
-    static calibration load(std::span<const std::byte> bytes) {
-        detail::expect(bytes.size() >= header && std::memcmp(bytes.data(), magic, 8) == 0, "these ",
-                       bytes.size(), " bytes are not a calibration");
-        std::int32_t sizes[5];
-        std::memcpy(sizes, bytes.data() + 8, sizeof sizes);
-        for (int i = 0; i < 4; ++i)
-            detail::expect(sizes[i] >= (i < 3 ? 1 : 0) && sizes[i] <= 65536, "a calibration of size ",
-                           sizes[i]);
-        detail::expect(sizes[4] == 0 || sizes[4] == 1, "a calibration of kind ", sizes[4]);
-        const auto n = static_cast<std::uint64_t>(sizes[2]);
-        const auto blocks = static_cast<std::uint64_t>(sizes[0]) * static_cast<std::uint64_t>(sizes[1]);
-        // A division, so that no product overflows.
-        const std::uint64_t per_block = 2 * n + (sizes[4] ? n * n : n) + 2;
-        detail::expect((bytes.size() - header) % 8 == 0 && (bytes.size() - header) / 8 % per_block == 0 &&
-                           (bytes.size() - header) / 8 / per_block == blocks,
-                       "a calibration of ", sizes[0], " layers, ", sizes[1], " heads, ", sizes[2],
-                       " channels does not have ", bytes.size(), " bytes");
-        calibration c({sizes[0], sizes[1], sizes[2], sizes[3]}, sizes[4] == 1);
-        const std::byte* at = bytes.data() + header;
-        for (detail::tagged_vector<double>* v :
-             {&c.keys_, &c.key_squares_, &c.queries_, &c.key_tokens_, &c.query_tokens_}) {
-            std::memcpy(v->data(), at, 8 * v->size());
-            at += 8 * v->size();
-            for (const double x : *v)
-                detail::expect(x - x == 0.0, "a calibration holds a value that is not finite");
-        }
-        for (std::size_t b = 0; b < c.blocks(); ++b) {
-            detail::expect(c.key_tokens_[b] >= 0.0 && c.query_tokens_[b] >= 0.0,
-                           "a calibration of a negative number of tokens");
-            for (std::size_t i = 0; i < c.channels(); ++i)
-                detail::expect(c.keys_[b * c.channels() + i] >= 0.0 &&
-                                   c.key_squares_[b * c.channels() + i] >= 0.0 &&
-                                   c.queries_[c.products_ ? (b * c.channels() + i) * c.channels() + i
-                                                          : b * c.channels() + i] >= 0.0,
-                               "a calibration with a negative variance");
-        }
-        return c;
-    }
+    static calibration load(std::span<const std::byte> bytes);
 
 private:
     static constexpr char magic[9] = "kvqcal02";
     static constexpr std::size_t header = 8 + 5 * 4 + 4;
 
-    std::size_t blocks() const noexcept {
-        return static_cast<std::size_t>(shape_.layers) * static_cast<std::size_t>(shape_.kv_heads);
-    }
+    std::size_t blocks() const noexcept;
     std::size_t channels() const noexcept { return static_cast<std::size_t>(shape_.head_dim); }
-    std::size_t block(int layer, int head) const noexcept {
-        return static_cast<std::size_t>(layer) * static_cast<std::size_t>(shape_.kv_heads) +
-               static_cast<std::size_t>(head);
-    }
-    std::size_t numbers() const noexcept {
-        return keys_.size() + key_squares_.size() + queries_.size() + key_tokens_.size() +
-               query_tokens_.size();
-    }
-    double of_keys(const detail::tagged_vector<double>& sums, int layer, int head, int c) const noexcept {
-        const std::size_t b = block(layer, head);
-        return key_tokens_[b] == 0 ? 1.0
-                                   : sums[b * channels() + static_cast<std::size_t>(c)] / key_tokens_[b];
-    }
-    void add_products(std::size_t b, const double* rows, std::size_t count) noexcept {
-        const std::size_t n = channels();
-        double* const sums = queries_.data() + (products_ ? b * n * n : b * n);
-        for (std::size_t i = 0; i < n; ++i)
-            for (std::size_t r = 0; r < count; ++r) {
-                const double* const x = rows + r * n;
-                if (!products_) {
-                    sums[i] += x[i] * x[i];
-                    continue;
-                }
-                for (std::size_t j = 0; j < n; ++j) sums[i * n + j] += x[i] * x[j];
-            }
-        query_tokens_[b] += static_cast<double>(count);
-    }
+    std::size_t block(int layer, int head) const noexcept;
+    std::size_t numbers() const noexcept;
+    double of_keys(const detail::common_vector<double>& sums, int layer, int head, int c) const noexcept;
+    void add_products(std::size_t b, const double* rows, std::size_t count) noexcept;
     template <class View>
     void check(int layer, bool fits, const View& x, const char* what) const {
         detail::expect(layer >= 0 && layer < shape_.layers, "layer ", layer, " of a calibration with ",
@@ -235,7 +128,11 @@ private:
 
     cache_shape shape_;
     bool products_ = false;
-    detail::tagged_vector<double> keys_, key_squares_, queries_, key_tokens_, query_tokens_;
+    detail::common_vector<double> keys_, key_squares_, queries_, key_tokens_, query_tokens_;
 };
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "calibration-inl.hpp"
+#endif

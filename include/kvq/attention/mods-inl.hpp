@@ -1,0 +1,42 @@
+// Definitions of mods.hpp.
+#pragma once
+
+#include <cmath>
+
+#include "../core/bits.hpp"
+#include "../core/error.hpp"
+#include "mods.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+KVQ_FUNC void mods_view::check(int q_heads) const {
+    if (check_) check_(object_, q_heads);
+}
+
+KVQ_FUNC float mods_view::scale(int head_dim) const {
+    return scale_ ? scale_(object_, head_dim) : 1.0f / std::sqrt(static_cast<float>(head_dim));
+}
+
+KVQ_FUNC page_visibility mods_view::page(int first_q, int last_q, int first_k, int end_k) const {
+    page_visibility seen = mask_row_ ? page_visibility::some : page_visibility::all;
+    if (is_causal_) {
+        if (first_k > last_q) return page_visibility::none;
+        if (end_k - 1 > first_q) seen = page_visibility::some;
+    }
+    if (!mask_page_) return seen;
+    const page_visibility own = mask_page_(object_, first_q, last_q, first_k, end_k);
+    return is_causal_ && end_k - 1 > first_q ? detail::smaller(own, seen) : own;
+}
+
+KVQ_FUNC void mods_view::hide(float* scores, int n, int q_pos, int first_k) const {
+    if (is_causal_)
+        for (int t = detail::larger(0, q_pos + 1 - first_k); t < n; ++t) scores[t] = hidden_score;
+    if (mask_row_) mask_row_(object_, scores, n, q_pos, first_k);
+}
+
+KVQ_FUNC void mods_view::change_scores(float* scores, int n, int q_head, int q_pos, int first_k,
+                                       float factor) const {
+    score_row_(object_, scores, n, q_head, q_pos, first_k, factor);
+}
+
+}}
