@@ -53,6 +53,25 @@ private:
     }
 };
 
+namespace detail {
+
+/// Words that a row of codes takes for `quads` quads of `width` bits.
+KVQ_HD KVQ_INLINE constexpr int code_words(int width, int quads) noexcept {
+    return (width & 8 ? quads : 0) + (width & 4 ? ceil_div(quads, 2) : 0) +
+           (width & 2 ? ceil_div(quads, 4) : 0) + (width & 1 ? ceil_div(quads, 8) : 0);
+}
+static_assert(code_words(8, 3) == code_planes<8>::vectors(3) &&
+              code_words(6, 8) == code_planes<6>::vectors(8) &&
+              code_words(3, 5) == code_planes<3>::vectors(5));
+
+/// Words of a row of codes with several widths: the average, but at least enough for the narrower of the two widths around it. (With one
+/// width, the same as code_words.)
+KVQ_HD KVQ_INLINE constexpr int row_words(int average_eighths, int narrow_width, int quads) noexcept {
+    return larger(ceil_div(quads * average_eighths, 64), code_words(narrow_width, quads));
+}
+
+}  // namespace detail
+
 template <int Bits>
 struct code_layout {
     using planes = code_planes<Bits>;

@@ -34,16 +34,6 @@ namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
-/// Words that a row of codes takes for `quads` quads of `width` bits.
-KVQ_HD constexpr int code_words(int width, int quads) noexcept {
-    int words = 0;
-    for (int w = 8; w >= 1; w /= 2)
-        if (width & w) words += ceil_div(quads, 8 / w);
-    return words;
-}
-static_assert(code_words(6, 8) == code_planes<6>::vectors(8) &&
-              code_words(3, 5) == code_planes<3>::vectors(5));
-
 constexpr double width_noise(int width) noexcept {
     constexpr double narrow[4] = {1.0, 0.363, 0.119, 0.037};
     const double steps = static_cast<double>((1 << width) - 1);

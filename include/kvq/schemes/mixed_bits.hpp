@@ -40,10 +40,17 @@ struct mixed_bits {
                       eighths <= 8 * width_list::values[0],
                   "kvq::mixed_bits: average_eighths / 8 lies between the narrowest and the widest channel");
 
-    /// Words of a row of codes: the average width, but at least enough for the narrower of the two widths around it.
+    static constexpr int width_below_average = [] {
+        int w = 0;
+        while (8 * width_list::values[w] > eighths) ++w;
+        return w;
+    }();
+    /// The width, or the narrower of the two widths, of channels without a plan.
+    static constexpr int narrow_width = width_list::values[width_below_average];
+
+    /// Words of a row of codes.
     KVQ_HD static constexpr int row_words(int dim) noexcept {
-        const int quads = detail::ceil_div(dim, 4);
-        return detail::larger(detail::ceil_div(quads * eighths, 64), detail::code_words(narrow_width, quads));
+        return detail::row_words(eighths, narrow_width, detail::ceil_div(dim, 4));
     }
     /// Quads of every width.
     struct width_quads {
@@ -67,14 +74,6 @@ struct mixed_bits {
         }
         return quads;
     }
-
-private:
-    static constexpr int width_below_average = [] {
-        int w = 0;
-        while (8 * width_list::values[w] > eighths) ++w;
-        return w;
-    }();
-    static constexpr int narrow_width = width_list::values[width_below_average];
 };
 
 }}  // namespace kvq

@@ -20,6 +20,7 @@
 #include <cstring>
 
 #include "../core/text.hpp"
+#include "../quant/encoder_traits.hpp"
 #include "../quant/error_feedback.hpp"
 #include "../quant/levels.hpp"
 #include "../quant/token_scales.hpp"
@@ -48,7 +49,7 @@ template <int Bits, class Levels>
 inline constexpr bool codes_fold<bits<Bits>, Levels> = affine_levels<Levels, Bits>;
 
 /// The columns of a block with several widths as one matrix: attention reads the position of their parameters here.
-template <class Layout>
+template <class Layout, class Parameters>
 struct mixed_columns {
     KVQ_HD static constexpr code_layout<8> codes(const block_shape& s) noexcept {
         return {Layout{}.cut(s), {s.dim, s.dim}};
@@ -59,11 +60,10 @@ struct mixed_columns {
     template <class Backend>
     void load(const std::byte* block, int row_group, float* scale, float* bias,
               const float* factor = nullptr) const {
-        using stored = typename Layout::parameters;
         const std::byte* const at = block + parameters;
-        stored::template load_scales<Backend>(at, groups, slot_count, row_group, 0, slot_count, scale,
-                                              factor);
-        stored::template load_biases<Backend>(at, groups, slot_count, row_group, 0, slot_count, bias);
+        Parameters::template load_scales<Backend>(at, groups, slot_count, row_group, 0, slot_count, scale,
+                                                  factor);
+        Parameters::template load_biases<Backend>(at, groups, slot_count, row_group, 0, slot_count, bias);
     }
 };
 
@@ -92,8 +92,7 @@ public:
     using encoder_type = Encoder;
     using token_scale_type =
         std::conditional_t<token_scale_policy<TokenScales>, TokenScales, no_token_scales>;
-    using layout_type = block_layout<Codes, granularity_type, levels::has_bias, Params, token_scale_type>;
-    using parameters = typename layout_type::parameters;
+    using parameters = block_parameters<Params>;
     using parameter = typename parameters::stored;
     static constexpr bool several_widths = Codes::several_widths, by_token = granularity_type::on_tokens;
     /// Is the grid of a group its range, with parameters that any granularity and all levels take?
@@ -124,6 +123,49 @@ public:
     }();
 
     static constexpr bool supports(tensor role) noexcept { return role == tensor::key || !several_widths; }
+
+    /// What kernels know of the blocks (schemes/codec_spec.hpp); group: as codec_spec::group.
+    KVQ_HD KVQ_INLINE static constexpr codec_spec codec_of_group(int group) noexcept {
+        codec_spec c;
+        if constexpr (several_widths) {
+            for (const int width : Codes::width_list::values)
+                c.widths[c.width_count++] = static_cast<unsigned char>(width);
+            c.average_eighths = static_cast<unsigned char>(Codes::eighths);
+            c.narrow_width = static_cast<unsigned char>(Codes::narrow_width);
+        } else {
+            c.set_width(Codes::value);
+        }
+        c.content = block_content::codes;
+        if (folds) c.reading = several_widths ? block_reading::segments : block_reading::codes;
+        c.levels = std::same_as<levels, asymmetric>  ? level_kind::asymmetric
+                   : std::same_as<levels, symmetric> ? level_kind::symmetric
+                                                     : level_kind::own;
+        c.has_bias = levels::has_bias;
+        c.zero_code = zero_code;
+        c.per_token = by_token;
+        c.group = group;
+        c.parameters = detail::storage_of<Params>;
+        c.parameter_bytes = sizeof(parameter);
+        c.parameter_padding = plain_params<Params> ? 16 : 1;
+        c.token_scales = detail::storage_of<token_scale_type>;
+        c.token_scale_bytes = static_cast<int>(token_scale_type::bytes(1));
+        c.encoder = fits_range                                ? encoder_kind::range
+                    : !detail::encoder_traits<Encoder>::known ? encoder_kind::own
+                    : Encoder::corrects_mean                  ? encoder_kind::mean_corrected
+                                                              : encoder_kind::fitted;
+        return c;
+    }
+    /// The same offsets for every object of the type, unless the group size is a value.
+    struct layout_type : block_layout {
+        KVQ_HD KVQ_INLINE constexpr explicit layout_type(
+            const granularity_type& g = granularity_type{}) noexcept
+            : block_layout{codec_of_group(g.group)} {}
+        /// Codes of one width; they start at the block's first byte.
+        KVQ_HD KVQ_INLINE constexpr auto codes(const block_shape& s) const noexcept
+            requires(!Codes::several_widths) {
+            return code_layout<Codes::value>{this->rows(s), this->cols(s)};
+        }
+    };
 
     [[no_unique_address]] Encoder encoder{};
 
@@ -171,9 +213,9 @@ public:
 
     KVQ_HD constexpr layout_type layout() const noexcept {
         if constexpr (several_widths)
-            return {};
+            return layout_type{};
         else
-            return {this->granularity};
+            return layout_type{this->granularity};
     }
     /// Raises kvq::error for blocks of more than 1024 channels, or per channel 1024 tokens, unless the grid of a group is its range.
     KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const {
@@ -270,8 +312,8 @@ public:
         load_axis<Backend>(s, block, row_group, false, scale, bias);
     }
     // Parameters of segments, for several widths.
-    static constexpr detail::mixed_columns<layout_type> columns(const block_shape& s) noexcept requires
-        several_widths {
+    static constexpr detail::mixed_columns<layout_type, parameters> columns(
+        const block_shape& s) noexcept requires several_widths {
         constexpr layout_type at{};
         return {at.scale_offset(s), at.groups(s), at.slot_count(s)};
     }
@@ -322,7 +364,7 @@ public:
 
 private:
     short_text group_name() const {
-        const int group = layout().granularity.group;
+        const int group = layout().codec.group;
         return group ? "-g" + short_text::of(group) : short_text("");
     }
 
@@ -523,6 +565,15 @@ requires(fixed_group<Granularity>&& plain_params<Params>) struct with_any_group<
         else
             return type(granularity_type(Granularity::group), fixed.encoder);
     }
+};
+
+template <class Codes, class Levels, class Granularity, class Params, class Encoder, class TokenScales>
+struct codec_maker<scheme<Codes, Levels, Granularity, Params, Encoder, TokenScales>> {
+    using made = scheme<Codes, Levels, Granularity, Params, Encoder, TokenScales>;
+    static constexpr codec_spec of_type() noexcept {
+        return made::codec_of_group(fixed_group<Granularity> ? Granularity{}.group : any_group);
+    }
+    static constexpr codec_spec of(const made& s) noexcept { return s.layout().codec; }
 };
 
 // Levels that are not of the form of attention have no fold().

@@ -16,6 +16,7 @@
 #include "../core/text.hpp"
 #include "../quant/hadamard.hpp"
 #include "../quant/rotation.hpp"
+#include "codec_spec.hpp"
 #include "concepts.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -98,6 +99,10 @@ struct transformed : Inner {
 };
 
 namespace detail {
+/// Blocks are those of Inner.
+template <class Transform, class Inner>
+struct codec_maker<transformed<Transform, Inner>> : codec_maker<Inner> {};
+
 // Matrices of a rotation are checked when it is made (quant/rotation.hpp).
 template <int Largest, std::uint32_t Seed, class Inner>
 inline constexpr bool composed_by_library<transformed<hadamard_transform<Largest, Seed>, Inner>> =
