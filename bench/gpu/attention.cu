@@ -87,11 +87,11 @@ __global__ void fill_parameters(std::byte* pages, std::size_t blocks, std::size_
         using T = typename S::value_type;
         for (std::size_t i = threadIdx.x; i < block_bytes / sizeof(T); i += blockDim.x)
             kvq::detail::store_as(at + i * sizeof(T), T(3.0f * (noise(i) + noise(i + 7919) - 1.0f)));
-    } else if constexpr (cuda::detail::is_mixed<S>) {
+    } else if constexpr (cuda::detail::codec<S>.several_widths()) {
         fill_channels<typename S::parameters>(at + typename S::layout_type{}.scale_offset(s),
                                               typename S::layout_type{}.groups(s),
                                               typename S::layout_type{}.slot_count(s), 4.0f / 15.0f, noise);
-    } else if constexpr (cuda::detail::is_grid<S>) {
+    } else if constexpr (cuda::detail::codes_grids<S>) {
         const int groups = typename S::layout_type{}.groups(s),
                   slot_count = typename S::layout_type{}.slot_count(s);
         const float step = 4.0f / static_cast<float>((1 << S::code_bits) - 1);
@@ -188,7 +188,7 @@ void run(const char* name, const shape& s, settings& set) {
     cache.tokens = tokens;
 
     std::uint16_t* plans = nullptr;
-    if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+    if constexpr (cuda::detail::codec<typename Format::keys>.several_widths())
         if (std::strstr(name, "-plan") != nullptr)
             cache.key_plans = plans = bench::key_plans<Format>(s.kv_heads);
 

@@ -41,7 +41,7 @@ struct pages_of {
     cuda::cache_ref<Format> ref;
 
     pages_of(int columns, const int* tokens, int first_token, [[maybe_unused]] bool planned = false) {
-        if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+        if constexpr (cuda::detail::codec<typename Format::keys>.several_widths())
             if (planned) ref.key_plans = plans = bench::key_plans<Format>(heads);
         const std::size_t key_page = ref.dense_key_page(heads), value_page = ref.dense_value_page(heads);
         BENCH_OK(cudaMalloc(&memory, (key_page + value_page) * static_cast<std::size_t>(columns)));

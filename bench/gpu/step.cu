@@ -77,7 +77,7 @@ struct page_pool {
         first.sequences = sequences;
         first.table_columns = columns;
         first.first_token = first_token;
-        if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+        if constexpr (cuda::detail::codec<typename Format::keys>.several_widths())
             if (planned) first.key_plans = plans = bench::key_plans<Format>(heads);
         if constexpr (full_precision<typename Format::keys> && full_precision<typename Format::values>)
             bench::fill_normal(memory, bytes, static_cast<std::uint32_t>(pages));

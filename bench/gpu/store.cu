@@ -144,7 +144,7 @@ void add_statistics(cuda::cache_ref<Format>& cache, bool plan, bool feedback) {
         else
             return typename Format::keys();
     }();
-    if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+    if constexpr (cuda::detail::codec<typename Format::keys>.several_widths())
         if (plan) {
             std::vector<std::uint16_t> plans(static_cast<std::size_t>(heads * cuda::key_plan_words<Format>));
             cuda::write_key_plan<Format>(*keys.plan(), 0, plans.data());

@@ -78,6 +78,8 @@ int main() {
         "2 bit bf16, 3 bit, 8-bit parameters in groups of 64");
     check_format<cuda::block_pair<values<4>, keys<4, 0>, 256, 16>, float16>(
         "token scales of keys: outside the warp kernel");
+    check_format<cuda::block_pair<values<4, byte_params, 32>, keys<4, 32>, 64, 64>, float16>(
+        "token scales of keys, groups of 32: outside the warp kernel");
     check_dequantize<cuda::block_pair<keys<4, 20>, values<4>, 72, 40>>("odd shapes");
     check_format<cuda::block_pair<keys<4, 20>, values<4>, 72, 40>, float16>("outside: odd shapes");
 #endif

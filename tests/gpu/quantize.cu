@@ -90,7 +90,7 @@ struct device_statistics {
     std::vector<float> feedback;
 
     device_statistics(const typename Format::keys& keys, int heads) {
-        if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+        if constexpr (cuda::detail::codec<typename Format::keys>.several_widths())
             if (keys.plan()) {
                 plans.resize(static_cast<std::size_t>(heads * cuda::key_plan_words<Format>));
                 cuda::write_key_plan<Format>(*keys.plan(), layer, plans.data());

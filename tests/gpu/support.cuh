@@ -146,7 +146,7 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
             for (int c = 0; c < s.dim; ++c)
                 std::memset(block + sizeof(T) * S::element(kvq::value_layout<T>(s), s, t, c), 0xff,
                             sizeof(T));
-        } else if constexpr (!kvq::cuda::detail::is_composed<S>) {
+        } else if constexpr (!kvq::cuda::detail::codes_ranges<S>) {
             if constexpr (S::token_scale_type::present &&
                           S::token_scale_type::bytes(1) > 1)  // codes are never NaN
                 std::memset(
@@ -191,7 +191,7 @@ struct quantized_batch {
                     const std::vector<float>& key_sizes = {1.0f}, float peak = 0.0f)
         : kv_heads(heads), lengths(std::move(tokens)) {
         int longest = 1, used_pages = 0;
-        if constexpr (kvq::cuda::detail::is_mixed<typename F::keys>)
+        if constexpr (kvq::cuda::detail::codec<typename F::keys>.several_widths())
             if (uniform(r, 0, 3) > 0) {
                 key_scheme = typename F::keys(random_plan(r));
                 plans.resize(heads_() * static_cast<std::size_t>(kvq::cuda::key_plan_words<F>));
@@ -273,7 +273,7 @@ private:
     static block one_block(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, float size,
                            float peak) {
         constexpr int few = emulated_or(20, 0);
-        if constexpr (few > 0 && !kvq::cuda::detail::is_mixed<typename F::keys>) {
+        if constexpr (few > 0 && !kvq::cuda::detail::codec<typename F::keys>.several_widths()) {
             static std::map<std::tuple<kvq::tensor, float, float>, std::vector<block>> all;
             std::vector<block>& made = all[{s.role, size, peak}];
             const auto i = static_cast<std::size_t>(few - uniform(r, 1, few));

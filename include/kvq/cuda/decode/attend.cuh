@@ -162,51 +162,37 @@ auto with_mixed_launch(int rows, F&& f, kernel_choice* choice = nullptr) {
         rows, f, choice);
 }
 
-/// The format whose kernel reads Pair's pages as well: the same budget of shared memory.
-template <class Pair, class Same>
-struct read_as : Same {};
-
-}  // namespace detail
-
-template <class Pair, class Same>
-inline constexpr int shared_memory_budget<detail::read_as<Pair, Same>> = shared_memory_budget<Pair>;
-
-namespace detail {
-
-/// Keys of mixed widths without a plan have one width where the average is one of the widths. Then their
+/// Keys of several widths without a plan have one width where the average is one of the widths. Then their
 /// blocks are those of one width, byte for byte, and its kernel reads them: widths are constants there, and
 /// the other kernel looks them up.
 template <class Pair>
 struct even_keys {
-    static constexpr bool known = false;
-};
-template <class Widths, int Eighths, class Granularity, class Params, class Encoder, class Values,
-          int HeadDim, int PageTokens, int ValueDim>
-requires(Eighths >= 8 && Eighths % 8 == 0) struct even_keys<
-    block_pair<scheme<mixed_bits<Widths, average_eighths<Eighths>>, asymmetric, Granularity, Params, Encoder>,
-               Values, HeadDim, PageTokens, ValueDim>> {
-    using mixed =
-        scheme<mixed_bits<Widths, average_eighths<Eighths>>, asymmetric, Granularity, Params, Encoder>;
-    static constexpr int width = Eighths / 8;
-    using even = affine<width, Granularity, Params, min_max>;
-    using pair_type = read_as<block_pair<mixed, Values, HeadDim, PageTokens, ValueDim>,
-                              block_pair<even, Values, HeadDim, PageTokens, ValueDim>>;
-    static constexpr block_shape shape{tensor::key, PageTokens, HeadDim};
-    static constexpr bool known = [] {
-        constexpr auto quads = mixed::even_quads(HeadDim);
-        bool one_width = false;
-        for (int w = 0; w < Widths::count; ++w)
-            one_width = one_width || (Widths::values[w] == width && 4 * quads.of[w] == HeadDim);
-        const typename mixed::layout_type a{};
-        const typename even::layout_type b{};
-        return one_width && a.scale_offset(shape) == b.scale_offset(shape) &&
-               a.bytes(shape) == b.bytes(shape);
+    static constexpr codec_spec mixed = codec<typename Pair::keys>;
+    static constexpr codec_spec even = [] {
+        codec_spec c = mixed;
+        c.reading = block_reading::codes;
+        for (unsigned char& width : c.widths) width = 0;
+        c.width_count = 1;
+        c.widths[0] = static_cast<unsigned char>(mixed.average_eighths / 8);
+        c.average_eighths = 0;
+        return c;
     }();
-    static cache_ref<pair_type> cache(
-        const cache_ref<block_pair<mixed, Values, HeadDim, PageTokens, ValueDim>>& c) noexcept {
-        return {c.key_pages, c.value_pages,   c.key_page_bytes, c.value_page_bytes, c.block_table, c.tokens,
-                c.sequences, c.table_columns, c.kv_heads,       c.first_token,      nullptr};
-    }
+    static constexpr bool known = [] {
+        bool one_width = false;
+        if constexpr (mixed.several_widths() && mixed.average_eighths >= 8 &&
+                      mixed.average_eighths % 8 == 0) {
+            constexpr auto quads = Pair::keys::even_quads(Pair::head_dim);
+            for (int w = 0; w < mixed.width_count; ++w)
+                one_width =
+                    one_width || (mixed.widths[w] == even.widths[0] && 4 * quads.of[w] == Pair::head_dim);
+            constexpr block_layout a{mixed}, b{even};
+            one_width = one_width && a.scale_offset(Pair::key_shape()) == b.scale_offset(Pair::key_shape()) &&
+                        a.bytes(Pair::key_shape()) == b.bytes(Pair::key_shape());
+        }
+        return one_width;
+    }();
+    using pair_type =
+        typename pair_like<Pair, codec_scheme<known ? even : mixed>, typename Pair::values>::type;
 };
 
 template <class Pair, class T>
@@ -283,18 +269,19 @@ status check_attention(const cache_ref<Pair>& cache, const token_view<const T>& 
 /// why.
 template <class Pair, class T, class Score = unmodified>
 std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
+    using read = detail::read_pair<Pair>;
     std::size_t bytes = 0;
-    if constexpr (detail::warps_can<Pair>)
-        bytes = detail::with_launch<Pair, T, Score>(
+    if constexpr (detail::warps_can<read>)
+        bytes = detail::with_launch<read, T, Score>(
             detail::kernel_rows(group * query_tokens, query_tokens > 1), [](auto launch) {
                 cudaError_t code = cudaSuccess;
                 const int blocks = decltype(launch)::grid(code);
                 if (code != cudaSuccess) (void)cudaGetLastError();
                 return decltype(launch)::workspace(blocks);
             });
-    if constexpr (detail::even_keys<Pair>::known)
+    if constexpr (detail::even_keys<read>::known)
         bytes = kvq::detail::larger(
-            bytes, attend_workspace_bytes<typename detail::even_keys<Pair>::pair_type, T, Score>(
+            bytes, attend_workspace_bytes<typename detail::even_keys<read>::pair_type, T, Score>(
                        group, query_tokens));
     return bytes;
 }
@@ -303,14 +290,14 @@ std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
 /// and why. Keys of several widths: the kernel with a plan.
 template <class Pair, class T, class Score = unmodified>
 kernel_choice attend_kernel(int group, int query_tokens = 1) noexcept {
+    using read = detail::read_pair<Pair>;
     kernel_choice choice;
-    if constexpr (detail::warps_can<Pair>)
-        detail::with_launch<Pair, T, Score>(
+    if constexpr (detail::warps_can<read>)
+        detail::with_launch<read, T, Score>(
             group * query_tokens, [](auto) {}, &choice);
     else
-        choice = {"attend_any_kernel", 1, 0,
-                  "kernels of warps need pages of 16 tokens or a multiple of 32 and head sizes that are "
-                  "multiples of 16, see attend_any.cuh"};
+        detail::add_words(choice = {"attend_any_kernel", 1}, "attend_warps_kernel takes no such pages: %s",
+                          detail::no_warps<read>);
     return choice;
 }
 
@@ -323,17 +310,19 @@ status attend(const cache_ref<Pair>& cache, const token_view<const T>& q, const 
     static_assert(detail::is_modifier<Score>,
                   "kvq::cuda::attend: a score modifier has score(score, q_head, q_pos, k_pos) or "
                   "sink_logit(q_head)");
-    if constexpr (detail::even_keys<Pair>::known)
+    using read = detail::read_pair<Pair>;
+    using even = detail::even_keys<read>;
+    if constexpr (even::known)
         if (cache.key_plans == nullptr)
-            return attend(detail::even_keys<Pair>::cache(cache), q, out, options, workspace, workspace_bytes,
-                          stream, score);
+            return attend(detail::as_pair<typename even::pair_type>(cache), q, out, options, workspace,
+                          workspace_bytes, stream, score);
     if (status s = detail::check_attention(cache, q, out, options); !s) return s;
     if (options.window_sinks)
         return detail::bad_value("window_sinks is for a mixed cache with sink_tokens()");
     if (q.tokens == 0) return {};
-    const auto a = detail::make_arguments(cache, q, out, options);
-    if constexpr (detail::warps_can<Pair>)
-        return detail::with_launch<Pair, T, Score>(
+    const auto a = detail::make_arguments(detail::as_pair<read>(cache), q, out, options);
+    if constexpr (detail::warps_can<read>)
+        return detail::with_launch<read, T, Score>(
             detail::kernel_rows(a.rows, a.ancestors != nullptr), [&](auto launch) {
                 return decltype(launch)::run(a, score, static_cast<std::byte*>(workspace), workspace_bytes,
                                              stream);
@@ -357,10 +346,7 @@ auto with_even_parts(F&& f, const First& first, const Rest&... rest) {
     };
     using even = even_keys<typename First::pair_type>;
     if constexpr (even::known)
-        if (first.cache.key_plans == nullptr)
-            return go(cache_part<typename even::pair_type>{even::cache(first.cache), first.range,
-                                                           first.first_page, first.end_page, first.capacity,
-                                                           first.cuts});
+        if (first.cache.key_plans == nullptr) return go(as_pair<typename even::pair_type>(first));
     return go(first);
 }
 
@@ -472,6 +458,34 @@ status check_sinks(const Sinks& sinks, const mixed_cache_ref<Parts...>& cache) n
     return result;
 }
 
+/// Of parts as kernels read them.
+template <class T, class... Parts, class Score>
+status attend_mix(const mixed_cache_ref<Parts...>& cache, const token_view<const T>& q,
+                  const token_view<T>& out, const attention_options& options, void* workspace,
+                  std::size_t workspace_bytes, cudaStream_t stream, const Score& score) noexcept {
+    if (status s = check_mix(cache); !s) return s;
+    status checked;
+    for_each_part(cache.parts, [&](const auto& part) {
+        if (checked) checked = check_attention(part.cache, q, out, options);
+        using part_type = std::remove_cvref_t<decltype(part)>;
+        if (checked && joins_window<part_type, Parts...>) checked = check_sinks(part, cache);
+    });
+    if (!checked || q.tokens == 0) return checked;
+    const auto go = [&](const auto&... parts) {
+        return with_kernel_parts(
+            [&](const auto&... kept) {
+                return attend_parts<T>(
+                    cache.recent, q, out, options, workspace, workspace_bytes, stream, score,
+                    object_list<const std::remove_cvref_t<decltype(parts)>*...>{{{&parts}...}}, kept...);
+            },
+            parts...);
+    };
+    return [&]<int... I>(std::integer_sequence<int, I...>) {
+        return with_even_parts(go, get<I>(cache.parts)...);
+    }
+    (std::make_integer_sequence<int, sizeof...(Parts)>{});
+}
+
 /// Calls f with objects of the types of a mix's parts.
 template <class... Parts, class F>
 auto with_part_types(const mixed_cache_ref<Parts...>&, F&& f) {
@@ -494,8 +508,9 @@ noexcept {
             },
             parts...);
     };
-    detail::with_part_types(Mix{}, count);
-    detail::with_part_types(Mix{}, [&](const auto&... parts) { detail::with_even_parts(count, parts...); });
+    const auto mix = detail::read_mix(Mix{});
+    detail::with_part_types(mix, count);
+    detail::with_part_types(mix, [&](const auto&... parts) { detail::with_even_parts(count, parts...); });
     return bytes;
 }
 
@@ -504,7 +519,7 @@ template <class Mix, class T, class Score = unmodified>
 requires detail::is_mix<Mix> kernel_choice attend_kernel(int group, int query_tokens = 1)
 noexcept {
     kernel_choice choice;
-    detail::with_part_types(Mix{}, [&](const auto&... parts) {
+    detail::with_part_types(detail::read_mix(Mix{}), [&](const auto&... parts) {
         detail::with_kernel_parts(
             [&]<class... Kept>(const cache_part<Kept>&...) {
                 detail::with_mixed_launch<T, Score, Kept...>(
@@ -526,28 +541,8 @@ status attend(const mixed_cache_ref<Parts...>& cache, const token_view<const T>&
     static_assert(detail::is_modifier<Score>,
                   "kvq::cuda::attend: a score modifier has score(score, q_head, q_pos, k_pos) or "
                   "sink_logit(q_head)");
-    if (status s = detail::check_mix(cache); !s) return s;
-    status checked;
-    detail::for_each_part(cache.parts, [&](const auto& part) {
-        if (checked) checked = detail::check_attention(part.cache, q, out, options);
-        using part_type = std::remove_cvref_t<decltype(part)>;
-        if (checked && detail::joins_window<part_type, Parts...>) checked = detail::check_sinks(part, cache);
-    });
-    if (!checked || q.tokens == 0) return checked;
-    const auto go = [&](const auto&... parts) {
-        return detail::with_kernel_parts(
-            [&](const auto&... kept) {
-                return detail::attend_parts<T>(
-                    cache.recent, q, out, options, workspace, workspace_bytes, stream, score,
-                    detail::object_list<const std::remove_cvref_t<decltype(parts)>*...>{{{&parts}...}},
-                    kept...);
-            },
-            parts...);
-    };
-    return [&]<int... I>(std::integer_sequence<int, I...>) {
-        return detail::with_even_parts(go, detail::get<I>(cache.parts)...);
-    }
-    (std::make_integer_sequence<int, sizeof...(Parts)>{});
+    return detail::attend_mix<T>(detail::read_mix(cache), q, out, options, workspace, workspace_bytes, stream,
+                                 score);
 }
 
 }}}  // namespace kvq::cuda

@@ -3,7 +3,7 @@
 //
 //   block = warps * (ring of units on their way, query, notes) + states of the merge; as many blocks per multiprocessor as fit
 //
-// Contract: sizes are constants of (format, query rows / 4, devices of less shared memory or not). warps_can
+// Contract: sizes are constants of (format, query rows / 4, devices of less shared memory or not). no_warps
 // says which formats the kernel handles on devices of most shared memory; attention of others runs in
 // attend_any.cuh.
 #pragma once
@@ -29,12 +29,12 @@ constexpr int warp_tile_tokens() {
     constexpr int least = smaller(32, page);  // a tile of keys
     constexpr int widest = static_cast<int>(larger(Pair::key_block_bytes, Pair::value_block_bytes)) / page;
     // Keys of mixed widths need shared memory for the query.
-    constexpr int most = is_mixed<typename Pair::keys> ? 8192 : 9216;
+    constexpr int most = codec<typename Pair::keys>.several_widths() ? 8192 : 9216;
     while (tokens > least && tokens * widest > most) tokens /= 2;
     if (joins_pages<Pair> && 2 * page * widest <= most) return 2 * page;
     using values = warp_tile<tensor::value, Pair, page>;
     constexpr int most_of_8_rows = [] {
-        if constexpr (!is_mixed<typename Pair::keys> && !values::full)
+        if constexpr (!codec<typename Pair::keys>.several_widths() && !values::full)
             if (values::scheme::code_bits <= 3) return 7680;
         return 5120;
     }();
@@ -125,20 +125,27 @@ struct attention_memory {
     static constexpr int partial_words = rows * (Pair::value_dim + 2);
 };
 
-/// Can the warp kernels handle this format, at least with 4 rows a thread block on the devices of most shared
-/// memory?
+/// Why the kernels of warps do not take this format, with 4 rows a thread block on the devices of most shared
+/// memory; null: they do.
 template <class Pair>
-inline constexpr bool warps_can = [] {
-    const auto can = [](auto tokens) {
-        return warp_tile<tensor::key, Pair, tokens()>::supported &&
-               warp_tile<tensor::value, Pair, tokens()>::supported;
+inline constexpr const char* no_warps = []() -> const char* {
+    const auto no_tile = [](auto tokens) {
+        const char* const of_keys = warp_tile<tensor::key, Pair, tokens()>::no_tile;
+        return of_keys != nullptr ? of_keys : warp_tile<tensor::value, Pair, tokens()>::no_tile;
     };
-    if constexpr (can(std::integral_constant<int, warp_tile_tokens<Pair, 1>()>{}) &&
-                  can(std::integral_constant<int, warp_tile_tokens<Pair, 4>()>{}))
-        return attention_memory<Pair, 1>::bytes <= most_shared_memory<false>;
+    constexpr std::integral_constant<int, warp_tile_tokens<Pair, 1>()> most;
+    constexpr std::integral_constant<int, warp_tile_tokens<Pair, 4>()> fewest;
+    if constexpr (no_tile(most) != nullptr)
+        return no_tile(most);
+    else if constexpr (no_tile(fewest) != nullptr)
+        return no_tile(fewest);
     else
-        return false;
+        return attention_memory<Pair, 1>::bytes <= most_shared_memory<false>
+                   ? nullptr
+                   : "warps' units of pages need more shared memory than a thread block has";
 }();
+template <class Pair>
+inline constexpr bool warps_can = no_warps<Pair> == nullptr;
 
 }  // namespace detail
 }}}  // namespace kvq::cuda

@@ -81,10 +81,21 @@ struct mixed_warp_tile {
     KVQ_HD static constexpr int run_scratch(int rows4) { return rows4 * 8 * stride * 4; }
     KVQ_HD static constexpr int scratch_bytes(int rows4) { return runs_together(rows4) * run_scratch(rows4); }
 
-    static constexpr bool supported = dim % 16 == 0 && step_quads * most_steps < 256 && page % 32 == 0 &&
-                                      Tokens % 32 == 0 && page % Tokens == 0 && width_list::values[0] < 8 &&
-                                      (group == page || (group % 32 == 0 && page % group == 0 &&
-                                                         (Tokens % group == 0 || group % Tokens == 0)));
+    static constexpr const char* no_tile = []() -> const char* {  // as in warp_tile.cuh
+        if (dim % 16 != 0) return "a head size is not a multiple of 16";
+        if (step_quads * most_steps >= 256) return "keys of several widths have more than 900 channels";
+        if (page % 32 != 0) return "pages of keys of several widths are not a multiple of 32 tokens";
+        if (Tokens % 32 != 0 || page % Tokens != 0)
+            return "the tokens that a warp takes do not divide a page";
+        if (width_list::values[0] == 8) return "8 bits are among several widths of keys";
+        if (group != page) {
+            if (group % 32 != 0) return odd_groups;
+            if (page % group != 0) return "groups do not divide a page";
+            if (Tokens % group != 0 && group % Tokens != 0)
+                return "groups and the tokens that a warp takes do not divide each other";
+        }
+        return nullptr;
+    }();
 
     /// Quads of every width of a head.
     __device__ __forceinline__ static head_type head_of(const std::uint16_t* plan) {
@@ -165,7 +176,8 @@ struct mixed_warp_tile {
 /// More tokens than a page has: of two pages.
 template <tensor Role, class Pair, int Tokens>
 using warp_tile =
-    std::conditional_t<Role == tensor::key && is_mixed<typename Pair::keys>, mixed_warp_tile<Pair, Tokens>,
+    std::conditional_t<Role == tensor::key && codec<typename Pair::keys>.several_widths(),
+                       mixed_warp_tile<Pair, Tokens>,
                        std::conditional_t<(Tokens > Pair::page_tokens), joined_warp_tile<Role, Pair>,
                                           code_warp_tile<Role, Pair, Tokens>>>;
 

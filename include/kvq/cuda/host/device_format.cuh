@@ -120,7 +120,7 @@ std::string name_of_format() {
     });
     if (!name.empty()) return name;
     if constexpr (std::is_same_v<keys, int8> && std::is_same_v<values, int8>) return "int8";
-    if constexpr (is_composed<keys> && is_composed<values>) {
+    if constexpr (codes_ranges<keys> && codes_ranges<values>) {
         constexpr int bits = keys::code_bits, group = keys::granularity_type::group;
         const std::string suffix = "-" + std::to_string(bits) + "-g" + std::to_string(group);
         using by_token = affine<bits, per_token<group>>;
@@ -288,7 +288,7 @@ struct device_table {
             if constexpr (std::is_constructible_v<K, const calibration&>) {
                 const K keys(statistics);
                 const auto blocks = static_cast<std::size_t>(shape.layers * shape.kv_heads);
-                if constexpr (is_mixed<K>) {
+                if constexpr (codec<K>.several_widths()) {
                     state.fingerprint = keys.fingerprint();
                     state.plans.resize(blocks * key_plan_words<Pair>);
                     for (int layer = 0; layer < shape.layers; ++layer)

@@ -11,67 +11,16 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../../schemes/affine.hpp"
-#include "../../schemes/full.hpp"
 #include "../../schemes/int8.hpp"
 #include "../../schemes/kivi.hpp"
 #include "../../schemes/presets.hpp"
+#include "../arch/architecture.cuh"
+#include "device_codec.cuh"
 #include "status.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
-
-template <class S>
-inline constexpr bool is_composed = false;
-template <int B, class L, class G, class P>
-inline constexpr bool is_composed<scheme<bits<B>, L, G, params<P>>> =
-    kvq::detail::library_levels<L>&& kvq::detail::fixed_group<G>;
-
-/// Levels of one's own: kernels would compute with the zero code and the grid of the library's.
-template <class S>
-inline constexpr bool has_own_levels = false;
-template <class C, class L, class G, class Params, class E, class T>
-inline constexpr bool has_own_levels<scheme<C, L, G, Params, E, T>> = !kvq::detail::library_levels<L>;
-
-/// How parameters are stored: byte_params, or the type of params<P> and packed_params<P>.
-template <class Params>
-struct storage {
-    using type = void;
-};
-template <>
-struct storage<byte_params> {
-    using type = byte_params;
-};
-template <class P>
-struct storage<params<P>> {
-    using type = P;
-};
-template <class P>
-struct storage<packed_params<P>> : storage<params<P>> {};
-template <class Params>
-struct storage<token_scales<Params>> : storage<Params> {};
-template <class Params>
-using stored_as = typename storage<Params>::type;
-
-template <class P>
-inline constexpr bool is_stored = float_format<P> || std::is_same_v<P, byte_params>;
-/// Parameters per channel that an encoder fits, in any storage, with or without token scales.
-template <class S>
-inline constexpr bool is_grid = false;
-template <int B, int G, class Params, class Encoder, class TokenScales>
-inline constexpr bool is_grid<scheme<bits<B>, asymmetric, per_channel<G>, Params, Encoder, TokenScales>> =
-    G != any_group &&
-    !scheme<bits<B>, asymmetric, per_channel<G>, Params, Encoder, TokenScales>::fits_range &&
-    is_stored<stored_as<Params>> &&
-    (std::is_same_v<TokenScales, no_token_scales> || is_stored<stored_as<TokenScales>>);
-
-/// Several widths. (Kernels compute where biases lie: parameters have no padding.)
-template <class S>
-inline constexpr bool is_mixed = false;
-template <class W, class A, class G, class Params, class Encoder>
-inline constexpr bool is_mixed<scheme<mixed_bits<W, A>, asymmetric, G, Params, Encoder>> =
-    is_stored<stored_as<Params>>;
 
 /// Bytes of a block, for schemes whose encoders have state as well.
 template <class S>
@@ -84,24 +33,21 @@ constexpr std::size_t block_bytes_of(const block_shape& s) {
 
 }  // namespace detail
 
-/// Schemes that kernels know: full<T>; scheme<...> with the library's levels, parameters in a float format
-/// and the encoder `enclosing`; scheme<...> per channel with asymmetric levels, parameters of 8 bits or in a
-/// float format, token scales or none, any encoder, one width or several.
+/// Schemes whose blocks kernels read: full<T>, and scheme<...> with the library's levels, a group size known
+/// at compile time, and parameters and token scales of a float format or of 8 bits. No transforms.
 template <class S>
-concept device_scheme = full_precision<S> || detail::is_grid<S> || detail::is_mixed<S> ||
-    (detail::is_composed<S>&& float_format<typename S::parameter>);
+concept device_scheme = detail::no_reader_of<S>(tensor::key)
+== nullptr;
 
 template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = HeadDim>
 struct block_pair {
-    static_assert(
-        !detail::has_own_levels<Keys> && !detail::has_own_levels<Values>,
-        "kvq::cuda::block_pair: levels are asymmetric or symmetric; levels of your own run on the CPU");
-    static_assert(
-        (device_scheme<Keys> && device_scheme<Values>) || detail::has_own_levels<Keys> ||
-            detail::has_own_levels<Values>,
-        "kvq::cuda::block_pair: schemes must be full<T>, or scheme<...> with float, float16, bfloat16 or "
-        "8-bit parameters; encoders other than enclosing are per channel, with asymmetric levels");
-    static_assert(!detail::is_mixed<Values>, "kvq::cuda::block_pair: several widths are for keys only");
+    static_assert(device_scheme<Keys> && device_scheme<Values>,
+                  "kvq::cuda::block_pair: schemes are full<T>, or scheme<...> with asymmetric or symmetric "
+                  "levels, a group size known at compile time, and float, float16, bfloat16 or 8-bit "
+                  "parameters; others, and transforms, run on the CPU");
+    static_assert(detail::no_reader(detail::codec<Values>, tensor::value) == nullptr ||
+                      !device_scheme<Values>,
+                  "kvq::cuda::block_pair: several widths are for keys only");
     static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1,
                   "kvq::cuda::block_pair: sizes must be at least 1");
     using keys = Keys;
@@ -120,6 +66,49 @@ struct block_pair {
         detail::block_bytes_of<Values>({tensor::value, PageTokens, ValueDim});
 };
 
+/// The same pair with a budget of its own (shared_memory_budget).
+template <class Pair, int Bytes>
+struct with_budget : Pair {};
+template <class Pair, int Bytes>
+inline constexpr int shared_memory_budget<with_budget<Pair, Bytes>> = Bytes;
+
+namespace detail {
+
+template <tensor Role, class Pair>
+using scheme_of = std::conditional_t<Role == tensor::key, typename Pair::keys, typename Pair::values>;
+template <tensor Role, class Pair>
+inline constexpr int dim_of = Role == tensor::key ? Pair::head_dim : Pair::value_dim;
+template <tensor Role, class Pair>
+inline constexpr block_shape shape_of{Role, Pair::page_tokens, dim_of<Role, Pair>};
+
+/// A pair with the sizes and the budget of Pair.
+template <class Pair, class Keys, class Values>
+struct pair_like {
+    using plain = block_pair<Keys, Values, Pair::head_dim, Pair::page_tokens, Pair::value_dim>;
+    static constexpr int budget = shared_memory_budget<Pair>;
+    using type = std::conditional_t<budget == shared_memory_budget<plain>, plain, with_budget<plain, budget>>;
+};
+template <tensor Role, class Pair>
+inline constexpr codec_spec codec_in = codec_of_shape(codec<scheme_of<Role, Pair>>, shape_of<Role, Pair>);
+
+/// The pair whose kernels read the blocks of Pair.
+template <class Pair>
+using read_pair = typename pair_like<Pair, codec_scheme<codec_in<tensor::key, Pair>>,
+                                     codec_scheme<codec_in<tensor::value, Pair>>>::type;
+/// Are there kernels that quantize to these blocks?
+template <class To>
+inline constexpr bool quantizes = no_quantizer(codec<typename To::keys>, tensor::key) ==
+                                  nullptr&& no_quantizer(codec<typename To::values>, tensor::value) ==
+                                  nullptr;
+
+/// The pair whose kernels quantize to the blocks of Pair.
+template <class Pair>
+using quantized_pair = typename pair_like<
+    Pair, codec_scheme<codec_in<tensor::key, Pair>, typename encoder_of<typename Pair::keys>::type>,
+    codec_scheme<codec_in<tensor::value, Pair>, typename encoder_of<typename Pair::values>::type>>::type;
+
+}  // namespace detail
+
 /// Both KIVI schemes at once: kivi_pair<4, 64, 128, 64>.
 template <int Bits, int Group, int HeadDim, int PageTokens, class Params = params<float16>>
 using kivi_pair = block_pair<typename kivi<Bits, Group, Params>::keys,
@@ -132,7 +121,7 @@ using preset_pair = block_pair<typename Preset::keys, typename Preset::values, H
 /// Numbers of 16 bits of one head's plan: the place of every channel, then quads of every width.
 template <class Pair>
 inline constexpr int key_plan_words = [] {
-    if constexpr (detail::is_mixed<typename Pair::keys>)
+    if constexpr (detail::codec<typename Pair::keys>.several_widths())
         return kvq::detail::round_up(Pair::head_dim + Pair::keys::width_list::count, 8);
     else
         return 0;
@@ -222,12 +211,15 @@ struct cache_ref {
 
 namespace detail {
 
-template <tensor Role, class Pair>
-using scheme_of = std::conditional_t<Role == tensor::key, typename Pair::keys, typename Pair::values>;
-template <tensor Role, class Pair>
-inline constexpr int dim_of = Role == tensor::key ? Pair::head_dim : Pair::value_dim;
-template <tensor Role, class Pair>
-inline constexpr block_shape shape_of{Role, Pair::page_tokens, dim_of<Role, Pair>};
+/// The same pages, seen by the kernels of another pair with the same blocks.
+template <class To, class Pair>
+cache_ref<To> as_pair(const cache_ref<Pair>& c) noexcept {
+    static_assert(To::key_block_bytes == Pair::key_block_bytes &&
+                  To::value_block_bytes == Pair::value_block_bytes);
+    return {c.key_pages,   c.value_pages, c.key_page_bytes, c.value_page_bytes,
+            c.block_table, c.tokens,      c.sequences,      c.table_columns,
+            c.kv_heads,    c.first_token, c.key_plans,      c.key_feedback};
+}
 
 /// Of a sequence: sums and differences of a few numbers of tokens fit into an int.
 inline constexpr int most_tokens = 1 << 28;

@@ -101,6 +101,20 @@ requires requires {
 }
 Part as_part(const Part& part) noexcept { return part; }
 
+/// Parts and mixes as kernels read them (read_pair).
+template <class To, class Pair>
+cache_part<To> as_pair(const cache_part<Pair>& p) noexcept {
+    return {as_pair<To>(p.cache), p.range, p.first_page, p.end_page, p.capacity, p.cuts};
+}
+template <class Pair>
+cache_part<read_pair<Pair>> read_part(const cache_part<Pair>& p) noexcept {
+    return as_pair<read_pair<Pair>>(p);
+}
+template <class Pair>
+sink_part<read_pair<Pair>> read_part(const sink_part<Pair>& p) noexcept {
+    return {as_pair<read_pair<Pair>>(static_cast<const cache_part<Pair>&>(p))};
+}
+
 template <class Part>
 inline constexpr bool is_sink_part = false;
 template <class Pair>
@@ -144,6 +158,17 @@ template <class Mix>
 inline constexpr bool is_mix = false;
 template <class... Parts>
 inline constexpr bool is_mix<mixed_cache_ref<Parts...>> = true;
+
+template <class... Parts>
+auto read_mix(const mixed_cache_ref<Parts...>& mix) noexcept {
+    return [&]<int... I>(std::integer_sequence<int, I...>) {
+        return make_mixed(mix.recent, read_part(get<I>(mix.parts))...);
+    }
+    (std::make_integer_sequence<int, sizeof...(Parts)>{});
+}
+/// Do kernels read these types of parts?
+template <class Mix>
+inline constexpr bool is_read_mix = std::is_same_v<decltype(read_mix(std::declval<const Mix&>())), Mix>;
 
 template <class Pair, class First>
 status check_part(const cache_part<Pair>& part, const cache_ref<First>& first, int recent) noexcept {

@@ -71,11 +71,11 @@ struct code_unpacker {
 template <class S>
 struct word_traits : code_unpacker<S::code_bits> {  // scheme<...> of one width
     using parameter = typename S::parameter;
-    using token_scale_type = stored_as<typename S::token_scale_type>;  // void: none
-    static constexpr bool token_parameters = S::granularity_type::on_tokens;
-    static constexpr int group = S::granularity_type::group;
-    static constexpr bool has_bias = S::levels::has_bias;
-    static constexpr int zero_code = S::zero_code;
+    using token_scale_type = stored_type<codec<S>.token_scales>;  // void: none
+    static constexpr bool token_parameters = codec<S>.per_token;
+    static constexpr int group = codec<S>.group;
+    static constexpr bool has_bias = codec<S>.has_bias;
+    static constexpr int zero_code = codec<S>.zero_code;
 
     /// Where scales and biases of a block start, and numbers that channels share.
     KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) {

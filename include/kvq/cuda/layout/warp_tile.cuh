@@ -175,20 +175,31 @@ struct code_warp_tile {
         (key ? Pair::key_block_bytes : Pair::value_block_bytes) % std::size_t{128} != 0;
     static constexpr int slot_bytes = bytes + (skewed ? 112 : 0);
 
-    /// Can the warp kernels handle this shape? (Everything else goes through attend_any.cuh.)
-    static constexpr bool supported = [] {
-        const bool shape_fits = dim % 16 == 0 && (page == 16 || page % 32 == 0) && Tokens >= 16 &&
-                                page % Tokens == 0 && (!key || Tokens % tile_height == 0);
-        if (full) return shape_fits && traits::columns_per_unit == 2;
-        bool groups_fit = !has_token_scales || (!key && has_byte_params == (token_scale_width == 1));
-        if (!token_parameters && group != page)
-            groups_fit = group % 32 == 0 && page % group == 0 && (Tokens % group == 0 || group % Tokens == 0);
-        if (!token_parameters && !key) groups_fit = groups_fit && group % Tokens == 0;
-        if (token_parameters && key && group != dim)
-            groups_fit = dim % group == 0 && group % (4 * step_units) == 0;
-        if (token_parameters && !key && group != dim) groups_fit = group % 32 == 0;
-        const bool cuts_fit = key || Tokens == page || (Tokens / 4) % step_units == 0;
-        return shape_fits && groups_fit && cuts_fit;
+    /// Why the kernels of warps do not take this shape; null: they do. (Everything else goes through
+    /// attend_any.cuh.)
+    static constexpr const char* no_tile = []() -> const char* {
+        if (dim % 16 != 0) return "a head size is not a multiple of 16";
+        if (page != 16 && page % 32 != 0) return odd_pages;
+        if (Tokens < 16 || page % Tokens != 0 || (key && Tokens % tile_height != 0))
+            return "the tokens that a warp takes do not divide a page";
+        if (full) return traits::columns_per_unit == 2 ? nullptr : wide_values;
+        if (has_token_scales && key) return keys_with_token_scales;
+        if (has_token_scales && has_byte_params != (token_scale_width == 1))
+            return "either parameters or token scales have 8 bits, not both";
+        if (token_parameters && group != dim) {
+            if (!key && group % 32 != 0) return odd_groups;
+            if (key && dim % group != 0) return "groups do not divide the channels of keys";
+            if (key && group % (4 * step_units) != 0) return "words of codes have channels of two groups";
+        }
+        if (!token_parameters && group != page) {
+            if (group % 32 != 0) return odd_groups;
+            if (page % group != 0) return "groups do not divide a page";
+        }
+        if (!token_parameters && group % Tokens != 0 && (!key || Tokens % group != 0))
+            return "groups and the tokens that a warp takes do not divide each other";
+        if (!key && Tokens != page && (Tokens / 4) % step_units != 0)
+            return "words of codes have tokens of two warps";
+        return nullptr;
     }();
 
     /// Channel parameters of keys are read by lanes 128 bytes apart, so their 16-byte vectors are permuted as

@@ -27,9 +27,9 @@ inline constexpr bool copies_windows = [] {
         if constexpr (pages && joins_pages<sink_pair<Pair>>) {
             using keys = code_warp_tile<tensor::key, Pair, 32>;
             using values = code_warp_tile<tensor::value, Pair, 32>;
-            return keys::supported && values::supported && keys::aligned && values::aligned &&
-                   !keys::skewed && !values::skewed && keys::traits::columns_per_unit == 2 &&
-                   values::traits::columns_per_unit == 2;
+            return keys::no_tile == nullptr && values::no_tile == nullptr && keys::aligned &&
+                   values::aligned && !keys::skewed && !values::skewed &&
+                   keys::traits::columns_per_unit == 2 && values::traits::columns_per_unit == 2;
         }
     }
     return false;

@@ -80,6 +80,83 @@ status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t str
     return launched == cudaSuccess ? status{} : runtime_error(launched, "launching prefill");
 }
 
+/// Of parts as kernels read them.
+template <class T, class... Parts>
+status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<const T>& k,
+                   const token_view<const T>& v, const token_view<const T>& q, const token_view<T>& out,
+                   const int* starts, int most_new_tokens, const prefill_options& options,
+                   cudaStream_t stream) noexcept {
+    using first_pair = typename std::tuple_element_t<0, std::tuple<Parts...>>::pair_type;
+    constexpr int dim = first_pair::head_dim;
+    const auto& cache = get<0>(history.parts).cache;
+    if (status s = check_mix(history); !s) return s;
+    if (q.dim != dim || k.dim != dim || v.dim != dim || out.dim != dim)
+        return bad_value("q, k, v, out have %d, %d, %d, %d channels but pages %d", q.dim, k.dim, v.dim,
+                         out.dim, dim);
+    if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || q.heads != out.heads || q.heads < 1 ||
+        q.heads % cache.kv_heads != 0)
+        return bad_value("q, k, v, out have %d, %d, %d, %d heads but the cache %d kv heads", q.heads, k.heads,
+                         v.heads, out.heads, cache.kv_heads);
+    if (!q.data || ((!k.data || !v.data) && k.tokens > 0) || (!out.data && !options.state_out))
+        return bad_value("q, k, v or out is a null pointer");
+    if (starts == nullptr && (cache.sequences != 1 || k.tokens != v.tokens || most_new_tokens != q.tokens))
+        return bad_value(
+            "without starts there is one sequence, and as many keys as values; got %d sequences, %d queries "
+            "of %d, %d keys, %d values",
+            cache.sequences, most_new_tokens, q.tokens, k.tokens, v.tokens);
+    if (starts != nullptr && options.lead != 0)
+        return bad_value(
+            "queries that are not those of the new tokens (lead %d) need starts to be "
+            "null",
+            options.lead);
+    if (most_new_tokens < 0 || most_new_tokens > q.tokens ||
+        (starts != nullptr && (k.tokens < q.tokens || v.tokens < q.tokens)) || out.tokens < q.tokens)
+        return bad_value("up to %d new tokens of %d queries, %d keys, %d values, %d outputs", most_new_tokens,
+                         q.tokens, k.tokens, v.tokens, out.tokens);
+    if (!(options.softcap >= 0.0f) || options.window < 0 || !(options.scale >= 0.0f))
+        return bad_value("scale %g, softcap %g, window %d", static_cast<double>(options.scale),
+                         static_cast<double>(options.softcap), options.window);
+    if (cache.sequences == 0 || most_new_tokens == 0) return {};
+    const page_cuts& cache_cuts = get<0>(history.parts).cuts;
+    int sinks = 0;
+    if (options.window > 0 && options.window_sinks)
+        for_each_part(history.parts, [&]<class Part>(const Part& part) {
+            if (is_sink_part<Part>) sinks = part.capacity;
+        });
+    const int group = q.heads / cache.kv_heads;
+    if (most_new_tokens > most_tokens / group || cache.sequences > 65535 || cache.kv_heads > 65535)
+        return bad_value("%d new tokens of %d sequences with %d query heads", most_new_tokens,
+                         cache.sequences, q.heads);
+
+    prefill_args<T, Parts...> args{history.parts,
+                                   q,
+                                   k,
+                                   v,
+                                   out,
+                                   starts,
+                                   cache.tokens,
+                                   history.recent,
+                                   group,
+                                   0.0f,
+                                   options.softcap,
+                                   options.window,
+                                   options.window_sinks,
+                                   sinks,
+                                   options.sink_logits,
+                                   options.lse,
+                                   cache_cuts,
+                                   options.state_out,
+                                   options.lead};
+    const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
+    args.scale = options.softcap > 0.0f ? scale : scale * log2e;
+    const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>) {
+        return with_kernel(
+            prefill_launches<dim, Softcap, decltype(args)>{}, most_new_tokens * group,
+            [&](auto kernel) { return launch_prefill(kernel, args, most_new_tokens * group, stream); });
+    };
+    return options.softcap > 0.0f ? launch(std::true_type{}) : launch(std::false_type{});
+}
+
 }  // namespace detail
 
 /// history: the sequences before their new tokens (lengths do not count these). k, v, q, out: rows starts[b]
@@ -99,77 +176,10 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                   "kvq::cuda::prefill: all parts must have the same head_dim");
     static_assert(
         (detail::prefills<typename Parts::pair_type> && ...),
-        "kvq::cuda::prefill: no kernels for these pages (detail::no_tiles says why): other formats go "
+        "kvq::cuda::prefill: no kernels for these pages (detail::no_prefill says why): other formats go "
         "through dequantize_tokens");
-    const auto& cache = detail::get<0>(history.parts).cache;
-    if (status s = detail::check_mix(history); !s) return s;
-    if (q.dim != dim || k.dim != dim || v.dim != dim || out.dim != dim)
-        return detail::bad_value("q, k, v, out have %d, %d, %d, %d channels but pages %d", q.dim, k.dim,
-                                 v.dim, out.dim, dim);
-    if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || q.heads != out.heads || q.heads < 1 ||
-        q.heads % cache.kv_heads != 0)
-        return detail::bad_value("q, k, v, out have %d, %d, %d, %d heads but the cache %d kv heads", q.heads,
-                                 k.heads, v.heads, out.heads, cache.kv_heads);
-    if (!q.data || ((!k.data || !v.data) && k.tokens > 0) || (!out.data && !options.state_out))
-        return detail::bad_value("q, k, v or out is a null pointer");
-    if (starts == nullptr && (cache.sequences != 1 || k.tokens != v.tokens || most_new_tokens != q.tokens))
-        return detail::bad_value(
-            "without starts there is one sequence, and as many keys as values; got %d sequences, %d queries "
-            "of %d, %d keys, %d values",
-            cache.sequences, most_new_tokens, q.tokens, k.tokens, v.tokens);
-    if (starts != nullptr && options.lead != 0)
-        return detail::bad_value(
-            "queries that are not those of the new tokens (lead %d) need starts to be "
-            "null",
-            options.lead);
-    if (most_new_tokens < 0 || most_new_tokens > q.tokens ||
-        (starts != nullptr && (k.tokens < q.tokens || v.tokens < q.tokens)) || out.tokens < q.tokens)
-        return detail::bad_value("up to %d new tokens of %d queries, %d keys, %d values, %d outputs",
-                                 most_new_tokens, q.tokens, k.tokens, v.tokens, out.tokens);
-    if (!(options.softcap >= 0.0f) || options.window < 0 || !(options.scale >= 0.0f))
-        return detail::bad_value("scale %g, softcap %g, window %d", static_cast<double>(options.scale),
-                                 static_cast<double>(options.softcap), options.window);
-    if (cache.sequences == 0 || most_new_tokens == 0) return {};
-    const page_cuts& cache_cuts = detail::get<0>(history.parts).cuts;
-    int sinks = 0;
-    if (options.window > 0 && options.window_sinks)
-        detail::for_each_part(history.parts, [&]<class Part>(const Part& part) {
-            if (detail::is_sink_part<Part>) sinks = part.capacity;
-        });
-    const int group = q.heads / cache.kv_heads;
-    if (most_new_tokens > detail::most_tokens / group || cache.sequences > 65535 || cache.kv_heads > 65535)
-        return detail::bad_value("%d new tokens of %d sequences with %d query heads", most_new_tokens,
-                                 cache.sequences, q.heads);
-
-    detail::prefill_args<T, Parts...> args{history.parts,
-                                           q,
-                                           k,
-                                           v,
-                                           out,
-                                           starts,
-                                           cache.tokens,
-                                           history.recent,
-                                           group,
-                                           0.0f,
-                                           options.softcap,
-                                           options.window,
-                                           options.window_sinks,
-                                           sinks,
-                                           options.sink_logits,
-                                           options.lse,
-                                           cache_cuts,
-                                           options.state_out,
-                                           options.lead};
-    const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
-    args.scale = options.softcap > 0.0f ? scale : scale * detail::log2e;
-    const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>) {
-        return detail::with_kernel(detail::prefill_launches<dim, Softcap, decltype(args)>{},
-                                   most_new_tokens * group, [&](auto kernel) {
-                                       return detail::launch_prefill(kernel, args, most_new_tokens * group,
-                                                                     stream);
-                                   });
-    };
-    return options.softcap > 0.0f ? launch(std::true_type{}) : launch(std::false_type{});
+    return detail::prefill_mix<T>(detail::read_mix(history), k, v, q, out, starts, most_new_tokens, options,
+                                  stream);
 }
 
 /// The kernel that prefill() of this mixed_cache_ref takes on the current device, and why.
@@ -183,7 +193,7 @@ noexcept {
             detail::prefill_launches<pair::head_dim, false, detail::prefill_args<T, Parts...>>{}, 1,
             [](auto) {}, &choice);
         return choice;
-    }(Mix{});
+    }(detail::read_mix(Mix{}));
 }
 
 }}}  // namespace kvq::cuda

@@ -17,15 +17,6 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// Planes that a code of one of the widths has at most.
-template <class S>
-inline constexpr int most_planes = [] {
-    int most = 0;
-    for (const int bits : S::width_list::values)
-        most = kvq::detail::larger(most, (bits & 1) + (bits >> 1 & 1) + (bits >> 2 & 1) + (bits >> 3 & 1));
-    return most;
-}();
-
 /// Key cells of a warp: all those that tile_cells gives it.
 template <class Pair, int TileRows, int TileColumns, int Warps, int Stride>
 struct mixed_cells {
@@ -37,7 +28,7 @@ struct mixed_cells {
     static constexpr int group = S::granularity_type::group == 0 || S::granularity_type::group > page
                                      ? page
                                      : S::granularity_type::group;
-    static constexpr int groups = kvq::detail::ceil_div(page, group), planes = most_planes<S>;
+    static constexpr int groups = kvq::detail::ceil_div(page, group), planes = most_planes(codec<S>);
     static constexpr bool exact = std::is_same_v<P, float16>;  // parameters are halves already
     /// Of the table: entries of every plane, scales, biases.
     static constexpr int scales_at = planes * 128, biases_at = scales_at + 64;

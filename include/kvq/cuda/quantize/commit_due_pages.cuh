@@ -157,25 +157,30 @@ status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
                   "kvq::cuda::commit_due_pages: both formats must have the same head sizes and page size");
     static_assert(full_precision<typename Window::keys> && full_precision<typename Window::values>,
                   "kvq::cuda::commit_due_pages: the window format must be full<T>");
+    static_assert(detail::quantizes<Quantized>,
+                  "kvq::cuda::commit_due_pages: encoders of your own, and encoders other than enclosing per "
+                  "token, run on the CPU");
     if (status s = detail::check_commit(quantized, window, recent, new_tokens); !s) return s;
     if (quantized.empty() || window[0].sequences == 0) return {};
-    auto* const kernel = detail::commit_due_kernel<Quantized, Window>;
-    if (status s = detail::allow_shared_memory<Quantized>(kernel); !s) return s;
+    using read = detail::read_pair<Window>;
+    using coded = detail::quantized_pair<Quantized>;
+    auto* const kernel = detail::commit_due_kernel<coded, read>;
+    if (status s = detail::allow_shared_memory<coded>(kernel); !s) return s;
     int device = 0, multiprocessors = 0;
     cudaError_t code = cudaGetDevice(&device);
     if (code == cudaSuccess)
         code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (code != cudaSuccess) return detail::runtime_error(code, "asking for the device");
-    using quantizer = detail::page_quantizer<Quantized>;
+    using quantizer = detail::page_quantizer<coded>;
     for (std::size_t first = 0; first < quantized.size(); first += detail::most_layers) {
-        detail::commit_args<Quantized, Window> a{quantized[0],
-                                                 window[0],
-                                                 0,
-                                                 recent,
-                                                 new_tokens,
-                                                 counts,
-                                                 not_finite == nullptr ? nullptr : not_finite + first,
-                                                 {}};
+        detail::commit_args<coded, read> a{detail::as_pair<coded>(quantized[0]),
+                                           detail::as_pair<read>(window[0]),
+                                           0,
+                                           recent,
+                                           new_tokens,
+                                           counts,
+                                           not_finite == nullptr ? nullptr : not_finite + first,
+                                           {}};
         for (std::size_t i = first; i < quantized.size() && a.layers < detail::most_layers; ++i)
             a.memory[a.layers++] = {quantized[i].key_pages, quantized[i].value_pages,
                                     window[i].key_pages,    window[i].value_pages,

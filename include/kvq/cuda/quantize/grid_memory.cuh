@@ -18,12 +18,7 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 template <class S>
-inline constexpr bool has_token_scales = [] {
-    if constexpr (is_grid<S>)
-        return S::token_scale_type::present;
-    else
-        return false;
-}();
+inline constexpr bool has_token_scales = codec<S>.has_token_scales();
 
 /// Channels that feedback codes between two barriers.
 inline constexpr int feedback_channels = 8;
@@ -57,7 +52,7 @@ struct grid_memory {
     static constexpr int inverses = scales + 4 * lines;
     static constexpr int members = inverses + 4 * lines;
     static constexpr int tops = members + 2 * lines;
-    static constexpr int numbers = round_up(tops + (is_mixed<S> ? dim : 0), 16);
+    static constexpr int numbers = round_up(tops + (codec<S>.several_widths() ? dim : 0), 16);
 
     static constexpr int budget = common_budget<Pair>;
     static constexpr int fit_bytes(int channels) { return 4 * channels * numbers_stride(slot_count); }

@@ -20,13 +20,10 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
-template <class S>
-inline constexpr bool codes_grids = is_grid<S> || is_mixed<S>;
-
 /// Does a block of scheme<...> have its numbers in shared memory?
 template <class S, tensor Role, class Pair>
 inline constexpr bool numbers_fit = [] {
-    if constexpr (is_composed<S>)
+    if constexpr (codes_ranges<S>)
         return composed_memory<Pair, Role>::fits;
     else
         return false;
@@ -42,7 +39,7 @@ struct page_quantizer {
     static constexpr int bytes_of() {
         if constexpr (codes_grids<scheme_of<Role, To>>)
             return grid_memory<To, Role>::bytes;
-        else if constexpr (is_composed<scheme_of<Role, To>>)
+        else if constexpr (codes_ranges<scheme_of<Role, To>>)
             return composed_memory<To, Role>::bytes;
         else
             return 0;
@@ -231,6 +228,9 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
                         const int* to, int count, unsigned* not_finite, cudaStream_t stream) noexcept {
     static_assert(detail::same_geometry<From, To>,
                   "kvq::cuda::requantize_pages: both formats must have the same head sizes and page size");
+    static_assert(detail::quantizes<To>,
+                  "kvq::cuda::requantize_pages: encoders of your own, and encoders other than enclosing per "
+                  "token, run on the CPU");
     if (status s = detail::check_ref(source, false); !s) return s;
     if (status s = detail::check_ref(target, false); !s) return s;
     if (source.kv_heads != target.kv_heads)
@@ -238,12 +238,15 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
     if (count < 0) return detail::bad_value("%d pages to requantize", count);
     if (count == 0) return {};
     if (from == nullptr || to == nullptr) return detail::bad_value("the lists of pages are null pointers");
-    if (status s = detail::allow_shared_memory<To>(detail::requantize_kernel<From, To>); !s) return s;
-    using coder = detail::page_quantizer<To>;
+    using read = detail::read_pair<From>;
+    using quantized = detail::quantized_pair<To>;
+    using coder = detail::page_quantizer<quantized>;
+    auto* const kernel = detail::requantize_kernel<read, quantized>;
+    if (status s = detail::allow_shared_memory<quantized>(kernel); !s) return s;
     const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(source.kv_heads), 2);
-    return detail::launch("launching requantization", detail::overlap::no,
-                          detail::requantize_kernel<From, To>, grid, coder::threads, coder::shared_bytes,
-                          stream, source, target, from, to, not_finite);
+    return detail::launch("launching requantization", detail::overlap::no, kernel, grid, coder::threads,
+                          coder::shared_bytes, stream, detail::as_pair<read>(source),
+                          detail::as_pair<quantized>(target), from, to, not_finite);
 }
 
 /// After tokens were added: quantizes the oldest window page of every sequence that has one wholly behind its
@@ -259,6 +262,9 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Quanti
                   "kvq::cuda::commit_full_pages: both formats must have the same head sizes and page size");
     static_assert(full_precision<typename Window::keys> && full_precision<typename Window::values>,
                   "kvq::cuda::commit_full_pages: the window format must be full<T>");
+    static_assert(detail::quantizes<Quantized>,
+                  "kvq::cuda::commit_full_pages: encoders of your own, and encoders other than enclosing per "
+                  "token, run on the CPU");
     if (status s = detail::check_ref(window, true); !s) return s;
     if (status s = detail::check_ref(quantized, true); !s) return s;
     if (window.kv_heads != quantized.kv_heads || window.sequences != quantized.sequences ||
@@ -268,20 +274,22 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Quanti
     if (window.sequences == 0) return {};
     if (fresh == nullptr || window_table != window.block_table || quantized_table != quantized.block_table)
         return detail::bad_value("tables must be those of the refs, and fresh pages must be given");
-    if (status s = detail::allow_shared_memory<Quantized>(detail::commit_kernel<Window, Quantized>); !s)
-        return s;
-    using coder = detail::page_quantizer<Quantized>;
+    using read = detail::read_pair<Window>;
+    using coded = detail::quantized_pair<Quantized>;
+    using coder = detail::page_quantizer<coded>;
+    auto* const kernel = detail::commit_kernel<read, coded>;
+    const auto source = detail::as_pair<read>(window);
+    const auto target = detail::as_pair<coded>(quantized);
+    if (status s = detail::allow_shared_memory<coded>(kernel); !s) return s;
     const int columns = kvq::detail::smaller(window.sequences, kvq::detail::larger(1, 128 / window.kv_heads));
     const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(window.kv_heads), 2);
-    if (status s = detail::launch("launching commit", detail::overlap::no,
-                                  detail::commit_kernel<Window, Quantized>, grid, coder::threads,
-                                  coder::shared_bytes, stream, window, quantized, recent, fresh, not_finite);
+    if (status s = detail::launch("launching commit", detail::overlap::no, kernel, grid, coder::threads,
+                                  coder::shared_bytes, stream, source, target, recent, fresh, not_finite);
         !s)
         return s;
-    return detail::launch("launching commit", detail::overlap::no,
-                          detail::commit_tables_kernel<Window, Quantized>,
-                          dim3(static_cast<unsigned>((window.sequences + 127) / 128)), 128, 0, stream, window,
-                          quantized, recent, fresh, window_table, quantized_table);
+    return detail::launch("launching commit", detail::overlap::no, detail::commit_tables_kernel<read, coded>,
+                          dim3(static_cast<unsigned>((window.sequences + 127) / 128)), 128, 0, stream, source,
+                          target, recent, fresh, window_table, quantized_table);
 }
 
 /// Writes x^ of token t of sequence b to row starts[b] + t of `keys` and `values` (either may have null
@@ -304,8 +312,9 @@ status dequantize_tokens(const cache_ref<Pair>& cache, const token_view<T>& keys
     const int tokens = cache.table_columns * Pair::page_tokens;
     const dim3 grid(static_cast<unsigned>(detail::smaller((tokens + 7) / 8, 4096)),
                     static_cast<unsigned>(cache.sequences), static_cast<unsigned>(cache.kv_heads));
-    return detail::launch("launching dequantizing", detail::overlap::no, detail::dequantize_kernel<Pair, T>,
-                          grid, 256, 0, stream, cache, keys, values, starts);
+    using read = detail::read_pair<Pair>;
+    return detail::launch("launching dequantizing", detail::overlap::no, detail::dequantize_kernel<read, T>,
+                          grid, 256, 0, stream, detail::as_pair<read>(cache), keys, values, starts);
 }
 
 }}}  // namespace kvq::cuda

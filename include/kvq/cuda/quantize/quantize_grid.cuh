@@ -35,7 +35,7 @@ public:
           shared_(shared),
           token_scales_{at<float>(memory::inverse_token_scales), at<float>(memory::weights),
                         at<double>(memory::parts), at<float>(memory::token_scales)} {
-        if constexpr (is_mixed<S>) {
+        if constexpr (codec<S>.several_widths()) {
             plan_ = target.key_plan(head);
             quads_ = quads_of<S, dim>(plan_);
         }
@@ -47,7 +47,7 @@ public:
     /// Codes the block. Returns this thread's count of values that are not finite.
     __device__ __forceinline__ unsigned run() {
         clear_rest();
-        if constexpr (is_mixed<S>) write_tops();
+        if constexpr (codec<S>.several_widths()) write_tops();
         bool dirty = false;  // are there NaN or infinities where numbers lie in memory?
         if constexpr (has_token_scales<S>) {
             dirty = fit_token_scales();
@@ -109,13 +109,13 @@ private:
         return slot_count == memory::tokens || axis().index(slot) >= 0;
     }
     __device__ __forceinline__ int top(int place) const {
-        if constexpr (is_mixed<S>)
+        if constexpr (codec<S>.several_widths())
             return static_cast<int>(at<std::uint8_t>(memory::tops)[place]);
         else
             return S::top;
     }
     __device__ __forceinline__ int place_of(int channel) const {
-        if constexpr (is_mixed<S>)
+        if constexpr (codec<S>.several_widths())
             if (plan_ != nullptr) return static_cast<int>(plan_[channel]);
         return channel;
     }
@@ -123,7 +123,7 @@ private:
     /// Calls f(integral_constant<int, bits>, segment) for all codes of the block.
     template <class F>
     __device__ __forceinline__ void for_each_segment(const F& f) const {
-        if constexpr (is_mixed<S>)
+        if constexpr (codec<S>.several_widths())
             static_for<S::width_list::count>([&](auto w) {
                 constexpr int W = decltype(w)::value;
                 const code_segment segment = S::template segment<W>(shape(), quads_);
@@ -134,7 +134,7 @@ private:
     }
     template <int Bits>
     static __device__ __forceinline__ code_layout<Bits> layout_of(const code_segment& segment) {
-        if constexpr (is_mixed<S>)
+        if constexpr (codec<S>.several_widths())
             return S::template segment_layout<Bits>(shape(), segment);
         else
             return typename S::layout_type{}.codes(shape());
@@ -475,8 +475,7 @@ private:
         using type = no_quads;
     };
     template <class Scheme>
-    requires is_mixed<Scheme>
-    struct quads_type<Scheme> {
+    requires(codec<Scheme>.several_widths()) struct quads_type<Scheme> {
         using type = typename Scheme::width_quads;
     };
     [[no_unique_address]] typename quads_type<S>::type quads_;

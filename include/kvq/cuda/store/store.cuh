@@ -259,6 +259,9 @@ status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const t
                   "kvq::cuda::store: schemes with parameters per channel are quantized a page at a time; "
                   "store into 16-bit "
                   "window pages and use commit_full_pages or requantize_pages");
+    static_assert(detail::quantizes<Pair>,
+                  "kvq::cuda::store: encoders other than enclosing run on the CPU for parameters per token");
+    using coded = detail::quantized_pair<Pair>;
     if (status s = detail::check_ref(cache, false); !s) return s;
     if (k.tokens != v.tokens) return detail::bad_value("k has %d tokens but v has %d", k.tokens, v.tokens);
     if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || k.dim != Pair::head_dim ||
@@ -284,7 +287,7 @@ status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const t
         values{cache.value_pages, cache.value_page_bytes, v.data, v.token_stride, v.head_stride};
     const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads), 2);
     return detail::launch("launching store", detail::overlap::yes,
-                          few ? detail::store_kernel<Pair, T, true> : detail::store_kernel<Pair, T, false>,
+                          few ? detail::store_kernel<coded, T, true> : detail::store_kernel<coded, T, false>,
                           grid, detail::store_threads, 0, stream, keys, values, mapping, not_finite, k.tokens,
                           cache.kv_heads);
 }
