@@ -392,6 +392,13 @@ static_assert(cuda::detail::prefills<cuda::block_pair<widths<4, 2>, int8, 256, 2
     CHECK(std::string_view(choice.kernel).starts_with(kernel) && choice.query_rows >= query_rows &&
               std::strstr(choice.why, reason) != nullptr,
           "not %s of %d: %s", kernel, query_rows, reason);
+    using narrow = cuda::block_pair<int8, int8, 80, 64>;
+    const auto none = cuda::prefill_kernel<cuda::mixed_cache_ref<cuda::cache_part<narrow>>, float16>();
+    CHECK(none.kernel == std::string_view() &&
+              none.why ==
+                  std::string_view(
+                      "prefill has no kernels for these pages: head_dim is not a multiple of 32 up to 256"),
+          "80 channels: %s", none.why);
 }
 #endif
 

@@ -265,11 +265,7 @@ struct device_table {
     static status prefill(const layer_view& l, const untyped_view& k, const untyped_view& v,
                           const untyped_view& q, const untyped_view& out, const int* starts, int new_tokens,
                           const prefill_options& options, cudaStream_t stream) {
-        constexpr const char* reason = [] {
-            const char* first = no_prefill<window_pair>;
-            ((first = first != nullptr ? first : no_prefill<Pairs>), ...);
-            return first;
-        }();
+        constexpr const char* reason = no_prefill<window_pair, Pairs...>;
         if constexpr (reason == nullptr)
             return cuda::prefill<T>(mix(l, numbers{}), k.as<const T>(), v.as<const T>(), q.as<const T>(),
                                     out.as<T>(), starts, new_tokens, options, stream);

@@ -175,23 +175,27 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
     static_assert(((Parts::pair_type::head_dim == dim) && ...),
                   "kvq::cuda::prefill: all parts must have the same head_dim");
     static_assert(
-        (detail::prefills<typename Parts::pair_type> && ...),
+        detail::prefills<typename Parts::pair_type...>,
         "kvq::cuda::prefill: no kernels for these pages (detail::no_prefill says why): other formats go "
         "through dequantize_tokens");
     return detail::prefill_mix<T>(detail::read_mix(history), k, v, q, out, starts, most_new_tokens, options,
                                   stream);
 }
 
-/// The kernel that prefill() of this mixed_cache_ref takes on the current device, and why.
+/// The kernel that prefill() of this mixed_cache_ref takes on the current device, and why; or why it has none.
 template <class Mix, class T>
 requires detail::is_mix<Mix> kernel_choice prefill_kernel()
 noexcept {
     return [&]<class... Parts>(const mixed_cache_ref<Parts...>&) {
         using pair = typename std::tuple_element_t<0, std::tuple<Parts...>>::pair_type;
+        constexpr const char* reason = detail::no_prefill<typename Parts::pair_type...>;
         kernel_choice choice;
-        detail::with_kernel(
-            detail::prefill_launches<pair::head_dim, false, detail::prefill_args<T, Parts...>>{}, 1,
-            [](auto) {}, &choice);
+        if constexpr (reason != nullptr)
+            detail::add_words(choice, "prefill has no kernels for these pages: %s", reason);
+        else
+            detail::with_kernel(
+                detail::prefill_launches<pair::head_dim, false, detail::prefill_args<T, Parts...>>{}, 1,
+                [](auto) {}, &choice);
         return choice;
     }(detail::read_mix(Mix{}));
 }

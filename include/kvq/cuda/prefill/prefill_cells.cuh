@@ -14,14 +14,20 @@ using cells_of = std::conditional_t<codec<scheme_of<Role, Pair>>.several_widths(
                                     mixed_cells<Pair, TileRows, TileColumns, Warps, Stride>,
                                     cell_batch<Role, Pair, TileRows, TileColumns, Warps, Stride>>;
 
-/// Why prefill() has no kernels for this format; null: it has.
-template <class Pair>
-inline constexpr const char* no_prefill = Pair::head_dim != Pair::value_dim
-                                              ? "keys and values differ in head_dim"
-                                          : no_tiles(codec<typename Pair::keys>, Pair::key_shape()) != nullptr
-                                              ? no_tiles(codec<typename Pair::keys>, Pair::key_shape())
-                                              : no_tiles(codec<typename Pair::values>, Pair::value_shape());
-template <class Pair>
-inline constexpr bool prefills = no_prefill<Pair> == nullptr;
+/// Why prefill() has no kernels for pages of these formats; null: it has.
+template <class... Pairs>
+inline constexpr const char* no_prefill = [] {
+    const char* reason = nullptr;
+    const auto ask = [&]<class Pair>(std::type_identity<Pair>) {
+        if (reason == nullptr && Pair::head_dim != Pair::value_dim)
+            reason = "keys and values differ in head_dim";
+        if (reason == nullptr) reason = no_tiles(codec<typename Pair::keys>, Pair::key_shape());
+        if (reason == nullptr) reason = no_tiles(codec<typename Pair::values>, Pair::value_shape());
+    };
+    (ask(std::type_identity<Pairs>{}), ...);
+    return reason;
+}();
+template <class... Pairs>
+inline constexpr bool prefills = no_prefill<Pairs...> == nullptr;
 
 }}}  // namespace kvq::cuda::detail
