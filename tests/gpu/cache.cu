@@ -263,13 +263,13 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
     for (std::size_t layer = 0; layer < layers; ++layer) {
         const auto &a = have[layer], &b = want[layer];
         const bool same = a.size() == b.size() && a.committed == b.committed &&
-                          a.first_copy == b.first_copy && a.tokens == b.tokens &&
+                          a.copies_from == b.copies_from && a.tokens == b.tokens &&
                           a.targets[0] == b.targets[0] && a.targets[1] == b.targets[1];
         CHECK(same,
               "%s, step %d, layer %zu: %d spans, %d committed, copies from %d, %d tokens, target %d; the CPU "
               "has %d, %d, %d, %d, %d",
-              name, step, layer, a.size(), a.committed, a.first_copy, a.tokens, a.targets[0], b.size(),
-              b.committed, b.first_copy, b.tokens, b.targets[0]);
+              name, step, layer, a.size(), a.committed, a.copies_from, a.tokens, a.targets[0], b.size(),
+              b.committed, b.copies_from, b.tokens, b.targets[0]);
         if (!same) continue;
         for (int i = 0; i < a.size(); ++i) {
             const page_span &x = a[i], &y = b[i];

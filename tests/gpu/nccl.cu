@@ -364,10 +364,10 @@ void collect_pages(const held_cache& c, cuda::sequence_id id, const page_geometr
             if (left < p.size()) break;
             left -= p.size();
         }
-        const auto& page = pages.quantized[static_cast<std::size_t>(i)];
+        const kvq::page& page = *pages[i].pages[0];
         for (int layer = 0; layer < layers; ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
-                const auto& m = access::pool(c.cache, page.format).memory();
+                const auto& m = access::pool(c.cache, page.format - 1).memory();
                 std::vector<std::byte> bytes(m.page_bytes(role));
                 CUDA_OK(cudaMemcpy(bytes.data(), m.page(role, layer, page.number), bytes.size(),
                                    cudaMemcpyDeviceToHost));
@@ -712,28 +712,29 @@ void same_pages(const held_cache& a, cuda::sequence_id ia, const held_cache& b, 
                 const char* name) {
     using access = cuda::detail::transfer_access;
     const auto &x = access::pages_of(a.cache, ia), &y = access::pages_of(b.cache, ib);
-    RANK_CHECK(x.tokens == y.tokens && x.hidden == y.hidden && x.cut_end == y.cut_end &&
-                   x.committed() == y.committed() && x.target == y.target && x.first_copy == y.first_copy,
-               "%s: %d tokens, %d quantized pages, copies from %d; expected %d, %d, %d", name, x.tokens,
-               x.committed(), x.first_copy, y.tokens, y.committed(), y.first_copy);
+    RANK_CHECK(x.tokens() == y.tokens() && x.pages() == y.pages() && x.committed() == y.committed() &&
+                   x.target() == y.target() && x.first_in_window() == y.first_in_window(),
+               "%s: %d tokens, %d quantized pages, copies from %d; expected %d, %d, %d", name, x.tokens(),
+               x.committed(), x.first_in_window(), y.tokens(), y.committed(), y.first_in_window());
     int different = 0;
-    for (std::size_t i = 0; i < x.quantized.size() && i < y.quantized.size(); ++i) {
-        RANK_CHECK(x.quantized[i].format == y.quantized[i].format, "%s: page %zu has format %d, not %d", name,
-                   i, x.quantized[i].format, y.quantized[i].format);
-        RANK_CHECK(x.quantized[i].position == y.quantized[i].position &&
-                       x.quantized[i].begin == y.quantized[i].begin &&
-                       x.quantized[i].end == y.quantized[i].end,
-                   "%s: page %zu shows tokens from %d on, not from %d on", name, i, x.quantized[i].position,
-                   y.quantized[i].position);
-        if (x.quantized[i].format != y.quantized[i].format) continue;
+    for (int i = 0; i < x.committed() && i < y.committed(); ++i) {
+        const page_span &of_x = x[i], &of_y = y[i];
+        const int kind = x.format_of(of_x);
+        RANK_CHECK(kind == y.format_of(of_y), "%s: page %d has format %d, not %d", name, i, kind,
+                   y.format_of(of_y));
+        RANK_CHECK(
+            of_x.first_token == of_y.first_token && of_x.skip == of_y.skip && of_x.tokens == of_y.tokens,
+            "%s: page %d shows tokens from %d on, not from %d on", name, i, of_x.first_token,
+            of_y.first_token);
+        if (kind != y.format_of(of_y)) continue;
         for (int layer = 0; layer < layers; ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
-                const auto &m = access::pool(a.cache, x.quantized[i].format).memory(),
-                           &n = access::pool(b.cache, y.quantized[i].format).memory();
+                const auto &m = access::pool(a.cache, kind).memory(),
+                           &n = access::pool(b.cache, kind).memory();
                 std::vector<std::byte> p(m.page_bytes(role)), q(p.size());
-                CUDA_OK(cudaMemcpy(p.data(), m.page(role, layer, x.quantized[i].number), p.size(),
+                CUDA_OK(cudaMemcpy(p.data(), m.page(role, layer, x.number_of(of_x)), p.size(),
                                    cudaMemcpyDeviceToHost));
-                CUDA_OK(cudaMemcpy(q.data(), n.page(role, layer, y.quantized[i].number), q.size(),
+                CUDA_OK(cudaMemcpy(q.data(), n.page(role, layer, y.number_of(of_y)), q.size(),
                                    cudaMemcpyDeviceToHost));
                 different += p != q;
             }

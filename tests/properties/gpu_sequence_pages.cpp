@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Comparison family: exact. What the host keeps of a sequence on the GPU (cuda/host/sequence_pages.hpp) against a CPU cache that did
-// the same: which pages are quantized, which tokens they show, which have 16-bit copies; and every page has the right holders.
+// the same: which pages are quantized, which tokens they show, which have 16-bit copies; every page has the right holders, and no sequence
+// takes more pages than it said.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -20,6 +21,9 @@ namespace {
 
 struct pools {
     gpu::free_pages quantized_pages, window_pages, sink_pages;
+
+    explicit pools(int page_tokens)
+        : quantized_pages(1, page_tokens, 0), window_pages(0, page_tokens, 0), sink_pages(0, 16, 0) {}
 };
 struct pools_of {
     pools* all;
@@ -33,41 +37,50 @@ struct both {
     kvq::sequence host;
 };
 
-/// Room for what a growth to n places takes.
-void ensure(pools& p, const gpu::sequence_pages& s, int n, const gpu::page_rules& r) {
-    const auto room = [](gpu::free_pages& pool, int more) {
-        if (pool.available() < more) pool.grow(pool.used() + more);
-    };
-    room(p.quantized_pages, s.committed_at(n, r) - s.committed());
-    room(p.window_pages, s.missing_columns(n, r));
-    room(p.sink_pages, r.sink_pages(n) - static_cast<int>(s.sinks.size()));
+void make_room(gpu::free_pages& pool, int more) {
+    if (pool.available() < more) pool.grow(pool.used() + more);
+}
+/// Room for exactly what a growth by n tokens is said to take.
+void ensure(pools& p, const gpu::sequence_pages& s, int n, const gpu::device_geometry& g) {
+    make_room(p.quantized_pages, s.committed_after(n, g) - s.committed());
+    make_room(p.window_pages, s.missing_pages(n, g));
+    make_room(p.sink_pages, g.sink_pages(s.tokens() + n) - static_cast<int>(s.sinks.size()));
 }
 
-void require_same(const both& b, const gpu::page_rules& r) {
-    const auto& track = kvq::detail::sequence_access::tracks(b.host).front();
-    const int sinks = r.sinks > 0 && b.pages.tokens > 0 ? 1 : 0,
-              whole_sinks = sinks != 0 && b.pages.tokens >= r.sinks ? 1 : 0;
-    const int pages = r.pages(b.pages.places());
-    REQUIRE(b.pages.tokens == track.tokens);
-    REQUIRE(b.pages.committed() + whole_sinks == track.committed);
-    REQUIRE(pages + sinks == track.size());
-    REQUIRE(b.pages.first_copy + whole_sinks == track.first_copy);
-    int cut_end = 0;
-    for (int i = 0; i < b.pages.committed(); ++i) {
-        const gpu::held_page& page = b.pages.quantized[static_cast<std::size_t>(i)];
-        const kvq::page_span& span = track[i + sinks];
-        REQUIRE((i >= b.pages.first_copy) == static_cast<bool>(span.copies[0]));
-        REQUIRE(page.position == span.first_token);
-        REQUIRE(page.begin == span.skip);
-        REQUIRE(page.shown() == span.tokens);
-        if (page.shown() < r.page_tokens) cut_end = i + 1;
+void require_same(const both& b, const gpu::device_geometry& g) {
+    const kvq::detail::page_table& host = kvq::detail::sequence_access::tracks(b.host).front();
+    const kvq::detail::page_table& device = b.pages.table;
+    REQUIRE(device.tokens == host.tokens);
+    REQUIRE(device.committed == host.committed);
+    REQUIRE(device.copies_from == host.copies_from);
+    REQUIRE(device.size() == host.size());
+    int skipped = 0;
+    for (int i = 0; i < host.size(); ++i) {
+        const kvq::page_span &mine = device[i], &theirs = host[i];
+        REQUIRE(mine.first_token == theirs.first_token);
+        REQUIRE(mine.tokens == theirs.tokens);
+        REQUIRE(mine.room == theirs.room);
+        REQUIRE(mine.skip == theirs.skip);
+        REQUIRE(mine.sinks == theirs.sinks);
+        REQUIRE(static_cast<bool>(mine.copies[0]) == static_cast<bool>(theirs.copies[0]));
+        REQUIRE(mine.sinks == !mine.pages[0]);
+        if (mine.sinks) continue;
+        REQUIRE((mine.pages[0]->format == 0) == (theirs.pages[0]->format == 0));
+        // Kernels find a token by its page.
+        const int page = i - b.pages.sink_spans();
+        REQUIRE(mine.first_token + skipped == g.first_token(page));
+        if (i < device.committed) skipped += g.page_tokens - mine.tokens;
     }
-    REQUIRE(b.pages.cut_end == cut_end);
-    // 16-bit values of different pages lie in different columns of the ring, which all have a page.
-    REQUIRE(pages - b.pages.first_copy <= r.ring);
-    for (int i = b.pages.first_copy; i < pages; ++i)
-        REQUIRE(b.pages.window[static_cast<std::size_t>(i % r.ring)] >= 0);
-    REQUIRE(static_cast<int>(b.pages.sinks.size()) >= r.sink_pages(b.pages.tokens));
+    REQUIRE(skipped == b.pages.skipped(g));
+    // 16-bit values of different pages lie in different columns of the ring.
+    const int pages = b.pages.pages();
+    REQUIRE(pages - b.pages.first_in_window() <= g.ring);
+    for (int i = b.pages.first_in_window(); i < pages; ++i) REQUIRE(b.pages.window_page(i) != nullptr);
+    for (int i = 0; i < b.pages.first_in_window(); ++i) REQUIRE(!b.pages[i].copies[0]);
+    int in_window = 0;
+    for (int i = 0; i < pages; ++i) in_window += b.pages.window_page(i) != nullptr;
+    REQUIRE(in_window <= g.ring);
+    REQUIRE(static_cast<int>(b.pages.sinks.size()) == g.sink_pages(b.pages.tokens()));
 }
 
 }  // namespace
@@ -81,67 +94,108 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
     int all_cuts = 0;
     for (int round = 0; round < 30; ++round) {
         const int page = random.pick(std::vector{4, 16, 7}), step = random.between(1, 4);
-        gpu::page_rules r{random.one_in(3) ? 0 : random.between(1, 40), random.between(0, 30),
-                          random.one_in(3) ? 0 : random.between(1, 40), page, 0};
+        gpu::device_geometry g{{random.one_in(3) ? 0 : random.between(1, 40), random.between(0, 30), page},
+                               random.one_in(3) ? 0 : random.between(1, 40),
+                               0};
+        const int drafts = random.one_in(2) ? 0 : random.between(1, page);
         // As cache::open() chooses it (window_columns of mixed_cache.cuh).
-        r.ring = (std::max(r.recent + r.rollback, r.recent + step) + page - 2) / page + 1;
+        g.ring = std::max((g.recent + g.rollback + drafts + page - 2) / page,
+                          (g.recent + step + page - 2) / page) +
+                 1;
         kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = dim},
                          {.keys = kvq::make_format<kvq::int8, kvq::scalar>(),
-                          .sinks = r.sinks,
-                          .recent = r.recent,
+                          .sinks = g.sinks,
+                          .recent = g.recent,
                           .page_tokens = page,
-                          .rollback = r.rollback,
+                          .rollback = g.rollback,
                           .repack = 0.0f});  // the device does not repack
-        pools p;
+        const auto append = [&](both& b, int n) {
+            const kvq::token_view<const float> x(values.data(), n, 1, dim);
+            b.host.append(0, x, x);
+        };
+        pools p(page);
         std::vector<both> all;
-        all.push_back({{}, cache.new_sequence()});
-        all[0].pages.window.assign(static_cast<std::size_t>(r.ring), -1);
+        const auto add = [&](kvq::sequence host) {
+            all.push_back({{}, std::move(host)});
+            all.back().pages.set_target(0);
+        };
+        add(cache.new_sequence());
         for (int i = 0; i < 300; ++i) {
-            both& b = all[static_cast<std::size_t>(random.between(0, static_cast<int>(all.size()) - 1))];
-            const int tokens = b.pages.tokens, places = b.pages.places(), what = random.between(0, 9);
+            const auto at = static_cast<std::size_t>(random.between(0, static_cast<int>(all.size()) - 1));
+            both& b = all[at];
+            const int tokens = b.pages.tokens(), what = random.between(0, 11);
             if (what < 6) {
                 const int n = what == 0 ? random.between(1, 100) : random.between(1, step);
                 if (tokens + n > most) continue;
-                ensure(p, b.pages, places + n, r);
-                b.pages.grow(places + n, r, pools_of{&p});
-                b.host.append(0, kvq::token_view<const float>(values.data(), n, 1, dim),
-                              kvq::token_view<const float>(values.data(), n, 1, dim));
+                ensure(p, b.pages, n, g);
+                const int pages = b.pages.pages_after(n, g), before = b.pages.committed(),
+                          committed = b.pages.committed_after(n, g);
+                b.pages.grow(n, g, pools_of{&p});
+                REQUIRE(b.pages.pages() == pages);
+                REQUIRE(b.pages.committed() == committed);
+                // What a step quantizes has its 16-bit values until the next one.
+                if (n <= step)
+                    for (int page_of = before; page_of < committed; ++page_of)
+                        REQUIRE(b.pages.window_page(page_of) != nullptr);
+                append(b, n);
             } else if (what < 9) {
-                const int n = std::max(0, tokens - random.between(0, random.one_in(2) ? r.rollback : tokens));
-                const int left = b.pages.behind_trim(n, r).committed;
-                b.pages.trim(n, r, pools_of{&p});
+                const int n = std::max(0, tokens - random.between(0, random.one_in(2) ? g.rollback : tokens));
+                const int left = b.pages.committed_after_trim(n, g);
+                b.pages.trim(n, g);
                 REQUIRE(b.pages.committed() == left);
-                all_cuts += b.pages.cut_pages(r);
+                all_cuts += b.pages.cut_pages(g);
                 b.host.trim(n);
+            } else if (what < 10 && drafts > 0) {
+                // As cache::begin_draft() and keep().
+                const int n = random.between(1, drafts), kept = random.between(0, n);
+                if (tokens + n > most) continue;
+                make_room(p.window_pages, b.pages.missing_draft_pages(n, g));
+                make_room(p.sink_pages, g.sink_pages(tokens + n));
+                b.pages.draft(n, g, pools_of{&p});
+                for (int page_of = b.pages.first_in_window(); page_of < g.pages(b.pages.paged_tokens(g) + n);
+                     ++page_of)
+                    REQUIRE(b.pages.window_page(page_of) != nullptr);
+                REQUIRE(g.pages(b.pages.paged_tokens(g) + n) - b.pages.first_in_window() <= g.ring);
+                ensure(p, b.pages, kept, g);
+                b.pages.drafted = 0;
+                b.pages.grow(kept, g, pools_of{&p});
+                b.pages.release_unused(g);
+                if (kept > 0) append(b, kept);
             } else if (all.size() < 4) {
                 // As cache::fork(): quantized pages are shared, others are copied.
-                both copy{b.pages, b.host.fork()};
-                for (const gpu::held_page& q : copy.pages.quantized) p.quantized_pages.share(q.number);
-                for (auto* list : {&copy.pages.window, &copy.pages.sinks})
-                    for (int& number : *list) {
-                        gpu::free_pages& pool = list == &copy.pages.window ? p.window_pages : p.sink_pages;
-                        if (pool.available() == 0) pool.grow(pool.size() + 1);
-                        if (number >= 0) number = pool.take();
-                    }
-                all.push_back(std::move(copy));
+                add(b.host.fork());
+                both& copy = all.back();
+                copy.pages = all[at].pages;
+                copy.pages.leaving.clear();
+                const auto own = [](kvq::page_ref& page_of, gpu::free_pages& pool) {
+                    if (!page_of || page_of->format != 0) return;
+                    make_room(pool, 1);
+                    page_of = pool.take();
+                };
+                for (kvq::page_span& span : copy.pages.table.spans)
+                    for (auto* list : {&span.pages, &span.copies}) own((*list)[0], p.window_pages);
+                for (kvq::page_ref& page_of : copy.pages.sinks) own(page_of, p.sink_pages);
             } else {
-                all.back().pages.free(r, pools_of{&p});
                 all.pop_back();
             }
-            std::vector<int> holders(static_cast<std::size_t>(p.quantized_pages.size()), 0);
-            std::set<int> window;
+            std::set<const kvq::page*> quantized, window;
             for (const both& one : all) {
-                require_same(one, r);
-                for (const gpu::held_page& q : one.pages.quantized)
-                    ++holders[static_cast<std::size_t>(q.number)];
-                for (const int number : one.pages.window)
-                    if (number >= 0) REQUIRE(window.insert(number).second);
+                require_same(one, g);
+                for (const kvq::page_span& span : one.pages.table.spans)
+                    for (const auto* list : {&span.pages, &span.copies}) {
+                        const kvq::page* const held = (*list)[0].get();
+                        if (held == nullptr) continue;
+                        if (held->format == 0)
+                            REQUIRE(window.insert(held).second);
+                        else
+                            quantized.insert(held);
+                    }
+                for (const auto& l : one.pages.leaving) REQUIRE(window.insert(l.held.get()).second);
             }
             REQUIRE(static_cast<int>(window.size()) == p.window_pages.used());
-            for (std::size_t q = 0; q < holders.size(); ++q)
-                REQUIRE(holders[q] == p.quantized_pages.holders(static_cast<int>(q)));
+            REQUIRE(static_cast<int>(quantized.size()) == p.quantized_pages.used());
         }
-        for (both& b : all) b.pages.free(r, pools_of{&p});
+        all.clear();
         CHECK(p.quantized_pages.used() + p.window_pages.used() + p.sink_pages.used() == 0);
     }
     CHECK(all_cuts > 0);

@@ -221,7 +221,7 @@ void require_whole(const kvq::cache& cache, const kvq::sequence& s, int layer) {
         const bool committed = i < track.committed;
         REQUIRE(span.first_token == at);
         REQUIRE(
-            kvq::detail::layer_track::is_possible(span, committed, i == track.size() - 1, cache.geometry()));
+            kvq::detail::page_table::is_possible(span, committed, i == track.size() - 1, cache.geometry()));
         for (int role = 0; role < 2; ++role) {
             const kvq::page& p = *span.pages[role];
             if (committed) {

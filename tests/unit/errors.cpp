@@ -108,8 +108,8 @@ TEST_CASE("the largest numbers that are allowed do not overflow") {
     // The last page of a sequence that takes no more tokens, in the longest window.
     const kvq::page_geometry g{0, most / 4, 4};
     const kvq::page_span last{most - 8, 4, 4, {}, {}};
-    CHECK(!kvq::detail::layer_track::is_due(last, most - 4, g));
-    CHECK(kvq::detail::layer_track::keeps_copies(last, most - 4, g, most / 4));
+    CHECK(!kvq::detail::page_table::is_due(last, most - 4, g));
+    CHECK(kvq::detail::page_table::keeps_copies(last, most - 4, g, most / 4));
 
     const std::vector<kvq::token_range> ranges{{0, 4}};
     const int starts[] = {0, 1};

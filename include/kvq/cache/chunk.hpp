@@ -14,9 +14,9 @@
 #include <memory_resource>
 #include <vector>
 
+#include "../page/page_table.hpp"
 #include "cache.hpp"
 #include "convert.hpp"
-#include "layer_track.hpp"
 #include "page_stock.hpp"
 #include "window.hpp"
 
@@ -52,7 +52,7 @@ inline page_ref shorter_page(cache& of, const page& from, int role, int tokens, 
 class chunk {
 public:
     /// stock: of the sequence; or null.
-    chunk(cache& of, layer_track& track, int layer, int tokens, chunk_pages when, page_stock* stock) noexcept
+    chunk(cache& of, page_table& track, int layer, int tokens, chunk_pages when, page_stock* stock) noexcept
         : cache_(&of),
           track_(&track),
           stock_(stock),
@@ -95,7 +95,7 @@ public:
 
     /// Raises kvq::out_of_memory or std::bad_alloc, before anything is written.
     void stage() {
-        layer_track& track = *track_;
+        page_table& track = *track_;
         const page_geometry g = cache_->geometry();
         const std::size_t table =
             table_capacity(static_cast<std::size_t>(track.size_after(after_ - before_, g)));
@@ -105,9 +105,8 @@ public:
             track.spans.reserve(table);
         first_written_ = track.has_open_span() ? spans_before_ - 1 : spans_before_;
         if (track.has_open_span() && after_ > before_) stage_open_span();
-        for (int at = track.tokens; at < after_; at = track.tokens) stage_span(at);
-        int due = track.committed;
-        while (due < track.size() && track.is_due(track[due], after_, g)) ++due;
+        while (track.tokens < after_) stage_span();
+        const int due = track.due(after_, g);
         const std::size_t places = 2 * static_cast<std::size_t>(due - track.committed);
         shorter_.reserve(places);
         quantized_.reserve(places);
@@ -179,21 +178,20 @@ public:
     }
 
     void commit() noexcept {
-        layer_track& track = *track_;
+        page_table& track = *track_;
         const page_geometry g = cache_->geometry();
         const int rollback = cache_->options().rollback;
         for (std::size_t at = 0; at < quantized_.size(); ++at) {
             if (!quantized_[at]) continue;
             const int i = track.committed + static_cast<int>(at / 2);
-            page_span& s = track[i];
-            page_ref& page = s.pages[at % 2];
+            page_ref& page = track[i].pages[at % 2];
             if (shorter_[at]) put(page, shorter_[at]);
             if (quantized_[at]->format == 0) {  // the page of a closed span, which stays 16 bit
                 put(page, quantized_[at]);
                 continue;
             }
-            if (page && layer_track::keeps_copies(s, after_, g, rollback)) s.copies[at % 2] = std::move(page);
-            put(page, quantized_[at]);
+            page_ref left = track.commit_page(i, at % 2, std::move(quantized_[at]), after_, g, rollback);
+            if (stock_) stock_->give_back(std::move(left));
         }
         track.committed += static_cast<int>(quantized_.size() / 2);
         track.drop_copies(g, rollback);
@@ -208,7 +206,7 @@ public:
     struct needs {
         std::size_t taken = 0, returned = 0;
     };
-    static needs needs_of(const cache& of, const layer_track& track, int tokens, chunk_pages when) {
+    static needs needs_of(const cache& of, const page_table& track, int tokens, chunk_pages when) {
         needs n;
         for_each_need(
             of, track, tokens, when, [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); },
@@ -216,7 +214,7 @@ public:
         return n;
     }
     /// Adds the pages that a reserved step of n tokens takes for this layer to a stock. Returns the number of spans that are committed.
-    static std::size_t count_reserved(const cache& of, const layer_track& track, int n, page_stock& stock) {
+    static std::size_t count_reserved(const cache& of, const page_table& track, int n, page_stock& stock) {
         return for_each_need(
             of, track, n, chunk_pages::after_attend, [&](std::size_t bytes) { stock.takes(bytes); },
             [&](std::size_t bytes) { stock.gives_back(bytes); });
@@ -224,7 +222,7 @@ public:
     /// Calls take(bytes of data) for every page that stage() takes, and give_back(bytes) for those of them that commit() gives back.
     /// Returns the number of spans that are committed.
     template <class Take, class GiveBack>
-    static std::size_t for_each_need(const cache& of, const layer_track& track, int tokens, chunk_pages when,
+    static std::size_t for_each_need(const cache& of, const page_table& track, int tokens, chunk_pages when,
                                      Take&& take, GiveBack&& give_back) {
         const page_geometry g = of.geometry();
         const int after = track.tokens + tokens;
@@ -236,8 +234,8 @@ public:
         // held: the pages of a span that was closed; null for spans of another kind.
         const auto add_span = [&](int first, int room, bool sinks, bool is_new, const page_span* held) {
             const page_span whole{first, room, room, {}, {}, 0, sinks};
-            const bool due = layer_track::is_due(whole, after, g);
-            const bool kept = layer_track::keeps_copies(whole, after, g, of.options().rollback);
+            const bool due = page_table::is_due(whole, after, g);
+            const bool kept = page_table::keeps_copies(whole, after, g, of.options().rollback);
             commits += due;
             for (int role = 0; role < 2; ++role) {
                 const int target = due && !sinks ? track.targets[role] : 0;
@@ -341,24 +339,21 @@ private:
         track_->tokens = s.end();
     }
 
-    /// Adds a span for tokens from position `at` on.
-    void stage_span(int at) {
-        layer_track& track = *track_;
+    /// Adds a span for the next tokens.
+    void stage_span() {
+        page_table& track = *track_;
         const page_geometry g = cache_->geometry();
-        const bool sinks = track.begins_with_sinks(g);
-        const int room = g.capacity(sinks);
-        page_span s{at, smaller(room, after_ - at), room, {}, {}, 0, sinks};
-        const bool passes = when_ == chunk_pages::at_once && s.full() && !sinks &&
-                            layer_track::commit_at(s, g) <= after_ &&
-                            !layer_track::keeps_copies(s, after_, g, cache_->options().rollback);
+        page_span s = track.next_span(after_, g);
+        const bool passes =
+            when_ == chunk_pages::at_once && page_table::passes(s, after_, g, cache_->options().rollback);
         for (int role = 0; role < 2; ++role) {
             if (!passes || track.targets[role] == 0)
-                s.pages[role] = window_page(role, g.window_tokens(s.tokens, room));
+                s.pages[role] = window_page(role, g.window_tokens(s.tokens, s.room));
             else if (!temporary_[role])
-                temporary_[role] = window_page(role, room);
+                temporary_[role] = window_page(role, s.room);
         }
+        track.tokens = s.end();
         track.spans.push_back(std::move(s));
-        track.tokens = at + track.spans.back().tokens;
     }
 
     void stage_commit(int i) {
@@ -381,7 +376,7 @@ private:
     }
 
     cache* cache_;
-    layer_track* track_;
+    page_table* track_;
     page_stock* stock_;
     int layer_, before_, after_;
     chunk_pages when_;

@@ -36,7 +36,7 @@ inline std::size_t draft_pages_bytes(const cache& of, int n) {
 }
 
 /// Adds k.tokens tokens to the draft of a layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], checked by the caller.
-inline void append_draft(cache& of, layer_track& track, const input_view& k, const input_view& v) {
+inline void append_draft(cache& of, page_table& track, const input_view& k, const input_view& v) {
     const bool begins = track.draft == 0;
     const int drafted = track.draft + k.tokens;
     page_span span{track.tokens - track.draft, drafted, drafted, {}, {}};
@@ -77,7 +77,7 @@ inline void append_draft(cache& of, layer_track& track, const input_view& k, con
 ///   kept.commit();                     cannot fail; without it, the destructor puts the drafts back
 class kept_drafts {
 public:
-    kept_drafts(cache& of, resource_vector<layer_track>& tracks)
+    kept_drafts(cache& of, resource_vector<page_table>& tracks)
         : cache_(&of),
           drafts_(of.pool().memory()),
           chunks_(of.pool().memory()),
@@ -85,7 +85,7 @@ public:
           rows_{resource_vector<std::byte>(of.pool().memory()),
                 resource_vector<std::byte>(of.pool().memory())} {
         int most = 0, drafts = 0;
-        for (const layer_track& track : tracks) {
+        for (const page_table& track : tracks) {
             most = larger(most, track.draft == 0 ? 0 : track.spans.back().pages[0]->tokens);
             drafts += track.draft != 0;
         }
@@ -97,7 +97,7 @@ public:
             scratch_.resize(larger(scratch_.size(), values));
         }
         for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
-            layer_track& track = tracks[layer];
+            page_table& track = tracks[layer];
             if (track.draft == 0) continue;
             drafts_.push_back({&track, static_cast<int>(layer), track.draft, track.table_before,
                                std::move(track.spans.back()),
@@ -154,7 +154,7 @@ public:
 
 private:
     struct draft {
-        layer_track* track;
+        page_table* track;
         int layer, tokens;
         std::size_t table_before;
         page_span span;

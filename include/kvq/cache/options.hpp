@@ -42,14 +42,4 @@ struct cache_options {
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
 };
 
-namespace detail {
-
-/// Number of spans that a layer reserves memory for when it must hold n.
-constexpr std::size_t table_capacity(std::size_t n) noexcept {
-    std::size_t capacity = 16;
-    while (capacity < n) capacity *= 2;
-    return n == 0 ? 0 : capacity;
-}
-
-}  // namespace detail
 }}  // namespace kvq

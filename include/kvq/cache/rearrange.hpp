@@ -24,14 +24,14 @@ namespace detail {
 /// The new spans of one layer.
 class rearranged_track {
 public:
-    rearranged_track(kvq::cache& of, const layer_track& before, int layer)
+    rearranged_track(kvq::cache& of, const page_table& before, int layer)
         : cache_(of), layer_(layer), track_(of.pool().memory(), before.targets[0], before.targets[1]) {
         track_.rearranged = true;
         track_.repacked = before.repacked;
     }
 
     /// Appends tokens [first, last) of `from`, moved by `by`.
-    void take(const layer_track& from, int first, int last, std::int64_t by) {
+    void take(const page_table& from, int first, int last, std::int64_t by) {
         const page_geometry g = cache_.geometry();
         for (int i = 0; i < from.size(); ++i) {
             const int begin = larger(first, from[i].first_token), end = smaller(last, from[i].end());
@@ -61,13 +61,13 @@ public:
         commit(scratch, [](int) { return true; });
     }
 
-    layer_track finish(float* scratch) {
+    page_table finish(float* scratch) {
         const page_geometry g = cache_.geometry();
         pack(false);
         commit(scratch, [&](int i) { return track_.is_due(track_[i], track_.tokens, g); });
-        track_.uncommit(track_.tokens, g);
+        track_.uncommit(g);
         pack(true);
-        track_.first_copy = track_.committed;
+        track_.copies_from = track_.committed;
         return std::move(track_);
     }
 
@@ -132,7 +132,7 @@ private:
 
     kvq::cache& cache_;
     int layer_;
-    layer_track track_;
+    page_table track_;
 };
 
 /// Gives every layer the spans that `build(new spans, old spans)` makes, or leaves all as it is.
@@ -140,7 +140,7 @@ template <class Build>
 void rearrange(sequence& s, float* scratch, Build&& build) {
     kvq::cache& of = sequence_access::cache(s);
     auto& tracks = sequence_access::tracks(s);
-    resource_vector<layer_track> fresh(of.pool().memory());
+    resource_vector<page_table> fresh(of.pool().memory());
     fresh.reserve(tracks.size());
     for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
         rearranged_track track(of, tracks[layer], static_cast<int>(layer));
@@ -170,7 +170,7 @@ inline void sequence::erase(int first, int last) {
     const std::int64_t by = std::int64_t{first} - last;
     detail::expect_rotary(*cache_, by);
     detail::rearrange(*this, scratch_.data(),
-                      [&](detail::rearranged_track& to, const detail::layer_track& from) {
+                      [&](detail::rearranged_track& to, const detail::page_table& from) {
                           to.take(from, 0, first, 0);
                           to.take(from, last, held, by);
                       });
@@ -183,7 +183,7 @@ inline void sequence::shift(int first, int last, std::int64_t by) {
     detail::expect_rotary(*cache_, by);
     if (first == last || by == 0) return;
     detail::rearrange(*this, scratch_.data(),
-                      [&](detail::rearranged_track& to, const detail::layer_track& from) {
+                      [&](detail::rearranged_track& to, const detail::page_table& from) {
                           to.take(from, 0, first, 0);
                           to.take(from, first, last, by);
                           to.take(from, last, held, 0);
@@ -210,7 +210,7 @@ inline void sequence::splice(const sequence& other, int first, int last) {
     auto& others = detail::sequence_access::tracks(other);
     std::size_t layer = 0;
     detail::rearrange(*this, scratch_.data(),
-                      [&](detail::rearranged_track& to, const detail::layer_track& from) {
+                      [&](detail::rearranged_track& to, const detail::page_table& from) {
                           to.take(from, 0, held, 0);
                           to.commit_all(scratch_.data());
                           to.take(others[layer++], first, last, by);

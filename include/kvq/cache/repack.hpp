@@ -21,7 +21,7 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 class repacker {
 public:
-    repacker(kvq::cache& of, layer_track& track, int layer)
+    repacker(kvq::cache& of, page_table& track, int layer)
         : cache_(of), track_(track), layer_(layer), groups_(of.pool().memory()) {}
 
     /// Spans that are committed, or those that are not. Running out of memory is no error: what is done by then stays done.
@@ -191,7 +191,7 @@ private:
         track_.spans.erase(track_.spans.begin() + g.first + 1, track_.spans.begin() + g.last);
         if (!committed_) return;
         track_.committed -= g.last - g.first - 1;
-        track_.first_copy = smaller(track_.first_copy, g.first);
+        track_.copies_from = smaller(track_.copies_from, g.first);
         if (quantized) track_.repacked += static_cast<std::size_t>(g.tokens);
     }
 
@@ -255,7 +255,7 @@ private:
     }
 
     kvq::cache& cache_;
-    layer_track& track_;
+    page_table& track_;
     int layer_;
     bool committed_ = false;
     resource_vector<group> groups_;

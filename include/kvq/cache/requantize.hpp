@@ -16,8 +16,8 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
 
+#include "../page/page_changes.hpp"
 #include "convert.hpp"
 #include "sequence.hpp"
 
@@ -31,27 +31,18 @@ inline void expect_distinct(std::span<const sequence* const> sequences) {
             expect(sequences[i] != sequences[j], "sequence ", i, " of the request is sequence ", j, " again");
 }
 
-/// Limits of stepping down that a request does not have.
-struct requantize_extent {
-    /// One per sequence, replaces the request's: a page behind it changes only if another holder of the page has a later last token.
-    std::span<const int> last_tokens{};
-    /// Skip pages that would not be freed: another sequence holds them, or they would be kept as 16-bit copies.
-    bool only_freed = false;
-    /// Only spans [first_span, last_span) of a layer.
-    int first_span = 0, last_span = (std::numeric_limits<int>::max)();
-};
-
 class requantizer {
 public:
+    /// extent: limits of stepping down that a request does not have.
     requantizer(cache& of, std::span<sequence* const> sequences, const requantize_request& request,
-                const requantize_extent& extent = {})
+                const change_range& extent = {})
         : sequences_(sequences),
           request_(request),
           extent_(extent),
           cache_(&of),
-          rows_(of.pool().memory()),
-          found_(of.pool().memory()),
-          holders_(of.pool().memory()) {
+          changes_(of.pool().memory(), of.geometry(), of.options().rollback),
+          tables_(of.pool().memory()),
+          places_(of.pool().memory()) {
         for (std::size_t i = 0; i < sequences.size(); ++i) {
             expect(sequences[i] != nullptr, "sequence ", i, " of the request is null");
             expect(&sequence_access::cache(*sequences[i]) == cache_, "sequence ", i,
@@ -70,6 +61,8 @@ public:
                " layers of the cache");
         expect(request.first_token >= 0 && request.first_token <= request.last_token, "tokens ",
                request.first_token, " to ", request.last_token, " are not a range");
+        extent_.first_token = request.first_token;
+        extent_.last_token = request.last_token;
         report_.bytes_before = report_.bytes_after = report_.bytes_peak = cache_->pool().bytes_in_use();
     }
 
@@ -81,7 +74,7 @@ public:
         // At most one thread per page.
         std::size_t pages = 1;
         for (sequence* s : sequences_)
-            for (const layer_track& track : sequence_access::tracks(*s))
+            for (const page_table& track : sequence_access::tracks(*s))
                 pages += 2 * static_cast<std::size_t>(track.committed);
         const auto workers = smaller(pages, static_cast<std::size_t>(larger(1, threads)));
         const cache_shape& shape = cache_->shape();
@@ -91,12 +84,11 @@ public:
         if (!dry_) scratch_ = reinterpret_cast<float*>(space->reserve(report_.workspace));
         resource_vector<job> batch(cache_->pool().memory());
         batch.reserve(workers);
-        rows_.resize(sequences_.size());
-        found_.reserve(sequences_.size());
-        holders_.reserve(workers * sequences_.size());
+        places_.reserve(workers * sequences_.size());
+        tables_.reserve(sequences_.size());
         if (!dry_ && request_.new_pages) set_targets();
 
-        for_each_job([&](const job& j) {
+        for_each_job([&](int layer, tensor role, int format, const page_change& change) {
             const std::size_t done = report_.pages + batch.size();
             const bool stop =
                 done > 0 && (done >= limit.pages || (limit.time != (std::chrono::nanoseconds::max)() &&
@@ -105,12 +97,8 @@ public:
                 ++report_.pages_left;
                 return;
             }
-            batch.push_back(j);
-            batch.back().first_holder = holders_.size();
-            for (std::size_t i = 0; i < j.holders; ++i) {
-                const holder& h = found_[j.first_holder + i];
-                holders_.push_back({h.index, h.span});
-            }
+            batch.push_back({layer, role, format, places_.size(), change.places.size()});
+            places_.insert(places_.end(), change.places.begin(), change.places.end());
             if (batch.size() == workers) convert(batch, ex);
         });
         if (!batch.empty()) convert(batch, ex);
@@ -122,27 +110,17 @@ private:
         int layer;
         tensor role;
         int format;
-        std::size_t first_holder, holders;  // of found_, in a batch of holders_
+        std::size_t first_place, places;  // of places_
         page_ref fresh{};
-    };
-    /// The pages of one sequence in one layer and tensor.
-    struct row {
-        const page_span* spans;
-        int committed;
-        int first, last;  // the range of pages to change, by the last token of the sequence
-    };
-    /// A sequence that holds a page to change, the span there, and the first holder of this page.
-    struct holder {
-        const page* held;
-        int first, index;  // of sequences
-        int span;
-    };
-    struct place {
-        int sequence, span;
+
+        std::size_t piece() const noexcept { return static_cast<std::size_t>(role); }
     };
 
-    static layer_track& track_of(sequence& s, int layer) {
+    static page_table& track_of(sequence& s, int layer) {
         return sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+    }
+    page_table& table_of(const job& j, const page_place& at) const {
+        return track_of(*sequences_[static_cast<std::size_t>(at.table)], j.layer);
     }
     int last_layer() const { return smaller(request_.last_layer, cache_->shape().layers); }
     /// Index in the table of formats, or -1: pages do not change.
@@ -164,15 +142,6 @@ private:
         return cache_->page_bytes(role, format, cache_->options().page_tokens);
     }
 
-    /// True for a 16-bit page that a trim within `rollback` would bring back into the window: it is kept as a copy. (False for a page
-    /// that a deep trim has left in 16 bit because the other tensor's page was quantized: it never returns to the window.)
-    bool becomes_copy(const layer_track& track, tensor role, int i, int format) const {
-        const page_geometry g = cache_->geometry();
-        return format == 0 && track[i].skip == 0 && track.is_due(track[i], track.tokens, g) &&
-               !track[i].copies[static_cast<int>(role)] &&
-               layer_track::keeps_copies(track[i], track.tokens, g, cache_->options().rollback);
-    }
-
     void set_targets() {
         for (sequence* s : sequences_)
             for (int layer = request_.first_layer; layer < last_layer(); ++layer)
@@ -180,130 +149,27 @@ private:
                     if (wanted(role) >= 0) track_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
     }
 
-    /// Calls f for every page to change, once for all spans that hold it, oldest pages of a layer first.
+    /// Calls f(layer, role, format, change) for every page to change, oldest pages of a layer first.
     template <class F>
     void for_each_job(F&& f) {
-        for (int layer = request_.first_layer; layer < last_layer(); ++layer)
+        for (int layer = request_.first_layer; layer < last_layer(); ++layer) {
+            tables_.clear();
+            for (sequence* s : sequences_) tables_.push_back(&track_of(*s, layer));
+            changes_.select(tables_, extent_);
             for (const tensor role : {tensor::key, tensor::value}) {
                 const int format = wanted(role);
                 if (format < 0) continue;
                 const std::size_t bytes = whole_bytes(role, format);
                 if (request_.only_smaller && !some_larger(role, bytes)) continue;
-                const auto [first, last] = find_rows(layer);
-                for (int i = first; i < last; ++i) {
-                    if (!find_holders(i, role, format, bytes)) continue;
-                    if (rearranged_) find_other_places(i, first, role);
-                    for (std::size_t at = 0, next; at < found_.size(); at = next) {
-                        bool wanted_here = false;
-                        for (next = at; next < found_.size() && found_[next].first == found_[at].first;
-                             ++next)
-                            wanted_here = wanted_here || in_range(found_[next]);
-                        const job j{layer, role, format, at, next - at};
-                        if (wanted_here && (!extent_.only_freed || frees(j))) f(j);
-                    }
-                }
+                const auto changes = [&](const page& p) {
+                    if (p.format == format) return false;
+                    const bool whole = p.tokens == cache_->options().page_tokens;
+                    return !request_.only_smaller || (whole ? bytes : data_bytes(role, format, p)) < p.bytes;
+                };
+                changes_.for_each(static_cast<std::size_t>(role), changes,
+                                  [&](const page_change& change) { f(layer, role, format, change); });
             }
-    }
-
-    bool in_range(const holder& h) const {
-        return h.span >= rows_[h.index].first && h.span < rows_[h.index].last;
-    }
-
-    /// Fills the rows of one layer. Returns the range of spans in which any sequence has pages to change.
-    std::pair<int, int> find_rows(int layer) {
-        int begin = (std::numeric_limits<int>::max)(), end = 0;
-        rearranged_ = false;
-        for (std::size_t s = 0; s < sequences_.size(); ++s) {
-            const layer_track& track = track_of(*sequences_[s], layer);
-            const int token = extent_.last_tokens.empty() ? request_.last_token : extent_.last_tokens[s];
-            const auto at = [&](int i) { return track.spans.begin() + i; };
-            const auto first = std::partition_point(at(0), at(track.committed), [&](const page_span& span) {
-                return span.first_token < request_.first_token;
-            });
-            const auto last = std::partition_point(
-                first, at(track.committed), [&](const page_span& span) { return span.end() <= token; });
-            rows_[s] = {track.spans.data(), track.committed,
-                        larger(extent_.first_span, static_cast<int>(first - track.spans.begin())),
-                        smaller(extent_.last_span, static_cast<int>(last - track.spans.begin()))};
-            rearranged_ = rearranged_ || track.rearranged;
-            begin = smaller(begin, rows_[s].first);
-            end = larger(end, rows_[s].last);
         }
-        return {begin, end};
-    }
-
-    /// bytes: of a whole page. Fills found_ with the sequences that hold page i in another format, holders of the same page side by side, in
-    /// the order of the sequences.
-    bool find_holders(int i, tensor role, int format, std::size_t bytes) {
-        constexpr int ahead = 8;
-        const auto page_of = [role](const row& r, int at) {
-            return r.spans[at].pages[static_cast<int>(role)].get();
-        };
-        found_.clear();
-        bool one_page = true;
-        for (std::size_t s = 0; s < rows_.size(); ++s) {
-            if (i >= rows_[s].committed) continue;
-            // When no page has to change, all of the time is spent waiting for pages from memory.
-            if (i + ahead < rows_[s].committed) prefetch(page_of(rows_[s], i + ahead));
-            if (rows_[s].spans[i].sinks) continue;
-            const page* const p = page_of(rows_[s], i);
-            if (p->format == format) continue;
-            const bool whole = p->tokens == cache_->options().page_tokens;
-            if (request_.only_smaller && (whole ? bytes : data_bytes(role, format, *p)) >= p->bytes) continue;
-            const int at = static_cast<int>(s), first = found_.empty() ? at : found_.front().index;
-            one_page = one_page && (found_.empty() || found_.front().held == p);
-            found_.push_back({p, first, at, i});
-        }
-        if (one_page) return !found_.empty();
-        std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
-            return a.held != b.held ? std::less<>{}(a.held, b.held) : a.index < b.index;
-        });
-        for (std::size_t k = 0; k < found_.size(); ++k)
-            found_[k].first =
-                k > 0 && found_[k].held == found_[k - 1].held ? found_[k - 1].first : found_[k].index;
-        // The order must not depend on addresses.
-        std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
-            return a.first != b.first ? a.first < b.first : a.index < b.index;
-        });
-        return true;
-    }
-
-    /// After an erase or a splice: adds the spans that hold the pages in found_ at other indices. Pages that were found from an earlier
-    /// index of the range on go. O(spans) for each page with more references than were found.
-    void find_other_places(int i, int first, tensor role) {
-        const std::size_t found_here = found_.size();
-        for (std::size_t at = 0, next; at < found_here; at = next) {
-            const page* const p = found_[at].held;
-            for (next = at; next < found_here && found_[next].held == p;) ++next;
-            const int owner = found_[at].first;
-            if (p->references.load(std::memory_order_acquire) <= next - at) continue;
-            bool earlier = false;
-            for (std::size_t s = 0; s < rows_.size(); ++s)
-                for (int span = 0; span < rows_[s].committed; ++span) {
-                    if (span == i || rows_[s].spans[span].pages[static_cast<int>(role)].get() != p) continue;
-                    earlier = earlier || (span >= first && span < i);
-                    found_.push_back({p, owner, static_cast<int>(s), span});
-                }
-            if (earlier)
-                for (holder& h : found_)
-                    if (h.held == p) h.held = nullptr;
-        }
-        std::erase_if(found_, [](const holder& h) { return h.held == nullptr; });
-        std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
-            if (a.first != b.first) return a.first < b.first;
-            return a.index != b.index ? a.index < b.index : a.span < b.span;
-        });
-    }
-
-    /// Is the page of a job freed once all of its known holders have the new page?
-    bool frees(const job& j) const {
-        const page& p = *found_[j.first_holder].held;
-        if (p.references.load(std::memory_order_acquire) > j.holders) return false;
-        for (std::size_t i = 0; i < j.holders; ++i) {
-            const holder& h = found_[j.first_holder + i];
-            if (becomes_copy(track_of(*sequences_[h.index], j.layer), j.role, h.span, p.format)) return false;
-        }
-        return true;
     }
 
     void convert(resource_vector<job>& batch, const executor_view* ex) {
@@ -326,30 +192,23 @@ private:
         for (job& j : batch) replace(j);
         report_.pages += batch.size();
         batch.clear();
-        holders_.clear();
+        places_.clear();
     }
 
     const page_ref& old_page(const job& j) const {
-        const place& first = holders_[j.first_holder];
-        return track_of(*sequences_[first.sequence], j.layer)[first.span].pages[static_cast<int>(j.role)];
+        const page_place& first = places_[j.first_place];
+        return table_of(j, first)[first.span].pages[j.piece()];
     }
 
     void replace(job& j) {
         const page_ref old = old_page(j);
+        const page_geometry g = cache_->geometry();
         std::size_t holders = 0;
-        for (std::size_t i = 0; i < j.holders; ++i) {
-            const place& at = holders_[j.first_holder + i];
-            layer_track& track = track_of(*sequences_[at.sequence], j.layer);
-            const bool copy = becomes_copy(track, j.role, at.span, old->format);
-            holders += !copy;
-            if (!dry_) {
-                page_span& span = track[at.span];
-                if (copy) {
-                    span.copies[static_cast<int>(j.role)] = old;
-                    track.first_copy = smaller(track.first_copy, at.span);
-                }
-                span.pages[static_cast<int>(j.role)] = j.fresh;
-            }
+        for (std::size_t i = 0; i < j.places; ++i) {
+            const page_place& at = places_[j.first_place + i];
+            page_table& table = table_of(j, at);
+            holders += !table.keeps_page(at.span, j.piece(), g, cache_->options().rollback);
+            if (!dry_) table.change_page(at.span, j.piece(), j.fresh, g, cache_->options().rollback);
         }
         const std::size_t elsewhere = old.references() - 1 - (dry_ ? holders : 0);
         if (elsewhere == 0) {
@@ -361,13 +220,12 @@ private:
 
     std::span<sequence* const> sequences_;
     requantize_request request_;
-    requantize_extent extent_;
+    change_range extent_;
     cache* cache_;
     bool dry_ = true;
-    resource_vector<row> rows_;
-    resource_vector<holder> found_;
-    resource_vector<place> holders_;  // of the batch
-    bool rearranged_ = false;         // is any layer of the rows
+    page_changes changes_;
+    resource_vector<page_table*> tables_;  // of one layer
+    resource_vector<page_place> places_;   // of the batch
     requantize_report report_;
     float* scratch_ = nullptr;
     std::size_t scratch_floats_ = 0;

@@ -13,7 +13,7 @@ namespace kvq { inline namespace KVQ_TAGGED {
 
 inline void sequence::reserve_step(int n) {
     detail::page_stock fresh(memory());
-    for (const detail::layer_track& track : tracks_) {
+    for (const detail::page_table& track : tracks_) {
         const std::size_t commits = detail::chunk::count_reserved(*cache_, track, n, fresh);
         const std::size_t table =
             detail::table_capacity(static_cast<std::size_t>(track.size_after(n, geometry())));
@@ -35,7 +35,7 @@ inline void cache::reserve(std::span<const step_request> batch, int q_heads, int
         for (std::size_t j = 0; j < i; ++j)
             detail::expect(batch[j].sequence != r.sequence, "sequence ", i, " of the batch is sequence ", j,
                            " again");
-        for (const detail::layer_track& track : r.sequence->tracks_) {
+        for (const detail::page_table& track : r.sequence->tracks_) {
             r.sequence->check_added(track, r.tokens);
             sequence::check_no_draft(track);
         }

@@ -83,7 +83,7 @@ public:
     /// trim. k and v: as for append(). O(k.tokens)
     void append_draft(int layer, const input_view& k, const input_view& v) {
         check_rows(layer, k, v);
-        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        detail::page_table& track = tracks_[static_cast<std::size_t>(layer)];
         detail::expect(k.tokens <= detail::most_drafted - track.draft, "a draft has at most ",
                        detail::most_drafted, " tokens: layer ", layer, " holds ", track.draft,
                        " and cannot take ", k.tokens, " more");
@@ -94,7 +94,7 @@ public:
     /// draft would have given: pages, bytes, usage. Needs the memory of that append() while the draft is still held.
     void keep(std::span<const int> path) {
         int drafted = 0, fewest = detail::most_drafted;
-        for (const detail::layer_track& track : tracks_) {
+        for (const detail::page_table& track : tracks_) {
             drafted = detail::larger(drafted, track.draft);
             if (track.draft > 0) fewest = detail::smaller(fewest, track.draft);
         }
@@ -133,14 +133,15 @@ public:
     void trim(int n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ",
                        tokens());
-        for (const detail::layer_track& track : tracks_)
+        for (const detail::page_table& track : tracks_)
             detail::expect(n <= track.tokens - track.draft || n >= track.tokens || track.draft == 0,
                            "cannot trim to ", n, " tokens: the draft of a layer is tokens ",
                            track.tokens - track.draft, " to ", track.tokens, ", keep() a part of it");
         for (std::size_t layer = 0; layer < tracks_.size(); ++layer) {
-            detail::layer_track& track = tracks_[layer];
+            detail::page_table& track = tracks_[layer];
             if (n < track.tokens) track.drop_draft();
-            if (track.cut(n, geometry())) detail::repacker(*cache_, track, static_cast<int>(layer)).run(true);
+            if (track.trim(n, geometry()))
+                detail::repacker(*cache_, track, static_cast<int>(layer)).run(true);
         }
     }
 
@@ -177,7 +178,7 @@ public:
         std::size_t most = 0;
         for (int accepted = 1; accepted <= n; ++accepted) {
             std::size_t kept = 0;  // of all layers at once
-            for (const detail::layer_track& track : tracks_) {
+            for (const detail::page_table& track : tracks_) {
                 check_added(track, n);
                 check_no_draft(track);
                 kept += detail::chunk::needs_of(*cache_, track, accepted, detail::chunk_pages::at_once).taken;
@@ -194,7 +195,7 @@ public:
     /// codes, as one by more than `rollback` tokens does; pages that are quantized later have copies again. With fork(), which shares
     /// the pages, a sequence to save or send without copies. O(spans)
     void drop_copies() noexcept {
-        for (detail::layer_track& track : tracks_) track.drop_all_copies();
+        for (detail::page_table& track : tracks_) track.drop_all_copies();
     }
 
     /// A sequence with the same tokens that shares every page.
@@ -208,7 +209,7 @@ public:
     /// Tokens of the longest layer.
     [[nodiscard]] int tokens() const noexcept {
         int n = 0;
-        for (const detail::layer_track& track : tracks_) n = detail::larger(n, track.tokens);
+        for (const detail::page_table& track : tracks_) n = detail::larger(n, track.tokens);
         return n;
     }
 
@@ -268,8 +269,8 @@ public:
     [[nodiscard]] usage_report usage() const {
         usage_report u;
         u.workspace = scratch_.capacity() * sizeof(float);
-        u.bookkeeping = tracks_.capacity() * sizeof(detail::layer_track);
-        for (const detail::layer_track& track : tracks_) {
+        u.bookkeeping = tracks_.capacity() * sizeof(detail::page_table);
+        for (const detail::page_table& track : tracks_) {
             u.tokens = detail::larger(u.tokens, track.tokens);
             u.repacked += track.repacked;
             u.bookkeeping += track.spans.capacity() * sizeof(page_span);
@@ -296,7 +297,7 @@ public:
     /// The pages of one layer, as attention walks them. Valid until the sequence changes.
     [[nodiscard]] layer_pages pages(int layer) const {
         check_layer(layer);
-        const detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        const detail::page_table& track = tracks_[static_cast<std::size_t>(layer)];
         return {geometry(), track.tokens, track.spans.data(), track.size()};
     }
 
@@ -314,7 +315,7 @@ private:
     sequence(const sequence& other, int)
         : cache_(other.cache_), tracks_(memory()), scratch_(memory()), stock_(memory()) {
         tracks_.reserve(other.tracks_.size());
-        for (const detail::layer_track& track : other.tracks_) tracks_.emplace_back(track, memory());
+        for (const detail::page_table& track : other.tracks_) tracks_.emplace_back(track, memory());
         reserve_scratch();
     }
     void reserve_scratch() {
@@ -333,11 +334,11 @@ private:
         detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
                        " layers of the cache");
     }
-    void check_added(const detail::layer_track& track, int n) const {
+    void check_added(const detail::page_table& track, int n) const {
         detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
                        "a sequence of ", track.tokens, " tokens cannot take ", n, " more");
     }
-    static void check_no_draft(const detail::layer_track& track) {
+    static void check_no_draft(const detail::page_table& track) {
         detail::expect(track.draft == 0, "a layer holds a draft of ", track.draft,
                        " tokens: keep() a part of it first, or trim() to ", track.tokens - track.draft);
     }
@@ -366,7 +367,7 @@ private:
     void reserve_step(int n);
     std::size_t added_bytes(int n, detail::chunk_pages when) const {
         std::size_t held = 0, most = 0;
-        for (const detail::layer_track& track : tracks_) {
+        for (const detail::page_table& track : tracks_) {
             check_added(track, n);
             check_no_draft(track);
             if (n == 0) continue;
@@ -390,7 +391,7 @@ private:
     }
 
     cache* cache_;
-    resource_vector<detail::layer_track> tracks_;
+    resource_vector<detail::page_table> tracks_;
     resource_vector<float> scratch_;
     detail::page_stock stock_;             // of the next step, if it was reserved
     std::optional<detail::chunk> staged_;  // during cache::prefill
@@ -413,7 +414,7 @@ struct sequence_access {
     template <class Sequence>
     static auto& tracks(Sequence& s) {
         expect(!s.tracks_.empty(), "a sequence that was moved from has no layers");
-        for (const layer_track& track : s.tracks_) sequence::check_no_draft(track);
+        for (const page_table& track : s.tracks_) sequence::check_no_draft(track);
         return s.tracks_;
     }
     static kvq::cache& cache(const sequence& s) noexcept { return *s.cache_; }

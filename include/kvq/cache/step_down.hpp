@@ -87,69 +87,43 @@ public:
 
     step_down_report run(executor_view ex) {
         if (!policy_.tiers.empty() && !sequences_.empty()) {
-            by_age(ex);
-            by_budget(ex);
+            const auto down = [&](std::size_t tier, const change_range& range) {
+                return lower(tier, range, ex);
+            };
+            std::vector<int> ages, lengths;
+            std::vector<const page_table*> tables;
+            for (const tier& t : policy_.tiers) ages.push_back(t.age);
+            for (const sequence* s : sequences_) {
+                lengths.push_back(s->tokens());
+                for (const page_table& table : sequence_access::tracks(*s)) tables.push_back(&table);
+            }
+            step_down_by_age(ages, lengths, down);
+            step_down_by_budget(ages.size(), tables, report_.bytes_after, policy_.byte_budget, down);
         }
         report_.fits = report_.bytes_after <= policy_.byte_budget;
         return std::move(report_);
     }
 
 private:
-    /// Tokens [first, last) to tier `index`.
-    void lower(std::size_t index, int first, int last, const requantize_extent& extent, executor_view ex) {
-        if (first >= last) return;
+    /// Pages of a range to tier `index`. Returns the bytes in the pool.
+    std::size_t lower(std::size_t index, const change_range& range, executor_view ex) {
         requantize_request request;
         request.key = policy_.tiers[index].format.key;
         request.value = policy_.tiers[index].format.value;
         request.first_layer = policy_.first_layers_kept;
         request.last_layer = cache_.shape().layers - policy_.last_layers_kept;
-        request.first_token = first;
-        request.last_token = last;
+        request.first_token = range.first_token;
+        request.last_token = range.last_token;
         request.only_smaller = true;
         const requantize_report r =
-            requantizer(cache_, std::span<sequence* const>(sequences_), request, extent)
+            requantizer(cache_, std::span<sequence* const>(sequences_), request, range)
                 .run({}, ex.concurrency(), &ex, &space_);
         report_.bytes_peak = larger(report_.bytes_peak, r.bytes_peak);
         report_.bytes_after = r.bytes_after;
         if (r.pages > 0)
-            report_.steps.push_back({static_cast<int>(index), first, last, r.pages, r.bytes_after});
-    }
-
-    /// Narrowest first, so that no page is quantized twice.
-    void by_age(executor_view ex) {
-        std::vector<int> last(sequences_.size());
-        for (std::size_t index = policy_.tiers.size(); index-- > 0;) {
-            int longest = 0;
-            for (std::size_t s = 0; s < last.size(); ++s) {
-                last[s] = sequences_[s]->tokens() - policy_.tiers[index].age;
-                longest = larger(longest, last[s]);
-            }
-            lower(index, 0, longest, {.last_tokens = last}, ex);
-        }
-    }
-
-    /// Pages that would not be freed stay unchanged: a second version of them would only grow the pool.
-    void by_budget(executor_view ex) {
-        if (report_.bytes_after <= policy_.byte_budget) return;
-        struct extent_of_span {
-            int first, last;
-        };
-        std::vector<extent_of_span> spans;
-        for (const sequence* s : sequences_)
-            for (const layer_track& track : sequence_access::tracks(*s))
-                for (int i = 0; i < track.committed; ++i) {
-                    if (i == static_cast<int>(spans.size()))
-                        spans.push_back({track[i].first_token, track[i].end()});
-                    extent_of_span& e = spans[static_cast<std::size_t>(i)];
-                    e = {smaller(e.first, track[i].first_token), larger(e.last, track[i].end())};
-                }
-        for (std::size_t index = 1; index < policy_.tiers.size(); ++index)
-            for (std::size_t i = 0; i < spans.size(); ++i) {
-                if (report_.bytes_after <= policy_.byte_budget) return;
-                const auto span = static_cast<int>(i);
-                lower(index, spans[i].first, spans[i].last,
-                      {.only_freed = true, .first_span = span, .last_span = span + 1}, ex);
-            }
+            report_.steps.push_back(
+                {static_cast<int>(index), range.first_token, range.last_token, r.pages, r.bytes_after});
+        return r.bytes_after;
     }
 
     cache& cache_;

@@ -38,8 +38,7 @@ struct usage_row {
     const auto add = [&](int layer, tensor role) {
         const detail::format_table& table = of.table(role);
         std::vector<usage_row> formats(static_cast<std::size_t>(table.size()));
-        const detail::layer_track& track =
-            detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+        const detail::page_table& track = detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
         track.for_each_page(static_cast<std::size_t>(role), [&](const page& p, int shown) {
             usage_row& row = formats[static_cast<std::size_t>(p.format)];
             const format& f = table[p.format];

@@ -89,8 +89,8 @@ private:
 
     /// A layer of n tokens whose spans have no pages: the sinks, `offset` tokens of a page that was cut, then pages that begin at
     /// first_. Of the committed spans only the last one.
-    layer_track outline(const kind& k, int n) const {
-        layer_track track(of_.pool().memory(), k.targets[0], k.targets[1]);
+    page_table outline(const kind& k, int n) const {
+        page_table track(of_.pool().memory(), k.targets[0], k.targets[1]);
         track.tokens = n;
         const auto add = [&](int first, int end, int room, bool committed, bool sinks) {
             track.spans.push_back({first, end - first, room, {}, {}, 0, sinks});
@@ -107,7 +107,7 @@ private:
     }
 
     /// Bytes that a step from n to `after` tokens adds.
-    std::size_t stock(const std::vector<layer_track>& tracks, int added) {
+    std::size_t stock(const std::vector<page_table>& tracks, int added) {
         stock_.clear();
         for (std::size_t i = 0; i < kinds_.size(); ++i) {
             chunk::count_reserved(of_, tracks[i], added, stock_);
@@ -168,7 +168,7 @@ private:
         }
         if (afters.empty()) return 0;
         std::size_t most = 0;
-        std::vector<layer_track> tracks;
+        std::vector<page_table> tracks;
         const int last = afters.back();
         for (int before = bounded(std::int64_t{afters.front()} - use_.chunk); before < last; ++before) {
             if (!changes(before + 1)) continue;

@@ -131,7 +131,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     f.transient = 2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
     f.bookkeeping = detail::bounded_sum(
         f.bookkeeping,
-        detail::bounded_product(static_cast<std::size_t>(shape.layers), sizeof(detail::layer_track) + table));
+        detail::bounded_product(static_cast<std::size_t>(shape.layers), sizeof(detail::page_table) + table));
     f.workspace = static_cast<std::size_t>(of.options().page_tokens) *
                   static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
                   sizeof(float);

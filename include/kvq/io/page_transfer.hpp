@@ -48,7 +48,7 @@ template <byte_sink Sink>
 void send_pages(const sequence& s, int layer, Sink&& write, sent_pages& sent) {
     const cache& of = sequence_access::cache(s);
     const cache_shape& shape = of.shape();
-    const layer_track& track = sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+    const page_table& track = sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
     page_pool scratch(of.pool().memory());
     for (const tensor role : {tensor::key, tensor::value}) {
         const written_pages pages(of.window(), track, role, shape, scratch, sent.extents());
@@ -136,13 +136,13 @@ public:
                            " was received with keys of ", found[0].tokens, " tokens (", found[0].committed,
                            " pages committed) and values of ", found[1].tokens, " (", found[1].committed,
                            ")");
-            detail::layer_track& track = tracks[layer];
+            detail::page_table& track = tracks[layer];
             fill(track, layer);
             track.tokens = found[0].tokens;
             track.committed = found[0].committed;
             track.drop_copies(cache_.geometry(), cache_.options().rollback);
         }
-        for (detail::layer_track& track : tracks) {
+        for (detail::page_table& track : tracks) {
             if (says_all_)
                 track.find_rearranged();
             else
@@ -198,8 +198,8 @@ private:
         const page_span span{m.first_token, m.used, m.room == 0 ? capacity : m.room, {}, {}, m.skip,
                              m.sinks,       m.shift};
         const bool last = !span.full();  // check() looks for others behind it
-        detail::expect(detail::layer_track::is_possible(span, m.committed, last, g) &&
-                           detail::layer_track::may_have_memory(span, m.committed, m.tokens, g),
+        detail::expect(detail::page_table::is_possible(span, m.committed, last, g) &&
+                           detail::page_table::may_have_memory(span, m.committed, m.tokens, g),
                        detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ",
                        m.first_token, ", of which it shows ", m.used, ", does not belong to a cache with ",
                        g.sinks, " sinks and ", g.page_tokens, " tokens per page");
@@ -282,7 +282,7 @@ private:
         std::vector<page_span> held;
         for (const auto& [first, r] : received_[list]) {
             const auto fits = [&, &r = r](const page_ref& p) {
-                return detail::layer_track::may_have_memory(r.span, r.committed, p->tokens, g) &&
+                return detail::page_table::may_have_memory(r.span, r.committed, p->tokens, g) &&
                        (p->format == 0 || (r.committed && !r.span.sinks));
             };
             expected = detail::larger(expected, r.layer_tokens);
@@ -303,11 +303,11 @@ private:
         }
         for (const auto& [first, r] : received_[list])
             detail::expect(
-                detail::layer_track::is_possible(r.span, r.committed, r.span.end() == found.tokens, g), me,
+                detail::page_table::is_possible(r.span, r.committed, r.span.end() == found.tokens, g), me,
                 " was received with ", found.tokens, " tokens, of which ", r.span.tokens, " from ", first,
                 " on are in a page for ", r.span.room);
         detail::expect(
-            detail::layer_track::may_wait(held, static_cast<std::size_t>(found.committed), found.tokens, g),
+            detail::page_table::may_wait(held, static_cast<std::size_t>(found.committed), found.tokens, g),
             me, " was received with ", found.tokens, " tokens and ", found.committed,
             " committed pages, which is inconsistent");
         detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
@@ -316,7 +316,7 @@ private:
     }
 
     /// K and V have the same spans.
-    void fill(detail::layer_track& track, std::size_t layer) const {
+    void fill(detail::page_table& track, std::size_t layer) const {
         track.spans.reserve(detail::table_capacity(received_[2 * layer].size()));
         for (const auto& [first, r] : received_[2 * layer]) track.spans.push_back(r.span);
         for (std::size_t role = 0; role < 2; ++role) {

@@ -41,7 +41,7 @@ public:
         sequence s = cache_.new_sequence();
         for (int layer = 0; layer < cache_.shape().layers; ++layer) {
             if (same_layout_) {
-                layer_track& track = sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+                page_table& track = sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
                 track.spans.reserve(table_capacity(saved(layer).spans.size()));
                 track.spans.assign(saved(layer).spans.begin(), saved(layer).spans.end());
                 for (const tensor role : {tensor::key, tensor::value}) place(role, layer, track);
@@ -182,7 +182,7 @@ private:
     }
 
     /// Pages of a cache with the layout of the file: unchanged, or one by one in another format. Spans share the pages that they shared.
-    void place(tensor role, int layer, layer_track& track) {
+    void place(tensor role, int layer, page_table& track) {
         const auto at = static_cast<std::size_t>(role);
         const saved_table& from = saved(role, layer);
         int& target = track.targets[at];

@@ -57,16 +57,16 @@ public:
         const std::string header = write_safetensors_header(header_);
         sealed(header.data(), header.size());
         const auto numbers = [&](auto&& get) {
-            for (const layer_track& track : sequence_access::tracks(sequence_)) {
+            for (const page_table& track : sequence_access::tracks(sequence_)) {
                 const auto values = get(track);
                 sealed(values.data(), sizeof(values));
             }
         };
         using one = std::array<std::int32_t, 1>;
         using two = std::array<std::int32_t, 2>;
-        numbers([](const layer_track& t) { return one{t.tokens}; });
-        numbers([](const layer_track& t) { return one{t.committed}; });
-        numbers([](const layer_track& t) { return two{t.targets[0], t.targets[1]}; });
+        numbers([](const page_table& t) { return one{t.tokens}; });
+        numbers([](const page_table& t) { return one{t.committed}; });
+        numbers([](const page_table& t) { return two{t.targets[0], t.targets[1]}; });
         if (!spans_.empty()) sealed(spans_.data(), spans_.size() * sizeof(saved_span));
         if (!index_.empty()) sealed(index_.data(), index_.size() * sizeof(saved_page));
         const std::uint32_t checksum = seal.value();
@@ -119,7 +119,7 @@ private:
     void for_each_page(F&& f) {
         for (std::size_t layer = 0; layer < sequence_access::tracks(sequence_).size(); ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
-                const layer_track& track = sequence_access::tracks(sequence_)[layer];
+                const page_table& track = sequence_access::tracks(sequence_)[layer];
                 page_extents extents;
                 extents.add(track, role, cache_.geometry());
                 const written_pages pages(cache_.window(), track, role, cache_.shape(), scratch_, extents);

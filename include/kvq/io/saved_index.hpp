@@ -6,7 +6,7 @@
 
 #include <span>
 
-#include "../cache/layer_track.hpp"
+#include "../page/page_table.hpp"
 #include "saved_sequence.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
@@ -176,7 +176,7 @@ private:
             const page_span s = rows[static_cast<std::size_t>(i)].at(at);
             const bool sinks = rows[static_cast<std::size_t>(i)].sinks == 0 ||
                                (rows[static_cast<std::size_t>(i)].sinks == 1 && g.sinks > 0);
-            expect(sinks && layer_track::is_possible(s, i < layer.committed, i == count - 1, g) &&
+            expect(sinks && page_table::is_possible(s, i < layer.committed, i == count - 1, g) &&
                        s.tokens <= layer.tokens - at,
                    "layer ", l, " of the saved sequence shows ", s.tokens, " tokens in span ", i,
                    " from token ", at, " on, behind ", s.skip, " hidden ones, which has room for ",
@@ -187,7 +187,7 @@ private:
         expect(at == layer.tokens, "layer ", l, " of the saved sequence has ", layer.tokens,
                " tokens, its pages show ", at);
         const auto committed = static_cast<std::size_t>(layer.committed);
-        expect(layer_track::may_wait(layer.spans, committed, layer.tokens, g), "layer ", l,
+        expect(page_table::may_wait(layer.spans, committed, layer.tokens, g), "layer ", l,
                " of the saved sequence has ", layer.committed, " committed spans of ", count, " and ",
                layer.tokens, " tokens, by which span ", layer.committed, " is due");
     }
@@ -227,14 +227,14 @@ private:
                 table.copies, " copies and ", table.rows.size() - table.copies, " pages");
             const auto fits = [&](const saved_page& p) {
                 return p.tokens <= static_cast<std::uint32_t>(g.longest_page()) &&
-                       layer_track::may_have_memory(s, committed, static_cast<int>(p.tokens), g);
+                       page_table::may_have_memory(s, committed, static_cast<int>(p.tokens), g);
             };
             const saved_page& own = table.rows[static_cast<std::size_t>(row)];
             check_page(own, fits(own) && (own.format == 0 || (committed && !s.sinks)));
             if (copy < 0) continue;
             const saved_page& c = table.rows[static_cast<std::size_t>(copy)];
             check_page(c, fits(c) && c.format == 0 && committed &&
-                              layer_track::may_have_copies(s, layer.tokens, g, rollback));
+                              page_table::may_have_copies(s, layer.tokens, g, rollback));
         }
         // The span that a row names has its page.
         for (std::size_t i = 0; i < table.rows.size(); ++i)

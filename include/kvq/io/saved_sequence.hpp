@@ -15,7 +15,7 @@
 #include <array>
 #include <charconv>
 
-#include "../cache/layer_track.hpp"
+#include "../page/page_table.hpp"
 #include "../version.hpp"
 #include "page_kind.hpp"
 #include "safetensors.hpp"

@@ -11,8 +11,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../cache/layer_track.hpp"
 #include "../cache/window.hpp"
+#include "../page/page_table.hpp"
 #include "page_kind.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
@@ -25,7 +25,7 @@ public:
         int shown = 0, memory = 0;  // tokens
     };
 
-    void add(const layer_track& track, tensor role, const page_geometry& g) {
+    void add(const page_table& track, tensor role, const page_geometry& g) {
         const auto at = static_cast<std::size_t>(role);
         for (int i = 0; i < track.size(); ++i) {
             const page_span& s = track[i];
@@ -52,7 +52,7 @@ public:
     };
 
     /// scratch: for pages that are not written as they are; outlives this object.
-    written_pages(const format& window, const layer_track& track, tensor role, const cache_shape& shape,
+    written_pages(const format& window, const page_table& track, tensor role, const cache_shape& shape,
                   page_pool& scratch, const page_extents& extents) {
         const auto at = static_cast<std::size_t>(role);
         std::unordered_map<const page*, int> known;

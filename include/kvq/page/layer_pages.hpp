@@ -15,47 +15,9 @@
 #include <cstdint>
 
 #include "page.hpp"
+#include "page_geometry.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
-
-/// Division of tokens into pages in a layer without cuts.
-struct page_geometry {
-    /// 16-bit pages that are not full have memory for a multiple of 32 tokens, so that short sequences stay small.
-    static constexpr int window_step = 32;
-    /// Drafted tokens that may wait in a layer; they share a page.
-    static constexpr int most_drafted = 64;
-
-    int sinks = 0;
-    int recent = 0;
-    int page_tokens = 0;
-
-    /// The most tokens of a page: 16-bit pages of sinks and of drafts may be longer than the others.
-    constexpr int longest_page() const noexcept {
-        return detail::larger(detail::larger(page_tokens, sinks), most_drafted);
-    }
-    /// Number of pages (behind the sinks) of n tokens.
-    constexpr int pages(int n) const noexcept {
-        return n <= sinks ? 0 : detail::ceil_div(n - sinks, page_tokens);
-    }
-    /// Number of spans of n tokens: the pages, and the sinks.
-    constexpr int spans(int n) const noexcept { return pages(n) + (sinks > 0 && n > 0 ? 1 : 0); }
-    /// Number of committed pages of n tokens: pages that are whole and behind the recent window.
-    constexpr int committed(int n) const noexcept {
-        return n <= sinks + recent ? 0 : (n - sinks - recent) / page_tokens;
-    }
-    /// Number of tokens at which page i is committed.
-    constexpr int commit_at(int i) const noexcept { return sinks + (i + 1) * page_tokens + recent; }
-    constexpr int first_token(int i) const noexcept { return sinks + i * page_tokens; }
-    /// Capacity of the pages of a span.
-    constexpr int capacity(bool of_sinks) const noexcept { return of_sinks ? sinks : page_tokens; }
-
-    /// Tokens for which a new 16-bit page gets memory, if it holds `used` tokens and has room for `room`.
-    constexpr int window_tokens(int used, int room) const noexcept {
-        return static_cast<int>(detail::smaller(
-            static_cast<long long>(room),
-            detail::round_up(static_cast<long long>(used), static_cast<long long>(window_step))));
-    }
-};
 
 /// A run of tokens and the two pages that hold it.
 struct page_span {
@@ -71,7 +33,9 @@ struct page_span {
     int end() const noexcept { return first_token + tokens; }
     bool full() const noexcept { return skip + tokens == room; }
     /// Does the span hold the 16-bit values of tensor `role`?
-    bool has_window_page(std::size_t role) const noexcept { return pages[role]->format == 0 || copies[role]; }
+    bool has_window_page(std::size_t role) const noexcept {
+        return copies[role] || !pages[role] || pages[role]->format == 0;
+    }
 };
 
 /// The pages of one layer, as attention reads them. Valid until the sequence changes.

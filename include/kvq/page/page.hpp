@@ -2,6 +2,7 @@
 //
 //   page data = kv_heads blocks, one after the other (docs/reference/format.md); relocatable, no pointers inside
 //
+// A page of a cache on a GPU is a header without data: its owner knows by its number where the bytes of all layers lie.
 // Pages are shared by reference counting: forked sequences hold the same pages until one of them writes.
 // Thread safety: the pool and reference counts may be used from any thread; a page's contents are written only by a
 // sequence that holds its only reference. The byte budget is never exceeded, not even temporarily.
@@ -22,7 +23,17 @@
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
-class page_pool;
+struct page;
+
+/// Takes back a page that nobody refers to any more.
+class page_owner {
+public:
+    virtual void free(page* p) noexcept = 0;
+
+protected:
+    page_owner() = default;
+    ~page_owner() = default;
+};
 
 /// Header in front of a page's data. 64 bytes, so that the data starts on a cache line.
 struct alignas(64) page {
@@ -34,9 +45,10 @@ struct alignas(64) page {
     std::int32_t format = 0;  ///< index in the cache's list of formats; 0 is the 16-bit window
     std::int32_t tokens = 0;  ///< capacity
     std::size_t bytes = 0;    ///< bytes of data
-    page_pool* pool = nullptr;
+    page_owner* owner = nullptr;
     /// Behind the header; of a page in a page_list (cache/page_list.hpp) in memory of the caller.
     std::byte* memory = reinterpret_cast<std::byte*>(this + 1);
+    std::int32_t number = 0;  ///< of a page in the memory of a device (cuda/host/free_pages.hpp): which one
 
     std::byte* data() noexcept { return memory; }
     const std::byte* data() const noexcept { return memory; }
@@ -70,12 +82,15 @@ public:
     std::uint32_t references() const noexcept { return page_->references.load(std::memory_order_acquire); }
 
 private:
-    inline void release() noexcept;
+    void release() noexcept {
+        if (page_ && page_->references.fetch_sub(1, std::memory_order_acq_rel) == 1)
+            page_->owner->free(page_);
+    }
     page* page_ = nullptr;
 };
 
 /// Allocates pages from a memory resource within a byte budget and counts the bytes in use.
-class page_pool {
+class page_pool final : public page_owner {
 public:
     static constexpr std::size_t no_budget = (std::numeric_limits<std::size_t>::max)();
 
@@ -130,17 +145,16 @@ public:
     std::pmr::memory_resource* memory() const noexcept { return memory_; }
 
 private:
-    friend class page_ref;
     page_ref page_in(void* memory, std::size_t bytes, int format, int tokens) noexcept {
         page* const p = ::new (memory) page;
         p->format = format;
         p->tokens = tokens;
         p->bytes = bytes;
-        p->pool = this;
+        p->owner = this;
         pages_.fetch_add(1, std::memory_order_relaxed);
         return page_ref(p);
     }
-    void free(page* p) noexcept {
+    void free(page* p) noexcept override {
         const std::size_t total = allocation(p->bytes);
         p->~page();
         if (arena_)
@@ -157,9 +171,5 @@ private:
     std::atomic<std::size_t> in_use_{0};
     std::atomic<std::size_t> pages_{0};
 };
-
-inline void page_ref::release() noexcept {
-    if (page_ && page_->references.fetch_sub(1, std::memory_order_acq_rel) == 1) page_->pool->free(page_);
-}
 
 }}  // namespace kvq

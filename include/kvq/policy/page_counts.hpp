@@ -55,7 +55,7 @@ public:
 private:
     template <class Sequence, class F>
     static void for_each_page(const Sequence& s, F&& f) {
-        for (const layer_track& track : sequence_access::tracks(s))
+        for (const page_table& track : sequence_access::tracks(s))
             for (const page_span& span : track.spans)
                 for (int role = 0; role < 2; ++role) {
                     f(*span.pages[role]);

@@ -358,7 +358,7 @@ private:
     void quantize(sequence& s) {
         cache_->requantize(s, request());
         // 16-bit copies of quantized pages make short trims exact during decode. An entry does not need them.
-        for (detail::layer_track& track : detail::sequence_access::tracks(s))
+        for (detail::page_table& track : detail::sequence_access::tracks(s))
             for (page_span& span : track.spans)
                 for (page_ref& copy : span.copies) copy = page_ref{};
     }
@@ -373,8 +373,8 @@ private:
         };
         auto& tracks = detail::sequence_access::tracks(s);
         for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
-            detail::layer_track& mine = tracks[layer];
-            const detail::layer_track& theirs = detail::sequence_access::tracks(from)[layer];
+            detail::page_table& mine = tracks[layer];
+            const detail::page_table& theirs = detail::sequence_access::tracks(from)[layer];
             for (int i = 0; i < detail::smaller(mine.size(), theirs.size()); ++i) {
                 if (mine[i].end() > common || mine[i].first_token != theirs[i].first_token ||
                     mine[i].tokens != theirs[i].tokens || !mine[i].full())

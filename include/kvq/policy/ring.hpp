@@ -57,7 +57,7 @@ public:
         for (int layer = 1; layer < layers(); ++layer)
             detail::expect(sequence_.tokens(layer) == sequence_.tokens(0), "layer ", layer, " holds ",
                            sequence_.tokens(layer), " tokens but layer 0 ", sequence_.tokens(0));
-        for (const detail::layer_track& track : detail::sequence_access::tracks(sequence_))
+        for (const detail::page_table& track : detail::sequence_access::tracks(sequence_))
             detail::expect(g.sinks == 0 || track.size() == 0 ||
                                (track[0].sinks && track[0].skip == 0 &&
                                 (track.size() == 1 || track[0].tokens == g.sinks)),
@@ -183,9 +183,9 @@ private:
     int droppable() const {
         const auto& tracks = detail::sequence_access::tracks(sequence_);
         int shortest = (std::numeric_limits<int>::max)();
-        for (const detail::layer_track& track : tracks) shortest = detail::smaller(shortest, track.tokens);
+        for (const detail::page_table& track : tracks) shortest = detail::smaller(shortest, track.tokens);
         const int seen = shortest - options_.slack - options_.window + 1;
-        const auto begins = [](const detail::layer_track& track, int token) {
+        const auto begins = [](const detail::page_table& track, int token) {
             return std::any_of(track.spans.begin(), track.spans.end(),
                                [&](const page_span& span) { return span.first_token == token; });
         };
@@ -203,7 +203,7 @@ private:
 
     void drop(int tokens) noexcept {
         if (tokens == 0) return;
-        for (detail::layer_track& track : detail::sequence_access::tracks(sequence_)) {
+        for (detail::page_table& track : detail::sequence_access::tracks(sequence_)) {
             const int kept = sinks() > 0 ? 1 : 0;
             int end = kept;
             while (end < track.size() && track[end].first_token < sinks() + tokens) ++end;
@@ -212,7 +212,7 @@ private:
             track.tokens -= tokens;
             if (options_.sinks == sink_positions::in_cache && kept > 0) track[0].shift += tokens;
             track.committed = detail::larger(kept, track.committed - (end - kept));
-            track.first_copy = detail::larger(0, track.first_copy - (end - kept));
+            track.copies_from = detail::larger(0, track.copies_from - (end - kept));
         }
         dropped_ += tokens;
     }

@@ -156,11 +156,11 @@ struct transfer_access {
         r.head_dim = c.shape_.head_dim;
         r.value_dim = c.shape_.dim(tensor::value);
         r.type = static_cast<int>(c.format_.type);
-        r.page_tokens = c.rules_.page_tokens;
-        r.sinks = c.rules_.sinks;
-        r.recent = c.rules_.recent;
-        r.rollback = c.rules_.rollback;
-        r.ring = c.rules_.ring;
+        r.page_tokens = c.geometry_.page_tokens;
+        r.sinks = c.geometry_.sinks;
+        r.recent = c.geometry_.recent;
+        r.rollback = c.geometry_.rollback;
+        r.ring = c.geometry_.ring;
         std::memcpy(r.format, name.data(), name.size());
         return {};
     }
@@ -193,48 +193,42 @@ struct transfer_access {
             if (asked < 0) return bad_value("%.60s is not a format of the sending cache", r.format);
         }
         const sequence_pages& s = c.entry_of(id).pages;
-        const page_rules rules{r.sinks, r.recent, r.rollback, r.page_tokens, r.ring};
-        const int n = s.places(), pages = rules.pages(n),
-                  committed = kvq::detail::larger(s.committed(), rules.due(n));
+        const device_geometry g{{r.sinks, r.recent, r.page_tokens}, r.rollback, r.ring};
+        const int n = s.paged_tokens(g), pages = s.pages(), committed = s.committed_after(0, g);
         // 16-bit values that the receiver would have kept for its rollback, where the sender has them.
-        int first_copy = kvq::detail::larger(s.first_copy, pages - r.ring);
-        while (first_copy < committed && rules.first_place(first_copy + 1) + r.recent <= n - r.rollback)
-            ++first_copy;
+        int first_copy = kvq::detail::larger(s.first_in_window(), pages - r.ring);
+        while (first_copy < committed && g.commit_at(first_copy) <= n - r.rollback) ++first_copy;
         first_copy = kvq::detail::smaller(first_copy, committed);
 
         std::vector<entry> entries;
-        const auto in_window = [&](int page) {
-            return s.window[static_cast<std::size_t>(page % c.rules_.ring)];
-        };
         plan.formats.clear();
         for (int i = 0; i < committed; ++i) {
             const bool quantized = i < s.committed();
-            const held_page p =
-                quantized ? s.quantized[static_cast<std::size_t>(i)] : held_page{window_kind, in_window(i)};
-            const int wire = asked >= 0 ? asked : quantized ? p.format : s.target;
-            entries.push_back({p.format, p.number, wire, wire != p.format});
+            const int kind = quantized ? s.format_of(s[i]) : window_kind;
+            const int wire = asked >= 0 ? asked : quantized ? kind : s.target();
+            entries.push_back({kind, s.number_of(s[i]), wire, wire != kind});
             plan.formats.push_back(static_cast<std::int8_t>(wire));
         }
-        offer.cut_pages = s.cut_pages(rules);
-        for (int i = 0; i < s.cut_end; ++i) {
-            if (!s.hides_tokens(i, rules)) continue;
-            const held_page& p = s.quantized[static_cast<std::size_t>(i)];
-            const wire_cut cut{i, p.begin, p.end};
+        offer.cut_pages = s.cut_pages(g);
+        for (int i = 0; i < s.committed(); ++i) {
+            if (!s.is_cut(s[i], g)) continue;
+            const wire_cut cut{i, s[i].skip, s[i].skip + s[i].tokens};
             const auto* const bytes = reinterpret_cast<const std::int8_t*>(&cut);
             plan.formats.insert(plan.formats.end(), bytes, bytes + sizeof cut);
         }
-        for (int i = first_copy; i < pages; ++i) entries.push_back({window_kind, in_window(i), window_kind});
-        for (const int number : s.sinks) entries.push_back({sink_kind, number, sink_kind});
+        for (int i = first_copy; i < pages; ++i)
+            entries.push_back({window_kind, s.window_page(i)->number, window_kind});
+        for (const page_ref& p : s.sinks) entries.push_back({sink_kind, p->number, sink_kind});
 
-        offer.tokens = s.tokens;
+        offer.tokens = s.tokens();
         offer.committed = committed;
         offer.first_copy = first_copy;
-        offer.target = asked >= 0 ? asked : s.target;
+        offer.target = asked >= 0 ? asked : s.target();
         offer.bytes = 0;
         for (const entry& e : entries) offer.bytes += pool(c, e.wire).page_bytes();
         offer.bytes_as_is = 0;
-        for (const held_page& p : s.quantized) offer.bytes_as_is += pool(c, p.format).page_bytes();
-        for (int i = s.first_copy; i < pages; ++i) offer.bytes_as_is += c.window_.page_bytes();
+        for (int i = 0; i < s.committed(); ++i) offer.bytes_as_is += s[i].pages[0]->bytes;
+        for (int i = s.first_in_window(); i < pages; ++i) offer.bytes_as_is += c.window_.page_bytes();
         offer.bytes_as_is += s.sinks.size() * c.sinks_.page_bytes();
         for (std::size_t f = 0; f < c.format_.kinds.size(); ++f) {
             std::snprintf(offer.names[f], sizeof offer.names[f], "%s", c.format_.kinds[f].name.c_str());
@@ -251,36 +245,40 @@ struct transfer_access {
                                  plan_memory& memory, sequence_id& made, cudaStream_t stream) {
         if (offer.formats_checksum != host_checksum(plan.formats.data(), plan.formats.size()))
             return bad_value("the formats of %zu pages came damaged", plan.formats.size());
-        const page_rules& rules = c.rules_;
+        const device_geometry& g = c.geometry_;
         const auto committed = static_cast<std::size_t>(offer.committed);
         sequence_pages s;
-        s.tokens = offer.tokens;
-        s.first_copy = offer.first_copy;
-        s.quantized.assign(committed, held_page{-1, -1, 0, 0, rules.page_tokens});
-        for (int i = 0; i < offer.cut_pages; ++i) {
+        kvq::detail::page_table& table = s.table;
+        std::vector<wire_cut> shows(committed, {0, 0, g.page_tokens});
+        for (int i = 0, next = 0; i < offer.cut_pages; ++i) {
             wire_cut cut;
             std::memcpy(&cut, &plan.formats[committed + static_cast<std::size_t>(i) * sizeof cut],
                         sizeof cut);
-            if (cut.page < s.cut_end || cut.page >= offer.committed || cut.begin < 0 ||
-                cut.begin >= cut.end || cut.end > rules.page_tokens)
+            if (cut.page < next || cut.page >= offer.committed || cut.begin < 0 || cut.begin >= cut.end ||
+                cut.end > g.page_tokens)
                 return bad_value("page %d of %d shows its tokens %d to %d", cut.page, offer.committed,
                                  cut.begin, cut.end);
-            held_page& p = s.quantized[static_cast<std::size_t>(cut.page)];
-            p.begin = cut.begin;
-            p.end = cut.end;
-            s.hidden += rules.page_tokens - p.shown();
-            s.cut_end = cut.page + 1;
+            shows[static_cast<std::size_t>(cut.page)] = cut;
+            next = cut.page + 1;
         }
-        for (std::size_t i = 0; i < committed; ++i)
-            s.quantized[i].position =
-                i == 0 ? rules.sinks : s.quantized[i - 1].position + s.quantized[i - 1].shown();
-        const int pages = rules.pages(s.places()), sinks = rules.sink_pages(offer.tokens);
+        const auto add = [&](page_span span) {
+            table.tokens = span.end();
+            table.spans.push_back(std::move(span));
+        };
+        if (g.sinks > 0 && offer.tokens > 0) add(table.next_span(offer.tokens, g));
+        for (const wire_cut& cut : shows)
+            add({table.tokens, cut.end - cut.begin, g.page_tokens, {}, {}, cut.begin});
+        if (table.tokens > offer.tokens)
+            return bad_value("%d pages of %d tokens show %d", offer.committed, offer.tokens, table.tokens);
+        table.committed = s.sink_spans() != 0 && offer.tokens < g.sinks ? 0 : table.size();
+        while (table.tokens < offer.tokens) add(table.next_span(offer.tokens, g));
+        const int pages = s.pages(), sinks = g.sink_pages(offer.tokens);
         if (offer.tokens > c.options_.max_tokens || pages > c.columns_)
             return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
                              offer.tokens, pages, c.options_.max_tokens, c.options_.cut_pages);
-        if (pages - offer.first_copy > rules.ring || offer.first_copy > offer.committed)
+        if (pages - offer.first_copy > g.ring || offer.first_copy > offer.committed)
             return bad_value("%d pages from page %d on do not fit a window of %d pages", pages,
-                             offer.first_copy, rules.ring);
+                             offer.first_copy, g.ring);
         std::vector<int> local(page_kinds, -1);
         local[window_kind] = window_kind;
         local[sink_kind] = sink_kind;
@@ -295,37 +293,34 @@ struct transfer_access {
             return {};
         };
         if (status r = map(offer.target); !r) return r;
-        s.target = local[static_cast<std::size_t>(offer.target)];
+        s.set_target(local[static_cast<std::size_t>(offer.target)]);
         std::vector<int> wanted(c.quantized_.size(), 0);
         for (std::size_t i = 0; i < committed; ++i) {
             if (status r = map(plan.formats[i]); !r) return r;
-            const int f = local[static_cast<std::size_t>(plan.formats[i])];
-            s.quantized[i].format = f;
-            ++wanted[static_cast<std::size_t>(f)];
+            ++wanted[static_cast<std::size_t>(local[static_cast<std::size_t>(plan.formats[i])])];
         }
         const bool grows = c.options_.growing;
         for (std::size_t f = 0; f < wanted.size(); ++f)
             if (status r = c.quantized_[f].ensure(wanted[f], grows, stream); !r) return r;
-        if (status r = c.window_.ensure(pages - s.first_copy, grows, stream); !r) return r;
+        if (status r = c.window_.ensure(pages - offer.first_copy, grows, stream); !r) return r;
         if (status r = c.sinks_.ensure(sinks, grows, stream); !r) return r;
         const sequence_id id = c.new_sequence();
-        s.window.assign(static_cast<std::size_t>(rules.ring), -1);
         std::vector<entry> entries;
-        for (std::size_t i = 0; i < s.quantized.size(); ++i) {
-            held_page& p = s.quantized[i];
-            p.number = c.quantized_[static_cast<std::size_t>(p.format)].numbers.take();
-            entries.push_back({p.format, p.number, plan.formats[i]});
+        const auto take = [&](page_ref& p, int kind, int wire) {
+            p = pool(c, kind).pages().take();
+            entries.push_back({kind, p->number, wire});
+        };
+        for (std::size_t i = 0; i < committed; ++i)
+            take(table[static_cast<int>(i) + s.sink_spans()].pages[0],
+                 local[static_cast<std::size_t>(plan.formats[i])], plan.formats[i]);
+        for (int i = offer.first_copy; i < pages; ++i) {
+            page_span& span = table[i + s.sink_spans()];
+            take(i < offer.committed ? span.copies[0] : span.pages[0], window_kind, window_kind);
         }
-        for (int i = s.first_copy; i < pages; ++i) {
-            int& number = s.window[static_cast<std::size_t>(i % rules.ring)];
-            number = c.window_.numbers.take();
-            entries.push_back({window_kind, number, window_kind});
-        }
-        for (int i = 0; i < sinks; ++i) {
-            s.sinks.push_back(c.sinks_.numbers.take());
-            entries.push_back({sink_kind, s.sinks.back(), sink_kind});
-        }
-        c.entry_of(id).pages = s;
+        for (int i = 0; i < sinks; ++i) take(s.sinks.emplace_back(), sink_kind, sink_kind);
+        table.copies_from = kvq::detail::smaller(table.committed, offer.first_copy + s.sink_spans());
+        table.find_rearranged();
+        c.entry_of(id).pages = std::move(s);
         const status result = lay_out(c, entries, local, plan, memory, stream);
         if (result)
             made = id;

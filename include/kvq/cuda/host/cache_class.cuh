@@ -1,6 +1,6 @@
 // The class of a cache that owns its pages; what it promises: cache.cuh. Its members are in cache_open, cache_step and cache_pages.cuh.
 //
-// Device words: lengths (in places), committed pages, extents of formats, tables, what pages show, lists of pages to quantize. The host has a copy of all but the lists,
+// Device words: paged lengths, committed pages, extents of formats, tables, what pages show, lists of pages to quantize. The host has a copy of all but the lists,
 // and sends words that change. Row b of a table is that of the step's sequence b; it stays while the same sequence stands there.
 #pragma once
 
@@ -42,7 +42,7 @@ public:
     status free(sequence_id id);
     /// Tokens of a sequence, drafted ones included; 0 for one that is not there.
     int tokens(sequence_id id) const noexcept {
-        return is_here(id) ? entry_of(id).pages.tokens + entry_of(id).pages.drafted : 0;
+        return is_here(id) ? entry_of(id).pages.tokens() + entry_of(id).pages.drafted : 0;
     }
 
     /// Every sequence of the batch gets new_tokens tokens more, in all layers: append() writes them. 0: attend() only. A sequence_id{} is a
@@ -206,7 +206,7 @@ private:
     }
     /// Two words a page (page_cuts::shown).
     int shown_at(int b) const noexcept { return table_at(kinds(), false, 0) + 2 * b * columns_; }
-    int window_at(int b) const noexcept { return shown_at(options_.max_batch) + b * rules_.ring; }
+    int window_at(int b) const noexcept { return shown_at(options_.max_batch) + b * geometry_.ring; }
     int sinks_at(int b) const noexcept { return window_at(options_.max_batch) + b * sink_columns_; }
     int list_at(bool to) const noexcept { return sinks_at(options_.max_batch) + (to ? columns_ : 0); }
     int counts_at(int b) const noexcept { return list_at(false) + 2 * columns_ + b; }
@@ -278,8 +278,8 @@ private:
         return b.key_block <= a.key_block && b.value_block <= a.value_block &&
                b.key_block + b.value_block < a.key_block + a.value_block;
     }
-    status requantize_pages(std::span<const sequence_id> ids, std::span<const detail::held_page> pages,
-                            int format, cudaStream_t stream);
+    status requantize_pages(std::span<const sequence_id> ids, std::span<const page* const> pages, int format,
+                            cudaStream_t stream);
     detail::layer_view view(int layer) const noexcept;
     /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide them.
     detail::layer_view view_before_prompt(int layer) const noexcept;
@@ -287,16 +287,16 @@ private:
     struct page_pools {
         cache& of;
         detail::free_pages& quantized(int format) const noexcept {
-            return of.quantized_[static_cast<std::size_t>(format)].numbers;
+            return of.quantized_[static_cast<std::size_t>(format)].pages();
         }
-        detail::free_pages& window() const noexcept { return of.window_.numbers; }
-        detail::free_pages& sinks() const noexcept { return of.sinks_.numbers; }
+        detail::free_pages& window() const noexcept { return of.window_.pages(); }
+        detail::free_pages& sinks() const noexcept { return of.sinks_.pages(); }
     };
 
     cache_shape shape_;
     cache_options options_;
     device_format format_;
-    detail::page_rules rules_;
+    detail::device_geometry geometry_;
     int columns_ = 0, sink_columns_ = 0;
     std::vector<detail::device_pages> quantized_;  // by format
     std::vector<device_keys> keys_;

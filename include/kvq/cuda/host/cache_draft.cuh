@@ -20,7 +20,7 @@ inline status cache::check_no_draft(std::span<const sequence_id> ids) const {
         if (s.drafted > 0)
             return detail::bad_value(
                 "sequence %d holds a draft of %d tokens: keep() a part of it first, or trim() to %d",
-                id.index, s.drafted, s.tokens);
+                id.index, s.drafted, s.tokens());
     }
     return {};
 }
@@ -47,9 +47,9 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
     for (const sequence_id id : batch) {
         if (id == sequence_id{}) continue;
         const detail::sequence_pages& s = entry_of(id).pages;
-        const int after = s.places() + drafted + new_tokens;
-        window += s.missing_columns(after, rules_);
-        sinks += kvq::detail::larger(0, rules_.sink_pages(after) - static_cast<int>(s.sinks.size()));
+        window += s.missing_draft_pages(new_tokens, geometry_);
+        sinks += kvq::detail::larger(
+            0, geometry_.sink_pages(s.tokens() + drafted + new_tokens) - static_cast<int>(s.sinks.size()));
     }
     if (status s = window_.ensure(window, options_.growing, stream); !s) return s;
     if (status s = sinks_.ensure(sinks, options_.growing, stream); !s) return s;
@@ -77,8 +77,8 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
         }
         const auto count = static_cast<int>(paths[b].size());
         most = kvq::detail::larger(most, count);
-        quantized[static_cast<std::size_t>(s.target)] +=
-            s.committed_at(s.places() + count, rules_) - s.committed();
+        quantized[static_cast<std::size_t>(s.target())] +=
+            s.committed_after(count, geometry_) - s.committed();
     }
     for (std::size_t f = 0; f < quantized.size(); ++f)
         if (status s = quantized_[f].ensure(quantized[f], options_.growing, stream); !s) return s;
@@ -100,7 +100,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
         const detail::pool_memory& window = window_.memory();
         result = format_.functions->keep(
             {window, options_.sinks > 0 ? sinks_.memory() : window, words + window_at(0), words + sinks_at(0),
-             words + tokens_at(0), words + counts_at(0), words + path_at(0), rules_.ring, sink_columns_,
+             words + tokens_at(0), words + counts_at(0), words + path_at(0), geometry_.ring, sink_columns_,
              options_.sinks, shape_.kv_heads, options_.draft_tokens},
             step_.rows, shape_.layers, stream);
         for (int f = 0; f < kinds() && result; ++f)
@@ -110,7 +110,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
     }
     for (const sequence_id id : batch) {
         entry& e = entry_of(id);
-        e.pages.release_unused(rules_, page_pools{*this});
+        e.pages.release_unused(geometry_);
         e.version = ++versions_;
     }
     return result;

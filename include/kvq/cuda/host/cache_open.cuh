@@ -84,30 +84,40 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
     };
     shape_ = shape;
     options_ = options;
-    rules_ = {options.sinks, options.recent, options.rollback, options.page_tokens,
-              kvq::detail::larger(window_columns(options.recent + options.rollback + options.draft_tokens,
-                                                 options.page_tokens, 0),
-                                  window_columns(options.recent, options.page_tokens, options.step_tokens))};
-    columns_ = kvq::detail::larger(1, rules_.pages(options.max_tokens));
+    geometry_ = {
+        {options.sinks, options.recent, options.page_tokens},
+        options.rollback,
+        kvq::detail::larger(
+            window_columns(options.recent + options.rollback + options.draft_tokens, options.page_tokens, 0),
+            window_columns(options.recent, options.page_tokens, options.step_tokens))};
+    columns_ = kvq::detail::larger(1, geometry_.pages(options.max_tokens));
     columns_ += kvq::detail::smaller(options.cut_pages, detail::most_tokens / options.page_tokens - columns_);
-    sink_columns_ = kvq::detail::larger(1, rules_.sink_pages(options.sinks));
+    sink_columns_ = kvq::detail::larger(1, geometry_.sink_pages(options.sinks));
     const long long words =
         static_cast<long long>(options.max_batch) * (5 + 2 * kinds() + (2LL * kinds() + 2) * columns_ +
-                                                     rules_.ring + sink_columns_ + options.draft_tokens) +
+                                                     geometry_.ring + sink_columns_ + options.draft_tokens) +
         2LL * columns_ + shape.layers + prompt_words;
     if (words > 1 << 30)
         return undo(detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
                                       options.max_tokens));
+    const int sink_pages = geometry_.sink_pages(options.sinks),
+              most = (std::numeric_limits<int>::max)() / kvq::detail::larger(geometry_.ring, sink_pages);
+    if (options.pool_sequences > most)
+        return undo(detail::bad_value(
+            "pool_sequences is %d, but must be at most %d: each takes %d pages for its recent tokens and %d "
+            "for sinks",
+            options.pool_sequences, most, geometry_.ring, sink_pages));
     const auto heads = static_cast<std::size_t>(shape.kv_heads);
     quantized_.resize(format_.kinds.size());
     keys_.resize(format_.kinds.size());
     for (std::size_t i = 0; i < quantized_.size(); ++i)
-        quantized_[i].open(options.memory, format_.kinds[i].name, shape.layers,
-                           format_.kinds[i].key_block * heads, format_.kinds[i].value_block * heads);
-    window_.open(options.memory, "the window", shape.layers, format_.window_block[0] * heads,
-                 format_.window_block[1] * heads);
-    sinks_.open(options.memory, "sinks", shape.layers, format_.sink_block[0] * heads,
-                format_.sink_block[1] * heads);
+        quantized_[i].open(options.memory, format_.kinds[i].name, static_cast<int>(i) + 1,
+                           options.page_tokens, shape.layers, format_.kinds[i].key_block * heads,
+                           format_.kinds[i].value_block * heads);
+    window_.open(options.memory, "the window", 0, options.page_tokens, shape.layers,
+                 format_.window_block[0] * heads, format_.window_block[1] * heads);
+    sinks_.open(options.memory, "sinks", 0, detail::device_geometry::sink_page_tokens, shape.layers,
+                format_.sink_block[0] * heads, format_.sink_block[1] * heads);
     if (status s =
             words_.allocate(options.memory, static_cast<std::size_t>(words) * sizeof(int), "tables", stream);
         !s)
@@ -122,9 +132,8 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
             quantized_[first].grow(kvq::detail::ceil_div(options.pool_tokens, options.page_tokens), stream);
         !s)
         return undo(s);
-    if (status s = window_.grow(options.pool_sequences * rules_.ring, stream); !s) return undo(s);
-    if (status s = sinks_.grow(options.pool_sequences * rules_.sink_pages(options.sinks), stream); !s)
-        return undo(s);
+    if (status s = window_.grow(options.pool_sequences * geometry_.ring, stream); !s) return undo(s);
+    if (status s = sinks_.grow(options.pool_sequences * sink_pages, stream); !s) return undo(s);
     mirror_.resize(static_cast<std::size_t>(list_at(false)));
     rows_.resize(static_cast<std::size_t>(options.max_batch));
     step_ = {};
@@ -141,7 +150,7 @@ inline status cache::calibrate(std::string_view format, const calibration& stati
         return detail::bad_value(
             "statistics of %d layers, %d kv heads and head_dim %d, but the cache has %d, %d, %d", s.layers,
             s.kv_heads, s.head_dim, shape_.layers, shape_.kv_heads, shape_.head_dim);
-    if (quantized_[static_cast<std::size_t>(f)].numbers.used() > 0)
+    if (quantized_[static_cast<std::size_t>(f)].pages().used() > 0)
         return detail::bad_value("pages of %.60s are in use; statistics come before the first page",
                                  std::string(format).c_str());
     const detail::key_state made = format_.functions->make_keys(f, statistics);
@@ -216,7 +225,7 @@ inline detail::layer_view cache::view(int layer) const noexcept {
               options_.page_tokens,  options_.sinks};
     v.sequences = step_.rows;
     v.columns = columns_;
-    v.ring = rules_.ring;
+    v.ring = geometry_.ring;
     v.sink_columns = sink_columns_;
     v.kv_heads = shape_.kv_heads;
     v.first_token = options_.sinks;
@@ -236,7 +245,7 @@ inline detail::layer_view cache::view_before_prompt(int layer) const noexcept {
 inline usage_report cache::usage() const {
     usage_report u;
     const auto count = [&](const detail::device_pages& p) {
-        const auto used = static_cast<std::size_t>(p.numbers.used()) * p.page_bytes();
+        const auto used = static_cast<std::size_t>(p.pages().used()) * p.page_bytes();
         u.free += p.allocated() - used;
         u.bytes += p.allocated();
         return used;
@@ -266,9 +275,9 @@ inline std::size_t cache::bytes(sequence_id id) const noexcept {
     if (!is_here(id)) return 0;
     const detail::sequence_pages& s = entry_of(id).pages;
     std::size_t sum = s.sinks.size() * sinks_.page_bytes();
-    for (const int number : s.window) sum += number >= 0 ? window_.page_bytes() : 0;
-    for (const detail::held_page& p : s.quantized)
-        sum += quantized_[static_cast<std::size_t>(p.format)].page_bytes();
+    sum += (s.ahead.size() + s.leaving.size()) * window_.page_bytes();
+    for (const page_span& span : s.table.spans)
+        for (const page_ref* const p : {&span.pages[0], &span.copies[0]}) sum += *p ? (*p)->bytes : 0;
     return sum;
 }
 

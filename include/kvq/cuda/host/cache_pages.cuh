@@ -21,9 +21,7 @@ inline sequence_id cache::new_sequence() {
     }
     const int index = unused_.back();
     entry& e = entries_[static_cast<std::size_t>(index)];
-    e.pages = {};
-    e.pages.window.assign(static_cast<std::size_t>(rules_.ring), -1);
-    e.pages.target = target_;
+    e.pages.set_target(target_);
     unused_.pop_back();
     e.alive = true;
     e.version = ++versions_;
@@ -33,7 +31,7 @@ inline sequence_id cache::new_sequence() {
 inline status cache::free(sequence_id id) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
-    e.pages.free(rules_, page_pools{*this});
+    e.pages = {};
     e.alive = false;
     unused_.push_back(id.index);
     step_.begun = false;
@@ -44,20 +42,20 @@ inline status cache::trim(sequence_id id, int n) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
     detail::sequence_pages& s = e.pages;
-    if (n < 0 || n > s.tokens + s.drafted)
-        return detail::bad_value("cannot trim to %d tokens: sequence %d holds %d", n, id.index,
-                                 s.tokens + s.drafted);
-    if (n == s.tokens + s.drafted) return {};
-    if (n > s.tokens)
+    const int held = s.tokens() + s.drafted;
+    if (n < 0 || n > held)
+        return detail::bad_value("cannot trim to %d tokens: sequence %d holds %d", n, id.index, held);
+    if (n == held) return {};
+    if (n > s.tokens())
         return detail::bad_value("cannot trim to %d: tokens %d to %d are a draft, keep() a part of it", n,
-                                 s.tokens, s.tokens + s.drafted);
+                                 s.tokens(), held);
     if (step_.begun && step_.id == id && step_.missing_layers > 0 &&
-        s.behind_trim(n, rules_).committed > step_.committed_before)
+        s.committed_after_trim(n, geometry_) > step_.committed_before)
         return detail::bad_value(
             "cannot trim to %d: %d layers lack the prompt that has begun and have not quantized that token's "
             "page; trim to at most %d, or append the prompt to them first",
-            n, step_.missing_layers, s.quantized[static_cast<std::size_t>(step_.committed_before)].position);
-    s.trim(n, rules_, page_pools{*this});
+            n, step_.missing_layers, s[step_.committed_before].first_token);
+    s.trim(n, geometry_);
     e.version = ++versions_;
     step_.begun = false;
     return {};
@@ -65,35 +63,38 @@ inline status cache::trim(sequence_id id, int n) {
 
 inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream) {
     if (status s = check_here(id); !s) return s;
-    int window = 0;
-    for (const int number : entry_of(id).pages.window) window += number >= 0;
+    const auto in_16_bit = [](const page_ref& p) { return p && p->format == 0; };
+    int window = static_cast<int>(entry_of(id).pages.ahead.size());
+    for (const page_span& span : entry_of(id).pages.table.spans)
+        window += in_16_bit(span.pages[0]) + in_16_bit(span.copies[0]);
     if (status s = window_.ensure(window, options_.growing, stream); !s) return s;
     if (status s = sinks_.ensure(static_cast<int>(entry_of(id).pages.sinks.size()), options_.growing, stream);
         !s)
         return s;
     const sequence_id made = new_sequence();
     detail::sequence_pages& s = entry_of(made).pages;
-    const detail::sequence_pages& from = entry_of(id).pages;
-    s = from;
-    for (const detail::held_page& p : s.quantized)
-        quantized_[static_cast<std::size_t>(p.format)].numbers.share(p.number);
+    s = entry_of(id).pages;
+    s.leaving.clear();
     status result;
-    const auto copy_all = [&](detail::device_pages& pool, std::vector<int>& numbers) {
-        detail::page_copies copies;
-        const auto launch = [&] {
-            if (result) result = detail::copy_pages(copies, pool.memory(), shape_.layers, stream);
-            copies.count = 0;
-        };
-        for (int& number : numbers) {
-            if (number < 0) continue;
-            copies.from[copies.count] = number;
-            copies.to[copies.count++] = number = pool.numbers.take();
-            if (copies.count == detail::page_copies::room) launch();
-        }
-        launch();
+    detail::page_copies copies;
+    const auto launch = [&](const detail::device_pages& pool) {
+        if (result && copies.count > 0)
+            result = detail::copy_pages(copies, pool.memory(), shape_.layers, stream);
+        copies.count = 0;
     };
-    copy_all(window_, s.window);
-    copy_all(sinks_, s.sinks);
+    const auto copy_page = [&](page_ref& p, const detail::device_pages& pool) {
+        copies.from[copies.count] = p->number;
+        p = pool.pages().take();
+        copies.to[copies.count++] = p->number;
+        if (copies.count == detail::page_copies::room) launch(pool);
+    };
+    for (page_span& span : s.table.spans)
+        for (page_ref* const p : {&span.pages[0], &span.copies[0]})
+            if (in_16_bit(*p)) copy_page(*p, window_);
+    for (page_ref& p : s.ahead) copy_page(p, window_);
+    launch(window_);
+    for (page_ref& p : s.sinks) copy_page(p, sinks_);
+    launch(sinks_);
     if (!result) {
         (void)free(made);
         return result;
@@ -103,87 +104,81 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
 }
 
 /// These pages get the format, once each, in whichever of the sequences they are.
-inline status cache::requantize_pages(std::span<const sequence_id> ids,
-                                      std::span<const detail::held_page> pages, int format,
-                                      cudaStream_t stream) {
+inline status cache::requantize_pages(std::span<const sequence_id> ids, std::span<const page* const> pages,
+                                      int format, cudaStream_t stream) {
     struct job {
-        detail::held_page from;
-        int to;
+        const page* from;
+        page_ref to;
     };
-    const auto before = [](const detail::held_page& a, const detail::held_page& b) {
-        return a.format != b.format ? a.format < b.format : a.number < b.number;
+    const auto before = [](const page* a, const page* b) {
+        return a->format != b->format ? a->format < b->format : a->number < b->number;
     };
-    detail::device_pages& pool = quantized_[static_cast<std::size_t>(format)];
+    const detail::device_pages& pool = quantized_[static_cast<std::size_t>(format)];
     std::vector<job> jobs;
-    for (const detail::held_page& p : pages) jobs.push_back({p, -1});
+    for (const page* const p : pages) jobs.push_back({p, {}});
     // A page that several sequences hold is one job.
     std::sort(jobs.begin(), jobs.end(), [&](const job& a, const job& b) { return before(a.from, b.from); });
-    jobs.erase(std::unique(jobs.begin(), jobs.end(),
-                           [&](const job& a, const job& b) { return !before(a.from, b.from); }),
-               jobs.end());
-    if (status s = pool.ensure(static_cast<int>(jobs.size()), options_.growing, stream); !s) return s;
+    jobs.erase(
+        std::unique(jobs.begin(), jobs.end(), [](const job& a, const job& b) { return a.from == b.from; }),
+        jobs.end());
+    if (status s = quantized_[static_cast<std::size_t>(format)].ensure(static_cast<int>(jobs.size()),
+                                                                       options_.growing, stream);
+        !s)
+        return s;
     if (jobs.empty()) return {};
     step_.begun = false;
-    for (job& j : jobs) j.to = pool.numbers.take();
+    for (job& j : jobs) j.to = pool.pages().take();
     status result;
     detail::word_writer to(words_.as<int>(), stream);
     for (std::size_t first = 0, end; first < jobs.size() && result; first = end) {
-        const int from = jobs[first].from.format;
+        const int from = jobs[first].from->format;
         for (end = first; end < jobs.size() && end - first < static_cast<std::size_t>(columns_) &&
-                          jobs[end].from.format == from;)
+                          jobs[end].from->format == from;)
             ++end;
         const int count = static_cast<int>(end - first);
         for (int i = 0; i < count; ++i)
-            to.put(list_at(false) + i, jobs[first + static_cast<std::size_t>(i)].from.number);
+            to.put(list_at(false) + i, jobs[first + static_cast<std::size_t>(i)].from->number);
         for (int i = 0; i < count; ++i)
-            to.put(list_at(true) + i, jobs[first + static_cast<std::size_t>(i)].to);
+            to.put(list_at(true) + i, jobs[first + static_cast<std::size_t>(i)].to->number);
         result = to.flush();
         const int* const words = words_.as<int>();
         for (int layer = 0; layer < shape_.layers && result; ++layer) {
             const detail::layer_view l = view(layer);
-            result = format_.functions->requantize(l, from, l.window, format, words + list_at(false),
+            result = format_.functions->requantize(l, from - 1, l.window, format, words + list_at(false),
                                                    words + list_at(true), count, stream);
         }
     }
-    if (!result) {
-        for (const job& j : jobs) pool.numbers.release(j.to);
-        return result;
-    }
+    if (!result) return result;
     for (const sequence_id id : ids) {
         entry& e = entry_of(id);
-        for (detail::held_page& p : e.pages.quantized) {
-            const auto found =
-                std::lower_bound(jobs.begin(), jobs.end(), p,
-                                 [&](const job& j, const detail::held_page& x) { return before(j.from, x); });
-            if (found == jobs.end() || before(p, found->from)) continue;
-            pool.numbers.share(found->to);
-            quantized_[static_cast<std::size_t>(p.format)].numbers.release(p.number);
-            p.format = format;
-            p.number = found->to;
+        for (page_span& span : e.pages.table.spans) {
+            const auto found = std::find_if(jobs.begin(), jobs.end(),
+                                            [&](const job& j) { return j.from == span.pages[0].get(); });
+            if (found == jobs.end()) continue;
+            span.pages[0] = found->to;
             e.version = ++versions_;
         }
     }
-    for (const job& j : jobs) pool.numbers.release(j.to);  // the holder that take() had counted
     return {};
 }
 
 /// last_tokens: of every sequence, instead of the request's.
 inline status cache::requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
                                       std::span<const int> last_tokens, int format, cudaStream_t stream) {
-    std::vector<detail::held_page> pages;
+    std::vector<const page*> pages;
     for (std::size_t i = 0; i < ids.size(); ++i) {
         const detail::sequence_pages& s = entry_of(ids[i]).pages;
         const int last = last_tokens.empty() ? request.last_token : last_tokens[i];
         for (int page = 0; page < s.committed(); ++page) {
-            const detail::held_page p = s.quantized[static_cast<std::size_t>(page)];
-            if (p.format != format && p.position >= request.first_token && p.position + p.shown() <= last &&
-                (!request.only_smaller || shrinks(p.format, format)))
-                pages.push_back(p);
+            const page_span& p = s[page];
+            if (s.format_of(p) != format && p.first_token >= request.first_token && p.end() <= last &&
+                (!request.only_smaller || shrinks(s.format_of(p), format)))
+                pages.push_back(p.pages[0].get());
         }
     }
     if (status s = requantize_pages(ids, pages, format, stream); !s) return s;
     if (request.new_pages)
-        for (const sequence_id id : ids) entry_of(id).pages.target = format;
+        for (const sequence_id id : ids) entry_of(id).pages.set_target(format);
     return {};
 }
 
@@ -229,30 +224,27 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     for (std::size_t t = 1; t < tiers.size() && in_use > byte_budget; ++t) {
         const int format = format_.find(tiers[t].format);
         const std::size_t size = quantized_[static_cast<std::size_t>(format)].page_bytes();
-        std::vector<detail::held_page> pages;
+        std::vector<const page*> pages;
         int most = 0;
         for (const sequence_id id : ids) most = kvq::detail::larger(most, entry_of(id).pages.committed());
         for (int page = 0; page < most && in_use > byte_budget; ++page)
             for (const sequence_id id : ids) {
                 const detail::sequence_pages& s = entry_of(id).pages;
                 if (page >= s.committed()) continue;
-                const detail::held_page p = s.quantized[static_cast<std::size_t>(page)];
-                if (p.format == format || !shrinks(p.format, format)) continue;
-                // A page that is shared lies at the same place in all of its sequences. Its first holder takes it for all.
-                int holders = 0;
+                const kvq::page* const p = s[page].pages[0].get();
+                if (p->format == format + 1 || !shrinks(p->format - 1, format)) continue;
+                // A page that is shared lies at the same index in all of its sequences. Its first holder takes it for all.
+                std::uint32_t holders = 0;
                 bool first = true;
                 for (const sequence_id other : ids) {
                     const detail::sequence_pages& o = entry_of(other).pages;
-                    const bool holds = page < o.committed() &&
-                                       o.quantized[static_cast<std::size_t>(page)].format == p.format &&
-                                       o.quantized[static_cast<std::size_t>(page)].number == p.number;
+                    const bool holds = page < o.committed() && o[page].pages[0].get() == p;
                     if (holds && holders == 0) first = other == id;
                     holders += holds;
                 }
-                const detail::device_pages& pool = quantized_[static_cast<std::size_t>(p.format)];
-                if (!first || holders < pool.numbers.holders(p.number)) continue;
+                if (!first || holders < p->references) continue;
                 pages.push_back(p);
-                in_use -= pool.page_bytes() - size;
+                in_use -= p->bytes - size;
             }
         if (status s = requantize_pages(ids, pages, format, stream); !s) return s;
     }

@@ -36,11 +36,11 @@ inline status cache::check_growth(sequence_id id, int new_tokens) const {
         return detail::bad_value("sequence %d holds %d tokens and cannot take %d more: max_tokens is %d",
                                  id.index, held, new_tokens, options_.max_tokens);
     const detail::sequence_pages& s = entry_of(id).pages;
-    if (new_tokens > options_.sinks + columns_ * options_.page_tokens - s.places() - s.drafted)
+    if (new_tokens > geometry_.first_token(columns_) - s.paged_tokens(geometry_) - s.drafted)
         return detail::bad_value(
             "sequence %d holds %d tokens and %d pages that trims have cut, and cannot take %d tokens more: "
             "max_tokens is %d and cut_pages %d",
-            id.index, held, s.cut_pages(rules_), new_tokens, options_.max_tokens, options_.cut_pages);
+            id.index, held, s.cut_pages(geometry_), new_tokens, options_.max_tokens, options_.cut_pages);
     return {};
 }
 
@@ -50,10 +50,10 @@ inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_to
     for (const sequence_id id : batch) {
         if (id == sequence_id{}) continue;
         const detail::sequence_pages& s = entry_of(id).pages;
-        const int after = s.places() + new_tokens;
-        quantized[static_cast<std::size_t>(s.target)] += s.committed_at(after, rules_) - s.committed();
-        window += s.missing_columns(after, rules_);
-        sinks += rules_.sink_pages(after) - static_cast<int>(s.sinks.size());
+        quantized[static_cast<std::size_t>(s.target())] +=
+            s.committed_after(new_tokens, geometry_) - s.committed();
+        window += s.missing_pages(new_tokens, geometry_);
+        sinks += geometry_.sink_pages(s.tokens() + new_tokens) - static_cast<int>(s.sinks.size());
     }
     status result;
     for (std::size_t f = 0; f < quantized.size() && result; ++f)
@@ -81,41 +81,43 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, bool draft, d
     detail::sequence_pages& s = e.pages;
     row& r = rows_[static_cast<std::size_t>(b)];
     const bool known = r.id == id && r.version == e.version;
-    const int before = s.committed(), after = s.places() + s.drafted + new_tokens;
-    const auto at = [](int i) { return static_cast<std::size_t>(i); };
+    const int before = s.committed(), after = s.paged_tokens(geometry_) + s.drafted + new_tokens;
     if (draft)
-        s.draft(new_tokens, rules_, page_pools{*this});
+        s.draft(new_tokens, geometry_, page_pools{*this});
     else
-        s.grow(after, rules_, page_pools{*this});
+        s.grow(new_tokens, geometry_, page_pools{*this});
     const int from = known ? r.pages : 0, end = s.committed();
+    const auto number = [&](int i, int f) { return s.format_of(s[i]) == f ? s.number_of(s[i]) : -1; };
     for (int f = 0; f < kinds() && from < end; ++f) {
-        for (int i = from; i < end; ++i)
-            put(to, table_at(f, false, b) + i,
-                s.quantized[at(i)].format == f ? s.quantized[at(i)].number : -1);
-        for (int i = from; i < end; ++i)
-            put(to, table_at(f, true, b) + i,
-                i >= before && s.quantized[at(i)].format == f ? s.quantized[at(i)].number : -1);
+        for (int i = from; i < end; ++i) put(to, table_at(f, false, b) + i, number(i, f));
+        for (int i = from; i < end; ++i) put(to, table_at(f, true, b) + i, i >= before ? number(i, f) : -1);
     }
     if (!known || from < end)
         for (int f = 0; f < kinds(); ++f) {
             int first = 0, last = end;
-            while (last > 0 && s.quantized[at(last - 1)].format != f) --last;
-            while (first < last && s.quantized[at(first)].format != f) ++first;
+            while (last > 0 && s.format_of(s[last - 1]) != f) --last;
+            while (first < last && s.format_of(s[first]) != f) ++first;
             put(to, first_at(f, b), first);
             put(to, end_at(f, b), last);
         }
     if (!known) {
-        for (int i = 0; i < s.cut_end; ++i) {
-            const detail::held_page& p = s.quantized[at(i)];
-            put(to, shown_at(b) + 2 * i, p.position);
+        const int cut_end = s.cut_end(geometry_);
+        for (int i = 0; i < cut_end; ++i) {
+            put(to, shown_at(b) + 2 * i, s[i].first_token);
             put(to, shown_at(b) + 2 * i + 1,
-                static_cast<int>(static_cast<unsigned>(p.begin) | static_cast<unsigned>(p.end) << 16));
+                static_cast<int>(static_cast<unsigned>(s[i].skip) |
+                                 static_cast<unsigned>(s[i].skip + s[i].tokens) << 16));
         }
-        put(to, cut_end_at(b), s.cut_end);
-        put(to, hidden_at(b), s.hidden);
+        put(to, cut_end_at(b), cut_end);
+        put(to, hidden_at(b), s.skipped(geometry_));
     }
-    for (int i = 0; i < rules_.ring; ++i) put(to, window_at(b) + i, s.window[at(i)]);
-    for (std::size_t i = 0; i < s.sinks.size(); ++i) put(to, sinks_at(b) + static_cast<int>(i), s.sinks[i]);
+    const int pages = s.pages() + static_cast<int>(s.ahead.size());
+    for (int i = kvq::detail::larger(0, pages - geometry_.ring); i < pages; ++i) {
+        const page* const held = s.window_page(i);
+        put(to, window_at(b) + i % geometry_.ring, held != nullptr ? held->number : -1);
+    }
+    for (std::size_t i = 0; i < s.sinks.size(); ++i)
+        put(to, sinks_at(b) + static_cast<int>(i), s.sinks[i]->number);
     put(to, tokens_at(b), after);
     put(to, committed_at(b), end);
     r = {id, e.version, end};
@@ -150,7 +152,7 @@ inline status cache::send_step(std::span<const sequence_id> batch, int new_token
             continue;
         }
         grow_row(b, id, new_tokens, draft, to);
-        next.targets |= 1u << entry_of(id).pages.target;
+        next.targets |= 1u << entry_of(id).pages.target();
         next.draft = entry_of(id).pages.drafted;
     }
     if (next.targets == 0) next.targets = 1u << target_;
@@ -169,8 +171,8 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, stream); !s) return s;
     // The scratch comes before the sequence changes.
     const detail::sequence_pages& s = entry_of(id).pages;
-    const int before = s.places(), after = before + new_tokens, first_new = rules_.pages(before),
-              kept = kvq::detail::larger(first_new, rules_.pages(after) - rules_.ring);
+    const int before = s.paged_tokens(geometry_), after = before + new_tokens, first_new = s.pages(),
+              kept = kvq::detail::larger(first_new, geometry_.pages(after) - geometry_.ring);
     const std::size_t page_bytes = window_.memory().key_page_bytes + window_.memory().value_page_bytes,
                       scratch = static_cast<std::size_t>(kept - first_new) * page_bytes,
                       slot_list = static_cast<std::size_t>(new_tokens) * sizeof(long long);
@@ -185,18 +187,19 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     next.begun = next.prompt = true;
     next.rows = 1;
     next.new_tokens = new_tokens;
-    next.targets = 1u << s.target;
+    next.targets = 1u << s.target();
     const detail::pool_memory staged{staging_.as<>(), window_.memory().key_page_bytes,
                                      window_.memory().value_page_bytes, kept - first_new};
     next.staging = staged.layer(0);
     // Where tokens go.
-    const auto clamp = [&](int place) {
-        return kvq::detail::smaller(kvq::detail::larger(place - before, 0), new_tokens);
+    const auto clamp = [&](int paged) {
+        return kvq::detail::smaller(kvq::detail::larger(paged - before, 0), new_tokens);
     };
-    next.ranges = {clamp(rules_.sinks),
-                   clamp(kvq::detail::larger(rules_.sinks, rules_.first_place(first_new))),
-                   clamp(rules_.first_place(kept)), new_tokens, first_new};
+    next.ranges = {clamp(geometry_.sinks), clamp(geometry_.first_token(first_new)),
+                   clamp(geometry_.first_token(kept)), new_tokens, first_new};
     const int committed = s.committed();
+    std::vector<int> from_window;  // of pages that the window has now
+    for (int i = committed; i < first_new; ++i) from_window.push_back(s.window_page(i)->number);
     detail::word_writer to(words_.as<int>(), stream);
     grow_row(0, id, new_tokens, false, to);
     // What is quantized from where.
@@ -205,12 +208,12 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
                  kvq::detail::smaller(due, kept) - kvq::detail::smaller(due, first_new),
                  due - kvq::detail::larger(committed, kvq::detail::smaller(due, kept))};
     for (int i = committed; i < due; ++i) {
-        const bool from_scratch = i >= first_new && i < kept;
-        to.put(list_at(false) + i - committed,
-               from_scratch ? i - first_new : s.window[static_cast<std::size_t>(i % rules_.ring)]);
+        const int from = i < first_new ? from_window[static_cast<std::size_t>(i - committed)]
+                         : i < kept    ? i - first_new
+                                       : s.window_page(i)->number;
+        to.put(list_at(false) + i - committed, from);
     }
-    for (int i = committed; i < due; ++i)
-        to.put(list_at(true) + i - committed, s.quantized[static_cast<std::size_t>(i)].number);
+    for (int i = committed; i < due; ++i) to.put(list_at(true) + i - committed, s.number_of(s[i]));
     const int of_prompt[prompt_words] = {before, committed, 0, new_tokens};
     for (int i = 0; i < prompt_words; ++i) to.put(prompt_at() + i, of_prompt[i]);
     next.id = id;
@@ -224,7 +227,7 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     return detail::launch(
         "launching the slots of a prompt", detail::overlap::no, detail::prompt_slots_kernel<>,
         dim3(static_cast<unsigned>((new_tokens + 255) / 256)), 256, 0, stream, next.ranges, before,
-        rules_.sinks, rules_.page_tokens, rules_.ring, words_.as<int>() + window_at(0),
+        geometry_.sinks, geometry_.page_tokens, geometry_.ring, words_.as<int>() + window_at(0),
         words_.as<int>() + sinks_at(0), slots_.as<long long>());
 }
 

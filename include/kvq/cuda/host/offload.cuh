@@ -20,6 +20,7 @@ namespace detail {
 
 struct cache_access {
     using page_list = std::vector<page_ref>;
+    using page_table = kvq::detail::page_table;
 
     /// Index in the CPU's table of a format of the device's cache; -1: it is not there.
     static int cpu_format(const kvq::cache& cpu, const cache& gpu, tensor role, int kind) {
@@ -46,7 +47,7 @@ struct cache_access {
                 a.layers, a.kv_heads, a.head_dim, a.dim(tensor::value), b.layers, b.kv_heads, b.head_dim,
                 b.dim(tensor::value));
         const kvq::cache_options& o = cpu.options();
-        const page_rules& r = gpu.rules_;
+        const device_geometry& r = gpu.geometry_;
         if (o.sinks != r.sinks || o.recent != r.recent || o.rollback != r.rollback ||
             o.page_tokens != r.page_tokens)
             return bad_value(
@@ -110,88 +111,72 @@ struct cache_access {
             return bad_value("the CPU's sequence holds %d tokens, but must be empty", to.tokens());
         if (status s = gpu.check_no_draft(std::span(&id, 1)); !s) return s;
         const sequence_pages& s = gpu.entry_of(id).pages;
-        const page_rules& rules = gpu.rules_;
-        const page_geometry g = cpu.geometry();
+        const page_table& table = s.table;
         int formats[2][most_formats];
         for (const tensor role : {tensor::key, tensor::value})
             for (int f = 0; f < gpu.kinds(); ++f)
                 formats[static_cast<int>(role)][f] = cpu_format(cpu, gpu, role, f);
         const auto listed = [&](int f) { return formats[0][f] >= 0 && formats[1][f] >= 0; };
-        if (!listed(s.target)) return unknown(gpu, s.target);
-        for (const held_page& p : s.quantized)
-            if (!listed(p.format)) return unknown(gpu, p.format);
+        if (!listed(s.target())) return unknown(gpu, s.target());
+        for (int i = 0; i < s.committed(); ++i)
+            if (!listed(s.format_of(s[i]))) return unknown(gpu, s.format_of(s[i]));
 
         page_pool scratch(cpu.pool().memory());
         std::vector<conversion> conversions;
-        std::vector<std::vector<page_span>> layers(static_cast<std::size_t>(cpu.shape().layers));
+        std::vector<resource_vector<page_span>> layers;
         status result;
-        const int pages = rules.pages(s.places());
-        const bool sinks = rules.sinks > 0 && s.tokens > 0;
         for (int layer = 0; layer < cpu.shape().layers && result; ++layer) {
-            auto& spans = layers[static_cast<std::size_t>(layer)];
-            spans.reserve(static_cast<std::size_t>(pages) + 1);
+            auto& spans = layers.emplace_back(resource_vector<page_span>(cpu.pool().memory()));
+            spans.reserve(kvq::detail::table_capacity(static_cast<std::size_t>(table.size())));
             const auto get = [&](page& p, const device_pages& pool, tensor role, int number) {
                 if (result)
                     result = copy(p.data(), pool.memory().page(role, layer, number),
                                   pool.memory().page_bytes(role), cudaMemcpyDeviceToHost, stream);
             };
-            const auto window_page = [&](tensor role, int number, int tokens) {
-                const int room = g.window_tokens(tokens, g.page_tokens);
+            // The first `tokens` tokens of 16-bit pages of the device, in a page as the CPU's cache makes it.
+            const auto window_page = [&](const device_pages& pool, std::span<const page* const> parts,
+                                         tensor role, int tokens, int capacity) {
+                const int room = cpu.geometry().window_tokens(tokens, capacity);
                 page_ref p = zeroed(cpu.pool(), cpu.page_bytes(role, 0, room), room);
-                if (room == g.page_tokens && tokens == room) {
-                    get(*p, gpu.window_, role, number);
-                } else {
-                    page_ref whole = zeroed(scratch, gpu.window_.memory().page_bytes(role), g.page_tokens);
-                    get(*whole, gpu.window_, role, number);
-                    conversions.push_back({std::move(whole), p.get(), 0, tokens, role});
+                for (std::size_t i = 0; i < parts.size(); ++i) {
+                    const int size = parts[i]->tokens, first = static_cast<int>(i) * size;
+                    if (size == room && tokens == room) {
+                        get(*p, pool, role, parts[i]->number);
+                        continue;
+                    }
+                    page_ref whole = zeroed(scratch, pool.memory().page_bytes(role), size);
+                    get(*whole, pool, role, parts[i]->number);
+                    conversions.push_back(
+                        {std::move(whole), p.get(), first, kvq::detail::smaller(size, tokens - first), role});
                 }
                 return p;
             };
-            if (sinks) {
-                const int held = kvq::detail::smaller(s.tokens, g.sinks),
-                          room = g.window_tokens(held, g.sinks);
-                page_span span;
-                span.tokens = held;
-                span.room = g.sinks;
-                span.sinks = true;
-                for (const tensor role : {tensor::key, tensor::value}) {
-                    page_ref p = zeroed(cpu.pool(), cpu.page_bytes(role, 0, room), room);
-                    for (int i = 0; i < rules.sink_pages(held); ++i) {
-                        constexpr int size = page_rules::sink_page_tokens;
-                        page_ref part = zeroed(scratch, gpu.sinks_.memory().page_bytes(role), size);
-                        get(*part, gpu.sinks_, role, s.sinks[static_cast<std::size_t>(i)]);
-                        conversions.push_back({std::move(part), p.get(), i * size,
-                                               kvq::detail::smaller(size, held - i * size), role});
-                    }
-                    span.pages[static_cast<std::size_t>(role)] = std::move(p);
-                }
-                spans.push_back(std::move(span));
-            }
-            for (int i = 0; i < pages; ++i) {
-                const bool quantized = i < s.committed();
-                const held_page held = quantized ? s.quantized[static_cast<std::size_t>(i)] : held_page{};
-                const int first = quantized ? held.position : rules.first_place(i) - s.hidden,
-                          tokens = quantized ? held.shown()
-                                             : kvq::detail::smaller(g.page_tokens, s.tokens - first);
-                page_span span;
-                span.first_token = first;
-                span.tokens = tokens;
-                span.skip = held.begin;
-                span.room = g.page_tokens;
-                const auto number = [&] { return s.window[static_cast<std::size_t>(i % rules.ring)]; };
+            for (const page_span& from : table.spans) {
+                page_span& span = spans.emplace_back(from);
                 for (const tensor role : {tensor::key, tensor::value}) {
                     const auto at = static_cast<std::size_t>(role);
-                    if (!quantized) {
-                        span.pages[at] = window_page(role, number(), tokens);
-                        continue;
+                    span.pages[at] = span.copies[at] = {};
+                    const page* const own = from.pages[0].get();
+                    const page* const copied = from.copies[0].get();
+                    if (from.sinks) {
+                        std::vector<const page*> parts;
+                        for (int i = 0; i < gpu.geometry_.sink_pages(from.tokens); ++i)
+                            parts.push_back(s.sinks[static_cast<std::size_t>(i)].get());
+                        span.pages[at] = window_page(gpu.sinks_, parts, role, from.tokens, from.room);
+                    } else if (own->format == 0) {
+                        span.pages[at] =
+                            window_page(gpu.window_, std::span(&own, 1), role, from.tokens, from.room);
+                    } else {
+                        const int f = own->format - 1;
+                        const device_pages& pool = gpu.quantized_[static_cast<std::size_t>(f)];
+                        span.pages[at] =
+                            cpu.pool().allocate(pool.memory().page_bytes(role), formats[at][f], own->tokens);
+                        get(*span.pages[at], pool, role, own->number);
+                        if (copied != nullptr)
+                            span.copies[at] =
+                                window_page(gpu.window_, std::span(&copied, 1), role, from.tokens, from.room);
                     }
-                    const device_pages& pool = gpu.quantized_[static_cast<std::size_t>(held.format)];
-                    span.pages[at] = cpu.pool().allocate(pool.memory().page_bytes(role),
-                                                         formats[at][held.format], g.page_tokens);
-                    get(*span.pages[at], pool, role, held.number);
-                    if (i >= s.first_copy) span.copies[at] = window_page(role, number(), tokens);
                 }
-                spans.push_back(std::move(span));
             }
         }
         if (result) result = wait(stream);
@@ -199,18 +184,15 @@ struct cache_access {
         for (const conversion& c : conversions)
             copy_values(gpu.format_.type, *c.other, 0, *c.here, c.at, c.count, c.role,
                         cpu.shape().dim(c.role), cpu.shape().kv_heads);
-        auto& tracks = kvq::detail::sequence_access::tracks(to);
-        for (auto& track : tracks)
-            track.spans.reserve(kvq::detail::table_capacity(static_cast<std::size_t>(pages) + 1));
-        const int before = sinks && s.tokens >= rules.sinks ? 1 : 0;  // the CPU counts the sinks as a span
+        auto& tables = kvq::detail::sequence_access::tracks(to);
         for (std::size_t layer = 0; layer < layers.size(); ++layer) {
-            auto& track = tracks[layer];
-            for (page_span& span : layers[layer]) track.spans.push_back(std::move(span));
-            track.tokens = s.tokens;
-            track.committed = s.committed() + before;
-            track.first_copy = s.first_copy + before;
-            for (const held_page& p : s.quantized) track.rearranged = track.rearranged || p.begin > 0;
-            for (int role = 0; role < 2; ++role) track.targets[role] = formats[role][s.target];
+            page_table& made = tables[layer];
+            made.spans.swap(layers[layer]);
+            made.tokens = table.tokens;
+            made.committed = table.committed;
+            made.copies_from = table.copies_from;
+            made.rearranged = table.rearranged;
+            for (int role = 0; role < 2; ++role) made.targets[role] = formats[role][s.target()];
         }
         return result;
     }
@@ -230,145 +212,149 @@ struct cache_access {
             format_text(cpu.table(tensor::value)[values]).c_str());
     }
 
+    /// Why the device cannot have a span of the CPU's, if it cannot: kernels take whole pages with keys in their place, and the sinks in
+    /// front as they are. Which of its tokens a committed page shows does not matter.
+    static status check_span(const page_span& s, int i, bool committed, int tokens,
+                             const device_geometry& g) {
+        if (s.shift != 0 || s.sinks != (i == 0 && g.sinks > 0) ||
+            (s.sinks && (s.skip > 0 || s.tokens != kvq::detail::smaller(tokens, g.sinks))))
+            return bad_value(
+                "tokens %d to %d were moved by erase, shift or splice, or are sinks that were; the device "
+                "has "
+                "sinks and keys in their place only",
+                s.first_token, s.end());
+        if (s.sinks) return {};
+        if (!committed && s.room < g.page_tokens)
+            return bad_value(
+                "tokens %d to %d are in a 16-bit page that an erase has closed; the device has none in its "
+                "window",
+                s.first_token, s.end());
+        for (const page_ref& p : s.pages)
+            if (committed && p->tokens != g.page_tokens)
+                return bad_value(
+                    "tokens %d to %d are in a page for %d tokens, which a cut has left; the device has pages "
+                    "for %d only (cache_options::repack)",
+                    s.first_token, s.end(), p->tokens, g.page_tokens);
+        return {};
+    }
+
     static status onload(const sequence& from, cache& gpu, sequence_id& made, cudaStream_t stream) {
         const kvq::cache& cpu = kvq::detail::sequence_access::cache(from);
         if (status s = check(cpu, gpu); !s) return s;
-        const auto& tracks = kvq::detail::sequence_access::tracks(from);
-        const auto& first = tracks[0];
-        const page_rules& rules = gpu.rules_;
-        for (const auto& track : tracks)
-            if (track.draft > 0)
-                return bad_value("a layer holds a draft of %d tokens: keep() a part of it first",
-                                 track.draft);
-        const int tokens = first.tokens, sinks = rules.sinks > 0 && tokens > 0 ? 1 : 0,
-                  before = sinks != 0 && tokens >= rules.sinks ? 1 : 0, committed = first.committed - before;
-        if (tokens > gpu.options_.max_tokens)
-            return bad_value("a sequence of %d tokens, but max_tokens is %d", tokens,
+        const auto& tables = kvq::detail::sequence_access::tracks(from);
+        const page_table& first = tables[0];
+        const device_geometry& g = gpu.geometry_;
+        if (first.tokens > gpu.options_.max_tokens)
+            return bad_value("a sequence of %d tokens, but max_tokens is %d", first.tokens,
                              gpu.options_.max_tokens);
         sequence_pages s;
-        s.tokens = tokens;
-        s.target = gpu_format(cpu, gpu, first.targets[0], first.targets[1]);
-        if (s.target < 0) return no_format(cpu, first.targets[0], first.targets[1]);
-        s.first_copy = kvq::detail::larger(0, committed);
-        for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
-            const auto& track = tracks[layer];
-            if (track.tokens != tokens || track.committed != first.committed ||
-                track.targets[0] != first.targets[0] || track.targets[1] != first.targets[1])
+        const int target = gpu_format(cpu, gpu, first.targets[0], first.targets[1]);
+        if (target < 0) return no_format(cpu, first.targets[0], first.targets[1]);
+        s.set_target(target);
+        s.table.tokens = first.tokens;
+        s.table.committed = first.committed;
+        for (const page_span& span : first.spans)
+            s.table.spans.push_back(
+                {span.first_token, span.tokens, span.room, {}, {}, span.skip, span.sinks});
+        const auto size = static_cast<std::size_t>(first.size());
+        std::vector<int> formats(size, -1);                   // of committed pages
+        std::vector<char> copied(size, first.committed > 0);  // spans with 16-bit copies in all layers
+        for (std::size_t layer = 0; layer < tables.size(); ++layer) {
+            const page_table& table = tables[layer];
+            bool same = table.tokens == first.tokens && table.committed == first.committed &&
+                        table.targets[0] == first.targets[0] && table.targets[1] == first.targets[1] &&
+                        table.size() == first.size();
+            for (int i = 0; i < table.size() && same; ++i) {
+                const page_span &span = table[i], &of_first = first[i];
+                const bool committed = i < table.committed;
+                if (status r = check_span(span, i, committed, table.tokens, g); !r) return r;
+                const auto at = static_cast<std::size_t>(i);
+                int format = -1;
+                if (committed && !span.sinks) {
+                    format = gpu_format(cpu, gpu, span.pages[0]->format, span.pages[1]->format);
+                    if (format < 0) return no_format(cpu, span.pages[0]->format, span.pages[1]->format);
+                }
+                if (layer == 0) formats[at] = format;
+                same = formats[at] == format && span.first_token == of_first.first_token &&
+                       span.tokens == of_first.tokens && span.skip == of_first.skip;
+                copied[at] = copied[at] && span.copies[0] && span.copies[1];
+            }
+            if (!same)
                 return bad_value(
                     "layer %zu has other tokens or formats than layer 0; the device has one table for all",
                     layer);
-            for (int i = 0; i < track.size(); ++i) {
-                const page_span& span = track[i];
-                const bool of_sinks = sinks != 0 && i == 0;
-                if (span.sinks != of_sinks || span.shift != 0 ||
-                    (of_sinks && span.tokens != kvq::detail::smaller(tokens, rules.sinks)))
-                    return bad_value(
-                        "tokens %d to %d were moved by erase, shift or splice, or are sinks that were; the "
-                        "device has sinks and keys in their place only",
-                        span.first_token, span.end());
-            }
-            for (int i = 0; i + sinks < track.size(); ++i) {
-                const page_span& span = track[i + sinks];
-                if (i >= committed) {
-                    const bool last = i + sinks + 1 == track.size();
-                    if (span.skip != 0 || (last ? span.room : span.tokens) != rules.page_tokens)
-                        return bad_value(
-                            "tokens %d to %d are in a 16-bit page that an erase has closed; the device has "
-                            "none in its window",
-                            span.first_token, span.end());
-                    continue;
-                }
-                for (const page_ref& p : span.pages)
-                    if (p->tokens != rules.page_tokens)
-                        return bad_value(
-                            "tokens %d to %d are in a page for %d tokens, which a cut has left; the device "
-                            "has pages "
-                            "for %d only (cache_options::repack)",
-                            span.first_token, span.end(), p->tokens, rules.page_tokens);
-                const int format = gpu_format(cpu, gpu, span.pages[0]->format, span.pages[1]->format);
-                if (format < 0) return no_format(cpu, span.pages[0]->format, span.pages[1]->format);
-                const held_page held{format, -1, span.first_token, span.skip, span.skip + span.tokens};
-                if (layer == 0) s.quantized.push_back(held);
-                const held_page& same = s.quantized[static_cast<std::size_t>(i)];
-                if (same.format != format || same.position != held.position || same.begin != held.begin ||
-                    same.end != held.end)
-                    return bad_value(
-                        "layer %zu has other tokens or formats than layer 0; the device has one table for "
-                        "all",
-                        layer);
-                if (held.shown() < rules.page_tokens) s.cut_end = i + 1;
-            }
-            // From here on. A page that an erase has closed never returns to the window here.
-            int copies = kvq::detail::larger(0, committed);
-            while (copies > s.cut_end && track[copies - 1 + sinks].copies[0] &&
-                   track[copies - 1 + sinks].copies[1])
-                --copies;
-            s.first_copy = layer == 0 ? copies : kvq::detail::larger(s.first_copy, copies);
         }
-        const int pages = first.size() - sinks;
-        if (s.committed() > 0)
-            s.hidden =
-                rules.first_place(s.committed()) - (s.quantized.back().position + s.quantized.back().shown());
-        s.first_copy = kvq::detail::larger(s.first_copy, pages - rules.ring);
+        const int sinks = s.sink_spans(), pages = s.pages();
         if (pages > gpu.columns_)
             return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
-                             tokens, pages, gpu.options_.max_tokens, gpu.options_.cut_pages);
+                             first.tokens, pages, gpu.options_.max_tokens, gpu.options_.cut_pages);
 
         // Memory, then numbers, then bytes.
         std::vector<int> wanted(gpu.quantized_.size(), 0);
-        for (const held_page& p : s.quantized) ++wanted[static_cast<std::size_t>(p.format)];
+        int in_window = 0;
+        for (int i = 0; i < pages; ++i) {
+            const auto at = static_cast<std::size_t>(i + sinks);
+            if (i < pages - g.ring) copied[at] = false;
+            if (i < s.committed()) ++wanted[static_cast<std::size_t>(formats[at])];
+            in_window += i >= s.committed() || copied[at];
+        }
         const bool may_grow = gpu.options_.growing;
         for (std::size_t f = 0; f < wanted.size(); ++f)
             if (status r = gpu.quantized_[f].ensure(wanted[f], may_grow, stream); !r) return r;
-        if (status r = gpu.window_.ensure(pages - s.first_copy, may_grow, stream); !r) return r;
-        if (status r = gpu.sinks_.ensure(rules.sink_pages(tokens), may_grow, stream); !r) return r;
+        if (status r = gpu.window_.ensure(in_window, may_grow, stream); !r) return r;
+        if (status r = gpu.sinks_.ensure(g.sink_pages(first.tokens), may_grow, stream); !r) return r;
+        for (int i = 0; i < pages; ++i) {
+            const auto at = static_cast<std::size_t>(i + sinks);
+            page_span& span = s.table[i + sinks];
+            if (i < s.committed())
+                span.pages[0] = gpu.quantized_[static_cast<std::size_t>(formats[at])].pages().take();
+            if (i >= s.committed() || copied[at])
+                (i >= s.committed() ? span.pages : span.copies)[0] = gpu.window_.pages().take();
+        }
+        s.table.drop_copies(g, g.rollback);  // spans in front have none
+        s.table.find_rearranged();
+        for (int i = 0; i < g.sink_pages(first.tokens); ++i) s.sinks.push_back(gpu.sinks_.pages().take());
         const sequence_id id = gpu.new_sequence();
-        s.window.assign(static_cast<std::size_t>(rules.ring), -1);
-        for (held_page& p : s.quantized)
-            p.number = gpu.quantized_[static_cast<std::size_t>(p.format)].numbers.take();
-        for (int i = s.first_copy; i < pages; ++i)
-            s.window[static_cast<std::size_t>(i % rules.ring)] = gpu.window_.numbers.take();
-        for (int i = 0; i < rules.sink_pages(tokens); ++i) s.sinks.push_back(gpu.sinks_.numbers.take());
         gpu.entry_of(id).pages = s;
 
         page_pool scratch(cpu.pool().memory());
         page_list held;
         status result;
         for (int layer = 0; layer < cpu.shape().layers && result; ++layer) {
-            const auto& track = tracks[static_cast<std::size_t>(layer)];
+            const page_table& table = tables[static_cast<std::size_t>(layer)];
             for (const tensor role : {tensor::key, tensor::value}) {
                 const auto at = static_cast<std::size_t>(role);
-                const auto put = [&](const page& p, const device_pages& pool, int number) {
+                const auto put = [&](const page& p, const device_pages& pool, const page& to) {
                     if (result)
-                        result = copy(pool.memory().page(role, layer, number), p.data(),
+                        result = copy(pool.memory().page(role, layer, to.number), p.data(),
                                       pool.memory().page_bytes(role), cudaMemcpyHostToDevice, stream);
                 };
                 // 16-bit tokens [from_at, from_at + count) of a page, in the room of the device's.
-                const auto put_values = [&](const page& p, int from_at, int count, int room,
-                                            const device_pages& pool, int number) {
-                    if (p.tokens == room && from_at == 0) return put(p, pool, number);
-                    held.push_back(zeroed(scratch, pool.memory().page_bytes(role), room));
+                const auto put_values = [&](const page& p, int from_at, int count, const device_pages& pool,
+                                            const page& to) {
+                    if (p.tokens == to.tokens && from_at == 0) return put(p, pool, to);
+                    held.push_back(zeroed(scratch, pool.memory().page_bytes(role), to.tokens));
                     copy_values(gpu.format_.type, p, from_at, *held.back(), 0, count, role,
                                 cpu.shape().dim(role), cpu.shape().kv_heads);
-                    put(*held.back(), pool, number);
+                    put(*held.back(), pool, to);
                 };
                 for (std::size_t i = 0; i < s.sinks.size(); ++i) {
-                    constexpr int size = page_rules::sink_page_tokens;
-                    const int from_at = static_cast<int>(i) * size;
-                    put_values(*track[0].pages[at], from_at,
-                               kvq::detail::smaller(size, track[0].tokens - from_at), size, gpu.sinks_,
-                               s.sinks[i]);
+                    const int size = s.sinks[i]->tokens, from_at = static_cast<int>(i) * size;
+                    put_values(*table[0].pages[at], from_at,
+                               kvq::detail::smaller(size, table[0].tokens - from_at), gpu.sinks_,
+                               *s.sinks[i]);
                 }
-                for (int i = 0; i < pages; ++i) {
-                    const page_span& span = track[i + sinks];
-                    if (i < committed) {
-                        const held_page p = s.quantized[static_cast<std::size_t>(i)];
-                        put(*span.pages[at], gpu.quantized_[static_cast<std::size_t>(p.format)], p.number);
+                for (int i = sinks; i < table.size(); ++i) {
+                    const page_span &span = table[i], &to = s.table[i];
+                    if (i >= table.committed) {
+                        put_values(*span.pages[at], 0, span.tokens, gpu.window_, *to.pages[0]);
+                        continue;
                     }
-                    if (i >= s.first_copy)
-                        put_values(i < committed ? *span.copies[at] : *span.pages[at], 0, span.tokens,
-                                   rules.page_tokens, gpu.window_,
-                                   s.window[static_cast<std::size_t>(i % rules.ring)]);
+                    put(*span.pages[at],
+                        gpu.quantized_[static_cast<std::size_t>(formats[static_cast<std::size_t>(i)])],
+                        *to.pages[0]);
+                    if (to.copies[0])
+                        put_values(*span.copies[at], 0, span.tokens, gpu.window_, *to.copies[0]);
                 }
             }
         }
@@ -389,8 +375,12 @@ inline status offload(const cache& from, sequence_id id, sequence& to, cudaStrea
     return detail::cache_access::offload(from, id, to, stream);
 }
 
-/// Makes a sequence of the device's cache from one of the CPU's. All layers must hold the same tokens, and keys must be where they were
-/// appended. A page that two parts of the sequence share (after an erase) becomes two.
+/// Makes a sequence of the device's cache from one of the CPU's, if all layers hold the same tokens in the same formats, and
+///   its sinks     are those of its first tokens, all of them;
+///   its keys      are where they were appended (page_span::shift is 0);
+///   its pages     have memory for page_tokens tokens: of those that are committed they may show any (a trim, an erase), but none that
+///                 a repacking, or a splice before it was full, has made shorter; of 16-bit pages in the window all but the last are full.
+/// A page that two parts of the sequence share (after an erase) becomes two.
 inline status onload(const sequence& from, cache& to, sequence_id& made, cudaStream_t stream) {
     return detail::cache_access::onload(from, to, made, stream);
 }

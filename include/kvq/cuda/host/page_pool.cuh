@@ -6,6 +6,7 @@
 // Contract: allocated() is what the allocator was asked for. An allocation that fails leaves the pool as it was.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -90,15 +91,16 @@ inline status replace_memory(device_memory& memory, const device_allocator& from
 /// All pages of one format.
 class device_pages {
 public:
-    free_pages numbers;
-
-    void open(const device_allocator& from, std::string name, int layers, std::size_t key_page_bytes,
-              std::size_t value_page_bytes) {
+    /// format: page::format of these pages.
+    void open(const device_allocator& from, std::string name, int format, int page_tokens, int layers,
+              std::size_t key_page_bytes, std::size_t value_page_bytes) {
         from_ = from;
         name_ = std::move(name);
         layers_ = layers;
         memory_ = {nullptr, key_page_bytes, value_page_bytes, 0};
+        pages_ = std::make_unique<free_pages>(format, page_tokens, page_bytes());
     }
+    free_pages& pages() const noexcept { return *pages_; }
     const pool_memory& memory() const noexcept { return memory_; }
     const std::string& name() const noexcept { return name_; }
     /// Bytes of a page in all layers, K and V.
@@ -111,22 +113,22 @@ public:
 
     /// Sees to `more` free pages.
     status ensure(int more, bool may_grow, cudaStream_t stream) {
-        if (more <= numbers.available()) return {};
-        const int wanted = numbers.used() + more;
+        if (more <= pages_->available()) return {};
+        const int wanted = pages_->used() + more;
         if (!may_grow) {
             status s =
                 bad_value("%d more pages of %s are needed, but %d of %d are in use and the pool may not grow",
-                          more, name_.c_str(), numbers.used(), numbers.size());
+                          more, name_.c_str(), pages_->used(), pages_->size());
             s.code = cudaErrorMemoryAllocation;
             return s;
         }
-        status s = grow(larger(wanted, numbers.size() + numbers.size() / 2), stream);
+        status s = grow(larger(wanted, pages_->size() + pages_->size() / 2), stream);
         if (!s && s.code == cudaErrorMemoryAllocation) s = grow(wanted, stream);
         return s;
     }
     /// To so many pages.
     status grow(int pages, cudaStream_t stream) {
-        if (pages <= numbers.size()) return {};
+        if (pages <= pages_->size()) return {};
         pool_memory next = memory_;
         next.pages = pages;
         device_memory bigger;
@@ -148,7 +150,7 @@ public:
                                            cudaMemcpyDeviceToDevice, stream);
         if (code == cudaSuccess && memory_.pages > 0) code = cudaStreamSynchronize(stream);
         if (code != cudaSuccess) return runtime_error(code, "moving pages to a larger pool");
-        numbers.grow(pages);
+        pages_->grow(pages);
         held_ = std::move(bigger);
         memory_ = next;
         ++generation_;
@@ -159,6 +161,7 @@ private:
     device_allocator from_;
     std::string name_;
     int layers_ = 0;
+    std::unique_ptr<free_pages> pages_ = std::make_unique<free_pages>(0, 0, 0);  // pages know where it is
     pool_memory memory_;
     device_memory held_;
     unsigned generation_ = 0;

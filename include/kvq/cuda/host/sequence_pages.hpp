@@ -1,176 +1,198 @@
-// What the host keeps of a sequence on the device: its length, and the numbers of its pages. Plain C++: no page is touched here.
+// The pages of a sequence on the device: a page table for all layers (page/page_table.hpp), and where its 16-bit pages lie. Plain C++: no
+// byte of a page is touched here.
 //
-//   sinks     places [0, sinks)                          16 bit, in pages of 16 tokens
-//   page i    places [sinks + i P, sinks + (i + 1) P)    quantized for i < committed(); else 16 bit, in column i % ring of the window
+//   sinks     tokens [0, sinks)     16 bit, in pages of 16 tokens
+//   page i    a span of the table   quantized for i < committed(); else 16 bit, in column i % ring of the window
 //
-// A token's place is its position in the sequence, plus the tokens that pages before it hide (page_cuts.cuh): those that a trim has cut off
-// a quantized page, and those that an erase on the CPU has removed from one. The page keeps its bytes and shows the others.
-// All layers have the same page numbers. A page is committed when it is whole and `recent` tokens follow it, as on the CPU. The ring is
-// wide enough for the 16-bit values of pages from first_copy on: those that a trim within `rollback` brings back. So such a trim is
-// arithmetic, and the page is committed again with the same bytes. A page that was committed earlier stays quantized for good: a trim
-// into it hides its last tokens, and the next token begins a page.
-// Contract: the same pages are quantized and the same tokens shown as in a CPU cache that did the same (cache/layer_track.hpp).
+// Kernels count tokens by paged positions: that of token t of page i is sinks + i * page_tokens + t, whether the page shows it or not. The
+// lengths that they read are paged lengths: tokens of the sequence, and those of quantized pages that a trim has cut off, or an erase on
+// the CPU (page_cuts.cuh).
+// The window is a ring of columns that is wide enough for the pages that are not committed and for the 16-bit copies that a trim within
+// `rollback` restores. So a sequence holds `ring` 16-bit pages at most.
+// Contract: the same pages are quantized and the same tokens shown as in a CPU cache that did the same: the table decides for both
+// (tests/properties/gpu_sequence_pages.cpp).
 #pragma once
 
+#include <memory_resource>
 #include <utility>
 #include <vector>
 
-#include "../../core/bits.hpp"
+#include "../../page/page_table.hpp"
 #include "free_pages.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// How places are divided into pages.
-struct page_rules {
-    int sinks = 0, recent = 0, rollback = 0, page_tokens = 0;
+/// How tokens are divided into pages, and for how many of them there are 16-bit pages.
+struct device_geometry : page_geometry {
+    int rollback = 0;
     int ring = 0;  ///< columns of the window's table
 
     static constexpr int sink_page_tokens = 16;
-
-    /// Pages behind the sinks that n places touch.
-    constexpr int pages(int n) const noexcept {
-        return n <= sinks ? 0 : kvq::detail::ceil_div(n - sinks, page_tokens);
-    }
-    /// Pages that are due in a sequence of n places.
-    constexpr int due(int n) const noexcept {
-        return n <= sinks + recent ? 0 : (n - sinks - recent) / page_tokens;
-    }
-    constexpr int first_place(int page) const noexcept { return sinks + page * page_tokens; }
     constexpr int sink_pages(int n) const noexcept {
         return kvq::detail::ceil_div(kvq::detail::smaller(n, sinks), sink_page_tokens);
     }
 };
 
-/// A quantized page: its format, and its number in that format's pool.
-struct held_page {
-    int format = 0, number = 0;
-    int position = 0;        ///< of the first token that it shows
-    int begin = 0, end = 0;  ///< it shows tokens [begin, end) of its own
-
-    int shown() const noexcept { return end - begin; }
-};
-
 struct sequence_pages {
-    int tokens = 0;      ///< that are shown
-    int hidden = 0;      ///< tokens that quantized pages do not show
-    int cut_end = 0;     ///< pages from here on show all of their tokens
-    int drafted = 0;     ///< tokens behind them that wait for keep(), in the window and in sinks
-    int first_copy = 0;  ///< committed pages from here on have their 16-bit values in the ring
-    int target = 0;      ///< the format of pages that are committed from now on
-    std::vector<held_page> quantized;  ///< the committed pages
-    std::vector<int> window;           ///< numbers by column of the ring, -1: none yet
-    std::vector<int> sinks;            ///< numbers of pages of 16 tokens
+    kvq::detail::page_table table{std::pmr::new_delete_resource(), 0, 0};
+    int drafted = 0;  ///< tokens behind those of the table that wait for keep(), in the window and in sinks
+    std::vector<page_ref> sinks;  ///< pages of 16 tokens
+    std::vector<page_ref> ahead;  ///< 16-bit pages behind those of the table, for the draft
+    /// 16-bit pages that the last growth has committed and that are no copies: launches of the step still read them.
+    struct leaving_page {
+        int page;
+        page_ref held;
+    };
+    std::vector<leaving_page> leaving;
 
-    int committed() const noexcept { return static_cast<int>(quantized.size()); }
+    int tokens() const noexcept { return table.tokens; }
+    int sink_spans() const noexcept { return table.size() > 0 && table[0].sinks ? 1 : 0; }
+    /// Pages behind the sinks.
+    int pages() const noexcept { return table.size() - sink_spans(); }
+    int committed() const noexcept { return kvq::detail::larger(0, table.committed - sink_spans()); }
+    const page_span& operator[](int page) const noexcept { return table[page + sink_spans()]; }
+    /// The format of the cache that pages are committed to. A page of format f has page::format f + 1.
+    int target() const noexcept { return table.targets[0] - 1; }
+    void set_target(int format) noexcept { table.targets[0] = table.targets[1] = format + 1; }
+    static int format_of(const page_span& s) noexcept { return s.pages[0]->format - 1; }
+    static int number_of(const page_span& s) noexcept { return s.pages[0]->number; }
+
     /// Where the next accepted token goes.
-    int places() const noexcept { return tokens + hidden; }
-    bool hides_tokens(int page, const page_rules& r) const noexcept {
-        return quantized[static_cast<std::size_t>(page)].shown() < r.page_tokens;
+    int paged_tokens(const device_geometry& g) const noexcept {
+        if (pages() == 0) return tokens();
+        return g.first_token(pages() - 1) +
+               (pages() == committed() ? g.page_tokens : (*this)[pages() - 1].tokens);
     }
-    /// Pages that hide tokens.
-    int cut_pages(const page_rules& r) const noexcept {
+    /// Tokens that quantized pages do not show.
+    int skipped(const device_geometry& g) const noexcept { return paged_tokens(g) - tokens(); }
+    static bool is_cut(const page_span& s, const device_geometry& g) noexcept {
+        return s.tokens < g.page_tokens;
+    }
+    /// Committed pages that do not show all of their tokens, and the end of the last of them. O(pages)
+    int cut_pages(const device_geometry& g) const noexcept {
         int count = 0;
-        for (int i = 0; i < cut_end; ++i) count += hides_tokens(i, r);
+        for (int i = 0; i < committed(); ++i) count += is_cut((*this)[i], g);
         return count;
     }
-    /// Committed pages after a growth to n places.
-    int committed_at(int n, const page_rules& r) const noexcept {
-        return kvq::detail::larger(committed(), r.due(n));
+    int cut_end(const device_geometry& g) const noexcept {
+        int end = committed();
+        while (end > 0 && !is_cut((*this)[end - 1], g)) --end;
+        return end;
     }
-    /// Ring columns without a page that a growth to n places writes to.
-    int missing_columns(int n, const page_rules& r) const noexcept {
-        int missing = 0;
-        for_each_written(n, r, [&](int column) { missing += window[static_cast<std::size_t>(column)] < 0; });
-        return missing;
+    /// Pages and committed pages after n more tokens.
+    int pages_after(int n, const device_geometry& g) const noexcept {
+        return table.size_after(n, g) - (g.sinks > 0 && tokens() + n > 0 ? 1 : 0);
     }
-    /// Calls f(column) once for every column of the ring that a growth to n places writes to.
-    template <class F>
-    void for_each_written(int n, const page_rules& r, F&& f) const {
-        const int end = r.pages(n),
-                  begin = kvq::detail::larger(places() > r.sinks ? (places() - r.sinks) / r.page_tokens : 0,
-                                              end - r.ring);
-        for (int page = begin; page < end; ++page) f(page % r.ring);
+    int committed_after(int n, const device_geometry& g) const noexcept {
+        return kvq::detail::larger(committed(), g.committed(paged_tokens(g) + n));
     }
+    int committed_after_trim(int n, const device_geometry& g) const noexcept {
+        return kvq::detail::larger(0, table.after_trim(n, g).committed - sink_spans());
+    }
+    /// The 16-bit page of a page: of its tokens, or their copy. Null if there is none.
+    const page* window_page(int i) const noexcept {
+        if (i >= pages()) return ahead[static_cast<std::size_t>(i - pages())].get();
+        if (i >= committed()) return (*this)[i].pages[0].get();
+        if (const page* const copy = (*this)[i].copies[0].get()) return copy;
+        for (const leaving_page& l : leaving)
+            if (l.page == i) return l.held.get();
+        return nullptr;
+    }
+    /// Pages from here on have 16-bit values that stay.
+    int first_in_window() const noexcept {
+        int first = committed();
+        while (first > 0 && (*this)[first - 1].copies[0]) --first;
+        return first;
+    }
+
     // Pools: has quantized(format), window() and sinks(), each a free_pages&.
 
-    /// To n places. The pools have enough free pages.
+    /// 16-bit pages that n more tokens take from the pool, beyond those that the sequence gives back before.
+    int missing_pages(int n, const device_geometry& g) const noexcept {
+        const int end = pages_after(n, g), window = end - g.ring;
+        int missing = end - kvq::detail::larger(pages(), window) - static_cast<int>(ahead.size()) -
+                      static_cast<int>(leaving.size()) -
+                      kvq::detail::larger(0, kvq::detail::smaller(window, pages()) - committed());
+        for (int i = table.copies_from; i < table.committed; ++i)
+            missing -= table[i].copies[0] && !table.keeps_copies(table[i], tokens() + n, g, g.rollback);
+        return kvq::detail::larger(0, missing);
+    }
+    /// n more tokens. The pools have enough free pages.
     template <class Pools>
-    void grow(int n, const page_rules& r, const Pools& pools) {
-        take_written(n, r, pools);
-        for (int i = committed_at(n, r); committed() < i;)
-            quantized.push_back({target, pools.quantized(target).take(), r.first_place(committed()) - hidden,
-                                 0, r.page_tokens});
-        tokens = n - hidden;
-        while (first_copy < committed() && r.first_place(first_copy + 1) + r.recent <= n - r.rollback)
-            ++first_copy;
+    void grow(int n, const device_geometry& g, const Pools& pools) {
+        const int after = tokens() + n, window = pages_after(n, g) - g.ring;
+        leaving.clear();
+        table.drop_copies(g, g.rollback, n);
+        // Pages that leave the window in a prompt: launches read them before the next page of their column takes their place.
+        for (int i = committed(); i < kvq::detail::smaller(window, pages()); ++i)
+            leaving.push_back({i, std::exchange(table[i + sink_spans()].pages[0], {})});
+        take_sinks(paged_tokens(g) + n, g, pools);
+        if (table.has_open_span()) {
+            page_span& s = table.spans.back();
+            s.tokens += kvq::detail::smaller(n, s.room - s.tokens);
+            table.tokens = s.end();
+        }
+        while (table.tokens < after) {
+            page_span s = table.next_span(after, g);
+            if (!s.sinks && pages() >= window) s.pages[0] = next_window_page(g, pools);
+            table.tokens = s.end();
+            table.spans.push_back(std::move(s));
+        }
+        leaving.clear();
+        const int due = table.due(after, g);
+        for (int i = table.committed; i < due; ++i) {
+            if (table[i].sinks) continue;
+            page_ref left = table.commit_page(i, 0, pools.quantized(target()).take(), after, g, g.rollback);
+            if (left) leaving.push_back({i - sink_spans(), std::move(left)});
+        }
+        table.committed = due;
+        table.drop_copies(g, g.rollback);
+    }
+    /// 16-bit pages that n more drafted tokens take from the pool.
+    int missing_draft_pages(int n, const device_geometry& g) const noexcept {
+        return kvq::detail::larger(0, g.pages(paged_tokens(g) + drafted + n) - pages() -
+                                          static_cast<int>(ahead.size()) - static_cast<int>(leaving.size()));
     }
     /// n more drafted tokens. No page is committed for them.
     template <class Pools>
-    void draft(int n, const page_rules& r, const Pools& pools) {
+    void draft(int n, const device_geometry& g, const Pools& pools) {
+        leaving.clear();
         drafted += n;
-        take_written(places() + drafted, r, pools);
+        const int after = paged_tokens(g) + drafted;
+        while (pages() + static_cast<int>(ahead.size()) < g.pages(after))
+            ahead.push_back(pools.window().take());
+        take_sinks(after, g, pools);
     }
-    /// Gives back pages that no accepted token needs.
-    template <class Pools>
-    void release_unused(const page_rules& r, const Pools& pools) noexcept {
-        for (int column = 0; column < static_cast<int>(window.size()); ++column) {
-            int& number = window[static_cast<std::size_t>(column)];
-            // The newest page of the column.
-            const int last = r.pages(places()) - 1, page = last - (last - column + r.ring) % r.ring;
-            if (number >= 0 && page < first_copy) pools.window().release(std::exchange(number, -1));
-        }
-        for (; static_cast<int>(sinks.size()) > r.sink_pages(tokens); sinks.pop_back())
-            pools.sinks().release(sinks.back());
-    }
-    /// What a trim to n tokens leaves: quantized pages, and the place behind the last token. O(pages that go)
-    struct rest {
-        int committed, end;
-    };
-    rest behind_trim(int n, const page_rules& r) const noexcept {
-        int left = committed(), end = n + hidden;
-        while (left > 0 && quantized[static_cast<std::size_t>(left - 1)].position >= n) --left;
-        if (left == 0) end = n;
-        if (left > 0) {
-            const held_page& last = quantized[static_cast<std::size_t>(left - 1)];
-            if (n <= last.position + last.shown())
-                end = r.first_place(left - 1) + last.begin + n - last.position;
-        }
-        // Pages that have 16-bit values.
-        while (left > r.due(end) && left > first_copy) --left;
-        return {left, end};
+    /// Gives back the pages of a draft that is gone, and those that only launches until now read.
+    void release_unused(const device_geometry& g) noexcept {
+        ahead.clear();
+        leaving.clear();
+        while (static_cast<int>(sinks.size()) > g.sink_pages(tokens())) sinks.pop_back();
     }
     /// To n tokens. A draft is gone. Gives back what no token needs. O(pages that go)
-    template <class Pools>
-    void trim(int n, const page_rules& r, const Pools& pools) noexcept {
-        auto [left, end] = behind_trim(n, r);
-        for (; committed() > left; quantized.pop_back())
-            pools.quantized(quantized.back().format).release(quantized.back().number);
-        if (left > 0 && end < r.first_place(left)) {
-            quantized.back().end = end - r.first_place(left - 1);
-            end = r.first_place(left);
-        }
-        first_copy = kvq::detail::smaller(first_copy, left);
-        tokens = n;
-        hidden = end - n;
-        cut_end = left > 0 && hides_tokens(left - 1, r) ? left : kvq::detail::smaller(cut_end, left);
-        while (cut_end > 0 && !hides_tokens(cut_end - 1, r)) --cut_end;
+    void trim(int n, const device_geometry& g) noexcept {
         drafted = 0;
-        release_unused(r, pools);
-    }
-    template <class Pools>
-    void free(const page_rules& r, const Pools& pools) noexcept {
-        trim(0, r, pools);
+        (void)table.trim(n, g);
+        release_unused(g);
     }
 
 private:
-    /// 16-bit pages for all places up to n.
+    /// The 16-bit page of page pages().
     template <class Pools>
-    void take_written(int n, const page_rules& r, const Pools& pools) {
-        for_each_written(n, r, [&](int column) {
-            int& number = window[static_cast<std::size_t>(column)];
-            if (number < 0) number = pools.window().take();
-        });
-        while (static_cast<int>(sinks.size()) < r.sink_pages(n)) sinks.push_back(pools.sinks().take());
+    page_ref next_window_page(const device_geometry& g, const Pools& pools) {
+        page_ref p;
+        if (!ahead.empty()) {
+            p = std::move(ahead.front());
+            ahead.erase(ahead.begin());
+            return p;
+        }
+        for (leaving_page& l : leaving)
+            if (l.held && l.page % g.ring == pages() % g.ring) return std::move(l.held);
+        return pools.window().take();
+    }
+    template <class Pools>
+    void take_sinks(int n, const device_geometry& g, const Pools& pools) {
+        while (static_cast<int>(sinks.size()) < g.sink_pages(n)) sinks.push_back(pools.sinks().take());
     }
 };
 

@@ -1,11 +1,18 @@
-// One layer of one sequence: its spans (page/layer_pages.hpp) and how far they are committed.
+// The page table: which pages hold the tokens of a layer, and what a growth, a trim or a cut does to them.
 //
 //   spans   [sinks][page][page] ... [page]     the first `committed` of them are past the recent window
 //
-// Committed means: quantized, or left in 16 bit if that is the target format of the tensor. Spans that are not committed
-// are the last ones: they hold 16-bit pages and skip no tokens, and the very last one may take more tokens; if its keys moved, new
-// keys take its rotation. A committed span that was closed before it was full (cache/rearrange.hpp) has pages for its own tokens only.
-// Contract: K and V share the spans. The vector reserves its memory before anything changes, so that later steps cannot fail.
+// The cache on the CPU has a table for each layer (cache/sequence.hpp), the cache on a GPU one for all layers (cuda/host/sequence_pages.hpp).
+// Both ask it what is committed, copied, restored, shared and given back, and carry that out: they allocate pages and fill them. A table
+// holds references to pages and touches no byte of them.
+//
+// Committed means: quantized, or left in 16 bit if that is the target format. Spans that are not committed are the last ones: they
+// hold 16-bit pages and skip no tokens, and the very last one may take more tokens; if its keys moved, new keys take its rotation. A
+// committed span that was closed before it was full (an erase) has pages for its own tokens only.
+// Pieces: the parts of a span's pages that are held and freed apart. On the CPU they are K and V; on a GPU there is one, and the
+// other is null.
+// Contract: all pieces share the spans. The vector reserves its memory before anything changes, so that later steps cannot fail. The
+// decisions depend on the spans alone, so that the same calls give the same tables on both sides (tests/properties/page_table.cpp).
 #pragma once
 
 #include <algorithm>
@@ -15,28 +22,27 @@
 #include <vector>
 
 #include "../core/resource_vector.hpp"
-#include "../core/shape.hpp"
-#include "options.hpp"
+#include "layer_pages.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
-struct layer_track {
+struct page_table {
     int tokens = 0;
-    int committed = 0;   ///< leading spans that are past the window; the sinks count once they are complete
-    int first_copy = 0;  ///< spans before it have no 16-bit copies
-    int targets[2];      ///< formats to which K and V pages are committed; 0: pages stay 16 bit
+    int committed = 0;    ///< leading spans that are past the window; the sinks count once they are complete
+    int copies_from = 0;  ///< spans before it have no 16-bit copies
+    int targets[2];       ///< formats to which K and V pages are committed; 0: pages stay 16 bit
     bool rearranged = false;   ///< after an erase, shift or splice: two spans may share a page
     std::size_t repacked = 0;  ///< tokens that were quantized once more (cache/repack.hpp)
     resource_vector<page_span> spans;
     int draft = 0;                 ///< tokens of the last span that wait for keep() (cache/draft.hpp)
     std::size_t table_before = 0;  ///< capacity of `spans` before the draft
 
-    layer_track(std::pmr::memory_resource* memory, int key_target, int value_target)
+    page_table(std::pmr::memory_resource* memory, int key_target, int value_target)
         : targets{key_target, value_target}, spans(memory) {}
-    layer_track(const layer_track& other, std::pmr::memory_resource* memory)
+    page_table(const page_table& other, std::pmr::memory_resource* memory)
         : tokens(other.tokens),
           committed(other.committed),
-          first_copy(other.first_copy),
+          copies_from(other.copies_from),
           targets{other.targets[0], other.targets[1]},
           rearranged(other.rearranged),
           repacked(other.repacked),
@@ -70,6 +76,10 @@ struct layer_track {
     static bool keeps_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
         return commit_at(s, g) > n - rollback;
     }
+    /// Does a new span pass the window at once in a growth to n tokens? Then its 16-bit pages are only read to quantize them.
+    static bool passes(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
+        return s.full() && !s.sinks && commit_at(s, g) <= n && !keeps_copies(s, n, g, rollback);
+    }
     /// May the last span take more tokens?
     bool has_open_span() const noexcept { return size() > committed && !spans.back().full(); }
     /// Do new tokens begin with the sinks?
@@ -83,6 +93,28 @@ struct layer_track {
             ++spans_after;
         }
         return spans_after + ceil_div(added, g.page_tokens);
+    }
+
+    /// The span of the next tokens in a growth to n tokens, when no span is open. Without pages.
+    page_span next_span(int n, const page_geometry& g) const noexcept {
+        const bool of_sinks = begins_with_sinks(g);
+        const int room = g.capacity(of_sinks);
+        return {tokens, smaller(room, n - tokens), room, {}, {}, 0, of_sinks};
+    }
+    /// The end of the spans that are committed in a layer of n tokens.
+    int due(int n, const page_geometry& g) const noexcept {
+        int i = committed;
+        while (i < size() && is_due((*this)[i], n, g)) ++i;
+        return i;
+    }
+    /// Replaces the 16-bit page of a span that is committed at n tokens. The page becomes the copy, if a trim can restore it; else
+    /// it is returned. The caller counts the span in `committed` when it has all of its pages.
+    page_ref commit_page(int i, std::size_t piece, page_ref quantized, int n, const page_geometry& g,
+                         int rollback) noexcept {
+        page_span& s = (*this)[i];
+        page_ref before = std::exchange(s.pages[piece], std::move(quantized));
+        if (before && keeps_copies(s, n, g, rollback)) s.copies[piece] = std::move(before);
+        return before;
     }
 
     /// Removes the draft, if there is one.
@@ -111,53 +143,68 @@ struct layer_track {
         return !s.sinks && s.skip == 0 && s.full() && keeps_copies(s, n, g, rollback);
     }
 
-    /// Drops copies that no trim within `rollback` can restore any more. Spans without copies may lie between those with copies.
-    void drop_copies(const page_geometry& g, int rollback) noexcept {
-        for (int i = first_copy; i < committed; ++i)
-            if (!keeps_copies((*this)[i], tokens, g, rollback))
+    /// Drops copies that no trim within `rollback` can restore any more, once the layer has `added` tokens more. Spans without copies may
+    /// lie between those with copies.
+    void drop_copies(const page_geometry& g, int rollback, int added = 0) noexcept {
+        for (int i = copies_from; i < committed; ++i)
+            if (!keeps_copies((*this)[i], tokens + added, g, rollback))
                 for (page_ref& copy : (*this)[i].copies) copy = page_ref{};
-        while (first_copy < committed && !(*this)[first_copy].copies[0] && !(*this)[first_copy].copies[1])
-            ++first_copy;
+        while (copies_from < committed && !(*this)[copies_from].copies[0] && !(*this)[copies_from].copies[1])
+            ++copies_from;
+    }
+    /// A page of another format is to take the place of a committed span's page: does this one become the copy? That is true of a 16-bit
+    /// page that a trim within `rollback` would bring back into the window. (False for a page that a deep trim has left in 16 bit because
+    /// the page of another piece was quantized: it never returns to the window.)
+    bool keeps_page(int i, std::size_t piece, const page_geometry& g, int rollback) const noexcept {
+        const page_span& s = (*this)[i];
+        return s.pages[piece]->format == 0 && s.skip == 0 && is_due(s, tokens, g) && !s.copies[piece] &&
+               keeps_copies(s, tokens, g, rollback);
+    }
+    /// Replaces the page of a committed span by one of another format.
+    void change_page(int i, std::size_t piece, page_ref fresh, const page_geometry& g,
+                     int rollback) noexcept {
+        page_span& s = (*this)[i];
+        if (keeps_page(i, piece, g, rollback)) {
+            s.copies[piece] = std::move(s.pages[piece]);
+            copies_from = smaller(copies_from, i);
+        }
+        s.pages[piece] = std::move(fresh);
     }
     /// Drops all copies: trims find the quantized pages alone.
     void drop_all_copies() noexcept {
-        for (; first_copy < committed; ++first_copy)
-            for (page_ref& copy : (*this)[first_copy].copies) copy = page_ref{};
+        for (; copies_from < committed; ++copies_from)
+            for (page_ref& copy : (*this)[copies_from].copies) copy = page_ref{};
+    }
+    /// What a trim leaves.
+    struct rest {
+        int spans, committed;
+    };
+    /// Of a trim to n tokens. O(spans that go or are restored)
+    rest after_trim(int n, const page_geometry& g) const noexcept {
+        int left = size();
+        while (left > 0 && (*this)[left - 1].first_token >= n) --left;
+        return {left, still_committed(left, n, g)};
     }
     /// Removes every token from position n on. Spans that are not due any more become 16 bit again where an exact copy exists;
     /// the remaining tokens of other quantized pages keep their codes. Returns whether one of these pages shows fewer tokens than before.
-    bool cut(int n, const page_geometry& g) noexcept {
+    bool trim(int n, const page_geometry& g) noexcept {
         if (n >= tokens) return false;
-        const page* removed = nullptr;  // only compared: it may be gone
-        while (size() > 0 && spans.back().first_token >= n) {
-            removed = spans.back().pages[0].get();
-            spans.pop_back();
-        }
+        const rest left = after_trim(n, g);
+        const page* const removed = left.spans < size() ? (*this)[left.spans].pages[0].get() : nullptr;
+        spans.erase(spans.begin() + left.spans, spans.end());  // `removed` is only compared from here on
         const bool within = size() > 0 && (spans.back().end() > n || spans.back().pages[0].get() == removed);
         if (size() > 0) spans.back().tokens = smaller(spans.back().tokens, n - spans.back().first_token);
         tokens = n;
         committed = smaller(committed, size());
-        uncommit(n, g);
-        // A page that shows a part of its tokens needs no copy: restoring it would bring back the hidden tokens.
-        if (committed > 0 && !spans[static_cast<std::size_t>(committed - 1)].full())
-            for (page_ref& copy : spans[static_cast<std::size_t>(committed - 1)].copies) copy = page_ref{};
-        first_copy = smaller(first_copy, committed);
+        restore(left.committed, g);
+        // A page that shows a part of its tokens needs no copy: restoring it would bring back the tokens behind them.
+        if (committed > 0 && !(*this)[committed - 1].full())
+            for (page_ref& copy : (*this)[committed - 1].copies) copy = page_ref{};
+        copies_from = smaller(copies_from, committed);
         return within && committed == size();
     }
-    /// Spans that are not due any more in a layer of n tokens become 16 bit again, from the last one on, as long as they can.
-    void uncommit(int n, const page_geometry& g) noexcept {
-        while (committed > 0 && !is_due((*this)[committed - 1], n, g)) {
-            page_span& s = spans[static_cast<std::size_t>(committed - 1)];
-            // Only the last span may be filled.
-            const bool filled = s.full() || committed == size();
-            if (!filled || s.skip > 0 || !s.has_window_page(0) || !s.has_window_page(1)) break;
-            for (int role = 0; role < 2; ++role)
-                if (s.copies[role]) s.pages[role] = std::move(s.copies[role]);
-            --committed;
-        }
-        // The last span may be filled, also if it was closed.
-        if (size() > committed) spans.back().room = g.capacity(spans.back().sinks);
-    }
+    /// After a cut: spans that are not due any more become 16 bit again, from the last one on, as long as they can.
+    void uncommit(const page_geometry& g) noexcept { restore(still_committed(size(), tokens, g), g); }
     /// After a restore: may two spans share a page?
     void find_rearranged() {
         std::vector<const page*> held;
@@ -225,6 +272,31 @@ struct layer_track {
             for (; i < held.size() && held[i].first == p; ++i) shown += held[i].second;
             f(*p, smaller(shown, p->tokens));
         }
+    }
+
+private:
+    /// How many of the first `left` spans stay committed in n tokens: the others are not due any more, and have their 16-bit pages.
+    int still_committed(int left, int n, const page_geometry& g) const noexcept {
+        int i = smaller(committed, left);
+        for (; i > 0; --i) {
+            const page_span& s = (*this)[i - 1];
+            const bool whole = s.end() <= n;
+            if (whole && is_due(s, n, g)) break;
+            // Only the last span may be filled.
+            const bool filled = (whole && s.full()) || i == left;
+            if (!filled || s.skip > 0 || !s.has_window_page(0) || !s.has_window_page(1)) break;
+        }
+        return i;
+    }
+    /// Spans from `first` on are 16 bit again.
+    void restore(int first, const page_geometry& g) noexcept {
+        for (; committed > first; --committed) {
+            page_span& s = (*this)[committed - 1];
+            for (std::size_t piece = 0; piece < s.pages.size(); ++piece)
+                if (s.copies[piece]) s.pages[piece] = std::move(s.copies[piece]);
+        }
+        // The last span may be filled, also if it was closed.
+        if (size() > committed) spans.back().room = g.capacity(spans.back().sinks);
     }
 };
 

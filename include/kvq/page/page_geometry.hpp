@@ -1,0 +1,66 @@
+// How the tokens of a layer are divided into pages: the formulas that the CPU's and the GPU's caches share.
+//
+//   sinks     tokens [0, sinks)                                        16 bit for good
+//   page i    tokens [first_token(i), first_token(i + 1))              committed (quantized) from commit_at(i) tokens on
+//   window    the last `recent` tokens, and those of their pages       16 bit
+//
+// A layer that was cut has its pages at other positions: page_table.hpp. Contract: 0 <= sinks, 0 <= recent, 1 <= page_tokens, and
+// their sums with a number of tokens fit in an int.
+#pragma once
+
+#include <cstddef>
+
+#include "../core/bits.hpp"
+
+namespace kvq { inline namespace KVQ_TAGGED {
+
+/// Division of tokens into pages in a layer without cuts.
+struct page_geometry {
+    /// 16-bit pages that are not full have memory for a multiple of 32 tokens, so that short sequences stay small.
+    static constexpr int window_step = 32;
+    /// Drafted tokens that may wait in a layer; they share a page.
+    static constexpr int most_drafted = 64;
+
+    int sinks = 0;
+    int recent = 0;
+    int page_tokens = 0;
+
+    /// The most tokens of a page: 16-bit pages of sinks and of drafts may be longer than the others.
+    constexpr int longest_page() const noexcept {
+        return detail::larger(detail::larger(page_tokens, sinks), most_drafted);
+    }
+    /// Number of pages (behind the sinks) of n tokens.
+    constexpr int pages(int n) const noexcept {
+        return n <= sinks ? 0 : detail::ceil_div(n - sinks, page_tokens);
+    }
+    /// Number of spans of n tokens: the pages, and the sinks.
+    constexpr int spans(int n) const noexcept { return pages(n) + (sinks > 0 && n > 0 ? 1 : 0); }
+    /// Number of committed pages of n tokens: pages that are whole and behind the recent window.
+    constexpr int committed(int n) const noexcept {
+        return n <= sinks + recent ? 0 : (n - sinks - recent) / page_tokens;
+    }
+    /// Number of tokens at which page i is committed.
+    constexpr int commit_at(int i) const noexcept { return sinks + (i + 1) * page_tokens + recent; }
+    constexpr int first_token(int i) const noexcept { return sinks + i * page_tokens; }
+    /// Capacity of the pages of a span.
+    constexpr int capacity(bool of_sinks) const noexcept { return of_sinks ? sinks : page_tokens; }
+
+    /// Tokens for which a new 16-bit page gets memory, if it holds `used` tokens and has room for `room`.
+    constexpr int window_tokens(int used, int room) const noexcept {
+        return static_cast<int>(detail::smaller(
+            static_cast<long long>(room),
+            detail::round_up(static_cast<long long>(used), static_cast<long long>(window_step))));
+    }
+};
+
+namespace detail {
+
+/// Number of spans that a layer reserves memory for when it must hold n.
+constexpr std::size_t table_capacity(std::size_t n) noexcept {
+    std::size_t capacity = 16;
+    while (capacity < n) capacity *= 2;
+    return n == 0 ? 0 : capacity;
+}
+
+}  // namespace detail
+}}  // namespace kvq
