@@ -6,6 +6,7 @@
 
 #include <span>
 
+#include "../../page/page_changes.hpp"
 #include "cache_options.cuh"
 #include "device_format.cuh"
 #include "sequence_pages.hpp"
@@ -269,8 +270,6 @@ private:
                          cudaStream_t stream) {
         return append_prompt(layer, detail::untyped_view(k), detail::untyped_view(v), stream);
     }
-    status requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
-                            std::span<const int> last_tokens, int format, cudaStream_t stream);
     /// Does going from one format to another make pages smaller, and neither K nor V larger?
     bool shrinks(int from, int to) const noexcept {
         const device_format::kind &a = format_.kinds[static_cast<std::size_t>(from)],
@@ -278,7 +277,15 @@ private:
         return b.key_block <= a.key_block && b.value_block <= a.value_block &&
                b.key_block + b.value_block < a.key_block + a.value_block;
     }
-    status requantize_pages(std::span<const sequence_id> ids, std::span<const page* const> pages, int format,
+    /// A page in use that another one takes the place of.
+    struct format_change {
+        page_ref from, to;
+        std::vector<kvq::detail::page_place> places;  // in the tables of the call's sequences
+    };
+    std::vector<kvq::detail::page_table*> tables_of(std::span<const sequence_id> ids);
+    std::size_t find_changes(std::span<const sequence_id> ids, const kvq::detail::change_range& range,
+                             int format, bool only_smaller, std::vector<format_change>& changes);
+    status requantize_pages(std::span<const sequence_id> ids, std::vector<format_change>& changes, int format,
                             cudaStream_t stream);
     detail::layer_view view(int layer) const noexcept;
     /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide them.

@@ -103,43 +103,55 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
     return result;
 }
 
-/// These pages get the format, once each, in whichever of the sequences they are.
-inline status cache::requantize_pages(std::span<const sequence_id> ids, std::span<const page* const> pages,
+/// The tables of these sequences.
+inline std::vector<kvq::detail::page_table*> cache::tables_of(std::span<const sequence_id> ids) {
+    std::vector<kvq::detail::page_table*> tables;
+    for (const sequence_id id : ids) tables.push_back(&entry_of(id).pages.table);
+    return tables;
+}
+
+/// Adds the pages of a range to those that get the format. Returns the bytes that this saves.
+inline std::size_t cache::find_changes(std::span<const sequence_id> ids,
+                                       const kvq::detail::change_range& range, int format, bool only_smaller,
+                                       std::vector<format_change>& changes) {
+    const std::vector<kvq::detail::page_table*> tables = tables_of(ids);
+    kvq::detail::page_changes found(std::pmr::new_delete_resource(), geometry_, geometry_.rollback);
+    found.select(tables, range);
+    std::size_t saved = 0;
+    const auto wanted = [&](const page& p) {
+        return p.format != format + 1 && (!only_smaller || shrinks(p.format - 1, format));
+    };
+    found.for_each(0, wanted, [&](const kvq::detail::page_change& change) {
+        changes.push_back({change.held, {}, {change.places.begin(), change.places.end()}});
+        saved += change.held->bytes - quantized_[static_cast<std::size_t>(format)].page_bytes();
+    });
+    return saved;
+}
+
+/// Carries changes out.
+inline status cache::requantize_pages(std::span<const sequence_id> ids, std::vector<format_change>& changes,
                                       int format, cudaStream_t stream) {
-    struct job {
-        const page* from;
-        page_ref to;
-    };
-    const auto before = [](const page* a, const page* b) {
-        return a->format != b->format ? a->format < b->format : a->number < b->number;
-    };
-    const detail::device_pages& pool = quantized_[static_cast<std::size_t>(format)];
-    std::vector<job> jobs;
-    for (const page* const p : pages) jobs.push_back({p, {}});
-    // A page that several sequences hold is one job.
-    std::sort(jobs.begin(), jobs.end(), [&](const job& a, const job& b) { return before(a.from, b.from); });
-    jobs.erase(
-        std::unique(jobs.begin(), jobs.end(), [](const job& a, const job& b) { return a.from == b.from; }),
-        jobs.end());
-    if (status s = quantized_[static_cast<std::size_t>(format)].ensure(static_cast<int>(jobs.size()),
-                                                                       options_.growing, stream);
-        !s)
-        return s;
-    if (jobs.empty()) return {};
+    detail::device_pages& pool = quantized_[static_cast<std::size_t>(format)];
+    if (status s = pool.ensure(static_cast<int>(changes.size()), options_.growing, stream); !s) return s;
+    if (changes.empty()) return {};
     step_.begun = false;
-    for (job& j : jobs) j.to = pool.pages().take();
+    // Pages of the same format in one launch.
+    std::stable_sort(changes.begin(), changes.end(), [](const format_change& a, const format_change& b) {
+        return a.from->format < b.from->format;
+    });
+    for (format_change& c : changes) c.to = pool.pages().take();
     status result;
     detail::word_writer to(words_.as<int>(), stream);
-    for (std::size_t first = 0, end; first < jobs.size() && result; first = end) {
-        const int from = jobs[first].from->format;
-        for (end = first; end < jobs.size() && end - first < static_cast<std::size_t>(columns_) &&
-                          jobs[end].from->format == from;)
+    for (std::size_t first = 0, end; first < changes.size() && result; first = end) {
+        const int from = changes[first].from->format;
+        for (end = first; end < changes.size() && end - first < static_cast<std::size_t>(columns_) &&
+                          changes[end].from->format == from;)
             ++end;
         const int count = static_cast<int>(end - first);
         for (int i = 0; i < count; ++i)
-            to.put(list_at(false) + i, jobs[first + static_cast<std::size_t>(i)].from->number);
+            to.put(list_at(false) + i, changes[first + static_cast<std::size_t>(i)].from->number);
         for (int i = 0; i < count; ++i)
-            to.put(list_at(true) + i, jobs[first + static_cast<std::size_t>(i)].to->number);
+            to.put(list_at(true) + i, changes[first + static_cast<std::size_t>(i)].to->number);
         result = to.flush();
         const int* const words = words_.as<int>();
         for (int layer = 0; layer < shape_.layers && result; ++layer) {
@@ -149,36 +161,13 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, std::spa
         }
     }
     if (!result) return result;
-    for (const sequence_id id : ids) {
-        entry& e = entry_of(id);
-        for (page_span& span : e.pages.table.spans) {
-            const auto found = std::find_if(jobs.begin(), jobs.end(),
-                                            [&](const job& j) { return j.from == span.pages[0].get(); });
-            if (found == jobs.end()) continue;
-            span.pages[0] = found->to;
+    for (format_change& c : changes)
+        for (const kvq::detail::page_place& at : c.places) {
+            entry& e = entry_of(ids[static_cast<std::size_t>(at.table)]);
+            e.pages.table.change_page(at.span, 0, c.to, geometry_, geometry_.rollback);
             e.version = ++versions_;
         }
-    }
-    return {};
-}
-
-/// last_tokens: of every sequence, instead of the request's.
-inline status cache::requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
-                                      std::span<const int> last_tokens, int format, cudaStream_t stream) {
-    std::vector<const page*> pages;
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        const detail::sequence_pages& s = entry_of(ids[i]).pages;
-        const int last = last_tokens.empty() ? request.last_token : last_tokens[i];
-        for (int page = 0; page < s.committed(); ++page) {
-            const page_span& p = s[page];
-            if (s.format_of(p) != format && p.first_token >= request.first_token && p.end() <= last &&
-                (!request.only_smaller || shrinks(s.format_of(p), format)))
-                pages.push_back(p.pages[0].get());
-        }
-    }
-    if (status s = requantize_pages(ids, pages, format, stream); !s) return s;
-    if (request.new_pages)
-        for (const sequence_id id : ids) entry_of(id).pages.set_target(format);
+    changes.clear();
     return {};
 }
 
@@ -194,7 +183,12 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
             "pages of %.40s and %.40s are not compiled for one sequence: add their format to "
             "this make_device_format<...>()",
             options_.formats.empty() ? "" : options_.formats[0].c_str(), std::string(request.format).c_str());
-    return requantize_range(ids, request, {}, format, stream);
+    std::vector<format_change> changes;
+    find_changes(ids, {request.first_token, request.last_token}, format, request.only_smaller, changes);
+    if (status s = requantize_pages(ids, changes, format, stream); !s) return s;
+    if (request.new_pages)
+        for (const sequence_id id : ids) entry_of(id).pages.set_target(format);
+    return {};
 }
 
 inline status cache::step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
@@ -211,44 +205,32 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
         if (tiers[i].age < before)
             return detail::bad_value("tier %zu starts at age %d, before %d", i, tiers[i].age, before);
     }
-    std::vector<int> last(ids.size());
-    // Narrowest first, so that no page is quantized twice.
-    for (std::size_t t = tiers.size(); t-- > 0;) {
-        for (std::size_t i = 0; i < ids.size(); ++i) last[i] = tokens(ids[i]) - tiers[t].age;
-        requantize_request request;
-        request.only_smaller = true;
-        if (status s = requantize_range(ids, request, last, format_.find(tiers[t].format), stream); !s)
-            return s;
-    }
-    std::size_t in_use = usage().in_use();
-    for (std::size_t t = 1; t < tiers.size() && in_use > byte_budget; ++t) {
-        const int format = format_.find(tiers[t].format);
-        const std::size_t size = quantized_[static_cast<std::size_t>(format)].page_bytes();
-        std::vector<const page*> pages;
-        int most = 0;
-        for (const sequence_id id : ids) most = kvq::detail::larger(most, entry_of(id).pages.committed());
-        for (int page = 0; page < most && in_use > byte_budget; ++page)
-            for (const sequence_id id : ids) {
-                const detail::sequence_pages& s = entry_of(id).pages;
-                if (page >= s.committed()) continue;
-                const kvq::page* const p = s[page].pages[0].get();
-                if (p->format == format + 1 || !shrinks(p->format - 1, format)) continue;
-                // A page that is shared lies at the same index in all of its sequences. Its first holder takes it for all.
-                std::uint32_t holders = 0;
-                bool first = true;
-                for (const sequence_id other : ids) {
-                    const detail::sequence_pages& o = entry_of(other).pages;
-                    const bool holds = page < o.committed() && o[page].pages[0].get() == p;
-                    if (holds && holders == 0) first = other == id;
-                    holders += holds;
-                }
-                if (!first || holders < p->references) continue;
-                pages.push_back(p);
-                in_use -= p->bytes - size;
-            }
-        if (status s = requantize_pages(ids, pages, format, stream); !s) return s;
-    }
-    return {};
+    std::vector<int> ages, lengths;
+    for (const tier& t : tiers) ages.push_back(t.age);
+    for (const sequence_id id : ids) lengths.push_back(tokens(id));
+    status result;
+    std::vector<format_change> changes;
+    std::size_t changing = 0;  // the tier of `changes`
+    const auto carry_out = [&] {
+        if (result) result = requantize_pages(ids, changes, format_.find(tiers[changing].format), stream);
+    };
+    std::size_t in_use = 0;
+    // The changes of a tier are carried out together.
+    const auto lower = [&](std::size_t index, const kvq::detail::change_range& range) {
+        if (index != changing) carry_out();
+        changing = index;
+        if (result) in_use -= find_changes(ids, range, format_.find(tiers[index].format), true, changes);
+        return in_use;
+    };
+    if (tiers.empty()) return {};
+    kvq::detail::step_down_by_age(ages, lengths, lower);
+    carry_out();
+    in_use = usage().in_use();
+    const std::vector<kvq::detail::page_table*> tables = tables_of(ids);
+    const std::vector<const kvq::detail::page_table*> read(tables.begin(), tables.end());
+    kvq::detail::step_down_by_budget(tiers.size(), read, in_use, byte_budget, lower);
+    carry_out();
+    return result;
 }
 
 }}}  // namespace kvq::cuda
