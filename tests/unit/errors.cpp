@@ -98,7 +98,7 @@ TEST_CASE("a cache of impossible shape or options is not made") {
 TEST_CASE("the largest numbers that are allowed do not overflow") {
     constexpr int most = std::numeric_limits<int>::max();
     const cache_type cache({.layers = 1, .kv_heads = 1, .head_dim = 8}, {.page_tokens = 4});
-    // One state for every chunk of 2048 tokens: 2^20, 2^19, 2^18 of them.
+    // One state for every key split of 2048 tokens: 2^20, 2^19, 2^18 of them.
     const auto workspace = [&](int tokens) { return cache.attention_workspace(tokens, 1); };
     const std::size_t quarter = workspace(1 << 29), half = workspace(1 << 30);
     CHECK(half - quarter >= (std::size_t{1} << 18) * 8 * sizeof(float));

@@ -3,9 +3,9 @@
 // Walk: for every kv head and every block of up to 16 or 128 query rows (query tokens x query heads of the GQA group), pages are read in token order.
 // Per page: scores from the key block, online softmax, weights times the value block. Only blocks whose codes cannot be folded are dequantized, one at a
 // time, into the workspace. For keys that moved, the queries are rotated back (rotary.hpp), once for pages in a row that moved alike. Keys are cut into
-// chunks of about 2048 tokens; each chunk gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number
+// key splits of about 2048 tokens; each split gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number
 // of threads, alone or in a batch. Where pages are selected (selection.hpp), bound_sums(), rank() and choose() run for all tasks before run(); where
-// values may be skipped, the scores of a chunk come first, and then the values of the pages that matter.
+// values may be skipped, the scores of a split come first, and then the values of the pages that matter.
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
 // arithmetic on the dequantized values below 5e-4 on random data and where few keys dominate (tests/properties/{attention,peaked}.cpp),
@@ -47,7 +47,7 @@ public:
     /// Bounds the sums of the rows from below, by the first page that they may see and the last two. Before rank() and run().
     void bound_sums(int task, const scratch& s) const {
         const task_place at = place_of(task);
-        if (at.chunk > 0) return;
+        if (at.split > 0) return;
         const row_block rows = begin_rows(at, s);
         const tile_sessions tiles(keys, values, at.n);
         float max[most_query_rows], sum[most_query_rows], factor[most_query_rows];
@@ -78,9 +78,9 @@ public:
         const page_walk walk{nullptr, q_pos(at.first), q_pos(at.first + at.n - 1)};
         const int last_two = end_of(walk) - 2;
         int e = 0, end = pages.entries();
-        if (plan.split()) {
-            e = pages.lower_bound(at.chunk * plan.chunk_tokens);
-            end = pages.lower_bound(plan.chunk_end(at.chunk));
+        if (plan.splits_are_tasks()) {
+            e = pages.lower_bound(at.split * plan.split_tokens);
+            end = pages.lower_bound(plan.split_end(at.split));
         }
         float* const ranks = choice.ranks_of(at.head, at.first);
         for (; e < end; ++e) {
@@ -101,17 +101,17 @@ public:
     /// Chooses the pages of a kv head and a block of rows. After rank() of all tasks, before run().
     void choose(int task) const {
         const task_place at = place_of(task);
-        if (at.chunk == 0) choice.choose(at.head, at.first, pages.geometry);
+        if (at.split == 0) choice.choose(at.head, at.first, pages.geometry);
     }
 
-    /// task: index, which gives kv head, row block and (if split) chunk.
+    /// task: index, which gives kv head, row block and, if splits are tasks, split.
     void run(int task, const scratch& s) const {
         const task_place at = place_of(task);
         const int head = at.head, first = at.first, n = at.n, dim = plan.value_dim;
-        // The first chunk is never left out: it makes queries that are not finite give NaN.
-        if (at.chunk > 0 && hides(at.chunk, head, first, n)) {
+        // The first split is never left out: it makes queries that are not finite give NaN.
+        if (at.split > 0 && hides(at.split, head, first, n)) {
             for (int i = 0; i < n; ++i) {
-                float* const to = partial(head, first + i, at.chunk);
+                float* const to = partial(head, first + i, at.split);
                 to[0] = minus_infinity;
                 to[1] = 0.0f;
                 if (plan.skips) to[2 + dim] = 0.0f;
@@ -123,10 +123,10 @@ public:
         const tile_sessions tiles(keys, values, n);
         if (plan.skips) s.held->seen = s.held->skipped = 0;
         float max[most_query_rows], sum[most_query_rows];
-        if (plan.split()) {
-            visit_chunk(rows, at.chunk, s, max, sum);
+        if (plan.splits_are_tasks()) {
+            visit_split(rows, at.split, s, max, sum);
             for (int i = 0; i < n; ++i) {
-                float* const to = partial(head, first + i, at.chunk);
+                float* const to = partial(head, first + i, at.split);
                 to[0] = max[i];
                 to[1] = rows.bad[static_cast<std::size_t>(i)] ? not_a_number : sum[i];
                 for (int d = 0; d < dim; ++d) to[2 + d] = s.part[i * dim + d];
@@ -140,9 +140,9 @@ public:
                 left[i] = 0.0f;
                 for (int d = 0; d < dim; ++d) running[i].output[d] = 0.0f;
             }
-            for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
-                if (hides(chunk, head, first, n)) continue;
-                visit_chunk(rows, chunk, s, max, sum);
+            for (int split = 0; split < plan.splits(); ++split) {
+                if (hides(split, head, first, n)) continue;
+                visit_split(rows, split, s, max, sum);
                 for (int i = 0; i < n; ++i)
                     merge(running[i], {max[i], sum[i], s.part + i * dim}, left[i],
                           plan.skips ? s.held->left + i : nullptr);
@@ -155,7 +155,7 @@ public:
         if (plan.skips) count_values(task, s.held->seen, s.held->skipped);
     }
 
-    /// Merges the chunks of every row of a block, in token order, after their tasks. index: task / chunks.
+    /// Merges the splits of every row of a block, in token order, after their tasks. index: task / splits.
     void merge(int index) const {
         const int head = index / plan.row_blocks(), first = index % plan.row_blocks() * plan.block_rows;
         for (int row = first; row < smaller(first + plan.block_rows, plan.rows()); ++row) merge(head, row);
@@ -185,14 +185,14 @@ private:
     /// What a task is about.
     struct task_place {
         int head, first, n;  // rows [first, first + n) of a kv head
-        int chunk;           // 0 if chunks are no tasks
+        int split;           // 0 if splits are no tasks
     };
     task_place place_of(int task) const noexcept {
-        const int chunks = plan.split() ? plan.chunks() : 1;
-        const int first = task / chunks % plan.row_blocks() * plan.block_rows;
-        // Tasks run from the last to the first, chunks from the first to the last: the end of each prefetches the beginning of the next.
-        return {task / (plan.row_blocks() * chunks), first, smaller(plan.block_rows, plan.rows() - first),
-                chunks - 1 - task % chunks};
+        const int splits = plan.splits_are_tasks() ? plan.splits() : 1;
+        const int first = task / splits % plan.row_blocks() * plan.block_rows;
+        // Tasks run from the last to the first, splits from the first to the last: the end of each prefetches the beginning of the next.
+        return {task / (plan.row_blocks() * splits), first, smaller(plan.block_rows, plan.rows() - first),
+                splits - 1 - task % splits};
     }
 
     /// The query rows of a task.
@@ -206,17 +206,17 @@ private:
         float* const first = partial(head, row, 0);
         softmax_state running{first[0], first[1], first + 2};
         float left = plan.skips ? first[2 + plan.value_dim] : 0.0f;
-        for (int chunk = 1; chunk < plan.chunks(); ++chunk) {
-            float* const p = partial(head, row, chunk);
+        for (int split = 1; split < plan.splits(); ++split) {
+            float* const p = partial(head, row, split);
             merge(running, {p[0], p[1], p + 2}, left, plan.skips ? p + 2 + plan.value_dim : nullptr);
         }
         finish(running, left, head, row);
     }
-    float* partial(int head, int row, int chunk) const noexcept {
+    float* partial(int head, int row, int split) const noexcept {
         const auto index = (static_cast<std::size_t>(head) * static_cast<std::size_t>(plan.rows()) +
                             static_cast<std::size_t>(row)) *
-                               static_cast<std::size_t>(plan.chunks()) +
-                           static_cast<std::size_t>(chunk);
+                               static_cast<std::size_t>(plan.splits()) +
+                           static_cast<std::size_t>(split);
         return partials + index * plan.state_floats();
     }
     int q_head(int head, int row) const noexcept { return head * plan.group + row % plan.group; }
@@ -300,10 +300,10 @@ private:
         return (shift == 0 ? s.turned : s.moved + size) + keys.transforming_before(format) * size;
     }
 
-    /// Is no key of the chunk visible to any of the rows? An empty state, which changes nothing when it is merged.
-    bool hides(int chunk, int head, int first, int n) const {
-        const int from = pages.lower_bound(chunk * plan.chunk_tokens),
-                  to = pages.lower_bound(plan.chunk_end(chunk));
+    /// Is no key of the split visible to any of the rows? An empty state, which changes nothing when it is merged.
+    bool hides(int split, int head, int first, int n) const {
+        const int from = pages.lower_bound(split * plan.split_tokens),
+                  to = pages.lower_bound(plan.split_end(split));
         if (from == to) return true;
         if (const float* const ranks = choice.ranks_of(head, first))
             if (std::none_of(ranks + from, ranks + to, page_choice::chosen)) return true;
@@ -341,7 +341,7 @@ private:
         }
         return {pages.entries(), page_visibility::none};
     }
-    /// The page to prefetch during page e: the one that is read next, or the first one of the next chunk.
+    /// The page to prefetch during page e: the one that is read next, or the first one of the next split.
     layer_pages::entry page_after(const page_walk& walk, int e, int next) const {
         if (next < pages.entries()) return pages.at(next);
         const bool follows =
@@ -355,17 +355,17 @@ private:
         }
     }
 
-    /// Computes one chunk's softmax state: s.part, max, sum; and s.held->left, if values may be skipped.
-    void visit_chunk(const row_block& rows, int chunk, const scratch& s, float* max, float* sum) const {
+    /// Computes one split's softmax state: s.part, max, sum; and s.held->left, if values may be skipped.
+    void visit_split(const row_block& rows, int split, const scratch& s, float* max, float* sum) const {
         const int n = rows.n, dim = plan.value_dim;
         empty_rows(n, max, sum);
         for (int i = 0; i < n * dim; ++i) s.part[i] = 0.0f;
         const std::size_t rotations = values.transforming();
         for (std::size_t i = 0; i < rotations * static_cast<std::size_t>(n * dim); ++i) s.rotated[i] = 0.0f;
-        if (plan.skips) s.held->begin_chunk();
+        if (plan.skips) s.held->begin_split();
 
         const page_walk walk = walk_of(rows);
-        const int begin = chunk * plan.chunk_tokens, last = plan.chunk_end(chunk) - 1;
+        const int begin = split * plan.split_tokens, last = plan.split_end(split) - 1;
         visible_page page = next_page(walk, pages.lower_bound(begin), last);
         while (page.index < pages.entries()) {
             const visible_page following = next_page(walk, page.index + 1, last);

@@ -1,9 +1,9 @@
 // The attention of several sequences as one list of tasks for all threads.
 //
-//   task = one kv head, one block of query rows and, where there are few of those, one chunk of keys, of one sequence
+//   task = one kv head, one block of query rows and, where there are few of those, one key split, of one sequence
 //
-// The thread that ends the last chunk of a block merges its chunks, so there is one list of tasks and no thread waits in between.
-// Contract: every sequence gets the bits that it gets alone, on any number of threads: work is cut by the shape of each sequence, and chunks
+// The thread that ends the last split of a block merges its splits, so there is one list of tasks and no thread waits in between.
+// Contract: every sequence gets the bits that it gets alone, on any number of threads: work is cut by the shape of each sequence, and splits
 // are merged in token order. No list of tasks is allocated; memory is bytes(threads), taken from the caller.
 #pragma once
 
@@ -89,7 +89,7 @@ public:
             const attention_plan plan = plan_of(of);
             new (places + i) place{task, reinterpret_cast<float*>(partials), left, choices,
                                    by_scores && reads_without_estimate(of.pages)};
-            for (int merge = 0; merge < plan.merges(); ++merge) new (left++) counter(plan.chunks());
+            for (int merge = 0; merge < plan.merges(); ++merge) new (left++) counter(plan.splits());
             task += plan.tasks();
             partials += plan.partial_bytes();
             choices += page_choice(plan, of.pages, mods_of(of), nullptr).bytes;
@@ -151,8 +151,8 @@ public:
         }
         each_task([](const attention& of, int task, const scratch& s, const place& at) {
             of.run(task, s);
-            if (!of.plan.split()) return;
-            const int block = task / of.plan.chunks();
+            if (!of.plan.splits_are_tasks()) return;
+            const int block = task / of.plan.splits();
             if (at.left[block].fetch_sub(1, std::memory_order_acq_rel) == 1) of.merge(block);
         });
         for (int i = 0; reports_ && i < count_; ++i) job(i).report();
@@ -161,7 +161,7 @@ public:
 private:
     using scratch = attention_scratch;
     using counter = std::atomic<int>;
-    /// Index of the first task of an item, its partial states, for each of its blocks the number of chunks to come, and what is chosen.
+    /// Index of the first task of an item, its partial states, for each of its blocks the number of splits to come, and what is chosen.
     struct place {
         int first_task;
         float* partials;

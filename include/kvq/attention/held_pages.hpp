@@ -3,7 +3,7 @@
 //   share of page j in row i:   w_ij = sum of its weights / L_i,   L_i a lower bound of the sum of the row over all keys
 //   pages are left out in the order of max_i w_ij, as long as every row has lost at most its budget
 //
-// The pages of a chunk are held, or as many as fit, so that the result does not depend on threads. Weights are those of the online softmax, page
+// The pages of a key split are held, or as many as fit, so that the result does not depend on threads. Weights are those of the online softmax, page
 // by page, in the order and with the factors that they have when no value is skipped: pages that are read add the same bits.
 #pragma once
 
@@ -31,19 +31,19 @@ struct held_pages {
     int* order;
     float* weights;             // [rows][stride], first scores
     float *factor, *max, *sum;  // [most][rows]: of the online softmax at this page; sum of its own weights
-    float *left, *left_max;     // [rows]: weights left out in this chunk, in units of 2^left_max
+    float *left, *left_max;     // [rows]: weights left out in this split, in units of 2^left_max
     float* lost;                // [rows]: share left out of the held pages
     int count = 0, tokens = 0;  ///< held
     int seen = 0, skipped = 0;  ///< pages, since the counts were last set to 0
 
     /// Null when the carver only counts.
-    static held_pages* carve(carver& c, int n, int chunk_tokens, const page_geometry& g) {
+    static held_pages* carve(carver& c, int n, int split_tokens, const page_geometry& g) {
         std::byte* const self = c.take(sizeof(held_pages));
         held_pages h{};
-        h.most = chunk_tokens / g.page_tokens + 8;
+        h.most = split_tokens / g.page_tokens + 8;
         h.rows = n;
-        // The last page of a chunk may end behind it, and kernels write the scores of whole pages.
-        h.stride = round_up(chunk_tokens + 2 * g.longest_page(), 16) + 32;
+        // The last page of a split may end behind it, and kernels write the scores of whole pages.
+        h.stride = round_up(split_tokens + 2 * g.longest_page(), 16) + 32;
         const auto r = static_cast<std::size_t>(n), m = static_cast<std::size_t>(h.most);
         h.pages = reinterpret_cast<one*>(c.take(m * sizeof(one)));
         h.order = reinterpret_cast<int*>(c.take(m * sizeof(int)));
@@ -53,7 +53,7 @@ struct held_pages {
         return self ? ::new (self) held_pages(h) : nullptr;
     }
 
-    void begin_chunk() noexcept {
+    void begin_split() noexcept {
         count = tokens = 0;
         std::fill_n(left, rows, 0.0f);
         std::fill_n(left_max, rows, -std::numeric_limits<float>::infinity());
@@ -70,7 +70,7 @@ struct held_pages {
         ++seen;
     }
     /// Marks the held pages whose values are skipped. budget: share of a row; floors: log2 of a lower bound of the sum of each of n rows;
-    /// maxima and sums: of the chunk up to the last held page.
+    /// maxima and sums: of the split up to the last held page.
     void choose(int n, float budget, const float* floors, const float* maxima, const float* sums) noexcept {
         const auto share = [&](int j, int i) {
             const float s = sum[j * rows + i];

@@ -1,6 +1,6 @@
 // The shape of an attention call: its division into tasks, and the memory that a worker needs for one of them.
 //
-//   task      a kv head, a block of query rows and, where these are few, a chunk of keys
+//   task      a kv head, a block of query rows and, where these are few, a key split
 //   scratch   queries (plain, transformed, moved), scores, running outputs, the workspaces of formats
 //
 // Contract: bytes are counted with the same code that carves them, so the workspace that a cache asks for is the one that it uses.
@@ -18,14 +18,14 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
-inline constexpr int most_query_rows = 128;   // of any backend
-inline constexpr int attention_chunk = 2048;  // keys per softmax state, about
-inline constexpr int enough_tasks = 64;       // below this, chunks become tasks of their own
+inline constexpr int most_query_rows = 128;     // of any backend
+inline constexpr int most_split_tokens = 2048;  // keys per softmax state, about
+inline constexpr int enough_tasks = 64;         // below this, splits become tasks of their own
 
 /// The shape of one attention call and its division into tasks.
 struct attention_plan {
     int kv_heads, group, query_tokens, dim, value_dim;
-    int tokens, chunk_tokens;
+    int tokens, split_tokens;
     int block_rows;  // query rows per task: half of the maximum if the maximum gives too few tasks
     bool skips;      // values: states hold the weights that were left out as well
 
@@ -37,34 +37,35 @@ struct attention_plan {
           dim(s.dim(tensor::key)),
           value_dim(s.dim(tensor::value)),
           tokens(key_tokens),
-          chunk_tokens(larger(1, attention_chunk / g.page_tokens) * g.page_tokens),
+          split_tokens(larger(1, most_split_tokens / g.page_tokens) * g.page_tokens),
           block_rows(most_rows > 64 && kv_heads * parts(rows(), most_rows) < enough_tasks ? most_rows / 2
                                                                                           : most_rows),
           skips(skips_values) {}
 
     int rows() const noexcept { return group * query_tokens; }
     int row_blocks() const noexcept { return parts(rows(), block_rows); }
-    /// Chunks are cut by position, so that trims change neither tasks nor workspace. A page belongs to the chunk of its first token.
-    int chunks() const noexcept { return parts(tokens, chunk_tokens); }
-    /// The token behind those of a chunk.
-    int chunk_end(int chunk) const noexcept {
-        return chunk * chunk_tokens + smaller(chunk_tokens, tokens - chunk * chunk_tokens);
+    /// Key splits are cut by position, so that trims change neither tasks nor workspace. A page belongs to the split of its first token.
+    int splits() const noexcept { return parts(tokens, split_tokens); }
+    /// The token behind those of a split.
+    int split_end(int split) const noexcept {
+        return split * split_tokens + smaller(split_tokens, tokens - split * split_tokens);
     }
-    bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
-    int tasks() const noexcept { return kv_heads * row_blocks() * (split() ? chunks() : 1); }
-    /// Whether all tasks but the last chunk of a head see as many keys.
-    bool tasks_are_equal() const noexcept { return split() || row_blocks() == 1; }
-    /// Blocks of rows whose chunks are tasks of their own, and are merged when the last of them has ended.
-    int merges() const noexcept { return split() ? kv_heads * row_blocks() : 0; }
+    bool splits_are_tasks() const noexcept { return splits() > 1 && kv_heads * row_blocks() < enough_tasks; }
+    int tasks() const noexcept { return kv_heads * row_blocks() * (splits_are_tasks() ? splits() : 1); }
+    /// Whether all tasks but the last split of a head see as many keys.
+    bool tasks_are_equal() const noexcept { return splits_are_tasks() || row_blocks() == 1; }
+    /// Blocks of rows whose splits are tasks of their own, and are merged when the last of them has ended.
+    int merges() const noexcept { return splits_are_tasks() ? kv_heads * row_blocks() : 0; }
     /// Floats of one row's partial state.
     std::size_t state_floats() const noexcept {
         return static_cast<std::size_t>(value_dim) + (skips ? 3 : 2);
     }
     std::size_t partial_bytes() const noexcept {
-        return split() ? round_up(static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(rows()) *
-                                      static_cast<std::size_t>(chunks()) * state_floats() * sizeof(float),
-                                  std::size_t{64})
-                       : 0;
+        return splits_are_tasks()
+                   ? round_up(static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(rows()) *
+                                  static_cast<std::size_t>(splits()) * state_floats() * sizeof(float),
+                              std::size_t{64})
+                   : 0;
     }
 
 private:
@@ -116,7 +117,7 @@ struct attention_scratch {
     shift_state* shifts;
     float* scores;               // [rows][scores_stride]
     float* output;               // [rows][value_dim], the running state
-    float* part;                 // [rows][value_dim], the current chunk
+    float* part;                 // [rows][value_dim], the current split
     float* rotated;              // [rows][value_dim] per transforming value format
     float* estimate;             // scratch of estimates of scores, if they are used
     held_pages* held;            // if values may be skipped
@@ -142,7 +143,7 @@ struct attention_scratch {
         part = c.floats(rows * value_dim + 16);
         rotated = c.floats(values.transforming() * rows * value_dim + 16);
         estimate = c.floats(use.estimates ? estimate_floats(keys, plan, g) : 0);
-        held = use.skips ? held_pages::carve(c, n, plan.chunk_tokens, g) : nullptr;
+        held = use.skips ? held_pages::carve(c, n, plan.split_tokens, g) : nullptr;
         key_spaces = spaces(c, keys);
         value_spaces = spaces(c, values);
         const auto workspace_bytes = [&](const format_table& table, int i, tensor role, int channels) {

@@ -61,8 +61,8 @@ struct selected_pages {
 };
 
 /// Values of the pages with the smallest weights are not read, as long as their weights are at most `mass` of the sum of every row.
-/// `mass` is shared out by tokens, so that it bounds the whole row. The sum is bounded from below by what is known when a chunk
-/// of about 2048 tokens has all its scores: the sum of the chunk, and that of the first page and the last two.
+/// `mass` is shared out by tokens, so that it bounds the whole row. The sum is bounded from below by what is known when a key
+/// split of about 2048 tokens has all its scores: the sum of the split, and that of the first page and the last two.
 struct skipped_values {
     float mass;  ///< at least 0, less than 1; with 0 the outputs are those without it, bit for bit
     skipping_report* report = nullptr;

@@ -88,7 +88,7 @@ public:
                        unit_tokens, " tokens");
         unit_ = unit_tokens > 0
                     ? unit_tokens
-                    : detail::larger(1, detail::attention_chunk / whole.page_tokens) * whole.page_tokens;
+                    : detail::larger(1, detail::most_split_tokens / whole.page_tokens) * whole.page_tokens;
         // Attention cuts by the positions of first tokens: the sinks belong to the first state.
         first_unit_ = whole.sinks +
                       detail::round_up((whole.sinks / unit_ + 1) * unit_ - whole.sinks, whole.page_tokens);
