@@ -9,10 +9,11 @@
 // If the instruction set multiplies 16-bit words as fast as bytes (Lanes::word_products; no VNNI), x' ~= step * word instead of high
 // and low bytes: half of the products. The step grows if sums of words might not fit 32 bits (8-bit codes,
 // more than 260 columns). A part has a step of its own: a column group, or 256 columns of a larger one.
-// Contract: |x' - step * (256 high + low)| <= step, that is 2^-15 of the part's largest |x'|, and the sum
-// over all columns of a part that share a lane is off by at most one step as well (sum_rounding), in either
-// direction. So small weights beside a large one are not lost, and what a product with codes gets wrong is
-// not the same for all pages. Row biases are multiplied with the sum of the rounded x', column biases with x.
+// Contract: queries are rounded to nearest: |x' - step * (256 high + low)| <= step / 2, that is 2^-16 of the
+// part's largest |x'|. Weights are within one step, and the sum over all columns of a part that share a lane is
+// off by at most one step as well (sum_rounding), in either direction. So small weights beside a large one are
+// not lost, and what a product with codes gets wrong is not the same for all pages. Row biases are multiplied
+// with the sum of the rounded x', column biases with x.
 // Layout for a set of operands (one set per row group if columns carry parameters, else one):
 //   [query block][part][quad][query in block] two 32-bit words: high and low of four signed bytes each, or 16-bit
 //   words of columns 0 and 2 and of columns 1 and 3.
@@ -231,6 +232,20 @@ struct sum_rounding {
     }
 };
 
+/// Rounds every column to the nearest integer. Columns of queries have either sign, so that what rounding drops
+/// does not add up, and their sums need no addition that waits for the last one.
+template <class Lanes>
+struct nearest_rounding {
+    typename Lanes::ints rounded;  ///< sum of the integers of every lane
+
+    KVQ_INLINE void begin() { rounded = Lanes::splat(0); }
+    KVQ_INLINE typename Lanes::ints next(typename Lanes::floats x, typename Lanes::floats inverse) {
+        const auto fixed = Lanes::round(Lanes::multiply(x, inverse));
+        rounded = Lanes::add(rounded, fixed);
+        return fixed;
+    }
+};
+
 /// The first n floats of a vector, or all of them; none if n is not positive.
 template <class Lanes>
 KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
@@ -240,7 +255,7 @@ KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
 
 /// One part of `Queries` operands, which share their loads of the parameters. Tiles: bytes are written in the
 /// layout of tiles. Widths of codes are no template parameter: code is the same for all.
-template <vector_form Form, bool Tiles, class Lanes>
+template <vector_form Form, bool Tiles, class Lanes, template <class> class Rounding>
 struct part_fold {
     fold_use use;
     const float* scale;  ///< of the part's columns, where use.col_scale
@@ -349,7 +364,7 @@ private:
 
     template <int Queries>
     KVQ_INLINE void write_query_bytes(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
-        sum_rounding<Lanes> sums[Queries];
+        Rounding<Lanes> sums[Queries];
         each<Queries>([&](auto i) KVQ_INLINE_LAMBDA { sums[i].begin(); });
         for (int c = 0; c < before + size + after; c += Lanes::width) {
             ints fixed[Queries], high[Queries];
@@ -380,7 +395,7 @@ private:
 
     /// The sums beside the codes, of the same integers that the codes are multiplied with.
     template <int Queries>
-    KVQ_INLINE void write_sums(const sum_rounding<Lanes>* sums, fold_scalars* s) const {
+    KVQ_INLINE void write_sums(const Rounding<Lanes>* sums, fold_scalars* s) const {
         if (use.row_bias || zero_code != 0.0f)
             each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
                 s[i].sum = s[i].step * Lanes::sum(Lanes::to_floats(sums[i].rounded));
@@ -396,7 +411,7 @@ private:
             const float* const row = scratch + i * scratch_stride;
             std::uint32_t* to = out + i * vector_words;
             const floats factor = Lanes::splat_float(inverse[i]);
-            sum_rounding<Lanes> sums;
+            Rounding<Lanes> sums;
             sums.begin();
             for (int c = 0; c < before + size + after; c += tile_columns, to += stride) {
                 ints fixed[vectors];
@@ -484,7 +499,7 @@ parameter_source parameters_of(const Scheme& scheme, const block_shape& shape, b
 }
 
 /// Folds layout.n operands x[i] (cols floats each, x_stride apart) for products with the block of `source`.
-template <class Lanes, vector_form Form, bool Tiles>
+template <class Lanes, vector_form Form, bool Tiles, template <class> class Rounding>
 void fold_as(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
              const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
     const fold_use use = meaning.use;
@@ -500,7 +515,7 @@ void fold_as(const code_meaning& meaning, const fold_layout& layout, const param
     for (int set = 0; set < layout.sets; ++set) {
         if (use.columns()) source.columns(source, set, scale, bias);
         for (int first = 0; first < n;) {
-            using part_type = part_fold<Form, Tiles, Lanes>;
+            using part_type = part_fold<Form, Tiles, Lanes, Rounding>;
             const int block_n = next_query_block(n - first);
             // Operands of a tile lie side by side, also those of the next query block.
             const int beside =
@@ -546,13 +561,23 @@ void fold_as(const code_meaning& meaning, const fold_layout& layout, const param
     }
 }
 
+template <class Lanes, class Backend, template <class> class Rounding>
+void fold_rounded(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
+                  const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
+    if constexpr (has_tiles<Lanes>)
+        if (layout.tile_query_bytes > 0)
+            return fold_as<Lanes, byte_form<Backend>, true, Rounding>(meaning, layout, source, x, x_stride,
+                                                                      memory);
+    fold_as<Lanes, form_of<Lanes, Backend>, false, Rounding>(meaning, layout, source, x, x_stride, memory);
+}
+
 template <class Lanes, class Backend>
 void fold(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
           const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
-    if constexpr (has_tiles<Lanes>)
-        if (layout.tile_query_bytes > 0)
-            return fold_as<Lanes, byte_form<Backend>, true>(meaning, layout, source, x, x_stride, memory);
-    fold_as<Lanes, form_of<Lanes, Backend>, false>(meaning, layout, source, x, x_stride, memory);
+    if (source.shape.role == tensor::key)
+        fold_rounded<Lanes, Backend, nearest_rounding>(meaning, layout, source, x, x_stride, memory);
+    else
+        fold_rounded<Lanes, Backend, sum_rounding>(meaning, layout, source, x, x_stride, memory);
 }
 
 }}}  // namespace kvq::kernels
