@@ -22,6 +22,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -116,7 +117,7 @@ struct fold_layout {
     static constexpr int part_columns = 256;
 
     grouped_axis cols;
-    int step;            ///< quads of a step of codes
+    int step_shift;      ///< a step of codes has 1 << step_shift columns; divisions would show in decode
     grouped_axis parts;  ///< columns that share a step: those of a group, or 256 of them
     int group_parts;     ///< parts of a whole group
     int sets;
@@ -131,7 +132,7 @@ struct fold_layout {
     constexpr fold_layout(const code_layout<Bits>& codes, bool per_row_group, int queries,
                           int query_bytes_of_tiles, bool cut = true) noexcept
         : cols(codes.cols),
-          step(code_planes<Bits>::quads_per_step),
+          step_shift(std::countr_zero(4u * code_planes<Bits>::quads_per_step)),
           parts(cut ? cut_groups(cols) : cols),
           group_parts(detail::ceil_div(cols.group, parts.group)),
           sets(per_row_group ? codes.rows().groups() : 1),
@@ -142,7 +143,8 @@ struct fold_layout {
             steps += last_step(p) - first_step(p);
             blocks += tile_blocks(p);
         }
-        set_words = tile_query_bytes > 0 ? tile_query_bytes * blocks * tile_columns / 4 : steps * step * 2;
+        set_words =
+            tile_query_bytes > 0 ? tile_query_bytes * blocks * tile_columns / 4 : (steps << step_shift) / 2;
         // A step has up to 8 quads, and vectors run beyond the last one.
         scratch_floats = detail::round_up(static_cast<std::size_t>(cols.padded_size()), std::size_t{16}) +
                          32 + (tile_query_bytes > 0 ? tile_columns : 0);
@@ -163,14 +165,14 @@ struct fold_layout {
 
     // Groups are rarely cut, and divisions take longer than branches.
     constexpr int group_of(int part) const noexcept { return group_parts == 1 ? part : part / group_parts; }
-    constexpr int first_step(int part) const noexcept { return parts.group_begin(part) / 4 / step; }
+    constexpr int first_step(int part) const noexcept { return parts.group_begin(part) >> step_shift; }
     constexpr int last_step(int part) const noexcept {
-        return detail::ceil_div((parts.group_begin(part) + parts.group_slots(part)) / 4, step);
+        return ((parts.group_begin(part) + parts.group_slots(part) - 1) >> step_shift) + 1;
     }
 
     /// Number of tiles, one after the other, that hold the columns of the part's steps.
     constexpr int tile_blocks(int part) const noexcept {
-        return detail::ceil_div((last_step(part) - first_step(part)) * 4 * step, tile_columns);
+        return detail::ceil_div((last_step(part) - first_step(part)) << step_shift, tile_columns);
     }
     /// Operands that share a tile.
     constexpr int tile_queries() const noexcept { return tile_lines / tile_query_bytes; }
@@ -504,7 +506,7 @@ void fold_as(const code_meaning& meaning, const fold_layout& layout, const param
              const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
     const fold_use use = meaning.use;
     const int n = layout.n;
-    const int step = 4 * layout.step;
+    const int step = 1 << layout.step_shift;
     const grouped_axis& cols = layout.cols;
     const auto row_floats = static_cast<std::ptrdiff_t>(layout.scratch_floats);
     float* const scale = layout.scratch(memory);

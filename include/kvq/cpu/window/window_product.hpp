@@ -90,13 +90,11 @@ void window_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, in
     }
 }
 
-/// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows.
-/// ahead: distance in bytes from this block to the one that is read next; 0: none.
+/// Columns [from, from + cols) of window_product, x[i][0] belongs to column `from`.
 template <class Lanes, class T>
-void window_product(const block_shape& shape, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
-                    int n, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
-                    std::ptrdiff_t ahead) {
-    const value_layout<T> layout(shape);
+void multiply_columns(const value_layout<T>& layout, const std::byte* block, int from, const float* x,
+                      std::ptrdiff_t x_stride, int n, int rows, int cols, float* y, std::ptrdiff_t y_stride,
+                      bool add, std::ptrdiff_t ahead) {
     constexpr int per_word = value_layout<T>::values_per_word;
     constexpr int vector_rows = Lanes::width / per_word;
     constexpr int vectors = Lanes::value_vectors;
@@ -105,8 +103,10 @@ void window_product(const block_shape& shape, const std::byte* block, const floa
         const int block_n = next_query_block(n - first);
         for (int tile = 0; tile < rows; tile += tile_layout::tile_rows) {
             const int height = detail::smaller(tile_layout::tile_rows, slot_count - tile);
-            const std::byte* const begin = block + 4 * static_cast<std::size_t>(tile) *
-                                                       static_cast<std::size_t>(layout.tiles.words_per_row);
+            const std::byte* const begin =
+                block +
+                4 * (static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.tiles.words_per_row) +
+                     static_cast<std::size_t>(from / per_word) * static_cast<std::size_t>(height));
             for (int part = 0; part < height && tile + part < rows;) {
                 const int left = detail::smaller(height - part, rows - tile - part);
                 const bool several =
@@ -118,19 +118,16 @@ void window_product(const block_shape& shape, const std::byte* block, const floa
                     // Vectors stay inside the tile; rows beyond `rows` are dropped. Slots are a multiple of 4, so vectors
                     // of up to 4 are always full.
                     const int values = detail::smaller(height - part, V * vector_rows) * per_word;
-                    const auto product = [&](float* to, std::ptrdiff_t to_stride, bool add_first) {
-                        for (int from = 0; from < cols; from += sum_columns)
-                            window_product_tile<Lanes, T, V, Q, (V == 1 && vector_rows > 4)>(
-                                begin + (part + from / per_word * height) * 4, height * 4,
-                                detail::smaller(cols - from, sum_columns), x + first * x_stride + from,
-                                x_stride, values, to, to_stride, add_first || from > 0, ahead);
-                    };
+                    constexpr auto product =
+                        &window_product_tile<Lanes, T, V, Q, (V == 1 && vector_rows > 4)>;
                     if (here == V * vector_rows) {
-                        product(y + first * y_stride + tile + part, y_stride, add);
+                        product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
+                                y + first * y_stride + tile + part, y_stride, add, ahead);
                         return;
                     }
                     float lane_y[Q][V * vector_rows];
-                    product(lane_y[0], V * vector_rows, false);
+                    product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
+                            lane_y[0], V * vector_rows, false, ahead);
                     for (int i = 0; i < Q; ++i)
                         for (int r = 0; r < here; ++r) {
                             float& out = y[(first + i) * y_stride + tile + part + r];
@@ -148,6 +145,19 @@ void window_product(const block_shape& shape, const std::byte* block, const floa
         }
         first += block_n;
     }
+}
+
+/// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows.
+/// ahead: distance in bytes from this block to the one that is read next; 0: none.
+template <class Lanes, class T>
+void window_product(const block_shape& shape, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
+                    int n, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                    std::ptrdiff_t ahead) {
+    const value_layout<T> layout(shape);
+    for (int from = 0; from < cols; from += sum_columns)
+        multiply_columns<Lanes, T>(layout, block, from, x + from, x_stride, n, rows,
+                                   detail::smaller(cols - from, sum_columns), y, y_stride, add || from > 0,
+                                   ahead);
 }
 
 }}}  // namespace kvq::kernels
