@@ -1,132 +1,182 @@
-// The product of one block with n operands, queries (K) or rows of weights (V), for any scheme. The kernel is chosen at compile time.
+// The products of blocks with n operands, queries (K) or rows of weights (V). One class for each way in which attention reads blocks
+// (schemes/codec_spec.hpp); all schemes that are read in one way, with codes of one width, share it.
 //
-//   full precision   float products on 16/32-bit values                       (window_product.hpp)
-//                    many operands: 16-bit values as integers of 14 bits      (word_product.hpp)
-//   foldable         integer products on codes, parameters folded             (folded.hpp, code_product.hpp)
-//   segmented        the same for one range of columns after the other, added up (segment_product.hpp)
-//   other schemes    the block is dequantized to floats in the workspace, then multiplied
+//   values        float products on 16/32-bit values                       (window/window_product.hpp)
+//                 many operands: 16-bit values as integers of 14 bits      (window/word_product.hpp)
+//   codes         integer products on codes, parameters folded             (product/folded.hpp, code_product.hpp)
+//   segments      the same for one range of columns after the other, added up (product/segment_product.hpp)
+//   dequantized   the block is dequantized to floats in the workspace, then multiplied
 //
-// One object serves many blocks of one shape, so that layouts are computed once. `begin` prepares the operands (once for all blocks
-// if columns carry no parameters), `finish` multiplies.
+//   product(scheme, shape, id, n)   for the blocks of one head and shape; layouts are computed here, once
+//   begin                           prepares the operands, once for all blocks if columns carry no parameters
+//   finish                          multiplies
+//
+//       y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a quantized block is always full).
+//       ahead: distance to the block that is read next, for prefetching; 0: none
+//
+// A product points to its scheme. On architectures that multiply tiles, a tile_session for n operands must be open during `finish`.
 #pragma once
 
-#include <utility>
+#include <type_traits>
 
+#include "../schemes/codec_spec.hpp"
 #include "product/code_product.hpp"
 #include "product/segment_product.hpp"
 #include "window/word_product.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Blocks that are multiplied directly, or dequantized first.
-struct float_plan {
-    std::size_t values;  ///< floats of the workspace
-
-    std::size_t workspace_bytes() const { return detail::round_up(values * sizeof(float), std::size_t{64}); }
-};
-
-/// Blocks of 16/32-bit values that are multiplied directly, or converted to words first.
-template <class Lanes, class T>
-struct value_plan {
-    word_space words;  ///< empty: multiplied directly
-
-    value_plan(const block_shape& shape, int n)
-        : words(multiplies_words<Lanes, T>(n) ? word_space(shape, n) : word_space()) {}
-    std::size_t workspace_bytes() const { return words.bytes; }
-};
-
-template <class Backend, class Scheme>
-auto plan_products(const Scheme& scheme, const block_shape& shape, block_id id, int n) {
-    if constexpr (foldable<Scheme>)
-        return code_plan<Scheme::code_bits>(Scheme::fold(shape.role), Scheme::zero_code, scheme.codes(shape),
-                                            n, query_bytes_in_tiles<typename Backend::lanes, Backend>(n));
-    else if constexpr (segmented<Scheme>)
-        return segment_plan<Scheme>(scheme, shape, id, n,
-                                    query_bytes_in_tiles<typename Backend::lanes, Backend>(n));
-    else if constexpr (full_precision<Scheme>)
-        return value_plan<typename Backend::lanes, typename Scheme::value_type>(shape, n);
-    else
-        return float_plan{shape.values()};
+/// Prefetches [from, to): parameters are needed first and all at once, so that every block would begin with a wait for memory.
+KVQ_INLINE void prefetch_bytes(const std::byte* block, std::size_t from, std::size_t to) {
+    for (std::size_t at = from; at < to; at += 64) detail::prefetch(block + at);
 }
 
-/// Products of `n` operands with one head's blocks of `scheme`, which must outlive it. On architectures that multiply tiles, a
-/// tile_session for n operands must be open during `finish`.
-template <class Backend, class Scheme>
-class block_product {
+/// Codes of one width.
+template <class Backend, int Bits>
+class code_block_product {
 public:
-    using scheme_type = Scheme;
     using lanes = typename Backend::lanes;
 
-    /// shape: of every quantized block. (Blocks of 16/32-bit values may be shorter: calls take their shape as an argument.)
-    block_product(const Scheme& scheme, const block_shape& shape, block_id id, int n)
-        : scheme_(scheme),
-          plan_(plan_products<Backend>(scheme, shape, id, n)),
-          n_(n),
+    template <class Scheme>
+    code_block_product(const Scheme& scheme, const block_shape& shape, block_id, int n)
+        : plan_(Scheme::fold(shape.role), Scheme::zero_code, scheme.codes(shape), n,
+                query_bytes_in_tiles<lanes, Backend>(n)),
+          source_(parameters_of<Backend>(scheme)),
           block_bytes_(scheme.block_bytes(shape)) {}
 
-    /// Does one call of `begin` serve every block?
-    static constexpr bool folds_once(tensor role) noexcept {
-        if constexpr (foldable<Scheme>)
-            return !Scheme::fold(role).columns();
-        else
-            return true;
-    }
-
-    /// Distance from one head's block to the next.
-    std::size_t block_bytes(const block_shape& shape) const {
-        if constexpr (full_precision<Scheme>)
-            return scheme_.block_bytes(shape);
-        else
-            return block_bytes_;
-    }
     std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
 
     void begin(const block_shape& shape, block_id id, const std::byte* block, const float* x,
                std::ptrdiff_t x_stride, std::byte* workspace) const {
-        if constexpr (foldable<Scheme>)
-            fold<lanes, Backend>(plan_.meaning, plan_.fold, parameters_of<Backend>(scheme_, shape, id, block),
-                                 x, x_stride, workspace + plan_.parameter_bytes);
-        else if constexpr (segmented<Scheme>)
-            plan_.write_units(workspace);
-        else if constexpr (full_precision<Scheme>)
-            if (shape.role == tensor::key) fold_words(x, x_stride, shape.cols(), workspace);
+        fold<lanes, Backend>(plan_.meaning, plan_.fold, source_.of(shape, id, block), x, x_stride,
+                             workspace + plan_.parameter_bytes);
+    }
+    void finish(const block_shape& shape, block_id id, const std::byte* block, const float*, std::ptrdiff_t,
+                int, int, float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead,
+                std::byte* workspace) const {
+        prefetch_bytes(block + ahead, plan_.parameters, block_bytes_);
+        code_product<lanes, Backend, Bits>(plan_, source_.of(shape, id, block), workspace)
+            .run(y, y_stride, add, ahead);
     }
 
-    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a quantized
-    /// block is always full). ahead: distance to the block that is read next, for prefetching; 0: none.
+private:
+    code_plan<Bits> plan_;
+    parameter_source source_;
+    std::size_t block_bytes_;
+};
+
+/// Codes of several widths. Widths: code_widths<...>.
+template <class Backend, class Widths>
+class segment_block_product {
+public:
+    using lanes = typename Backend::lanes;
+
+    template <class Scheme>
+    segment_block_product(const Scheme& scheme, const block_shape& shape, block_id id, int n)
+        : plan_(scheme, shape, id, n, query_bytes_in_tiles<lanes, Backend>(n)),
+          source_(parameters_of<Backend>(scheme)),
+          block_bytes_(scheme.block_bytes(shape)) {}
+
+    std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
+
+    void begin(const block_shape&, block_id, const std::byte*, const float*, std::ptrdiff_t,
+               std::byte* workspace) const {
+        plan_.write_units(workspace);
+    }
     void finish(const block_shape& shape, block_id id, const std::byte* block, const float* x,
+                std::ptrdiff_t x_stride, int, int, float* y, std::ptrdiff_t y_stride, bool add,
+                std::ptrdiff_t ahead, std::byte* workspace) const {
+        prefetch_bytes(block + ahead, plan_.parameters, block_bytes_);
+        segment_product<lanes, Backend, Widths>::run(plan_,
+                                                     source_.of(shape, id, block, plan_.units(workspace)), x,
+                                                     x_stride, y, y_stride, add, ahead, workspace);
+    }
+
+private:
+    segment_plan<Widths> plan_;
+    parameter_source source_;
+    std::size_t block_bytes_;
+};
+
+/// Values of type T, in blocks of any number of tokens: calls take their shape as an argument.
+template <class Backend, class T>
+class window_block_product {
+public:
+    using lanes = typename Backend::lanes;
+
+    template <class Scheme>
+    window_block_product(const Scheme&, const block_shape& shape, block_id, int n)
+        : words_(multiplies_words<lanes, T>(n) ? word_space(shape, n) : word_space()), n_(n) {}
+
+    std::size_t workspace_bytes() const { return words_.bytes; }
+
+    void begin(const block_shape& shape, block_id, const std::byte*, const float* x, std::ptrdiff_t x_stride,
+               std::byte* workspace) const {
+        if (shape.role == tensor::key) fold_words(x, x_stride, shape.cols(), workspace);
+    }
+    void finish(const block_shape& shape, block_id, const std::byte* block, const float* x,
                 std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                 std::ptrdiff_t ahead, std::byte* workspace) const {
-        // Prefetched, because parameters are needed first and all at once: every block would begin with a wait for memory.
-        if constexpr (foldable<Scheme> || segmented<Scheme>)
-            for (std::size_t at = plan_.parameters; at < block_bytes_; at += 64)
-                detail::prefetch(block + ahead + at);
-        if constexpr (full_precision<Scheme>) {
-            // For V the number of used columns is known only here.
-            if (shape.role == tensor::value) fold_words(x, x_stride, cols, workspace);
-            if (multiply_words(shape, block, rows, cols, y, y_stride, add, ahead, workspace)) return;
-            window_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n_, rows, cols, y,
-                                                               y_stride, add, ahead);
-        } else if constexpr (foldable<Scheme>) {
-            code_product<lanes, Backend, Scheme::code_bits>(
-                plan_, parameters_of<Backend>(scheme_, shape, id, block), workspace)
-                .run(y, y_stride, add, ahead);
-        } else if constexpr (segmented<Scheme>) {
-            segment_product<lanes, Backend, Scheme>::run(plan_, shape, id, block, x, x_stride, y, y_stride,
-                                                         add, ahead, workspace);
-        } else {
-            float* const values = reinterpret_cast<float*>(workspace);
-            Backend::dequantize(scheme_, shape, id, block, values, std::ptrdiff_t{shape.dim}, values);
-            for (int i = 0; i < n_; ++i) {
-                if (shape.role == tensor::key)
-                    multiply_keys(values, shape.dim, x + i * x_stride, rows, cols, y + i * y_stride, add);
-                else
-                    for (int from = 0; from < cols; from += sum_columns)
-                        multiply_values(values + std::ptrdiff_t{from} * shape.dim, shape.dim,
-                                        x + i * x_stride + from, rows,
-                                        detail::smaller(cols - from, sum_columns), y + i * y_stride,
-                                        add || from > 0);
-            }
+        // For V the number of used columns is known only here.
+        if (shape.role == tensor::value) fold_words(x, x_stride, cols, workspace);
+        if (multiply_words(shape, block, rows, cols, y, y_stride, add, ahead, workspace)) return;
+        window_product<lanes, T>(shape, block, x, x_stride, n_, rows, cols, y, y_stride, add, ahead);
+    }
+
+private:
+    static constexpr bool by_words = has_word_dots<lanes> && sizeof(T) == 2;
+
+    void fold_words(const float* x, std::ptrdiff_t x_stride, int cols, std::byte* workspace) const {
+        if constexpr (by_words)
+            if (words_.n > 0) word_product<lanes, T>::fold(words_, x, x_stride, cols, workspace);
+    }
+    bool multiply_words(const block_shape& shape, const std::byte* block, int rows, int cols, float* y,
+                        std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) const {
+        if constexpr (by_words)
+            if (words_.n > 0)
+                return word_product<lanes, T>::run(words_, shape, block, rows, cols, y, y_stride, add, ahead,
+                                                   workspace);
+        return false;
+    }
+
+    word_space words_;  ///< empty: multiplied directly
+    int n_;
+};
+
+/// Blocks that are dequantized first.
+template <class Backend>
+class dequantized_block_product {
+public:
+    using lanes = typename Backend::lanes;
+
+    template <class Scheme>
+    dequantized_block_product(const Scheme& scheme, const block_shape& shape, block_id, int n)
+        : scheme_(&scheme),
+          dequantize_(
+              [](const void* s, const block_shape& of, block_id id, const std::byte* block, float* values) {
+                  Backend::dequantize(*static_cast<const Scheme*>(s), of, id, block, values,
+                                      std::ptrdiff_t{of.dim}, values);
+              }),
+          values_(shape.values()),
+          n_(n) {}
+
+    std::size_t workspace_bytes() const { return detail::round_up(values_ * sizeof(float), std::size_t{64}); }
+
+    void begin(const block_shape&, block_id, const std::byte*, const float*, std::ptrdiff_t,
+               std::byte*) const {}
+    void finish(const block_shape& shape, block_id id, const std::byte* block, const float* x,
+                std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                std::ptrdiff_t, std::byte* workspace) const {
+        float* const values = reinterpret_cast<float*>(workspace);
+        dequantize_(scheme_, shape, id, block, values);
+        for (int i = 0; i < n_; ++i) {
+            if (shape.role == tensor::key)
+                multiply_keys(values, shape.dim, x + i * x_stride, rows, cols, y + i * y_stride, add);
+            else
+                for (int from = 0; from < cols; from += sum_columns)
+                    multiply_values(values + std::ptrdiff_t{from} * shape.dim, shape.dim,
+                                    x + i * x_stride + from, rows, detail::smaller(cols - from, sum_columns),
+                                    y + i * y_stride, add || from > 0);
         }
     }
 
@@ -165,28 +215,35 @@ private:
         }
     }
 
-    template <class T>
-    static constexpr bool by_words = has_word_dots<lanes> && sizeof(T) == 2;
-
-    void fold_words(const float* x, std::ptrdiff_t x_stride, int cols, std::byte* workspace) const {
-        using T = typename Scheme::value_type;
-        if constexpr (by_words<T>)
-            if (plan_.words.n > 0) word_product<lanes, T>::fold(plan_.words, x, x_stride, cols, workspace);
-    }
-    bool multiply_words(const block_shape& shape, const std::byte* block, int rows, int cols, float* y,
-                        std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) const {
-        using T = typename Scheme::value_type;
-        if constexpr (by_words<T>)
-            if (plan_.words.n > 0)
-                return word_product<lanes, T>::run(plan_.words, shape, block, rows, cols, y, y_stride, add,
-                                                   ahead, workspace);
-        return false;
-    }
-
-    const Scheme& scheme_;
-    decltype(plan_products<Backend>(std::declval<const Scheme&>(), block_shape{}, block_id{}, 0)) plan_;
+    const void* scheme_;
+    void (*dequantize_)(const void* scheme, const block_shape&, block_id, const std::byte* block,
+                        float* values);
+    std::size_t values_;  ///< floats of the workspace
     int n_;
-    std::size_t block_bytes_;
 };
+
+template <class Backend, class Scheme>
+constexpr auto block_product_of() {
+    if constexpr (foldable<Scheme>)
+        return std::type_identity<code_block_product<Backend, Scheme::code_bits>>();
+    else if constexpr (segmented<Scheme>)
+        return std::type_identity<segment_block_product<Backend, typename Scheme::width_list>>();
+    else if constexpr (full_precision<Scheme>)
+        return std::type_identity<window_block_product<Backend, typename Scheme::value_type>>();
+    else
+        return std::type_identity<dequantized_block_product<Backend>>();
+}
+/// The product that reads the blocks of a scheme.
+template <class Backend, class Scheme>
+using block_product = typename decltype(block_product_of<Backend, Scheme>())::type;
+
+/// Does one call of `begin` serve every block?
+template <class Scheme>
+constexpr bool folds_once(tensor role) noexcept {
+    if constexpr (foldable<Scheme>)
+        return !Scheme::fold(role).columns();
+    else
+        return true;
+}
 
 }}}  // namespace kvq::kernels

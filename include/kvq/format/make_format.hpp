@@ -87,11 +87,27 @@ struct backend_table {
                                                  &estimate_floats};
 };
 
+/// The functions of a plan, of all schemes whose blocks are read in one way.
+template <class Product>
+struct product_table {
+    static_assert(std::is_trivially_destructible_v<Product>);
+
+    static void begin(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                      const float* x, std::ptrdiff_t x_stride, std::byte* workspace) {
+        static_cast<const Product*>(plan)->begin(shape, id, block, x, x_stride, workspace);
+    }
+    static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                       const float* x, std::ptrdiff_t x_stride, int rows, int cols, float* y,
+                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
+        static_cast<const Product*>(plan)->finish(shape, id, block, x, x_stride, rows, cols, y, y_stride, add,
+                                                  ahead, workspace);
+    }
+};
+
 /// The functions of format_functions for one scheme and backend.
 template <class Backend, kv_scheme Scheme>
 struct scheme_table {
     using product = kernels::block_product<Backend, Scheme>;
-    static_assert(std::is_trivially_destructible_v<product>);
 
     static const Scheme& of(const void* scheme) noexcept { return *static_cast<const Scheme*>(scheme); }
 
@@ -151,28 +167,20 @@ struct scheme_table {
         if (plan) ::new (plan) product(p);
         return bytes;
     }
-    static void begin(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
-                      const float* x, std::ptrdiff_t x_stride, std::byte* workspace) {
-        static_cast<const product*>(plan)->begin(shape, id, block, x, x_stride, workspace);
-    }
-    static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
-                       const float* x, std::ptrdiff_t x_stride, int rows, int cols, float* y,
-                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
-        static_cast<const product*>(plan)->finish(shape, id, block, x, x_stride, rows, cols, y, y_stride, add,
-                                                  ahead, workspace);
-    }
-    using estimate = kernels::score_estimate<Backend, Scheme>;
     static void estimate_scores(const void* scheme, const block_shape& shape, block_id id,
                                 const std::byte* block, const float* x, std::ptrdiff_t x_stride, int rows,
                                 int first, int end, float spread, float* out, std::ptrdiff_t ahead,
                                 float* scratch) {
-        if constexpr (estimate::available)
-            estimate::run(of(scheme), shape, id, block, x, x_stride, rows, first, end, spread, out, ahead,
-                          scratch);
+        if constexpr (kernels::bounds_keys<Scheme>) {
+            const kernels::key_ranges ranges(of(scheme), shape);
+            kernels::estimate_scores<typename Backend::lanes>(
+                ranges, kernels::ranges_source<Backend>(of(scheme), shape, id, block, ranges, scratch), x,
+                x_stride, rows, first, end, spread, out, ahead, scratch);
+        }
     }
     static std::size_t estimate_floats(const void* scheme, const block_shape& shape) {
-        if constexpr (estimate::available)
-            return estimate::scratch_floats(of(scheme), shape);
+        if constexpr (kernels::bounds_keys<Scheme>)
+            return kernels::key_ranges(of(scheme), shape).scratch_floats();
         else
             return 0;
     }
@@ -199,7 +207,7 @@ struct scheme_table {
         !foldable<Scheme> && !segmented<Scheme> && !full_precision<Scheme>,
         transforming<Scheme>,
         false,
-        {product::folds_once(tensor::key), product::folds_once(tensor::value)},
+        {kernels::folds_once<Scheme>(tensor::key), kernels::folds_once<Scheme>(tensor::value)},
         full_precision<Scheme>,
         (foldable<Scheme> || segmented<Scheme>)&&!composed_by_library<Scheme>,
         value_type(),
@@ -214,10 +222,10 @@ struct scheme_table {
         &dequantize,
         full_precision<Scheme> ? &write_tokens : nullptr,
         &make_plan,
-        &begin,
-        &finish,
-        estimate::available ? &estimate_scores : nullptr,
-        estimate::available ? &estimate_floats : nullptr,
+        &product_table<product>::begin,
+        &product_table<product>::finish,
+        kernels::bounds_keys<Scheme> ? &estimate_scores : nullptr,
+        kernels::bounds_keys<Scheme> ? &estimate_floats : nullptr,
         &describe,
         transforming<Scheme> ? &transform_query : nullptr,
         transforming<Scheme> ? &restore_output : nullptr};

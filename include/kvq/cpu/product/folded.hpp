@@ -471,32 +471,48 @@ struct code_meaning {
 struct parameter_source {
     using load = void (*)(const parameter_source&, int group, float* scale, float* bias);
 
-    const void* owner;  ///< a scheme, or what `rows` and `columns` read
+    const void* owner;  ///< a scheme
     block_shape shape;
     block_id id;
     const std::byte* block;
     load rows, columns;
+    const float* factor;  ///< with which scales of columns are multiplied, where columns form segments
+
+    KVQ_INLINE parameter_source of(const block_shape& s, const block_id& i, const std::byte* b,
+                                   const float* f = nullptr) const {
+        return {owner, s, i, b, rows, columns, f};
+    }
 };
 
-/// The parameters of a scheme's block. Functions that no axis calls may lack in the scheme.
+/// The source of the parameters of a scheme's blocks. Functions that no axis calls may lack in the scheme.
 template <class Backend, class Scheme>
-parameter_source parameters_of(const Scheme& scheme, const block_shape& shape, block_id id,
-                               const std::byte* block) {
-    parameter_source source{&scheme, shape, id, block, nullptr, nullptr};
-    if constexpr (requires {
-                      scheme.template row_parameters<Backend>(shape, id, block, 0, nullptr, nullptr);
-                  })
-        source.rows = [](const parameter_source& s, int group, float* scale, float* bias) {
-            static_cast<const Scheme*>(s.owner)->template row_parameters<Backend>(s.shape, s.id, s.block,
-                                                                                  group, scale, bias);
-        };
-    if constexpr (requires {
-                      scheme.template col_parameters<Backend>(shape, id, block, 0, nullptr, nullptr);
-                  })
+parameter_source parameters_of(const Scheme& scheme) {
+    parameter_source source{&scheme, {}, {}, nullptr, nullptr, nullptr, nullptr};
+    if constexpr (segmented<Scheme>) {
         source.columns = [](const parameter_source& s, int group, float* scale, float* bias) {
-            static_cast<const Scheme*>(s.owner)->template col_parameters<Backend>(s.shape, s.id, s.block,
-                                                                                  group, scale, bias);
+            static_cast<const Scheme*>(s.owner)->columns(s.shape).template load<Backend>(
+                s.block, group, scale, bias, s.factor);
         };
+    } else {
+        constexpr bool has_rows =
+            requires(const block_shape& shape, const block_id& id, const std::byte* block, float* out) {
+            scheme.template row_parameters<Backend>(shape, id, block, 0, out, out);
+        };
+        constexpr bool has_columns =
+            requires(const block_shape& shape, const block_id& id, const std::byte* block, float* out) {
+            scheme.template col_parameters<Backend>(shape, id, block, 0, out, out);
+        };
+        if constexpr (has_rows)
+            source.rows = [](const parameter_source& s, int group, float* scale, float* bias) {
+                static_cast<const Scheme*>(s.owner)->template row_parameters<Backend>(s.shape, s.id, s.block,
+                                                                                      group, scale, bias);
+            };
+        if constexpr (has_columns)
+            source.columns = [](const parameter_source& s, int group, float* scale, float* bias) {
+                static_cast<const Scheme*>(s.owner)->template col_parameters<Backend>(s.shape, s.id, s.block,
+                                                                                      group, scale, bias);
+            };
+    }
     return source;
 }
 

@@ -1,7 +1,7 @@
 // y = X^ x for ranges of columns with codes of different widths: the product of code_product.hpp, one range after the other into the
 // same integer sums. Narrow codes are unpacked to the upper bits of the widest width: no float operation per range, and no bits lost.
 //
-// Operands are folded once for all columns; the scales of narrow codes are divided by the same power of two. Contract: that of
+// Compiled for an instruction set and a list of widths; parameters come from a source (folded.hpp). Operands are folded once for all columns; the scales of narrow codes are divided by the same power of two. Contract: that of
 // code_product.hpp for a block of one width.
 #pragma once
 
@@ -9,23 +9,22 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Common plan of products of n operands with one head's blocks of one shape. Workspaces are the same for every head.
-template <class Scheme>
+/// Common plan of products of n operands with one head's blocks of one shape. Workspaces are the same for every head. Widths:
+/// code_widths<...>.
+template <class Widths>
 struct segment_plan {
-    using list = typename Scheme::width_list;
-    using columns_type = decltype(std::declval<const Scheme&>().columns(block_shape{}));
-
-    columns_type columns;
+    code_meaning meaning;
     code_layout<8> codes;
     fold_layout fold;
     std::size_t parameters;  ///< offset of the parameters in a block
-    code_segment segments[static_cast<std::size_t>(list::count)] = {};
+    code_segment segments[static_cast<std::size_t>(Widths::count)] = {};
 
+    template <class Scheme>
     segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n, int tile_query_bytes)
-        : columns(scheme.columns(shape)),
-          codes(columns.codes(shape)),
+        : meaning{scheme.columns(shape).fold(shape.role), 255.0f, 0.0f},
+          codes(scheme.columns(shape).codes(shape)),
           fold(codes, true, n, tile_query_bytes, false),
-          parameters(columns.parameters) {
+          parameters(scheme.columns(shape).parameters) {
         scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
             segments[static_cast<std::size_t>(index_of<Bits>())] = segment;
         });
@@ -44,9 +43,9 @@ struct segment_plan {
     void write_units(std::byte* workspace) const {
         float* const unit = units(workspace);
         for (int c = 0; c < codes.cols.padded_size(); ++c) unit[c] = 0.0f;
-        for (int w = 0; w < list::count; ++w) {
-            if (list::values[w] == 0) continue;
-            const float one = 1.0f / static_cast<float>(1 << (list::values[0] - list::values[w]));
+        for (int w = 0; w < Widths::count; ++w) {
+            if (Widths::values[w] == 0) continue;
+            const float one = 1.0f / static_cast<float>(1 << (Widths::values[0] - Widths::values[w]));
             for (int c = 0; c < segments[w].columns; ++c) unit[segments[w].first + c] = one;
         }
     }
@@ -55,37 +54,22 @@ private:
     template <int Bits>
     static constexpr int index_of() {
         int w = 0;
-        while (list::values[w] != Bits) ++w;
+        while (Widths::values[w] != Bits) ++w;
         return w;
     }
 };
 
-/// Parameters of all columns of a block, with codes as if shifted to the widest width.
-template <class Backend, class Scheme>
-struct shifted_columns {
-    const segment_plan<Scheme>& plan;
-    const float* unit;
-
-    static void load(const parameter_source& source, int row_group, float* scale, float* bias) {
-        const auto& all = *static_cast<const shifted_columns*>(source.owner);
-        all.plan.columns.template load<Backend>(source.block, row_group, scale, bias, all.unit);
-    }
-};
-
-template <class Lanes, class Backend, class Scheme>
+template <class Lanes, class Backend, class Widths>
 class segment_product {
 public:
-    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for all rows of the block; plan.write_units has been called. Other arguments:
-    /// block_product.hpp.
-    static void run(const segment_plan<Scheme>& plan, const block_shape& shape, block_id id,
-                    const std::byte* block, const float* x, std::ptrdiff_t x_stride, float* y,
-                    std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
+    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for all rows of the block of `source`; plan.write_units has been called, and the units are the
+    /// factor of `source`: codes count as if shifted to the widest width. Other arguments: block_product.hpp.
+    static void run(const segment_plan<Widths>& plan, const parameter_source& source, const float* x,
+                    std::ptrdiff_t x_stride, float* y, std::ptrdiff_t y_stride, bool add,
+                    std::ptrdiff_t ahead, std::byte* workspace) {
         const int n = plan.fold.n;
-        const shifted_columns<Backend, Scheme> columns{plan, plan.units(workspace)};
-        kernels::fold<Lanes, Backend>({plan.columns.fold(shape.role), 255.0f, 0.0f}, plan.fold,
-                                      {&columns, shape, id, block, nullptr, &columns.load}, x, x_stride,
-                                      workspace);
-        const segment_product p{plan, block, ahead};
+        kernels::fold<Lanes, Backend>(plan.meaning, plan.fold, source, x, x_stride, workspace);
+        const segment_product p{plan, source.block, ahead};
         if constexpr (has_tiles<Lanes>)
             if (plan.fold.tile_query_bytes > 0)
                 return multiply_in_tiles<typename Lanes::architecture::tiles>(
@@ -116,10 +100,9 @@ public:
     }
 
 private:
-    using list = typename Scheme::width_list;
-    using every_width = std::make_integer_sequence<int, list::count>;
+    using every_width = std::make_integer_sequence<int, Widths::count>;
 
-    segment_product(const segment_plan<Scheme>& plan, const std::byte* block, std::ptrdiff_t ahead)
+    segment_product(const segment_plan<Widths>& plan, const std::byte* block, std::ptrdiff_t ahead)
         : rows_(plan.codes.rows()),
           layout_(plan.fold),
           segments_(plan.segments),
@@ -138,8 +121,8 @@ private:
         /// Columns without codes are last. They are skipped.
         int column_tiles(int) const {
             int end = 1;
-            for (int w = 0; w < list::count; ++w)
-                if (list::values[w] > 0 && p.segments_[w].columns > 0)
+            for (int w = 0; w < Widths::count; ++w)
+                if (Widths::values[w] > 0 && p.segments_[w].columns > 0)
                     end = p.segments_[w].first + p.segments_[w].columns;
             return detail::ceil_div(end, tile_columns);
         }
@@ -158,7 +141,7 @@ private:
         }
         template <int Width>
         void unpack_width(const tile_step& step, std::byte* out) const {
-            constexpr int bits = list::values[Width], step_quads = tile_columns / 4;
+            constexpr int bits = Widths::values[Width], step_quads = tile_columns / 4;
             if constexpr (bits > 0) {
                 const code_segment& s = p.segments_[Width];
                 const int first =
@@ -167,9 +150,9 @@ private:
                           to = detail::smaller(first + detail::ceil_div(s.columns, 4), step_quads);
                 if (from >= to) return;
                 const codes_at<bits> codes(p, s, step.slot, step.height, 0);
-                unpack_codes<Lanes, bits, list::values[0] - bits>(codes.part(p.ahead_, step.height, nullptr),
-                                                                  from - first, to - first,
-                                                                  out + from * tile_space::quad_bytes);
+                unpack_codes<Lanes, bits, Widths::values[0] - bits>(
+                    codes.part(p.ahead_, step.height, nullptr), from - first, to - first,
+                    out + from * tile_space::quad_bytes);
             }
         }
     };
@@ -226,13 +209,13 @@ private:
     template <int Width, int Vectors, int Queries, bool Partial>
     KVQ_INLINE void add_width(int slot, int height, int part, const std::uint32_t* x,
                               code_sums<Lanes, Vectors, Queries>& sums) const {
-        constexpr int bits = list::values[Width];
+        constexpr int bits = Widths::values[Width];
         if constexpr (bits > 0) {
             const code_segment& s = segments_[Width];
             const int quads = detail::ceil_div(s.columns, 4);
             if (quads == 0) return;
             const codes_at<bits> first(*this, s, slot, height, part);
-            sum_codes<form_of<Lanes, Backend>, Lanes, bits, list::values[0] - bits, Vectors, Queries,
+            sum_codes<form_of<Lanes, Backend>, Lanes, bits, Widths::values[0] - bits, Vectors, Queries,
                       Partial>(first.part(ahead_, height - part, x + s.first / 4 * Queries * 2), sums);
         }
     }
