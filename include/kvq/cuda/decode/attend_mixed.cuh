@@ -473,29 +473,14 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
     const work_type work(m);
     item_walk<1, work_type> walk(work);
     query_rows<memory, first_pair, T> query_part;
-    warp_team team;
     bool asked = false;  // for the query of the first item
-    {
-        // As in attend_warps_kernel: the share is found while the previous launch runs out.
-        batch_count before{};
-        for (bool waits = !common_args.early;; waits = false) {
-            if (before.same) walk.measure(waits);
-            const batch_count now = count_warp_tiles<1>(work, waits);
-            if (!(before.same && now.same && now.first == before.first)) {
-                const int split = split_block(walk, common_args.cut, now);
-                team = warp_team(warp, memory::warps, split);
-                const share_plan plan = find_share(work, common_args.cut, team,
-                                                   memory::end_warp_tiles >> split, now, walk, waits);
-                if (id.lane == 0) notes->plan = plan;
-                asked = false;
-            }
-            if (!waits) break;
-            before = now;
+    const warp_team team = find_own_share<memory>(
+        work, walk, common_args.cut, common_args.early, warp, notes, id, [&] { asked = false; },
+        [&](const warp_team& of_share) {
             wait_for_predecessor();
             asked = walk.share_begin < walk.share_end;
-            if (asked) query_part.fetch(common_args, walk.item, team);
-        }
-    }
+            if (asked) query_part.fetch(common_args, walk.item, of_share);
+        });
     if (common_args.early) wait_for_predecessor();
     if (walk.share_begin >= walk.share_end) return;
     if (id.lane == 0) notes->team = team;
@@ -526,10 +511,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
         const warp_team own = notes->team;
-        if (own.member == 0 && !item.is_whole()) {
-            const share_span span = find_span(notes->plan, item);
-            if (id.lane == 0) notes->span = span;
-        }
+        note_span(notes, own, item, id);
         finished_rows<memory::values::tiles, Rows4> rows;
         rows.clear();
         const std::uint32_t ring = shared_address(own_memory);
@@ -554,29 +536,12 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
                 attend_part<pair, T, Rows4, Small>(part, job, score, rows);
             });
 
-        walk.fetch(&notes->reader);
-        const item_part done = walk.item;
-        const bool first_of_share = done.begin <= walk.share_begin;
-        walk.next();
-        const bool last = walk.done();
-        walk.park(&notes->reader);
-        const team_memory common = team_memory::of<memory>(shared, own);
-        if (!last) [[unlikely]]
-            query_part.fetch(common_args, walk.item, own);
-        merge_warps<memory, Rows4>(rows, common, own, id);
-        if (done.is_whole()) {
-            write_rows<memory>(common_args, score, done, common, common.parts, own);
-        } else {
-            write_partial<memory>(common_args, common, first_of_share, own);
-            if (done.has_end() && own.thread() == 0) *common.later = {1, notes->span, done};
-        }
-        own.wait();
-        if (last) break;
-        store_query(own);
+        if (!end_item<memory, Rows4>(
+                common_args, score, walk, query_part, notes, shared, own,
+                id, [&]() -> const auto& { return rows; }, store_query))
+            break;
     }
-    const warp_team own = notes->team;
-    const team_memory common = team_memory::of<memory>(shared, own);
-    if (common.later->pending) merge_parts<memory>(common_args, score, common, own);
+    end_share<memory>(common_args, score, notes, shared);
 }
 
 }  // namespace detail

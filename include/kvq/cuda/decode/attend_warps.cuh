@@ -407,6 +407,82 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Pair, T>& a,
     prefetch_lines(a.cache.value_block(page, item.kv_head), static_cast<int>(Pair::value_block_bytes), lane);
 }
 
+/// Sets `walk` to the team's share, and returns the team. Without `early` the share is found while the previous
+/// launch runs out, and it stays what it is if the numbers of warp tiles have not changed since. found(): what
+/// the caller knows of the share is out of date. meanwhile(team): waits for the previous launch; what it asks
+/// for comes while lengths are looked at again.
+template <class Memory, int Tokens, class Work, class Found, class Meanwhile>
+__device__ __forceinline__ warp_team find_own_share(const Work& work, item_walk<Tokens, Work>& walk,
+                                                    const item_shares& cut, bool early, int warp,
+                                                    warp_notes* notes, const lane_id& id, const Found& found,
+                                                    const Meanwhile& meanwhile) {
+    warp_team team;
+    batch_count before{};
+    for (bool waits = !early;; waits = false) {
+        if (before.same) walk.measure(waits);
+        const batch_count now = count_warp_tiles<Tokens>(work, waits);
+        if (!(before.same && now.same && now.first == before.first)) {
+            const int split = split_block(walk, cut, now);
+            team = warp_team(warp, Memory::warps, split);
+            const share_plan plan =
+                find_share(work, cut, team, Memory::end_warp_tiles >> split, now, walk, waits);
+            if (id.lane == 0) notes->plan = plan;
+            found();
+        }
+        if (!waits) return team;
+        before = now;
+        meanwhile(team);
+    }
+}
+
+/// Where several teams have parts of the item, the first warp notes which.
+__device__ __forceinline__ void note_span(warp_notes* notes, const warp_team& team, const item_part& item,
+                                          const lane_id& id) {
+    if (team.member == 0 && !item.is_whole()) {
+        const share_span span = find_span(notes->plan, item);
+        if (id.lane == 0) notes->span = span;
+    }
+}
+
+/// Merges the rows of the team's warps, writes them or a partial state, and goes to the next item. state(): the
+/// warp's rows. store_query(team): of the next item. False: it was the share's last item.
+template <class Memory, int Rows4, class Walk, class Query, class Pair, class T, class Score, class State,
+          class StoreQuery>
+__device__ __forceinline__ bool end_item(const attention_args<Pair, T>& a, const Score& score, Walk& walk,
+                                         Query& query_part, warp_notes* notes, std::byte* shared,
+                                         const warp_team& team, const lane_id& id, const State& state,
+                                         const StoreQuery& store_query) {
+    walk.fetch(&notes->reader);
+    const item_part done = walk.item;
+    const bool first_of_share = done.begin <= walk.share_begin;
+    walk.next();
+    const bool last = walk.done();
+    walk.park(&notes->reader);
+    const warp_team own = team;
+    const team_memory common = team_memory::of<Memory>(shared, own);
+    if (!last) [[unlikely]]
+        query_part.fetch(a, walk.item, own);
+    merge_warps<Memory, Rows4>(state(), common, own, id);
+    if (done.is_whole()) {
+        write_rows<Memory>(a, score, done, common, common.parts, own);
+    } else {
+        write_partial<Memory>(a, common, first_of_share, own);
+        if (done.has_end() && own.thread() == 0) *common.later = {1, notes->span, done};
+    }
+    own.wait();
+    if (last) return false;
+    store_query(own);
+    return true;
+}
+
+template <class Memory, class Pair, class T, class Score>
+__device__ __forceinline__ void end_share(const attention_args<Pair, T>& a, const Score& score,
+                                          const warp_notes* notes, std::byte* shared) {
+    const warp_team own = notes->team;
+    const team_memory common = team_memory::of<Memory>(shared, own);
+    if (common.later->pending) merge_parts<Memory>(a, score, common, own);
+}
+
 template <class Pair, class T, int Rows4, bool Small, class Score>
 __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads),
                                   attention_memory<Pair, Rows4, Small>::blocks)
@@ -435,40 +511,26 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
     item_walk<memory::step_tokens> walk(a.work);
     const int* entry = nullptr;  // of the first page, and what it says
     int first_page = -1;
-    warp_team team;
-    {
-        // Without `early` the share is found while the previous launch runs out, and it stays what it is if
-        // the numbers of warp tiles have not changed since.
-        batch_count before{};
-        for (bool waits = !a.early;; waits = false) {
-            if (before.same) walk.measure(waits);
-            const batch_count now = count_warp_tiles<memory::step_tokens>(a.work, waits);
-            if (!(before.same && now.same && now.first == before.first)) {
-                const int split = split_block(walk, a.cut, now);
-                team = warp_team(warp, memory::warps, split);
-                const share_plan plan =
-                    find_share(a.work, a.cut, team, memory::end_warp_tiles >> split, now, walk, waits);
-                if (id.lane == 0) notes->plan = plan;
-                entry = nullptr;
-                asked = false;
-            }
-            if (!waits) break;
-            before = now;
-            entry = first_entry<memory>(a, walk, team);
+    const warp_team team = find_own_share<memory>(
+        a.work, walk, a.cut, a.early, warp, notes, id,
+        [&] {
+            entry = nullptr;
+            asked = false;
+        },
+        [&](const warp_team& of_share) {
+            entry = first_entry<memory>(a, walk, of_share);
             // Thread blocks take their places in the order of their numbers, the second half hardly before
             // the previous launch has ended: these would only start later, by the time that the page number
             // takes to come.
             if (2 * blockIdx.x < gridDim.x)
-                prefetch_page<memory>(a, walk, entry, team, id.lane);
+                prefetch_page<memory>(a, walk, entry, of_share, id.lane);
             else if (entry != nullptr)
                 prefetch_line(entry);
             wait_for_predecessor();
-            // The page and the query come while lengths are looked at again.
             if (entry != nullptr) first_page = __ldcg(entry);
             asked = walk.share_begin < walk.share_end;
-            if (asked) query_part.fetch(a, walk.item, team);
-        }
-    }
+            if (asked) query_part.fetch(a, walk.item, of_share);
+        });
     if (walk.share_begin >= walk.share_end) return;
     if (id.lane == 0) notes->team = team;
     __syncwarp();
@@ -517,42 +579,21 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
     while (true) {
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
-        // Found while the first units are on their way; it takes a few divisions.
-        if (notes->team.member == 0 && !item.is_whole()) {
-            const share_span span = find_span(notes->plan, item);
-            if (id.lane == 0) notes->span = span;
-        }
+        note_span(notes, notes->team, item,
+                  id);  // while the first units are on their way: it takes a few divisions
         typename memory::state state;
         state.clear();
         attend_warp_tiles<memory, Rows4>(a, feed, state, slot, item.first, item.from + notes->team.member,
                                          item.to, &notes->reader.item,
                                          {ring, weights, scratch, shared_address(query)}, score, id);
 
-        walk.fetch(&notes->reader);
-        const item_part done = walk.item;
-        const bool first_of_share = done.begin <= walk.share_begin;
-        walk.next();
-        const bool last = walk.done();
-        walk.park(&notes->reader);
-        const warp_team own = notes->team;
-        const team_memory common = team_memory::of<memory>(shared, own);
-        if (!last) [[unlikely]]
-            query_part.fetch(a, walk.item, own);
-        merge_warps<memory, Rows4>(state.finished(), common, own, id);
-        if (done.is_whole()) {
-            write_rows<memory>(a, score, done, common, common.parts, own);
-        } else {
-            write_partial<memory>(a, common, first_of_share, own);
-            if (done.has_end() && own.thread() == 0) *common.later = {1, notes->span, done};
-        }
-        own.wait();
-        if (last) break;
-        store_query(own);
+        if (!end_item<memory, Rows4>(
+                a, score, walk, query_part, notes, shared, notes->team, id, [&] { return state.finished(); },
+                store_query))
+            break;
     }
     copy_wait<0>();
-    const warp_team own = notes->team;
-    const team_memory common = team_memory::of<memory>(shared, own);
-    if (common.later->pending) merge_parts<memory>(a, score, common, own);
+    end_share<memory>(a, score, notes, shared);
 }
 
 }  // namespace detail
