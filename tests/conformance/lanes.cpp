@@ -523,25 +523,27 @@ TEST_CASE_TEMPLATE("rows become columns, and extremes of vectors lanes", L, KVQ_
 }
 
 TEST_CASE_TEMPLATE("codes are packed to bytes, a vector's part of each 128-bit lane", L, KVQ_TEST_LANES) {
-    if constexpr (requires(typename L::ints a) { L::template pack_bytes<true>(a, a, a, a); }) {
-        using io = lanes_of<L>;
-        fixture<L> f;
-        for (const bool is_signed : {false, true}) {
-            typename io::words v[4];
-            for (auto& w : v) {
-                w = f.words();
-                for (auto& x : w) x = (x & 255) - (is_signed ? 128 : 0);
-            }
-            const auto got = io::out(
-                is_signed
-                    ? L::template pack_bytes<true>(io::in(v[0]), io::in(v[1]), io::in(v[2]), io::in(v[3]))
-                    : L::template pack_bytes<false>(io::in(v[0]), io::in(v[1]), io::in(v[2]), io::in(v[3])));
-            f.each([&](std::size_t i) {
-                for (std::size_t k = 0; k < 4; ++k)
-                    REQUIRE((static_cast<std::uint32_t>(got[i]) >> (8 * k) & 255u) ==
-                            (static_cast<std::uint32_t>(v[i % 4][i / 4 * 4 + k]) & 255u));
-            });
+    using io = lanes_of<L>;
+    fixture<L> f;
+    for (const bool is_signed : {false, true}) {
+        typename io::words v[4];
+        for (auto& w : v) {
+            w = f.words();
+            for (auto& x : w) x = (x & 255) - (is_signed ? 128 : 0);
         }
+        const auto packed =
+            is_signed ? L::template pack_bytes<true>(io::in(v[0]), io::in(v[1]), io::in(v[2]), io::in(v[3]))
+                      : L::template pack_bytes<false>(io::in(v[0]), io::in(v[1]), io::in(v[2]), io::in(v[3]));
+        const auto got = io::out(packed),
+                   sums = io::out(L::add_bytes(packed, L::splat(static_cast<std::int32_t>(0x80ff0180u))));
+        f.each([&](std::size_t i) {
+            for (std::size_t k = 0; k < 4; ++k) {
+                const auto byte = static_cast<std::uint32_t>(v[i % 4][i / 4 * 4 + k]) & 255u;
+                REQUIRE((static_cast<std::uint32_t>(got[i]) >> (8 * k) & 255u) == byte);
+                REQUIRE((static_cast<std::uint32_t>(sums[i]) >> (8 * k) & 255u) ==
+                        ((byte + (0x80ff0180u >> (8 * k))) & 255u));
+            }
+        });
     }
 }
 

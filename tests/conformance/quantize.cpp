@@ -79,6 +79,33 @@ TEST_CASE_TEMPLATE("one value that is not finite among tokens that fill vectors"
     }
 }
 
+TEST_CASE_TEMPLATE("a kernel quantizes head sizes that are no power of two, from any window and from tokens",
+                   S, kvq::int8, kvq::affine<4>, test::affine_scheme<3, kvq::per_channel<32>>) {
+    using levels = typename S::levels;
+    using lanes = native::lanes;
+    namespace kernels = kvq::kernels;
+    test::generator random(1);
+    const S scheme;
+    for (const int dim : {48, 64, 80, 96, 112, 128, 160, 192, 256})
+        for (const auto role : {kvq::tensor::key, kvq::tensor::value})
+            for (const int tokens : {16, 64, 128}) {
+                const kvq::block_shape shape{role, tokens, dim};
+                INFO(scheme.name(), ", ", shape, " on ", native::name());
+                for (const auto window :
+                     {kvq::float_type::fp16, kvq::float_type::bf16, kvq::float_type::fp32})
+                    CHECK(native::describe(scheme, shape, window).quantize);
+                const auto of = kernels::range_block<S::code_bits>::template of<lanes>(scheme, shape);
+                CHECK(of.refusal() == nullptr);
+                const auto x = test::random_block(random, shape);
+                std::vector<std::byte> block(scheme.block_bytes(shape)), window(4 * shape.values());
+                kernels::float_values<lanes> from_tokens(shape, x.data());
+                CHECK(kernels::block_quantizer<lanes, levels, S::code_bits, kernels::float_values<lanes>>(
+                          of, from_tokens, block.data())
+                          .run());
+                test::check_block<float, native>(scheme, shape, {}, x);
+            }
+}
+
 TEST_CASE("every 16-bit pattern, one page of each") {
     // All finite fp16 values appear as somebody's neighbour; groups of 32 see magnitudes close together and far apart.
     const kvq::block_shape shape{kvq::tensor::key, 64, 64};

@@ -102,17 +102,6 @@ TEST_CASE("every name is there once for each tensor, and every preset is among t
     CHECK(accepted == without_groups);
 }
 
-/// The exception of docs/reference/schemes.md: int8, affine, kivi and keys of ref8 under windows of bf16 and fp32, heads that do not
-/// fill four vectors; with SSE and NEON all heads.
-static bool is_exception(const std::string& name, const std::string& backend, int dim,
-                         kvq::float_type window) {
-    const bool of_ranges =
-        name == "int8" || name == "ref8" || name.starts_with("affine-") || name.starts_with("kivi-");
-    const int four_vectors = backend.starts_with("avx512") || backend == "amx" ? 64 : 32;
-    return of_ranges && window != kvq::float_type::fp16 &&
-           (!(backend.starts_with("avx") || backend == "amx") || dim % four_vectors != 0);
-}
-
 TEST_CASE("every built-in format quantizes, dequantizes and attends in vectors, for every usual head_dim") {
     std::set<std::string> backends;
     const auto check = [&](const std::string& name, kvq::tensor role, const kvq::format& f) {
@@ -124,7 +113,7 @@ TEST_CASE("every built-in format quantizes, dequantizes and attends in vectors, 
                     const auto d = f.describe({role, tokens, dim}, window);
                     INFO(name, " for ", text(role), ", ", tokens, " tokens of ", dim, " channels, window ",
                          static_cast<int>(window), ", on ", std::string(f.backend()));
-                    CHECK((d.quantize || is_exception(name, f.backend(), dim, window)));
+                    CHECK(d.quantize);
                     CHECK(d.dequantize);
                     CHECK(d.attend);
                     CHECK(d.transform);

@@ -1,4 +1,4 @@
-// Which schemes the vectorised kernels take that work group by group, on either axis (quantize_block.hpp, quantize_values.hpp,
+// Which schemes the vectorised kernels take that work group by group, on either axis (quantize_block.hpp,
 // dequantize_block.hpp), and where the parameters of such a block lie.
 //
 // They take scheme<...> with the library's own levels and params<P>; quantizing also needs the encoder `enclosing`. Kernels that work

@@ -89,6 +89,28 @@ struct plain_lanes {
                                              static_cast<std::uint32_t>(b.v[i]));
         });
     }
+    /// Word i of 128-bit lane l: the bytes of lane l of vector i.
+    template <bool Signed>
+    static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
+        const ints v[4] = {a, b, c, d};
+        return map_ints([&](int i) {
+            std::uint32_t word = 0;
+            for (int k = 0; k < 4; ++k)
+                word |= (static_cast<std::uint32_t>(v[i % 4].v[i / 4 * 4 + k]) & 255u) << (8 * k);
+            return static_cast<std::int32_t>(word);
+        });
+    }
+    static KVQ_INLINE ints add_bytes(ints a, ints b) {
+        return map_ints([&](int i) {
+            std::uint32_t word = 0;
+            for (int k = 0; k < 32; k += 8)
+                word |=
+                    (((static_cast<std::uint32_t>(a.v[i]) >> k) + (static_cast<std::uint32_t>(b.v[i]) >> k)) &
+                     255u)
+                    << k;
+            return static_cast<std::int32_t>(word);
+        });
+    }
     /// 16-bit halves as signed integers: minima and maxima; and conversion to integers with the order of 16-bit floats (and back).
     template <class F>
     static KVQ_INLINE ints map_halves(F f) {

@@ -14,7 +14,6 @@
 #include "dequantize/dequantize_table.hpp"
 #include "quantize/quantize_block.hpp"
 #include "quantize/quantize_channels.hpp"
-#include "quantize/quantize_values.hpp"
 #include "scalar.hpp"
 #include "transformed.hpp"
 #include "window/tokens.hpp"
@@ -74,9 +73,24 @@ struct simd {
     template <class Window, kv_scheme Scheme>
     static std::uint32_t quantize(const Scheme& scheme, const block_shape& shape, block_id id,
                                   const std::byte* window, std::byte* block, float* values) {
-        // Directly from a block of fp16, the usual window; from other types through float values, so that fewer kernels are compiled.
-        if constexpr (kernels::range_scheme<Scheme> && std::same_as<Window, float16>)
-            if (kernels::block_quantizer<lanes, Scheme>(scheme, shape, window, block).run()) return 0;
+        // Directly from blocks of fp16, the usual window, and fp32; from bfloat16 as fp32, so that fewer kernels are compiled.
+        if constexpr (kernels::range_scheme<Scheme>) {
+            if constexpr (std::same_as<Window, float16>)
+                if (quantizes_ranges(scheme, shape, kernels::half_values<lanes>(shape, window), block))
+                    return 0;
+            if constexpr (std::same_as<Window, bfloat16>)
+                if (widens(shape)) {
+                    kernels::widen_block<lanes>(shape, window, values);
+                    if (quantizes_ranges(
+                            scheme, shape,
+                            kernels::float_values<lanes>(shape, reinterpret_cast<const std::byte*>(values)),
+                            block))
+                        return 0;
+                }
+            if constexpr (std::same_as<Window, float>)
+                if (quantizes_ranges(scheme, shape, kernels::float_values<lanes>(shape, window), block))
+                    return 0;
+        }
         if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme> ||
                       full_precision<Scheme>) {
             if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
@@ -160,10 +174,8 @@ struct simd {
             reads = kernels::read_tokens<lanes, Window>(shape, from.data, floats, shape.dim);
         });
         if constexpr (kernels::range_scheme<Scheme>)
-            if (window == float_type::fp16) {
-                kernels::zeroed_memory from(full<float16>{}.block_bytes(shape));
-                direct = kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
-            }
+            direct = (window != float_type::bf16 || widens(shape)) &&
+                     !kernels::range_block<Scheme::code_bits>::template of<lanes>(scheme, shape).refusal();
         format_description d;
         d.transform = true;
         if constexpr (full_precision<Scheme>) {
@@ -196,6 +208,9 @@ struct simd {
     }
 
 private:
+    /// Are blocks of bfloat16 quantized as blocks of fp32? Odd ones have gaps for which there is no scratch.
+    static bool widens(const block_shape& shape) { return shape.rows() % 4 == 0 && shape.cols() % 2 == 0; }
+
     /// Are tokens transformed in vectors? Only Hadamard transforms are, and their blocks of at least a vector.
     template <kernels::transformed_scheme Scheme>
     static bool transforms_in_vectors(const Scheme& scheme, const block_shape& shape) {
@@ -208,11 +223,21 @@ private:
         }
     }
     /// Was the block quantized? False: no kernel takes it, and the contents of the block are undefined.
+    template <kernels::range_scheme Scheme, class Values>
+    static bool quantizes_ranges(const Scheme& scheme, const block_shape& shape, Values&& values,
+                                 std::byte* block) {
+        constexpr int bits = Scheme::code_bits;
+        const auto of = kernels::range_block<bits>::template of<lanes>(scheme, shape);
+        return !of.refusal() &&
+               kernels::block_quantizer<lanes, typename Scheme::levels, bits, Values>(of, values, block)
+                   .run();
+    }
     template <kv_scheme Scheme>
     static bool quantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
                                      float* values, std::byte* block) {
         if constexpr (kernels::range_scheme<Scheme>)
-            return kernels::value_quantizer<lanes, Scheme>(scheme, shape, values, block).run();
+            return quantizes_ranges(
+                scheme, shape, kernels::float_values<lanes>(shape, const_cast<const float*>(values)), block);
         else if constexpr (kernels::channel_scheme<Scheme>)
             return kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block).run();
         else

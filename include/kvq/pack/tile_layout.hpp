@@ -75,7 +75,10 @@ struct tile_layout {
     }
     /// Bytes from one vector of the tile of `row` to the next.
     constexpr std::ptrdiff_t vector_bytes(int row) const noexcept {
-        return words_per_row > 1 ? 4 * static_cast<std::ptrdiff_t>(word(row, 1) - word(row, 0)) : 0;
+        if (words_per_row < 2) return 0;
+        const int in_group = rows.count == 1 ? row : row % rows.group,
+                  group = rows.count == 1 ? 0 : row / rows.group;
+        return 4 * detail::smaller(tile_rows, rows.group_slots(group) - (in_group - in_group % tile_rows));
     }
 };
 

@@ -108,6 +108,15 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints shift_signed(ints a) {
         return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a), S));
     }
+    template <bool Signed>
+    static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
+        const uint16x8_t ab = vcombine_u16(vmovn_u32(a), vmovn_u32(b)),
+                         cd = vcombine_u16(vmovn_u32(c), vmovn_u32(d));
+        return vreinterpretq_u32_u8(vcombine_u8(vmovn_u16(ab), vmovn_u16(cd)));
+    }
+    static KVQ_INLINE ints add_bytes(ints a, ints b) {
+        return vreinterpretq_u32_u8(vaddq_u8(vreinterpretq_u8_u32(a), vreinterpretq_u8_u32(b)));
+    }
     static KVQ_INLINE ints ordered_halves(ints a) {
         const int16x8_t sign = vshrq_n_s16(vreinterpretq_s16_u32(a), 15);
         return veorq_u32(a, vreinterpretq_u32_s16(vandq_s16(sign, vdupq_n_s16(0x7fff))));

@@ -13,6 +13,7 @@
 //   store_high_low(out, stride, high, low)      lowest bytes, packed to words and interleaved
 //   shift_signed<S>(a)
 //   ordered_halves, min_halves, max_halves     16-bit floats as integers of the same order (or back), and their extremes
+//   pack_bytes<Signed>(a, b, c, d), add_bytes  word i of 128-bit lane l of the result: the bytes of lane l of vector i
 //   transpose, load_bytes, load_halfwords, store_halfwords, half_bits<T>, rounded_product, in_register
 //   load_values<T>(p[, n]), halves<T, H>(w)   16- and 32-bit floats
 //   splat_pair, add_pairs, keep_even, sum, largest, smallest
@@ -25,8 +26,6 @@
 //     dot_word_pairs(acc, a, x)               word_product.hpp: dot_words in one instruction
 //     store_as_halfwords(p, a, b), repeat_lanes<Half>(a)     word_product.hpp: the lanes of a, then b, as signed 16-bit words that
 //         saturate; every lane of half of a twice
-//     pack_bytes<Signed>(a, b, c, d), add_bytes    quantize_values.hpp: word i of 128-bit lane l of the
-//         result is lane l of vector i; one word that holds the smallest half of lo and the complement of the largest of hi
 //     transpose_fours, split_halves, spread_codes, code_table, lookup_table    dequantize_table.hpp
 #pragma once
 

@@ -92,6 +92,12 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints shift_signed(ints a) {
         return _mm_srai_epi32(a, S);
     }
+    template <bool Signed>
+    static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
+        const __m128i ab = _mm_packs_epi32(a, b), cd = _mm_packs_epi32(c, d);
+        return Signed ? _mm_packs_epi16(ab, cd) : _mm_packus_epi16(ab, cd);
+    }
+    static KVQ_INLINE ints add_bytes(ints a, ints b) { return _mm_add_epi8(a, b); }
     static KVQ_INLINE ints ordered_halves(ints a) {
         return _mm_xor_si128(a, _mm_and_si128(_mm_srai_epi16(a, 15), _mm_set1_epi16(0x7fff)));
     }

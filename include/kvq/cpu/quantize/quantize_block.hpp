@@ -1,406 +1,370 @@
-// Quantizing a full block of 16-bit values with a composed scheme, a vector of rows at a time.
+// Quantizing a block whose parameters are the range of a group, a vector of rows at a time.
 //
-// The window block and the quantized block have the same tiles, so nothing is transposed: a lane stays a row. Minima and maxima
-// of a group come first, then its codes, from values that are still in L1; parameters are fitted a vector at
-// a time (fit.hpp), those of columns after a transposition in registers.
-// Contract: the same bytes as scheme::quantize (tests/conformance). For blocks that hold NaN or infinities, and for row groups that
-// do not line up with tiles, run() returns false, and the contents of the block are undefined.
+//   parameters on rows      a strip of rows after the other: extremes, parameters, codes of a group of
+//                           columns
+//   parameters on columns   some columns after the other: extremes over all rows, parameters, then codes,
+//                           strip by strip
+//
+// Compiled for an instruction set, levels and a width of codes, and for two orders of values
+// (block_values.hpp): fp16 blocks, whose tiles are those of the codes, so that a lane stays a row; and
+// floats. Parameters are fitted by a function of their type (fit.hpp). Whole steps of whole vectors are
+// quantized without branches; the rest, and codes that need clamping, column by column.
+// Contract: the same bytes as scheme::quantize (tests/conformance). For values that are not finite run()
+// returns false, and the contents of the block are undefined.
 #pragma once
 
 #include <cstring>
 
-#include "../../pack/value_layout.hpp"
 #include "../composed.hpp"
-#include "../special_values.hpp"
+#include "block_values.hpp"
 #include "fit.hpp"
 #include "pack_codes.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-template <class Lanes, range_scheme Scheme>
+/// What the kernel knows of blocks of a scheme and a shape.
+template <int Bits>
+struct range_block {
+    code_layout<Bits> codes;
+    parameter_sections sections;
+    range_fit fit;
+    float limit;        ///< parameters above it need codes that are clamped
+    bool on_rows;       ///< whether rows have parameters
+    std::size_t bytes;  ///< of a block
+
+    template <class Lanes, range_scheme Scheme>
+    static range_block of(const Scheme& scheme, const block_shape& shape) {
+        using levels = typename Scheme::levels;
+        using parameter = typename Scheme::parameter;
+        return {scheme.codes(shape),
+                parameter_sections(scheme, shape),
+                range_fit_of<Lanes, levels, Bits, parameter>(),
+                range_limit<parameter>(),
+                detail::on_rows<typename Scheme::granularity_type>(shape.role),
+                scheme.block_bytes(shape)};
+    }
+    /// Why the kernel does not take such blocks; null: it does.
+    const char* refusal() const {
+        constexpr int tile = tile_layout::tile_rows;
+        const grouped_axis& rows = codes.rows();
+        if (rows.size < 2) return "a block has one row";
+        if (rows.groups() > 1 && rows.group % tile != 0 && tile % rows.group != 0)
+            return "groups of rows do not line up with tiles of 32 rows";
+        return nullptr;
+    }
+};
+
+template <class Lanes, class Levels, int Bits, class Values>
 class block_quantizer {
 public:
-    block_quantizer(const Scheme& scheme, const block_shape& shape, const std::byte* window, std::byte* block)
-        : scheme_(scheme),
-          shape_(shape),
-          window_(shape),
-          codes_(scheme.codes(shape)),
-          sections_(scheme, shape),
-          from_(window),
-          to_(block) {}
+    block_quantizer(const range_block<Bits>& of, Values& values, std::byte* to)
+        : of_(of), values_(values), to_(to) {
+        Lanes::store_floats(most_, Lanes::splat_float(0.0f));
+    }
 
     KVQ_NOINLINE bool run() {
-        const grouped_axis &rows = codes_.rows(), &cols = codes_.cols;
-        const bool lines_up = rows.groups() == 1 || rows.group % tile_layout::tile_rows == 0 ||
-                              tile_layout::tile_rows % rows.group == 0;
-        if (!lines_up || shape_.rows() < 2) return false;
-        // Padding between sections and of odd groups is zero, as in the reference.
-        const bool whole_steps =
-            cols.size % step_columns == 0 && (cols.groups() == 1 || cols.group % step_columns == 0);
-        std::memset(to_, 0, scheme_.block_bytes(shape_));
-        const bool on_rows = detail::on_rows<typename Scheme::granularity_type>(shape_.role);
-        for (int g = 0; g < rows.groups(); ++g) {
-            if (!on_rows)
-                code_columns(g);
-            else if (whole_steps)
-                each_strip(g, [&](const auto& at) { code_rows(at); });
-            else
-                each_strip(g, [&](const auto& at) { code_odd_rows(at); });
+        clamp_ = of_.limit < 0.0f;
+        quantize();
+        if (!values_.finite()) return false;
+        // Only parameters of 1-bit codes can exceed fp16 for fp16 values.
+        if (!clamp_ && Lanes::largest(Lanes::load_floats(most_)) > of_.limit) {
+            clamp_ = true;
+            quantize();
         }
-        return !special::any(special_);
+        return true;
     }
 
 private:
-    using levels = typename Scheme::levels;
-    using parameter = typename Scheme::parameter;
-    using planes = code_planes<Scheme::code_bits>;
-    using writer = code_words<Lanes, Scheme::code_bits>;
+    using planes = code_planes<Bits>;
+    using writer = code_words<Lanes, Bits>;
+    using codes = lane_codes<Lanes, Levels, Bits, Values::scaled>;
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
-    using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, float16>;
-    using special = special_values<Lanes, float16>;
-    static constexpr int bits = Scheme::code_bits;
-    static constexpr int per_word = value_layout<float16>::values_per_word;
+    static constexpr int width = Lanes::width;
     static constexpr int step_quads = planes::quads_per_step, step_columns = 4 * step_quads;
-    /// Columns whose parameters are held in arrays, if columns carry parameters.
-    static constexpr int chunk = 64;
+    static constexpr int column_block = Values::column_block, most_groups = 8;
 
-    /// Up to a vector of neighbouring rows of one tile: the address of their values and codes.
-    template <bool Whole>
+    /// Up to a vector of neighbouring rows of one tile.
     struct strip {
-        const std::byte* from;
-        std::ptrdiff_t from_step;  // bytes from one word of a row to the next
+        value_strip from;
         std::byte* to;
         std::ptrdiff_t to_step;
-        int row, n;  // n: Lanes::width if Whole
+    };
+    /// Parameters in lanes.
+    struct grid {
+        floats bias, inverse;
+    };
+    /// Parameters of a strip's rows: of(k) for a vector of rows, of_token(i, c) for columns [c, c + width) of
+    /// one row.
+    struct row_parameters {
+        alignas(64) float bias[width], inverse[width];
+        floats biases, inverses;
 
-        KVQ_INLINE ints load(const std::byte* p) const {
-            if constexpr (Whole)
-                return Lanes::load(p);
-            else
-                return Lanes::load(p, n);
+        KVQ_INLINE void load() {
+            biases = Lanes::load_floats(bias);
+            inverses = Lanes::load_floats(inverse);
         }
-        KVQ_INLINE void store(std::byte* p, ints words) const {
-            if constexpr (Whole)
-                Lanes::store(p, words);
-            else
-                Lanes::store(p, words, n);
+        KVQ_INLINE grid of(int) const { return {biases, inverses}; }
+        KVQ_INLINE grid of_token(int i, int) const {
+            return {Lanes::splat_float(bias[i]), Lanes::splat_float(inverse[i])};
         }
     };
+    /// The same for parameters of a block of columns, which all rows share.
+    struct column_parameters {
+        alignas(64) float bias[column_block], inverse[column_block];
+
+        KVQ_INLINE grid of(int c) const {
+            return {Lanes::splat_float(bias[c]), Lanes::splat_float(inverse[c])};
+        }
+        KVQ_INLINE grid of_token(int, int c) const {
+            return {Lanes::load_floats(bias + c), Lanes::load_floats(inverse + c)};
+        }
+    };
+
+    void quantize() {
+        const grouped_axis &rows = of_.codes.rows(), &cols = of_.codes.cols;
+        // Padding between sections and of odd groups is zero, as in the reference. Codes are written, but for
+        // rows that pad a group.
+        const std::size_t written = rows.padded_size() == rows.size ? of_.codes.bytes() : 0;
+        std::memset(to_ + written, 0, of_.bytes - written);
+        steps_line_up_ = cols.groups() == 1 || cols.group % step_columns == 0;
+        if (!of_.on_rows) {
+            for (int g = 0; g < rows.groups(); ++g) code_columns(g);
+        } else if (!steps_line_up_) {
+            each_strip(0, [&](const strip& at) { code_odd_rows(at); });
+        } else {
+            // The values of some groups stay in L1. Where the columns of a strip are far apart, one group is
+            // enough.
+            const int some = values_.by_column() ? 1 : most_groups;
+            for (int g = 0; g < cols.groups(); g += some)
+                each_strip(0, [&](const strip& at) {
+                    if (whole(at))
+                        code_rows(at, g, detail::smaller(g + some, cols.groups()));
+                    else if (g == 0)
+                        code_odd_rows(at);
+                });
+        }
+    }
 
     /// Calls f(strip) for all rows of a group.
     template <class F>
     void each_strip(int group, F&& f) const {
-        const grouped_axis& rows = codes_.rows();
+        const grouped_axis& rows = of_.codes.rows();
         const int first = group * rows.group, size = rows.group_size(group);
         for (int part = 0; part < size;) {
             const int row = first + part;
             const int n = detail::smaller(
-                Lanes::width,
-                detail::smaller(size - part, tile_layout::tile_rows - row % tile_layout::tile_rows));
-            const std::byte* const from = from_ + 4 * window_.tiles.word(row, 0);
-            std::byte* const to = to_ + 4 * codes_.tiles.word(row, 0);
-            const std::ptrdiff_t from_step = window_.tiles.vector_bytes(row),
-                                 to_step = codes_.tiles.vector_bytes(row);
-            if (n == Lanes::width)
-                f(strip<true>{from, from_step, to, to_step, row, n});
-            else
-                f(strip<false>{from, from_step, to, to_step, row, n});
+                width, detail::smaller(size - part, tile_layout::tile_rows - row % tile_layout::tile_rows));
+            f(strip{values_.strip(row, n), to_ + 4 * of_.codes.tiles.word(row, 0),
+                    of_.codes.tiles.vector_bytes(row)});
             part += n;
         }
     }
+    bool whole(const strip& at) const { return at.from.n == width && !clamp_; }
 
-    /// One half of each word, in the form of group_fit: times 2^-112.
-    template <int Half>
-    static KVQ_INLINE floats half(ints words) {
-        const ints high = Half ? words : Lanes::template shift_left<16>(words);
-        return Lanes::as_floats(Lanes::bit_and(Lanes::template shift_right_signed<3>(high),
-                                               Lanes::splat(static_cast<std::int32_t>(0x8fffe000u))));
-    }
+    // ---- codes ----
 
-    /// Minima and maxima of words in every lane; two of each, so that they do not wait for each other. Values are compared as
-    /// integers of the same order, both halves at once; among these, infinities and NaN are the extremes.
-    struct extremes {
-        ints lo[2], hi[2];
-
-        KVQ_INLINE extremes() {
-            for (int i = 0; i < 2; ++i) {
-                lo[i] = Lanes::splat(0x7fff7fff);
-                hi[i] = Lanes::splat(static_cast<std::int32_t>(0x80008000u));
-            }
-        }
-        KVQ_INLINE void take(ints words, int i) {
-            words = Lanes::ordered_halves(words);
-            lo[i] = Lanes::min_halves(lo[i], words);
-            hi[i] = Lanes::max_halves(hi[i], words);
-        }
-        /// Words of the least and of the largest values.
-        KVQ_INLINE ints least() const { return Lanes::ordered_halves(Lanes::min_halves(lo[0], lo[1])); }
-        KVQ_INLINE ints most() const { return Lanes::ordered_halves(Lanes::max_halves(hi[0], hi[1])); }
-        KVQ_INLINE ints met() const { return Lanes::bit_or(special::marks(least()), special::marks(most())); }
-    };
-
-    /// Words with both halves equal to one of them.
-    template <int Half>
-    static KVQ_INLINE ints twice(ints words) {
-        const ints low = Lanes::splat(0xffff), high = Lanes::splat(-0x10000);
-        if constexpr (Half == 0)
-            return Lanes::bit_or(Lanes::bit_and(words, low), Lanes::template shift_left<16>(words));
-        else
-            return Lanes::bit_or(Lanes::template shift_right<16>(words), Lanes::bit_and(words, high));
-    }
-
-    /// The extremes of columns [begin, end).
-    template <bool Whole>
-    KVQ_INLINE extremes range_of(const strip<Whole>& at, int begin, int end) {
-        extremes found;
-        const std::byte* p = at.from + begin / per_word * at.from_step;
-        if (begin % 2 && begin < end) {
-            found.take(twice<1>(at.load(p)), 0);
-            p += at.from_step;
-            ++begin;
-        }
-        for (; begin + 2 * per_word <= end; begin += 2 * per_word, p += 2 * at.from_step) {
-            found.take(at.load(p), 0);
-            found.take(at.load(p + at.from_step), 1);
-        }
-        for (; begin + per_word <= end; begin += per_word, p += at.from_step) found.take(at.load(p), 0);
-        if (begin < end) found.take(twice<0>(at.load(p)), 0);
-        special_ = Lanes::bit_or(special_, found.met());
-        return found;
-    }
-
-    /// Stores the words of all quads of a step; Cut: the last step of a row may be short.
-    template <bool Cut, bool Whole>
-    KVQ_INLINE void put(const strip<Whole>& at, int step, const ints (&words)[step_quads]) const {
-        writer::template put<Cut>(codes_.quads(), step, words, [&](int vector, ints w) KVQ_INLINE_LAMBDA {
-            at.store(at.to + vector * at.to_step, w);
-        });
-    }
-    static KVQ_INLINE ints four_codes(ints a, ints b, ints c, ints d) {
-        return writer::four_codes(a, b, c, d);
-    }
-
-    /// The four values of a quad, from its first word.
-    template <bool Whole>
-    static KVQ_INLINE void load_quad(const strip<Whole>& at, const std::byte* p, floats (&x)[4]) {
-        const ints w0 = at.load(p), w1 = at.load(p + at.from_step);
-        x[0] = half<0>(w0);
-        x[1] = half<1>(w0);
-        x[2] = half<0>(w1);
-        x[3] = half<1>(w1);
-    }
-    /// Codes of whole steps [first, last) with the same parameters for all columns.
-    template <bool Clamp, bool Whole>
-    KVQ_INLINE void code_steps(const strip<Whole>& at, int first, int last, floats bias,
-                               floats inverse) const {
-        const std::byte* p = at.from + first * step_columns / per_word * at.from_step;
+    /// Codes of whole steps [first, last) of a whole strip. p: parameters of the columns from the first one
+    /// on.
+    template <class Parameters>
+    KVQ_INLINE void code_steps(const strip& at, int first, int last, const Parameters& p) const {
+        if constexpr (!Values::scaled)
+            if (values_.by_token()) return code_tokens(at, first, last, p);
+        // Copies: what is stored cannot change them.
+        std::byte* const to = at.to;
+        const std::ptrdiff_t to_step = at.to_step, step = at.from.step;
+        const int quads = of_.codes.quads();
+        const std::byte* from = at.from.from + first * step_quads * Values::quad_words * step;
         for (int s = first; s < last; ++s) {
             ints words[step_quads];
             KVQ_UNROLL
-            for (int q = 0; q < step_quads; ++q, p += 4 / per_word * at.from_step) {
+            for (int q = 0; q < step_quads; ++q, from += Values::quad_words * step) {
                 floats x[4];
-                load_quad(at, p, x);
-                words[q] = four_codes(fit::template code<Clamp>(x[0], bias, inverse),
-                                      fit::template code<Clamp>(x[1], bias, inverse),
-                                      fit::template code<Clamp>(x[2], bias, inverse),
-                                      fit::template code<Clamp>(x[3], bias, inverse));
-            }
-            put<false>(at, s, words);
-        }
-    }
-    /// The same for parameters per column; bias and inverse start at step `first`.
-    template <bool Clamp, bool Whole>
-    KVQ_INLINE void code_steps(const strip<Whole>& at, int first, int last, const float* bias,
-                               const float* inverse) const {
-        const std::byte* p = at.from + first * step_columns / per_word * at.from_step;
-        for (int s = first; s < last; ++s, bias += step_columns, inverse += step_columns) {
-            ints words[step_quads];
-            KVQ_UNROLL
-            for (int q = 0; q < step_quads; ++q, p += 4 / per_word * at.from_step) {
-                floats x[4];
-                load_quad(at, p, x);
+                Values::quad(from, step, x);
                 const auto code = [&](int k) KVQ_INLINE_LAMBDA {
-                    return fit::template code<Clamp>(x[k], Lanes::splat_float(bias[4 * q + k]),
-                                                     Lanes::splat_float(inverse[4 * q + k]));
+                    const auto [bias, inverse] = p.of((s - first) * step_columns + 4 * q + k);
+                    return codes::template code<false>(x[k], bias, inverse);
                 };
-                words[q] = four_codes(code(0), code(1), code(2), code(3));
+                const ints c0 = code(0), c1 = code(1), c2 = code(2), c3 = code(3);
+                words[q] = writer::four_codes(c0, c1, c2, c3);
             }
-            put<false>(at, s, words);
+            writer::template put<false>(quads, s, words, [&](int vector, ints w) KVQ_INLINE_LAMBDA {
+                Lanes::store(to + vector * to_step, w);
+            });
         }
     }
-    template <bool Whole>
-    KVQ_INLINE ints code_one(const strip<Whole>& at, int c, floats bias, floats inverse) const {
-        const ints w = at.load(at.from + c / per_word * at.from_step);
-        return fit::template code<true>(c % 2 ? half<1>(w) : half<0>(w), bias, inverse);
-    }
-
-    template <bool Whole>
-    fit fit_group(const strip<Whole>& at, int g) {
-        const int begin = g * codes_.cols.group;
-        const extremes found = range_of(at, begin, begin + codes_.cols.group_size(g));
-        const floats lo = Lanes::smaller(half<0>(found.least()), half<1>(found.least())),
-                     hi = Lanes::larger(half<0>(found.most()), half<1>(found.most()));
-        const fit f(lo, hi);
-        f.store(to_ + sections_.offset(g, codes_.rows().slot(at.row)), sections_.bytes, at.n);
-        return f;
-    }
-
-    /// Parameters on rows, groups of whole steps.
-    template <bool Whole>
-    void code_rows(const strip<Whole>& at) {
-        const grouped_axis& cols = codes_.cols;
-        for (int g = 0; g < cols.groups(); ++g) {
-            const fit f = fit_group(at, g);
-            const int first = g * cols.group / step_columns,
-                      last = (g * cols.group + cols.group_size(g)) / step_columns;
-            if (f.must_clamp())
-                code_steps<true>(at, first, last, f.bias, f.inverse);
+    /// The same where the columns of a row are neighbours in memory: codes are packed to bytes in this order
+    /// and transposed as words of four, which is a quarter of the work.
+    template <class Parameters>
+    KVQ_NOINLINE void code_tokens(const strip& at, int first, int last, const Parameters& p) const {
+        constexpr int square_columns = 4 * width, squares = detail::larger(1, step_quads / width);
+        const int columns = (last - first) * step_columns;
+        for (int c = 0; c < columns; c += squares * square_columns) {
+            ints words[squares * width];
+            if (c + squares * square_columns <= columns)
+                turned_codes<true>(at, first * step_columns, c, columns, p, words);
             else
-                code_steps<false>(at, first, last, f.bias, f.inverse);
+                turned_codes<false>(at, first * step_columns, c, columns, p, words);
+            KVQ_UNROLL
+            for (int s = 0; s < squares * width / step_quads; ++s)
+                if (c + s * step_columns < columns)
+                    writer::template put<false>(
+                        of_.codes.quads(), first + c / step_columns + s, words + s * step_quads,
+                        [&](int vector, ints w)
+                            KVQ_INLINE_LAMBDA { Lanes::store(at.to + vector * at.to_step, w); });
         }
     }
-
-    /// Parameters on rows, groups of any size.
-    template <bool Whole>
-    void code_odd_rows(const strip<Whole>& at) {
-        const grouped_axis& cols = codes_.cols;
-        floats bias = Lanes::splat_float(0.0f), inverse = bias;
-        for (int s = 0; step_columns * s < cols.padded_size(); ++s) {
-            ints words[step_quads];
-            for (int q = 0; q < step_quads; ++q) {
-                ints code[4];
-                for (int k = 0; k < 4; ++k) {
-                    const int slot = s * step_columns + 4 * q + k;
-                    const int g = cols.groups() == 1 ? 0 : slot / cols.stride;
-                    const int in_group = slot - g * cols.stride;
-                    code[k] = Lanes::splat(0);
-                    if (g >= cols.groups() || in_group >= cols.group_size(g)) continue;
-                    if (in_group == 0) {
-                        const fit f = fit_group(at, g);
-                        bias = f.bias;
-                        inverse = f.inverse;
-                    }
-                    code[k] = code_one(at, g * cols.group + in_group, bias, inverse);
-                }
-                words[q] = four_codes(code[0], code[1], code[2], code[3]);
+    /// The words of columns from `first` + c on, up to `columns` behind `first`. Whole: all columns of the
+    /// words exist.
+    template <bool Whole, class Parameters, std::size_t N>
+    KVQ_INLINE void turned_codes(const strip& at, int first, int c, int columns, const Parameters& p,
+                                 ints (&words)[N]) const {
+        const std::ptrdiff_t line = values_.line_bytes();
+        for (int n = 0; n < static_cast<int>(N); n += width) {
+            ints square[width];
+            const std::byte* from = at.from.from + 4 * first;
+            for (int i = 0; i < width; ++i, from += line) {
+                const auto level = [&](int k) KVQ_INLINE_LAMBDA {
+                    const int column = c + 4 * n + k * width, left = Whole ? width : columns - column;
+                    if (left <= 0) return Lanes::splat(0);
+                    const auto* const x = reinterpret_cast<const float*>(from) + column;
+                    const auto [bias, inverse] = p.of_token(i, column);
+                    return codes::template level<false>(
+                        left < width ? Lanes::load_floats(x, left) : Lanes::load_floats(x), bias, inverse);
+                };
+                const ints l0 = level(0), l1 = level(1), l2 = level(2), l3 = level(3);
+                square[i] = codes::packed(l0, l1, l2, l3);
             }
-            put<true>(at, s, words);
+            Lanes::transpose(square);
+            KVQ_UNROLL
+            for (int i = 0; i < width; ++i) words[n + i % 4 * (width / 4) + i / 4] = square[i];
         }
     }
 
-    /// Parameters on columns, one row group: a chunk of columns at a time, so that the second read of the values hits L1.
-    void code_columns(int group) {
-        const int cols = shape_.cols();
-        for (int first = 0; first < cols; first += chunk) {
-            const int size = detail::smaller(chunk, cols - first);
-            alignas(64) float bias[chunk], inverse[chunk];
-            const bool clamp = fit_columns(group, first, size, bias, inverse);
-            const int from = first / step_columns, whole = size / step_columns;
-            each_strip(group, [&](const auto& at) {
-                if (clamp)
-                    code_steps<true>(at, from, from + whole, bias, inverse);
-                else
-                    code_steps<false>(at, from, from + whole, bias, inverse);
-                if (whole * step_columns == size) return;
-                ints words[step_quads];
-                for (int q = 0; q < step_quads; ++q) {
-                    ints code[4];
-                    for (int k = 0; k < 4; ++k) {
-                        const int c = whole * step_columns + 4 * q + k;
-                        code[k] = c < size ? code_one(at, first + c, Lanes::splat_float(bias[c]),
-                                                      Lanes::splat_float(inverse[c]))
-                                           : Lanes::splat(0);
-                    }
-                    words[q] = four_codes(code[0], code[1], code[2], code[3]);
+    /// A column of a step, with the parameters of a strip.
+    struct coded_column {
+        floats bias, inverse;
+        bool used = false;  // else padding
+    };
+    /// Codes of any step. columns: of its slots; first: the first column among them.
+    KVQ_NOINLINE void code_any_step(const strip& at, int s, int first,
+                                    const coded_column (&columns)[step_columns]) const {
+        ints words[step_quads];
+        for (int q = 0; q < step_quads; ++q) {
+            ints code[4];
+            for (int k = 0; k < 4; ++k) {
+                const coded_column& c = columns[4 * q + k];
+                code[k] =
+                    c.used ? codes::template code<true>(values_.column(at.from, first++), c.bias, c.inverse)
+                           : Lanes::splat(0);
+            }
+            words[q] = writer::four_codes(code[0], code[1], code[2], code[3]);
+        }
+        writer::template put<true>(of_.codes.quads(), s, words, [&](int vector, ints w) {
+            std::byte* const to = at.to + vector * at.to_step;
+            if (at.from.n == width)
+                Lanes::store(to, w);
+            else
+                Lanes::store(to, w, at.from.n);
+        });
+    }
+
+    // ---- parameters on rows ----
+
+    KVQ_INLINE void fit_group(const strip& at, int g, row_parameters& p) {
+        const grouped_axis& cols = of_.codes.cols;
+        alignas(64) float lo[width], hi[width];
+        const int begin = g * cols.group;
+        values_.row_extremes(at.from, begin, begin + cols.group_size(g), lo, hi);
+        of_.fit(lo, hi, at.from.n, codes::steps,
+                to_ + of_.sections.offset(g, of_.codes.rows().slot(at.from.row)), of_.sections.bytes, p.bias,
+                p.inverse, most_);
+    }
+
+    /// Groups [first, last) of whole steps: first their parameters, so that one fit need not wait for the
+    /// other.
+    KVQ_INLINE void code_rows(const strip& at, int first, int last) {
+        const grouped_axis& cols = of_.codes.cols;
+        row_parameters parameters[most_groups];
+        for (int g = first; g < last; ++g) fit_group(at, g, parameters[g - first]);
+        for (int g = first; g < last; ++g) {
+            row_parameters& p = parameters[g - first];
+            p.load();
+            const int begin = g * cols.group, end = begin + cols.group_size(g);
+            code_steps(at, begin / step_columns, end / step_columns, p);
+            if (end % step_columns != 0) {
+                coded_column some[step_columns];
+                for (int k = 0; k < end % step_columns; ++k) some[k] = {p.biases, p.inverses, true};
+                code_any_step(at, end / step_columns, end / step_columns * step_columns, some);
+            }
+        }
+    }
+
+    /// Groups of any size.
+    KVQ_NOINLINE void code_odd_rows(const strip& at) {
+        const grouped_axis& cols = of_.codes.cols;
+        floats bias = Lanes::splat_float(0.0f), inverse = bias;
+        int column = 0;
+        for (int s = 0; step_columns * s < cols.padded_size(); ++s) {
+            coded_column some[step_columns];
+            const int first = column;
+            for (int k = 0; k < step_columns; ++k) {
+                if (cols.index(s * step_columns + k) != column) continue;
+                if (column % cols.group == 0) {
+                    row_parameters p;
+                    fit_group(at, column / cols.group, p);
+                    p.load();
+                    bias = p.biases;
+                    inverse = p.inverses;
                 }
-                put<true>(at, from + whole, words);
+                some[k] = {bias, inverse, true};
+                ++column;
+            }
+            code_any_step(at, s, first, some);
+        }
+    }
+
+    // ---- parameters on columns ----
+
+    /// A row group: a chunk of columns at a time, so that the second read of the values hits L1.
+    void code_columns(int group) {
+        const int cols = of_.codes.cols.size;
+        const grouped_axis& rows = of_.codes.rows();
+        const int first_row = group * rows.group, last_row = first_row + rows.group_size(group);
+        for (int first = 0; first < cols; first += column_block) {
+            const int size = detail::smaller(column_block, cols - first);
+            alignas(64) float lo[column_block], hi[column_block];
+            column_parameters p;
+            values_.column_extremes(first, size, first_row, last_row, lo, hi);
+            for (int c = 0; c < size; c += width)
+                of_.fit(lo + c, hi + c, detail::smaller(width, size - c), codes::steps,
+                        to_ + of_.sections.offset(group, first + c), of_.sections.bytes, p.bias + c,
+                        p.inverse + c, most_);
+            each_strip(group, [&](const strip& at) {
+                const int from = first / step_columns;
+                int done = 0;
+                if (whole(at)) {
+                    done = size / step_columns;
+                    code_steps(at, from, from + done, p);
+                }
+                for (; done * step_columns < size; ++done) {
+                    coded_column some[step_columns];
+                    const int begin = done * step_columns, n = detail::smaller(step_columns, size - begin);
+                    for (int k = 0; k < n; ++k) {
+                        const auto [bias, inverse] = p.of(begin + k);
+                        some[k] = {bias, inverse, true};
+                    }
+                    code_any_step(at, from + done, first + begin, some);
+                }
             });
         }
     }
 
-    /// Fits the parameters of columns [first, first + size) of a row group. Returns whether codes must be clamped.
-    bool fit_columns(int group, int first, int size, float* bias, float* inverse) {
-        // The extremes of a word's columns, in every lane.
-        ints lo[chunk], hi[chunk];
-        const grouped_axis& rows = codes_.rows();
-        const int begin = group * rows.group, end = begin + rows.group_size(group);
-        constexpr int rows_of_tile = tile_layout::tile_rows, tile_vectors = rows_of_tile / Lanes::width;
-        const bool whole_tiles = begin % rows_of_tile == 0 && (end - begin) % rows_of_tile == 0;
-        const std::ptrdiff_t next_tile =
-            4 * rows_of_tile * static_cast<std::ptrdiff_t>(window_.tiles.words_per_row);
-        for (int c = 0; c < size; c += per_word) {
-            extremes found;
-            const int word = (first + c) / per_word;
-            const std::byte* p = from_ + 4 * window_.tiles.word(begin, word);
-            for (int tile = begin; whole_tiles && tile < end; tile += rows_of_tile, p += next_tile) {
-                KVQ_UNROLL
-                for (int v = 0; v < tile_vectors; ++v)
-                    found.take(Lanes::load(p + v * 4 * Lanes::width), v % 2);
-            }
-            for (int tile = begin; !whole_tiles && tile < end;) {
-                const int left = detail::smaller(end - tile, rows_of_tile - tile % rows_of_tile);
-                p = from_ + 4 * window_.tiles.word(tile, word);
-                int r = 0;
-                for (; r + Lanes::width <= left; r += Lanes::width) found.take(Lanes::load(p + 4 * r), 0);
-                if (r < left) found.take(repeated(Lanes::load(p + 4 * r, left - r), left - r), 1);
-                tile += left;
-            }
-            special_ = Lanes::bit_or(special_, found.met());
-            lo[c / per_word] = found.least();
-            hi[c / per_word] = found.most();
-        }
-        for (int w = detail::ceil_div(size, per_word); w % Lanes::width != 0; ++w)
-            lo[w] = hi[w] = Lanes::splat(0);
-        // The extremes of every column, one after the other.
-        alignas(64) std::byte least[2 * chunk], most[2 * chunk];
-        for (int w = 0; w < detail::ceil_div(size, per_word); w += Lanes::width) {
-            Lanes::store(least + 4 * w, merged<true>(lo + w));
-            Lanes::store(most + 4 * w, merged<false>(hi + w));
-        }
-        bool clamp = false;
-        for (int c = 0; c < size; c += Lanes::width) {
-            const auto bytes = static_cast<std::size_t>(c) * 2;
-            const group_fit<Lanes, levels, bits, parameter, float16, false> f(
-                Lanes::template load_values<float16>(least + bytes),
-                Lanes::template load_values<float16>(most + bytes));
-            f.store(to_ + sections_.offset(group, first + c), sections_.bytes,
-                    detail::smaller(Lanes::width, size - c));
-            Lanes::store_floats(bias + c, f.bias);
-            Lanes::store_floats(inverse + c, f.inverse);
-            clamp = clamp || f.must_clamp();
-        }
-        return clamp;
-    }
-
-    /// Lane i: the least (largest) word of vector i, each half by itself.
-    template <bool Least>
-    static KVQ_INLINE ints merged(const ints* v) {
-        ints ordered[Lanes::width];
-        KVQ_UNROLL
-        for (int i = 0; i < Lanes::width; ++i) ordered[i] = Lanes::ordered_halves(v[i]);
-        return Lanes::ordered_halves(Lanes::as_ints(Lanes::merge_lanes(ordered, [](floats a, floats b) {
-            const ints x = Lanes::as_ints(a), y = Lanes::as_ints(b);
-            return Lanes::as_floats(Least ? Lanes::min_halves(x, y) : Lanes::max_halves(x, y));
-        })));
-    }
-
-    /// Lanes from n on repeat lane 0, so that they change no minimum or maximum.
-    static ints repeated(ints words, int n) {
-        std::uint32_t lane[Lanes::width];
-        Lanes::store(reinterpret_cast<std::byte*>(lane), words);
-        for (int i = n; i < Lanes::width; ++i) lane[i] = lane[0];
-        return Lanes::load(reinterpret_cast<const std::byte*>(lane));
-    }
-
-    const Scheme& scheme_;
-    const block_shape shape_;
-    const value_layout<float16> window_;
-    const code_layout<bits> codes_;
-    const parameter_sections sections_;
-    const std::byte* from_;
-    std::byte* to_;
-    ints special_ = Lanes::splat(0);
+    const range_block<Bits>& of_;
+    Values& values_;
+    std::byte* const to_;
+    bool clamp_ = false, steps_line_up_ = false;
+    alignas(64) float most_[width];
 };
 
 }}}  // namespace kvq::kernels
