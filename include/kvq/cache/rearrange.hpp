@@ -26,45 +26,30 @@ class rearranged_track {
 public:
     rearranged_track(kvq::cache& of, const page_table& before, int layer)
         : cache_(of), layer_(layer), track_(of.pool().memory(), before.targets[0], before.targets[1]) {
-        track_.rearranged = true;
         track_.repacked = before.repacked;
     }
 
     /// Appends tokens [first, last) of `from`, moved by `by`.
     void take(const page_table& from, int first, int last, std::int64_t by) {
-        const page_geometry g = cache_.geometry();
-        for (int i = 0; i < from.size(); ++i) {
-            const int begin = larger(first, from[i].first_token), end = smaller(last, from[i].end());
-            if (begin >= end) continue;
-            expect(from[i].shift <= farthest_shift - by && from[i].shift >= -farthest_shift - by,
-                   "keys cannot move from ", from[i].shift, " by ", by, " positions");
-            const bool committed = i < from.committed;
-            page_span s = from[i];
-            const int hidden = begin - s.first_token;
-            s.first_token = track_.tokens;
-            s.tokens = end - begin;
-            s.shift += by;
-            for (page_ref& copy : s.copies) copy = page_ref{};
-            if (committed)
-                s.skip += hidden;
-            else
-                s.room = g.capacity(s.sinks);
-            if (!committed && hidden > 0) copy_tokens_behind(s, from[i], hidden);
-            add(std::move(s), committed);
-        }
+        for (const page_span& s : from.spans)
+            expect(s.first_token >= last || s.end() <= first ||
+                       (s.shift <= farthest_shift - by && s.shift >= -farthest_shift - by),
+                   "keys cannot move from ", s.shift, " by ", by, " positions");
+        const page_table::cut_window cut = track_.take(from, first, last, by, cache_.geometry());
+        if (cut.span >= 0) copy_tokens_behind(track_[cut.span], cut.skip);
     }
 
     /// Commits all spans, also those within the recent window. scratch: as for quantize().
     void commit_all(float* scratch) {
         pack(false);
-        close_last();
-        commit(scratch, [](int) { return true; });
+        track_.close_last();
+        commit(track_.size(), scratch);
     }
 
     page_table finish(float* scratch) {
         const page_geometry g = cache_.geometry();
         pack(false);
-        commit(scratch, [&](int i) { return track_.is_due(track_[i], track_.tokens, g); });
+        commit(track_.due(track_.tokens, g), scratch);
         track_.uncommit(g);
         pack(true);
         track_.copies_from = track_.committed;
@@ -74,10 +59,9 @@ public:
 private:
     void pack(bool committed) { repacker(cache_, track_, layer_).run(committed); }
 
-    /// Commits the first spans that are not committed, as long as `wanted(index)`.
-    template <class Wanted>
-    void commit(float* scratch, Wanted&& wanted) {
-        for (int& i = track_.committed; i < track_.size() && wanted(i); ++i) {
+    /// Commits the spans before `end`.
+    void commit(int end, float* scratch) {
+        for (int& i = track_.committed; i < end; ++i) {
             page_span& s = track_[i];
             for (int role = 0; role < 2; ++role) {
                 const auto tensor_of = static_cast<tensor>(role);
@@ -93,40 +77,15 @@ private:
         }
     }
 
-    /// Spans behind the last one follow: it takes no more tokens.
-    void close_last() noexcept {
-        if (track_.size() == track_.committed) return;
-        page_span& last = track_.spans.back();
-        last.room = last.skip + last.tokens;
-    }
-
-    void add(page_span s, bool committed) {
-        if (track_.size() > 0) {
-            page_span& last = track_.spans.back();
-            const bool goes_on = committed && track_.size() == track_.committed &&
-                                 last.pages[0].get() == s.pages[0].get() &&
-                                 last.pages[1].get() == s.pages[1].get() && last.shift == s.shift &&
-                                 last.skip + last.tokens == s.skip;
-            if (goes_on) {
-                last.tokens += s.tokens;
-                track_.tokens = last.end();
-                return;
-            }
-        }
-        close_last();
-        track_.spans.reserve(table_capacity(track_.spans.size() + 1));
-        track_.tokens = s.end();
-        track_.committed += committed;
-        track_.spans.push_back(std::move(s));
-    }
-
     /// The pages of a 16-bit span without their first tokens.
-    void copy_tokens_behind(page_span& s, const page_span& from, int hidden) {
+    void copy_tokens_behind(page_span& s, int skip) {
         for (int role = 0; role < 2; ++role) {
             const auto tensor_of = static_cast<tensor>(role);
-            s.pages[role] = new_window_page(cache_, role, cache_.geometry().window_tokens(s.tokens, s.room));
-            move_tokens(cache_.table(tensor::key).window_type(), *from.pages[role], hidden, *s.pages[role], 0,
-                        tensor_of, cache_.shape().dim(tensor_of), cache_.shape().kv_heads, s.tokens);
+            const page_ref from = s.pages[role];
+            const page_geometry g = cache_.geometry();
+            s.pages[role] = new_window_page(cache_, role, g.window_tokens(s.tokens, g.capacity(s.sinks)));
+            move_tokens(cache_.table(tensor::key).window_type(), *from, skip, *s.pages[role], 0, tensor_of,
+                        cache_.shape().dim(tensor_of), cache_.shape().kv_heads, s.tokens);
         }
     }
 

@@ -203,6 +203,39 @@ struct page_table {
         copies_from = smaller(copies_from, committed);
         return within && committed == size();
     }
+    /// A span of 16-bit pages of which only the tokens from `skip` on are taken.
+    struct cut_window {
+        int span = -1, skip = 0;
+    };
+    /// An erase, a shift or a splice builds a table of runs of others: appends tokens [first, last) of `from`, whose keys move by `by`.
+    /// Quantized pages are shared by the spans on both sides of a cut. 16-bit pages that are cut (a run has one such span at most) are
+    /// returned: the caller gives the span pages that begin with its first token. 16-bit copies stay behind.
+    cut_window take(const page_table& from, int first, int last, std::int64_t by, const page_geometry& g) {
+        cut_window cut;
+        rearranged = true;
+        for (int i = 0; i < from.size(); ++i) {
+            const int begin = larger(first, from[i].first_token), end = smaller(last, from[i].end());
+            if (begin >= end) continue;
+            const bool is_committed = i < from.committed;
+            page_span s = from[i];
+            const int before = begin - s.first_token;
+            s.first_token = tokens;
+            s.tokens = end - begin;
+            s.shift += by;
+            s.copies = {};
+            if (is_committed)
+                s.skip += before;
+            else
+                s.room = g.capacity(s.sinks);
+            if (!is_committed && before > 0) cut = {size(), before};
+            add(std::move(s), is_committed);
+        }
+        return cut;
+    }
+    /// Spans behind the last one follow: it takes no more tokens.
+    void close_last() noexcept {
+        if (size() > committed) spans.back().room = spans.back().skip + spans.back().tokens;
+    }
     /// After a cut: spans that are not due any more become 16 bit again, from the last one on, as long as they can.
     void uncommit(const page_geometry& g) noexcept { restore(still_committed(size(), tokens, g), g); }
     /// After a restore: may two spans share a page?
@@ -275,6 +308,23 @@ struct page_table {
     }
 
 private:
+    /// Behind the others, or as a part of the last one if it goes on in the same pages.
+    void add(page_span s, bool is_committed) {
+        if (is_committed && size() > 0 && size() == committed) {
+            page_span& last = spans.back();
+            if (last.pages[0].get() == s.pages[0].get() && last.pages[1].get() == s.pages[1].get() &&
+                last.shift == s.shift && last.skip + last.tokens == s.skip) {
+                last.tokens += s.tokens;
+                tokens = last.end();
+                return;
+            }
+        }
+        close_last();
+        spans.reserve(table_capacity(spans.size() + 1));
+        tokens = s.end();
+        committed += is_committed;
+        spans.push_back(std::move(s));
+    }
     /// How many of the first `left` spans stay committed in n tokens: the others are not due any more, and have their 16-bit pages.
     int still_committed(int left, int n, const page_geometry& g) const noexcept {
         int i = smaller(committed, left);

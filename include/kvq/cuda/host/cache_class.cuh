@@ -136,6 +136,11 @@ public:
     /// A begun prompt that some layer does not have yet can be taken back within `rollback`, or with the page of its first token; a step,
     /// within `rollback`.
     status trim(sequence_id id, int n);
+    /// As in sequence::erase, shift and splice, where no key moves: an erase to the end is a trim. Otherwise refused: attention on the
+    /// device finds keys where they were appended. onload() says which sequences that a CPU's cache has rearranged come to the device.
+    status erase(sequence_id id, int first, int last);
+    status shift(sequence_id id, int first, int last, std::int64_t by);
+    status splice(sequence_id id, sequence_id other, int first, int last);
     /// A second sequence with the same tokens. Quantized pages are shared, 16-bit pages are copied.
     status fork(sequence_id id, sequence_id& copy, cudaStream_t stream);
     /// Pages that several of the sequences share stay shared.
@@ -243,6 +248,7 @@ private:
         return {};
     }
     status check_batch(std::span<const sequence_id> ids, bool holes);
+    status check_range(sequence_id id, const char* verb, int first, int last) const;
     status check_rows(std::span<const sequence_id> batch) const;
     status check_no_draft(std::span<const sequence_id> ids) const;
     status check_growth(sequence_id id, int new_tokens) const;
