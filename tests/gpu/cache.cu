@@ -1024,6 +1024,7 @@ void check_refusals() {
     refused(open([](auto& o) { o.recent = 0; }, shape), "step_tokens is 1");
     refused(open([](auto& o) { o.rollback = -1; }, shape), "rollback");
     refused(open([](auto& o) { o.max_batch = 0; }, shape), "max_batch");
+    refused(open([](auto& o) { o.pool_sequences = 1 << 30; }, shape), "pool_sequences is 1073741824");
     refused(open([](auto& o) { o.max_tokens = 0; }, shape), "max_tokens");
     refused(open([](auto& o) { o.draft_tokens = 33; }, shape), "draft_tokens is 33");
     refused(open([](auto&) {}, {.layers = 0, .kv_heads = 1, .head_dim = 64}), "0 layers");
@@ -1079,7 +1080,14 @@ void check_refusals() {
     refused(c.gpu.keep(one, std::span(paths + 1, 1), c.stream), "token 3");
     refused(c.gpu.keep(one, paths, c.stream), "2 paths for 1");
     CHECK(c.gpu.tokens(a) == 4, "a refused keep has changed something");
-    CHECK(c.gpu.trim(a, 1) && c.gpu.tokens(a) == 1, "trim of a draft");
+    // No key moves.
+    refused(c.gpu.erase(a, 1, 3), "keys would move");
+    refused(c.gpu.erase(a, 1, 5), "holds 4");
+    refused(c.gpu.shift(a, 0, 1, 3), "where they were appended");
+    refused(c.gpu.splice(b, a, 1, 2), "where they were appended");
+    CHECK(c.gpu.erase(a, 1, 1) && c.gpu.shift(a, 0, 4, 0) && c.gpu.splice(b, a, 2, 2) && c.gpu.tokens(a) == 4,
+          "what moves nothing");
+    CHECK(c.gpu.erase(a, 1, 4) && c.gpu.tokens(a) == 1, "an erase to the end is a trim");
     CHECK(c.gpu.begin_step(one, 0, c.stream), "begin");
     refused(c.gpu.requantize(one, {.format = "std4"}, c.stream), "not compiled");
     refused(c.gpu.requantize(one, {.format = "int8", .first_token = 3, .last_token = 2}, c.stream), "range");

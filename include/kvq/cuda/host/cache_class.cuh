@@ -248,7 +248,7 @@ private:
         return {};
     }
     status check_batch(std::span<const sequence_id> ids, bool holes);
-    status check_range(sequence_id id, const char* verb, int first, int last) const;
+    status check_move(sequence_id id, const char* verb, int first, int last, bool moves) const;
     status check_rows(std::span<const sequence_id> batch) const;
     status check_no_draft(std::span<const sequence_id> ids) const;
     status check_growth(sequence_id id, int new_tokens) const;

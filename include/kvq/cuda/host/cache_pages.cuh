@@ -61,41 +61,29 @@ inline status cache::trim(sequence_id id, int n) {
     return {};
 }
 
-/// first to last: tokens of the sequence.
-inline status cache::check_range(sequence_id id, const char* verb, int first, int last) const {
+/// Tokens [first, last) of a sequence are to move. moves: does any key?
+inline status cache::check_move(sequence_id id, const char* verb, int first, int last, bool moves) const {
     if (status s = check_here(id); !s) return s;
     if (first < 0 || first > last || last > tokens(id))
         return detail::bad_value("cannot %s tokens %d to %d: sequence %d holds %d", verb, first, last,
                                  id.index, tokens(id));
-    return {};
+    if (first == last || !moves) return {};
+    return detail::bad_value(
+        "cannot %s tokens %d to %d of %d: keys would move, and attention on the device finds them where they "
+        "were appended",
+        verb, first, last, tokens(id));
 }
-
 inline status cache::erase(sequence_id id, int first, int last) {
-    if (status s = check_range(id, "erase", first, last); !s) return s;
-    if (first == last) return {};
-    if (last == tokens(id)) return trim(id, first);
-    return detail::bad_value(
-        "cannot erase tokens %d to %d of %d: keys behind them would move, and attention on the device finds "
-        "keys where they were appended",
-        first, last, tokens(id));
+    const bool to_end = last == tokens(id);
+    if (status s = check_move(id, "erase", first, last, !to_end); !s) return s;
+    return to_end ? trim(id, first) : status{};
 }
-
 inline status cache::shift(sequence_id id, int first, int last, std::int64_t by) {
-    if (status s = check_range(id, "shift", first, last); !s) return s;
-    if (first == last || by == 0) return {};
-    return detail::bad_value(
-        "cannot shift tokens %d to %d by %lld: attention on the device finds keys where they were appended",
-        first, last, static_cast<long long>(by));
+    return check_move(id, "shift", first, last, by != 0);
 }
-
 inline status cache::splice(sequence_id id, sequence_id other, int first, int last) {
     if (status s = check_here(id); !s) return s;
-    if (status s = check_range(other, "splice", first, last); !s) return s;
-    if (first == last) return {};
-    return detail::bad_value(
-        "cannot splice tokens %d to %d behind %d: attention on the device finds keys where they were "
-        "appended; fork() shares the first tokens",
-        first, last, tokens(id));
+    return check_move(other, "splice", first, last, true);
 }
 
 inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream) {

@@ -76,25 +76,6 @@ struct cache_access {
         std::memset(p->data(), 0, bytes);
         return p;
     }
-    /// Tokens [from_at, from_at + count) of a 16-bit page to those from to_at on of another.
-    static void copy_values(float_type type, const page& from, int from_at, page& to, int to_at, int count,
-                            tensor role, int dim, int heads) {
-        kvq::detail::visit_float_type(type, [&]<class T>(T) {
-            const block_shape source{role, from.tokens, dim}, target{role, to.tokens, dim};
-            const value_layout<T> source_layout(source), target_layout(target);
-            for (int h = 0; h < heads; ++h) {
-                const std::byte* const a =
-                    from.data() + full<T>{}.block_bytes(source) * static_cast<std::size_t>(h);
-                std::byte* const b = to.data() + full<T>{}.block_bytes(target) * static_cast<std::size_t>(h);
-                for (int t = 0; t < count; ++t)
-                    for (int c = 0; c < dim; ++c)
-                        std::memcpy(b + sizeof(T) * full<T>::element(target_layout, target, to_at + t, c),
-                                    a + sizeof(T) * full<T>::element(source_layout, source, from_at + t, c),
-                                    sizeof(T));
-            }
-        });
-    }
-
     /// A page of 16-bit values that comes from, or goes to, pages of another room.
     struct conversion {
         page_ref other;  // as it is on the device
@@ -182,8 +163,8 @@ struct cache_access {
         if (result) result = wait(stream);
         if (!result) return result;
         for (const conversion& c : conversions)
-            copy_values(gpu.format_.type, *c.other, 0, *c.here, c.at, c.count, c.role,
-                        cpu.shape().dim(c.role), cpu.shape().kv_heads);
+            kvq::detail::move_tokens(gpu.format_.type, *c.other, 0, *c.here, c.at, c.role,
+                                     cpu.shape().dim(c.role), cpu.shape().kv_heads, c.count);
         auto& tables = kvq::detail::sequence_access::tracks(to);
         for (std::size_t layer = 0; layer < layers.size(); ++layer) {
             page_table& made = tables[layer];
@@ -334,8 +315,8 @@ struct cache_access {
                                             const page& to) {
                     if (p.tokens == to.tokens && from_at == 0) return put(p, pool, to);
                     held.push_back(zeroed(scratch, pool.memory().page_bytes(role), to.tokens));
-                    copy_values(gpu.format_.type, p, from_at, *held.back(), 0, count, role,
-                                cpu.shape().dim(role), cpu.shape().kv_heads);
+                    kvq::detail::move_tokens(gpu.format_.type, p, from_at, *held.back(), 0, role,
+                                             cpu.shape().dim(role), cpu.shape().kv_heads, count);
                     put(*held.back(), pool, to);
                 };
                 for (std::size_t i = 0; i < s.sinks.size(); ++i) {

@@ -80,9 +80,7 @@ struct sequence_pages {
         return end;
     }
     /// Pages and committed pages after n more tokens.
-    int pages_after(int n, const device_geometry& g) const noexcept {
-        return table.size_after(n, g) - (g.sinks > 0 && tokens() + n > 0 ? 1 : 0);
-    }
+    int pages_after(int n, const device_geometry& g) const noexcept { return g.pages(paged_tokens(g) + n); }
     int committed_after(int n, const device_geometry& g) const noexcept {
         return kvq::detail::larger(committed(), g.committed(paged_tokens(g) + n));
     }
@@ -150,8 +148,8 @@ struct sequence_pages {
     }
     /// 16-bit pages that n more drafted tokens take from the pool.
     int missing_draft_pages(int n, const device_geometry& g) const noexcept {
-        return kvq::detail::larger(0, g.pages(paged_tokens(g) + drafted + n) - pages() -
-                                          static_cast<int>(ahead.size()) - static_cast<int>(leaving.size()));
+        return kvq::detail::larger(0, pages_after(drafted + n, g) - pages() - static_cast<int>(ahead.size()) -
+                                          static_cast<int>(leaving.size()));
     }
     /// n more drafted tokens. No page is committed for them.
     template <class Pools>
