@@ -284,11 +284,11 @@ TEST_CASE("a page table shows the tokens that a list of tokens has after the sam
                     const page_ref old = change.held;
                     const std::uint32_t holders = old.references() - 1;
                     REQUIRE(seen.insert(old.get()).second);
-                    if (only_freed) REQUIRE(holders == change.places.size());
+                    if (only_freed) REQUIRE(holders == change.spans.size());
                     const page_ref fresh = e.copy(old, format);
-                    for (const kvq::detail::page_place& place : change.places)
-                        tables[static_cast<std::size_t>(place.table)]->change_page(place.span, piece, fresh,
-                                                                                   e.g, e.rollback);
+                    for (const kvq::detail::held_span& at_span : change.spans)
+                        tables[static_cast<std::size_t>(at_span.table)]->change_page(at_span.span, piece,
+                                                                                     fresh, e.g, e.rollback);
                     kept.push_back(old);
                     ++changed;
                 });

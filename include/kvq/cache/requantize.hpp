@@ -42,7 +42,7 @@ public:
           cache_(&of),
           changes_(of.pool().memory(), of.geometry(), of.options().rollback),
           tables_(of.pool().memory()),
-          places_(of.pool().memory()) {
+          spans_(of.pool().memory()) {
         for (std::size_t i = 0; i < sequences.size(); ++i) {
             expect(sequences[i] != nullptr, "sequence ", i, " of the request is null");
             expect(&sequence_access::cache(*sequences[i]) == cache_, "sequence ", i,
@@ -84,7 +84,7 @@ public:
         if (!dry_) scratch_ = reinterpret_cast<float*>(space->reserve(report_.workspace));
         resource_vector<job> batch(cache_->pool().memory());
         batch.reserve(workers);
-        places_.reserve(workers * sequences_.size());
+        spans_.reserve(workers * sequences_.size());
         tables_.reserve(sequences_.size());
         if (!dry_ && request_.new_pages) set_targets();
 
@@ -97,8 +97,8 @@ public:
                 ++report_.pages_left;
                 return;
             }
-            batch.push_back({layer, role, format, places_.size(), change.places.size()});
-            places_.insert(places_.end(), change.places.begin(), change.places.end());
+            batch.push_back({layer, role, format, spans_.size(), change.spans.size()});
+            spans_.insert(spans_.end(), change.spans.begin(), change.spans.end());
             if (batch.size() == workers) convert(batch, ex);
         });
         if (!batch.empty()) convert(batch, ex);
@@ -110,7 +110,7 @@ private:
         int layer;
         tensor role;
         int format;
-        std::size_t first_place, places;  // of places_
+        std::size_t first_span, spans;  // of spans_
         page_ref fresh{};
 
         std::size_t piece() const noexcept { return static_cast<std::size_t>(role); }
@@ -119,7 +119,7 @@ private:
     static page_table& track_of(sequence& s, int layer) {
         return sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
     }
-    page_table& table_of(const job& j, const page_place& at) const {
+    page_table& table_of(const job& j, const held_span& at) const {
         return track_of(*sequences_[static_cast<std::size_t>(at.table)], j.layer);
     }
     int last_layer() const { return smaller(request_.last_layer, cache_->shape().layers); }
@@ -192,11 +192,11 @@ private:
         for (job& j : batch) replace(j);
         report_.pages += batch.size();
         batch.clear();
-        places_.clear();
+        spans_.clear();
     }
 
     const page_ref& old_page(const job& j) const {
-        const page_place& first = places_[j.first_place];
+        const held_span& first = spans_[j.first_span];
         return table_of(j, first)[first.span].pages[j.piece()];
     }
 
@@ -204,8 +204,8 @@ private:
         const page_ref old = old_page(j);
         const page_geometry g = cache_->geometry();
         std::size_t holders = 0;
-        for (std::size_t i = 0; i < j.places; ++i) {
-            const page_place& at = places_[j.first_place + i];
+        for (std::size_t i = 0; i < j.spans; ++i) {
+            const held_span& at = spans_[j.first_span + i];
             page_table& table = table_of(j, at);
             holders += !table.keeps_page(at.span, j.piece(), g, cache_->options().rollback);
             if (!dry_) table.change_page(at.span, j.piece(), j.fresh, g, cache_->options().rollback);
@@ -225,7 +225,7 @@ private:
     bool dry_ = true;
     page_changes changes_;
     resource_vector<page_table*> tables_;  // of one layer
-    resource_vector<page_place> places_;   // of the batch
+    resource_vector<held_span> spans_;     // of the batch
     requantize_report report_;
     float* scratch_ = nullptr;
     std::size_t scratch_floats_ = 0;

@@ -32,19 +32,19 @@ struct change_range {
 };
 
 /// A span that holds a page: of which of the selected tables.
-struct page_place {
+struct held_span {
     int table, span;
 };
 /// A page, and all spans that take the new one.
 struct page_change {
     const page_ref& held;
-    std::span<const page_place> places;
+    std::span<const held_span> spans;
 };
 
 class page_changes {
 public:
     page_changes(std::pmr::memory_resource* memory, const page_geometry& g, int rollback)
-        : geometry_(g), rollback_(rollback), rows_(memory), found_(memory), places_(memory) {}
+        : geometry_(g), rollback_(rollback), rows_(memory), found_(memory), spans_(memory) {}
 
     /// tables: of the same layer, one per sequence; they stay where they are until the next selection.
     void select(std::span<page_table* const> tables, const change_range& range) {
@@ -54,7 +54,7 @@ public:
         rows_.clear();
         rows_.reserve(tables.size());
         found_.reserve(tables.size());
-        places_.reserve(tables.size());
+        spans_.reserve(tables.size());
         begin_ = change_range::all;
         end_ = 0;
         for (std::size_t s = 0; s < tables.size(); ++s) {
@@ -83,14 +83,14 @@ public:
             if (rearranged_) find_other_places(i, piece);
             for (std::size_t at = 0, next; at < found_.size(); at = next) {
                 bool wanted_here = false;
-                places_.clear();
+                spans_.clear();
                 for (next = at; next < found_.size() && found_[next].first == found_[at].first; ++next) {
                     const holder& h = found_[next];
                     const row& r = rows_[static_cast<std::size_t>(h.index)];
                     wanted_here = wanted_here || (h.span >= r.first && h.span < r.last);
-                    places_.push_back({h.index, h.span});
+                    spans_.push_back({h.index, h.span});
                 }
-                const page_change change{table(places_[0].table)[places_[0].span].pages[piece], places_};
+                const page_change change{table(spans_[0].table)[spans_[0].span].pages[piece], spans_};
                 if (wanted_here && (!only_freed_ || frees(change, piece))) f(change);
             }
         }
@@ -172,8 +172,8 @@ private:
 
     /// Is the page of a change freed once all of these spans have the new page?
     bool frees(const page_change& change, std::size_t piece) const {
-        if (change.held.references() > change.places.size()) return false;
-        for (const page_place& at : change.places)
+        if (change.held.references() > change.spans.size()) return false;
+        for (const held_span& at : change.spans)
             if (table(at.table).keeps_page(at.span, piece, geometry_, rollback_)) return false;
         return true;
     }
@@ -183,7 +183,7 @@ private:
     std::span<page_table* const> tables_;
     resource_vector<row> rows_;  // by table
     resource_vector<holder> found_;
-    resource_vector<page_place> places_;  // of the change that f() gets
+    resource_vector<held_span> spans_;  // of the change that f() gets
     bool only_freed_ = false, rearranged_ = false;
     int begin_ = 0, end_ = 0;  // spans in which any table has pages to change
 };

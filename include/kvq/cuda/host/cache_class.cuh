@@ -283,10 +283,10 @@ private:
         return b.key_block <= a.key_block && b.value_block <= a.value_block &&
                b.key_block + b.value_block < a.key_block + a.value_block;
     }
-    /// A page in use that another one takes the place of.
+    /// A page in use that another one replaces.
     struct format_change {
         page_ref from, to;
-        std::vector<kvq::detail::page_place> places;  // in the tables of the call's sequences
+        std::vector<kvq::detail::held_span> spans;  // in the tables of the call's sequences
     };
     std::vector<kvq::detail::page_table*> tables_of(std::span<const sequence_id> ids);
     std::size_t find_changes(std::span<const sequence_id> ids, const kvq::detail::change_range& range,

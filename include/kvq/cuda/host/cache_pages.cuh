@@ -147,7 +147,7 @@ inline std::size_t cache::find_changes(std::span<const sequence_id> ids,
         return p.format != format + 1 && (!only_smaller || shrinks(p.format - 1, format));
     };
     found.for_each(0, wanted, [&](const kvq::detail::page_change& change) {
-        changes.push_back({change.held, {}, {change.places.begin(), change.places.end()}});
+        changes.push_back({change.held, {}, {change.spans.begin(), change.spans.end()}});
         saved += change.held->bytes - quantized_[static_cast<std::size_t>(format)].page_bytes();
     });
     return saved;
@@ -187,7 +187,7 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, std::vec
     }
     if (!result) return result;
     for (format_change& c : changes)
-        for (const kvq::detail::page_place& at : c.places) {
+        for (const kvq::detail::held_span& at : c.spans) {
             entry& e = entry_of(ids[static_cast<std::size_t>(at.table)]);
             e.pages.table.change_page(at.span, 0, c.to, geometry_, geometry_.rollback);
             e.version = ++versions_;

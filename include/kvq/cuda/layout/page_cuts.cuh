@@ -1,15 +1,15 @@
 // Quantized pages that show only some of their tokens: where their tokens lie, and at which positions.
 //
-//   place      of a token: first_token + page_tokens * its page + its number in the page. Lengths that kernels read end at the place of the
-//              next token, and so count the tokens that are not shown
-//   position   of a token: how many tokens of the sequence are shown before it
-//   shift      of a page: the tokens of the sequence behind its first shown one that are not shown. A query at position q sees the tokens at
-//              places t with t + shift <= q + hidden, and through a window of w tokens those with t + shift > q + hidden - w
+//   place      of a token, its paged position: first_token + page_tokens * its page + its number in the page. Lengths that kernels read are
+//              paged lengths: they end at the place of the next token, and so count the tokens that no span shows
+//   position   of a token: how many tokens of the sequence stand before it
+//   shift      of a page: the hidden tokens behind its first shown one. A query at position q sees the tokens at places t with
+//              t + shift <= q + hidden, and through a window of w tokens those with t + shift > q + hidden - w
 //
-// A trim into a quantized page leaves it as it is and hides its last tokens; the next token begins a page. So
-// all hidden tokens lie in quantized pages before `end`, where place and position differ; behind them they
-// differ by `hidden`. A sequence whose `end` is 0 has no such page, and kernels then look nothing up.
-// Contract: no page hides all of its tokens. Sinks, the window and drafts hide none.
+// A span of the page table (page/page_table.hpp) shows a part of its page after a trim into it; the next token begins a page. So all
+// hidden tokens, those that quantized pages hold and no span shows, lie in pages before `end`, where place and position differ; behind
+// them they differ by `hidden`. A sequence whose `end` is 0 has no such page, and kernels then look nothing up.
+// Contract: every page shows a token. Sinks, the window and drafts show all of theirs.
 #pragma once
 
 #include <cstddef>
