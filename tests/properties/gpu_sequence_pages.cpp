@@ -24,14 +24,8 @@ struct pools {
 
     explicit pools(int page_tokens)
         : quantized_pages(1, page_tokens, 0), window_pages(0, page_tokens, 0), sink_pages(0, 16, 0) {}
+    operator gpu::sequence_pools() { return {quantized_pages, window_pages, sink_pages}; }
 };
-struct pools_of {
-    pools* all;
-    gpu::free_pages& quantized(int) const { return all->quantized_pages; }
-    gpu::free_pages& window() const { return all->window_pages; }
-    gpu::free_pages& sinks() const { return all->sink_pages; }
-};
-
 struct both {
     gpu::sequence_pages pages;
     kvq::sequence host;
@@ -130,7 +124,7 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                 ensure(p, b.pages, n, g);
                 const int pages = b.pages.pages_after(n, g), before = b.pages.committed(),
                           committed = b.pages.committed_after(n, g);
-                b.pages.grow(n, g, pools_of{&p});
+                b.pages.grow(n, g, p);
                 REQUIRE(b.pages.pages() == pages);
                 REQUIRE(b.pages.committed() == committed);
                 // What a step quantizes has its 16-bit values until the next one.
@@ -151,14 +145,14 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                 if (tokens + n > most) continue;
                 make_room(p.window_pages, b.pages.missing_draft_pages(n, g));
                 make_room(p.sink_pages, g.sink_pages(tokens + n));
-                b.pages.draft(n, g, pools_of{&p});
+                b.pages.draft(n, g, p);
                 for (int page_of = b.pages.first_in_window(); page_of < g.pages(b.pages.paged_tokens(g) + n);
                      ++page_of)
                     REQUIRE(b.pages.window_page(page_of) != nullptr);
                 REQUIRE(g.pages(b.pages.paged_tokens(g) + n) - b.pages.first_in_window() <= g.ring);
                 ensure(p, b.pages, kept, g);
                 b.pages.drafted = 0;
-                b.pages.grow(kept, g, pools_of{&p});
+                b.pages.grow(kept, g, p);
                 b.pages.release_unused(g);
                 if (kept > 0) append(b, kept);
             } else if (all.size() < 4) {

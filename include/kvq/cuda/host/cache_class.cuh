@@ -297,14 +297,9 @@ private:
     /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide them.
     detail::layer_view view_before_prompt(int layer) const noexcept;
     std::vector<detail::layer_view> all_layers() const;
-    struct page_pools {
-        cache& of;
-        detail::free_pages& quantized(int format) const noexcept {
-            return of.quantized_[static_cast<std::size_t>(format)].pages();
-        }
-        detail::free_pages& window() const noexcept { return of.window_.pages(); }
-        detail::free_pages& sinks() const noexcept { return of.sinks_.pages(); }
-    };
+    detail::sequence_pools pools_of(const detail::sequence_pages& s) const noexcept {
+        return {quantized_[static_cast<std::size_t>(s.target())].pages(), window_.pages(), sinks_.pages()};
+    }
 
     cache_shape shape_;
     cache_options options_;

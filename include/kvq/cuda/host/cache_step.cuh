@@ -83,9 +83,9 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, bool draft, d
     const bool known = r.id == id && r.version == e.version;
     const int before = s.committed(), after = s.paged_tokens(geometry_) + s.drafted + new_tokens;
     if (draft)
-        s.draft(new_tokens, geometry_, page_pools{*this});
+        s.draft(new_tokens, geometry_, pools_of(s));
     else
-        s.grow(new_tokens, geometry_, page_pools{*this});
+        s.grow(new_tokens, geometry_, pools_of(s));
     const int from = known ? r.pages : 0, end = s.committed();
     const auto number = [&](int i, int f) { return s.format_of(s[i]) == f ? s.number_of(s[i]) : -1; };
     for (int f = 0; f < kinds() && from < end; ++f) {

@@ -33,6 +33,11 @@ struct device_geometry : page_geometry {
     }
 };
 
+/// Where a sequence takes its pages from. quantized: of the format that its pages are committed to.
+struct sequence_pools {
+    free_pages &quantized, &window, &sinks;
+};
+
 struct sequence_pages {
     kvq::detail::page_table table{std::pmr::new_delete_resource(), 0, 0};
     int drafted = 0;  ///< tokens behind those of the table that wait for keep(), in the window and in sinks
@@ -103,8 +108,6 @@ struct sequence_pages {
         return first;
     }
 
-    // Pools: has quantized(format), window() and sinks(), each a free_pages&.
-
     /// 16-bit pages that n more tokens take from the pool, beyond those that the sequence gives back before.
     int missing_pages(int n, const device_geometry& g) const noexcept {
         const int end = pages_after(n, g), window = end - g.ring;
@@ -116,8 +119,7 @@ struct sequence_pages {
         return kvq::detail::larger(0, missing);
     }
     /// n more tokens. The pools have enough free pages.
-    template <class Pools>
-    void grow(int n, const device_geometry& g, const Pools& pools) {
+    void grow(int n, const device_geometry& g, const sequence_pools& pools) {
         const int after = tokens() + n, window = pages_after(n, g) - g.ring;
         leaving.clear();
         table.drop_copies(g, g.rollback, n);
@@ -140,7 +142,7 @@ struct sequence_pages {
         const int due = table.due(after, g);
         for (int i = table.committed; i < due; ++i) {
             if (table[i].sinks) continue;
-            page_ref left = table.commit_page(i, 0, pools.quantized(target()).take(), after, g, g.rollback);
+            page_ref left = table.commit_page(i, 0, pools.quantized.take(), after, g, g.rollback);
             if (left) leaving.push_back({i - sink_spans(), std::move(left)});
         }
         table.committed = due;
@@ -152,13 +154,12 @@ struct sequence_pages {
                                           static_cast<int>(leaving.size()));
     }
     /// n more drafted tokens. No page is committed for them.
-    template <class Pools>
-    void draft(int n, const device_geometry& g, const Pools& pools) {
+    void draft(int n, const device_geometry& g, const sequence_pools& pools) {
         leaving.clear();
         drafted += n;
         const int after = paged_tokens(g) + drafted;
         while (pages() + static_cast<int>(ahead.size()) < g.pages(after))
-            ahead.push_back(pools.window().take());
+            ahead.push_back(pools.window.take());
         take_sinks(after, g, pools);
     }
     /// Gives back the pages of a draft that is gone, and those that only launches until now read.
@@ -176,8 +177,7 @@ struct sequence_pages {
 
 private:
     /// The 16-bit page of page pages().
-    template <class Pools>
-    page_ref next_window_page(const device_geometry& g, const Pools& pools) {
+    page_ref next_window_page(const device_geometry& g, const sequence_pools& pools) {
         page_ref p;
         if (!ahead.empty()) {
             p = std::move(ahead.front());
@@ -186,11 +186,10 @@ private:
         }
         for (leaving_page& l : leaving)
             if (l.held && l.page % g.ring == pages() % g.ring) return std::move(l.held);
-        return pools.window().take();
+        return pools.window.take();
     }
-    template <class Pools>
-    void take_sinks(int n, const device_geometry& g, const Pools& pools) {
-        while (static_cast<int>(sinks.size()) < g.sink_pages(n)) sinks.push_back(pools.sinks().take());
+    void take_sinks(int n, const device_geometry& g, const sequence_pools& pools) {
+        while (static_cast<int>(sinks.size()) < g.sink_pages(n)) sinks.push_back(pools.sinks.take());
     }
 };
 
