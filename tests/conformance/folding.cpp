@@ -7,6 +7,7 @@
 // roundings.
 #include <doctest/doctest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <kvq/cpu/simd.hpp>
@@ -67,10 +68,25 @@ private:
     }
 };
 
+/// Codes that stand for entries of a table, which are no grid.
+template <unsigned Uses>
+struct table_fold : any_fold<Uses, 12> {
+    using attends_as = table_fold;
+    static constexpr std::array<std::uint8_t, 16> code_entries{12, 13, 14,  15, 16, 18, 20, 24,
+                                                               12, 11, 127, 9,  8,  6,  4,  0};
+};
+
+template <class Scheme>
+double multiplied(unsigned code) {
+    if constexpr (requires { Scheme::code_entries; })
+        return Scheme::code_entries[code] - Scheme::zero_code;
+    else
+        return static_cast<int>(code) - Scheme::zero_code;
+}
+
 /// y[i][r] = sum_c x^[r][c] x[i][c] by the kernel and in double, for n vectors.
-template <unsigned Uses, int Zero>
+template <class scheme_type>
 void check_product(test::generator& random, const kvq::block_shape& shape, int n) {
-    using scheme_type = any_fold<Uses, Zero>;
     static_assert(kvq::foldable<scheme_type>);
     const scheme_type scheme;
     const auto layout = scheme.codes(shape);
@@ -104,13 +120,14 @@ void check_product(test::generator& random, const kvq::block_shape& shape, int n
             double sum = 0, terms = 0, codes = 0;
             const double row_scale = scheme_type::row_scale(r), row_bias = scheme_type::row_bias(r);
             for (int c = 0; c < cols; ++c) {
-                const double level = static_cast<double>(kvq::unpack_code(layout, block.data(), r, c)) - Zero;
+                const double level = multiplied<scheme_type>(kvq::unpack_code(layout, block.data(), r, c));
                 const double scale = scheme_type::col_scale(c), bias = scheme_type::col_bias(c);
                 const double f = x[static_cast<std::size_t>(i * (cols + slack) + c)];
                 sum += f * (row_scale * (scale * level + bias) + row_bias * scale);
                 // Codes and what is subtracted from them are summed apart.
-                terms += std::fabs(f) * (row_scale * (scale * (level + 2 * Zero) + std::fabs(bias)) +
-                                         std::fabs(row_bias) * scale);
+                terms += std::fabs(f) *
+                         (row_scale * (scale * (level + 2 * scheme_type::zero_code) + std::fabs(bias)) +
+                          std::fabs(row_bias) * scale);
                 codes += std::fabs(level);
             }
             const double error =
@@ -128,8 +145,8 @@ void check_all(test::generator& random, const kvq::block_shape& shape, int n,
                std::integer_sequence<unsigned, Uses...>) {
     const auto check = [&]<unsigned Use>() {
         CAPTURE(Use);
-        check_product<Use, 0>(random, shape, n);
-        check_product<Use, 8>(random, shape, n);
+        check_product<any_fold<Use, 0>>(random, shape, n);
+        check_product<any_fold<Use, 8>>(random, shape, n);
     };
     (check.template operator()<Uses>(), ...);
 }
@@ -148,6 +165,7 @@ TEST_CASE("products with every set of parameters of rows and columns") {
         const int n = random.between(1, 16);
         INFO(shape.tokens, " tokens of ", shape.dim, ", ", n, " vectors");
         check_all(random, shape, n, std::make_integer_sequence<unsigned, 16>{});
+        check_product<table_fold<5>>(random, shape, n);  // scales of rows and of columns
     }
 }
 

@@ -174,6 +174,22 @@ TEST_CASE_TEMPLATE("integer dot products are exact at every width, extremes incl
     }
 }
 
+TEST_CASE_TEMPLATE("bytes looked up in a table of sixteen", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    for (int round = 0; round < 100; ++round) {
+        std::uint8_t table[16];
+        for (auto& x : table) x = static_cast<std::uint8_t>(f.random.bits());
+        auto a = f.words();
+        for (auto& x : a) x &= 0x0f0f0f0f;
+        const auto got = io::out(L::lookup_bytes(L::sixteen_bytes(table), io::in(a)));
+        f.each([&](std::size_t i) {
+            for (int b = 0; b < 32; b += 8)
+                REQUIRE((static_cast<std::uint32_t>(got[i]) >> b & 255u) == table[a[i] >> b & 15]);
+        });
+    }
+}
+
 TEST_CASE_TEMPLATE("products of 16-bit words, and words of four lanes side by side", L, KVQ_TEST_LANES) {
     using io = lanes_of<L>;
     if constexpr (L::word_products) {

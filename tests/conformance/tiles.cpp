@@ -3,6 +3,7 @@
 // with the registers that an architecture of tiles has. (Where the CPU has them, all tests of attention run on them too.)
 #include <doctest/doctest.h>
 
+#include <array>
 #include <cstring>
 #include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
@@ -146,6 +147,13 @@ void check(test::generator& random, const kvq::block_shape& shape, int n) {
 
 using mixed = kvq::mixed_affine<kvq::code_widths<6, 4, 3, 0>, kvq::average_eighths<26>, kvq::per_channel<64>>;
 
+/// Codes that stand for entries of a table.
+struct with_entries : kvq::affine<4, kvq::per_token<32>> {
+    using attends_as = with_entries;
+    static constexpr std::array<std::uint8_t, 16> code_entries{7,  0, 127, 13, 1, 2, 99, 100,
+                                                               64, 3, 126, 9,  8, 6, 4,  120};
+};
+
 #if defined(__x86_64__)
 /// As much of arch::amx as needs no flags of the compiler.
 struct amx_lanes {
@@ -178,7 +186,7 @@ void check_shapes(int fewest, int most) {
 // direction of parameters comes once, in one or two bytes, and channels of mixed widths in both.
 TEST_CASE_TEMPLATE("products in tiles, two bytes per value: the bits of products in registers", Scheme,
                    kvq::affine<3, kvq::per_channel<7>>, kvq::affine<4, kvq::per_token<32>>,
-                   kvq::affine<8, kvq::per_token<64>>, kvq::int8, mixed) {
+                   kvq::affine<8, kvq::per_token<64>>, kvq::int8, with_entries, mixed) {
     check_shapes<Scheme, 2>(4, 17);
 }
 TEST_CASE_TEMPLATE("products in tiles, one byte per value: the bits of products in registers", Scheme,

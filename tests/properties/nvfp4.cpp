@@ -4,9 +4,10 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
-#include <kvq/kvq.hpp>
+#include <kvq/cpu/simd.hpp>
 
 #include "baselines/nvfp4.hpp"
+#include "support/attention_error.hpp"
 #include "support/blocks.hpp"
 
 namespace nvfp4_tests {
@@ -35,6 +36,11 @@ struct fields {
         scale = static_cast<int>(rows[static_cast<std::size_t>(scales + (token * s.dim + channel) / 16)]);
     }
     double level() const { return code & 8 ? -levels[code & 7] : levels[code & 7]; }
+};
+
+struct with_global : nvfp4 {
+    using attends_as = with_global;
+    with_global() : nvfp4(0.02f) {}
 };
 
 kvq::block_shape random_nvfp4_shape(test::generator& random) {
@@ -92,7 +98,8 @@ TEST_CASE("NVFP4: every code under every scale comes back, with the bytes that i
     for (int t = 0; t < s.tokens; ++t) {
         std::uint8_t codes[16];
         for (int i = 0; i < 16; ++i) codes[i] = static_cast<std::uint8_t>(t % 2 ? i : 15 - i);
-        nvfp4_rows::put(s, rows.data(), t, 0, kvq::e4m3::from_bits(static_cast<std::uint8_t>(t)), codes);
+        baselines::nvfp4_row_view(s, rows.data())
+            .put(t, 0, kvq::e4m3::from_bits(static_cast<std::uint8_t>(t)), codes);
     }
     for (const float global : {1.0f, 0.00390625f, 0.0123f, 77.7f}) {
         INFO(global);
@@ -143,8 +150,8 @@ TEST_CASE("NVFP4: tiles hold the same codes and scales, there and back") {
                    as_tiles = test::quantized(tiles, s, x, &not_finite[1]);
         CHECK(not_finite[0] == not_finite[1]);
         std::vector<std::byte> made(as_tiles.size(), std::byte{0xcd}), back(as_rows.size(), std::byte{0xcd});
-        baselines::to_tiles(s, as_rows.data(), tiles, made.data());
-        baselines::to_rows(s, as_tiles.data(), tiles, back.data());
+        baselines::to_tiles(s, as_rows.data(), made.data());
+        baselines::to_rows(s, as_tiles.data(), back.data());
         CHECK((made == as_tiles));
         CHECK((back == as_rows));
         CHECK((test::dequantized(tiles, s, as_tiles) == test::dequantized(rows, s, as_rows)));
@@ -157,6 +164,35 @@ TEST_CASE("NVFP4: tiles hold the same codes and scales, there and back") {
                 wrong += static_cast<int>(kvq::unpack_code(layout, as_tiles.data(), key ? t : c,
                                                            key ? c : t)) != fields(s, as_rows, t, c).code;
         CHECK(wrong == 0);
+    }
+}
+
+TEST_CASE_TEMPLATE("NVFP4: attention multiplies codes, and is that of double on the values", Backend,
+                   kvq::scalar, kvq::simd<>) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const auto described = kvq::make_format<nvfp4, Backend>().describe({kvq::tensor::key, 64, 64});
+    CHECK(described.attend == std::is_same_v<Backend, kvq::simd<>>);
+    CHECK_FALSE(described.dequantizes_first);
+    for (int round = 0; round < 6; ++round) {
+        kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 16 * random.between(1, 8)};
+        if (random.one_in(2)) shape.value_dim = 16 * random.between(1, 6);
+        const int n = random.between(60, 300);
+        test::typed_cache<with_global, nvfp4, Backend> cache(
+            shape, {.sinks = random.between(0, 4),
+                    .recent = random.between(0, 20),
+                    .page_tokens = random.pick(std::vector<int>{16, 40, 64})});
+        const test::stream s(random, shape, n);
+        auto sequence = cache.new_sequence();
+        test::append(sequence, 1, s, 0, n);
+        for (const int rows : {1, random.between(2, 40)}) {
+            const auto q = test::random_tensor(random, rows, 2 * random.between(1, 3), shape.head_dim);
+            const auto error = test::measure_attention(cache, sequence, 0, q);
+            INFO(n, " tokens of ", shape.head_dim, "/", shape.value_dim, ", ", rows, " query tokens");
+            CHECK(error.of_terms <= 5e-4);
+            CHECK(error.relative <= 5e-4);
+        }
     }
 }
 

@@ -31,15 +31,15 @@ KVQ_INLINE void prefetch_bytes(const std::byte* block, std::size_t from, std::si
     for (std::size_t at = from; at < to; at += 64) detail::prefetch(block + at);
 }
 
-/// Codes of one width.
-template <class Backend, int Bits>
+/// Codes of one width. Table: those of 4 bits that stand for entries of a table.
+template <class Backend, int Bits, bool Table>
 class code_block_product {
 public:
     using lanes = typename Backend::lanes;
 
     template <class Scheme>
     code_block_product(const Scheme& scheme, const block_shape& shape, block_id, int n)
-        : plan_(Scheme::fold(shape.role), Scheme::zero_code, scheme.codes(shape), n,
+        : plan_(meaning_of<Scheme>(shape.role), scheme.codes(shape), n,
                 query_bytes_in_tiles<lanes, Backend>(n)),
           source_(parameters_of<Backend>(scheme)),
           block_bytes_(scheme.block_bytes(shape)) {}
@@ -55,7 +55,8 @@ public:
                 int, int, float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead,
                 std::byte* workspace) const {
         prefetch_bytes(block + ahead, plan_.parameters, block_bytes_);
-        code_product<lanes, Backend, Bits>(plan_, source_.of(shape, id, block), workspace)
+        code_product<lanes, Backend, Bits, codes_meant<lanes, Table>>(plan_, source_.of(shape, id, block),
+                                                                      workspace)
             .run(y, y_stride, add, ahead);
     }
 
@@ -225,7 +226,8 @@ private:
 template <class Backend, class Scheme>
 constexpr auto block_product_of() {
     if constexpr (foldable<Scheme>)
-        return std::type_identity<code_block_product<Backend, Scheme::code_bits>>();
+        return std::type_identity<
+            code_block_product<Backend, Scheme::code_bits, detail::with_code_entries<Scheme>>>();
     else if constexpr (segmented<Scheme>)
         return std::type_identity<segment_block_product<Backend, typename Scheme::width_list>>();
     else if constexpr (full_precision<Scheme>)

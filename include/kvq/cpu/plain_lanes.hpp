@@ -152,6 +152,20 @@ struct plain_lanes {
                                              static_cast<std::uint32_t>(sum));
         });
     }
+    /// 16 bytes, as often as they fit, and for every byte of a, 0 to 15, that byte of such a table.
+    static KVQ_INLINE ints sixteen_bytes(const std::uint8_t* p) {
+        return map_ints([&](int i) { return detail::load_as<std::int32_t>(p + 4 * (i % 4)); });
+    }
+    static KVQ_INLINE ints lookup_bytes(ints table, ints a) {
+        return map_ints([&](int i) {
+            std::uint32_t found = 0;
+            for (int b = 0; b < 32; b += 8) {
+                const auto at = static_cast<std::uint32_t>(a.v[i]) >> b & 15u;
+                found |= (static_cast<std::uint32_t>(table.v[at / 4]) >> at % 4 * 8 & 255u) << b;
+            }
+            return static_cast<std::int32_t>(found);
+        });
+    }
 
     // Floats.
     static KVQ_INLINE floats load_floats(const float* p) { return detail::load_as<floats>(p); }

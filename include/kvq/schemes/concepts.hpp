@@ -144,7 +144,11 @@ struct fold_use {
 };
 
 /// A scheme whose blocks start with codes (pack/code_layout.hpp) and whose parameters can be multiplied into the operands of
-/// a product. `Backend` gives load_floats(const P*, int, float*), so that parameters of known types load as vectors.
+/// a product. `Backend` gives load_floats(const P*, int, float*), so that parameters of known types load as vectors. Codes of 4 bits
+/// may stand for 16 integers that are no grid, such as twice the values of e2m1:
+///
+///   static constexpr std::array<std::uint8_t, 16> code_entries     what is multiplied in place of each code, 0 to 127; zero_code is
+///                                                                  subtracted from it
 template <class S>
 concept foldable = detail::read_by_attention<S> && requires(const S s, block_shape shape) {
     { S::code_bits } -> std::convertible_to<int>;
@@ -154,6 +158,22 @@ concept foldable = detail::read_by_attention<S> && requires(const S s, block_sha
     // template <class Backend> void row_parameters(shape, id, block, col_group, float* scale, float* bias) const
     // template <class Backend> void col_parameters(shape, id, block, row_group, float* scale, float* bias) const
 };
+
+namespace detail {
+template <class S>
+concept with_code_entries = requires {
+    { S::code_entries[15] } -> std::convertible_to<int>;
+};
+/// The largest number that products take in place of a code.
+template <class S>
+inline constexpr int largest_multiplied = (1 << S::code_bits) - 1;
+template <with_code_entries S>
+inline constexpr int largest_multiplied<S> = [] {
+    int largest = 0;
+    for (const int entry : S::code_entries) largest = entry > largest ? entry : largest;
+    return largest;
+}();
+}  // namespace detail
 
 /// A range of columns with codes of one width, laid out as a block of its own (segment_layout), at `offset`.
 struct code_segment {

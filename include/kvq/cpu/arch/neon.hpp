@@ -72,6 +72,10 @@ struct register_ops<Arch> {
         }
     }
 
+    static KVQ_INLINE ints sixteen_bytes(const std::uint8_t* p) { return vreinterpretq_u32_u8(vld1q_u8(p)); }
+    static KVQ_INLINE ints lookup_bytes(ints table, ints a) {
+        return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(a)));
+    }
     static KVQ_INLINE ints even_bytes(ints a) { return vandq_u32(a, vdupq_n_u32(0x00ff00ff)); }
     static KVQ_INLINE ints odd_bytes(ints a) {
         return vreinterpretq_u32_u16(vshrq_n_u16(vreinterpretq_u16_u32(a), 8));

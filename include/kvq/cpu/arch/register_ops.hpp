@@ -4,6 +4,7 @@
 //   word_products                             products of 16-bit words are faster here than two of bytes (folded.hpp)
 //   load_words(p, n), store_words(p, a, n), load_floats(p, n), store_floats(p, a, n)     first n lanes only
 //   dot<Bits>(acc, codes, x)                  acc + sums of four u8 x s8 products
+//   sixteen_bytes(p), lookup_bytes(table, a)  16 bytes, as often as they fit; for every byte of a, 0 to 15, that byte of such a table
 //   even_bytes(a), odd_bytes(a)               bytes 0 and 2, 1 and 3 of every word, as 16-bit words
 //   dot_words(acc, a, x)                      acc + sums of two s16 x s16 products
 //   store_word_pairs(out, stride, a)          the low words of four lanes: 0 and 2 in one word, 1 and 3 in the next

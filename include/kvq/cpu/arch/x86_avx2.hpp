@@ -57,6 +57,10 @@ struct register_ops<Arch> {
             return in_register(_mm256_add_epi32(acc, _mm256_add_epi32(even, odd)));
         }
     }
+    static KVQ_INLINE ints sixteen_bytes(const std::uint8_t* p) {
+        return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static KVQ_INLINE ints lookup_bytes(ints table, ints a) { return _mm256_shuffle_epi8(table, a); }
     static KVQ_INLINE ints even_bytes(ints a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
     static KVQ_INLINE ints odd_bytes(ints a) { return _mm256_srli_epi16(a, 8); }
     static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {

@@ -62,6 +62,10 @@ struct register_ops<Arch> {
             return in_register(_mm512_add_epi32(acc, _mm512_add_epi32(even, odd)));
         }
     }
+    static KVQ_INLINE ints sixteen_bytes(const std::uint8_t* p) {
+        return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static KVQ_INLINE ints lookup_bytes(ints table, ints a) { return _mm512_shuffle_epi8(table, a); }
     static KVQ_INLINE ints even_bytes(ints a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }
     static KVQ_INLINE ints odd_bytes(ints a) { return _mm512_srli_epi16(a, 8); }
     static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {

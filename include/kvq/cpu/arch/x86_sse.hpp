@@ -62,6 +62,19 @@ struct register_ops<Arch> {
         const ints odd = _mm_madd_epi16(odd_bytes(codes), _mm_srai_epi16(x, 8));
         return in_register(_mm_add_epi32(acc, _mm_add_epi32(even, odd)));
     }
+    static KVQ_INLINE ints sixteen_bytes(const std::uint8_t* p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    }
+    static KVQ_INLINE ints lookup_bytes(ints table, ints a) {
+#if defined(__SSSE3__)
+        if constexpr (std::derived_from<Arch, sse4_1>) return _mm_shuffle_epi8(table, a);
+#endif
+        alignas(16) std::uint8_t from[16], at[16];
+        _mm_store_si128(reinterpret_cast<__m128i*>(from), table);
+        _mm_store_si128(reinterpret_cast<__m128i*>(at), a);
+        for (std::uint8_t& byte : at) byte = from[byte];
+        return _mm_load_si128(reinterpret_cast<const __m128i*>(at));
+    }
     static KVQ_INLINE ints even_bytes(ints a) { return _mm_and_si128(a, _mm_set1_epi16(255)); }
     static KVQ_INLINE ints odd_bytes(ints a) { return _mm_srli_epi16(a, 8); }
     static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {

@@ -21,32 +21,33 @@ struct code_plan {
     std::size_t
         parameter_bytes;  ///< bytes of all row parameters; in the workspace, the output of fold() follows them
 
-    code_plan(const fold_use& use, int zero_code, const code_layout<Bits>& layout, int n,
-              int tile_query_bytes)
-        : meaning{use, static_cast<float>((1 << Bits) - 1), static_cast<float>(zero_code)},
+    code_plan(const code_meaning& codes_mean, const code_layout<Bits>& layout, int n, int tile_query_bytes)
+        : meaning(codes_mean),
           codes(layout),
-          fold(codes, use.columns(), n, tile_query_bytes),
+          fold(codes, meaning.use.columns(), n, tile_query_bytes),
           parameters(codes.bytes()),
           line(codes.rows().padded_size() + 16),
-          parameter_bytes(
-              detail::round_up(static_cast<std::size_t>((use.row_scale ? 1 : 0) + (use.row_bias ? 1 : 0)) *
-                                   static_cast<std::size_t>(codes.cols.groups()) *
-                                   static_cast<std::size_t>(line) * sizeof(float),
-                               std::size_t{64})) {}
+          parameter_bytes(detail::round_up(
+              static_cast<std::size_t>((meaning.use.row_scale ? 1 : 0) + (meaning.use.row_bias ? 1 : 0)) *
+                  static_cast<std::size_t>(codes.cols.groups()) * static_cast<std::size_t>(line) *
+                  sizeof(float),
+              std::size_t{64})) {}
 
     std::size_t workspace_bytes() const {
         return parameter_bytes + fold.bytes + tile_space::bytes(fold.tile_query_bytes);
     }
 };
 
-/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n operands that were folded for this block.
-template <class Lanes, class Backend, int Bits>
+/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n operands that were folded for this block. Codes: plain_codes, or table_codes where
+/// the plan has entries.
+template <class Lanes, class Backend, int Bits, class Codes = plain_codes<Lanes>>
 class code_product {
 public:
     code_product(const code_plan<Bits>& plan, const parameter_source& source, std::byte* workspace)
         : codes_(plan.codes),
           layout_(plan.fold),
           columns_(plan.meaning.use.columns()),
+          entries_(plan.meaning.entries),
           block_(source.block),
           words_(layout_.words(workspace + plan.parameter_bytes)),
           scalars_(layout_.scalars(workspace + plan.parameter_bytes)),
@@ -121,8 +122,8 @@ private:
                 const std::byte* first[planes::count];
                 find_part(at.slot, at.height, part, p, first);
                 const code_part what{
-                    first,      vector_bytes, ahead, steps, codes_.quads() - from * planes::quads_per_step,
-                    slot_count, group_x};
+                    first,      vector_bytes, ahead,   steps, codes_.quads() - from * planes::quads_per_step,
+                    slot_count, group_x,      entries_};
                 const std::ptrdiff_t line = layout_.group_of(p) * line_ + at.slot + part;
                 const code_target to{
                     y + at.first_query * y_stride + at.row + part,
@@ -161,8 +162,8 @@ private:
                 p_.find_part(step.slot, step.height, 0, step.group, planes_);
             }
             const int quads = detail::smaller(left_, step_quads);
-            unpack_codes<Lanes, Bits, 0>({planes_, vector_bytes, ahead_, 0, 0, step.height, nullptr}, 0,
-                                         quads, out);
+            unpack_codes<Lanes, Bits, 0, Codes>(
+                {planes_, vector_bytes, ahead_, 0, 0, step.height, nullptr, p_.entries_}, 0, quads, out);
             for (int i = 0; i < planes::count; ++i)
                 planes_[i] += step_quads / planes::quads_per_word(i) * vector_bytes;
             left_ -= step_quads;
@@ -209,14 +210,15 @@ private:
     template <int Vectors, bool Partial>
     static void multiply(int queries, const code_part& what, const code_target& to) {
         with_queries(queries, [&](auto n) {
-            multiply_part<form_of<Lanes, Backend>, Lanes, Bits, Vectors, decltype(n)::value, Partial>(what,
-                                                                                                      to);
+            multiply_part<form_of<Lanes, Backend>, Lanes, Bits, Vectors, decltype(n)::value, Partial, Codes>(
+                what, to);
         });
     }
 
     const code_layout<Bits>& codes_;
     const fold_layout& layout_;
     bool columns_;  // whether columns carry parameters
+    const std::uint8_t* entries_;
     const std::byte* block_;
     const std::uint32_t* words_;
     const fold_scalars* scalars_;

@@ -21,6 +21,30 @@ KVQ_INLINE typename Lanes::ints load_vector(const std::byte* from, int n) {
         return Lanes::load(from);
 }
 
+/// What a product multiplies in place of codes: the codes themselves.
+template <class Lanes>
+struct plain_codes {
+    explicit plain_codes(const std::uint8_t*) {}
+    template <int Bits>
+    static constexpr int bits = Bits;
+    KVQ_INLINE typename Lanes::ints operator()(typename Lanes::ints codes) const { return codes; }
+};
+/// The entries of a table of 16 that codes of 4 bits stand for; entries have 7 bits (code_entries in schemes/concepts.hpp).
+template <class Lanes>
+struct table_codes {
+    typename Lanes::ints table;
+
+    explicit table_codes(const std::uint8_t* entries) : table(Lanes::sixteen_bytes(entries)) {}
+    template <int Bits>
+    static constexpr int bits = 7;
+    KVQ_INLINE typename Lanes::ints operator()(typename Lanes::ints codes) const {
+        return Lanes::lookup_bytes(table, codes);
+    }
+};
+
+template <class Lanes, bool Table>
+using codes_meant = std::conditional_t<Table, table_codes<Lanes>, plain_codes<Lanes>>;
+
 /// The codes of one quad, as bytes and times 2^Raise, from the vectors of all planes of a step. Every plane takes one shift, directly
 /// to the position of its bits.
 template <class Lanes, int Bits, int Quad, bool Partial, int Raise = 0, int Plane = 0>
@@ -50,14 +74,14 @@ struct code_sums {
 };
 
 template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial,
-          int Quad>
+          int Quad, class Codes>
 KVQ_INLINE void add_quad(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
-                         std::ptrdiff_t vector_bytes, const std::uint32_t* x, int n) {
+                         std::ptrdiff_t vector_bytes, const std::uint32_t* x, int n, const Codes& meant) {
     typename Lanes::ints codes[Vectors];
     KVQ_UNROLL
     for (int v = 0; v < Vectors; ++v)
-        codes[v] =
-            quad_codes<Lanes, Bits, Quad, Partial, Raise>(planes, vector_bytes, v * Lanes::width * 4, n);
+        codes[v] = meant(
+            quad_codes<Lanes, Bits, Quad, Partial, Raise>(planes, vector_bytes, v * Lanes::width * 4, n));
     if constexpr (Form == vector_form::word) {
         typename Lanes::ints even[Vectors], odd[Vectors];
         KVQ_UNROLL
@@ -82,21 +106,23 @@ KVQ_INLINE void add_quad(code_sums<Lanes, Vectors, Queries>& sums, const std::by
                 Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2 + 1]));
             KVQ_UNROLL
             for (int v = 0; v < Vectors; ++v) {
-                sums.high[i][v] = Lanes::template dot<Bits + Raise>(sums.high[i][v], codes[v], h);
+                sums.high[i][v] =
+                    Lanes::template dot<Codes::template bits<Bits> + Raise>(sums.high[i][v], codes[v], h);
                 if constexpr (Form == vector_form::two_bytes)
-                    sums.low[i][v] = Lanes::template dot<Bits + Raise>(sums.low[i][v], codes[v], l);
+                    sums.low[i][v] =
+                        Lanes::template dot<Codes::template bits<Bits> + Raise>(sums.low[i][v], codes[v], l);
             }
         }
     }
 }
 
 template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial,
-          int... Quads>
+          class Codes, int... Quads>
 KVQ_INLINE void add_quads(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
                           std::ptrdiff_t vector_bytes, int count, const std::uint32_t* x, int n,
-                          std::integer_sequence<int, Quads...>) {
-    ((Quads < count ? add_quad<Form, Lanes, Bits, Raise, Vectors, Queries, Partial, Quads>(sums, planes,
-                                                                                           vector_bytes, x, n)
+                          const Codes& meant, std::integer_sequence<int, Quads...>) {
+    ((Quads < count ? add_quad<Form, Lanes, Bits, Raise, Vectors, Queries, Partial, Quads>(
+                          sums, planes, vector_bytes, x, n, meant)
                     : void()),
      ...);
 }
@@ -112,6 +138,7 @@ struct code_part {
                      ///< beyond is cut short
     int slot_count;  ///< rows that may be loaded into one vector
     const std::uint32_t* x;
+    const std::uint8_t* entries = nullptr;  ///< of table_codes
 };
 
 /// Prefetches the vectors of the same step of the next block, into L2, because L1 has few outstanding misses.
@@ -136,26 +163,29 @@ KVQ_INLINE void clear(code_sums<Lanes, Vectors, Queries>& sums) {
     }
 }
 
-/// Adds the sums of the part, times 2^Raise, to `sums`.
-template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial>
+/// Adds the sums of the part, times 2^Raise, to `sums`. Codes: plain_codes or table_codes.
+template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial,
+          class Codes = plain_codes<Lanes>>
 KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queries>& sums) {
     using P = code_planes<Bits>;
     using all = std::make_integer_sequence<int, P::quads_per_step>;
     const std::byte* planes[P::count];
     for (int p = 0; p < P::count; ++p) planes[p] = part.planes[p];
     const std::uint32_t* x = part.x;
+    const Codes meant(part.entries);
     const int whole = detail::smaller(part.steps, part.quads / P::quads_per_step);
     for (int s = 0; s < whole; ++s) {
         fetch_ahead<Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead);
         add_quads<Form, Lanes, Bits, Raise, Vectors, Queries, Partial>(
-            sums, planes, part.vector_bytes, P::quads_per_step, x, part.slot_count, all{});
+            sums, planes, part.vector_bytes, P::quads_per_step, x, part.slot_count, meant, all{});
         for (int p = 0; p < P::count; ++p)
             planes[p] += (P::quads_per_step / P::quads_per_word(p)) * part.vector_bytes;
         x += P::quads_per_step * Queries * 2;
     }
     if (whole < part.steps)
-        add_quads<Form, Lanes, Bits, Raise, Vectors, Queries, Partial>(
-            sums, planes, part.vector_bytes, part.quads % P::quads_per_step, x, part.slot_count, all{});
+        add_quads<Form, Lanes, Bits, Raise, Vectors, Queries, Partial>(sums, planes, part.vector_bytes,
+                                                                       part.quads % P::quads_per_step, x,
+                                                                       part.slot_count, meant, all{});
 }
 
 /// Output of the sums of a part, and the parameters that turn them into floats.
@@ -220,11 +250,11 @@ KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, cons
         finish_rows<Form, Lanes, false, true, true>(sums, to);
 }
 
-template <vector_form Form, class Lanes, int Bits, int Vectors, int Queries, bool Partial>
+template <vector_form Form, class Lanes, int Bits, int Vectors, int Queries, bool Partial, class Codes>
 void multiply_part(const code_part& part, const code_target& to) {
     code_sums<Lanes, Vectors, Queries> sums;
     clear(sums);
-    sum_codes<Form, Lanes, Bits, 0, Vectors, Queries, Partial>(part, sums);
+    sum_codes<Form, Lanes, Bits, 0, Vectors, Queries, Partial, Codes>(part, sums);
     finish_sums<Form, Lanes>(sums, to);
 }
 

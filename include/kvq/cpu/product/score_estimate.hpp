@@ -48,7 +48,7 @@ struct key_ranges {
             rows = codes.rows();
             cols = codes.cols;
             parameters = codes.bytes();
-            half_codes = 0.5f * static_cast<float>((1 << Scheme::code_bits) - 1);
+            half_codes = 0.5f * static_cast<float>(detail::largest_multiplied<Scheme>);
             middle_code = half_codes - static_cast<float>(Scheme::zero_code);
             has_bias = Scheme::fold(tensor::key).col_bias;
             has_token_scales = Scheme::fold(tensor::key).row_scale;

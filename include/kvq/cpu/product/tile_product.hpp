@@ -110,21 +110,21 @@ private:
     }
 };
 
-template <class Lanes, int Bits, int Raise, bool Partial, int... Quads>
+template <class Lanes, int Bits, int Raise, bool Partial, class Codes, int... Quads>
 KVQ_INLINE void unpack_quads(const std::byte* const* planes, std::ptrdiff_t vector_bytes, int from, int to,
-                             std::ptrdiff_t offset, int slot_count, std::byte* out,
+                             std::ptrdiff_t offset, int slot_count, std::byte* out, const Codes& meant,
                              std::integer_sequence<int, Quads...>) {
-    ((Quads >= from && Quads < to
-          ? Lanes::store(out + Quads * tile_space::quad_bytes, quad_codes<Lanes, Bits, Quads, Partial, Raise>(
-                                                                   planes, vector_bytes, offset, slot_count))
-          : void()),
+    ((Quads >= from && Quads < to ? Lanes::store(out + Quads * tile_space::quad_bytes,
+                                                 meant(quad_codes<Lanes, Bits, Quads, Partial, Raise>(
+                                                     planes, vector_bytes, offset, slot_count)))
+                                  : void()),
      ...);
 }
 
 /// A whole step of whole vectors: 64 columns of 32 rows. planes: at its first quad.
-template <class Lanes, int Bits, int Raise>
+template <class Lanes, int Bits, int Raise, class Codes>
 KVQ_INLINE void unpack_step(const std::byte* const* planes, std::ptrdiff_t vector_bytes, std::ptrdiff_t ahead,
-                            std::byte* out) {
+                            std::byte* out, const Codes& meant) {
     using P = code_planes<Bits>;
     using all = std::make_integer_sequence<int, P::quads_per_step>;
     constexpr int vectors = tile_layout::tile_rows / Lanes::width, quads = P::quads_per_step;
@@ -141,14 +141,14 @@ KVQ_INLINE void unpack_step(const std::byte* const* planes, std::ptrdiff_t vecto
                 at, vector_bytes, 0, quads, row * 4, Lanes::width,
                 out + row / tile_space::half_rows * tile_space::half_bytes + row % tile_space::half_rows * 4 +
                     s * quads * tile_space::quad_bytes,
-                all{});
+                meant, all{});
         }
     }
 }
 
 /// Quads [from, to) of a part's columns, times 2^Raise; quad `from` goes to `out`. Tiles are multiplied whole: bytes
 /// beyond the last quad are multiplied with zeros of the operands, and sums beyond the last row are not read.
-template <class Lanes, int Bits, int Raise>
+template <class Lanes, int Bits, int Raise, class Codes = plain_codes<Lanes>>
 void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
     using P = code_planes<Bits>;
     using all = std::make_integer_sequence<int, P::quads_per_step>;
@@ -159,8 +159,9 @@ void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
         planes[p] = part.planes[p] + first * (in_step / P::quads_per_word(p)) * part.vector_bytes;
     const std::ptrdiff_t vector_bytes = part.vector_bytes, ahead = part.ahead;
     const int slot_count = part.slot_count;
+    const Codes meant(part.entries);
     if (slot_count == tile_layout::tile_rows && from == first * in_step && to - from == tile_columns / 4)
-        return unpack_step<Lanes, Bits, Raise>(planes, vector_bytes, ahead, out);
+        return unpack_step<Lanes, Bits, Raise>(planes, vector_bytes, ahead, out, meant);
     out -= (from - first * in_step) * tile_space::quad_bytes;
     const auto place = [&](int v) {
         const int row = v * Lanes::width;
@@ -172,12 +173,13 @@ void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
             KVQ_UNROLL
             for (int v = 0; v < vectors; ++v)
                 unpack_quads<Lanes, Bits, Raise, false>(planes, vector_bytes, 0, in_step,
-                                                        v * Lanes::width * 4, Lanes::width, place(v), all{});
+                                                        v * Lanes::width * 4, Lanes::width, place(v), meant,
+                                                        all{});
         } else {
             for (int v = 0; v * Lanes::width < slot_count; ++v)
                 unpack_quads<Lanes, Bits, Raise, (Lanes::width > 4)>(
                     planes, vector_bytes, from - quad, to - quad, v * Lanes::width * 4,
-                    detail::smaller(slot_count - v * Lanes::width, Lanes::width), place(v), all{});
+                    detail::smaller(slot_count - v * Lanes::width, Lanes::width), place(v), meant, all{});
         }
         for (int p = 0; p < P::count; ++p) planes[p] += (in_step / P::quads_per_word(p)) * vector_bytes;
         out += in_step * tile_space::quad_bytes;
