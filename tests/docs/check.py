@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Every C, C++, Python and Rust example of README.md and docs/ stands, word by word, in one of the files that are compiled or run, and
-every link of a Markdown file leads to a file of the repository and to a heading that is there.
+every link of a Markdown file leads to a file of the repository and to a heading that is there. Files that docs/reference and CONTRIBUTING.md
+name are there.
 
     check.py FOLDER SNIPPETS...     FOLDER: of the repository
 
@@ -30,6 +31,15 @@ def anchors(document):
     """What `#...` may name there: headings, as GitHub and python-markdown make words of them."""
     headings = re.findall(r"^#+ (.*)$", prose(document.read_text()), re.M)
     return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def missing_files(folder, document):
+    """Files that the text names, as `page/page_table.hpp`: from the repository, or as an include of the library says it."""
+    bases = [folder, folder / "include", folder / "include/kvq"]
+    for span in re.findall(r"`([^`\n<]+)`", prose(document.read_text())):
+        for name in re.findall(r"[\w./-]+/[\w.-]+\.(?:hpp|cuh|cpp|cu|inc|h|txt|py|build)\b", span):
+            if not any((base / name).exists() for base in bases):
+                yield f"{document.relative_to(folder)}: no such file: {name}"
 
 
 def dead_links(folder, document):
@@ -62,6 +72,8 @@ def main():
     others = [p for name in ("*.md", "bench/**/*.md", "bindings/*/*.md", "examples/**/*.md") for p in folder.glob(name)]
     for document in sorted({*documents, *others}):
         missing += dead_links(folder, document)
+        if document.parent == folder / "docs/reference" or document == folder / "CONTRIBUTING.md":
+            missing += missing_files(folder, document)
     for name in sys.argv[2:]:
         if name.endswith("snippets.py"):
             missing += sorted(set(wrong_names(pathlib.Path(name), folder / "bindings/python/src/kvq")))

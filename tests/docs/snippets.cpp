@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The C++ examples of README.md and docs/, each in the surroundings that it supposes. Compiled; check.py sees to it that none is
 // missing or differs.
+#include <algorithm>
 #include <cstdio>
 #include <functional>
 #include <kvq/adapters/distributed/context_parallel.hpp>
@@ -152,6 +153,17 @@ void llama_cpp(kvq::sequence& sequence, int layer, const kvq::float16* k, const 
                int heads, int dim, numbers cells_of_sequence, int tokens) {
     kvq::append_from_blocks(sequence, layer, kvq::paged_nhd(k, cells, 1, heads, dim),
                             kvq::paged_nhd(v, cells, 1, heads, dim), std::span(cells_of_sequence), tokens);
+}
+
+kvq::format own_transform() {
+    struct reversed {
+        std::string name() const { return "reversed"; }
+        std::uint64_t fingerprint() const { return 0; }
+        void forward(int dim, kvq::block_id, float* x) const { std::reverse(x, x + dim); }
+        void backward(int dim, kvq::block_id, float* x) const { std::reverse(x, x + dim); }
+    };
+    using keys = kvq::transformed<reversed, kvq::affine<4, kvq::per_channel<64>>>;
+    return kvq::make_format<keys, kvq::scalar>();
 }
 
 void mlx(kvq::sequence& sequence, int layer, const kvq::float16* k, const kvq::float16* v, int tokens,
