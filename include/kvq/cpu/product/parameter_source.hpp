@@ -11,8 +11,7 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 /// What products know of a codec besides the layout of its codes, on one axis.
 struct code_meaning {
     fold_use use;
-    float
-        top_code;  ///< the largest number that is multiplied: a code, or the entry of a table that it stands for
+    float top_code;                         ///< the largest number that is multiplied
     float zero_code;                        ///< what is subtracted from every such number
     const std::uint8_t* entries = nullptr;  ///< of the table, 16 of them
 };
