@@ -36,8 +36,8 @@ static_assert(!quantized_alike<pair_of<affine<4, per_channel<>>>,
 // The scheme of a codec has this codec.
 template <class S>
 inline constexpr bool comes_back =
-    codec_of<cuda::detail::codec_scheme<codec_of<S>(), typename cuda::detail::encoder_of<S>::type>>() ==
-    codec_of<S>();
+    codec_of<cuda::detail::codec_scheme<cuda::detail::codec_constant<S>,
+                                        typename cuda::detail::encoder_of<S>::type>>() == codec_of<S>();
 static_assert(comes_back<full<float>> && comes_back<full<float16>> && comes_back<full<bfloat16>> &&
               comes_back<int8> && comes_back<fitted_token4> && comes_back<std4::keys> &&
               comes_back<std4::values> && comes_back<low3::keys> && comes_back<ref8::values> &&

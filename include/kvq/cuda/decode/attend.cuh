@@ -168,31 +168,35 @@ auto with_mixed_launch(int rows, F&& f, kernel_choice* choice = nullptr) {
 template <class Pair>
 struct even_keys {
     static constexpr codec_spec mixed = codec<typename Pair::keys>;
-    static constexpr codec_spec even = [] {
-        codec_spec c = mixed;
-        c.reading = block_reading::codes;
-        for (unsigned char& width : c.widths) width = 0;
-        c.width_count = 1;
-        c.widths[0] = static_cast<unsigned char>(mixed.average_eighths / 8);
-        c.average_eighths = 0;
-        return c;
-    }();
+    struct even {
+        static constexpr codec_spec value = [] {
+            codec_spec c = mixed;
+            c.reading = block_reading::codes;
+            for (unsigned char& width : c.widths) width = 0;
+            c.width_count = 1;
+            c.widths[0] = static_cast<unsigned char>(mixed.average_eighths / 8);
+            c.average_eighths = 0;
+            return c;
+        }();
+    };
     static constexpr bool known = [] {
         bool one_width = false;
         if constexpr (mixed.several_widths() && mixed.average_eighths >= 8 &&
                       mixed.average_eighths % 8 == 0) {
             constexpr auto quads = Pair::keys::even_quads(Pair::head_dim);
             for (int w = 0; w < mixed.width_count; ++w)
-                one_width =
-                    one_width || (mixed.widths[w] == even.widths[0] && 4 * quads.of[w] == Pair::head_dim);
-            constexpr block_layout a{mixed}, b{even};
+                one_width = one_width ||
+                            (mixed.widths[w] == even::value.widths[0] && 4 * quads.of[w] == Pair::head_dim);
+            constexpr block_layout a{mixed}, b{even::value};
             one_width = one_width && a.scale_offset(Pair::key_shape()) == b.scale_offset(Pair::key_shape()) &&
                         a.bytes(Pair::key_shape()) == b.bytes(Pair::key_shape());
         }
         return one_width;
     }();
     using pair_type =
-        typename pair_like<Pair, codec_scheme<known ? even : mixed>, typename Pair::values>::type;
+        typename pair_like<Pair,
+                           codec_scheme<std::conditional_t<known, even, codec_constant<typename Pair::keys>>>,
+                           typename Pair::values>::type;
 };
 
 template <class Pair, class T>

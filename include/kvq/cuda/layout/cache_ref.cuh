@@ -89,7 +89,9 @@ struct pair_like {
     using type = std::conditional_t<budget == shared_memory_budget<plain>, plain, with_budget<plain, budget>>;
 };
 template <tensor Role, class Pair>
-inline constexpr codec_spec codec_in = codec_of_shape(codec<scheme_of<Role, Pair>>, shape_of<Role, Pair>);
+struct codec_in {
+    static constexpr codec_spec value = codec_of_shape(codec<scheme_of<Role, Pair>>, shape_of<Role, Pair>);
+};
 
 /// The pair whose kernels read the blocks of Pair.
 template <class Pair>

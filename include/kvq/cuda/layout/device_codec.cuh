@@ -3,13 +3,13 @@
 //   no_reader(c, role)      why no kernel reads blocks of this codec; null: kernels do
 //   no_quantizer(c, role)   why no kernel quantizes to it
 //   no_tiles(c, shape)      why a prompt's attention does not read such blocks
-//   codec_scheme<c>         the scheme with the codec c, with the encoder that its parameters have by default
+//   codec_scheme<C>         the scheme with the codec C::value, with the encoder that its parameters have by default
 //
 // (Why warps of attend_warps.cuh do not: no_warps, decode/attention_memory.cuh.)
 // Kernels are compiled for the scheme of a codec and not for that of a user, so formats with equal codecs
 // share them. Kernels that read do not depend on the encoder; those that quantize do. (The codec itself is no
 // argument of a kernel: nvcc 13 writes its value into code for the host that g++ cannot parse.)
-// Contract: codec_of<codec_scheme<c>>() is c, but for the encoder.
+// Contract: codec_of<codec_scheme<C>>() is C::value, but for the encoder.
 #pragma once
 
 #include <bit>
@@ -90,10 +90,11 @@ using stored_type = std::conditional_t<
         std::conditional_t<Storage == parameter_storage::fp16, float16,
                            std::conditional_t<Storage == parameter_storage::bf16, bfloat16, void>>>>;
 
-template <codec_spec C, class Encoder, class Widths>
+template <class Codec, class Encoder, class Widths>
 struct codec_types;
-template <codec_spec C, class Encoder, int... I>
-struct codec_types<C, Encoder, std::integer_sequence<int, I...>> {
+template <class Codec, class Encoder, int... I>
+struct codec_types<Codec, Encoder, std::integer_sequence<int, I...>> {
+    static constexpr codec_spec C = Codec::value;
     static constexpr auto codes() {
         if constexpr (C.several_widths())
             return std::type_identity<
@@ -127,14 +128,22 @@ struct codec_types<C, Encoder, std::integer_sequence<int, I...>> {
                                            std::conditional_t<plain_params<parameters>, enclosing, min_max>>,
                         typename decltype(token_scale_policy())::type>;
 };
-template <codec_spec C, class Encoder>
-requires(C.content == block_content::values) struct codec_types<C, Encoder, std::integer_sequence<int>> {
+template <class Codec, class Encoder>
+requires(Codec::value.content ==
+         block_content::values) struct codec_types<Codec, Encoder, std::integer_sequence<int>> {
+    static constexpr float_type type_of_values = Codec::value.value_type;
     using type =
-        full<std::conditional_t<C.value_type == float_type::fp32, float,
-                                std::conditional_t<C.value_type == float_type::fp16, float16, bfloat16>>>;
+        full<std::conditional_t<type_of_values == float_type::fp32, float,
+                                std::conditional_t<type_of_values == float_type::fp16, float16, bfloat16>>>;
 };
-template <codec_spec C, class Encoder = void>
-using codec_scheme = typename codec_types<C, Encoder, std::make_integer_sequence<int, C.width_count>>::type;
+/// Codec: has the codec as its `value`. (g++ 12 crashes where nvcc hands it codecs as template arguments.)
+template <class Codec, class Encoder = void>
+using codec_scheme =
+    typename codec_types<Codec, Encoder, std::make_integer_sequence<int, Codec::value.width_count>>::type;
+template <class S>
+struct codec_constant {
+    static constexpr codec_spec value = codec<S>;
+};
 
 /// The encoder of a scheme; void: full<T> has none.
 template <class S>
@@ -150,10 +159,9 @@ struct encoder_of<S> {
 /// The same of a scheme: its blocks alone say what its values are if it is the scheme of its codec.
 template <class S>
 constexpr const char* no_reader_of(tensor role) noexcept {
-    constexpr codec_spec c = codec<S>;
-    if (const char* const reason = no_reader(c, role)) return reason;
-    if constexpr (no_reader(c, tensor::key) == nullptr)
-        if (!std::is_same_v<codec_scheme<c, typename encoder_of<S>::type>, S>)
+    if (const char* const reason = no_reader(codec<S>, role)) return reason;
+    if constexpr (no_reader(codec<S>, tensor::key) == nullptr)
+        if (!std::is_same_v<codec_scheme<codec_constant<S>, typename encoder_of<S>::type>, S>)
             return "a transform in front of it runs on the CPU";
     return nullptr;
 }
