@@ -172,14 +172,14 @@ TEST_CASE_TEMPLATE("NVFP4: attention multiplies codes, and is that of double on 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const auto described = kvq::make_format<nvfp4, Backend>().describe({kvq::tensor::key, 64, 64});
+    const auto described = kvq::make_format<with_global, Backend>().describe({kvq::tensor::key, 64, 64});
     CHECK(described.attend == std::is_same_v<Backend, kvq::simd<>>);
     CHECK_FALSE(described.dequantizes_first);
     for (int round = 0; round < 6; ++round) {
         kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 16 * random.between(1, 8)};
         if (random.one_in(2)) shape.value_dim = 16 * random.between(1, 6);
         const int n = random.between(60, 300);
-        test::typed_cache<with_global, nvfp4, Backend> cache(
+        test::typed_cache<with_global, with_global, Backend> cache(
             shape, {.sinks = random.between(0, 4),
                     .recent = random.between(0, 20),
                     .page_tokens = random.pick(std::vector<int>{16, 40, 64})});
