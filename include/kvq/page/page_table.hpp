@@ -236,6 +236,18 @@ struct page_table {
     void close_last() noexcept {
         if (size() > committed) spans.back().room = spans.back().skip + spans.back().tokens;
     }
+    /// One span with pages of its own replaces spans [first, last), all of them committed or none.
+    void join_spans(int first, int last, page_span s) noexcept {
+        if (first < committed) {
+            committed -= last - first - 1;
+            copies_from = smaller(copies_from, first);
+            const bool quantized = std::any_of(s.pages.begin(), s.pages.end(),
+                                               [](const page_ref& p) { return p && p->format != 0; });
+            if (quantized) repacked += static_cast<std::size_t>(s.tokens);
+        }
+        (*this)[first] = std::move(s);
+        spans.erase(spans.begin() + first + 1, spans.begin() + last);
+    }
     /// After a cut: spans that are not due any more become 16 bit again, from the last one on, as long as they can.
     void uncommit(const page_geometry& g) noexcept { restore(still_committed(size(), tokens, g), g); }
     /// After a restore: may two spans share a page?
