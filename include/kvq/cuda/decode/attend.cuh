@@ -425,7 +425,7 @@ status attend_parts(int recent, const token_view<const T>& q, const token_view<T
     const page_cuts& cuts = get<0>(all)->cuts;
     const mixed_args<T, Kept...> m = [&]<int... I>(std::integer_sequence<int, I...>) {
         return mixed_args<T, Kept...>{cuts,
-                                      options.window > 0 ? cuts.hidden : nullptr,
+                                      options.window > 0 ? cuts.skipped : nullptr,
                                       {{{make_part(kept, recent, q, out, options, *get<I>(all)...)}...}}};
     }
     (std::make_integer_sequence<int, sizeof...(All)>{});

@@ -34,8 +34,8 @@ struct own_sinks<Pair, false> {};
 /// A call, for what is rare: a launch fetches all of its instructions.
 template <int = 0>
 __device__ __noinline__ shown_tokens shown_at(const page_cuts& cuts, int sequence, const sequence_cut& cut,
-                                              int place, int count) {
-    return cuts.at(sequence, cut, place, count);
+                                              int paged, int count) {
+    return cuts.at(sequence, cut, paged, count);
 }
 
 /// A part as kernels see it. `a` has what is common to all parts as well.
@@ -55,9 +55,9 @@ struct part_args {
         int first, count, sinks;
         int first_page, end_page;
     };
-    /// hidden: tokens of the sequence, if there is a sliding window.
+    /// skipped: tokens of the sequence that no span shows, if there is a sliding window.
     template <int Tokens>
-    __device__ __forceinline__ warp_tile_range warp_tiles(int b, int length, int hidden) const {
+    __device__ __forceinline__ warp_tile_range warp_tiles(int b, int length, int skipped) const {
         constexpr int page = Pair::page_tokens;
         const int behind_sinks = length - a.work.first_token;
         int end = smaller(behind_sinks, a.work.capacity), from = 0,
@@ -72,7 +72,7 @@ struct part_args {
         if (first_page != nullptr) from = larger(from, __ldcg(first_page + b));
         if (end_page != nullptr) until = smaller(until, __ldcg(end_page + b));
         end = smaller(end, until * page);
-        const int begin = a.row_begin(length, 0, hidden);  // of the first token that some row may see
+        const int begin = a.row_begin(length, 0, skipped);  // of the first token that some row may see
         const int first = larger(larger(begin, 0), from * page) / Tokens;
         int of_sinks = 0;
         if constexpr (reads_sinks<Pair>)
@@ -95,7 +95,7 @@ struct mixed_args {
     /// [sequences]: tokens that are not shown. Null: none, or there is no sliding window. (To search for the
     /// window's first page would make the kernel a sixth longer; so it reads at most this many tokens more,
     /// and skips them.)
-    const int* hidden;
+    const int* skipped;
     object_list<part_args<Pairs, T>...> parts;
 };
 
@@ -198,13 +198,13 @@ __device__ __forceinline__ int count_units(const mixed_args<T, Pairs...>& m, int
     using memory = mixed_memory<Rows4, Small, Pairs...>;
     const int* const tokens = get<0>(m.parts).a.work.tokens;
     const int length = hint ? __ldcg(tokens + b) : tokens[b];
-    const int hidden = m.hidden == nullptr ? 0 : __ldcg(m.hidden + b);
+    const int skipped = m.skipped == nullptr ? 0 : __ldcg(m.skipped + b);
     int count = 0;
     static_for<static_cast<int>(sizeof...(Pairs))>([&](auto i) {
         const auto& part = get<decltype(i)::value>(m.parts);
         using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
         const auto warp_tiles =
-            part.template warp_tiles<memory::template of<pair>::step_tokens>(b, length, hidden);
+            part.template warp_tiles<memory::template of<pair>::step_tokens>(b, length, skipped);
         if (warp_tiles.count > 0)
             count += memory::template start_of<pair>(warp_tiles.sinks) +
                      warp_tiles.count * memory::template units<pair>;
@@ -279,13 +279,13 @@ struct part_feed : unit_ring<Memory, Pair, T> {
     __device__ __forceinline__ bool is_of_sinks(int number) const {
         return reads_sinks && number < job.sinks;
     }
-    /// Where the sequence's pages with hidden tokens end, counted from the format's first token.
-    __device__ __forceinline__ int cut_end() const { return cut().place - a.cache.first_token; }
-    __device__ __forceinline__ int hidden() const { return cut().hidden; }
+    /// Where the sequence's pages that are cut end, counted from the format's first token.
+    __device__ __forceinline__ int cut_end() const { return cut().end - a.cache.first_token; }
+    __device__ __forceinline__ int skipped() const { return cut().skipped; }
     /// Of 16-bit pages: sinks, or pages behind cut_end().
     __device__ __forceinline__ int shift_of_full(int token) const {
-        if constexpr (reads_sinks) return token < 0 ? hidden() : 0;
-        return token + a.cache.first_token < job.cuts.first_token ? hidden() : 0;
+        if constexpr (reads_sinks) return token < 0 ? skipped() : 0;
+        return token + a.cache.first_token < job.cuts.first_token ? skipped() : 0;
     }
     /// What the warp tile at `token`, before cut_end(), shows. Of a warp tile of two pages: what the page
     /// shows of which the lane has scores.
@@ -420,7 +420,7 @@ struct warp_share {
 /// parts of which a warp has warp tiles.
 template <int Rows4, bool Small, class T, class... Pairs, class F>
 __device__ __forceinline__ void visit_parts(const mixed_args<T, Pairs...>& m, const item_part& item,
-                                            const warp_team& team, int hidden, F&& f) {
+                                            const warp_team& team, int skipped, F&& f) {
     using memory = mixed_memory<Rows4, Small, Pairs...>;
     constexpr int parts = static_cast<int>(sizeof...(Pairs));
     const int length = get<0>(m.parts).a.work.tokens[item.sequence];
@@ -434,7 +434,7 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Pairs...>& m, co
         using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
         auto& warp_tiles = get<I>(ranges);
         warp_tiles =
-            part.template warp_tiles<memory::template of<pair>::step_tokens>(item.sequence, length, hidden);
+            part.template warp_tiles<memory::template of<pair>::step_tokens>(item.sequence, length, skipped);
         part_begin[I] = before + memory::template start_of<pair>(warp_tiles.sinks);
         if (warp_tiles.count > 0) before = part_begin[I] + warp_tiles.count * memory::template units<pair>;
         if (I + 1 < parts) last_pair = before;
@@ -518,7 +518,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
         const sequence_cut cut = m.cuts.of(item.sequence);
         if (id.lane == 0) notes->cut = cut;  // attend_part begins with a barrier
         visit_parts<Rows4, Small>(
-            m, item, own, cut.hidden,
+            m, item, own, cut.skipped,
             [&](const auto& part, auto i, const auto& warp_tiles, int from, int to) {
                 using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
                 const part_job job{

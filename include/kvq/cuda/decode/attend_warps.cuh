@@ -109,7 +109,7 @@ struct unit_feed : unit_ring<Memory, Pair, T> {
         this->template copy_unit<Role>(ring, slot, lane);
         if constexpr (Role == tensor::value) advance();
     }
-    __device__ __forceinline__ static int hidden() { return 0; }
+    __device__ __forceinline__ static int skipped() { return 0; }
 
 private:
     __device__ __forceinline__ void take(const item_walk<Memory::step_tokens>& walk, int member) {
@@ -292,7 +292,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                     }
                 }
                 if constexpr (has_score<Score>)
-                    modify_scores<keys, Rows4>(scores, a, score, *item, first, feed.hidden(),
+                    modify_scores<keys, Rows4>(scores, a, score, *item, first, feed.skipped(),
                                                shown_here().shift, id);
                 if (masked) {
                     const shown_tokens shown = shown_here();

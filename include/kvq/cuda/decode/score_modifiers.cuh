@@ -76,15 +76,15 @@ __device__ __forceinline__ float modified_score(const attention_args<Pair, T>& a
     return log2e *
            score.score(s * (1.0f / log2e), head, query + a.cache.first_token, key + a.cache.first_token);
 }
-/// The scores of a warp tile whose first token is `first`. hidden: tokens of the sequence that are not shown;
+/// The scores of a warp tile whose first token is `first`. skipped: tokens of the sequence that no span shows;
 /// shift: of the page (page_cuts.cuh).
 template <class Keys, int Rows4, class Pair, class T, class Score>
 __device__ __forceinline__ void modify_scores(float (&scores)[Keys::tiles][Rows4][4],
                                               const attention_args<Pair, T>& a, const Score& score,
-                                              const item_part& item, int first, int hidden, int shift,
+                                              const item_part& item, int first, int skipped, int shift,
                                               const lane_id& id) {
-    const int length = a.work.tokens[item.sequence] - hidden;
-    first += shift - hidden;
+    const int length = a.work.tokens[item.sequence] - skipped;
+    first += shift - skipped;
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
         const int row = item.row_block * 4 * Rows4 + lane_row<Rows4>(n, id.t);

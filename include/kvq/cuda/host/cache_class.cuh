@@ -205,7 +205,7 @@ private:
     int first_at(int f, int b) const noexcept { return (2 + 2 * f) * options_.max_batch + b; }
     int end_at(int f, int b) const noexcept { return (3 + 2 * f) * options_.max_batch + b; }
     int cut_end_at(int b) const noexcept { return (2 + 2 * kinds()) * options_.max_batch + b; }
-    int hidden_at(int b) const noexcept { return (3 + 2 * kinds()) * options_.max_batch + b; }
+    int skipped_at(int b) const noexcept { return (3 + 2 * kinds()) * options_.max_batch + b; }
     int table_at(int f, bool commit, int b) const noexcept {
         return (4 + 2 * kinds()) * options_.max_batch +
                ((2 * f + (commit ? 1 : 0)) * options_.max_batch + b) * columns_;

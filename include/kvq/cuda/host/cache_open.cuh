@@ -221,7 +221,7 @@ inline detail::layer_view cache::view(int layer) const noexcept {
     v.sink_table = words + sinks_at(0);
     v.tokens = words + tokens_at(0);
     v.committed = words + committed_at(0);
-    v.cuts = {words + cut_end_at(0), words + hidden_at(0), words + shown_at(0), columns_,
+    v.cuts = {words + cut_end_at(0), words + skipped_at(0), words + shown_at(0), columns_,
               options_.page_tokens,  options_.sinks};
     v.sequences = step_.rows;
     v.columns = columns_;

@@ -72,7 +72,7 @@ inline void cache::empty_row(int b, detail::word_writer& to) {
         put(to, end_at(f, b), 0);
     }
     put(to, cut_end_at(b), 0);
-    put(to, hidden_at(b), 0);
+    put(to, skipped_at(b), 0);
 }
 
 /// The sequence grows; what its row does not say yet is sent. Pages are there (ensure_pages).
@@ -109,7 +109,7 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, bool draft, d
                                  static_cast<unsigned>(s[i].skip + s[i].tokens) << 16));
         }
         put(to, cut_end_at(b), cut_end);
-        put(to, hidden_at(b), s.skipped(geometry_));
+        put(to, skipped_at(b), s.skipped(geometry_));
     }
     const int pages = s.pages() + static_cast<int>(s.ahead.size());
     for (int i = kvq::detail::larger(0, pages - geometry_.ring); i < pages; ++i) {

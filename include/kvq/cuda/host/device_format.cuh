@@ -43,7 +43,7 @@ struct layer_view {
     part quantized[most_formats];
     layer_memory window, sinks;
     const int *window_table, *sink_table;
-    const int *tokens, *committed;  // [sequences], tokens: with hidden ones
+    const int *tokens, *committed;  // [sequences], tokens: paged lengths
     page_cuts cuts;
     int sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
     unsigned* not_finite;  // of the layer; those of other layers follow

@@ -13,8 +13,8 @@
 // `first_page` and `end_page` cut a part further, per sequence: formats that follow each other (step down)
 // cost nothing for the pages of the others. Negative entries of a table are skipped, as everywhere. Counts
 // come from `tokens`, which kernels read on the device: a captured graph stays valid while sequences grow,
-// and no table changes when a page is committed. Quantized pages may hide tokens (page_cuts.cuh); `tokens`
-// then counts hidden ones, and positions follow those that are shown.
+// and no table changes when a page is committed. Spans may show a part of a quantized page (page_cuts.cuh): `tokens` then
+// is a paged length, and positions count the tokens that spans show.
 // Contract: every token is named by one part at most; parts have the same tokens, sequences, kv heads, head
 // sizes and cuts.
 #pragma once
@@ -41,7 +41,7 @@ struct cache_part {
         nullptr;  // [sequences], device memory: pages before it are not of this format. Null: 0
     const int* end_page = nullptr;  // [sequences]: nor are pages from here on. Null: as many as there are
     int capacity = -1;  // it holds so many tokens of a sequence at most; negative: as many as its table names
-    page_cuts cuts = {};  // pages that hide tokens: the same for all parts
+    page_cuts cuts = {};  // pages that are cut: the same for all parts
 };
 
 /// Columns that the ring of a recent window needs, where launches store new_tokens tokens per sequence and

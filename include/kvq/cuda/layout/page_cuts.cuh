@@ -1,14 +1,14 @@
 // Quantized pages that show only some of their tokens: where their tokens lie, and at which positions.
 //
-//   place      of a token, its paged position: first_token + page_tokens * its page + its number in the page. Lengths that kernels read are
-//              paged lengths: they end at the place of the next token, and so count the tokens that no span shows
-//   position   of a token: how many tokens of the sequence stand before it
-//   shift      of a page: the hidden tokens behind its first shown one. A query at position q sees the tokens at places t with
-//              t + shift <= q + hidden, and through a window of w tokens those with t + shift > q + hidden - w
+//   paged position   of a token: first_token + page_tokens * its page + its number in the page. Lengths that kernels read end at the
+//                    paged position of the next token, and so count the tokens that no span shows
+//   position         of a token: how many tokens of the sequence stand before it
+//   shift            of a page: the skipped tokens behind its first shown one. A query at position q sees the tokens at paged positions t
+//                    with t + shift <= q + skipped, and through a window of w tokens those with t + shift > q + skipped - w
 //
 // A span of the page table (page/page_table.hpp) shows a part of its page after a trim into it; the next token begins a page. So all
-// hidden tokens, those that quantized pages hold and no span shows, lie in pages before `end`, where place and position differ; behind
-// them they differ by `hidden`. A sequence whose `end` is 0 has no such page, and kernels then look nothing up.
+// skipped tokens, those that quantized pages hold and no span shows, lie in pages before `end`, where both positions differ; behind them
+// they differ by `skipped`. A sequence whose `end` is 0 has no such page, and kernels then look nothing up.
 // Contract: every page shows a token. Sinks, the window and drafts show all of theirs.
 #pragma once
 
@@ -26,10 +26,10 @@ struct shown_tokens {
     int begin, end, shift;
 };
 
-/// Of one sequence: the place behind its last page that hides a token, and how many tokens are hidden.
+/// Of one sequence: the paged position behind its last page that is cut, and how many tokens are skipped.
 struct sequence_cut {
     static constexpr int none = -(1 << 30);
-    int place = none, hidden = 0;
+    int end = none, skipped = 0;
 };
 
 }  // namespace detail
@@ -38,42 +38,42 @@ struct sequence_cut {
 struct page_cuts {
     /// [sequences]: pages from here on show all of their tokens. Null: so do all pages
     const int* end = nullptr;
-    const int* hidden = nullptr;  ///< [sequences]: tokens that are not shown
+    const int* skipped = nullptr;  ///< [sequences]: tokens that no span shows
     /// [sequences][columns][2], before `end`: the position of the page's first shown token; the number of
     /// this token in the page, plus 65536 times that of the first one behind the shown ones
     const int* shown = nullptr;
     int columns = 0, page_tokens = 1;
-    int first_token = 0;  ///< place of the first page
+    int first_token = 0;  ///< paged position of the first page
 
     __device__ __forceinline__ detail::sequence_cut of(int sequence) const {
         if (end == nullptr) return {};
         const int pages = __ldcg(end + sequence);
         if (pages == 0) return {};
-        return {first_token + pages * page_tokens, __ldcg(hidden + sequence)};
+        return {first_token + pages * page_tokens, __ldcg(skipped + sequence)};
     }
-    /// `count` tokens of one page, from this place on. Sinks lie before the first page.
+    /// `count` tokens of one page, from this paged position on. Sinks lie before the first page.
     __device__ __forceinline__ detail::shown_tokens at(int sequence, const detail::sequence_cut& cut,
-                                                       int place, int count) const {
-        if (place >= cut.place) return {0, count, 0};
-        if (place < first_token) return {0, count, cut.hidden};
-        const int page = (place - first_token) / page_tokens,
-                  in_page = place - first_token - page * page_tokens;
+                                                       int paged, int count) const {
+        if (paged >= cut.end) return {0, count, 0};
+        if (paged < first_token) return {0, count, cut.skipped};
+        const int page = (paged - first_token) / page_tokens,
+                  in_page = paged - first_token - page * page_tokens;
         const int* const entry = shown + 2 * (static_cast<std::ptrdiff_t>(sequence) * columns + page);
         const int position = __ldg(entry), range = __ldg(entry + 1);
         const int begin = range & 0xffff, stop = static_cast<int>(static_cast<unsigned>(range) >> 16);
         return {kvq::detail::smaller(kvq::detail::larger(begin - in_page, 0), count),
                 kvq::detail::smaller(kvq::detail::larger(stop - in_page, 0), count),
-                cut.hidden - (place - in_page + begin - position)};
+                cut.skipped - (paged - in_page + begin - position)};
     }
-    /// The place of the first token that a query sees who would see those from `place` on if none before it
-    /// were hidden.
-    __device__ __forceinline__ int first_seen(int sequence, int place) const {
+    /// The paged position of the first token that a query sees who would see those from `paged` on if none
+    /// before it were skipped.
+    __device__ __forceinline__ int first_seen(int sequence, int paged) const {
         const detail::sequence_cut cut = of(sequence);
-        if (place >= cut.place) return place;
-        const int position = place - cut.hidden;
+        if (paged >= cut.end) return paged;
+        const int position = paged - cut.skipped;
         if (position < first_token) return position;
         const int* const row = shown + 2 * static_cast<std::ptrdiff_t>(sequence) * columns;
-        int low = 0, high = (cut.place - first_token) / page_tokens;
+        int low = 0, high = (cut.end - first_token) / page_tokens;
         while (low < high) {
             const int middle = (low + high) / 2;
             if (__ldcg(row + 2 * middle) <= position)

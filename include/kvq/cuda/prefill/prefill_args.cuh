@@ -38,9 +38,9 @@ inline constexpr int prefill_rows = Dim <= 128 ? 256 : 128;
 struct prefill_block {
     int sequence, kv_head;
     int start, queries, new_tokens;  // of the sequence
-    int history;    // tokens before the new ones, hidden ones too: positions below are places (page_cuts.cuh)
-    int cut_place;  // pages before it may hide tokens
-    int first_row, rows;          // of the block; rows: of the sequence
+    int history;          // paged length before the new tokens: positions below are paged (page_cuts.cuh)
+    int cut_end;          // pages before it may be cut
+    int first_row, rows;  // of the block; rows: of the sequence
     int first_query, last_query;  // the newest of the new tokens that these rows see
 
     template <class Args>
@@ -51,7 +51,7 @@ struct prefill_block {
           queries(a.starts == nullptr ? a.q.tokens : __ldg(a.starts + b + 1) - start),
           new_tokens(a.starts == nullptr ? a.k.tokens : queries),
           history(__ldg(a.tokens + b)),
-          cut_place(a.cuts.of(b).place),
+          cut_end(a.cuts.of(b).end),
           rows(queries * a.group) {
         // The last blocks see the most: they start first.
         const int blocks = kvq::detail::ceil_div(rows, block_rows);
@@ -127,7 +127,7 @@ struct prefill_args {
     }
     /// Does a tile hide tokens, or is it to be masked with the shifts of its pages? All lanes of a warp.
     __device__ __forceinline__ bool hides_tokens(const prefill_block& block, int position, int tile) const {
-        if (position >= block.cut_place) return false;
+        if (position >= block.cut_end) return false;
         const int lane = static_cast<int>(threadIdx.x) % 32;
         return __any_sync(0xffffffffu, window > 0 || slice(block, position, lane, tile).tokens != 0xffffu);
     }
