@@ -2,7 +2,6 @@
 // The spec of a scheme: what it says of the library's schemes, which schemes are equal to kernels, and what it says of others.
 #include <doctest/doctest.h>
 
-#include <array>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>
@@ -20,10 +19,6 @@ std::string text() {
 struct derived : kvq::affine<4> {};
 struct read_as_it_is : kvq::affine<4> {
     using attends_as = read_as_it_is;
-};
-struct of_a_table : kvq::affine<4> {
-    using attends_as = of_a_table;
-    static constexpr std::array<std::uint8_t, 16> code_entries{0, 1, 2, 3, 4, 6, 8, 12};
 };
 struct mine : kvq::least_squares {};
 struct log8 {
@@ -114,9 +109,7 @@ TEST_CASE("schemes of one's own") {
                               levels = kvq::codec_of<kvq::scheme<kvq::bits<1>, rising, kvq::per_token<>>>();
     static_assert(own.content == block_content::own && own.reading == block_reading::dequantized);
     static_assert(read.content == block_content::own && read.reading == block_reading::codes &&
-                  read.width() == 4 && !read.by_table);
-    constexpr kvq::codec_spec table = kvq::codec_of<of_a_table>();
-    static_assert(table.by_table && table.reading == block_reading::codes && table != read);
+                  read.width() == 4);
     static_assert(levels.content == block_content::codes && levels.reading == block_reading::codes);
 }
 

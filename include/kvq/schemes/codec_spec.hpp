@@ -64,8 +64,6 @@ struct codec_spec {
     bool has_bias = false;
     /// The code that stands for the bias, or for zero.
     int zero_code = 0;
-    /// Do codes of 4 bits stand for the entries of a table (code_entries in schemes/concepts.hpp)?
-    bool by_table = false;
 
     /// Does a token have parameters for each group of channels? Else a channel has parameters for each group of tokens.
     bool per_token = false;
@@ -133,7 +131,6 @@ struct codec_maker {
             c.reading = block_reading::codes;
             c.set_width(Scheme::code_bits);
             c.zero_code = Scheme::zero_code;
-            c.by_table = with_code_entries<Scheme>;
         } else if constexpr (segmented<Scheme>) {
             c.reading = block_reading::segments;
             for (const int width : Scheme::width_list::values)
