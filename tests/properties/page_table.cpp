@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT
 // Comparison family: exact. The page table (page/page_table.hpp) alone, without a byte of a page. Random growths, trims, erases, shifts,
-// splices, forks and changes of formats against a list of tokens that does the same: the spans show the tokens of the list, and every page has
+// splices, repackings, forks and changes of formats against a list of tokens that does the same: the spans show the tokens of the list, and every page has
 // the right holders. A trim within the rollback, and a growth in parts, give the table of a sequence that never had the other tokens.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <kvq/cuda/host/free_pages.hpp>
 #include <kvq/page/page_changes.hpp>
+#include <kvq/page/repack_plan.hpp>
 #include <map>
 #include <memory_resource>
 #include <set>
@@ -23,7 +24,7 @@ using kvq::detail::page_table;
 using kvq::detail::smaller;
 
 /// What a cache does for its tables, with numbers of tokens in place of bytes.
-class executor {
+class executor final : kvq::detail::page_sizes {
 public:
     kvq::page_geometry g;
     int rollback;
@@ -45,6 +46,7 @@ public:
         if (pool.available() == 0) pool.grow(pool.size() + 8);
         page_ref p = pool.take();
         held(p).assign(static_cast<std::size_t>(g.longest_page()), -1);
+        p->bytes = bytes(0, format, g.page_tokens) - sizeof(kvq::page);
         return p;
     }
     page_ref copy(const page_ref& from, int format, int skip = 0) {
@@ -94,6 +96,35 @@ public:
             }
         }
         t.committed = std::max(t.committed, end);
+    }
+    std::size_t bytes(std::size_t, int format, int tokens) const override {
+        return sizeof(kvq::page) + static_cast<std::size_t>(tokens) * (format == 0 ? 32 : 8);
+    }
+    /// As cache/repack.hpp, of committed spans. Returns how many groups got new pages.
+    int repack(page_table& t, float part, std::vector<std::int64_t>& shifts) {
+        const kvq::detail::repack_plan plan(t, true, g, part, *this, std::pmr::new_delete_resource());
+        int changed = 0;
+        for (std::size_t i = plan.groups().size(); i-- > 0;) {
+            const kvq::detail::repack_group& group = plan.groups()[i];
+            if (!plan.changes(group)) continue;
+            ++changed;
+            REQUIRE(group.tokens <= g.page_tokens);
+            page_span fresh = plan.span_of(group);
+            for (std::size_t piece = 0; piece < pieces(); ++piece) {
+                fresh.pages[piece] = take(plan.format_of(group, piece));
+                auto to = held(fresh.pages[piece]).begin();
+                for (int s = group.first; s < group.last; ++s) {
+                    REQUIRE(!t[s].copies[piece]);
+                    to = std::copy_n(held(t[s].pages[piece]).begin() + t[s].skip, t[s].tokens, to);
+                }
+                fresh.pages[piece]->bytes =
+                    bytes(piece, fresh.pages[piece]->format, group.tokens) - sizeof(kvq::page);
+            }
+            for (int token = fresh.first_token; token < fresh.end(); ++token)
+                shifts[static_cast<std::size_t>(token)] = fresh.shift;  // keys are rotated
+            t.join_spans(group.first, group.last, std::move(fresh));
+        }
+        return changed;
     }
     void finish(page_table& t) {
         commit(t, t.due(t.tokens, g), false);
@@ -165,7 +196,7 @@ TEST_CASE("a page table shows the tokens that a list of tokens has after the sam
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     constexpr int most = 300;
-    int cuts = 0, undone = 0, changed = 0;
+    int cuts = 0, undone = 0, changed = 0, repacked = 0;
     for (int round = 0; round < test::rounds(40); ++round) {
         executor e(
             {random.one_in(3) ? 0 : random.between(1, 20), random.between(0, 20),
@@ -180,7 +211,7 @@ TEST_CASE("a page table shows the tokens that a list of tokens has after the sam
         for (int i = 0; i < 150; ++i) {
             const auto at = static_cast<std::size_t>(random.between(0, static_cast<int>(all.size()) - 1));
             both& b = all[at];
-            const int n = b.table.tokens, what = random.between(0, 12);
+            const int n = b.table.tokens, what = random.between(0, 13);
             const int first = random.between(0, n), last = random.between(first, n);
             // Builds a table of runs of others, as erase, shift and splice do.
             const auto rearrange = [&](auto&& build) {
@@ -297,6 +328,13 @@ TEST_CASE("a page table shows the tokens that a list of tokens has after the sam
                         for (int s = 0; s < t->committed; ++s)
                             if (!(*t)[s].sinks && (*t)[s].first_token >= first && (*t)[s].end() <= last)
                                 REQUIRE((*t)[s].pages[piece]->format == format);
+            } else if (what < 12) {
+                const float part = random.pick(std::vector{0.1f, 0.25f, 0.5f});
+                const int spans = b.table.size(), groups = e.repack(b.table, part, b.shifts);
+                if (groups > 0) b.rearranged = true;
+                repacked += groups;
+                REQUIRE(b.table.size() <= spans);
+                REQUIRE(e.repack(b.table, part, b.shifts) == 0);  // again changes nothing
             } else if (all.size() < 3) {
                 all.push_back({e.fork(b.table), b.ids, b.shifts, b.longest, b.rearranged});
             } else {
@@ -316,6 +354,7 @@ TEST_CASE("a page table shows the tokens that a list of tokens has after the sam
     CHECK(cuts > 0);
     CHECK(undone > 0);
     CHECK(changed > 0);
+    CHECK(repacked > 0);
 }
 
 }  // namespace page_table_tests
