@@ -176,9 +176,12 @@ typedef struct kvq_format_description {
     int32_t dequantizes_first;             // 1: attention multiplies a dequantized copy of each block
     int32_t holds_values;                  // 1: fp32, fp16 or bf16, not quantized
     const char* asked_name;  // by which it was found, such as "std4"; lives as long as the handle
+    char quantize_by[104];   // the header of the kernel, or "portable: " and the reason; so are the next two
+    char dequantize_by[104];
+    char attend_by[104];
 } kvq_format_description;
 
-/// Describes the format for blocks of tokens x dim values. Runs its kernels on a block of zeros.
+/// Describes the format for blocks of tokens x dim values.
 KVQ_API kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, int32_t tokens, int32_t dim,
                                        kvq_format_description* description);
 

@@ -139,11 +139,25 @@ kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, int32_t 
         const kvq_page_shape shape{role, tokens, 1, dim, 0, 0};
         const caller_page page(format, &shape);
         const kvq::format_description d = page.f.describe(page.block);
-        write_struct(
-            description,
-            kvq_format_description{0, page.f.name(), page.f.backend(), page.f.bits(page.block),
-                                   page.block_bytes, d.quantize, d.dequantize, d.attend, d.dequantizes_first,
-                                   page.f.holds_values(), get(format, "format").name.c_str()});
+        kvq_format_description made{0,
+                                    page.f.name(),
+                                    page.f.backend(),
+                                    page.f.bits(page.block),
+                                    page.block_bytes,
+                                    d.quantize,
+                                    d.dequantize,
+                                    d.attend,
+                                    d.dequantizes_first,
+                                    page.f.holds_values(),
+                                    get(format, "format").name.c_str(),
+                                    {},
+                                    {},
+                                    {}};
+        static_assert(sizeof(made.attend_by) == sizeof(d.attend_by));
+        std::memcpy(made.quantize_by, d.quantize_by, sizeof(d.quantize_by));
+        std::memcpy(made.dequantize_by, d.dequantize_by, sizeof(d.dequantize_by));
+        std::memcpy(made.attend_by, d.attend_by, sizeof(d.attend_by));
+        write_struct(description, made);
     });
 }
 

@@ -909,6 +909,9 @@ TEST_CASE("the list of formats, descriptions, the options of a cache, frequencie
     CHECK(d.quantize == described.quantize);
     CHECK(d.dequantize == described.dequantize);
     CHECK(d.attend == described.attend);
+    CHECK(std::string(d.quantize_by) == described.quantize_by);
+    CHECK(std::string(d.dequantize_by) == described.dequantize_by);
+    CHECK(std::string(d.attend_by) == described.attend_by);
     CHECK(d.holds_values == 0);
     OK(kvq_format_free(f));
     OK(kvq_format_find("int8", KVQ_KEY, nullptr, &f));

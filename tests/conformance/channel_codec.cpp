@@ -211,11 +211,11 @@ TEST_CASE_TEMPLATE("channels of ordinary blocks are quantized and dequantized in
             const bool key = role == kvq::tensor::key;
             const int group = scheme.layout().cut(shape).group;
             INFO(scheme.name(), ", ", shape);
-            CHECK(kvq::kernels::channel_quantizer<native::lanes, S>(scheme, shape, {}, x.data(), block.data())
-                      .run() == (key ? !S::encoder_type::corrects_mean : group % 32 == 0));
-            CHECK(kvq::kernels::channel_dequantizer<native, S>(scheme, shape, {}, block.data())
-                      .run(kvq::kernels::token_rows<native::lanes, float>(x.data(), dim)) ==
-                  (key || group % 32 == 0));
+            CHECK(native::quantizes_in_vectors(scheme, shape, {}, x.data(), block.data()) ==
+                  (key ? !S::encoder_type::corrects_mean : group % 32 == 0));
+            const kvq::kernels::token_rows<native::lanes, float> rows(x.data(), dim);
+            CHECK(native::dequantizes_in_vectors(scheme, shape, {}, block.data(), rows) ==
+                  (key || group % 32 == 0 || kvq::kernels::composed_scheme<S>));
         }
 }
 

@@ -293,6 +293,8 @@ class Formats(Base):
         self.assertFalse(d.holds_values)
         self.assertEqual((d.asked_name, d.name), ("affine-4-g64", "affine4-token-g64-fp16"))
         self.assertTrue(kvq.Format("fp16", "value").describe().holds_values)
+        self.assertTrue(d.attend_by.endswith(".hpp") and d.quantize_by.endswith(".hpp") == d.quantize)
+        self.assertTrue(kvq.Format("std4", "key").describe(128, 70).quantize_by.startswith("portable: 70 channels"))
 
     def test_pages(self):
         for name in ("affine-4-g32", "int8", "fp16", "std4"):

@@ -23,6 +23,7 @@
 #include "../format/format.hpp"
 #include "../quant/params.hpp"
 #include "../schemes/full.hpp"
+#include "describe.hpp"
 #include "plain_lanes.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -64,7 +65,7 @@ struct scalar : detail::plain_loads {
 
     template <kv_scheme Scheme>
     static format_description describe(const Scheme&, const block_shape&, float_type) {
-        return {};
+        return kernels::described_as_portable("the backend has no vectors");
     }
 
     template <class Window, class T>

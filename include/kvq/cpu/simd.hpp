@@ -12,6 +12,7 @@
 #include "dequantize/dequantize_block.hpp"
 #include "dequantize/dequantize_channels.hpp"
 #include "dequantize/dequantize_table.hpp"
+#include "describe.hpp"
 #include "quantize/quantize_block.hpp"
 #include "quantize/quantize_channels.hpp"
 #include "scalar.hpp"
@@ -19,23 +20,6 @@
 #include "window/tokens.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
-
-namespace kernels {
-
-/// Zeros in memory aligned to cache lines, freed by the destructor.
-struct zeroed_memory {
-    std::byte* data;
-
-    explicit zeroed_memory(std::size_t bytes)
-        : data(static_cast<std::byte*>(::operator new (bytes + 64, std::align_val_t{64}))) {
-        std::memset(data, 0, bytes + 64);
-    }
-    zeroed_memory(const zeroed_memory&) = delete;
-    zeroed_memory& operator=(const zeroed_memory&) = delete;
-    ~zeroed_memory() { ::operator delete (data, std::align_val_t{64}); }
-};
-
-}  // namespace kernels
 
 /// Bytes of a fixed-point query or weight in products with codes.
 ///   query_bytes<2>   16-bit fixed point, as accurate as 16-bit floats: the default
@@ -79,7 +63,7 @@ struct simd {
                 if (quantizes_ranges(scheme, shape, kernels::half_values<lanes>(shape, window), block))
                     return 0;
             if constexpr (std::same_as<Window, bfloat16>)
-                if (widens(shape)) {
+                if (kernels::widens(shape)) {
                     kernels::widen_block<lanes>(shape, window, values);
                     if (quantizes_ranges(
                             scheme, shape,
@@ -91,8 +75,8 @@ struct simd {
                 if (quantizes_ranges(scheme, shape, kernels::float_values<lanes>(shape, window), block))
                     return 0;
         }
-        if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme> ||
-                      full_precision<Scheme>) {
+        if constexpr (kernels::transformed_scheme<Scheme> ||
+                      kernels::plain_codec<Scheme>.content != block_content::own) {
             if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
                 full<Window>{}.dequantize(shape, id, window, values);
             return quantize_values(scheme, shape, id, values, block);
@@ -125,7 +109,8 @@ struct simd {
             requantize_values<typename Scheme::inner_scheme>(scheme, shape, id, values, token_scales, block);
             return not_finite;
         } else if constexpr (kernels::channel_scheme<Scheme>) {
-            if (kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block, true,
+            if (kernels::quantize_choice(codec_of(scheme), shape) &&
+                kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block, true,
                                                           token_scales)
                     .run())
                 return 0;
@@ -165,40 +150,8 @@ struct simd {
 
     template <kv_scheme Scheme>
     static format_description describe(const Scheme& scheme, const block_shape& shape, float_type window) {
-        // Each kernel is run on a block of zeros and reports whether it takes such blocks.
-        kernels::zeroed_memory block(scheme.block_bytes(shape)), values(shape.values() * sizeof(float));
-        auto* const floats = reinterpret_cast<float*>(values.data);
-        bool reads = false, direct = false;
-        detail::visit_float_type(window, [&]<class Window>(Window) {
-            kernels::zeroed_memory from(full<Window>{}.block_bytes(shape));
-            reads = kernels::read_tokens<lanes, Window>(shape, from.data, floats, shape.dim);
-        });
-        if constexpr (kernels::range_scheme<Scheme>)
-            direct = (window != float_type::bf16 || widens(shape)) &&
-                     !kernels::range_block<Scheme::code_bits>::template of<lanes>(scheme, shape).refusal();
-        format_description d;
-        d.transform = true;
-        if constexpr (full_precision<Scheme>) {
-            d.quantize = reads;
-            d.dequantize = kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block.data, floats,
-                                                                                    shape.dim);
-        } else if constexpr (kernels::transformed_scheme<Scheme>) {
-            using inner = typename Scheme::inner_scheme;
-            d.transform = transforms_in_vectors(scheme, shape);
-            d.quantize =
-                reads && d.transform && quantizes_in_vectors<inner>(scheme, shape, {}, floats, block.data);
-            d.dequantize = d.transform && dequantizes_in_vectors<inner>(
-                                              scheme, shape, {}, block.data,
-                                              kernels::token_rows<lanes, float>(floats, shape.dim));
-        } else {
-            d.quantize = direct || (reads && quantizes_in_vectors(scheme, shape, {}, floats, block.data));
-            d.dequantize = dequantizes_in_vectors(scheme, shape, {}, block.data,
-                                                  kernels::token_rows<lanes, float>(floats, shape.dim));
-            // Kernels that go channel by channel put channels in order themselves.
-            d.transform = !transforming<Scheme> || (d.quantize && d.dequantize);
-        }
-        d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || d.dequantize;
-        return d;
+        return kernels::described(codec_of(scheme), kernels::transform_of<Scheme>, shape, window,
+                                  lanes::width);
     }
 
     template <class Window, class T>
@@ -207,31 +160,17 @@ struct simd {
         return kernels::token_writer<lanes, Window, T>(shape, block, tokens, stride, count, at).run();
     }
 
-private:
-    /// Are blocks of bfloat16 quantized as blocks of fp32? Odd ones have gaps for which there is no scratch.
-    static bool widens(const block_shape& shape) { return shape.rows() % 4 == 0 && shape.cols() % 2 == 0; }
-
-    /// Are tokens transformed in vectors? Only Hadamard transforms are, and their blocks of at least a vector.
-    template <kernels::transformed_scheme Scheme>
-    static bool transforms_in_vectors(const Scheme& scheme, const block_shape& shape) {
-        if constexpr (kernels::is_hadamard<decltype(scheme.transform)>) {
-            bool all = true;
-            scheme.transform.each_block(shape.dim, [&](int, int n) { all = all && n >= lanes::width; });
-            return all;
-        } else {
-            return false;
-        }
-    }
-    /// Was the block quantized? False: no kernel takes it, and the contents of the block are undefined.
+    /// Was the block quantized? False: no kernel takes it, or its values, and the contents of the block are undefined.
     template <kernels::range_scheme Scheme, class Values>
     static bool quantizes_ranges(const Scheme& scheme, const block_shape& shape, Values&& values,
                                  std::byte* block) {
+        if (!kernels::quantize_choice(codec_of(scheme), shape)) return false;
         constexpr int bits = Scheme::code_bits;
         const auto of = kernels::range_block<bits>::template of<lanes>(scheme, shape);
-        return !of.refusal() &&
-               kernels::block_quantizer<lanes, typename Scheme::levels, bits, Values>(of, values, block)
-                   .run();
+        return kernels::block_quantizer<lanes, typename Scheme::levels, bits, Values>(of, values, block)
+            .run();
     }
+    /// The same for tokens as floats, by the kernel of the registry.
     template <kv_scheme Scheme>
     static bool quantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
                                      float* values, std::byte* block) {
@@ -239,20 +178,23 @@ private:
             return quantizes_ranges(
                 scheme, shape, kernels::float_values<lanes>(shape, const_cast<const float*>(values)), block);
         else if constexpr (kernels::channel_scheme<Scheme>)
-            return kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block).run();
+            return kernels::quantize_choice(codec_of(scheme), shape) &&
+                   kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block).run();
         else
             return false;
     }
-    /// Were all tokens written? False: no kernel takes the block, and nothing was written.
+    /// Were all tokens written by the kernel of the registry? False: there is none for the block, and nothing was written.
     template <kv_scheme Scheme, class T>
     static bool dequantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
                                        const std::byte* block, const kernels::token_rows<lanes, T>& out) {
+        if (!kernels::dequantize_choice(codec_of(scheme), shape, lanes::width)) return false;
         if constexpr (kernels::composed_scheme<Scheme>)
-            return kernels::block_dequantizer<simd, Scheme>(scheme, shape, block).run(out);
-        else if constexpr (kernels::is_channel_scheme<Scheme>)
-            return kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block).run(out);
+            kernels::block_dequantizer<simd, Scheme>(scheme, shape, block).run(out);
+        else if constexpr (kernels::dequantized_by_channels<Scheme>)
+            kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block).run(out);
         else
             return false;
+        return true;
     }
 };
 

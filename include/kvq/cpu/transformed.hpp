@@ -1,28 +1,15 @@
-// Schemes that are quantized from tokens as floats: those with parameters per channel, and supported ones behind a transform. Also
-// the transform of a block's tokens, and the conversion of floats to tokens of any type.
+// The transform of a block's tokens, before a scheme that kernels quantize (registry.hpp), and the conversion of floats to tokens of any
+// type.
 //
 // Contract: the bits of transformed::transform_values() and restore_values(); round_tokens() writes T(x) for every value.
 #pragma once
 
 #include "../schemes/transformed.hpp"
-#include "composed.hpp"
 #include "quantize/hadamard.hpp"
-#include "quantize/quantize_channels.hpp"
+#include "registry.hpp"
 #include "special_values.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
-
-template <class S>
-inline constexpr bool is_transformed = false;
-template <class Transform, class Inner>
-inline constexpr bool is_transformed<transformed<Transform, Inner>> =
-    channel_scheme<Inner> || composed_scheme<Inner>;
-/// A scheme that the kernels can quantize, behind a transform. Derived types are excluded: they may differ.
-template <class S>
-concept transformed_scheme = is_transformed<S>;
-
-template <class S>
-concept codes_values = channel_scheme<S> || transformed_scheme<S>;
 
 template <class Transform>
 inline constexpr bool is_hadamard = false;

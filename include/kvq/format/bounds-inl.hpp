@@ -1,6 +1,7 @@
 // Definitions of bounds.hpp.
 #pragma once
 
+#include <cstdio>
 #include <cstring>
 #include <string_view>
 #include <utility>
@@ -88,8 +89,12 @@ struct bounded_record : format_record {
         };
         table.describe = [](const void* self, const block_shape& shape, float_type window) {
             format_description d = functions_of(self).describe(state_of(self), shape, window);
-            // Values of the window's type are copied; other types are rounded one by one.
-            if (functions_of(self).holds_values) d.quantize = functions_of(self).value_type == window;
+            if (!functions_of(self).holds_values) return d;
+            d.quantize = functions_of(self).value_type == window;
+            std::snprintf(d.quantize_by, sizeof(d.quantize_by), "%s",
+                          d.quantize
+                              ? "format/bounds-inl.hpp"
+                              : "portable: values of another type than the window's are rounded one by one");
             return d;
         };
         if (!table.transforms) return;

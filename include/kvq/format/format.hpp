@@ -50,6 +50,8 @@ struct backend_functions {
 
 /// Which functions of a format are vectorised for blocks of some shape; the others are portable loops, which are slower.
 struct format_description {
+    using text = char[104];
+
     bool quantize = false;    ///< from a block of a window, the transform of its tokens included
     bool dequantize = false;  ///< to fp16 and fp32, the transform of the tokens included
     bool attend = false;      ///< products on the block itself, or on a copy that is dequantized in vectors
@@ -58,6 +60,8 @@ struct format_description {
     bool transform = false;
     /// Attention multiplies a copy that it dequantizes, because codes cannot be folded (schemes/concepts.hpp).
     bool dequantizes_first = false;
+    /// The header of the kernel, or "portable: " and the reason (cpu/registry.hpp).
+    text quantize_by = {}, dequantize_by = {}, attend_by = {}, transform_by = {};
 
     KVQ_NO_COPY bool all() const noexcept { return quantize && dequantize && attend && transform; }
 };
@@ -190,7 +194,7 @@ public:
         return 8.0 * static_cast<double>(block_bytes(shape)) / static_cast<double>(shape.values());
     }
 
-    /// Which functions are fast for blocks of this shape, under a window of this type: describe() runs the kernels on a block of zeros.
+    /// Which functions are fast for blocks of this shape, under a window of this type, and why others are not. No kernel runs.
     KVQ_NO_COPY format_description describe(const block_shape& shape,
                                             float_type window = float_type::fp16) const {
         format_description d = record_->functions->describe(record_->scheme, shape, window);

@@ -12,6 +12,11 @@
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
+namespace detail {
+/// Quads that fill one word of every plane: the step of loops over columns.
+constexpr int quads_per_step(int bits) noexcept { return 8 / (bits & -bits); }
+}  // namespace detail
+
 /// The planes of a code of `Bits` bits.
 template <int Bits>
 struct code_planes {
@@ -32,8 +37,7 @@ struct code_planes {
         constexpr int a = 8 / width(0), b = count > 1 ? 8 / width(1) : 0, c = count > 2 ? 8 / width(2) : 0;
         return plane == 0 ? a : plane == 1 ? b : c;
     }
-    /// Quads that fill one word of every plane: the step of loops over columns.
-    static constexpr int quads_per_step = 8 / (Bits & -Bits);
+    static constexpr int quads_per_step = detail::quads_per_step(Bits);
     /// First vector of a plane in a row of `quads` quads.
     KVQ_HD static constexpr int first_vector(int plane, int quads) noexcept {
         return (plane > 0 ? plane_vectors<0>(quads) : 0) + (plane > 1 ? plane_vectors<1>(quads) : 0) +

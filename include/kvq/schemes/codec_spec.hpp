@@ -136,6 +136,7 @@ struct codec_maker {
             for (const int width : Scheme::width_list::values)
                 c.widths[c.width_count++] = static_cast<unsigned char>(width);
         } else if constexpr (full_precision<Scheme>) {
+            c.content = block_content::values;
             c.reading = block_reading::values;
             c.value_type = float_type_of<typename Scheme::value_type>;
         }

@@ -9,7 +9,6 @@
 #include "../core/float_formats.hpp"
 #include "../core/text.hpp"
 #include "../pack/value_layout.hpp"
-#include "codec_spec.hpp"
 #include "concepts.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -51,20 +50,6 @@ struct full {
         return s.role == tensor::key ? layout.element(token, channel) : layout.element(channel, token);
     }
 };
-
-namespace detail {
-template <float_format T>
-struct codec_maker<full<T>> {
-    static constexpr codec_spec of_type() noexcept {
-        codec_spec c;
-        c.content = block_content::values;
-        c.reading = block_reading::values;
-        c.value_type = float_type_of<T>;
-        return c;
-    }
-    static constexpr codec_spec of(const full<T>&) noexcept { return of_type(); }
-};
-}  // namespace detail
 
 static_assert(key_scheme<full<float16>> && value_scheme<full<float>>);
 

@@ -77,7 +77,8 @@ class kvq_format_entry(Struct):
 class kvq_format_description(Struct):
     _fields_ = [("size", c_size_t), ("name", c_char_p), ("backend", c_char_p), ("bits", c_double),
                 ("block_bytes", c_size_t), ("quantize", c_int32), ("dequantize", c_int32), ("attend", c_int32),
-                ("dequantizes_first", c_int32), ("holds_values", c_int32), ("asked_name", c_char_p)]
+                ("dequantizes_first", c_int32), ("holds_values", c_int32), ("asked_name", c_char_p),
+                ("quantize_by", c_char * 104), ("dequantize_by", c_char * 104), ("attend_by", c_char * 104)]
 
 
 class kvq_page_shape(Struct):

@@ -145,6 +145,10 @@ class FormatDescription:
     """fp32, fp16 or bf16, not quantized."""
     asked_name: str
     """By which it was found, such as "std4"."""
+    quantize_by: str
+    """The header of the kernel, or "portable: " and the reason; so are the next two."""
+    dequantize_by: str
+    attend_by: str
 
 
 class Format(Handle):
@@ -164,7 +168,7 @@ class Format(Handle):
         self.role = role
 
     def describe(self, tokens: int = 128, dim: int = 128) -> FormatDescription:
-        """Describes it for blocks of tokens x dim values. Runs its kernels on a block of zeros."""
+        """Describes it for blocks of tokens x dim values."""
         c = _abi.kvq_format_description()
         library.kvq_format_describe(self, role_of(self.role), tokens, dim, ctypes.byref(c))
         return from_c(FormatDescription, c)

@@ -153,6 +153,9 @@ pub struct kvq_format_description {
     pub dequantizes_first: i32,
     pub holds_values: i32,
     pub asked_name: *const c_char,
+    pub quantize_by: [c_char; 104],
+    pub dequantize_by: [c_char; 104],
+    pub attend_by: [c_char; 104],
 }
 
 #[repr(C)]

@@ -35,7 +35,7 @@ fn layouts() {
     layout!(lines, kvq_executor_callbacks: size, concurrency, parallel_for, user);
     layout!(lines, kvq_format_entry: size, name, keys, values, takes_statistics, group, preset);
     layout!(lines, kvq_format_description: size, name, backend, bits, block_bytes, quantize, dequantize, attend,
-        dequantizes_first, holds_values, asked_name);
+        dequantizes_first, holds_values, asked_name, quantize_by, dequantize_by, attend_by);
     layout!(lines, kvq_page_shape: role, tokens, heads, dim, layer, first_head);
     layout!(lines, kvq_page: keys, values, key_format, value_format, key_capacity, value_capacity, skip, tokens, shift);
     layout!(lines, kvq_token_range: begin, end);

@@ -120,6 +120,10 @@ pub struct FormatDescription {
     pub holds_values: bool,
     /// By which it was found, such as "std4".
     pub asked_name: String,
+    /// The header of the kernel, or "portable: " and the reason; so are the next two.
+    pub quantize_by: String,
+    pub dequantize_by: String,
+    pub attend_by: String,
 }
 
 mod raw {
@@ -147,7 +151,7 @@ impl Format {
         let handle = raw::RawFormat::make(|out| unsafe { sys::kvq_format_find(name.as_ptr(), role.to_c(), of, out) })?;
         Ok(Format { handle, role })
     }
-    /// Describes it for blocks of tokens x dim values. Runs its kernels on a block of zeros.
+    /// Describes it for blocks of tokens x dim values.
     pub fn describe(&self, tokens: usize, dim: usize) -> Result<FormatDescription> {
         let mut c = init!(kvq_format_description {});
         let (tokens, dim) = (int(tokens, "tokens")?, int(dim, "dim")?);
@@ -163,6 +167,9 @@ impl Format {
             dequantizes_first: c.dequantizes_first != 0,
             holds_values: c.holds_values != 0,
             asked_name: text_of(c.asked_name),
+            quantize_by: text_of(c.quantize_by.as_ptr()),
+            dequantize_by: text_of(c.dequantize_by.as_ptr()),
+            attend_by: text_of(c.attend_by.as_ptr()),
         })
     }
     /// The page of these tensors, its bytes and those of the workspace. layer, first_head: see quantize

@@ -10,7 +10,7 @@
 
 #include <utility>
 
-#include "../composed.hpp"
+#include "../parameter_sections.hpp"
 #include "../product/code_sums.hpp"
 #include "token_rows.hpp"
 
@@ -22,24 +22,21 @@ public:
     block_dequantizer(const Scheme& scheme, const block_shape& shape, const std::byte* block)
         : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape), from_(block) {}
 
-    /// Writes x^ of all tokens. False: this kernel does not take the block, and nothing was written.
+    /// Writes x^ of all tokens.
     template <class T>
-    KVQ_NOINLINE bool run(token_rows<typename Backend::lanes, T> out) const {
-        return block_dequantizer(*this).run_here(out);
+    KVQ_NOINLINE void run(token_rows<typename Backend::lanes, T> out) const {
+        block_dequantizer(*this).run_here(out);
     }
 
 private:
     // A copy: the compiler keeps its members in registers, since nothing that is written can change them.
     template <class T>
-    KVQ_INLINE bool run_here(const token_rows<typename Backend::lanes, T>& out) const {
-        const grouped_axis& cols = codes_.cols;
-        if (cols.groups() > 1 && cols.group % Lanes::width != 0) return false;
+    KVQ_INLINE void run_here(const token_rows<typename Backend::lanes, T>& out) const {
         if (shape_.role == tensor::key)
             each_part([&](const part& p) { turned_part(p, out); });
         else
             each_value([&](const part& p, int token, floats x)
                            KVQ_INLINE_LAMBDA { out.put(out.at(token, p.row), x, p.rows); });
-        return true;
     }
 
     using Lanes = typename Backend::lanes;

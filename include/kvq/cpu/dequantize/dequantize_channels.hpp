@@ -4,29 +4,27 @@
 //   V   a lane is a channel, as in the output
 //   K   a lane is a token: channels are dequantized in the order of the plan, and transposed in their own
 //
-// Contract: the bits of scheme::dequantize, rounded once to the type of the output (tests/conformance). For blocks beyond
-// 256 x 256 and odd groups run() returns false and has written nothing.
+// Contract: the bits of scheme::dequantize, rounded once to the type of the output (tests/conformance), for blocks that the registry
+// admits.
 #pragma once
 
 #include <utility>
 
-#include "../channel_schemes.hpp"
+#include "../channels.hpp"
 #include "../product/code_sums.hpp"
 #include "token_rows.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-template <class Backend, class Scheme>
-requires is_channel_scheme<Scheme>
+template <class Backend, dequantized_by_channels Scheme>
 class channel_dequantizer {
 public:
     channel_dequantizer(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block)
         : scheme_(scheme), shape_(shape), id_(id), tokens_(scheme.layout().cut(shape)), from_(block) {}
 
-    /// Writes x^ of all tokens. False: this kernel does not take the block, and nothing was written.
+    /// Writes x^ of all tokens.
     template <class T>
-    KVQ_NOINLINE bool run(const token_rows<typename Backend::lanes, T>& out) {
-        if (!channels_line_up<Scheme>(shape_, tokens_)) return false;
+    KVQ_NOINLINE void run(const token_rows<typename Backend::lanes, T>& out) {
         if (shape_.role == tensor::key) find_places();
         for (int g = 0; g < tokens_.groups(); ++g) {
             load_parameters(g);
@@ -35,7 +33,6 @@ public:
             else if constexpr (!mixed)
                 values(g, out);
         }
-        return true;
     }
 
 private:

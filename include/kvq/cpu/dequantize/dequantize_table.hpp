@@ -14,7 +14,7 @@
 
 #include <utility>
 
-#include "../composed.hpp"
+#include "../parameter_sections.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 

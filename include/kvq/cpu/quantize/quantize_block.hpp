@@ -15,7 +15,7 @@
 
 #include <cstring>
 
-#include "../composed.hpp"
+#include "../parameter_sections.hpp"
 #include "block_values.hpp"
 #include "fit.hpp"
 #include "pack_codes.hpp"
@@ -42,15 +42,6 @@ struct range_block {
                 range_limit<parameter>(),
                 detail::on_rows<typename Scheme::granularity_type>(shape.role),
                 scheme.block_bytes(shape)};
-    }
-    /// Why the kernel does not take such blocks; null: it does.
-    const char* refusal() const {
-        constexpr int tile = tile_layout::tile_rows;
-        const grouped_axis& rows = codes.rows();
-        if (rows.size < 2) return "a block has one row";
-        if (rows.groups() > 1 && rows.group % tile != 0 && tile % rows.group != 0)
-            return "groups of rows do not line up with tiles of 32 rows";
-        return nullptr;
     }
 };
 
@@ -146,15 +137,16 @@ private:
         }
     }
 
-    /// Calls f(strip) for all rows of a group.
+    /// Calls f(strip) for all rows of a group. Tiles of codes begin with the group, those of values with the block.
     template <class F>
     void each_strip(int group, F&& f) const {
+        constexpr int tile = tile_layout::tile_rows;
         const grouped_axis& rows = of_.codes.rows();
         const int first = group * rows.group, size = rows.group_size(group);
         for (int part = 0; part < size;) {
             const int row = first + part;
-            const int n = detail::smaller(
-                width, detail::smaller(size - part, tile_layout::tile_rows - row % tile_layout::tile_rows));
+            const int n = detail::smaller(detail::smaller(width, size - part),
+                                          tile - detail::larger(row % tile, part % tile));
             f(strip{values_.strip(row, n), to_ + 4 * of_.codes.tiles.word(row, 0),
                     of_.codes.tiles.vector_bytes(row)});
             part += n;

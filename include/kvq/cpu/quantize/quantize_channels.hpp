@@ -7,26 +7,20 @@
 //   5. feedback    of K, from the last channel to the first, a few channels at a time: the weighted errors of later channels
 //                  are summed in registers                                                (quant/error_feedback.hpp)
 //
-// Contract: the same bytes as scheme::quantize (tests/conformance). For values that are not finite or above 2^100, for encoders other
-// than the library's own, for blocks beyond 256 x 256 and for odd groups run() returns false and has changed nothing
-// but the block.
+// Contract: the same bytes as scheme::quantize (tests/conformance), for blocks that the registry admits. For values that are not finite or
+// above 2^100 run() returns false and has changed nothing but the block.
 #pragma once
 
 #include <cstring>
 
-#include "../channel_schemes.hpp"
-#include "../composed.hpp"
+#include "../channels.hpp"
+#include "../parameter_sections.hpp"
 #include "../special_values.hpp"
 #include "channel_fit.hpp"
 #include "pack_codes.hpp"
 #include "token_scale_fit.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
-
-/// Schemes whose channels are fitted by one of the library's own encoders.
-template <class S>
-concept channel_scheme =
-    is_channel_scheme<S> && !range_scheme<S> && detail::encoder_traits<typename S::encoder_type>::known;
 
 template <class Lanes, channel_scheme Scheme>
 class channel_quantizer {
@@ -46,9 +40,7 @@ public:
           to_(block) {}
 
     KVQ_NOINLINE bool run() {
-        if (!channels_line_up<Scheme>(shape_, tokens_) || !ordinary()) return false;
-        // In lanes of tokens the mean of a channel's errors would need a sum across lanes.
-        if (shape_.role == tensor::key && encoder::corrects_mean) return false;
+        if (!ordinary()) return false;
         std::memset(to_, 0, scheme_.block_bytes(shape_));
         set_tops();
         if constexpr (mixed)
