@@ -19,7 +19,7 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 /// Sums over n channels for `Rows` vectors. A range is scale * to_middle + bias, plus or minus scale * to_half. Apart: `half` gets the second
 /// sum without the spread; else `middle` gets both, and `half` is 0.
-template <class Lanes, int Rows, bool HasBias, bool Apart>
+template <class Lanes, int Rows, bool Apart>
 void sum_ranges(const float* scale, const float* bias, float to_middle, float to_half, const float* x,
                 std::ptrdiff_t x_stride, int n, float spread, float* middle, float* half) {
     using floats = typename Lanes::floats;
@@ -29,11 +29,7 @@ void sum_ranges(const float* scale, const float* bias, float to_middle, float to
     int c = 0;
     for (; c + Lanes::width <= n; c += Lanes::width) {
         const floats s = Lanes::load_floats(scale + c);
-        floats of_middle;
-        if constexpr (HasBias)
-            of_middle = Lanes::multiply_add(s, middles, Lanes::load_floats(bias + c));
-        else
-            of_middle = Lanes::multiply(s, middles);
+        const floats of_middle = Lanes::multiply_add(s, middles, Lanes::load_floats(bias + c));
         const floats of_half = Lanes::multiply(s, halves);
         KVQ_UNROLL
         for (int r = 0; r < Rows; ++r) {
@@ -52,9 +48,7 @@ void sum_ranges(const float* scale, const float* bias, float to_middle, float to
         }
         for (int k = c; k < n; ++k) {
             const float q = x[r * x_stride + k];
-            float at = scale[k] * to_middle;
-            if constexpr (HasBias) at += bias[k];
-            middle[r] += q * at;
+            middle[r] += q * (scale[k] * to_middle + bias[k]);
             (Apart ? half[r] : middle[r]) +=
                 (Apart ? 1.0f : spread) * (q < 0.0f ? -q : q) * scale[k] * to_half;
         }
@@ -117,8 +111,8 @@ public:
             const int queries = next_query_block(rows - i);
             float half[query_block];
             with_queries(queries, [&](auto n) {
-                sum_ranges<lanes, decltype(n)::value, true, false>(range, low, 0.5f, 0.5f, x + i * x_stride,
-                                                                   x_stride, dim, spread, out + i, half);
+                sum_ranges<lanes, decltype(n)::value, false>(range, low, 0.5f, 0.5f, x + i * x_stride,
+                                                             x_stride, dim, spread, out + i, half);
             });
             i += queries;
         }

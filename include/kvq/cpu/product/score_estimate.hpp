@@ -8,6 +8,8 @@
 // Source: the bound is that of Quest, arXiv 2406.10774, section 3.2, with the stored grid instead of stored minima and maxima.
 #pragma once
 
+#include <algorithm>
+
 #include "channel_ranges.hpp"
 #include "folded.hpp"
 
@@ -30,11 +32,10 @@ struct key_ranges {
     std::size_t parameters, bytes;  ///< offset of the parameters in the block; of the block
     /// The middle of a code's range, and its half, as multiples of the scale (several widths: of the scale times the largest code).
     float middle_code, half_codes;
-    bool has_bias, has_token_scales, several_widths;
+    bool has_bias, has_token_scales;
 
     template <class Scheme>
-    key_ranges(const Scheme& scheme, const block_shape& shape)
-        : bytes(scheme.block_bytes(shape)), several_widths(segmented<Scheme>) {
+    key_ranges(const Scheme& scheme, const block_shape& shape) : bytes(scheme.block_bytes(shape)) {
         if constexpr (segmented<Scheme>) {
             const auto codes = scheme.columns(shape).codes(shape);
             rows = codes.rows();
@@ -76,22 +77,6 @@ parameter_source ranges_source(const Scheme& scheme, const block_shape& shape, b
                                              segmented<Scheme> ? of.largest_codes(scratch) : nullptr);
 }
 
-/// sum_ranges() for a number of queries up to query_block.
-template <class Lanes>
-void sum_ranges_of(const key_ranges& of, int queries, const float* scale, const float* bias, const float* x,
-                   std::ptrdiff_t x_stride, int n, float spread, float* middle, float* half) {
-    with_queries(queries, [&](auto count) {
-        const auto sum = [&]<bool HasBias, bool Apart>() {
-            sum_ranges<Lanes, decltype(count)::value, HasBias, Apart>(
-                scale, bias, of.middle_code, of.half_codes, x, x_stride, n, spread, middle, half);
-        };
-        if (of.has_token_scales)
-            of.has_bias ? sum.template operator()<true, true>() : sum.template operator()<false, true>();
-        else
-            of.has_bias ? sum.template operator()<true, false>() : sum.template operator()<false, false>();
-    });
-}
-
 /// out[i] for `rows` vectors x of shape.dim floats, x_stride apart, and tokens [first, end) of the block of `source`. ahead: distance to
 /// the block whose estimate is next, for prefetching.
 template <class Lanes>
@@ -104,6 +89,7 @@ KVQ_NOINLINE void estimate_scores(const key_ranges& of, const parameter_source& 
     float* const scale = scratch;
     float* const bias = scale + key_ranges::padded(of.cols);
     float* const token_scale = bias + 2 * key_ranges::padded(of.cols);
+    if (!of.has_bias) std::fill_n(bias, key_ranges::padded(of.cols), 0.0f);
     for (int rg = first / of.rows.group; rg * of.rows.group < end; ++rg) {
         for (const std::size_t to = detail::smaller(next + part, of.bytes); next < to; next += 64)
             detail::prefetch(source.block + ahead + next);
@@ -114,9 +100,15 @@ KVQ_NOINLINE void estimate_scores(const key_ranges& of, const parameter_source& 
             for (int cg = 0; cg < of.cols.groups(); ++cg) {
                 float middle[query_block], half[query_block];
                 const int slot = of.cols.group_begin(cg);
-                sum_ranges_of<Lanes>(of, queries, scale + slot, bias + slot,
-                                     x + i * x_stride + cg * of.cols.group, x_stride, of.cols.group_size(cg),
-                                     spread, middle, half);
+                const auto sum = [&]<bool Apart>() {
+                    with_queries(queries, [&](auto n) {
+                        sum_ranges<Lanes, decltype(n)::value, Apart>(
+                            scale + slot, bias + slot, of.middle_code, of.half_codes,
+                            x + i * x_stride + cg * of.cols.group, x_stride, of.cols.group_size(cg), spread,
+                            middle, half);
+                    });
+                };
+                of.has_token_scales ? sum.template operator()<true>() : sum.template operator()<false>();
                 float least = 1.0f, most = 1.0f;
                 if (of.has_token_scales) {
                     source.rows(source, cg, token_scale, token_scale + key_ranges::padded(of.rows));
