@@ -298,16 +298,26 @@ TEST_CASE("a format says what runs in vectors") {
     CHECK(fast.attend);
     CHECK(!kvq::find_format("int8", kvq::tensor::key).describe(block).quantize);
     // Only ranges are fitted in vectors.
-    const auto fitted =
-        kvq::make_format<kvq::affine<4, kvq::per_token<32>, kvq::params<kvq::float16>, kvq::least_squares>>()
-            .describe(block);
+    const kvq::format least_squares =
+        kvq::make_format<kvq::affine<4, kvq::per_token<32>, kvq::params<kvq::float16>, kvq::least_squares>>();
+    const auto fitted = least_squares.describe(block);
     CHECK(!fitted.quantize);
+    CHECK(std::string(fitted.quantize_by).find("portable: parameters per token") == 0);
     CHECK(fitted.dequantize);
     CHECK(fitted.attend);
     // Groups that fill no vector.
     CHECK(!kvq::make_format<kvq::affine<4, kvq::per_token<7>>>()
                .describe({kvq::tensor::key, 64, 70})
                .dequantize);
+}
+
+TEST_CASE("formats of one width share the functions of their products") {
+    const kvq::format keys = kvq::make_formats<kvq::kivi<4, 32>>().keys,
+                      fitted = kvq::make_format<kvq::affine<4, kvq::per_token<32>, kvq::params<kvq::float16>,
+                                                            kvq::least_squares>>();
+    CHECK((&keys.functions() != &fitted.functions()));
+    CHECK((keys.functions().begin == fitted.functions().begin));
+    CHECK((keys.functions().finish == fitted.functions().finish));
 }
 
 }  // namespace formats_tests

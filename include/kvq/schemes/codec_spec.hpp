@@ -34,7 +34,8 @@ enum class block_reading : unsigned char {
     segments      ///< codes of several widths, a range of columns for each
 };
 
-enum class level_kind : unsigned char { asymmetric, symmetric, own };
+/// table: codes of 4 bits stand for 16 integers (code_entries, schemes/concepts.hpp).
+enum class level_kind : unsigned char { asymmetric, symmetric, table, own };
 
 /// How parameters or token scales are stored. bytes: byte_params; own: a type that is not the library's.
 enum class parameter_storage : unsigned char { none, fp32, fp16, bf16, bytes, own };
@@ -130,6 +131,7 @@ struct codec_maker {
         if constexpr (foldable<Scheme>) {
             c.reading = block_reading::codes;
             c.set_width(Scheme::code_bits);
+            if (with_code_entries<Scheme>) c.levels = level_kind::table;
             c.zero_code = Scheme::zero_code;
         } else if constexpr (segmented<Scheme>) {
             c.reading = block_reading::segments;
@@ -182,7 +184,8 @@ constexpr const char* storage_text(parameter_storage s) noexcept {
 inline short_text codec_text(const codec_spec& c) {
     if (c.content == block_content::own)
         return c.reading == block_reading::dequantized ? "blocks of its own"
-                                                       : "blocks of its own that attention reads";
+               : c.levels == level_kind::table         ? "blocks of its own, read as codes of a table"
+                                                       : "blocks of its own, read as codes";
     if (c.content == block_content::values)
         return short_text(c.value_type == float_type::fp32   ? "fp32"
                           : c.value_type == float_type::fp16 ? "fp16"
