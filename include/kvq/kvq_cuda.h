@@ -214,7 +214,7 @@ KVQ_API kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequ
 KVQ_API kvq_status kvq_cuda_sequence_offload(const kvq_cuda_sequence* sequence, kvq_cache* to, void* stream,
                                              kvq_sequence** out);
 /// And back. All layers hold the same tokens, and keys are where they were appended; trims may have cut pages, but
-/// pages that repacking has left shorter are refused (kvq_cache_options.repack 0 leaves none).
+/// pages that repacking has left shorter are refused (none with a repack below 0 in the options of the CPU's cache).
 KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* from, void* stream,
                                             kvq_cuda_sequence** out);
 
