@@ -41,8 +41,18 @@ struct nvfp4_row_view {
     nvfp4_row_view(const kvq::block_shape& s, Byte* block) noexcept
         : groups(s.dim / 16), codes(block), scales(block + scale_offset(s)) {}
 
-    static std::size_t scale_offset(const kvq::block_shape& s) noexcept { return s.values() / 2; }
-    static int slots_of(const kvq::block_shape& s) noexcept { return s.tokens; }
+    KVQ_HD static constexpr std::size_t scale_offset(const kvq::block_shape& s) noexcept {
+        return s.values() / 2;
+    }
+    KVQ_HD static constexpr int slots_of(const kvq::block_shape& s) noexcept { return s.tokens; }
+    /// The code of one number, and where its scale lies behind the first one.
+    KVQ_HD static unsigned code(const kvq::block_shape& s, const std::byte* block, int token,
+                                int channel) noexcept {
+        return static_cast<unsigned>(block[(token * s.dim + channel) / 2]) >> channel % 2 * 4 & 15u;
+    }
+    KVQ_HD static int scale_at(const kvq::block_shape& s, int token, int channel) noexcept {
+        return token * (s.dim / 16) + channel / 16;
+    }
 
     void put(int token, int g, kvq::e4m3 scale, const std::uint8_t (&of_group)[16]) const {
         const int at = token * groups + g;
@@ -76,10 +86,22 @@ struct nvfp4_tile_view {
           codes(block),
           scales(block + layout.bytes()) {}
 
-    static std::size_t scale_offset(const kvq::block_shape& s) noexcept { return layout_of(s).bytes(); }
-    static int slots_of(const kvq::block_shape& s) noexcept { return (s.tokens + 3) / 4 * 4; }
+    KVQ_HD static constexpr std::size_t scale_offset(const kvq::block_shape& s) noexcept {
+        return layout_of(s).bytes();
+    }
+    KVQ_HD static constexpr int slots_of(const kvq::block_shape& s) noexcept {
+        return (s.tokens + 3) / 4 * 4;
+    }
+    KVQ_HD static unsigned code(const kvq::block_shape& s, const std::byte* block, int token,
+                                int channel) noexcept {
+        const bool of_key = s.role == kvq::tensor::key;
+        return kvq::unpack_code(layout_of(s), block, of_key ? token : channel, of_key ? channel : token);
+    }
+    KVQ_HD static int scale_at(const kvq::block_shape& s, int token, int channel) noexcept {
+        return channel / 16 * slots_of(s) + token;
+    }
 
-    static constexpr kvq::code_layout<4> layout_of(const kvq::block_shape& s) noexcept {
+    KVQ_HD static constexpr kvq::code_layout<4> layout_of(const kvq::block_shape& s) noexcept {
         const kvq::grouped_axis tokens{s.tokens, s.tokens}, channels{s.dim, 16};
         return s.role == kvq::tensor::key ? kvq::code_layout<4>{tokens, channels}
                                           : kvq::code_layout<4>{channels, tokens};
@@ -152,7 +174,19 @@ struct nvfp4_scheme {
             }
     }
 
-    std::size_t block_bytes(const kvq::block_shape& s) const noexcept {
+    /// One number, as dequantize() gives it: what kernels of a GPU read (cuda/layout/cache_ref.cuh).
+    KVQ_HD float device_value(const kvq::block_shape& s, const std::byte* block, int token,
+                              int channel) const noexcept {
+        using view = View<const std::byte>;
+        const auto code = static_cast<std::uint8_t>(view::code(s, block, token, channel));
+        const std::byte scale =
+            block[view::scale_offset(s) + static_cast<std::size_t>(view::scale_at(s, token, channel))];
+        return kvq::rounded_product(
+            kvq::e2m1::to_float(code),
+            kvq::rounded_product(kvq::e4m3::to_float(static_cast<std::uint8_t>(scale)), global));
+    }
+
+    constexpr std::size_t block_bytes(const kvq::block_shape& s) const noexcept {
         return (View<std::byte>::scale_offset(s) +
                 static_cast<std::size_t>(View<std::byte>::slots_of(s) * (s.dim / 16)) + 15) /
                16 * 16;

@@ -50,9 +50,9 @@ inline constexpr std::string_view no_keys = unread(cuda::detail::no_reader_of<S>
 static_assert(no_keys<std4::keys> == "" && no_keys<fitted_token4> == "");
 static_assert(no_keys<affine<4, per_token<any_group>>> == "the group size is known at run time only");
 static_assert(no_keys<std4_h::keys> == "a transform in front of it runs on the CPU");
-static_assert(unread(cuda::detail::no_reader_of<low3::keys>(tensor::value)) == "values have several widths");
+static_assert(unread(cuda::detail::no_reader_of<low3::keys>(tensor::value)) == "several widths are for keys");
 static_assert(unread(cuda::detail::no_quantizer(codec_of<fitted_token4>(), tensor::key)) ==
-              "parameters per token have another encoder than enclosing");
+              "parameters per token are fitted by the encoder enclosing alone");
 static_assert(unread(cuda::detail::no_quantizer(codec_of<std4::values>(), tensor::value)) == "");
 template <class Pair>
 inline constexpr std::string_view no_warps = unread(cuda::detail::no_warps<Pair>);

@@ -1,6 +1,7 @@
 // Attention over the presets' formats, with 8-bit parameters, token scales and widths that differ between channels.
 #include <kvq/cuda/quantize/pages.cuh>
 
+#include "../../bench/baselines/nvfp4.hpp"
 #include "attention_test.cuh"
 #include "small_budget.cuh"
 
@@ -12,6 +13,15 @@ template <int Bits, int Group, class Params = byte_params>
 using keys = affine<Bits, per_channel<Group>, Params, min_max>;
 template <int Bits, class Params = byte_params, int Group = 0, class TokenScales = token_scales<byte_params>>
 using values = affine<Bits, per_channel<Group>, Params, min_max, TokenScales>;
+
+/// Schemes of their own, with a scale of the tensor.
+template <class Base>
+struct scaled : Base {
+    constexpr scaled() { this->global = 0.37f; }
+};
+using nvfp4 = scaled<baselines::nvfp4>;
+using nvfp4_rows = scaled<baselines::nvfp4_rows>;
+static_assert(cuda::detail::no_warps<cuda::block_pair<nvfp4, int8, 64, 32>> == cuda::detail::own_blocks);
 
 /// What the device dequantizes is what the CPU dequantizes, bit for bit.
 template <class Format>
@@ -82,6 +92,13 @@ int main() {
         "token scales of keys, groups of 32: outside the warp kernel");
     check_dequantize<cuda::block_pair<keys<4, 20>, values<4>, 72, 40>>("odd shapes");
     check_format<cuda::block_pair<keys<4, 20>, values<4>, 72, 40>, float16>("outside: odd shapes");
+#endif
+#if !defined(PART) || PART == 5
+    check_dequantize<cuda::block_pair<nvfp4_rows, nvfp4, 64, 32>>("NVFP4");
+    check_format<cuda::block_pair<nvfp4_rows, nvfp4, 64, 32>, float16>(
+        "NVFP4: keys in the published bytes, values in tiles");
+    check_format<cuda::block_pair<nvfp4, nvfp4_rows, 64, 32>, float16>(
+        "NVFP4: keys in tiles, values in the published bytes");
 #endif
 #if !defined(PART) || PART == 3
     check_dequantize<cuda::preset_pair<mix4, 128>>("mix4");

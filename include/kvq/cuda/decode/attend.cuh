@@ -167,22 +167,23 @@ auto with_mixed_launch(int rows, F&& f, kernel_choice* choice = nullptr) {
 /// the other kernel looks them up.
 template <class Pair>
 struct even_keys {
+    static constexpr bool known = false;
+};
+template <class Pair>
+requires(codec<typename Pair::keys>.several_widths()) struct even_keys<Pair> {
     static constexpr codec_spec mixed = codec<typename Pair::keys>;
     struct even {
         static constexpr codec_spec value = [] {
             codec_spec c = mixed;
             c.reading = block_reading::codes;
             for (unsigned char& width : c.widths) width = 0;
-            c.width_count = 1;
-            c.widths[0] = static_cast<unsigned char>(mixed.average_eighths / 8);
-            c.average_eighths = 0;
+            c.set_width(mixed.average_eighths / 8);
             return c;
         }();
     };
     static constexpr bool known = [] {
         bool one_width = false;
-        if constexpr (mixed.several_widths() && mixed.average_eighths >= 8 &&
-                      mixed.average_eighths % 8 == 0) {
+        if constexpr (mixed.average_eighths >= 8 && mixed.average_eighths % 8 == 0) {
             constexpr auto quads = Pair::keys::even_quads(Pair::head_dim);
             for (int w = 0; w < mixed.width_count; ++w)
                 one_width = one_width ||

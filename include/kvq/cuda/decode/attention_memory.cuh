@@ -129,20 +129,24 @@ struct attention_memory {
 /// memory; null: they do.
 template <class Pair>
 inline constexpr const char* no_warps = []() -> const char* {
-    const auto no_tile = [](auto tokens) {
-        const char* const of_keys = warp_tile<tensor::key, Pair, tokens()>::no_tile;
-        return of_keys != nullptr ? of_keys : warp_tile<tensor::value, Pair, tokens()>::no_tile;
-    };
-    constexpr std::integral_constant<int, warp_tile_tokens<Pair, 1>()> most;
-    constexpr std::integral_constant<int, warp_tile_tokens<Pair, 4>()> fewest;
-    if constexpr (no_tile(most) != nullptr)
-        return no_tile(most);
-    else if constexpr (no_tile(fewest) != nullptr)
-        return no_tile(fewest);
-    else
-        return attention_memory<Pair, 1>::bytes <= most_shared_memory<false>
-                   ? nullptr
-                   : "warps' units of pages need more shared memory than a thread block has";
+    if constexpr (read_by_numbers<typename Pair::keys> || read_by_numbers<typename Pair::values>) {
+        return own_blocks;
+    } else {
+        const auto no_tile = [](auto tokens) {
+            const char* const of_keys = warp_tile<tensor::key, Pair, tokens()>::no_tile;
+            return of_keys != nullptr ? of_keys : warp_tile<tensor::value, Pair, tokens()>::no_tile;
+        };
+        constexpr std::integral_constant<int, warp_tile_tokens<Pair, 1>()> most;
+        constexpr std::integral_constant<int, warp_tile_tokens<Pair, 4>()> fewest;
+        if constexpr (no_tile(most) != nullptr)
+            return no_tile(most);
+        else if constexpr (no_tile(fewest) != nullptr)
+            return no_tile(fewest);
+        else
+            return attention_memory<Pair, 1>::bytes <= most_shared_memory<false>
+                       ? nullptr
+                       : "warps' units of pages need more shared memory than a thread block has";
+    }
 }();
 template <class Pair>
 inline constexpr bool warps_can = no_warps<Pair> == nullptr;

@@ -62,7 +62,12 @@ KVQ_HD float read_value(const cache_ref<Pair>& cache, int page, int head, int to
     using S = scheme_of<Role, Pair>;
     constexpr block_shape shape = shape_of<Role, Pair>;
     const std::byte* const block = cache.template block<Role>(page, head);
-    if constexpr (codec<S>.several_widths()) {
+    if constexpr (read_by_numbers<S>) {
+        if constexpr (Role == tensor::key)
+            return cache.own_keys.scheme.device_value(shape, block, token, channel);
+        else
+            return cache.own_values.scheme.device_value(shape, block, token, channel);
+    } else if constexpr (codec<S>.several_widths()) {
         const std::uint16_t* const plan = cache.key_plan(head);
         return S::value(shape, quads_of<S, shape.dim>(plan), block, token,
                         plan == nullptr ? channel : static_cast<int>(plan[channel]));

@@ -25,7 +25,7 @@ namespace detail {
 /// Bytes of a block, for schemes whose encoders have state as well.
 template <class S>
 constexpr std::size_t block_bytes_of(const block_shape& s) {
-    if constexpr (full_precision<S>)
+    if constexpr (full_precision<S> || read_by_numbers<S>)
         return S{}.block_bytes(s);
     else
         return typename S::layout_type{}.bytes(s);
@@ -34,19 +34,20 @@ constexpr std::size_t block_bytes_of(const block_shape& s) {
 }  // namespace detail
 
 /// Schemes whose blocks kernels read: full<T>, and scheme<...> with the library's levels, a group size known
-/// at compile time, and parameters and token scales of a float format or of 8 bits. No transforms.
+/// at compile time, and parameters and token scales of a float format or of 8 bits. No transforms. Schemes of
+/// your own with `KVQ_HD float device_value(const block_shape&, const std::byte* block, int token, int channel)
+/// const` and a constexpr block_bytes() are read as well, slowly.
 template <class S>
-concept device_scheme = detail::no_reader_of<S>(tensor::key)
-== nullptr;
+concept device_scheme = detail::has_reader<S>;
 
 template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = HeadDim>
 struct block_pair {
     static_assert(device_scheme<Keys> && device_scheme<Values>,
                   "kvq::cuda::block_pair: schemes are full<T>, or scheme<...> with asymmetric or symmetric "
                   "levels, a group size known at compile time, and float, float16, bfloat16 or 8-bit "
-                  "parameters; others, and transforms, run on the CPU");
-    static_assert(detail::no_reader(detail::codec<Values>, tensor::value) == nullptr ||
-                      !device_scheme<Values>,
+                  "parameters; others, and transforms, run on the CPU, unless a scheme of your own has "
+                  "device_value()");
+    static_assert(detail::no_reader_of<Values>(tensor::value) == nullptr || !device_scheme<Values>,
                   "kvq::cuda::block_pair: several widths are for keys only");
     static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1,
                   "kvq::cuda::block_pair: sizes must be at least 1");
@@ -93,10 +94,21 @@ struct codec_in {
     static constexpr codec_spec value = codec_of_shape(codec<scheme_of<Role, Pair>>, shape_of<Role, Pair>);
 };
 
+/// The scheme that kernels are compiled for. Encoder: void where they only read.
+template <tensor Role, class Pair, class Encoder>
+struct kernel_scheme {
+    using type = codec_scheme<codec_in<Role, Pair>, Encoder>;
+};
+template <tensor Role, class Pair, class Encoder>
+requires read_by_numbers<scheme_of<Role, Pair>>
+struct kernel_scheme<Role, Pair, Encoder> {
+    using type = scheme_of<Role, Pair>;
+};
+
 /// The pair whose kernels read the blocks of Pair.
 template <class Pair>
-using read_pair = typename pair_like<Pair, codec_scheme<codec_in<tensor::key, Pair>>,
-                                     codec_scheme<codec_in<tensor::value, Pair>>>::type;
+using read_pair = typename pair_like<Pair, typename kernel_scheme<tensor::key, Pair, void>::type,
+                                     typename kernel_scheme<tensor::value, Pair, void>::type>::type;
 /// Are there kernels that quantize to these blocks?
 template <class To>
 inline constexpr bool quantizes = no_quantizer(codec<typename To::keys>, tensor::key) ==
@@ -106,8 +118,18 @@ inline constexpr bool quantizes = no_quantizer(codec<typename To::keys>, tensor:
 /// The pair whose kernels quantize to the blocks of Pair.
 template <class Pair>
 using quantized_pair = typename pair_like<
-    Pair, codec_scheme<codec_in<tensor::key, Pair>, typename encoder_of<typename Pair::keys>::type>,
-    codec_scheme<codec_in<tensor::value, Pair>, typename encoder_of<typename Pair::values>::type>>::type;
+    Pair, typename kernel_scheme<tensor::key, Pair, typename encoder_of<typename Pair::keys>::type>::type,
+    typename kernel_scheme<tensor::value, Pair,
+                           typename encoder_of<typename Pair::values>::type>::type>::type;
+
+/// What kernels need of a scheme beside its type: of the library's nothing.
+template <tensor Role, class Pair>
+struct own_state {};
+template <tensor Role, class Pair>
+requires read_by_numbers<scheme_of<Role, Pair>>
+struct own_state<Role, Pair> {
+    scheme_of<Role, Pair> scheme{};
+};
 
 }  // namespace detail
 
@@ -176,6 +198,9 @@ struct cache_ref {
     /// Coding keys with error_feedback: [kv_heads][head_dim][head_dim] of this layer in device memory, see
     /// write_key_feedback(). Null: the encoder has no matrices.
     const float* key_feedback = nullptr;
+    /// Schemes of your own, for their state.
+    [[no_unique_address]] detail::own_state<tensor::key, Pair> own_keys = {};
+    [[no_unique_address]] detail::own_state<tensor::value, Pair> own_values = {};
 
     /// Where the block table names the page in a column of a sequence.
     KVQ_HD std::size_t table_entry(int sequence, int column) const noexcept {
@@ -218,9 +243,12 @@ template <class To, class Pair>
 cache_ref<To> as_pair(const cache_ref<Pair>& c) noexcept {
     static_assert(To::key_block_bytes == Pair::key_block_bytes &&
                   To::value_block_bytes == Pair::value_block_bytes);
-    return {c.key_pages,   c.value_pages, c.key_page_bytes, c.value_page_bytes,
-            c.block_table, c.tokens,      c.sequences,      c.table_columns,
-            c.kv_heads,    c.first_token, c.key_plans,      c.key_feedback};
+    cache_ref<To> to{c.key_pages,   c.value_pages, c.key_page_bytes, c.value_page_bytes,
+                     c.block_table, c.tokens,      c.sequences,      c.table_columns,
+                     c.kv_heads,    c.first_token, c.key_plans,      c.key_feedback};
+    if constexpr (read_by_numbers<typename Pair::keys>) to.own_keys.scheme = c.own_keys.scheme;
+    if constexpr (read_by_numbers<typename Pair::values>) to.own_values.scheme = c.own_values.scheme;
+    return to;
 }
 
 /// Of a sequence: sums and differences of a few numbers of tokens fit into an int.

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <bit>
+#include <concepts>
 #include <type_traits>
 #include <utility>
 
@@ -26,29 +27,31 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 template <class S>
 inline constexpr codec_spec codec = codec_of<S>();
 
+// What several reasons say.
+inline constexpr const char* own_blocks = "the scheme is not composed by the library";
+inline constexpr const char* odd_pages = "pages have neither 16 tokens nor a multiple of 32";
+inline constexpr const char* odd_groups = "groups are not a multiple of 32";
+inline constexpr const char* wide_values = "pages hold fp32 values";
+inline constexpr const char* keys_with_token_scales = "keys have token scales";
+
 constexpr const char* no_reader(const codec_spec& c, tensor role) noexcept {
     if (c.content == block_content::values) return nullptr;
-    if (c.content == block_content::own) return "blocks are neither those of full<T> nor of scheme<...>";
-    if (c.levels == level_kind::own) return "levels are neither asymmetric nor symmetric";
+    if (c.content == block_content::own) return own_blocks;
+    if (c.levels == level_kind::own) return "the levels are not the library's";
+    if (c.levels == level_kind::table) return "codes stand for entries of a table";
     if (c.group == any_group) return "the group size is known at run time only";
     if (c.parameters == parameter_storage::own || c.token_scales == parameter_storage::own)
-        return "parameters are neither float, float16, bfloat16 nor of 8 bits";
-    if (c.several_widths() && role == tensor::value) return "values have several widths";
+        return "the type of the parameters is not the library's";
+    if (c.several_widths() && role == tensor::value) return "several widths are for keys";
     return nullptr;
 }
 constexpr const char* no_quantizer(const codec_spec& c, tensor role) noexcept {
     if (const char* const reason = no_reader(c, role)) return reason;
     if (c.content == block_content::values || c.encoder == encoder_kind::range) return nullptr;
-    if (c.encoder == encoder_kind::own) return "the encoder is none of the library";
-    if (c.per_token) return "parameters per token have another encoder than enclosing";
+    if (c.encoder == encoder_kind::own) return "the encoder is not the library's";
+    if (c.per_token) return "parameters per token are fitted by the encoder enclosing alone";
     return nullptr;
 }
-
-// What several reasons say.
-inline constexpr const char* odd_pages = "pages have neither 16 tokens nor a multiple of 32";
-inline constexpr const char* odd_groups = "groups are not a multiple of 32";
-inline constexpr const char* wide_values = "pages hold fp32 values";
-inline constexpr const char* keys_with_token_scales = "keys have token scales";
 
 /// Planes that a code of one of the widths has at most.
 constexpr int most_planes(const codec_spec& c) noexcept {
@@ -62,6 +65,7 @@ constexpr int most_planes(const codec_spec& c) noexcept {
 constexpr const char* no_tiles(const codec_spec& c, const block_shape& s) noexcept {
     if (s.dim % 32 != 0 || s.dim > 256) return "head_dim is not a multiple of 32 up to 256";
     if (s.tokens != 16 && s.tokens % 32 != 0) return odd_pages;
+    if (c.content == block_content::own) return own_blocks;
     if (c.content == block_content::values) return c.value_type == float_type::fp32 ? wide_values : nullptr;
     if (c.several_widths() && s.tokens == 16) return "pages of keys of several widths have 16 tokens";
     if (c.group % 32 != 0 && c.group < (c.per_token ? s.dim : s.tokens)) return odd_groups;
@@ -156,15 +160,29 @@ struct encoder_of<S> {
     using type = typename S::encoder_type;
 };
 
+template <class S>
+inline constexpr bool own_content = codec<S>.content == block_content::own;
+/// Schemes of your own that kernels read number by number: attend_any.cuh, dequantize_tokens. They are copied to
+/// the device, with whatever state they have. device_value() is what dequantize() gives.
+template <class S>
+concept read_by_numbers = own_content<S> && std::is_trivially_copyable_v<S> &&
+    requires(const S s, const block_shape& shape, const std::byte* block) {
+    { s.device_value(shape, block, 0, 0) } -> std::same_as<float>;
+};
+
 /// The same of a scheme: its blocks alone say what its values are if it is the scheme of its codec.
 template <class S>
 constexpr const char* no_reader_of(tensor role) noexcept {
+    if (read_by_numbers<S>) return nullptr;
     if (const char* const reason = no_reader(codec<S>, role)) return reason;
     if constexpr (no_reader(codec<S>, tensor::key) == nullptr)
         if (!std::is_same_v<codec_scheme<codec_constant<S>, typename encoder_of<S>::type>, S>)
             return "a transform in front of it runs on the CPU";
     return nullptr;
 }
+
+template <class S>
+inline constexpr bool has_reader = no_reader_of<S>(tensor::key) == nullptr;
 
 /// The codec of blocks of a shape: a group of all tokens or channels is the whole line.
 constexpr codec_spec codec_of_shape(codec_spec c, const block_shape& s) noexcept {
