@@ -299,11 +299,7 @@ struct transfer_access {
             if (status r = map(plan.formats[i]); !r) return r;
             ++wanted[static_cast<std::size_t>(local[static_cast<std::size_t>(plan.formats[i])])];
         }
-        const bool grows = c.options_.growing;
-        for (std::size_t f = 0; f < wanted.size(); ++f)
-            if (status r = c.quantized_[f].ensure(wanted[f], grows, stream); !r) return r;
-        if (status r = c.window_.ensure(pages - offer.first_copy, grows, stream); !r) return r;
-        if (status r = c.sinks_.ensure(sinks, grows, stream); !r) return r;
+        if (status r = c.ensure_free(wanted, pages - offer.first_copy, sinks, stream); !r) return r;
         const sequence_id id = c.new_sequence();
         std::vector<entry> entries;
         const auto take = [&](page_ref& p, int kind, int wire) {

@@ -255,7 +255,8 @@ private:
     status check_options(const cache_shape& shape, const cache_options& options) const;
     status choose_format(const cache_shape& shape, const cache_options& options,
                          std::span<const device_format> compiled);
-    status ensure_pages(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
+    status ensure_free(std::span<const int> quantized, int window, int sinks, cudaStream_t stream);
+    status ensure_pages(std::span<const sequence_id> batch, int new_tokens, bool draft, cudaStream_t stream);
     void put(detail::word_writer& to, int index, int value) {
         int& held = mirror_[static_cast<std::size_t>(index)];
         if (held == value) return;

@@ -43,16 +43,7 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
     if (new_tokens < 0 || new_tokens > options_.draft_tokens - drafted)
         return detail::bad_value("%d drafted tokens behind %d, but draft_tokens is %d", new_tokens, drafted,
                                  options_.draft_tokens);
-    int window = 0, sinks = 0;
-    for (const sequence_id id : batch) {
-        if (id == sequence_id{}) continue;
-        const detail::sequence_pages& s = entry_of(id).pages;
-        window += s.missing_draft_pages(new_tokens, geometry_);
-        sinks += kvq::detail::larger(
-            0, geometry_.sink_pages(s.tokens() + drafted + new_tokens) - static_cast<int>(s.sinks.size()));
-    }
-    if (status s = window_.ensure(window, options_.growing, stream); !s) return s;
-    if (status s = sinks_.ensure(sinks, options_.growing, stream); !s) return s;
+    if (status s = ensure_pages(batch, new_tokens, true, stream); !s) return s;
     return send_step(batch, new_tokens, true, stream);
 }
 
@@ -80,8 +71,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
         quantized[static_cast<std::size_t>(s.target())] +=
             s.committed_after(count, geometry_) - s.committed();
     }
-    for (std::size_t f = 0; f < quantized.size(); ++f)
-        if (status s = quantized_[f].ensure(quantized[f], options_.growing, stream); !s) return s;
+    if (status s = ensure_free(quantized, 0, 0, stream); !s) return s;
     step_ = {};
     detail::word_writer to(words_.as<int>(), stream);
     for (std::size_t b = 0; b < batch.size(); ++b) {

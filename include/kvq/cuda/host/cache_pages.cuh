@@ -92,9 +92,7 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
     int window = static_cast<int>(entry_of(id).pages.ahead.size());
     for (const page_span& span : entry_of(id).pages.table.spans)
         window += in_16_bit(span.pages[0]) + in_16_bit(span.copies[0]);
-    if (status s = window_.ensure(window, options_.growing, stream); !s) return s;
-    if (status s = sinks_.ensure(static_cast<int>(entry_of(id).pages.sinks.size()), options_.growing, stream);
-        !s)
+    if (status s = ensure_free({}, window, static_cast<int>(entry_of(id).pages.sinks.size()), stream); !s)
         return s;
     const sequence_id made = new_sequence();
     detail::sequence_pages& s = entry_of(made).pages;

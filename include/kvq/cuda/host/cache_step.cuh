@@ -44,23 +44,32 @@ inline status cache::check_growth(sequence_id id, int new_tokens) const {
     return {};
 }
 
-inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream) {
-    std::vector<int> quantized(format_.kinds.size(), 0);
-    int window = 0, sinks = 0;
-    for (const sequence_id id : batch) {
-        if (id == sequence_id{}) continue;
-        const detail::sequence_pages& s = entry_of(id).pages;
-        quantized[static_cast<std::size_t>(s.target())] +=
-            s.committed_after(new_tokens, geometry_) - s.committed();
-        window += s.missing_pages(new_tokens, geometry_);
-        sinks += geometry_.sink_pages(s.tokens() + new_tokens) - static_cast<int>(s.sinks.size());
-    }
+/// So many free pages, of each format and of 16 bit.
+inline status cache::ensure_free(std::span<const int> quantized, int window, int sinks, cudaStream_t stream) {
     status result;
     for (std::size_t f = 0; f < quantized.size() && result; ++f)
         result = quantized_[f].ensure(quantized[f], options_.growing, stream);
     if (result) result = window_.ensure(window, options_.growing, stream);
     if (result) result = sinks_.ensure(sinks, options_.growing, stream);
     return result;
+}
+/// Free pages for new_tokens tokens more, or drafted tokens.
+inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_tokens, bool draft,
+                                  cudaStream_t stream) {
+    std::vector<int> quantized(format_.kinds.size(), 0);
+    int window = 0, sinks = 0;
+    for (const sequence_id id : batch) {
+        if (id == sequence_id{}) continue;
+        const detail::sequence_pages& s = entry_of(id).pages;
+        if (!draft)
+            quantized[static_cast<std::size_t>(s.target())] +=
+                s.committed_after(new_tokens, geometry_) - s.committed();
+        window +=
+            draft ? s.missing_draft_pages(new_tokens, geometry_) : s.missing_pages(new_tokens, geometry_);
+        sinks += kvq::detail::larger(
+            0, geometry_.sink_pages(s.tokens() + s.drafted + new_tokens) - static_cast<int>(s.sinks.size()));
+    }
+    return ensure_free(quantized, window, sinks, stream);
 }
 
 inline void cache::empty_row(int b, detail::word_writer& to) {
@@ -133,7 +142,7 @@ inline status cache::begin_step(std::span<const sequence_id> batch, int new_toke
     for (const sequence_id id : batch)
         if (id != sequence_id{})
             if (status s = check_growth(id, new_tokens); !s) return s;
-    if (status s = ensure_pages(batch, new_tokens, stream); !s) return s;
+    if (status s = ensure_pages(batch, new_tokens, false, stream); !s) return s;
     return send_step(batch, new_tokens, false, stream);
 }
 
@@ -168,7 +177,7 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     if (status s = check_here(id); !s) return s;
     if (status s = check_no_draft(std::span(&id, 1)); !s) return s;
     if (status s = check_growth(id, new_tokens); !s) return s;
-    if (status s = ensure_pages(std::span(&id, 1), new_tokens, stream); !s) return s;
+    if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, stream); !s) return s;
     // The scratch comes before the sequence changes.
     const detail::sequence_pages& s = entry_of(id).pages;
     const int before = s.paged_tokens(geometry_), after = before + new_tokens, first_new = s.pages(),

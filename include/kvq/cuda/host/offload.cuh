@@ -279,11 +279,7 @@ struct cache_access {
             if (i < s.committed()) ++wanted[static_cast<std::size_t>(formats[at])];
             in_window += i >= s.committed() || copied[at];
         }
-        const bool may_grow = gpu.options_.growing;
-        for (std::size_t f = 0; f < wanted.size(); ++f)
-            if (status r = gpu.quantized_[f].ensure(wanted[f], may_grow, stream); !r) return r;
-        if (status r = gpu.window_.ensure(in_window, may_grow, stream); !r) return r;
-        if (status r = gpu.sinks_.ensure(g.sink_pages(first.tokens), may_grow, stream); !r) return r;
+        if (status r = gpu.ensure_free(wanted, in_window, g.sink_pages(first.tokens), stream); !r) return r;
         for (int i = 0; i < pages; ++i) {
             const auto at = static_cast<std::size_t>(i + sinks);
             page_span& span = s.table[i + sinks];
