@@ -4,7 +4,7 @@
 //
 // The cache on the CPU has a table for each layer (cache/sequence.hpp), the cache on a GPU one for all layers (cuda/host/sequence_pages.hpp).
 // Both ask it what is committed, copied, restored, shared and given back, and carry that out: they allocate pages and fill them. A table
-// holds references to pages and touches no byte of them.
+// holds references to pages and writes no byte of them.
 //
 // Committed means: quantized, or left in 16 bit if that is the target format. Spans that are not committed are the last ones: they
 // hold 16-bit pages and skip no tokens, and the very last one may take more tokens; if its keys moved, new keys take its rotation. A
