@@ -7,6 +7,7 @@
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/peaked.hpp"
@@ -89,6 +90,38 @@ TEST_CASE("what the registry admits runs, and writes the bytes of the reference"
     check_scheme(random, kvq::std4::values());
     check_scheme(random, kvq::low3::keys());
     check_scheme(random, kvq::affine<2, kvq::per_channel<48>, kvq::byte_params, kvq::min_max>());
+}
+
+/// Blocks of a built-in format of every usual size, for vectors of every instruction set.
+template <class Scheme>
+void check_usual_sizes(const char* name, tensor role) {
+    constexpr auto codec = kvq::codec_of<Scheme>();
+    for (const int width : {4, 8, 16})
+        for (const int dim : {48, 64, 80, 96, 112, 128, 192, 256})
+            for (const int tokens : {64, 128})
+                for (const float_type window : {float_type::fp16, float_type::bf16, float_type::fp32}) {
+                    const auto d = kvq::kernels::described(codec, kvq::kernels::transform_of<Scheme>,
+                                                           {role, tokens, dim}, window, width);
+                    INFO(name, ", ", tokens, " x ", dim, ", width ", width, ": ", d.quantize_by, ", ",
+                         d.dequantize_by, ", ", d.attend_by, ", ", d.transform_by);
+                    CHECK(d.all());
+                }
+}
+template <class Pair>
+void check_usual_pair(const char* name) {
+    check_usual_sizes<typename Pair::keys>(name, tensor::key);
+    check_usual_sizes<typename Pair::values>(name, tensor::value);
+}
+template <int... Bits>
+void check_usual_widths(std::integer_sequence<int, Bits...>) {
+    (check_usual_pair<kvq::kivi<Bits + 1, 32>>("kivi"), ...);
+}
+
+TEST_CASE("built-in formats have kernels for every usual size, on every instruction set") {
+    check_usual_widths(std::make_integer_sequence<int, 8>());
+    check_usual_sizes<kvq::int8>("int8", tensor::key);
+    check_usual_sizes<kvq::int8>("int8", tensor::value);
+    kvq::for_each_preset([]<class Preset>(Preset) { check_usual_pair<Preset>(Preset::name); });
 }
 
 TEST_CASE("every portable path has a reason") {
