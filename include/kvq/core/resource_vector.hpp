@@ -25,11 +25,13 @@ public:
     template <class U>
     resource_allocator(const resource_allocator<U>& other) noexcept : memory_(other.resource()) {}
 
+    // NOLINTBEGIN(bugprone-sizeof-expression): elements may be pointers
     T* allocate(std::size_t n) {
         return static_cast<T*>(
             detail::allocate_bytes(*memory_, detail::bounded_product(n, sizeof(T)), alignof(T)));
     }
     void deallocate(T* data, std::size_t n) noexcept { memory_->deallocate(data, n * sizeof(T), alignof(T)); }
+    // NOLINTEND(bugprone-sizeof-expression)
     resource_allocator select_on_container_copy_construction() const noexcept { return {}; }
     std::pmr::memory_resource* resource() const noexcept { return memory_; }
 

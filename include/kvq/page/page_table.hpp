@@ -113,8 +113,9 @@ struct page_table {
                          int rollback) noexcept {
         page_span& s = (*this)[i];
         page_ref before = std::exchange(s.pages[piece], std::move(quantized));
-        if (before && keeps_copies(s, n, g, rollback)) s.copies[piece] = std::move(before);
-        return before;
+        if (!before || !keeps_copies(s, n, g, rollback)) return before;
+        s.copies[piece] = std::move(before);
+        return {};
     }
 
     /// Removes the draft, if there is one.
