@@ -6,7 +6,6 @@
 #pragma once
 
 #include "cache/cache.hpp"
-#include "cache/page_list.hpp"
 #include "cache/preset_options.hpp"
 #include "cache/rearrange.hpp"
 #include "cache/reserve.hpp"
@@ -17,8 +16,4 @@
 #include "estimate/bytes.hpp"
 #include "estimate/footprint.hpp"
 #include "format/bounds.hpp"
-#include "io/page_transfer.hpp"
-#include "schemes/int8.hpp"
-#include "schemes/kivi.hpp"
-#include "schemes/presets.hpp"
 #include "version.hpp"

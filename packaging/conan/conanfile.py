@@ -79,5 +79,6 @@ class KvqRecipe(ConanFile):
         self.cpp_info.bindirs = []
         if self.options.library:
             self.cpp_info.libs = ["kvq"]
+            self.cpp_info.defines = ["KVQ_COMPILED"]
         else:
             self.cpp_info.libdirs = []

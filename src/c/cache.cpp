@@ -144,8 +144,8 @@ kvq_status kvq_cache_add_format(kvq_cache* cache, kvq_role role, const kvq_forma
         const kvq::tensor of = role_of(role);
         const std::string known_as = name ? name : f.name;
         for (const auto& n : state.names_of(of))
-            expect(n.name != known_as, KVQ_ERROR_ARGUMENT, "the cache lists a ",
-                   kvq::KVQ_TAGGED::detail::name_of(of), " format \"", known_as, "\" already");
+            expect(n.name != known_as, KVQ_ERROR_ARGUMENT, "the cache lists a ", detail::name_of(of),
+                   " format \"", known_as, "\" already");
         auto& names = state.names[static_cast<std::size_t>(of)];
         names.reserve(names.size() + 1);
         cache_state::named added{known_as, 0};

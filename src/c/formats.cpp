@@ -1,5 +1,6 @@
 // Formats of the C interface: by name, described, and on pages in memory of the caller.
 #include <cstring>
+#include <kvq/core/float_environment.hpp>
 #include <kvq/format/find_format.hpp>
 #include <kvq/schemes/presets.hpp>
 
@@ -177,7 +178,7 @@ kvq_status kvq_format_quantize(const kvq_format* format, const kvq_page_shape* s
         const caller_page to(format, shape);
         const kvq::input_view from = input_of(values, "values");
         to.check(page, page_bytes, values, "values", workspace, workspace_bytes);
-        const kvq::KVQ_TAGGED::detail::default_arithmetic arithmetic;
+        const detail::default_arithmetic arithmetic;
         const kvq::format& plain = values_format(from.type);
         auto* const scratch = static_cast<float*>(workspace);
         std::byte* const block_of_values = static_cast<std::byte*>(workspace) + to.scratch_bytes();
@@ -207,7 +208,7 @@ kvq_status kvq_format_dequantize(const kvq_format* format, const kvq_page_shape*
         const caller_page from(format, shape);
         const kvq::output_view to = output_of(out, "out");
         from.check(page, page_bytes, out, "out", workspace, workspace_bytes);
-        const kvq::KVQ_TAGGED::detail::default_arithmetic arithmetic;
+        const detail::default_arithmetic arithmetic;
         for (int h = 0; h < from.heads; ++h)
             from.f.functions().dequantize(
                 from.f.scheme(), from.block, from.id(h),

@@ -18,6 +18,9 @@
 
 namespace kvq::c {
 
+// Of the two namespaces of this name (config.hpp); it shows the names of both.
+namespace detail = KVQ_TAGGED::detail;
+
 /// An error with a status of its own. The message is one sentence.
 struct failure {
     kvq_status status;

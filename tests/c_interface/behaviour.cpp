@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 #include <kvq/kvq.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <deque>

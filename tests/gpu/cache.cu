@@ -5,6 +5,7 @@
 #include <kvq/attention/token_tree.hpp>
 #include <kvq/cache/rearrange.hpp>
 #include <kvq/cache/requantize.hpp>
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
 #include <kvq/cuda.cuh>
 #include <kvq/cuda/host/offload.cuh>

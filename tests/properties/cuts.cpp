@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <kvq/cache/preset_options.hpp>
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/schemes/presets.hpp>
 

@@ -8,6 +8,7 @@
 #include <kvq/adapters/distributed/head_parallel.hpp>
 #include <kvq/adapters/distributed/send_sequence.hpp>
 #include <kvq/attention/reference.hpp>
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/schemes/presets.hpp>
 
 #include "support/caches.hpp"

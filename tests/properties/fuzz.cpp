@@ -5,6 +5,7 @@
 // KVQ_FUZZ_OPERATIONS sets their number, KVQ_SEED where they start.
 #include <doctest/doctest.h>
 
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/io/restore.hpp>
 #include <kvq/io/save.hpp>
 #include <set>

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <kvq/cache/sequence.hpp>
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/cuda/host/sequence_pages.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/schemes/int8.hpp>

@@ -3,6 +3,7 @@
 // to end; what it hands out is nobody else's; its bytes are the pool's.
 #include <doctest/doctest.h>
 
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <list>
 #include <thread>

@@ -2,6 +2,7 @@
 // Comparison family: exact where bytes are kept, the schemes' own bounds where they are quantized again. Restoring into a cache
 // with other formats, options or parameters.
 #include <doctest/doctest.h>
+#include <kvq/cache/sequence_access.hpp>
 
 #include "support/saved.hpp"
 #include "support/typed_cache.hpp"

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdio>
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/io/file.hpp>
 
 #include "support/memory.hpp"

@@ -10,6 +10,7 @@
 #include <functional>
 #include <kvq/adapters/distributed/send_sequence.hpp>
 #include <kvq/adapters/sequence_state.hpp>
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
 #include <kvq/policy/prefix_tiers.hpp>
 #include <optional>

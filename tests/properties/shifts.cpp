@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <kvq/cache/page_list.hpp>
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/ring.hpp>

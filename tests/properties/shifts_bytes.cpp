@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <kvq/adapters/sequence_table.hpp>
+#include <kvq/cache/sequence_access.hpp>
 #include <kvq/estimate/footprint.hpp>
 #include <set>
 

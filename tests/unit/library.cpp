@@ -28,6 +28,7 @@ TEST_CASE("bits per number, parameters included") {
     static_assert(kvq::bits_per_value<kvq::affine<4>>({kvq::tensor::key, 64, 128}) == 4.5);
     static_assert(kvq::bits_per_value<kvq::kivi<2>::keys>({kvq::tensor::key, 64, 128}) == 3.0);
     static_assert(kvq::bits_per_value<kvq::int8>({kvq::tensor::value, 64, 128}) == 8.25);
+    static_assert(kvq::bits_per_value<kvq::full<kvq::float16>>({kvq::tensor::key, 64, 128}) == 16.0);
     static_assert(kvq::bits_per_value<kvq::full<float>>({kvq::tensor::value, 64, 128}) == 32.0);
 }
 

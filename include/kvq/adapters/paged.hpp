@@ -19,6 +19,7 @@
 #include <span>
 
 #include "../cache/sequence.hpp"
+#include "../cache/sequence_access.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
 

@@ -13,12 +13,32 @@
 // in O(log) of their number, ranges that differ between queries for every query of a block.
 #pragma once
 
-#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
 #include <span>
 
 #include "mods.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
+
+namespace detail {
+
+/// The first i below n for which above(i) holds, or n; it holds for all later ones. O(log n)
+template <class Above>
+std::size_t first_place(std::size_t n, Above above) noexcept {
+    std::size_t low = 0, high = n;
+    while (low < high) {
+        const std::size_t middle = low + (high - low) / 2;
+        if (above(middle))
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+}  // namespace detail
 
 /// A query attends to itself and all tokens before it.
 struct causal {
@@ -93,9 +113,10 @@ struct document_mask {
         int begin, end;
     };
     range document(int of) const noexcept {
-        const auto next = std::upper_bound(starts.begin(), starts.end(), of);
-        return {next == starts.begin() ? 0 : *(next - 1),
-                next == starts.end() ? (std::numeric_limits<int>::max)() : *next};
+        const std::size_t next =
+            detail::first_place(starts.size(), [&](std::size_t i) { return starts[i] > of; });
+        return {next == 0 ? 0 : starts[next - 1],
+                next == starts.size() ? (std::numeric_limits<int>::max)() : starts[next]};
     }
 
     bool mask(int q_pos, int k_pos) const noexcept {
@@ -184,8 +205,8 @@ struct token_ranges {
 private:
     static std::span<const token_range>::iterator ending_after(std::span<const token_range> own,
                                                                int token) noexcept {
-        return std::upper_bound(own.begin(), own.end(), token,
-                                [](int t, const token_range& r) { return t < r.end; });
+        return own.begin() + static_cast<std::ptrdiff_t>(detail::first_place(
+                                 own.size(), [&](std::size_t i) { return own[i].end > token; }));
     }
     /// What one query sees.
     page_visibility page_of(int q_pos, int first_k, int end_k) const noexcept {

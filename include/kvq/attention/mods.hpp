@@ -190,6 +190,31 @@ void change_row(const M& m, float* scores, int n, int q_head, int q_pos, int fir
         for (int t = 0; t < n; ++t) scores[t] = m.score(scores[t], q_head, q_pos, first_k + t);
 }
 
+/// The hooks of M, called through a pointer to it. Here, so that they have the name of the instruction set, whoever M is from.
+template <class M>
+struct hooks_of {
+    static const M& of(const void* object) noexcept { return *static_cast<const M*>(object); }
+
+    static void check(const void* object, int q_heads) { of(object).check(q_heads); }
+    static float scale(const void* object, int head_dim) {
+        return static_cast<float>(of(object).scale(head_dim));
+    }
+    static float sink_logit(const void* object, int q_head) {
+        return static_cast<float>(of(object).sink_logit(q_head));
+    }
+    static page_visibility page(const void* object, int first_q, int last_q, int first_k, int end_k) {
+        return of(object).mask_page(first_q, last_q, first_k, end_k);
+    }
+    static void hide(const void* object, float* scores, int n, int q_pos, int first_k) {
+        hide_row(of(object), scores, n, q_pos, first_k);
+    }
+    static void change(const void* object, float* scores, int n, int q_head, int q_pos, int first_k,
+                       float factor) {
+        change_row(of(object), scores, n, q_head, q_pos, first_k);
+        for (int t = 0; t < n; ++t) scores[t] *= factor;
+    }
+};
+
 }  // namespace detail
 
 /// Several masks and score modifiers as one. At most one part each has a scale, a sink_logit, a selection, a skipping. The causal mask
@@ -302,38 +327,21 @@ namespace kvq { inline namespace KVQ_COMMON {
 class mods_view {
 public:
     template <class M>
-    requires(!std::same_as<M, mods_view>) mods_view(const M& m)
+    requires(!std::same_as<M, mods_view>) KVQ_NO_COPY mods_view(const M& m)
     noexcept
         : object_(&m),
           is_causal_(!detail::lifts_causal<M>()),
           has_query_positions_(detail::has_query_positions<M>()) {
         detail::require_mods<M>();
+        using hooks = detail::hooks_of<M>;
         if constexpr (detail::own_selection<const M>) selection_ = m.selection();
         if constexpr (detail::own_skipping<const M>) skipping_ = m.skipping();
-        if constexpr (detail::own_check<const M>)
-            check_ = [](const void* of, int q_heads) { static_cast<const M*>(of)->check(q_heads); };
-        if constexpr (detail::own_scale<const M>)
-            scale_ = [](const void* of, int head_dim) {
-                return static_cast<float>(static_cast<const M*>(of)->scale(head_dim));
-            };
-        if constexpr (detail::own_sink<const M>)
-            sink_logit_ = [](const void* of, int q_head) {
-                return static_cast<float>(static_cast<const M*>(of)->sink_logit(q_head));
-            };
-        if constexpr (detail::page_mask<const M>)
-            mask_page_ = [](const void* of, int first_q, int last_q, int first_k, int end_k) {
-                return static_cast<const M*>(of)->mask_page(first_q, last_q, first_k, end_k);
-            };
-        if constexpr (detail::masking<M>)
-            mask_row_ = [](const void* of, float* scores, int n, int q_pos, int first_k) {
-                detail::hide_row(*static_cast<const M*>(of), scores, n, q_pos, first_k);
-            };
-        if constexpr (detail::scoring<M>)
-            score_row_ = [](const void* of, float* scores, int n, int q_head, int q_pos, int first_k,
-                            float factor) {
-                detail::change_row(*static_cast<const M*>(of), scores, n, q_head, q_pos, first_k);
-                for (int t = 0; t < n; ++t) scores[t] *= factor;
-            };
+        if constexpr (detail::own_check<const M>) check_ = &hooks::check;
+        if constexpr (detail::own_scale<const M>) scale_ = &hooks::scale;
+        if constexpr (detail::own_sink<const M>) sink_logit_ = &hooks::sink_logit;
+        if constexpr (detail::page_mask<const M>) mask_page_ = &hooks::page;
+        if constexpr (detail::masking<M>) mask_row_ = &hooks::hide;
+        if constexpr (detail::scoring<M>) score_row_ = &hooks::change;
     }
 
     bool is_causal() const noexcept { return is_causal_; }

@@ -67,7 +67,7 @@ public:
 
     /// Arguments as for token_view(shape...).
     template <class T, class... Shape>
-    requires(sizeof...(Shape) >= 3) input_view(T* rows, Shape... shape)
+    requires(sizeof...(Shape) >= 3) KVQ_NO_COPY input_view(T* rows, Shape... shape)
     noexcept : input_view(token_view<T>(rows, shape...)) {}
 };
 
@@ -81,7 +81,7 @@ public:
 
     /// Arguments as for token_view(shape...): a pointer, numbers of tokens, heads and channels, and two strides if they are not dense.
     template <class T, class... Shape>
-    requires(sizeof...(Shape) >= 3) query_view(T* rows, Shape... shape)
+    requires(sizeof...(Shape) >= 3) KVQ_NO_COPY query_view(T* rows, Shape... shape)
     noexcept : query_view(token_view<T>(rows, shape...)) {}
 };
 
@@ -97,7 +97,7 @@ public:
 
     /// Arguments as for token_view(shape...).
     template <class T, class... Shape>
-    requires(sizeof...(Shape) >= 3) output_view(T* rows, Shape... shape)
+    requires(sizeof...(Shape) >= 3) KVQ_NO_COPY output_view(T* rows, Shape... shape)
     noexcept : output_view(token_view<T>(rows, shape...)) {}
 
     /// Also writes the natural log of each row's softmax sum, [tokens][q_heads]: -infinity for a row without keys. Outputs over

@@ -10,9 +10,9 @@
 // of NaN.
 #pragma once
 
-#include <cmath>
 #include <span>
 
+#include "../core/float_formats.hpp"
 #include "mods.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -22,7 +22,8 @@ struct score_scale {
     float value;
     float scale(int) const noexcept { return value; }
     void check(int) const {
-        detail::expect(std::isfinite(value), "a score_scale of ", value, " is not a number to multiply by");
+        detail::expect(detail::is_finite(value), "a score_scale of ", value,
+                       " is not a number to multiply by");
     }
 };
 
@@ -55,7 +56,7 @@ struct softcap {
         return cap * detail::rational_tanh(score / cap);
     }
     void check(int) const {
-        detail::expect(std::isfinite(cap) && cap != 0.0f, "a softcap of ", cap,
+        detail::expect(detail::is_finite(cap) && cap != 0.0f, "a softcap of ", cap,
                        " is not a number other than 0");
     }
 };
@@ -71,8 +72,8 @@ struct alibi {
         detail::expect(slopes.size() == static_cast<std::size_t>(q_heads), "ALiBi has ", slopes.size(),
                        " slopes for ", q_heads, " query heads");
         for (std::size_t h = 0; h < slopes.size(); ++h)
-            detail::expect(std::isfinite(slopes[h]), "the ALiBi slope of query head ", h, " is ", slopes[h],
-                           ", which is not finite");
+            detail::expect(detail::is_finite(slopes[h]), "the ALiBi slope of query head ", h, " is ",
+                           slopes[h], ", which is not finite");
     }
 };
 
@@ -87,9 +88,8 @@ struct learned_sinks {
         detail::expect(logits.size() == static_cast<std::size_t>(q_heads), "there are ", logits.size(),
                        " learned sinks for ", q_heads, " query heads");
         for (std::size_t h = 0; h < logits.size(); ++h)
-            detail::expect(std::isfinite(logits[h]) || (std::isinf(logits[h]) && logits[h] < 0.0f),
-                           "the sink logit of query head ", h, " is ", logits[h],
-                           ", neither finite nor -infinity");
+            detail::expect(logits[h] < 0.0f || detail::is_finite(logits[h]), "the sink logit of query head ",
+                           h, " is ", logits[h], ", neither finite nor -infinity");
     }
 };
 

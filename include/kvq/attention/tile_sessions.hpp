@@ -14,8 +14,8 @@ public:
         for (const format_table* table : {&keys, &values})
             for (int i = 0; i < table->size(); ++i) {
                 const backend_functions* const backend = (*table)[i].functions().backend;
-                if (backend->open_tiles == nullptr || backend == open_) continue;
-                open_ = backend;  // the only one of the cache (check_backends)
+                if (backend->open_tiles == nullptr || (open_ && same_tiles(*open_, *backend))) continue;
+                open_ = backend;  // the cache has no other tiles (check_backends)
                 backend->open_tiles(rows, state_);
             }
     }

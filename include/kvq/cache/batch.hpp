@@ -9,12 +9,12 @@
 
 #include <optional>
 
-#include "../attention/attention_batch.hpp"
 #include "../attention/masks.hpp"
+#include "../attention/query_view.hpp"
 #include "../attention/score_modifiers.hpp"
 #include "../attention/token_tree.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 class sequence;
 

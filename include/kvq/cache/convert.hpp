@@ -26,7 +26,7 @@
 #include "../page/page.hpp"
 #include "../quant/quantize_group.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// Fills block `h` of `to`, in the format of `to`, with the values of `from`. Returns the number of values that it found not finite.
 /// scratch: shape.values() floats of one block. Blocks may be filled on several threads. A 16-bit page must be zero: odd rows and columns

@@ -12,9 +12,12 @@
 #include <cstring>
 #include <span>
 
+#include "../attention/token_tree.hpp"
+#include "../core/float_environment.hpp"
 #include "chunk.hpp"
+#include "window.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 inline constexpr int most_drafted = page_geometry::most_drafted;
 static_assert(most_drafted == token_tree::most_tokens);

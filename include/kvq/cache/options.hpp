@@ -12,7 +12,7 @@
 #include "../format/format.hpp"
 #include "../page/layer_pages.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// Indices of the listed formats to which a layer's pages are quantized, 0-based in cache_options::keys and values.
 struct layer_format {

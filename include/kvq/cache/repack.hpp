@@ -5,10 +5,13 @@
 // Contract: where memory runs out, a run stays as it is, until the next cut.
 #pragma once
 
+#include "../core/float_environment.hpp"
 #include "../page/repack_plan.hpp"
 #include "chunk.hpp"
+#include "convert.hpp"
+#include "window.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 class repacker final : page_sizes {
 public:

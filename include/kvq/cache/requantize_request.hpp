@@ -1,19 +1,18 @@
-// What to requantize, how much of it in one call, and the report: the arguments of cache::requantize() and plan_requantize().
+// What to requantize, and the report: the arguments of cache::requantize() and plan_requantize(). cache/requantize.hpp has the limit of a
+// call.
 //
 //   requantize_request to_4_bit{.key = 1, .value = 1};         // positions in cache_options::keys and values
-//   cache.requantize(sequence, to_4_bit, {.pages = 64});       // a limit; repeat until the report's pages_left is 0
 //
 // Contract: plan_requantize() fills the same report without changing anything, byte for byte what the run then does.
 // How it works: cache/requantize.hpp.
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <limits>
 
 #include "../config.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// Pages to change, and their new formats.
 struct requantize_request {
@@ -28,11 +27,7 @@ struct requantize_request {
     bool new_pages = false;                 ///< pages committed from now on take these formats, too
 };
 
-/// How much of a request to do in one call. The first page is always done.
-struct requantize_limit {
-    std::size_t pages = (std::numeric_limits<std::size_t>::max)();
-    std::chrono::nanoseconds time = (std::chrono::nanoseconds::max)();
-};
+struct requantize_limit;  // cache/requantize_limit.hpp
 
 /// The result of a run, or of a dry run. Bytes are those of pages, headers included, as page_pool counts them.
 struct requantize_report {

@@ -11,7 +11,7 @@
 
 #include "sequence.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// Pages of one layer and tensor that are in one format. Format 0 is the window: sinks, recent tokens, pages not yet quantized.
 struct usage_row {
@@ -31,42 +31,10 @@ struct usage_row {
 
 /// One row per layer, tensor and format in use, in this order. Codes and parameters of all rows add up to
 /// usage_report::quantized + window. O(pages).
-[[nodiscard]] inline std::vector<usage_row> usage_rows(const sequence& s) {
-    const cache& of = detail::sequence_access::cache(s);
-    const cache_shape& shape = of.shape();
-    std::vector<usage_row> rows;
-    const auto add = [&](int layer, tensor role) {
-        const detail::format_table& table = of.table(role);
-        std::vector<usage_row> formats(static_cast<std::size_t>(table.size()));
-        const detail::page_table& track = detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
-        track.for_each_page(static_cast<std::size_t>(role), [&](const page& p, int shown) {
-            usage_row& row = formats[static_cast<std::size_t>(p.format)];
-            const format& f = table[p.format];
-            const std::size_t codes =
-                f.functions().code_bytes(f.scheme(), {role, p.tokens, shape.dim(role)}) *
-                static_cast<std::size_t>(shape.kv_heads);
-            row.codes += codes;
-            row.parameters += p.bytes - codes;
-            row.name = f.asked_name();
-            row.scheme = f.name();
-            if (p.format == 0)
-                row.slack +=
-                    p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(shown);
-            ++row.pages;
-            row.tokens += shown;
-            row.bookkeeping += sizeof(page);
-        });
-        for (std::size_t f = 0; f < formats.size(); ++f) {
-            if (formats[f].pages == 0) continue;
-            formats[f].layer = layer;
-            formats[f].role = role;
-            formats[f].format = static_cast<int>(f);
-            rows.push_back(std::move(formats[f]));
-        }
-    };
-    for (int layer = 0; layer < shape.layers; ++layer)
-        for (const tensor role : {tensor::key, tensor::value}) add(layer, role);
-    return rows;
-}
+[[nodiscard]] std::vector<usage_row> usage_rows(const sequence& s);
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "usage-inl.hpp"
+#endif

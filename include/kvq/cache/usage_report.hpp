@@ -6,7 +6,7 @@
 
 #include "../config.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// Bytes held by a sequence. Shared pages count in every sequence that holds them (the pool counts them once).
 struct usage_report {

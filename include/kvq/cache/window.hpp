@@ -13,7 +13,7 @@
 #include "../page/page.hpp"
 #include "../schemes/full.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// Adds to page::not_finite; on several threads.
 inline void add_not_finite(page& p, std::uint32_t n) noexcept {

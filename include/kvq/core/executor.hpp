@@ -33,6 +33,22 @@ concept exact_executor = requires {
 };
 }  // namespace detail
 
+namespace detail {
+/// Runs call(f, i) for all i below n on an executor of type E. Here, so that it has the name of the instruction set, whoever E is from.
+template <class E>
+void run_of(void* self, int n, void* f, void (*call)(void*, int)) {
+    if constexpr (exact_executor<E>) {
+        static_cast<E*>(self)->parallel_for(n, [f, call](int i) { call(f, i); });
+    } else if (n > 0) {
+        task_marks marks(n);
+        static_cast<E*>(self)->parallel_for(n, [f, call, &marks](int i) {
+            if (marks.take(i)) call(f, i);
+        });
+        if (!marks.all_once()) fail("the executor's ", marks.complaint());
+    }
+}
+}  // namespace detail
+
 /// Everything on the calling thread.
 struct serial_executor {
     static constexpr bool runs_each_task_once = true;
@@ -52,20 +68,10 @@ class executor_view {
 public:
     /// One call at a time uses the executor. The call may change it, even a const one (a temporary, for example).
     template <class E>
-    requires executor<E> &&(!std::same_as<E, executor_view>)executor_view(const E& e) noexcept
+    requires executor<E> &&(!std::same_as<E, executor_view>)KVQ_NO_COPY executor_view(const E& e) noexcept
         : executor_(const_cast<E*>(&e)),
           threads_(static_cast<int>(const_cast<E&>(e).concurrency())),
-          run_([](void* self, int n, void* f, void (*call)(void*, int)) {
-              if constexpr (detail::exact_executor<E>) {
-                  static_cast<E*>(self)->parallel_for(n, [f, call](int i) { call(f, i); });
-              } else if (n > 0) {
-                  detail::task_marks marks(n);
-                  static_cast<E*>(self)->parallel_for(n, [f, call, &marks](int i) {
-                      if (marks.take(i)) call(f, i);
-                  });
-                  if (!marks.all_once()) detail::fail("the executor's ", marks.complaint());
-              }
-          }) {}
+          run_(&detail::run_of<E>) {}
 
     int concurrency() const noexcept { return threads_; }
     template <class F>

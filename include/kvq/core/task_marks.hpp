@@ -11,8 +11,8 @@
 #include <atomic>
 #include <bit>
 #include <cstdint>
-#include <memory>
 
+#include "tagged_vector.hpp"
 #include "text.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
@@ -24,7 +24,7 @@ public:
         if (wanted <= sizeof(own_) / sizeof(own_[0]))
             for (std::size_t i = 0; i < wanted; ++i) own_[i].store(0, std::memory_order_relaxed);
         else
-            more_ = std::make_unique<word[]>(wanted);
+            more_ = tagged_vector<word>(wanted);
     }
 
     /// False for a task that was taken before, and for a number that is none.
@@ -62,7 +62,7 @@ private:
         return n_;
     }
     int words() const noexcept { return n_ / 32 + 1; }
-    word& at(int i) noexcept { return more_ ? more_[static_cast<std::size_t>(i)] : own_[i]; }
+    word& at(int i) noexcept { return more_.empty() ? own_[i] : more_[static_cast<std::size_t>(i)]; }
     short_text of_all() const { return short_text(" of ") + short_text::of(n_); }
     short_text task(int i) const {
         return short_text("parallel_for ran task ") + short_text::of(i) + of_all();
@@ -70,7 +70,7 @@ private:
 
     int n_;
     word own_[129];
-    std::unique_ptr<word[]> more_;
+    tagged_vector<word> more_;
     std::atomic<int> again_{-1}, outside_{none};
 };
 

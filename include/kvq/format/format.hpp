@@ -48,6 +48,13 @@ struct backend_functions {
     std::size_t (*estimate_floats)(int dim);
 };
 
+/// Are the tile states of both backends the same? A program and the library may have a table each for one backend.
+KVQ_NO_COPY bool same_tiles(const backend_functions& a, const backend_functions& b) noexcept {
+    const char *x = a.name, *y = b.name;
+    while (*x != '\0' && *x == *y) ++x, ++y;
+    return *x == *y;
+}
+
 /// Which functions of a format are vectorised for blocks of some shape; the others are portable loops, which are slower.
 struct format_description {
     using text = char[104];

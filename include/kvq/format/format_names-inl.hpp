@@ -37,7 +37,6 @@ KVQ_FUNC std::string affine_sizes(std::string_view scheme, std::string_view axis
     return std::string(inner.substr(0, 1)) + "-g" + std::string(group);
 }
 
-/// The names by which find_format gives formats of this scheme.
 KVQ_FUNC std::vector<std::string> built_in_names(std::string_view scheme, tensor role) {
     constexpr std::string_view bounds = "-bounds";
     if (scheme.ends_with(bounds)) {

@@ -10,10 +10,19 @@
 #pragma once
 
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "format.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+/// The names by which find_format gives formats of this scheme.
+std::vector<std::string> built_in_names(std::string_view scheme, tensor role);
+
+}  // namespace detail
 
 /// The name that was asked for, and the scheme's in brackets if it is another one.
 [[nodiscard]] std::string format_text(const format& f);

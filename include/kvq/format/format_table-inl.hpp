@@ -50,8 +50,9 @@ KVQ_FUNC void check_backends(const format_table& keys, const format_table& value
     const auto look = [&](const format& f) {
         const backend_functions* const backend = f.functions().backend;
         if (backend->open_tiles == nullptr) return;
-        expect(tiles == nullptr || tiles == backend, "formats of the backends ", tiles ? tiles->name : "",
-               " and ", backend->name, " cannot be in one cache: both multiply tiles");
+        expect(tiles == nullptr || same_tiles(*tiles, *backend), "formats of the backends ",
+               tiles ? tiles->name : "", " and ", backend->name,
+               " cannot be in one cache: both multiply tiles");
         tiles = backend;
     };
     for (const format_table* table : {&keys, &values})

@@ -17,6 +17,10 @@
 #include "../cpu/scalar.hpp"
 #include "../cpu/softmax.hpp"
 #include "../schemes/checked_scheme.hpp"
+#include "../schemes/int8.hpp"
+#include "../schemes/kivi.hpp"
+#include "../schemes/presets.hpp"
+#include "builtin_format.hpp"
 #include "format.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -298,9 +302,13 @@ namespace detail {
 
 template <class Backend>
 const format& fp16_format() {
+#if defined(KVQ_COMPILED)
+    return builtin_fp16();  // kernels of values are the library's
+#else
     // Never destroyed, so that nothing runs at the end of the program.
     static const format* const f = new format(make_format<Backend>(full<float16>{}));
     return *f;
+#endif
 }
 
 }  // namespace detail

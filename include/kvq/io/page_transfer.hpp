@@ -15,6 +15,7 @@
 #include <unordered_map>
 
 #include "../cache/sequence.hpp"
+#include "../cache/sequence_access.hpp"
 #include "page_wire.hpp"
 #include "written_pages.hpp"
 

@@ -13,6 +13,8 @@
 
 #include "../cache/convert.hpp"
 #include "../cache/sequence.hpp"
+#include "../cache/sequence_access.hpp"
+#include "../schemes/full.hpp"
 #include "saved_index.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -280,7 +282,7 @@ private:
             f.functions().dequantize(f.scheme(), shape, block_id{layer, h}, block, float_type::fp32, to,
                                      shape.dim, to);
         }
-        const rotation* const rotate = role == tensor::key ? cache_.rotations().at(layer) : nullptr;
+        const detail::rotation* const rotate = role == tensor::key ? cache_.rotations().at(layer) : nullptr;
         if (rotate && span.shift != 0) (*rotate)(values.data(), p.tokens * heads, shape.dim, span.shift);
         return {values.data() + span.skip * shape.dim,      span.tokens, heads, shape.dim, shape.dim,
                 static_cast<std::ptrdiff_t>(shape.values())};

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "../cache/sequence.hpp"
+#include "../cache/sequence_access.hpp"
 #include "saved_sequence.hpp"
 #include "written_pages.hpp"
 

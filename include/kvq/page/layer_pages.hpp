@@ -17,7 +17,7 @@
 #include "page.hpp"
 #include "page_geometry.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// A run of tokens and the two pages that hold it.
 struct page_span {
@@ -57,26 +57,15 @@ struct layer_pages {
     bool of_a_pool = true;  ///< false: some pages are in memory of the caller (cache/page_list.hpp)
 
     /// The data of a page, in a pool without a look at its header.
-    const std::byte* data(const page& p) const noexcept {
-        return of_a_pool ? p.data_behind_header() : p.data();
-    }
+    const std::byte* data(const page& p) const noexcept;
     int entries() const noexcept { return count; }
-    entry at(int index) const noexcept {
-        const page_span& s = spans[index];
-        return {s.first_token, s.tokens, s.pages[0].get(), s.pages[1].get(), s.skip, s.shift};
-    }
+    entry at(int index) const noexcept;
     /// The first entry whose first token is at or after `token`. O(log entries)
-    int lower_bound(int token) const noexcept {
-        int low = 0, high = count;
-        while (low < high) {
-            const int middle = low + (high - low) / 2;
-            if (spans[middle].first_token < token)
-                low = middle + 1;
-            else
-                high = middle;
-        }
-        return low;
-    }
+    int lower_bound(int token) const noexcept;
 };
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "layer_pages-inl.hpp"
+#endif

@@ -13,15 +13,15 @@
 #include <cstdint>
 #include <limits>
 #include <memory_resource>
-#include <optional>
 #include <utility>
 
-#include "../core/allocate.hpp"
-#include "../core/bits.hpp"
-#include "../core/error.hpp"
-#include "page_arena.hpp"
+#include "../config.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+class page_arena;
+}
 
 struct page;
 
@@ -63,15 +63,10 @@ static_assert(sizeof(page) == 64);
 class page_ref {
 public:
     page_ref() = default;
-    explicit page_ref(page* owned) noexcept : page_(owned) {}
-    page_ref(const page_ref& other) noexcept : page_(other.page_) {
-        if (page_) page_->references.fetch_add(1, std::memory_order_relaxed);
-    }
-    page_ref(page_ref&& other) noexcept : page_(std::exchange(other.page_, nullptr)) {}
-    page_ref& operator=(page_ref other) noexcept {
-        std::swap(page_, other.page_);
-        return *this;
-    }
+    explicit page_ref(page* owned) noexcept;
+    page_ref(const page_ref& other) noexcept;
+    page_ref(page_ref&& other) noexcept;
+    page_ref& operator=(page_ref other) noexcept;
     ~page_ref() { release(); }
 
     explicit operator bool() const noexcept { return page_ != nullptr; }
@@ -82,10 +77,7 @@ public:
     std::uint32_t references() const noexcept { return page_->references.load(std::memory_order_acquire); }
 
 private:
-    void release() noexcept {
-        if (page_ && page_->references.fetch_sub(1, std::memory_order_acq_rel) == 1)
-            page_->owner->free(page_);
-    }
+    void release() noexcept;
     page* page_ = nullptr;
 };
 
@@ -96,10 +88,8 @@ public:
 
     /// preallocate: the budget, which must be a number of bytes then, is allocated now, at once for all pages.
     explicit page_pool(std::pmr::memory_resource* memory, std::size_t budget = no_budget,
-                       bool preallocate = false)
-        : memory_(memory), budget_(budget) {
-        if (preallocate) arena_.emplace(memory, budget);
-    }
+                       bool preallocate = false);
+    ~page_pool();
     page_pool(const page_pool&) = delete;
     page_pool& operator=(const page_pool&) = delete;
 
@@ -108,33 +98,7 @@ public:
 
     /// A page with uninitialised data. Raises out_of_memory when the budget would be exceeded, std::bad_alloc when the
     /// memory resource fails; the pool is then unchanged.
-    page_ref allocate(std::size_t bytes, int format, int tokens) {
-        const std::size_t total = allocation(bytes);
-        std::size_t used = in_use_.load(std::memory_order_relaxed);
-        do {
-            if (total > budget_ || used > budget_ - total) detail::raise<out_of_memory>(total, used, budget_);
-        } while (!in_use_.compare_exchange_weak(used, used + total, std::memory_order_relaxed));
-        void* memory = nullptr;
-        if (arena_) {
-            memory = arena_->allocate(total);
-            if (!memory) {
-                in_use_.fetch_sub(total, std::memory_order_relaxed);
-                detail::raise<out_of_memory>(total, used, budget_, arena_->longest());
-            }
-            return page_in(memory, bytes, format, tokens);
-        }
-#if KVQ_EXCEPTIONS
-        try {
-            memory = detail::allocate_bytes(*memory_, total, alignof(page));
-        } catch (...) {
-            in_use_.fetch_sub(total, std::memory_order_relaxed);
-            throw;
-        }
-#else
-        memory = detail::allocate_bytes(*memory_, total, alignof(page));
-#endif
-        return page_in(memory, bytes, format, tokens);
-    }
+    page_ref allocate(std::size_t bytes, int format, int tokens);
 
     /// Bytes of all pages, headers included.
     std::size_t bytes_in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
@@ -145,31 +109,18 @@ public:
     std::pmr::memory_resource* memory() const noexcept { return memory_; }
 
 private:
-    page_ref page_in(void* memory, std::size_t bytes, int format, int tokens) noexcept {
-        page* const p = ::new (memory) page;
-        p->format = format;
-        p->tokens = tokens;
-        p->bytes = bytes;
-        p->owner = this;
-        pages_.fetch_add(1, std::memory_order_relaxed);
-        return page_ref(p);
-    }
-    void free(page* p) noexcept override {
-        const std::size_t total = allocation(p->bytes);
-        p->~page();
-        if (arena_)
-            arena_->deallocate(p, total);
-        else
-            memory_->deallocate(p, total, alignof(page));
-        in_use_.fetch_sub(total, std::memory_order_relaxed);
-        pages_.fetch_sub(1, std::memory_order_relaxed);
-    }
+    page_ref page_in(void* memory, std::size_t bytes, int format, int tokens) noexcept;
+    void free(page* p) noexcept override;
 
     std::pmr::memory_resource* memory_;
     std::size_t budget_;
-    std::optional<detail::page_arena> arena_;
+    detail::page_arena* arena_ = nullptr;  // owned
     std::atomic<std::size_t> in_use_{0};
     std::atomic<std::size_t> pages_{0};
 };
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "page-inl.hpp"
+#endif

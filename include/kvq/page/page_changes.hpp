@@ -17,7 +17,7 @@
 
 #include "page_table.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// Pages that may change: those of committed spans that lie wholly within.
 struct change_range {

@@ -12,7 +12,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// Division of tokens into pages in a layer without cuts.
 struct page_geometry {

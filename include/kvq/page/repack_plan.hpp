@@ -15,7 +15,7 @@
 
 #include "page_table.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// Bytes of pages, headers included.
 class page_sizes {

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "../cache/sequence.hpp"
+#include "../cache/sequence_access.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 

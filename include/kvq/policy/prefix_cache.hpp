@@ -38,6 +38,7 @@
 #include <shared_mutex>
 
 #include "../cache/cache.hpp"
+#include "../cache/sequence_access.hpp"
 #include "../cache/step_down.hpp"
 #include "page_counts.hpp"
 #include "radix_tree.hpp"

@@ -24,6 +24,7 @@
 #include <limits>
 
 #include "../cache/reserve.hpp"
+#include "../cache/sequence_access.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
 

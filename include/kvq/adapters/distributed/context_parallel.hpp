@@ -17,6 +17,7 @@
 
 #include "../../attention/merge_partials.hpp"
 #include "../../cache/sequence.hpp"
+#include "../../cache/sequence_access.hpp"
 #include "message.hpp"
 #include "split.hpp"
 

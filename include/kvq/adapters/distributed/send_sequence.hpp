@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "../../cache/requantize.hpp"
+#include "../../cache/sequence_access.hpp"
 #include "../../io/page_transfer.hpp"
 #include "message.hpp"
 

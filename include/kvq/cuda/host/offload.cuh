@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../../cache/sequence.hpp"
+#include "../../cache/sequence_access.hpp"
 #include "cache.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {

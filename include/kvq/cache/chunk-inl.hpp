@@ -1,0 +1,287 @@
+// Definitions of chunk.hpp.
+#pragma once
+
+#include <cstring>
+#include <utility>
+
+#include "chunk.hpp"
+#include "convert.hpp"
+#include "window.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
+
+KVQ_FUNC page_ref new_page(cache& of, int role, int format, int tokens, page_stock* stock) {
+    const std::size_t bytes = of.page_bytes(static_cast<tensor>(role), format, tokens);
+    if (stock)
+        if (page_ref p = stock->take(bytes, format, tokens)) return p;
+    return of.pool().allocate(bytes, format, tokens);
+}
+
+KVQ_FUNC page_ref new_window_page(cache& of, int role, int tokens, page_stock* stock) {
+    page_ref p = new_page(of, role, 0, tokens, stock);
+    std::memset(p->data(), 0, p->bytes);
+    return p;
+}
+
+KVQ_FUNC page_ref shorter_page(cache& of, const page& from, int role, int tokens, page_stock* stock) {
+    const auto tensor_of = static_cast<tensor>(role);
+    page_ref p = new_window_page(of, role, tokens, stock);
+    copy_tokens(of.table(tensor::key).window_type(), from, *p, tensor_of, of.shape().dim(tensor_of),
+                of.shape().kv_heads, tokens);
+    return p;
+}
+
+KVQ_FUNC chunk::chunk(cache& of, page_table& track, int layer, int tokens, chunk_pages when,
+                      page_stock* stock) noexcept
+    : cache_(&of),
+      track_(&track),
+      stock_(stock),
+      layer_(layer),
+      before_(track.tokens),
+      after_(track.tokens + tokens),
+      when_(when),
+      spans_before_(track.size()),
+      shorter_(of.pool().memory()),
+      quantized_(of.pool().memory()) {
+    if (!stock_) return;
+    shorter_.swap(stock_->shorter);
+    quantized_.swap(stock_->quantized);
+}
+
+KVQ_FUNC chunk::chunk(chunk&& other) noexcept
+    : cache_(other.cache_),
+      track_(std::exchange(other.track_, nullptr)),
+      stock_(other.stock_),
+      layer_(other.layer_),
+      before_(other.before_),
+      after_(other.after_),
+      when_(other.when_),
+      spans_before_(other.spans_before_),
+      first_written_(other.first_written_),
+      last_before_(std::move(other.last_before_)),
+      temporary_{std::move(other.temporary_[0]), std::move(other.temporary_[1])},
+      shorter_(std::move(other.shorter_)),
+      quantized_(std::move(other.quantized_)),
+      jobs_(other.jobs_) {}
+
+KVQ_FUNC chunk::~chunk() {
+    if (track_ == nullptr) return;
+    return_staged();
+    track_->spans.erase(track_->spans.begin() + spans_before_, track_->spans.end());
+    if (last_before_.pages[0]) track_->spans.back() = std::move(last_before_);
+    track_->tokens = before_;
+    end_lists();
+}
+
+KVQ_FUNC void chunk::stage() {
+    page_table& track = *track_;
+    const page_geometry g = cache_->geometry();
+    const std::size_t table = table_capacity(static_cast<std::size_t>(track.size_after(after_ - before_, g)));
+    if (stock_)
+        stock_->grow(track.spans, static_cast<std::size_t>(layer_), table);
+    else
+        track.spans.reserve(table);
+    first_written_ = track.has_open_span() ? spans_before_ - 1 : spans_before_;
+    if (track.has_open_span() && after_ > before_) stage_open_span();
+    while (track.tokens < after_) stage_span();
+    const int due = track.due(after_, g);
+    const std::size_t places = 2 * static_cast<std::size_t>(due - track.committed);
+    shorter_.reserve(places);
+    quantized_.reserve(places);
+    for (int i = track.committed; i < due; ++i) stage_commit(i);
+}
+
+KVQ_FUNC void chunk::write(const input_view& k, const input_view& v, float* scratch) {
+    write(tensor::key, k, scratch);
+    write(tensor::value, v, scratch);
+    move_keys(scratch);
+}
+
+KVQ_FUNC void chunk::write_head(tensor tensor_of, const input_view& source, int head) {
+    const auto role = static_cast<std::size_t>(tensor_of);
+    for (int i = first_written_; i < track_->size(); ++i) {
+        const page_span& s = (*track_)[i];
+        const int from = larger(s.first_token, before_);
+        write_tokens(cache_->window(), *s.pages[role], tensor_of, source.dim, source, head, from - before_,
+                     s.end() - from, from - s.first_token);
+    }
+}
+
+KVQ_FUNC void chunk::move_keys(float* scratch) {
+    if (first_written_ >= spans_before_ || after_ == before_) return;
+    const page_span& s = (*track_)[first_written_];
+    const rotation* const rotate = cache_->rotations().at(layer_);
+    if (s.shift == 0 || !rotate) return;
+    rotate_tokens(cache_->table(tensor::key).window_type(), *s.pages[0], *rotate, -s.shift,
+                  cache_->shape().dim(tensor::key), cache_->shape().kv_heads, before_ - s.first_token,
+                  s.end() - before_, scratch);
+}
+
+KVQ_FUNC void chunk::write(tensor tensor_of, const input_view& source, float* scratch) {
+    const auto role = static_cast<std::size_t>(tensor_of);
+    const int dim = cache_->shape().dim(tensor_of);
+    for (int i = first_written_; i < track_->size(); ++i) {
+        const page_span& s = (*track_)[i];
+        const int from = larger(s.first_token, before_);
+        page& to = s.pages[role] ? *s.pages[role] : *temporary_[role];
+        if (!s.pages[role]) to.not_finite = 0;  // of the page before
+        write_tokens(cache_->window(), to, tensor_of, dim, source, from - before_, s.end() - from,
+                     from - s.first_token);
+        if (!s.pages[role])
+            convert_page(cache_->table(tensor_of), cache_->shape(), layer_, to, *quantized(i, role), scratch);
+    }
+}
+
+KVQ_FUNC void chunk::quantize(int job, float* scratch) {
+    const int heads = cache_->shape().kv_heads, head = job % heads;
+    int index = job / heads;
+    for (std::size_t at = 0; at < quantized_.size(); ++at) {
+        const int i = track_->committed + static_cast<int>(at / 2);
+        const page_ref& from = shorter_[at] ? shorter_[at] : (*track_)[i].pages[at % 2];
+        if (!quantized_[at] || quantized_[at]->format == 0 || !from || index-- > 0) continue;
+        page& to = *quantized_[at];
+        const std::uint32_t found = convert_block(cache_->table(static_cast<tensor>(at % 2)), cache_->shape(),
+                                                  layer_, *from, to, head, scratch);
+        add_not_finite(to, found);
+        return;
+    }
+}
+
+KVQ_FUNC void chunk::commit() noexcept {
+    page_table& track = *track_;
+    const page_geometry g = cache_->geometry();
+    const int rollback = cache_->options().rollback;
+    for (std::size_t at = 0; at < quantized_.size(); ++at) {
+        if (!quantized_[at]) continue;
+        const int i = track.committed + static_cast<int>(at / 2);
+        page_ref& page = track[i].pages[at % 2];
+        if (shorter_[at]) put(page, shorter_[at]);
+        if (quantized_[at]->format == 0) {  // the page of a closed span, which stays 16 bit
+            put(page, quantized_[at]);
+            continue;
+        }
+        page_ref left = track.commit_page(i, at % 2, std::move(quantized_[at]), after_, g, rollback);
+        if (stock_) stock_->give_back(std::move(left));
+    }
+    track.committed += static_cast<int>(quantized_.size() / 2);
+    track.drop_copies(g, rollback);
+    track_ = nullptr;
+    end_lists();
+    if (!stock_) return;
+    for (page_ref& p : temporary_) stock_->give_back(std::move(p));
+    stock_->end_step();
+}
+
+KVQ_FUNC chunk::needs chunk::needs_of(const cache& of, const page_table& track, int tokens,
+                                      chunk_pages when) {
+    needs n;
+    for_each_need(
+        of, track, tokens, when, [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); },
+        [&](std::size_t bytes) { n.returned += page_pool::allocation(bytes); });
+    return n;
+}
+
+KVQ_FUNC std::size_t chunk::count_reserved(const cache& of, const page_table& track, int n,
+                                           page_stock& stock) {
+    return for_each_need(
+        of, track, n, chunk_pages::after_attend, [&](std::size_t bytes) { stock.takes(bytes); },
+        [&](std::size_t bytes) { stock.gives_back(bytes); });
+}
+
+KVQ_FUNC bool chunk::needs_copy(const page_span& s, int role, int tokens, const page_geometry& g) noexcept {
+    const page_ref& p = s.pages[static_cast<std::size_t>(role)];
+    if (!p) return g.window_tokens(s.tokens, s.room) < tokens;
+    return p.shared() || p->tokens < tokens;
+}
+
+KVQ_FUNC void chunk::put(page_ref& place, page_ref& p) noexcept {
+    std::swap(place, p);
+    if (stock_) stock_->give_back(std::move(p));
+    p = page_ref{};
+}
+
+KVQ_FUNC void chunk::return_staged() noexcept {
+    if (!stock_) return;
+    for (int i = spans_before_; i < track_->size(); ++i)
+        for (page_ref& p : track_->spans[static_cast<std::size_t>(i)].pages) stock_->give_back(std::move(p));
+    if (last_before_.pages[0])
+        for (int role = 0; role < 2; ++role) {
+            page_ref& p = track_->spans[static_cast<std::size_t>(spans_before_ - 1)].pages[role];
+            if (p.get() != last_before_.pages[role].get()) stock_->give_back(std::move(p));
+        }
+    for (page_ref& p : temporary_) stock_->give_back(std::move(p));
+    for (auto* const list : {&shorter_, &quantized_})
+        for (page_ref& p : *list) stock_->give_back(std::move(p));
+}
+
+KVQ_FUNC void chunk::end_lists() noexcept {
+    shorter_.clear();
+    quantized_.clear();
+    if (!stock_ || !stock_->reserved()) return;
+    stock_->shorter.swap(shorter_);
+    stock_->quantized.swap(quantized_);
+}
+
+KVQ_FUNC page_ref& chunk::quantized(int i, std::size_t role) {
+    return quantized_[2 * static_cast<std::size_t>(i - track_->committed) + role];
+}
+
+KVQ_FUNC void chunk::stage_open_span() {
+    page_span& s = track_->spans.back();
+    const int tokens = s.tokens + smaller(after_ - before_, s.room - s.tokens);
+    page_ref larger_pages[2];
+    for (int role = 0; role < 2; ++role) {
+        page& now = *s.pages[role];
+        const auto tensor_of = static_cast<tensor>(role);
+        const float_type window = cache_->table(tensor::key).window_type();
+        const int dim = cache_->shape().dim(tensor_of), heads = cache_->shape().kv_heads;
+        if (!needs_copy(s, role, tokens, cache_->geometry())) {
+            now.not_finite = held_not_finite(window, now, tensor_of, dim, heads, s.tokens);
+            continue;
+        }
+        larger_pages[role] = window_page(role, cache_->geometry().window_tokens(tokens, s.room));
+        copy_tokens(window, now, *larger_pages[role], tensor_of, dim, heads, s.tokens);
+    }
+    last_before_ = s;
+    for (int role = 0; role < 2; ++role)
+        if (larger_pages[role]) s.pages[role] = std::move(larger_pages[role]);
+    s.tokens = tokens;
+    track_->tokens = s.end();
+}
+
+KVQ_FUNC void chunk::stage_span() {
+    page_table& track = *track_;
+    const page_geometry g = cache_->geometry();
+    page_span s = track.next_span(after_, g);
+    const bool passes =
+        when_ == chunk_pages::at_once && page_table::passes(s, after_, g, cache_->options().rollback);
+    for (int role = 0; role < 2; ++role) {
+        if (!passes || track.targets[role] == 0)
+            s.pages[role] = window_page(role, g.window_tokens(s.tokens, s.room));
+        else if (!temporary_[role])
+            temporary_[role] = window_page(role, s.room);
+    }
+    track.tokens = s.end();
+    track.spans.push_back(std::move(s));
+}
+
+KVQ_FUNC void chunk::stage_commit(int i) {
+    const page_span& s = (*track_)[i];
+    for (int role = 0; role < 2; ++role) {
+        const int target = s.sinks ? 0 : track_->targets[role];
+        quantized_.emplace_back();
+        shorter_.emplace_back();
+        page_ref shorter;
+        if (s.pages[role] && s.pages[role]->tokens != s.room)
+            shorter = shorter_page(*cache_, *s.pages[role], role, s.room, stock_);
+        if (target == 0) {
+            quantized_.back() = std::move(shorter);
+            continue;
+        }
+        shorter_.back() = std::move(shorter);
+        quantized_.back() = new_page(*cache_, role, target, s.room, stock_);
+        jobs_ += s.pages[role] ? cache_->shape().kv_heads : 0;
+    }
+}
+
+}}}

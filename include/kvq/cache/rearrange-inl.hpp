@@ -1,0 +1,171 @@
+// Definitions of rearrange.hpp.
+#pragma once
+
+#include "../core/error.hpp"
+#include "chunk.hpp"
+#include "convert.hpp"
+#include "rearrange.hpp"
+#include "repack.hpp"
+#include "sequence_access.hpp"
+#include "window.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+/// The new spans of one layer.
+class rearranged_track {
+public:
+    rearranged_track(kvq::cache& of, const page_table& before, int layer)
+        : cache_(of), layer_(layer), track_(of.pool().memory(), before.targets[0], before.targets[1]) {
+        track_.repacked = before.repacked;
+    }
+
+    /// Appends tokens [first, last) of `from`, moved by `by`.
+    void take(const page_table& from, int first, int last, std::int64_t by) {
+        for (const page_span& s : from.spans)
+            expect(s.first_token >= last || s.end() <= first ||
+                       (s.shift <= farthest_shift - by && s.shift >= -farthest_shift - by),
+                   "keys cannot move from ", s.shift, " by ", by, " positions");
+        const page_table::cut_window cut = track_.take(from, first, last, by, cache_.geometry());
+        if (cut.span >= 0) copy_tokens_behind(track_[cut.span], cut.skip);
+    }
+
+    /// Commits all spans, also those within the recent window. scratch: as for quantize().
+    void commit_all(float* scratch) {
+        pack(false);
+        track_.close_last();
+        commit(track_.size(), scratch);
+    }
+
+    page_table finish(float* scratch) {
+        const page_geometry g = cache_.geometry();
+        pack(false);
+        commit(track_.due(track_.tokens, g), scratch);
+        track_.uncommit(g);
+        pack(true);
+        track_.copies_from = track_.committed;
+        return std::move(track_);
+    }
+
+private:
+    void pack(bool committed) { repacker(cache_, track_, layer_).run(committed); }
+
+    /// Commits the spans before `end`.
+    void commit(int end, float* scratch) {
+        for (int& i = track_.committed; i < end; ++i) {
+            page_span& s = track_[i];
+            for (int role = 0; role < 2; ++role) {
+                const auto tensor_of = static_cast<tensor>(role);
+                const int target = s.sinks ? 0 : track_.targets[role];
+                if (s.pages[role]->tokens != s.room)
+                    s.pages[role] = shorter_page(cache_, *s.pages[role], role, s.room);
+                if (target == 0) continue;
+                page_ref p =
+                    cache_.pool().allocate(cache_.page_bytes(tensor_of, target, s.room), target, s.room);
+                convert_page(cache_.table(tensor_of), cache_.shape(), layer_, *s.pages[role], *p, scratch);
+                s.pages[role] = std::move(p);
+            }
+        }
+    }
+
+    /// The pages of a 16-bit span without their first tokens.
+    void copy_tokens_behind(page_span& s, int skip) {
+        for (int role = 0; role < 2; ++role) {
+            const auto tensor_of = static_cast<tensor>(role);
+            const page_ref from = s.pages[role];
+            const page_geometry g = cache_.geometry();
+            s.pages[role] = new_window_page(cache_, role, g.window_tokens(s.tokens, g.capacity(s.sinks)));
+            move_tokens(cache_.table(tensor::key).window_type(), *from, skip, *s.pages[role], 0, tensor_of,
+                        cache_.shape().dim(tensor_of), cache_.shape().kv_heads, s.tokens);
+        }
+    }
+
+    kvq::cache& cache_;
+    int layer_;
+    page_table track_;
+};
+
+/// Gives every layer the spans that `build(new spans, old spans)` makes, or leaves all as it is.
+template <class Build>
+void rearrange(sequence& s, float* scratch, Build&& build) {
+    kvq::cache& of = sequence_access::cache(s);
+    auto& tracks = sequence_access::tracks(s);
+    resource_vector<page_table> fresh(of.pool().memory());
+    fresh.reserve(tracks.size());
+    for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
+        rearranged_track track(of, tracks[layer], static_cast<int>(layer));
+        build(track, std::as_const(tracks[layer]));
+        fresh.push_back(track.finish(scratch));
+    }
+    tracks.swap(fresh);
+}
+
+/// Raises kvq::error if keys would move by `by` positions in a cache without cache_options::rotary.
+KVQ_FUNC void expect_rotary(const kvq::cache& of, std::int64_t by) {
+    constexpr std::int64_t farthest = std::int64_t{1} << 40;
+    expect(by >= -farthest && by <= farthest, "keys cannot move by ", by, " positions, the limit is ",
+           farthest);
+    expect(by == 0 || of.rotations().known(), "keys cannot move by ", by,
+           " positions: set cache_options::rotary to say how they are rotated");
+}
+
+}  // namespace detail
+
+KVQ_FUNC void sequence::erase(int first, int last) {
+    const int held = tokens();
+    detail::expect(first >= 0 && first <= last && last <= held, "cannot erase tokens ", first, " to ", last,
+                   ": the sequence holds ", held);
+    if (first == last) return;
+    if (last == held) return trim(first);
+    const std::int64_t by = std::int64_t{first} - last;
+    detail::expect_rotary(*cache_, by);
+    detail::rearrange(*this, scratch_.data(),
+                      [&](detail::rearranged_track& to, const detail::page_table& from) {
+                          to.take(from, 0, first, 0);
+                          to.take(from, last, held, by);
+                      });
+}
+
+KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
+    const int held = tokens();
+    detail::expect(first >= 0 && first <= last && last <= held, "cannot shift tokens ", first, " to ", last,
+                   ": the sequence holds ", held);
+    detail::expect_rotary(*cache_, by);
+    if (first == last || by == 0) return;
+    detail::rearrange(*this, scratch_.data(),
+                      [&](detail::rearranged_track& to, const detail::page_table& from) {
+                          to.take(from, 0, first, 0);
+                          to.take(from, first, last, by);
+                          to.take(from, last, held, 0);
+                      });
+}
+
+KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
+    const cache_shape &mine = shape(), &theirs = other.shape();
+    detail::expect(other.cache_ == cache_, "a sequence of another cache cannot be spliced: it has ",
+                   theirs.layers, " layers of ", theirs.kv_heads, " x ", theirs.head_dim, ", this one ",
+                   mine.layers, " of ", mine.kv_heads, " x ", mine.head_dim);
+    const int held = tokens(), theirs_held = other.tokens();
+    detail::expect(first >= 0 && first <= last && last <= theirs_held, "cannot splice tokens ", first, " to ",
+                   last, ": the other sequence holds ", theirs_held);
+    for (int layer = 0; layer < mine.layers; ++layer) {
+        detail::expect(tokens(layer) == held && other.tokens(layer) == theirs_held,
+                       "cannot splice in the middle of a step: layer ", layer, " holds ", tokens(layer),
+                       " and ", other.tokens(layer), " tokens, other layers ", held, " and ", theirs_held);
+        check_added(tracks_[static_cast<std::size_t>(layer)], last - first);
+    }
+    const std::int64_t by = std::int64_t{held} - first;
+    if (first == last) return;
+    detail::expect_rotary(*cache_, by);
+    auto& others = detail::sequence_access::tracks(other);
+    std::size_t layer = 0;
+    detail::rearrange(*this, scratch_.data(),
+                      [&](detail::rearranged_track& to, const detail::page_table& from) {
+                          to.take(from, 0, held, 0);
+                          to.commit_all(scratch_.data());
+                          to.take(others[layer++], first, last, by);
+                      });
+}
+
+}}  // namespace kvq

@@ -1,0 +1,460 @@
+// Definitions of sequence.hpp.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "../attention/attention_batch.hpp"
+#include "../core/error.hpp"
+#include "../core/float_environment.hpp"
+#include "draft.hpp"
+#include "repack.hpp"
+#include "sequence.hpp"
+#include "window.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+/// Request: attention_request or prefill_request.
+template <class Request>
+attention_items items_of(std::span<const Request> batch, int layer) {
+    return {batch.data(), layer, static_cast<int>(batch.size()), [](const void* requests, int of, int i) {
+                const Request& r = static_cast<const Request*>(requests)[i];
+                return attention_item{r.sequence->pages(of), r.q, r.out, r.mods ? &*r.mods : nullptr};
+            }};
+}
+
+}  // namespace detail
+
+KVQ_FUNC sequence::sequence(sequence&&) noexcept = default;
+KVQ_FUNC sequence::~sequence() = default;
+
+KVQ_FUNC sequence sequence::fork() const { return {*this, 0}; }
+
+KVQ_FUNC sequence& sequence::operator=(sequence&& other) noexcept {
+    // Assignment member by member would keep the memory resource of the former cache.
+    if (this != &other) {
+        std::destroy_at(this);
+        std::construct_at(this, std::move(other));
+    }
+    return *this;
+}
+
+KVQ_FUNC void sequence::prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
+                                const output_view& out) {
+    workspace space(memory());
+    prefill(layer, k, v, q, out, causal{}, serial_executor{}, space);
+}
+
+KVQ_FUNC void sequence::prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
+                                const output_view& out, const mods_view& mods, executor_view executor,
+                                workspace& space) {
+    const prefill_request one{this, k, v, q, out, {}};
+    cache_->prefill(layer, std::span(&one, 1), mods, executor, space);
+}
+
+KVQ_FUNC void sequence::append(int layer, const input_view& k, const input_view& v) {
+    check_chunk(layer, k, v);
+    if (k.tokens == 0) return;
+    detail::chunk added = new_chunk(layer, k.tokens, detail::chunk_pages::at_once);
+    added.stage();
+    added.write(k, v, scratch_.data());
+    for (int i = 0; i < added.jobs(); ++i) added.quantize(i, scratch_.data());
+    added.commit();
+}
+
+KVQ_FUNC void sequence::append_draft(int layer, const input_view& k, const input_view& v) {
+    check_rows(layer, k, v);
+    detail::page_table& track = tracks_[static_cast<std::size_t>(layer)];
+    detail::expect(k.tokens <= detail::most_drafted - track.draft, "a draft has at most ",
+                   detail::most_drafted, " tokens: layer ", layer, " holds ", track.draft,
+                   " and cannot take ", k.tokens, " more");
+    if (k.tokens > 0) detail::append_draft(*cache_, track, k, v);
+}
+
+KVQ_FUNC void sequence::keep(std::span<const int> path) {
+    int drafted = 0, fewest = detail::most_drafted;
+    for (const detail::page_table& track : tracks_) {
+        drafted = detail::larger(drafted, track.draft);
+        if (track.draft > 0) fewest = detail::smaller(fewest, track.draft);
+    }
+    const int most = drafted > 0 ? fewest : 0;
+    for (std::size_t i = 0; i < path.size(); ++i)
+        detail::expect(path[i] >= 0 && path[i] < most && (i == 0 || path[i] > path[i - 1]), "token ", path[i],
+                       " at place ", i, " of a path through a draft of ", most,
+                       " tokens: a path ascends from 0 on");
+    if (drafted == 0) return;
+    detail::kept_drafts kept(*cache_, tracks_);
+    kept.append(path, scratch_.data());
+    kept.commit();
+}
+
+KVQ_FUNC void sequence::attend(int layer, const query_view& q, const output_view& out) const {
+    workspace space(memory());
+    attend(layer, q, out, causal{}, serial_executor{}, space);
+}
+
+KVQ_FUNC void sequence::attend(int layer, const query_view& q, const output_view& out,
+                               const mods_view& mods) const {
+    workspace space(memory());
+    attend(layer, q, out, mods, serial_executor{}, space);
+}
+
+KVQ_FUNC void sequence::attend(int layer, const query_view& q, const output_view& out, const mods_view& mods,
+                               executor_view executor, workspace& space) const {
+    const attention_request one{this, q, out, {}};
+    cache_->attend(layer, std::span(&one, 1), mods, executor, space);
+}
+
+KVQ_FUNC void sequence::trim(int n) {
+    detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ", tokens());
+    for (const detail::page_table& track : tracks_)
+        detail::expect(n <= track.tokens - track.draft || n >= track.tokens || track.draft == 0,
+                       "cannot trim to ", n, " tokens: the draft of a layer is tokens ",
+                       track.tokens - track.draft, " to ", track.tokens, ", keep() a part of it");
+    for (std::size_t layer = 0; layer < tracks_.size(); ++layer) {
+        detail::page_table& track = tracks_[layer];
+        if (n < track.tokens) track.drop_draft();
+        if (track.trim(n, geometry())) detail::repacker(*cache_, track, static_cast<int>(layer)).run(true);
+    }
+}
+
+KVQ_FUNC std::size_t sequence::append_bytes(int n) const {
+    return added_bytes(n, detail::chunk_pages::at_once);
+}
+
+KVQ_FUNC std::size_t sequence::prefill_bytes(int n) const {
+    return added_bytes(n, detail::chunk_pages::after_attend);
+}
+
+KVQ_FUNC std::size_t sequence::draft_bytes(int n) const {
+    detail::expect(n >= 0 && n <= detail::most_drafted, "a draft has 0 to ", detail::most_drafted,
+                   " tokens, not ", n);
+    std::size_t most = 0;
+    for (int accepted = 1; accepted <= n; ++accepted) {
+        std::size_t kept = 0;  // of all layers at once
+        for (const detail::page_table& track : tracks_) {
+            check_added(track, n);
+            check_no_draft(track);
+            kept += detail::chunk::needs_of(*cache_, track, accepted, detail::chunk_pages::at_once).taken;
+        }
+        most = detail::larger(most, kept);
+    }
+    return most + detail::draft_pages_bytes(*cache_, n);
+}
+
+KVQ_FUNC void sequence::drop_copies() noexcept {
+    for (detail::page_table& track : tracks_) track.drop_all_copies();
+}
+
+KVQ_FUNC int sequence::tokens(int layer) const {
+    check_layer(layer);
+    return tracks_[static_cast<std::size_t>(layer)].tokens;
+}
+
+KVQ_FUNC int sequence::tokens() const noexcept {
+    int n = 0;
+    for (const detail::page_table& track : tracks_) n = detail::larger(n, track.tokens);
+    return n;
+}
+
+KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const output_view& out) const {
+    const int held = tokens(layer);
+    detail::expect(first >= 0 && out.tokens >= 0 && out.tokens <= held && first <= held - out.tokens,
+                   "cannot dequantize ", out.tokens, " tokens from ", first, " on of layer ", layer,
+                   ": it holds ", held);
+    detail::expect(out.heads == shape().kv_heads && out.dim == shape().dim(role), "out is ", out.heads, " x ",
+                   out.dim, " but blocks are ", shape().kv_heads, " x ", shape().dim(role));
+    detail::expect(out.data != nullptr || out.tokens == 0, "out has no data for ", out.tokens, " tokens");
+    const layer_pages all = pages(layer);
+    const int dim = shape().dim(role);
+    const auto longest = static_cast<std::size_t>(geometry().longest_page());
+    resource_vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
+    // Pages of which only a part is wanted, and keys that moved, are dequantized here first.
+    resource_vector<std::byte> some(memory());
+    const detail::rotation* const rotate = role == tensor::key ? cache_->rotations().at(layer) : nullptr;
+    const detail::default_arithmetic arithmetic;
+    for (int e = detail::larger(0, all.lower_bound(first + 1) - 1); e < all.entries(); ++e) {
+        const layer_pages::entry entry = all.at(e);
+        if (entry.first_token >= first + out.tokens) break;
+        const int from = detail::larger(first, entry.first_token);
+        const int to = detail::smaller(first + out.tokens, entry.first_token + entry.tokens);
+        if (from >= to) continue;
+        const page& p = role == tensor::key ? *entry.keys : *entry.values;
+        const block_shape block{role, p.tokens, dim};
+        const format& f = cache_->table(role)[p.format];
+        const std::size_t bytes = f.block_bytes(block);
+        const bool moved = rotate && entry.shift != 0, all_of_it = !moved && to - from == p.tokens;
+        const float_type type = moved ? float_type::fp32 : out.type;
+        const std::size_t row = static_cast<std::size_t>(dim) * size_of(type);
+        if (!all_of_it) some.resize(longest * row);
+        for (int h = 0; h < shape().kv_heads; ++h) {
+            f.functions().dequantize(f.scheme(), block, block_id{layer, h},
+                                     p.data() + bytes * static_cast<std::size_t>(h), type,
+                                     all_of_it ? out.at(from - first, h) : some.data(),
+                                     all_of_it ? out.token_stride() : dim, scratch.data());
+            if (all_of_it) continue;
+            for (int t = from; t < to; ++t) {
+                std::byte* const x =
+                    some.data() + row * static_cast<std::size_t>(entry.skip + t - entry.first_token);
+                if (!moved) {
+                    std::memcpy(out.at(t - first, h), x, row);
+                    continue;
+                }
+                auto* const values = reinterpret_cast<float*>(x);
+                (*rotate)(values, 1, dim, entry.shift);
+                out.store(t - first, h, values);
+            }
+        }
+    }
+}
+
+KVQ_FUNC usage_report sequence::usage() const {
+    usage_report u;
+    u.workspace = scratch_.capacity() * sizeof(float);
+    u.bookkeeping = tracks_.capacity() * sizeof(detail::page_table);
+    for (const detail::page_table& track : tracks_) {
+        u.tokens = detail::larger(u.tokens, track.tokens);
+        u.repacked += track.repacked;
+        u.bookkeeping += track.spans.capacity() * sizeof(page_span);
+        for (std::size_t role = 0; role < 2; ++role) {
+            track.for_each_page(role, [&](const page& p, int shown) { count_page(p, shown, u); });
+            track.for_each_copy(role, [&](const page& copy) {
+                u.rollback += copy.bytes;
+                u.bookkeeping += sizeof(page);
+            });
+        }
+        for (int i = track.committed; i < track.size(); ++i)  // a trim or an erase may have hidden tokens
+            for (const tensor role : {tensor::key, tensor::value}) {
+                const page& p = *track[i].pages[static_cast<std::size_t>(role)];
+                u.not_finite -= p.not_finite - detail::held_not_finite(cache_->table(role).window_type(), p,
+                                                                       role, shape().dim(role),
+                                                                       shape().kv_heads, track[i].tokens);
+            }
+    }
+    u.reserved = stock_.page_bytes() + stock_.list_bytes();
+    u.bytes = u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace + u.reserved;
+    return u;
+}
+
+KVQ_FUNC layer_pages sequence::pages(int layer) const {
+    check_layer(layer);
+    const detail::page_table& track = tracks_[static_cast<std::size_t>(layer)];
+    return {geometry(), track.tokens, track.spans.data(), track.size()};
+}
+
+KVQ_FUNC sequence::sequence(cache& of)
+    : cache_(&of), tracks_(memory()), scratch_(memory()), stock_(memory()) {
+    tracks_.reserve(static_cast<std::size_t>(shape().layers));
+    for (int i = 0; i < shape().layers; ++i)
+        tracks_.emplace_back(memory(), of.target_format(tensor::key, i), of.target_format(tensor::value, i));
+    reserve_scratch();
+}
+
+KVQ_FUNC sequence::sequence(const sequence& other, int)
+    : cache_(other.cache_), tracks_(memory()), scratch_(memory()), stock_(memory()) {
+    tracks_.reserve(other.tracks_.size());
+    for (const detail::page_table& track : other.tracks_) tracks_.emplace_back(track, memory());
+    reserve_scratch();
+}
+
+KVQ_FUNC void sequence::reserve_scratch() {
+    scratch_.resize(
+        static_cast<std::size_t>(page_tokens()) *
+        static_cast<std::size_t>(detail::larger(shape().dim(tensor::key), shape().dim(tensor::value))));
+}
+
+KVQ_FUNC void sequence::check_layer(int layer) const {
+    const auto layers = static_cast<int>(tracks_.size());  // none after a move
+    detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
+                   " layers of the cache");
+}
+
+KVQ_FUNC void sequence::check_added(const detail::page_table& track, int n) const {
+    detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
+                   "a sequence of ", track.tokens, " tokens cannot take ", n, " more");
+}
+
+KVQ_FUNC void sequence::check_no_draft(const detail::page_table& track) {
+    detail::expect(track.draft == 0, "a layer holds a draft of ", track.draft,
+                   " tokens: keep() a part of it first, or trim() to ", track.tokens - track.draft);
+}
+
+KVQ_FUNC void sequence::check_rows(int layer, const input_view& k, const input_view& v) const {
+    check_layer(layer);
+    check_input(k, "k", shape().dim(tensor::key));
+    check_input(v, "v", shape().dim(tensor::value));
+    detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
+    check_added(tracks_[static_cast<std::size_t>(layer)], k.tokens);
+}
+
+KVQ_FUNC void sequence::check_chunk(int layer, const input_view& k, const input_view& v) const {
+    check_rows(layer, k, v);
+    check_no_draft(tracks_[static_cast<std::size_t>(layer)]);
+}
+
+KVQ_FUNC void sequence::check_input(const input_view& x, const char* name, int dim) const {
+    detail::expect(x.tokens >= 0, name, " has ", x.tokens, " tokens");
+    detail::expect(x.heads == shape().kv_heads && x.dim == dim, name, " is ", x.heads, " heads x ", x.dim,
+                   " channels but the cache holds ", shape().kv_heads, " x ", dim);
+    detail::expect(x.data != nullptr || x.tokens == 0, name, " has no data for ", x.tokens, " tokens");
+}
+
+KVQ_FUNC detail::chunk sequence::new_chunk(int layer, int n, detail::chunk_pages when) noexcept {
+    return {*cache_, tracks_[static_cast<std::size_t>(layer)], layer, n, when, &stock_};
+}
+
+KVQ_FUNC std::size_t sequence::added_bytes(int n, detail::chunk_pages when) const {
+    std::size_t held = 0, most = 0;
+    for (const detail::page_table& track : tracks_) {
+        check_added(track, n);
+        check_no_draft(track);
+        if (n == 0) continue;
+        const auto needs = detail::chunk::needs_of(*cache_, track, n, when);
+        most = detail::larger(most, held + needs.taken);
+        held += needs.taken - needs.returned;
+    }
+    return most;
+}
+
+KVQ_FUNC void sequence::count_page(const page& p, int used, usage_report& u) const {
+    u.bookkeeping += sizeof(page);
+    u.not_finite += p.not_finite;
+    if (p.format == 0) {
+        u.window += p.bytes;
+        u.slack += p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(used);
+    } else {
+        u.quantized += p.bytes;
+    }
+}
+
+KVQ_FUNC sequence cache::new_sequence() { return sequence(*this); }
+
+KVQ_FUNC void cache::check_member(const sequence* s, std::size_t i) const {
+    detail::expect(s != nullptr && s->cache_ == this, "sequence ", i,
+                   " of the batch is not one of this cache");
+}
+
+KVQ_FUNC std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tokens, int threads,
+                                                const mods_view& mods) const {
+    detail::expect(
+        tokens >= 0 && tokens <= (std::numeric_limits<int>::max)() - options_.page_tokens && q_tokens >= 0 &&
+            (q_heads < 1 || q_tokens <= (std::numeric_limits<int>::max)() / q_heads),
+        "a workspace for ", q_tokens, " query tokens of ", q_heads, " heads over ", tokens, " tokens");
+    detail::expect(q_heads >= 1 && q_heads % shape_.kv_heads == 0, "a workspace for ", q_heads,
+                   " query heads, not a multiple of the ", shape_.kv_heads, " kv heads");
+    detail::expect(threads >= 1, "a workspace for ", threads, " threads");
+    layer_pages pages;
+    pages.geometry = geometry();
+    pages.tokens = tokens;
+    const token_view<float> rows(nullptr, q_tokens, q_heads, shape_.dim(tensor::key));
+    const detail::attention_item item{pages, rows, rows, nullptr};
+    const detail::attention_items items{&item, 0, 1, [](const void* of, int, int) {
+                                            return *static_cast<const detail::attention_item*>(of);
+                                        }};
+    return detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items, mods)
+        .bytes(threads);
+}
+
+KVQ_FUNC void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
+                                  executor_view executor, workspace& space) const {
+    long long rows = 0;
+    for (int i = 0; i < items.count; ++i) {
+        const query_view q = items(i).q;
+        rows += static_cast<long long>(q.tokens) * q.heads;
+    }
+    detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
+    if (rows == 0) return;
+    const int threads = executor.concurrency();
+    const detail::attention_batch all(keys_, values_, shape_, geometry(), rotations_, items, mods);
+    all.run(layer, executor, threads, space.reserve(all.bytes(threads)));
+}
+
+KVQ_FUNC void cache::attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
+                            executor_view executor, workspace& space) const {
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+        check_member(batch[i].sequence, i);
+        check_attention(layer, batch[i].sequence->tokens(layer), batch[i].q, batch[i].out,
+                        batch[i].mods ? *batch[i].mods : mods);
+    }
+    attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
+}
+
+KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
+                             executor_view executor, workspace& space) {
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+        const prefill_request& r = batch[i];
+        check_member(r.sequence, i);
+        for (std::size_t j = 0; j < i; ++j)
+            detail::expect(batch[j].sequence != r.sequence, "sequence ", i, " of the batch is sequence ", j,
+                           " again");
+        r.sequence->check_chunk(layer, r.k, r.v);
+        check_attention(layer, r.sequence->tokens(layer) + r.k.tokens, r.q, r.out, r.mods ? *r.mods : mods);
+    }
+    // Chunks that are not committed put the former state back.
+    struct staged_chunks {
+        std::span<const prefill_request> batch;
+        ~staged_chunks() {
+            for (const prefill_request& r : batch) r.sequence->staged_.reset();
+        }
+    } const undo{batch};
+    int jobs = 0;
+    long long tokens = 0;
+    for (const prefill_request& r : batch) {
+        tokens += r.k.tokens;
+        if (r.k.tokens == 0) continue;
+        detail::chunk& chunk = r.sequence->staged_.emplace(
+            r.sequence->new_chunk(layer, r.k.tokens, detail::chunk_pages::after_attend));
+        chunk.stage();
+        jobs += chunk.jobs();
+    }
+    const int heads = shape_.kv_heads;
+    detail::expect(batch.size() <= static_cast<std::size_t>((std::numeric_limits<int>::max)() / (2 * heads)),
+                   "a batch of ", batch.size(), " sequences with ", heads, " kv heads");
+    const int writes = static_cast<int>(batch.size()) * 2 * heads;
+    const auto write = [&](int i) {
+        const prefill_request& r = batch[static_cast<std::size_t>(i / (2 * heads))];
+        const tensor role = i % (2 * heads) < heads ? tensor::key : tensor::value;
+        if (r.k.tokens > 0) r.sequence->staged_->write_head(role, role == tensor::key ? r.k : r.v, i % heads);
+    };
+    // Few tokens are written sooner than threads are called.
+    if (tokens < 64)
+        serial_executor{}.parallel_for(writes, write);
+    else
+        executor.parallel_for(writes, write);
+    for (const prefill_request& r : batch)
+        if (r.sequence->staged_) r.sequence->staged_->move_keys(r.sequence->scratch_.data());
+    attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
+    const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));
+    std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch_bytes());
+    std::atomic<int> next{0};
+    const auto quantize = [&](int worker) {
+        auto* const floats =
+            reinterpret_cast<float*>(memory + static_cast<std::size_t>(worker) * scratch_bytes());
+        for (int job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
+            int first = 0;
+            for (const prefill_request& r : batch) {
+                if (!r.sequence->staged_) continue;
+                const int own = r.sequence->staged_->jobs();
+                if (job < first + own) {
+                    r.sequence->staged_->quantize(job - first, floats);
+                    break;
+                }
+                first += own;
+            }
+        }
+    };
+    if (workers == 1)
+        quantize(0);
+    else
+        executor.parallel_for(workers, quantize);
+    for (const prefill_request& r : batch)
+        if (r.sequence->staged_) r.sequence->staged_->commit();
+}
+
+}}

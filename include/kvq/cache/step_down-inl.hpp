@@ -1,0 +1,107 @@
+// Definitions of step_down.hpp.
+#pragma once
+
+#include "../core/bits.hpp"
+#include "../core/error.hpp"
+#include "requantizer.hpp"
+#include "sequence_access.hpp"
+#include "step_down.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+class stepper {
+public:
+    stepper(cache& of, std::span<sequence* const> sequences, const step_down_policy& policy)
+        : cache_(of),
+          sequences_(sequences.begin(), sequences.end()),
+          policy_(policy),
+          space_(of.pool().memory()) {
+        for (std::size_t i = 0; i < sequences.size(); ++i)
+            expect(sequences[i] != nullptr, "sequence ", i, " of those to step down is null");
+        expect_distinct(sequences);
+        check_policy(of, policy);
+        report_.bytes_before = report_.bytes_after = report_.bytes_peak = of.pool().bytes_in_use();
+    }
+
+    step_down_report run(executor_view ex) {
+        if (!policy_.tiers.empty() && !sequences_.empty()) {
+            const auto down = [&](std::size_t tier, const change_range& range) {
+                return lower(tier, range, ex);
+            };
+            std::vector<int> ages, lengths;
+            std::vector<const page_table*> tables;
+            for (const tier& t : policy_.tiers) ages.push_back(t.age);
+            for (const sequence* s : sequences_) {
+                lengths.push_back(s->tokens());
+                for (const page_table& table : sequence_access::tracks(*s)) tables.push_back(&table);
+            }
+            step_down_by_age(ages, lengths, down);
+            step_down_by_budget(ages.size(), tables, report_.bytes_after, policy_.byte_budget, down);
+        }
+        report_.fits = report_.bytes_after <= policy_.byte_budget;
+        return std::move(report_);
+    }
+
+private:
+    /// Pages of a range to tier `index`. Returns the bytes in the pool.
+    std::size_t lower(std::size_t index, const change_range& range, executor_view ex) {
+        requantize_request request;
+        request.key = policy_.tiers[index].format.key;
+        request.value = policy_.tiers[index].format.value;
+        request.first_layer = policy_.first_layers_kept;
+        request.last_layer = cache_.shape().layers - policy_.last_layers_kept;
+        request.first_token = range.first_token;
+        request.last_token = range.last_token;
+        request.only_smaller = true;
+        const requantize_report r =
+            requantizer(cache_, std::span<sequence* const>(sequences_), request, range)
+                .run({}, ex.concurrency(), &ex, &space_);
+        report_.bytes_peak = larger(report_.bytes_peak, r.bytes_peak);
+        report_.bytes_after = r.bytes_after;
+        if (r.pages > 0)
+            report_.steps.push_back(
+                {static_cast<int>(index), range.first_token, range.last_token, r.pages, r.bytes_after});
+        return r.bytes_after;
+    }
+
+    cache& cache_;
+    std::vector<sequence*> sequences_;
+    const step_down_policy& policy_;
+    workspace space_;
+    step_down_report report_;
+};
+
+KVQ_FUNC void check_policy(const cache& of, const step_down_policy& policy) {
+    const int layers = of.shape().layers, key_formats = of.table(tensor::key).listed(),
+              value_formats = of.table(tensor::value).listed();
+    expect(policy.first_layers_kept >= 0 && policy.last_layers_kept >= 0 &&
+               policy.first_layers_kept <= layers &&
+               policy.last_layers_kept <= layers - policy.first_layers_kept,
+           "cannot keep ", policy.first_layers_kept, " first and ", policy.last_layers_kept, " last of ",
+           layers, " layers");
+    for (std::size_t i = 0; i < policy.tiers.size(); ++i) {
+        const layer_format& f = policy.tiers[i].format;
+        expect(f.key >= 0 && f.key < key_formats && f.value >= 0 && f.value < value_formats, "tier ", i,
+               " has formats ", f.key, " and ", f.value, ", not among the ", key_formats, " and ",
+               value_formats, " listed ones");
+        const int before = i == 0 ? 0 : policy.tiers[i - 1].age;
+        expect(policy.tiers[i].age >= before, "tier ", i, " starts at age ", policy.tiers[i].age, ", before ",
+               before);
+    }
+}
+
+}
+
+KVQ_FUNC step_down_report step_down(cache& of, std::span<sequence* const> sequences,
+                                    const step_down_policy& policy, executor_view executor) {
+    return detail::stepper(of, sequences, policy).run(executor);
+}
+
+KVQ_FUNC step_down_report step_down(cache& of, sequence& s, const step_down_policy& policy) {
+    sequence* const one = &s;
+    return step_down(of, std::span<sequence* const>(&one, 1), policy);
+}
+
+}}

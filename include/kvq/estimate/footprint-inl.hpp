@@ -1,0 +1,161 @@
+// Definitions of footprint.hpp.
+#pragma once
+
+#include <limits>
+#include <numeric>
+
+#include "../cache/chunk.hpp"
+#include "../core/error.hpp"
+#include "footprint.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+/// Number of committed pages whose age in a layer of n tokens is at least `age`.
+KVQ_FUNC int pages_of_age(const page_geometry& g, int age, int n) noexcept {
+    return smaller(g.committed(n), larger(0, n - age - g.sinks) / g.page_tokens);
+}
+
+/// Adds n pages of so many bytes; the largest std::size_t where the sum does not fit.
+KVQ_FUNC void add_bytes(std::size_t& sum, int n, std::size_t bytes) noexcept {
+    sum = bounded_sum(sum, bounded_product(static_cast<std::size_t>(n), bytes));
+}
+
+KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int chunk,
+                        const step_down_policy& policy, footprint_report& f) {
+    const page_geometry g = of.geometry();
+    const int target = of.target_format(role, layer);
+    const int pages = g.pages(tokens), committed = g.committed(tokens);
+    const auto bytes = [&](int format, int page_tokens) { return of.page_bytes(role, format, page_tokens); };
+    const std::size_t window_page = bytes(0, g.page_tokens);
+    // Youngest pages first: `format` is the format of a page after the tiers so far; a page only ever shrinks. Pages from `in_reach`
+    // on have 16-bit copies, if they were ever quantized: a trim within `rollback` may restore them.
+    const int in_reach = g.committed(tokens - of.options().rollback);
+    std::size_t copies = 0;
+    int format = target, left = committed;
+    const auto take = [&](int older) {
+        add_bytes(format == 0 ? f.window : f.quantized, left - older, bytes(format, g.page_tokens));
+        if (target != 0 || format != 0)
+            copies += static_cast<std::size_t>(larger(0, left - larger(older, in_reach)));
+        left = older;
+    };
+    if (layer >= policy.first_layers_kept && layer < of.shape().layers - policy.last_layers_kept)
+        for (const tier& t : policy.tiers) {
+            const int own = of.table(role).index_of(role == tensor::key ? t.format.key : t.format.value);
+            if (bytes(own, g.page_tokens) >= bytes(format, g.page_tokens)) continue;
+            take(pages_of_age(g, t.age, tokens));
+            format = own;
+        }
+    take(0);
+    if (pages > committed) {
+        const int first = g.first_token(pages - 1);
+        add_bytes(f.window, pages - committed - 1, window_page);
+        add_bytes(f.window, 1, bytes(0, g.window_tokens(tokens - first, g.page_tokens)));
+    }
+    if (g.sinks > 0 && tokens > 0)
+        add_bytes(f.window, 1, bytes(0, g.window_tokens(smaller(tokens, g.sinks), g.sinks)));
+    f.rollback = bounded_sum(f.rollback, bounded_product(copies, window_page));
+    f.bookkeeping =
+        bounded_sum(f.bookkeeping, (static_cast<std::size_t>(g.spans(tokens)) + copies) * sizeof(page));
+    // Window pages that a call frees only after it has all its new pages: recent pages that it quantizes, copies that `rollback` no
+    // longer covers, one page that was begun, and one that serves as scratch or, in a chunk of prefill(), the pages of the chunk.
+    // Without pages to quantize: only the page that was begun, if it was shared or is enlarged.
+    const int reach = of.options().rollback == 0 ? 0 : ceil_div(of.options().rollback, g.page_tokens);
+    // Never more than the pages there are: a chunk may be any number.
+    const int chunk_pages = ceil_div(smaller(larger(0, chunk), tokens), g.page_tokens) + 1;
+    const auto held = static_cast<std::size_t>(
+        committed == 0 || target == 0
+            ? 1
+            : smaller(ceil_div(g.recent, g.page_tokens) + 2 + reach + chunk_pages, pages + 1));
+    f.transient = larger(f.transient, bounded_product(held, page_pool::allocation(window_page)));
+}
+
+}
+
+KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, const attention_use& use,
+                                    const step_down_policy& policy) {
+    detail::check_policy(of, policy);
+    detail::expect(tokens >= 0, "a footprint needs at least 0 tokens, got ", tokens);
+    detail::expect(tokens <= (std::numeric_limits<int>::max)() - of.options().page_tokens, "a footprint of ",
+                   tokens, " tokens: no sequence takes that many");
+    detail::expect(use.chunk >= 0, "a chunk of ", use.chunk, " tokens");
+    detail::expect(sequences >= 0, "a footprint needs at least 0 sequences, got ", sequences);
+    const cache_shape& shape = of.shape();
+    footprint_report f;
+    for (int layer = 0; layer < shape.layers; ++layer) {
+        detail::add_layer(of, tensor::key, layer, tokens, use.chunk, policy, f);
+        detail::add_layer(of, tensor::value, layer, tokens, use.chunk, policy, f);
+    }
+    const std::size_t headers = f.bookkeeping;
+    // The capacity of the table of spans, and the lists of a chunk.
+    const auto spans = static_cast<std::size_t>(of.geometry().spans(tokens));
+    const std::size_t table = detail::table_capacity(spans) * sizeof(page_span);
+    // Far above any address space, and sums of a few such numbers do not overflow.
+    constexpr std::size_t most = std::size_t{1} << 60;
+    detail::expect(f.transient <= most / 4, "a footprint of ", tokens, " tokens is larger than memory");
+    f.transient = 2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
+    f.bookkeeping = detail::bounded_sum(
+        f.bookkeeping,
+        detail::bounded_product(static_cast<std::size_t>(shape.layers), sizeof(detail::page_table) + table));
+    f.workspace = static_cast<std::size_t>(of.options().page_tokens) *
+                  static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
+                  sizeof(float);
+    for (std::size_t* part : {&f.quantized, &f.window, &f.rollback, &f.bookkeeping, &f.workspace}) {
+        detail::expect(
+            *part <= most && (sequences == 0 || *part <= most / static_cast<std::size_t>(sequences)),
+            "a footprint of ", sequences, " sequences with ", *part, " bytes each is too large");
+        *part *= static_cast<std::size_t>(sequences);
+    }
+    if (use.q_heads > 0)
+        f.attention = of.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads,
+                                             use.mods ? *use.mods : mods_view(causal{}));
+    if (of.options().preallocate) {
+        const std::size_t used =
+            f.quantized + f.window + f.rollback + headers * static_cast<std::size_t>(sequences);
+        f.unused = of.options().byte_budget - detail::smaller(used, of.options().byte_budget);
+    }
+    f.total = f.quantized + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention + f.unused;
+    return f;
+}
+
+KVQ_FUNC int longest_context(const cache& of, std::size_t budget, int sequences, const attention_use& use,
+                             const step_down_policy& policy) {
+    const page_geometry g = of.geometry();
+    const int rollback = of.options().rollback;
+    // 16-bit pages grow in steps of positions: after so many tokens, pages lie alike among these steps again.
+    const long long period = std::lcm(static_cast<long long>(g.page_tokens), page_geometry::window_step);
+    const auto fits = [&](int n) {
+        // Bytes fall when a page is quantized or steps down and when its 16-bit copy is freed. So the lengths just before such a fall
+        // have the peaks; the lengths of the last period are enough.
+        const auto falls = [&](int m) {
+            bool steps = g.committed(m + 1) > g.committed(m) ||
+                         g.committed(m + 1 - rollback) > g.committed(m - rollback);
+            for (const tier& t : policy.tiers)
+                steps = steps || detail::pages_of_age(g, t.age, m + 1) > detail::pages_of_age(g, t.age, m);
+            return steps;
+        };
+        const auto holds = [&](int m) {
+            const footprint_report f = footprint(of, m, sequences, use, policy);
+            const std::size_t more = m > 0 ? f.transient : 0;
+            if (of.options().preallocate) return f.total <= budget && more <= f.unused;
+            return f.total + more <= budget;
+        };
+        for (int m = static_cast<int>(detail::larger(0LL, n - period)); m <= n; ++m)
+            if ((m == n || falls(m)) && !holds(m)) return false;
+        return true;
+    };
+    if (!fits(0)) return -1;
+    int low = 0, high = 1;
+    while (high < (1 << 29) && fits(high)) {
+        low = high;
+        high *= 2;
+    }
+    while (high - low > 1) {
+        const int middle = low + (high - low) / 2;
+        (fits(middle) ? low : high) = middle;
+    }
+    return low;
+}
+
+}}

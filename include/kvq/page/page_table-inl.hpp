@@ -1,0 +1,292 @@
+// Definitions of page_table.hpp.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "page_table.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
+
+KVQ_FUNC page_table::page_table(std::pmr::memory_resource* memory, int key_target, int value_target)
+    : targets{key_target, value_target}, spans(memory) {}
+
+KVQ_FUNC page_table::page_table(const page_table& other, std::pmr::memory_resource* memory)
+    : tokens(other.tokens),
+      committed(other.committed),
+      copies_from(other.copies_from),
+      targets{other.targets[0], other.targets[1]},
+      rearranged(other.rearranged),
+      repacked(other.repacked),
+      spans(memory),
+      draft(other.draft),
+      table_before(draft == 0 ? 0 : table_capacity(other.spans.size() - 1)) {
+    spans.reserve(table_capacity(other.spans.size()));
+    spans.assign(other.spans.begin(), other.spans.end());
+}
+
+KVQ_FUNC std::int64_t page_table::commit_at(const page_span& s, const page_geometry& g) noexcept {
+    const int closed = s.room < g.capacity(s.sinks) ? 1 : 0;
+    return std::int64_t{s.first_token} + s.room - s.skip + larger(g.recent, closed);
+}
+
+KVQ_FUNC bool page_table::is_due(const page_span& s, int n, const page_geometry& g) noexcept {
+    return s.full() && ((s.sinks && s.room == g.sinks) || commit_at(s, g) <= n);
+}
+
+KVQ_FUNC bool page_table::keeps_copies(const page_span& s, int n, const page_geometry& g,
+                                       int rollback) noexcept {
+    return commit_at(s, g) > n - rollback;
+}
+
+KVQ_FUNC bool page_table::passes(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
+    return s.full() && !s.sinks && commit_at(s, g) <= n && !keeps_copies(s, n, g, rollback);
+}
+
+KVQ_FUNC int page_table::size_after(int added, const page_geometry& g) const noexcept {
+    int spans_after = size();
+    if (has_open_span()) added -= smaller(added, spans.back().room - spans.back().tokens);
+    if (added > 0 && begins_with_sinks(g)) {
+        added -= smaller(added, g.sinks);
+        ++spans_after;
+    }
+    return spans_after + ceil_div(added, g.page_tokens);
+}
+
+KVQ_FUNC page_span page_table::next_span(int n, const page_geometry& g) const noexcept {
+    const bool of_sinks = begins_with_sinks(g);
+    const int room = g.capacity(of_sinks);
+    return {tokens, smaller(room, n - tokens), room, {}, {}, 0, of_sinks};
+}
+
+KVQ_FUNC int page_table::due(int n, const page_geometry& g) const noexcept {
+    int i = committed;
+    while (i < size() && is_due((*this)[i], n, g)) ++i;
+    return i;
+}
+
+KVQ_FUNC page_ref page_table::commit_page(int i, std::size_t piece, page_ref quantized, int n,
+                                          const page_geometry& g, int rollback) noexcept {
+    page_span& s = (*this)[i];
+    page_ref before = std::exchange(s.pages[piece], std::move(quantized));
+    if (!before || !keeps_copies(s, n, g, rollback)) return before;
+    s.copies[piece] = std::move(before);
+    return {};
+}
+
+KVQ_FUNC void page_table::drop_draft() noexcept {
+    if (draft == 0) return;
+    spans.pop_back();
+    tokens -= std::exchange(draft, 0);
+}
+
+KVQ_FUNC bool page_table::is_possible(const page_span& s, bool is_committed, bool last,
+                                      const page_geometry& g) noexcept {
+    const int capacity = g.capacity(s.sinks);
+    return s.tokens >= 1 && s.skip >= 0 && s.room >= 1 && s.room <= capacity && s.skip < s.room &&
+           s.tokens <= s.room - s.skip &&
+           (is_committed || (s.skip == 0 && (last ? s.room == capacity : s.full())));
+}
+
+KVQ_FUNC bool page_table::may_have_memory(const page_span& s, bool is_committed, int memory,
+                                          const page_geometry& g) noexcept {
+    return memory >= (is_committed ? s.room : s.tokens) && memory <= g.capacity(s.sinks);
+}
+
+KVQ_FUNC bool page_table::may_have_copies(const page_span& s, int n, const page_geometry& g,
+                                          int rollback) noexcept {
+    return !s.sinks && s.skip == 0 && s.full() && keeps_copies(s, n, g, rollback);
+}
+
+KVQ_FUNC void page_table::drop_copies(const page_geometry& g, int rollback, int added) noexcept {
+    for (int i = copies_from; i < committed; ++i)
+        if (!keeps_copies((*this)[i], tokens + added, g, rollback))
+            for (page_ref& copy : (*this)[i].copies) copy = page_ref{};
+    while (copies_from < committed && !(*this)[copies_from].copies[0] && !(*this)[copies_from].copies[1])
+        ++copies_from;
+}
+
+KVQ_FUNC bool page_table::keeps_page(int i, std::size_t piece, const page_geometry& g,
+                                     int rollback) const noexcept {
+    const page_span& s = (*this)[i];
+    return s.pages[piece]->format == 0 && s.skip == 0 && is_due(s, tokens, g) && !s.copies[piece] &&
+           keeps_copies(s, tokens, g, rollback);
+}
+
+KVQ_FUNC void page_table::change_page(int i, std::size_t piece, page_ref fresh, const page_geometry& g,
+                                      int rollback) noexcept {
+    page_span& s = (*this)[i];
+    if (keeps_page(i, piece, g, rollback)) {
+        s.copies[piece] = std::move(s.pages[piece]);
+        copies_from = smaller(copies_from, i);
+    }
+    s.pages[piece] = std::move(fresh);
+}
+
+KVQ_FUNC void page_table::drop_all_copies() noexcept {
+    for (; copies_from < committed; ++copies_from)
+        for (page_ref& copy : (*this)[copies_from].copies) copy = page_ref{};
+}
+
+KVQ_FUNC page_table::rest page_table::after_trim(int n, const page_geometry& g) const noexcept {
+    int left = size();
+    while (left > 0 && (*this)[left - 1].first_token >= n) --left;
+    return {left, still_committed(left, n, g)};
+}
+
+KVQ_FUNC bool page_table::trim(int n, const page_geometry& g) noexcept {
+    if (n >= tokens) return false;
+    const rest left = after_trim(n, g);
+    const page* const removed = left.spans < size() ? (*this)[left.spans].pages[0].get() : nullptr;
+    spans.erase(spans.begin() + left.spans, spans.end());  // `removed` is only compared from here on
+    const bool within = size() > 0 && (spans.back().end() > n || spans.back().pages[0].get() == removed);
+    if (size() > 0) spans.back().tokens = smaller(spans.back().tokens, n - spans.back().first_token);
+    tokens = n;
+    committed = smaller(committed, size());
+    restore(left.committed, g);
+    // A page that shows a part of its tokens needs no copy: restoring it would bring back the tokens behind them.
+    if (committed > 0 && !(*this)[committed - 1].full())
+        for (page_ref& copy : (*this)[committed - 1].copies) copy = page_ref{};
+    copies_from = smaller(copies_from, committed);
+    return within && committed == size();
+}
+
+KVQ_FUNC page_table::cut_window page_table::take(const page_table& from, int first, int last, std::int64_t by,
+                                                 const page_geometry& g) {
+    cut_window cut;
+    rearranged = true;
+    for (int i = 0; i < from.size(); ++i) {
+        const int begin = larger(first, from[i].first_token), end = smaller(last, from[i].end());
+        if (begin >= end) continue;
+        const bool is_committed = i < from.committed;
+        page_span s = from[i];
+        const int before = begin - s.first_token;
+        s.first_token = tokens;
+        s.tokens = end - begin;
+        s.shift += by;
+        s.copies = {};
+        if (is_committed)
+            s.skip += before;
+        else
+            s.room = g.capacity(s.sinks);
+        if (!is_committed && before > 0) cut = {size(), before};
+        add(std::move(s), is_committed);
+    }
+    return cut;
+}
+
+KVQ_FUNC void page_table::close_last() noexcept {
+    if (size() > committed) spans.back().room = spans.back().skip + spans.back().tokens;
+}
+
+KVQ_FUNC void page_table::join_spans(int first, int last, page_span s) noexcept {
+    if (first < committed) {
+        committed -= last - first - 1;
+        copies_from = smaller(copies_from, first);
+        const bool quantized = std::any_of(s.pages.begin(), s.pages.end(),
+                                           [](const page_ref& p) { return p && p->format != 0; });
+        if (quantized) repacked += static_cast<std::size_t>(s.tokens);
+    }
+    (*this)[first] = std::move(s);
+    spans.erase(spans.begin() + first + 1, spans.begin() + last);
+}
+
+KVQ_FUNC void page_table::find_rearranged() {
+    std::vector<const page*> held;
+    rearranged = false;
+    for (const page_span& s : spans) {
+        rearranged = rearranged || s.skip > 0 || s.shift != 0;
+        for (const auto* list : {&s.pages, &s.copies})
+            for (const page_ref& p : *list)
+                if (p) held.push_back(p.get());
+    }
+    std::sort(held.begin(), held.end());
+    rearranged = rearranged || std::adjacent_find(held.begin(), held.end()) != held.end();
+}
+
+KVQ_FUNC void page_table::join_pages() {
+    find_rearranged();
+    if (!rearranged) return;
+    std::vector<page_ref*> held;
+    for (std::size_t role = 0; role < 2; ++role) {
+        held.clear();
+        for (int i = 0; i < committed; ++i) held.push_back(&(*this)[i].pages[role]);
+        const auto compare = [](const page& a, const page& b) {
+            if (a.format != b.format) return a.format < b.format ? -1 : 1;
+            if (a.bytes != b.bytes) return a.bytes < b.bytes ? -1 : 1;
+            return std::memcmp(a.data(), b.data(), a.bytes);
+        };
+        std::sort(held.begin(), held.end(),
+                  [&](const page_ref* a, const page_ref* b) { return compare(**a, **b) < 0; });
+        for (std::size_t i = 1; i < held.size(); ++i)
+            if (compare(**held[i - 1], **held[i]) == 0) *held[i] = *held[i - 1];
+    }
+}
+
+KVQ_FUNC void page_table::add(page_span s, bool is_committed) {
+    if (is_committed && size() > 0 && size() == committed) {
+        page_span& last = spans.back();
+        if (last.pages[0].get() == s.pages[0].get() && last.pages[1].get() == s.pages[1].get() &&
+            last.shift == s.shift && last.skip + last.tokens == s.skip) {
+            last.tokens += s.tokens;
+            tokens = last.end();
+            return;
+        }
+    }
+    close_last();
+    spans.reserve(table_capacity(spans.size() + 1));
+    tokens = s.end();
+    committed += is_committed;
+    spans.push_back(std::move(s));
+}
+
+KVQ_FUNC int page_table::still_committed(int left, int n, const page_geometry& g) const noexcept {
+    int i = smaller(committed, left);
+    for (; i > 0; --i) {
+        const page_span& s = (*this)[i - 1];
+        const bool whole = s.end() <= n;
+        if (whole && is_due(s, n, g)) break;
+        // Only the last span may be filled.
+        const bool filled = (whole && s.full()) || i == left;
+        if (!filled || s.skip > 0 || !s.has_window_page(0) || !s.has_window_page(1)) break;
+    }
+    return i;
+}
+
+KVQ_FUNC void page_table::restore(int first, const page_geometry& g) noexcept {
+    for (; committed > first; --committed) {
+        page_span& s = (*this)[committed - 1];
+        for (std::size_t piece = 0; piece < s.pages.size(); ++piece)
+            if (s.copies[piece]) s.pages[piece] = std::move(s.copies[piece]);
+    }
+    // The last span may be filled, also if it was closed.
+    if (size() > committed) spans.back().room = g.capacity(spans.back().sinks);
+}
+
+KVQ_FUNC std::vector<const page*> page_table::distinct_copies(std::size_t role) const {
+    std::vector<const page*> shown, held;
+    for (const page_span& s : spans) {
+        shown.push_back(s.pages[role].get());
+        if (s.copies[role]) held.push_back(s.copies[role].get());
+    }
+    std::sort(shown.begin(), shown.end());
+    std::sort(held.begin(), held.end());
+    held.erase(std::unique(held.begin(), held.end()), held.end());
+    std::erase_if(held, [&](const page* p) { return std::binary_search(shown.begin(), shown.end(), p); });
+    return held;
+}
+
+KVQ_FUNC std::vector<std::pair<const page*, int>> page_table::distinct_pages(std::size_t role) const {
+    std::vector<std::pair<const page*, int>> held, distinct;
+    for (const page_span& s : spans) held.emplace_back(s.pages[role].get(), s.tokens);
+    std::sort(held.begin(), held.end());
+    for (std::size_t i = 0; i < held.size();) {
+        const page* const p = held[i].first;
+        int shown = 0;
+        for (; i < held.size() && held[i].first == p; ++i) shown += held[i].second;
+        distinct.emplace_back(p, smaller(shown, p->tokens));
+    }
+    return distinct;
+}
+
+}}}

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: MIT
+// Compiled once for each instruction set, with its flags, -DLEVEL=sse2, avx2, avx512vnni or amx, and KVQ_COMPILED.
+#include "sessions.hpp"
+
+#define JOIN_NAMES(a, b) a##b
+#define JOINED(a, b) JOIN_NAMES(a, b)
+
+void JOINED(attend_compiled_, LEVEL)(const kvq::format& keys, const kvq::format& values, const prompt& of,
+                                     float* out) {
+    attend(keys, values, of, out);
+}
