@@ -9,8 +9,10 @@ tests/c_interface/abi.txt says what a C compiler makes of the same headers; test
 """
 from __future__ import annotations
 
+import ctypes
 import difflib
 import pathlib
+import re
 import sys
 import textwrap
 from typing import Dict, List
@@ -102,11 +104,15 @@ class Python:
 def python_module(name: str, headers: List[Header], first_lines: List[str]) -> str:
     python, header = Python(headers, device_memory=len(headers) > 1), headers[-1]
     constants = [f"{c.replace('KVQ_', '', 1)} = {value}" for c, value in header.constants.items()]
-    parts = [f'"""The C interface include/kvq/{name} in ctypes: constants, structs and functions. Made by bindings/generate.py."""',
-             *first_lines, "", *constants, "", *python.callbacks(header)]
+    parts = [*first_lines, "", *constants, "", *python.callbacks(header)]
     for s in header.structs:
         parts += ["", "", python.struct(s)]
-    return "\n".join([*parts, "", "", *python.functions(header)]) + "\n"
+    body = "\n".join([*parts, "", "", *python.functions(header)])
+    types = ", ".join(["CFUNCTYPE", "POINTER", *sorted(set(re.findall(r"\bc_\w+(?=[,) \]])", body)) & set(dir(ctypes)))])
+    typing = ", ".join(t for t in ("Any", "Dict", "List", "Tuple") if re.search(rf"\b{t}\b", body))
+    return (f'"""The C interface include/kvq/{name} in ctypes: constants, structs and functions. Made by bindings/generate.py."""\n'
+            f"from __future__ import annotations\n\nfrom ctypes import ({types})\nfrom typing import {typing}\n\n"
+            f"from ._struct import Struct, handle\n{body}\n")
 
 
 # ---- Rust ------------------------------------------------------------------------------------------------------------
@@ -214,13 +220,9 @@ fn layouts() {
 
 def generated() -> Dict[pathlib.Path, str]:
     headers = [c_header.read(HERE.parent / "include/kvq" / name) for name in ("kvq.h", "kvq_cuda.h")]
-    imports = ("from __future__ import annotations\n\nfrom ctypes import (CFUNCTYPE, POINTER, {0})\nfrom typing import Any, Dict, List{1}\n\n"
-               "from ._struct import Struct, handle")
-    cpu = imports.format("c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p", ", Tuple")
-    cuda = imports.format("c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p", "")
     rust = Rust(headers[0])
-    return {HERE / "python/src/kvq/_abi.py": python_module("kvq.h", headers[:1], [cpu]),
-            HERE / "python/src/kvq/_cuda_abi.py": python_module("kvq_cuda.h", headers, [cuda, "from ._abi import kvq_tensor"]),
+    return {HERE / "python/src/kvq/_abi.py": python_module("kvq.h", headers[:1], []),
+            HERE / "python/src/kvq/_cuda_abi.py": python_module("kvq_cuda.h", headers, ["from ._abi import kvq_tensor"]),
             HERE / "rust/kvq-sys/src/lib.rs": rust.library(), HERE / "rust/kvq-sys/tests/layout.rs": rust.layout_test()}
 
 

@@ -1,7 +1,7 @@
 """The C interface include/kvq/kvq.h in ctypes: constants, structs and functions. Made by bindings/generate.py."""
 from __future__ import annotations
 
-from ctypes import (CFUNCTYPE, POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p)
+from ctypes import (CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p)
 from typing import Any, Dict, List, Tuple
 
 from ._struct import Struct, handle
