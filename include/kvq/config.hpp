@@ -40,8 +40,8 @@
 
 // All code that a compiler may turn into other instructions lives in an inline namespace that is named after the instruction set:
 // kvq::KVQ_TAGGED. Objects of different -march can then be linked in any order. Types that such objects exchange, formats above all,
-// live in kvq::v0_2 and have no functions that could be compiled twice.
-#define KVQ_JOIN_PARTS(a, b, c, d) v0_2_##a##_##b##_##c##_##d
+// live in kvq::v0_3 and have no functions that could be compiled twice.
+#define KVQ_JOIN_PARTS(a, b, c, d) v0_3_##a##_##b##_##c##_##d
 #define KVQ_JOIN(a, b, c, d) KVQ_JOIN_PARTS(a, b, c, d)
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__BMI2__) && defined(__LZCNT__) && \
     defined(__MOVBE__)
@@ -105,7 +105,7 @@
 #undef KVQ_COMPILED
 #endif
 #if defined(KVQ_COMPILED)
-#define KVQ_COMMON v0_2 KVQ_EXPORT
+#define KVQ_COMMON v0_3 KVQ_EXPORT
 #define KVQ_FUNC
 namespace kvq {
 inline namespace KVQ_TAGGED { namespace detail {
@@ -114,7 +114,7 @@ inline namespace KVQ_COMMON { namespace detail {
 using namespace kvq::KVQ_TAGGED::detail;
 }}  // namespace detail
 inline namespace KVQ_TAGGED { namespace detail {
-using namespace kvq::v0_2::detail;
+using namespace kvq::v0_3::detail;
 }}  // namespace detail
 }  // namespace kvq
 #else

@@ -59,7 +59,7 @@ enum {
 KVQ_API const char* kvq_last_error(void);
 /// "KVQ_OK", "KVQ_ERROR_ARGUMENT", ...; "unknown status" for other numbers.
 KVQ_API const char* kvq_status_name(kvq_status status);
-/// The version of the library, such as "0.2.0".
+/// The version of the library, such as "0.3.0".
 KVQ_API const char* kvq_version(void);
 /// KVQ_ABI_VERSION of the library.
 KVQ_API int32_t kvq_abi_version(void);

@@ -3,5 +3,5 @@
 #pragma once
 
 #define KVQ_VERSION_MAJOR 0
-#define KVQ_VERSION_MINOR 2
+#define KVQ_VERSION_MINOR 3
 #define KVQ_VERSION_PATCH 0

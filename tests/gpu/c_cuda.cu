@@ -14,7 +14,7 @@
 #include "../../src/cuda/pages.cu"
 #include "support.cuh"
 
-namespace kvq { inline namespace v0_2 {
+namespace kvq { inline namespace v0_3 {
 /// A small library.
 const builtin_format* builtin_formats(std::size_t* count) {
     using kivi4 = kvq::kivi<4, 64>;

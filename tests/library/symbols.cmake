@@ -1,4 +1,4 @@
-# cmake -D NM=... -D LIBRARY=... -D ABI=... -P symbols.cmake: of kvq, a shared library shows the functions of namespace kvq::v0_2 (KVQ_COMMON,
+# cmake -D NM=... -D LIBRARY=... -D ABI=... -P symbols.cmake: of kvq, a shared library shows the functions of namespace kvq::v0_3 (KVQ_COMMON,
 # config.hpp), kvq::builtin_formats among them, and those of tests/c_interface/abi.txt (and of abi_cuda.txt, if it has them), all of them
 # and nothing else: above all no function of an instruction set.
 execute_process(COMMAND ${NM} -DC --defined-only ${LIBRARY} RESULT_VARIABLE status OUTPUT_VARIABLE symbols)

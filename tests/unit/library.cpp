@@ -11,8 +11,8 @@
 TEST_CASE("the inline namespace is the version's") {
     const std::string expected =
         "v" + std::to_string(KVQ_VERSION_MAJOR) + "_" + std::to_string(KVQ_VERSION_MINOR);
-    CHECK(expected == "v0_2");
-    static_assert(std::is_same_v<kvq::format, kvq::v0_2::format>);
+    CHECK(expected == "v0_3");
+    static_assert(std::is_same_v<kvq::format, kvq::v0_3::format>);
     static_assert(std::is_same_v<kvq::int8, kvq::KVQ_TAGGED::int8>);
 }
 

@@ -24,7 +24,7 @@
 
 #include "text.hpp"
 
-namespace kvq { inline namespace v0_2 {
+namespace kvq { inline namespace v0_3 {
 
 /// What kvq raises: an argument_error or out_of_memory. It has no virtual functions: a type with two tables of them would have a
 /// destructor with vector instructions, which objects of several instruction sets share.

@@ -6,7 +6,7 @@
 
 #include "float_formats.hpp"
 
-namespace kvq { inline namespace v0_2 {
+namespace kvq { inline namespace v0_3 {
 
 enum class float_type : unsigned char { fp32, fp16, bf16 };
 

@@ -12,7 +12,7 @@
 
 #include "error.hpp"
 
-namespace kvq { inline namespace v0_2 {
+namespace kvq { inline namespace v0_3 {
 
 /// One of the two tensors.
 enum class tensor : unsigned char { key, value };

@@ -8,7 +8,7 @@
 
 #include "format.hpp"
 
-namespace kvq { inline namespace v0_2 {
+namespace kvq { inline namespace v0_3 {
 
 struct builtin_format {
     const char* name;

@@ -6,7 +6,7 @@
 #include "../cpu/simd.hpp"
 #include "builtin_schemes.hpp"
 
-namespace kvq { inline namespace v0_2 {
+namespace kvq { inline namespace v0_3 {
 
 const builtin_format* builtin_formats(std::size_t* count) {
     static const auto all = [] {

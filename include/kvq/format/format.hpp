@@ -19,7 +19,7 @@
 #include "../core/float_type.hpp"
 #include "../core/shape.hpp"
 
-namespace kvq { inline namespace v0_2 {
+namespace kvq { inline namespace v0_3 {
 
 class format;
 

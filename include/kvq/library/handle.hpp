@@ -16,7 +16,7 @@
 #include "../core/error.hpp"
 #include "../kvq.h"
 
-namespace kvq { inline namespace v0_2 {
+namespace kvq { inline namespace v0_3 {
 
 /// What a function of the compiled library reported.
 class library_error : public argument_error {

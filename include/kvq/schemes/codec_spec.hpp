@@ -18,7 +18,7 @@
 #include "../quant/granularity.hpp"
 #include "concepts.hpp"
 
-namespace kvq { inline namespace v0_2 {
+namespace kvq { inline namespace v0_3 {
 
 enum class block_content : unsigned char {
     own,     ///< bytes that the scheme alone writes and reads

@@ -47,7 +47,7 @@ pub use ring::{Ring, RingOptions};
 pub use sequence::{Receiver, Sequence};
 pub use tensor::{Bf16, Tensor, TensorMut, Value, F16};
 
-/// The version of the library, such as "0.2.0".
+/// The version of the library, such as "0.3.0".
 pub fn version() -> &'static str {
     // A text that lives as long as the program.
     unsafe { std::ffi::CStr::from_ptr(kvq_sys::kvq_version()) }
