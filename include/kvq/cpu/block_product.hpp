@@ -41,22 +41,21 @@ public:
     code_block_product(const Scheme& scheme, const block_shape& shape, block_id, int n)
         : plan_(meaning_of<Scheme>(shape.role), scheme.codes(shape), n,
                 query_bytes_in_tiles<lanes, Backend>(n)),
-          source_(parameters_of<Backend>(scheme)),
+          source_(parameters_of<Backend>(scheme, shape)),
           block_bytes_(scheme.block_bytes(shape)) {}
 
     std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
 
-    void begin(const block_shape& shape, block_id id, const std::byte* block, const float* x,
+    void begin(const block_shape&, block_id id, const std::byte* block, const float* x,
                std::ptrdiff_t x_stride, std::byte* workspace) const {
-        fold<lanes, Backend>(plan_.meaning, plan_.fold, source_.of(shape, id, block), x, x_stride,
+        fold<lanes, Backend>(plan_.meaning, plan_.fold, source_.of(id, block), x, x_stride,
                              workspace + plan_.parameter_bytes);
     }
-    void finish(const block_shape& shape, block_id id, const std::byte* block, const float*, std::ptrdiff_t,
-                int, int, float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead,
+    void finish(const block_shape&, block_id id, const std::byte* block, const float*, std::ptrdiff_t, int,
+                int, float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead,
                 std::byte* workspace) const {
         prefetch_bytes(block + ahead, plan_.parameters, block_bytes_);
-        code_product<lanes, Backend, Bits, codes_meant<lanes, Table>>(plan_, source_.of(shape, id, block),
-                                                                      workspace)
+        code_product<lanes, Backend, Bits, codes_meant<lanes, Table>>(plan_, source_.of(id, block), workspace)
             .run(y, y_stride, add, ahead);
     }
 
@@ -75,7 +74,7 @@ public:
     template <class Scheme>
     segment_block_product(const Scheme& scheme, const block_shape& shape, block_id id, int n)
         : plan_(scheme, shape, id, n, query_bytes_in_tiles<lanes, Backend>(n)),
-          source_(parameters_of<Backend>(scheme)),
+          source_(parameters_of<Backend>(scheme, shape)),
           block_bytes_(scheme.block_bytes(shape)) {}
 
     std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
@@ -84,12 +83,11 @@ public:
                std::byte* workspace) const {
         plan_.write_units(workspace);
     }
-    void finish(const block_shape& shape, block_id id, const std::byte* block, const float* x,
+    void finish(const block_shape&, block_id id, const std::byte* block, const float* x,
                 std::ptrdiff_t x_stride, int, int, float* y, std::ptrdiff_t y_stride, bool add,
                 std::ptrdiff_t ahead, std::byte* workspace) const {
         prefetch_bytes(block + ahead, plan_.parameters, block_bytes_);
-        segment_product<lanes, Backend, Widths>::run(plan_,
-                                                     source_.of(shape, id, block, plan_.units(workspace)), x,
+        segment_product<lanes, Backend, Widths>::run(plan_, source_.of(id, block, plan_.units(workspace)), x,
                                                      x_stride, y, y_stride, add, ahead, workspace);
     }
 

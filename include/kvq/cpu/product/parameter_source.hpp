@@ -4,7 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../../schemes/concepts.hpp"
+#include "../../schemes/block_layout.hpp"
+#include "../../schemes/codec_spec.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
@@ -31,37 +32,69 @@ constexpr code_meaning meaning_of(tensor role) noexcept {
 /// The parameters of a block as floats, in slots: of its rows for a group of columns, of its columns for a group of rows.
 struct parameter_source {
     using load = void (*)(const parameter_source&, int group, float* scale, float* bias);
+    /// Where they lie in a block of the library's codecs.
+    struct place {
+        std::size_t scales, token_scales;
+        int groups, slot_count, token_slots;
+        bool has_bias;
+    };
 
+    load rows, columns;
     const void* owner;  ///< a scheme
     block_shape shape;
     block_id id;
     const std::byte* block;
-    load rows, columns;
     const float* factor;  ///< with which scales of columns are multiplied, where columns form segments
+    place at;
 
-    KVQ_INLINE parameter_source of(const block_shape& s, const block_id& i, const std::byte* b,
-                                   const float* f = nullptr) const {
-        return {owner, s, i, b, rows, columns, f};
+    KVQ_INLINE parameter_source of(const block_id& i, const std::byte* b, const float* f = nullptr) const {
+        return {rows, columns, owner, shape, i, b, f, at};
     }
 };
 
-/// The source of the parameters of a scheme's blocks. Functions that no axis calls may lack in the scheme.
+/// Loads of parameters by their storage, and of token scales by theirs, for all schemes.
+template <class Backend, class Parameters>
+void load_parameters(const parameter_source& s, int group, float* scale, float* bias) {
+    const auto& [scales, token_scales, groups, slot_count, token_slots, has_bias] = s.at;
+    Parameters::template load_scales<Backend>(s.block + scales, groups, slot_count, group, 0, slot_count,
+                                              scale, s.factor);
+    if (has_bias)
+        Parameters::template load_biases<Backend>(s.block + scales, groups, slot_count, group, 0, slot_count,
+                                                  bias);
+}
+template <class Backend, class TokenScales>
+void load_token_scales(const parameter_source& s, int, float* scale, float*) {
+    TokenScales::template load<Backend>(s.block + s.at.token_scales, s.at.token_slots, scale);
+}
+
+/// The source of the parameters of a scheme's blocks of a shape. Functions that no axis calls may lack in a scheme of one's own.
 template <class Backend, class Scheme>
-parameter_source parameters_of(const Scheme& scheme) {
-    parameter_source source{&scheme, {}, {}, nullptr, nullptr, nullptr, nullptr};
-    if constexpr (segmented<Scheme>) {
+parameter_source parameters_of(const Scheme& scheme, const block_shape& shape) {
+    parameter_source source{nullptr, nullptr, &scheme, shape, {}, nullptr, nullptr, {}};
+    if constexpr (codec_of<Scheme>().content == block_content::codes) {
+        const block_layout of = scheme.layout();
+        source.at = {of.scale_offset(shape), 0, of.groups(shape), of.slot_count(shape), 0, of.codec.has_bias};
+        const bool rows = of.codec.on_rows(shape.role);
+        (rows ? source.rows : source.columns) = &load_parameters<Backend, typename Scheme::parameters>;
+        if constexpr (codec_of<Scheme>().has_token_scales()) {
+            source.at.token_scales = of.token_scale_offset(shape);
+            source.at.token_slots = of.cut(shape).padded_size();
+            (rows ? source.columns : source.rows) =
+                &load_token_scales<Backend, typename Scheme::token_scale_type>;
+        }
+    } else if constexpr (segmented<Scheme>) {
         source.columns = [](const parameter_source& s, int group, float* scale, float* bias) {
             static_cast<const Scheme*>(s.owner)->columns(s.shape).template load<Backend>(
                 s.block, group, scale, bias, s.factor);
         };
     } else {
         constexpr bool has_rows =
-            requires(const block_shape& shape, const block_id& id, const std::byte* block, float* out) {
-            scheme.template row_parameters<Backend>(shape, id, block, 0, out, out);
+            requires(const block_shape& of, const block_id& id, const std::byte* block, float* out) {
+            scheme.template row_parameters<Backend>(of, id, block, 0, out, out);
         };
         constexpr bool has_columns =
-            requires(const block_shape& shape, const block_id& id, const std::byte* block, float* out) {
-            scheme.template col_parameters<Backend>(shape, id, block, 0, out, out);
+            requires(const block_shape& of, const block_id& id, const std::byte* block, float* out) {
+            scheme.template col_parameters<Backend>(of, id, block, 0, out, out);
         };
         if constexpr (has_rows)
             source.rows = [](const parameter_source& s, int group, float* scale, float* bias) {

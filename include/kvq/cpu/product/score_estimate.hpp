@@ -73,8 +73,8 @@ parameter_source ranges_source(const Scheme& scheme, const block_shape& shape, b
             float* const top = of.largest_codes(scratch) + segment.first;
             for (int c = 0; c < segment.columns; ++c) top[c] = static_cast<float>((1 << Bits) - 1);
         });
-    return parameters_of<Backend>(scheme).of(shape, id, block,
-                                             segmented<Scheme> ? of.largest_codes(scratch) : nullptr);
+    return parameters_of<Backend>(scheme, shape)
+        .of(id, block, segmented<Scheme> ? of.largest_codes(scratch) : nullptr);
 }
 
 /// out[i] for `rows` vectors x of shape.dim floats, x_stride apart, and tokens [first, end) of the block of `source`. ahead: distance to
