@@ -1,4 +1,4 @@
-// Where the parameters of a block lie that kernels take group by group: offsets, computed once per block.
+// What kernels that work group by group know of the parameters of a block: where they lie, and how they are loaded.
 #pragma once
 
 #include "../schemes/scheme.hpp"
@@ -6,20 +6,53 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Offsets of a block's parameters (schemes/block_layout.hpp), computed once per block.
+/// Where a block's parameters lie (schemes/block_layout.hpp), computed once per block.
 struct parameter_sections {
     std::size_t first, bytes;
     int slot_count, size;
+    bool on_rows;  ///< or on columns
 
     template <composed_scheme S>
     parameter_sections(const S& scheme, const block_shape& shape)
         : first(scheme.layout().scale_offset(shape)),
           bytes(scheme.layout().section_bytes(shape)),
           slot_count(scheme.layout().slot_count(shape)),
-          size(sizeof(typename S::parameter)) {}
+          size(sizeof(typename S::parameter)),
+          on_rows(scheme.layout().codec.on_rows(shape.role)) {}
 
     KVQ_INLINE std::size_t offset(int group, int slot) const {
         return first + static_cast<std::size_t>((group * slot_count + slot) * size);
+    }
+};
+
+/// Loads n parameters as floats, by a function of their type; whole vectors of fp16, the usual type, without
+/// a call.
+struct parameter_load {
+    void (*any)(const std::byte* from, int n, float* to);
+    bool fp16;
+
+    template <class Lanes>
+    KVQ_INLINE void run(const std::byte* from, int n, float* to) const {
+        if (!fp16 || n % Lanes::width != 0) [[unlikely]]
+            return any(from, n, to);
+        for (int i = 0; i < n; i += Lanes::width)
+            Lanes::store_floats(to + i, Lanes::template load_values<float16>(from + 2 * i));
+    }
+};
+
+/// What dequantizing needs to know of a block.
+template <int Bits>
+struct group_block {
+    code_layout<Bits> codes;
+    parameter_sections sections;
+    parameter_load load;
+
+    template <class Backend, composed_scheme S>
+    static group_block of(const S& scheme, const block_shape& shape) {
+        using parameter = typename S::parameter;
+        return {scheme.codes(shape),
+                parameter_sections(scheme, shape),
+                {&Backend::template load_floats<parameter>, std::same_as<parameter, float16>}};
     }
 };
 

@@ -138,9 +138,6 @@ struct simd {
             kernels::round_tokens<lanes>(shape, values, out, stride);
             return;
         } else {
-            if constexpr (kernels::composed_scheme<Scheme>)
-                if (kernels::table_dequantizer<simd, Scheme, T>(scheme, shape, block, out, stride).run())
-                    return;
             if (dequantizes_in_vectors(scheme, shape, id, block, kernels::token_rows<lanes, T>(out, stride)))
                 return;
         }
@@ -188,9 +185,17 @@ struct simd {
     static bool dequantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
                                        const std::byte* block, const kernels::token_rows<lanes, T>& out) {
         if (!kernels::dequantize_choice(codec_of(scheme), shape, lanes::width)) return false;
-        if constexpr (kernels::composed_scheme<Scheme>)
-            kernels::block_dequantizer<simd, Scheme>(scheme, shape, block).run(out);
-        else if constexpr (kernels::dequantized_by_channels<Scheme>)
+        if constexpr (kernels::composed_scheme<Scheme>) {
+            using levels = typename Scheme::levels;
+            constexpr int bits = Scheme::code_bits;
+            const auto of = kernels::group_block<bits>::template of<simd>(scheme, shape);
+            if constexpr (Scheme::by_token)
+                if (kernels::table_dequantizer<lanes, levels, bits, T>(of, shape, block, out.at(0, 0),
+                                                                       out.stride())
+                        .run())
+                    return true;
+            kernels::block_dequantizer<lanes, levels, bits, Scheme::by_token>(of, shape, block).run(out);
+        } else if constexpr (kernels::dequantized_by_channels<Scheme>)
             kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block).run(out);
         else
             return false;

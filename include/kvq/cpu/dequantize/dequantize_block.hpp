@@ -16,36 +16,41 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-template <class Backend, composed_scheme Scheme>
+/// PerToken: whether tokens have parameters, or channels.
+template <class Lanes, class Levels, int Bits, bool PerToken>
 class block_dequantizer {
 public:
-    block_dequantizer(const Scheme& scheme, const block_shape& shape, const std::byte* block)
-        : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape), from_(block) {}
+    block_dequantizer(const group_block<Bits>& of, const block_shape& shape, const std::byte* block)
+        : shape_(shape), codes_(of.codes), sections_(of.sections), load_(of.load), from_(block) {}
 
     /// Writes x^ of all tokens.
     template <class T>
-    KVQ_NOINLINE void run(token_rows<typename Backend::lanes, T> out) const {
-        block_dequantizer(*this).run_here(out);
+    KVQ_NOINLINE void run(token_rows<Lanes, T> out) const {
+        if (shape_.role == tensor::key)
+            run_as<true>(out);
+        else
+            run_as<false>(out);
     }
 
 private:
-    // A copy: the compiler keeps its members in registers, since nothing that is written can change them.
-    template <class T>
-    KVQ_INLINE void run_here(const token_rows<typename Backend::lanes, T>& out) const {
-        if (shape_.role == tensor::key)
-            each_part([&](const part& p) { turned_part(p, out); });
+    template <bool Key, class T>
+    KVQ_NOINLINE void run_as(const token_rows<Lanes, T>& out) const {
+        // A copy: the compiler keeps its members in registers, since nothing that is written can change them.
+        block_dequantizer(*this).template run_here<Key, PerToken == Key>(token_rows<Lanes, T>(out));
+    }
+    /// OnRows: whether rows of the block's matrix have the parameters, or columns.
+    template <bool Key, bool OnRows, class T>
+    KVQ_INLINE void run_here(const token_rows<Lanes, T>& out) const {
+        if constexpr (Key)
+            each_part([&](const part& p) KVQ_INLINE_LAMBDA { turned_part<OnRows>(p, out); });
         else
-            each_value([&](const part& p, int token, floats x)
-                           KVQ_INLINE_LAMBDA { out.put(out.at(token, p.row), x, p.rows); });
+            each_value<OnRows>([&](const part& p, int token, floats x)
+                                   KVQ_INLINE_LAMBDA { out.put(out.at(token, p.row), x, p.rows); });
     }
 
-    using Lanes = typename Backend::lanes;
-    using levels = typename Scheme::levels;
-    using parameter = typename Scheme::parameter;
-    using planes = code_planes<Scheme::code_bits>;
+    using planes = code_planes<Bits>;
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
-    static constexpr int bits = Scheme::code_bits;
     /// Columns that are dequantized at a time: whole steps of every width, a multiple of every vector.
     static constexpr int chunk = 64, chunk_quads = chunk / 4;
 
@@ -76,24 +81,24 @@ private:
     }
 
     static KVQ_INLINE floats value(ints code, floats scale, floats bias) {
-        if constexpr (levels::has_bias) {
+        if constexpr (Levels::has_bias) {
             return Lanes::add(Lanes::rounded_product(scale, Lanes::to_floats(code)), bias);
         } else {
-            const ints level = Lanes::add(code, Lanes::splat(-levels::template zero_code<bits>));
+            const ints level = Lanes::add(code, Lanes::splat(-Levels::template zero_code<Bits>));
             return Lanes::multiply(scale, Lanes::to_floats(level));
         }
     }
 
     /// x^ of codes that share a scale and a bias; a table, if a vector holds the values of all codes.
     struct values_of {
-        static constexpr bool tabled = (1 << bits) <= Lanes::width && requires(floats t, ints i) {
+        static constexpr bool tabled = (1 << Bits) <= Lanes::width && requires(floats t, ints i) {
             Lanes::lookup(t, i);
         };
         floats scale, bias;
 
         values_of() = default;
         KVQ_INLINE values_of(float s, const float* b)
-            : scale(Lanes::splat_float(s)), bias(Lanes::splat_float(levels::has_bias ? *b : 0.0f)) {
+            : scale(Lanes::splat_float(s)), bias(Lanes::splat_float(Levels::has_bias ? *b : 0.0f)) {
             if constexpr (tabled) scale = value(all_codes(), scale, bias);
         }
         KVQ_INLINE floats operator()(ints code) const {
@@ -140,26 +145,22 @@ private:
         const std::byte* at[planes::count];
         for (int i = 0; i < planes::count; ++i)
             at[i] = plane[i] + s * (planes::quads_per_step / planes::quads_per_word(i)) * vector_bytes;
-        return quad_codes<Lanes, bits, Quad, Partial>(at, vector_bytes, 0, n);
-    }
-
-    static constexpr bool on_rows(tensor role) {
-        return detail::on_rows<typename Scheme::granularity_type>(role);
+        return quad_codes<Lanes, Bits, Quad, Partial>(at, vector_bytes, 0, n);
     }
 
     /// n parameters of one group, from a slot on; arrays hold a chunk.
     KVQ_INLINE void load_parameters(int group, int slot, int n, float* scale, float* bias) const {
         const std::byte* const at = from_ + sections_.offset(group, slot);
-        Backend::template load_floats<parameter>(at, n, scale);
-        if constexpr (levels::has_bias)
-            Backend::template load_floats<parameter>(at + sections_.bytes, n, bias);
+        load_.template run<Lanes>(at, n, scale);
+        if constexpr (Levels::has_bias) load_.template run<Lanes>(at + sections_.bytes, n, bias);
     }
 
-    /// Calls f(part, column, values of its rows) for all columns of all parts; the columns of a part come in order.
-    template <class F>
+    /// Calls f(part, column, values of its rows) for all columns of all parts; the columns of a part come in
+    /// order.
+    template <bool OnRows, class F>
     KVQ_INLINE void each_value(F&& f) const {
-        if (on_rows(shape_.role))
-            each_part([&](const part& p) { values_of_rows(p, f); });
+        if constexpr (OnRows)
+            each_part([&](const part& p) KVQ_INLINE_LAMBDA { values_of_rows(p, f); });
         else
             for (int g = 0; g < codes_.rows().groups(); ++g) values_of_columns(g, f);
     }
@@ -190,7 +191,7 @@ private:
                     group = now;
                     load_parameters(group, p.slot, detail::smaller(p.slot_count, Lanes::width), scale, bias);
                     row_scale = Lanes::load_floats(scale);
-                    if constexpr (levels::has_bias) row_bias = Lanes::load_floats(bias);
+                    if constexpr (Levels::has_bias) row_bias = Lanes::load_floats(bias);
                 }
                 const ints words = quads[quad];
                 const auto put = [&](int k, ints code) KVQ_INLINE_LAMBDA {
@@ -204,7 +205,8 @@ private:
         }
     }
 
-    /// Parameters on columns: a few columns of all parts of a row group, so that tokens of V are written from end to end.
+    /// Parameters on columns: a few columns of all parts of a row group, so that tokens of V are written from
+    /// end to end.
     template <class F>
     KVQ_INLINE void values_of_columns(int group, F& f) const {
         constexpr int step_columns = 4 * planes::quads_per_step;
@@ -219,8 +221,8 @@ private:
                 for (int k = 0; k < step_columns; ++k)
                     if (col + k < cols)
                         of[k] = values_of(scale[col - 4 * first + k], bias + (col - 4 * first + k));
-                each_part_of(group, [&](const part& p) {
-                    if (col + step_columns <= cols && p.slot_count >= Lanes::width)
+                each_part_of(group, [&](const part& p) KVQ_INLINE_LAMBDA {
+                    if (col + step_columns <= cols && p.rows == Lanes::width)
                         step_of<true>(p, col, of, f);
                     else
                         step_of<false>(p, col, of, f);
@@ -230,7 +232,8 @@ private:
     }
     /// The columns of one step. Whole: all of them exist, and rows fill a vector.
     template <bool Whole, class F>
-    KVQ_INLINE void step_of(const part& p, int col, const values_of* of, F& f) const {
+    KVQ_INLINE void step_of(part p, int col, const values_of* of, F& f) const {
+        if (Whole) p.rows = Lanes::width;                     // a constant for f
         constexpr bool partial = !Whole && Lanes::width > 4;  // rows come in fours
         const std::byte* plane[planes::count];
         first_vectors(p, col / 4, plane);
@@ -238,7 +241,7 @@ private:
         const auto run = [&]<int... Q>(std::integer_sequence<int, Q...>) {
             const auto quad = [&]<int Quad>(std::integral_constant<int, Quad>) KVQ_INLINE_LAMBDA {
                 if (!Whole && 4 * Quad >= left) return;
-                const ints words = quad_codes<Lanes, bits, Quad, partial>(plane, p.height * 4, 0, rows);
+                const ints words = quad_codes<Lanes, Bits, Quad, partial>(plane, p.height * 4, 0, rows);
                 f(p, col + 4 * Quad, of[4 * Quad](code_of<0>(words)));
                 if (Whole || 4 * Quad + 1 < left)
                     f(p, col + 4 * Quad + 1, of[4 * Quad + 1](code_of<1>(words)));
@@ -263,10 +266,9 @@ private:
     }
 
     /// A part of K: rows are tokens.
-    template <class T>
+    template <bool OnRows, class T>
     KVQ_INLINE void turned_part(const part& p, const token_rows<Lanes, T>& out) const {
         const grouped_axis& cols = codes_.cols;
-        const bool rows_have = on_rows(shape_.role);
         float scale[chunk], bias[chunk];
         int group = -1;
         for (int first = 0; first < codes_.quads(); first += chunk_quads) {
@@ -285,7 +287,7 @@ private:
                 for (int i = 0; i < Lanes::width; ++i) Lanes::store(turned[i] + 4 * q, square[i]);
             }
             const int size = detail::smaller(4 * count, cols.size - 4 * first);
-            if (!rows_have) {
+            if (!OnRows) {
                 load_parameters(p.group, 4 * first, 4 * count, scale, bias);
                 if (size == chunk) {
                     scaled_rows(p, turned, scale, bias, first, out);
@@ -294,7 +296,7 @@ private:
             }
             for (int from = 0; from < size;) {
                 int to = size;
-                if (rows_have) {
+                if (OnRows) {
                     const int now = cols.groups() == 1 ? 0 : (4 * first + from) / cols.group;
                     if (now != group) {
                         group = now;
@@ -317,7 +319,7 @@ private:
                                         detail::smaller(Lanes::width, to - c));
                         }
                     };
-                    if (rows_have)
+                    if (OnRows)
                         some([of = values_of(scale[r], bias + r)](int, ints code)
                                  KVQ_INLINE_LAMBDA { return of(code); });
                     else
@@ -340,7 +342,7 @@ private:
         KVQ_UNROLL
         for (int v = 0; v < vectors; ++v) {
             scales[v] = Lanes::load_floats(scale + v * Lanes::width);
-            biases[v] = levels::has_bias ? Lanes::load_floats(bias + v * Lanes::width) : scales[v];
+            biases[v] = Levels::has_bias ? Lanes::load_floats(bias + v * Lanes::width) : scales[v];
         }
         for (int r = 0; r < p.rows; ++r) {
             T* const row = out.at(p.row + r, 4 * first);
@@ -353,8 +355,9 @@ private:
     }
 
     const block_shape shape_;
-    const code_layout<bits> codes_;
+    const code_layout<Bits> codes_;
     const parameter_sections sections_;
+    const parameter_load load_;
     const std::byte* from_;
 };
 

@@ -29,18 +29,14 @@ struct range_block {
     parameter_sections sections;
     range_fit fit;
     float limit;        ///< parameters above it need codes that are clamped
-    bool on_rows;       ///< whether rows have parameters
     std::size_t bytes;  ///< of a block
 
     template <class Lanes, range_scheme Scheme>
     static range_block of(const Scheme& scheme, const block_shape& shape) {
         using levels = typename Scheme::levels;
         using parameter = typename Scheme::parameter;
-        return {scheme.codes(shape),
-                parameter_sections(scheme, shape),
-                range_fit_of<Lanes, levels, Bits, parameter>(),
-                range_limit<parameter>(),
-                detail::on_rows<typename Scheme::granularity_type>(shape.role),
+        return {scheme.codes(shape), parameter_sections(scheme, shape),
+                range_fit_of<Lanes, levels, Bits, parameter>(), range_limit<parameter>(),
                 scheme.block_bytes(shape)};
     }
 };
@@ -119,7 +115,7 @@ private:
         const std::size_t written = rows.padded_size() == rows.size ? of_.codes.bytes() : 0;
         std::memset(to_ + written, 0, of_.bytes - written);
         steps_line_up_ = cols.groups() == 1 || cols.group % step_columns == 0;
-        if (!of_.on_rows) {
+        if (!of_.sections.on_rows) {
             for (int g = 0; g < rows.groups(); ++g) code_columns(g);
         } else if (!steps_line_up_) {
             each_strip(0, [&](const strip& at) { code_odd_rows(at); });
