@@ -164,58 +164,64 @@ private:
     }
 
     void values() {
-        const int dim = shape_.dim, end = at_ + count_;
+        // Copies of members: stores of bytes could change those.
+        const int dim = shape_.dim, at = at_, end = at_ + count_;
+        const std::ptrdiff_t stride = stride_;
+        const bool copied = copies();
         search found;
         for (int tile = 0; tile < dim; tile += tile_layout::tile_rows) {
             const int rows = detail::smaller(tile_layout::tile_rows, dim - tile);
-            for (int t = at_; t < end;) {
-                std::byte* const to = to_ + 4 * layout_.tiles.word(tile, t / per_word);
-                const bool pair = per_word == 2 && t % 2 == 0 && t + 1 < end;
+            std::byte* const first = to_ + 4 * layout_.tiles.word(tile, 0);
+            const std::ptrdiff_t step = layout_.tiles.vector_bytes(tile);
+            const T* from = from_ + tile;
+            for (int t = at; t < end;) {
+                std::byte* const to = first + t / per_word * step;
+                const int count = per_word == 2 && t % 2 == 0 && t + 1 < end ? 2 : 1;
                 int r = 0;
-                if (pair || per_word == 1)
-                    for (; r + width <= rows; r += width) Lanes::store(to + 4 * r, words(t, tile + r, found));
+                if (count == per_word)
+                    for (; r + width <= rows; r += width)
+                        Lanes::store(to + 4 * r, words(from + r, stride, copied, found));
                 else
                     for (; r + width <= rows; r += width)
-                        Lanes::store(to + 4 * r, half_words(t, tile + r, to + 4 * r, found));
+                        Lanes::store(to + 4 * r, half_words(from + r, t % 2, to + 4 * r, copied, found));
                 for (; r < rows; ++r)
-                    for (int i = 0; i < (pair ? 2 : 1); ++i)
+                    for (int i = 0; i < count; ++i)
                         put(to + 4 * r + static_cast<int>(sizeof(Window)) * ((t + i) % per_word),
-                            token(t + i)[tile + r], found);
-                t += pair ? 2 : 1;
+                            from[i * stride + r], found);
+                t += count;
+                from += count * stride;
             }
         }
         found_.add(found);
     }
 
     /// The words of `width` channels: one token, or two in 16 bits.
-    KVQ_INLINE ints words(int t, int c, search& found) const {
+    static KVQ_INLINE ints words(const T* from, std::ptrdiff_t stride, bool copied, search& found) {
+        ints all;
+        if constexpr (per_word == 2)
+            all = Lanes::bit_or(bits(from, copied),
+                                Lanes::template shift_left<16>(bits(from + stride, copied)));
+        else
+            all = Lanes::as_ints(Lanes::template load_values<T>(reinterpret_cast<const std::byte*>(from)));
+        found.look_at(all);
+        return all;
+    }
+    /// The words of `width` channels with one half replaced by a token.
+    static KVQ_INLINE ints half_words(const T* from, int half, const std::byte* old, bool copied,
+                                      search& found) {
         if constexpr (per_word == 2) {
-            const ints both =
-                Lanes::bit_or(bits(token(t) + c), Lanes::template shift_left<16>(bits(token(t + 1) + c)));
-            found.look_at(both);
-            return both;
-        } else {
-            const ints one = Lanes::as_ints(
-                Lanes::template load_values<T>(reinterpret_cast<const std::byte*>(token(t) + c)));
+            const ints now = Lanes::load(old), one = bits(from, copied);
             found.look_at(one);
-            return one;
+            return half == 0 ? Lanes::bit_or(one, Lanes::bit_and(now, Lanes::splat(-65536)))
+                             : Lanes::bit_or(Lanes::bit_and(now, Lanes::splat(65535)),
+                                             Lanes::template shift_left<16>(one));
+        } else {
+            return words(from, 0, copied, found);
         }
     }
-    /// The words of `width` channels with one half replaced by token t.
-    KVQ_INLINE ints half_words(int t, int c, const std::byte* old, search& found) const {
-        if constexpr (per_word == 2) {
-            const ints now = Lanes::load(old), one = bits(token(t) + c);
-            found.look_at(one);
-            return t % 2 == 0 ? Lanes::bit_or(one, Lanes::bit_and(now, Lanes::splat(-65536)))
-                              : Lanes::bit_or(Lanes::bit_and(now, Lanes::splat(65535)),
-                                              Lanes::template shift_left<16>(one));
-        } else {
-            return words(t, c, found);
-        }
-    }
-    KVQ_INLINE ints bits(const T* from) const {
+    static KVQ_INLINE ints bits(const T* from, bool copied) {
         const auto* const p = reinterpret_cast<const std::byte*>(from);
-        if (copies())
+        if (std::same_as<T, Window> && copied)
             return Lanes::load_halfwords(p);
         else
             return Lanes::template half_bits<Window>(Lanes::template load_values<T>(p));
