@@ -259,7 +259,7 @@ private:
 
     // ---- parameters on rows ----
 
-    KVQ_INLINE void fit_group(const strip& at, int g, row_parameters& p) {
+    KVQ_NOINLINE void fit_group(const strip& at, int g, row_parameters& p) {
         const grouped_axis& cols = of_.codes.cols;
         alignas(64) float lo[width], hi[width];
         const int begin = g * cols.group;
