@@ -52,7 +52,7 @@ private:
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
     /// Columns that are dequantized at a time: whole steps of every width, a multiple of every vector.
-    static constexpr int chunk = 64, chunk_quads = chunk / 4;
+    static constexpr int column_block = 64, block_quads = column_block / 4;
 
     /// Rows of one tile that fit a vector.
     struct part {
@@ -114,14 +114,14 @@ private:
         }
     };
 
-    /// Quads [first, first + count) of a part as words of four codes; first is a multiple of a chunk.
-    KVQ_INLINE void load_chunk(const part& p, int first, int count, ints (&quads)[chunk_quads]) const {
+    /// Quads [first, first + count) of a part as words of four codes; first is a multiple of a column block.
+    KVQ_INLINE void load_column_block(const part& p, int first, int count, ints (&quads)[block_quads]) const {
         const std::ptrdiff_t vector_bytes = p.height * 4;
         const std::byte* plane[planes::count];
         first_vectors(p, first, plane);
         const auto load = [&]<bool Partial, bool Cut>() KVQ_INLINE_LAMBDA {
             KVQ_UNROLL
-            for (int s = 0; s < chunk_quads / planes::quads_per_step; ++s)
+            for (int s = 0; s < block_quads / planes::quads_per_step; ++s)
                 [&]<int... Q>(std::integer_sequence<int, Q...>) KVQ_INLINE_LAMBDA {
                     ((Cut && s * planes::quads_per_step + Q >= count
                           ? void()
@@ -132,7 +132,7 @@ private:
             (std::make_integer_sequence<int, planes::quads_per_step>{});
         };
         const bool partial = p.slot_count < Lanes::width;
-        if (count == chunk_quads && !partial)
+        if (count == block_quads && !partial)
             load.template operator()<false, false>();
         else if (!partial)
             load.template operator()<false, true>();
@@ -145,10 +145,10 @@ private:
         const std::byte* at[planes::count];
         for (int i = 0; i < planes::count; ++i)
             at[i] = plane[i] + s * (planes::quads_per_step / planes::quads_per_word(i)) * vector_bytes;
-        return quad_codes<Lanes, Bits, Quad, Partial>(at, vector_bytes, 0, n);
+        return unpack_quad<Lanes, Bits, Quad, Partial>(at, vector_bytes, 0, n);
     }
 
-    /// n parameters of one group, from a slot on; arrays hold a chunk.
+    /// n parameters of one group, from a slot on; arrays hold a column block.
     KVQ_INLINE void load_parameters(int group, int slot, int n, float* scale, float* bias) const {
         const std::byte* const at = from_ + sections_.offset(group, slot);
         load_.template run<Lanes>(at, n, scale);
@@ -177,13 +177,13 @@ private:
     template <class F>
     KVQ_INLINE void values_of_rows(const part& p, F& f) const {
         const grouped_axis& cols = codes_.cols;
-        float scale[chunk], bias[chunk];
+        float scale[column_block], bias[column_block];
         floats row_scale = Lanes::splat_float(0.0f), row_bias = row_scale;
         int group = -1;
-        for (int first = 0; first < codes_.quads(); first += chunk_quads) {
-            const int count = detail::smaller(chunk_quads, codes_.quads() - first);
-            ints quads[chunk_quads];
-            load_chunk(p, first, count, quads);
+        for (int first = 0; first < codes_.quads(); first += block_quads) {
+            const int count = detail::smaller(block_quads, codes_.quads() - first);
+            ints quads[block_quads];
+            load_column_block(p, first, count, quads);
             for (int quad = 0; quad < count; ++quad) {
                 const int col = 4 * (first + quad);
                 const int now = cols.groups() == 1 ? 0 : col / cols.group;
@@ -211,9 +211,9 @@ private:
     KVQ_INLINE void values_of_columns(int group, F& f) const {
         constexpr int step_columns = 4 * planes::quads_per_step;
         const int cols = codes_.cols.size, quads = codes_.quads();
-        for (int first = 0; first < quads; first += chunk_quads) {
-            alignas(64) float scale[chunk], bias[chunk];
-            const int count = detail::smaller(chunk_quads, quads - first);
+        for (int first = 0; first < quads; first += block_quads) {
+            alignas(64) float scale[column_block], bias[column_block];
+            const int count = detail::smaller(block_quads, quads - first);
             load_parameters(group, 4 * first, 4 * count, scale, bias);
             for (int col = 4 * first; col < 4 * (first + count) && col < cols; col += step_columns) {
                 values_of of[step_columns];
@@ -241,7 +241,7 @@ private:
         const auto run = [&]<int... Q>(std::integer_sequence<int, Q...>) {
             const auto quad = [&]<int Quad>(std::integral_constant<int, Quad>) KVQ_INLINE_LAMBDA {
                 if (!Whole && 4 * Quad >= left) return;
-                const ints words = quad_codes<Lanes, Bits, Quad, partial>(plane, p.height * 4, 0, rows);
+                const ints words = unpack_quad<Lanes, Bits, Quad, partial>(plane, p.height * 4, 0, rows);
                 f(p, col + 4 * Quad, of[4 * Quad](code_of<0>(words)));
                 if (Whole || 4 * Quad + 1 < left)
                     f(p, col + 4 * Quad + 1, of[4 * Quad + 1](code_of<1>(words)));
@@ -269,16 +269,16 @@ private:
     template <bool OnRows, class T>
     KVQ_INLINE void turned_part(const part& p, const token_rows<Lanes, T>& out) const {
         const grouped_axis& cols = codes_.cols;
-        float scale[chunk], bias[chunk];
+        float scale[column_block], bias[column_block];
         int group = -1;
-        for (int first = 0; first < codes_.quads(); first += chunk_quads) {
-            const int count = detail::smaller(chunk_quads, codes_.quads() - first);
-            ints quads[chunk_quads];
-            load_chunk(p, first, count, quads);
-            for (int i = count; i < chunk_quads; ++i) quads[i] = Lanes::splat(0);
-            alignas(64) std::byte turned[Lanes::width][chunk];
+        for (int first = 0; first < codes_.quads(); first += block_quads) {
+            const int count = detail::smaller(block_quads, codes_.quads() - first);
+            ints quads[block_quads];
+            load_column_block(p, first, count, quads);
+            for (int i = count; i < block_quads; ++i) quads[i] = Lanes::splat(0);
+            alignas(64) std::byte turned[Lanes::width][column_block];
             KVQ_UNROLL
-            for (int q = 0; q < chunk_quads; q += Lanes::width) {
+            for (int q = 0; q < block_quads; q += Lanes::width) {
                 ints square[Lanes::width];
                 KVQ_UNROLL
                 for (int i = 0; i < Lanes::width; ++i) square[i] = quads[q + i];
@@ -289,7 +289,7 @@ private:
             const int size = detail::smaller(4 * count, cols.size - 4 * first);
             if (!OnRows) {
                 load_parameters(p.group, 4 * first, 4 * count, scale, bias);
-                if (size == chunk) {
+                if (size == column_block) {
                     scaled_rows(p, turned, scale, bias, first, out);
                     continue;
                 }
@@ -309,9 +309,9 @@ private:
                     const std::byte* const codes = turned[r];
                     T* const row = out.at(p.row + r, 4 * first);
                     const auto some = [&](auto&& of) KVQ_INLINE_LAMBDA {
-                        if (to - from == chunk) {
+                        if (to - from == column_block) {
                             KVQ_UNROLL
-                            for (int c = 0; c < chunk; c += Lanes::width)
+                            for (int c = 0; c < column_block; c += Lanes::width)
                                 out.put(row + c, of(c, Lanes::load_bytes(codes + c)));
                         } else {
                             for (int c = from; c < to; c += Lanes::width)
@@ -332,12 +332,12 @@ private:
         }
     }
 
-    /// A whole chunk with parameters on columns, which all rows share.
+    /// A whole column block with parameters on columns, which all rows share.
     template <class T>
-    KVQ_INLINE void scaled_rows(const part& p, const std::byte (&turned)[Lanes::width][chunk],
+    KVQ_INLINE void scaled_rows(const part& p, const std::byte (&turned)[Lanes::width][column_block],
                                 const float* scale, const float* bias, int first,
                                 const token_rows<Lanes, T>& out) const {
-        constexpr int vectors = chunk / Lanes::width;
+        constexpr int vectors = column_block / Lanes::width;
         floats scales[vectors], biases[vectors];
         KVQ_UNROLL
         for (int v = 0; v < vectors; ++v) {

@@ -82,7 +82,7 @@ private:
             [&]<int... Quad>(std::integer_sequence<int, Quad...>) KVQ_INLINE_LAMBDA {
                 const auto quad = [&]<int Q>(std::integral_constant<int, Q>) KVQ_INLINE_LAMBDA {
                     if (step + Q >= end) return;
-                    const ints words = quad_codes<Lanes, Bits, Q, Partial>(plane, next, 0, n);
+                    const ints words = unpack_quad<Lanes, Bits, Q, Partial>(plane, next, 0, n);
                     const int column = 4 * (step + Q);
                     const ints byte = Lanes::splat(255);
                     f(column, Lanes::bit_and(words, byte));

@@ -52,7 +52,7 @@ KVQ_INLINE void add_quad(code_sums<Lanes, Vectors, Queries>& sums, const std::by
     KVQ_UNROLL
     for (int v = 0; v < Vectors; ++v)
         codes[v] = meant(
-            quad_codes<Lanes, Bits, Quad, Partial, Raise>(planes, vector_bytes, v * Lanes::width * 4, n));
+            unpack_quad<Lanes, Bits, Quad, Partial, Raise>(planes, vector_bytes, v * Lanes::width * 4, n));
     if constexpr (Form == vector_form::word) {
         typename Lanes::ints even[Vectors], odd[Vectors];
         KVQ_UNROLL

@@ -115,7 +115,7 @@ KVQ_INLINE void unpack_quads(const std::byte* const* planes, std::ptrdiff_t vect
                              std::ptrdiff_t offset, int slot_count, std::byte* out, const Codes& meant,
                              std::integer_sequence<int, Quads...>) {
     ((Quads >= from && Quads < to ? Lanes::store(out + Quads * tile_space::quad_bytes,
-                                                 meant(quad_codes<Lanes, Bits, Quads, Partial, Raise>(
+                                                 meant(unpack_quad<Lanes, Bits, Quads, Partial, Raise>(
                                                      planes, vector_bytes, offset, slot_count)))
                                   : void()),
      ...);

@@ -21,8 +21,8 @@ KVQ_INLINE typename Lanes::ints load_vector(const std::byte* from, int n) {
 /// The codes of one quad, as bytes and times 2^Raise, from the vectors of all planes of a step. Every plane takes one shift, directly
 /// to the position of its bits.
 template <class Lanes, int Bits, int Quad, bool Partial, int Raise = 0, int Plane = 0>
-KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
-                                           std::ptrdiff_t offset, int n) {
+KVQ_INLINE typename Lanes::ints unpack_quad(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
+                                            std::ptrdiff_t offset, int n) {
     using P = code_planes<Bits>;
     constexpr int width = P::width(Plane), per_word = P::quads_per_word(Plane),
                   place = P::shift(Plane) + Raise, left = place - width * (Quad % per_word);
@@ -35,7 +35,7 @@ KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const* planes, std::
     }
     if constexpr (Plane + 1 < P::count)
         w = Lanes::bit_or(
-            w, quad_codes<Lanes, Bits, Quad, Partial, Raise, Plane + 1>(planes, vector_bytes, offset, n));
+            w, unpack_quad<Lanes, Bits, Quad, Partial, Raise, Plane + 1>(planes, vector_bytes, offset, n));
     return w;
 }
 

@@ -9,7 +9,7 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
 template <class Lanes, int Bits>
-struct code_words {
+struct code_packer {
     using ints = typename Lanes::ints;
     using planes = code_planes<Bits>;
     static constexpr int step_quads = planes::quads_per_step;

@@ -63,7 +63,7 @@ public:
 
 private:
     using planes = code_planes<Bits>;
-    using writer = code_words<Lanes, Bits>;
+    using writer = code_packer<Lanes, Bits>;
     using codes = lane_codes<Lanes, Levels, Bits, Values::scaled>;
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
@@ -314,7 +314,7 @@ private:
 
     // ---- parameters on columns ----
 
-    /// A row group: a chunk of columns at a time, so that the second read of the values hits L1.
+    /// A row group: a column block at a time, so that the second read of the values hits L1.
     void code_columns(int group) {
         const int cols = of_.codes.cols.size;
         const grouped_axis& rows = of_.codes.rows();

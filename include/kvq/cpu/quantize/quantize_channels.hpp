@@ -179,7 +179,7 @@ private:
     template <int Bits, class Code>
     KVQ_INLINE void put_step(const code_layout<Bits>& layout, std::byte* to, int row, int n, int step,
                              int quads, int first_quad, Code&& code_of) const {
-        using writer = code_words<Lanes, Bits>;
+        using writer = code_packer<Lanes, Bits>;
         ints words[writer::step_quads];
         for (int q = 0; q < writer::step_quads; ++q) {
             words[q] = Lanes::splat(0);
