@@ -79,10 +79,8 @@ ALLOWED = {
     "io": CACHE,
     "estimate": CACHE,
     "kvq": CACHE | {"estimate"},
-    # The compiled library from outside: its C interface alone.
     "kvq.h": set(),
     "kvq_cuda.h": {"kvq.h"},
-    "library": BASE | {"core", "kvq.h"},
 }
 
 # Headers of others: pattern, and the only paths where it may stand (none: nowhere).

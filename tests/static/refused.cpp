@@ -449,31 +449,6 @@ void attend(const kvq::mods_view& mods);
 void f() { attend(kvq::mods{kvq::score_scale{0.1f}, kvq::score_scale{0.2f}}); }
 #endif
 
-#if CASE == 36  // library_hook_not_const
-// expect: kvq: hooks are const: mask(int, int) or score(float, int, int, int), or such a lambda
-#include <kvq/library.hpp>
-
-struct counts {
-    int n = 0;
-    bool mask(int, int) { return ++n > 0; }
-};
-
-void use(const counts& hooks) { kvq::library::mods().use(hooks); }
-#endif
-
-#if CASE == 37  // library_hook_of_mods
-// expect: kvq: this hook is a member of kvq_mods
-// What a type says of the causal mask would be ignored: kvq_mods.direction says it.
-#include <kvq/library.hpp>
-
-struct everything {
-    static constexpr bool is_causal = false;
-    bool mask(int, int) const { return true; }
-};
-
-void use(const everything& hooks) { kvq::library::mods().use(hooks); }
-#endif
-
 // ---- Caches. ----
 
 #if CASE == 38  // append_doubles
