@@ -100,8 +100,8 @@
 // What needs no kernel, such as a cache, is compiled once for the weakest CPU if the library is linked, and may be used from objects of
 // any instruction set. Its functions are declared in x.hpp and defined in x-inl.hpp, which x.hpp includes without KVQ_COMPILED. Then
 // they are compiled with each file, and have the name of its instruction set. Templates and short functions of x.hpp are compiled with
-// each file either way, so types of users and of KVQ_TAGGED are arguments of such templates.
-#if defined(KVQ_HEADER_ONLY)
+// each file either way, so types of users and of KVQ_TAGGED are arguments of such templates. Files for nvcc take headers alone.
+#if defined(KVQ_HEADER_ONLY) || defined(__CUDACC__)
 #undef KVQ_COMPILED
 #endif
 #if defined(KVQ_COMPILED)

@@ -5,6 +5,7 @@
 #include <kvq/cpu/simd.hpp>
 #include <kvq/format/builtin_schemes.hpp>
 #include <kvq/format/find_format.hpp>
+#include <kvq/io/scheme_identity.hpp>
 #include <memory>
 #include <vector>
 
