@@ -14,11 +14,13 @@ struct parameter_sections {
 
     template <composed_scheme S>
     parameter_sections(const S& scheme, const block_shape& shape)
-        : first(scheme.layout().scale_offset(shape)),
-          bytes(scheme.layout().section_bytes(shape)),
-          slot_count(scheme.layout().slot_count(shape)),
-          size(sizeof(typename S::parameter)),
-          on_rows(scheme.layout().codec.on_rows(shape.role)) {}
+        : parameter_sections(scheme.layout(), shape) {}
+    parameter_sections(const block_layout& of, const block_shape& shape)
+        : first(of.scale_offset(shape)),
+          bytes(of.section_bytes(shape)),
+          slot_count(of.slot_count(shape)),
+          size(of.codec.parameter_bytes),
+          on_rows(of.codec.on_rows(shape.role)) {}
 
     KVQ_INLINE std::size_t offset(int group, int slot) const {
         return first + static_cast<std::size_t>((group * slot_count + slot) * size);
