@@ -109,8 +109,7 @@ void add_ingredients(list& to) {
     using preset_keys = typename Preset::keys;
     using encoder = typename preset_keys::encoder_type;
     // low2 takes ranges where there is feedback, the others least squares for channels of 2 bits.
-    using other_encoder =
-        std::conditional_t<Bits == 2, low3::keys::encoder_type, error_feedback<min_max>>;
+    using other_encoder = std::conditional_t<Bits == 2, low3::keys::encoder_type, error_feedback<min_max>>;
     using codes = typename preset_keys::policy;
     using fp16 = packed_params<float16>;
     using best = mean_corrected<least_squares>;
