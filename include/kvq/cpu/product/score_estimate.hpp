@@ -8,8 +8,6 @@
 // Source: the bound is that of Quest, arXiv 2406.10774, section 3.2, with the stored grid instead of stored minima and maxima.
 #pragma once
 
-#include <algorithm>
-
 #include "channel_ranges.hpp"
 #include "folded.hpp"
 
@@ -89,7 +87,9 @@ KVQ_NOINLINE void estimate_scores(const key_ranges& of, const parameter_source& 
     float* const scale = scratch;
     float* const bias = scale + key_ranges::padded(of.cols);
     float* const token_scale = bias + 2 * key_ranges::padded(of.cols);
-    if (!of.has_bias) std::fill_n(bias, key_ranges::padded(of.cols), 0.0f);
+    if (!of.has_bias)  // a loop: functions of std have no name of an instruction set (core/tagged_vector.hpp)
+        for (std::size_t i = 0, n = static_cast<std::size_t>(key_ranges::padded(of.cols)); i < n; ++i)
+            bias[i] = 0.0f;
     for (int rg = first / of.rows.group; rg * of.rows.group < end; ++rg) {
         for (const std::size_t to = detail::smaller(next + part, of.bytes); next < to; next += 64)
             detail::prefetch(source.block + ahead + next);
