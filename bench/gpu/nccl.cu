@@ -18,7 +18,6 @@
 #include <kvq/cuda.cuh>
 
 #include <barrier>
-#include <cmath>
 #include <functional>
 #include <string>
 #include <thread>

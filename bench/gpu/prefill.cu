@@ -15,7 +15,6 @@
 #include <fstream>
 #include <numeric>
 #include <random>
-#include <string>
 
 #include "key_plans.cuh"
 #include "timing.cuh"

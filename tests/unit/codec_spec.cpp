@@ -7,7 +7,6 @@
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <string>
-#include <vector>
 
 namespace codec_spec_tests { namespace {
 

@@ -16,7 +16,6 @@
 #include <bitset>
 #include <cmath>
 #include <limits>
-#include <new>
 
 #include "page_choice.hpp"
 #include "query_view.hpp"

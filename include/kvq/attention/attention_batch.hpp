@@ -8,7 +8,6 @@
 #pragma once
 
 #include <atomic>
-#include <new>
 
 #include "../core/executor.hpp"
 #include "attend.hpp"

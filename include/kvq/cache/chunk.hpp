@@ -10,9 +10,6 @@
 // Contract: without a commit(), the destructor restores the previous state of the layer and of the stock. One layer, one writer.
 #pragma once
 
-#include <memory_resource>
-#include <vector>
-
 #include "../page/page_table.hpp"
 #include "cache.hpp"
 #include "page_stock.hpp"

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <memory_resource>
-#include <vector>
 
 #include "../core/resource_vector.hpp"
 #include "../page/layer_pages.hpp"

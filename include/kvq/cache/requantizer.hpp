@@ -1,8 +1,6 @@
 // A request to requantize on its way: which pages of which sequences change, and the run over them (cache/requantize.hpp).
 #pragma once
 
-#include <algorithm>
-
 #include "../core/error.hpp"
 #include "../page/page_changes.hpp"
 #include "convert.hpp"

@@ -4,7 +4,6 @@
 // wide; `doubles` are half as many. The SIMD versions are in cpu/arch/.
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>

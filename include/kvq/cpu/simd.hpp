@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cstring>
-#include <new>
 
 #include "../format/make_format.hpp"
 #include "arch/lanes.hpp"

@@ -13,7 +13,6 @@
 #include <atomic>
 #include <cstdint>
 #include <initializer_list>
-#include <utility>
 #include <vector>
 
 #include "../core/float_type.hpp"

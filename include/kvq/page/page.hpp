@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <limits>
 #include <memory_resource>
-#include <utility>
 
 #include "../config.hpp"
 

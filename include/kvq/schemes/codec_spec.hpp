@@ -10,7 +10,7 @@
 // from the spec and the shape of a block: schemes/block_layout.hpp.
 #pragma once
 
-#include <type_traits>
+#include <concepts>
 
 #include "../core/float_type.hpp"
 #include "../core/text.hpp"

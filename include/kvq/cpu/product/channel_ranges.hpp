@@ -10,7 +10,6 @@
 #pragma once
 
 #include <cstring>
-#include <limits>
 
 #include "../../core/float_formats.hpp"
 #include "folded.hpp"

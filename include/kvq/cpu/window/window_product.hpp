@@ -5,8 +5,6 @@
 // of sum_columns at a time.
 #pragma once
 
-#include <utility>
-
 #include "../../pack/value_layout.hpp"
 #include "../product/folded.hpp"
 #include "../softmax.hpp"

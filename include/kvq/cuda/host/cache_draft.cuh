@@ -7,8 +7,6 @@
 // Contract: after keep() a sequence is bit for bit what appending the accepted tokens alone gives (cache/draft.hpp).
 #pragma once
 
-#include <algorithm>
-
 #include "cache_class.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {

@@ -4,8 +4,6 @@
 // window go to 16-bit pages of one layer's scratch and are quantized from there, in one launch for all of them.
 #pragma once
 
-#include <algorithm>
-
 #include "cache_class.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {

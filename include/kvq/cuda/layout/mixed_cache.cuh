@@ -19,7 +19,6 @@
 // sizes and cuts.
 #pragma once
 
-#include <tuple>
 #include <utility>
 
 #include "cache_ref.cuh"
@@ -166,10 +165,6 @@ auto read_mix(const mixed_cache_ref<Parts...>& mix) noexcept {
     }
     (std::make_integer_sequence<int, sizeof...(Parts)>{});
 }
-/// Do kernels read these types of parts?
-template <class Mix>
-inline constexpr bool is_read_mix = std::is_same_v<decltype(read_mix(std::declval<const Mix&>())), Mix>;
-
 template <class Pair, class First>
 status check_part(const cache_part<Pair>& part, const cache_ref<First>& first, int recent) noexcept {
     const cache_ref<Pair>& c = part.cache;

@@ -21,7 +21,6 @@ class grid_encoder {
     using memory = grid_memory<To, Role>;
     using encoder = typename memory::encoder;
     using parameters = typename S::parameters;
-    using line_type = std::remove_cvref_t<decltype(parameters::bias_line(0.0f, 0.0f))>;
     static constexpr int dim = memory::dim, groups = memory::groups, slot_count = memory::slot_count;
     static constexpr int place_slots = kvq::detail::round_up(dim, 4);  // of the parameters
 
