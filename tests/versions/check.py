@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Files that cannot read the version from include/kvq/version.hpp have the same one.
+"""Files that cannot read the version from include/kvq/version.hpp have the same one, and the namespace of the sources is that version's.
 
     check.py REPOSITORY
 """
@@ -40,7 +40,13 @@ def main():
             continue
         wrong += 1
     print(f"{len(COPIES) - wrong} of {len(COPIES)} copies are those of version {version}")
-    return wrong != 0
+    # The namespace of what programs and the library exchange (include/kvq/config.hpp); src/exported.map names it, too.
+    namespace = "v" + version[: version.rindex(".")].replace(".", "_")
+    files = [path for folder in ("include", "src") for path in (root / folder).rglob("*") if path.is_file()]
+    others = {f"{path.relative_to(root)}: {name}" for path in files for name in re.findall(r"\bv\d+_\d+(?=\b|_#)", path.read_text()) if name != namespace}
+    for other in sorted(others):
+        print(f"{other} is not {namespace}")
+    return wrong != 0 or len(others) > 0
 
 
 sys.exit(main())
