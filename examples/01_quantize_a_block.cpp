@@ -1,6 +1,7 @@
 // Quantizes one block (64 tokens of one head) with a few schemes and prints its bytes and its error.
 #include <cmath>
 #include <cstdio>
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <random>
 #include <vector>
