@@ -7,6 +7,14 @@
 #include <concepts>
 
 #include "../../core/float_formats.hpp"
+
+// g++ before 13 takes the deliberately undefined registers of its own AVX-512 header for a mistake, where this header calls it.
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 #include "arch.hpp"
 #include "register_ops.hpp"
 
@@ -140,3 +148,7 @@ struct simd_lanes : arch::register_ops<Arch> {
 };
 
 }}  // namespace kvq
+
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+#pragma GCC diagnostic pop
+#endif
