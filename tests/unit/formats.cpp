@@ -167,6 +167,9 @@ TEST_CASE("an unknown name is refused with the names that are most like it") {
     const auto message = message_of([] { (void)kvq::find_format("kivi-5-g32", kvq::tensor::key); });
     CHECK(contains(message, "there is no format \"kivi-5-g32\" for keys"));
     CHECK(contains(message, "kivi-4-g32"));
+    int for_keys = 0;
+    kvq::for_each_format([&](const kvq::builtin_format& f) { for_keys += f.keys ? 1 : 0; });
+    CHECK(message.find("; the nearest of " + std::to_string(for_keys) + " are ") != std::string::npos);
     CHECK(contains(message_of([] { (void)kvq::find_format("", kvq::tensor::value); }), "fp16"));
 }
 

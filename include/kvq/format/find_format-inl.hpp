@@ -37,7 +37,7 @@ KVQ_FUNC int letters_apart(std::string_view a, std::string_view b) {
     return row[b.size()];
 }
 
-/// The names of formats for this tensor that are most similar to `name`.
+/// The names of formats for this tensor that are most similar to `name`, and of how many.
 KVQ_FUNC std::string names_like(std::string_view name, tensor role) {
     std::size_t count = 0;
     const builtin_format* const formats = builtin_formats(&count);
@@ -46,7 +46,7 @@ KVQ_FUNC std::string names_like(std::string_view name, tensor role) {
         if (role == tensor::key ? formats[i].keys : formats[i].values)
             names.emplace_back(letters_apart(name, formats[i].name), formats[i].name);
     std::sort(names.begin(), names.end());
-    std::string list;
+    std::string list = "the nearest of " + std::to_string(names.size()) + " are ";
     for (std::size_t i = 0; i < names.size() && i < 5; ++i) list += (i ? ", " : "") + names[i].second;
     return list;
 }
@@ -72,7 +72,7 @@ KVQ_FUNC found_format find_builtin(std::string_view name, tensor role) {
             return {&f, group};
     }
     fail("there is no format \"", std::string(name), "\" for ", role == tensor::key ? "keys" : "values",
-         "; the nearest of ", count, " are ", names_like(name, role));
+         " in this program; ", names_like(name, role));
 }
 
 /// NAME of "NAME-bounds"; else empty.
