@@ -198,9 +198,10 @@ struct cache_ref {
     /// Coding keys with error_feedback: [kv_heads][head_dim][head_dim] of this layer in device memory, see
     /// write_key_feedback(). Null: the encoder has no matrices.
     const float* key_feedback = nullptr;
-    /// Schemes of your own, for their state.
-    [[no_unique_address]] detail::own_state<tensor::key, Pair> own_keys = {};
-    [[no_unique_address]] detail::own_state<tensor::value, Pair> own_values = {};
+    /// Schemes of your own, for their state. Not [[no_unique_address]]: nvcc 13 places the members behind such a
+    /// member of a kernel's parameter elsewhere than the host compiler does.
+    detail::own_state<tensor::key, Pair> own_keys = {};
+    detail::own_state<tensor::value, Pair> own_values = {};
 
     /// Where the block table names the page in a column of a sequence.
     KVQ_HD std::size_t table_entry(int sequence, int column) const noexcept {
