@@ -21,6 +21,9 @@
 #if !defined(__GNUC__) && !defined(__clang__)
 #error "kvq needs GCC or Clang (clang-cl on Windows)"
 #endif
+#if __cplusplus < 202002L
+#error "kvq needs C++20: compile with -std=c++20"
+#endif
 
 // An empty softmax state has the maximum -infinity. A compiler that may assume finite values turns it into NaN.
 #if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__

@@ -474,6 +474,14 @@ auto copy(const kvq::sequence& sequence) {
 
 // ---- Options of compilers. ----
 
+#if CASE == 45  // cplusplus_17
+// expect: kvq needs C++20: compile with -std=c++20
+// What -std=c++17 defines, the default of g++ 12.
+#undef __cplusplus
+#define __cplusplus 201703L
+#include <kvq/config.hpp>
+#endif
+
 #if CASE == 40  // finite_math_only
 // expect: kvq needs infinities and NaN: compile without -ffast-math
 // What -ffast-math and -Ofast define.
