@@ -48,7 +48,9 @@ struct block_layout {
     }
     /// Bytes from a scale to its bias.
     KVQ_HD KVQ_INLINE constexpr std::size_t section_bytes(const block_shape& s) const noexcept {
-        return detail::round_up(static_cast<std::size_t>(groups(s) * slot_count(s) * codec.parameter_bytes),
+        return detail::round_up(static_cast<std::size_t>(groups(s)) *
+                                    static_cast<std::size_t>(slot_count(s)) *
+                                    static_cast<std::size_t>(codec.parameter_bytes),
                                 static_cast<std::size_t>(codec.parameter_padding));
     }
     /// The scale of a slot in a group, of params<P>.
