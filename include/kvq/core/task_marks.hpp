@@ -24,7 +24,7 @@ public:
         if (wanted <= sizeof(own_) / sizeof(own_[0]))
             for (std::size_t i = 0; i < wanted; ++i) own_[i].store(0, std::memory_order_relaxed);
         else
-            more_ = tagged_vector<word>(wanted);
+            tagged_vector<word>(wanted).swap(more_);  // atomics do not move
     }
 
     /// False for a task that was taken before, and for a number that is none.
