@@ -42,7 +42,7 @@ class Errors(unittest.TestCase):
         self.assertEqual(sorted(e.status for e in kvq.Error.__subclasses__()), list(range(1, 10)))
 
     def test_options(self):
-        self.expect(kvq.ArgumentError, 'no format "std44" for keys; the nearest', kvq.Cache, 2, KV, D, "std44")
+        self.expect(kvq.ArgumentError, 'no format "std44" for keys in this program; the nearest', kvq.Cache, 2, KV, D, "std44")
         self.expect(kvq.ArgumentError, "at least 1 layer, got -1", kvq.Cache, -1, KV, D)
         self.expect(kvq.ArgumentError, "layers is 4294967297, none of the integers", kvq.Cache, 2**32 + 1, KV, D)
         self.expect(kvq.ArgumentError, "layer 2, the cache has 2", kvq.Cache, 2, KV, D, layer_formats={2: ("int8", None)})

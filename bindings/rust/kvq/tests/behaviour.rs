@@ -328,7 +328,7 @@ fn errors() {
     refused(
         Cache::new(&options("std44")),
         Status::Argument,
-        "no format \"std44\" for keys; the nearest",
+        "no format \"std44\" for keys in this program; the nearest",
     );
     refused(Cache::new(&options("a\0b")), Status::Argument, "has a zero in it");
     refused(
