@@ -1,4 +1,4 @@
-// Values of a block as block_quantizer reads them: rows across lanes, whatever the order in memory.
+// Values of a block as block_quantizer reads them: rows across lanes, from either order in memory.
 //
 //   half_values    a block of fp16 values (pack/value_layout.hpp), the usual window: extremes of both halves
 //                  of a word at once

@@ -252,7 +252,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                  held_end - held_begin < memory::tokens;
         plain = !has_score<Score> && present && !masked && !(a.softcap > 0.0f);
     };
-    // Is the warp tile one of sinks, which rows see whatever their window?
+    // Does the warp tile hold sinks? Rows see sinks through any window.
     const auto sees_sinks = [&] { return Feed::reads_sinks && a.window_sinks && first < 0; };
     // What the warp tile shows, unless it shows all. Looked up wherever it is needed: registers are few.
     const auto shown_here = [&] {

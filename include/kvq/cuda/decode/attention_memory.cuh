@@ -93,7 +93,7 @@ struct attention_memory {
     };
     /// 12 warps instead of 8 pay where units are small, and where instructions are many (8-bit parameters)
     /// and warp tiles are short enough for an item to be shared well; keys of mixed widths wait so often that
-    /// they pay whatever the warp tile.
+    /// they pay for every warp tile.
     static constexpr bool many_pay =
         Rows4 == 1 && (keys::mixed || slot_bytes <= 3072 || (keys::has_byte_params && tokens <= 64));
     /// One large thread block per multiprocessor leaves the fewest partial states and shares the work of an
