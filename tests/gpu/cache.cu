@@ -259,8 +259,8 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
     CHECK(s, "%s, step %d: %s", name, step, s.message);
     CHECK(c.gpu.tokens(p.id) == p.host.tokens(), "%s, step %d: %d tokens, the CPU has %d", name, step,
           c.gpu.tokens(p.id), p.host.tokens());
-    const auto &have = kvq::detail::sequence_access::tracks(moved),
-               &want = kvq::detail::sequence_access::tracks(p.host);
+    const auto &have = kvq::detail::sequence_access::tables(moved),
+               &want = kvq::detail::sequence_access::tables(p.host);
     for (std::size_t layer = 0; layer < layers; ++layer) {
         const auto &a = have[layer], &b = want[layer];
         const bool same = a.size() == b.size() && a.committed == b.committed &&
@@ -574,9 +574,9 @@ struct history {
         if (any(0, 7) == 0) compare(c, p, name, step);
     }
     bool hides_tokens(const kvq::sequence& s) const {
-        const auto& track = kvq::detail::sequence_access::tracks(s)[0];
-        for (int i = c.o.sinks > 0 ? 1 : 0; i < track.committed; ++i)
-            if (track[i].tokens < page) return true;
+        const auto& table = kvq::detail::sequence_access::tables(s)[0];
+        for (int i = c.o.sinks > 0 ? 1 : 0; i < table.committed; ++i)
+            if (table[i].tokens < page) return true;
         return false;
     }
     /// The first tokens of one sequence, then tokens of another: on the CPU, and back. Pages then hide first tokens, too.

@@ -27,25 +27,25 @@ bool same_bits(const float* a, const float* b, int n) {
 /// Spans that show fewer tokens than their pages hold, but for the last one, which may be filled.
 template <class Sequence>
 int partial_spans(const Sequence& s) {
-    const auto& track = kvq::detail::sequence_access::tracks(s).front();
+    const auto& table = kvq::detail::sequence_access::tables(s).front();
     int n = 0;
-    for (int i = 0; i < track.committed; ++i) n += !track[i].full();
+    for (int i = 0; i < table.committed; ++i) n += !table[i].full();
     return n;
 }
 
 /// Positions without gaps, nothing empty, and only the last span is being filled.
 template <class Sequence>
 void require_whole(const Sequence& s, int layer) {
-    const auto& track = kvq::detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+    const auto& table = kvq::detail::sequence_access::tables(s)[static_cast<std::size_t>(layer)];
     int at = 0;
-    for (int i = 0; i < track.size(); ++i) {
-        REQUIRE(track[i].first_token == at);
-        REQUIRE(track[i].tokens >= 1);
-        REQUIRE(track[i].tokens <= track[i].room);
-        REQUIRE((i < track.committed || track[i].full() || i == track.size() - 1));
-        at = track[i].end();
+    for (int i = 0; i < table.size(); ++i) {
+        REQUIRE(table[i].first_token == at);
+        REQUIRE(table[i].tokens >= 1);
+        REQUIRE(table[i].tokens <= table[i].room);
+        REQUIRE((i < table.committed || table[i].full() || i == table.size() - 1));
+        at = table[i].end();
     }
-    REQUIRE(at == track.tokens);
+    REQUIRE(at == table.tokens);
 }
 
 /// The same sequence by another way: a fork, a file, or messages.
@@ -130,12 +130,12 @@ TEST_CASE_TEMPLATE(
                     const auto& was = values[static_cast<int>(role)][at];
                     REQUIRE(same_bits(now.values().data(), was.values().data(), stay * shape.dim(role)));
                 }
-                const auto& track = kvq::detail::sequence_access::tracks(sequence)[at];
+                const auto& table = kvq::detail::sequence_access::tables(sequence)[at];
                 settled[at] = stay;
-                for (int i = 0; i < track.committed; ++i)
-                    if (!track[i].copies[0] && !track[i].copies[1] &&
-                        (track[i].pages[0]->format != 0 || track[i].pages[1]->format != 0))
-                        settled[at] = track[i].end();
+                for (int i = 0; i < table.committed; ++i)
+                    if (!table[i].copies[0] && !table[i].copies[1] &&
+                        (table[i].pages[0]->format != 0 || table[i].pages[1]->format != 0))
+                        settled[at] = table[i].end();
             }
             look(values[0], kvq::tensor::key);
             look(values[1], kvq::tensor::value);

@@ -96,9 +96,9 @@ double distance(const numbers& a, const numbers& b) {
 /// The bytes of all committed pages of a sequence, from its first on.
 std::vector<std::vector<std::byte>> committed(const kvq::sequence& s, int layer) {
     std::vector<std::vector<std::byte>> all;
-    const auto& track = kvq::detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
-    for (int i = 0; i < track.committed; ++i)
-        for (const kvq::page_ref& p : track[i].pages) all.emplace_back(p->data(), p->data() + p->bytes);
+    const auto& table = kvq::detail::sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+    for (int i = 0; i < table.committed; ++i)
+        for (const kvq::page_ref& p : table[i].pages) all.emplace_back(p->data(), p->data() + p->bytes);
     return all;
 }
 

@@ -85,7 +85,7 @@ public:
         for (std::size_t i = 0; i < sequences_.size(); ++i) check(i);
         std::set<const kvq::page*> pages;
         for (const sequence_type& s : sequences_) {
-            for (const kvq::page_span& span : kvq::detail::sequence_access::tracks(s)[0].spans)
+            for (const kvq::page_span& span : kvq::detail::sequence_access::tables(s)[0].spans)
                 for (int role = 0; role < 2; ++role) {
                     pages.insert(span.pages[role].get());
                     if (span.copies[role]) pages.insert(span.copies[role].get());
@@ -275,7 +275,7 @@ private:
     /// Pages that are not what they were have been quantized anew: their tokens may be off by half a step more.
     void account(std::size_t i) {
         model& m = models_[i];
-        const auto& spans = kvq::detail::sequence_access::tracks(sequences_[i])[0].spans;
+        const auto& spans = kvq::detail::sequence_access::tables(sequences_[i])[0].spans;
         for (std::size_t role = 0; role < 2; ++role) {
             std::vector<model::held> now;
             for (std::size_t p = 0; p < spans.size(); ++p) {
@@ -296,7 +296,7 @@ private:
     }
 
     void remember_pages(std::size_t i) {
-        const auto& spans = kvq::detail::sequence_access::tracks(sequences_[i])[0].spans;
+        const auto& spans = kvq::detail::sequence_access::tables(sequences_[i])[0].spans;
         for (std::size_t role = 0; role < 2; ++role)
             for (std::size_t p = 0; p < models_[i].pages[role].size(); ++p)
                 models_[i].pages[role][p] = {spans[p].pages[role].get(), spans[p].pages[role]->format};

@@ -43,7 +43,7 @@ void ensure(pools& p, const gpu::sequence_pages& s, int n, const gpu::device_geo
 }
 
 void require_same(const both& b, const gpu::device_geometry& g) {
-    const kvq::detail::page_table& host = kvq::detail::sequence_access::tracks(b.host).front();
+    const kvq::detail::page_table& host = kvq::detail::sequence_access::tables(b.host).front();
     const kvq::detail::page_table& device = b.pages.table;
     REQUIRE(device.tokens == host.tokens);
     REQUIRE(device.committed == host.committed);

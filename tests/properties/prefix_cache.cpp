@@ -56,8 +56,8 @@ bool hold_copies(const std::vector<const sequence_type*>& sequences) {
         for (const sequence_type* b : sequences)
             for (std::size_t layer = 0; layer < static_cast<std::size_t>(shape.layers); ++layer)
                 for (int role = 0; role < 2; ++role) {
-                    const auto& mine = kvq::detail::sequence_access::tracks(*a)[layer].spans;
-                    const auto& theirs = kvq::detail::sequence_access::tracks(*b)[layer].spans;
+                    const auto& mine = kvq::detail::sequence_access::tables(*a)[layer].spans;
+                    const auto& theirs = kvq::detail::sequence_access::tables(*b)[layer].spans;
                     const auto same = [](const kvq::page_ref& p, const kvq::page_ref& q) {
                         return p && q && p.get() != q.get() && p->format == q->format &&
                                p->bytes == q->bytes && std::memcmp(p->data(), q->data(), p->bytes) == 0;
@@ -148,8 +148,8 @@ struct plain_store {
         if (options.format && static_cast<int>(tokens.size()) >= options.min_quantize_tokens) {
             cache.requantize(
                 sequence, {.key = options.format->key, .value = options.format->value, .only_smaller = true});
-            for (auto& track : kvq::detail::sequence_access::tracks(sequence))
-                for (kvq::page_span& span : track.spans)
+            for (auto& table : kvq::detail::sequence_access::tables(sequence))
+                for (kvq::page_span& span : table.spans)
                     for (kvq::page_ref& copy : span.copies) copy = kvq::page_ref{};
         }
         if (near.common > 0)
@@ -178,8 +178,8 @@ struct plain_store {
     /// Pages with equal contents, wholly in the first `common` tokens.
     void share(sequence_type& s, const sequence_type& from, int common) const {
         for (int layer = 0; layer < shape.layers; ++layer) {
-            auto& mine = kvq::detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
-            const auto& theirs = kvq::detail::sequence_access::tracks(from)[static_cast<std::size_t>(layer)];
+            auto& mine = kvq::detail::sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+            const auto& theirs = kvq::detail::sequence_access::tables(from)[static_cast<std::size_t>(layer)];
             for (std::size_t i = 0; i < mine.spans.size() && i < theirs.spans.size(); ++i) {
                 kvq::page_span& a = mine.spans[i];
                 const kvq::page_span& b = theirs.spans[i];
@@ -197,8 +197,8 @@ struct plain_store {
 
     static std::size_t pages_of(const sequence_type& s) {
         std::size_t n = 0;
-        for (const auto& track : kvq::detail::sequence_access::tracks(s))
-            for (const kvq::page_span& span : track.spans)
+        for (const auto& table : kvq::detail::sequence_access::tables(s))
+            for (const kvq::page_span& span : table.spans)
                 n += 2 + (span.copies[0] ? 1 : 0) + (span.copies[1] ? 1 : 0);
         return n;
     }

@@ -78,10 +78,10 @@ TEST_CASE_TEMPLATE("a restored sequence is the saved one, now and later", C, tes
         test::require_same(cache, sequence, other, copy);
         // A cache with the same formats for every layer has nothing to convert, unless pages were requantized.
         const bool as_listed = [&] {
-            for (const auto& track : kvq::detail::sequence_access::tracks(sequence))
+            for (const auto& table : kvq::detail::sequence_access::tables(sequence))
                 for (int role = 0; role < 2; ++role)
-                    for (int i = options.sinks > 0 ? 1 : 0; i < track.committed; ++i)
-                        if (track[i].pages[role]->format != track.targets[role]) return false;
+                    for (int i = options.sinks > 0 ? 1 : 0; i < table.committed; ++i)
+                        if (table[i].pages[role]->format != table.targets[role]) return false;
             return true;
         }();
         auto fresh = other.new_sequence();
@@ -89,8 +89,8 @@ TEST_CASE_TEMPLATE("a restored sequence is the saved one, now and later", C, tes
         for (std::size_t layer = 0; layer < static_cast<std::size_t>(shape.layers); ++layer)
             for (std::size_t role = 0; role < 2; ++role)
                 same_targets =
-                    same_targets && kvq::detail::sequence_access::tracks(sequence)[layer].targets[role] ==
-                                        kvq::detail::sequence_access::tracks(fresh)[layer].targets[role];
+                    same_targets && kvq::detail::sequence_access::tables(sequence)[layer].targets[role] ==
+                                        kvq::detail::sequence_access::tables(fresh)[layer].targets[role];
         if (as_listed && same_targets)
             test::require_same(cache, sequence, other, restored(other, file, {.convert = true}));
 

@@ -305,13 +305,13 @@ page_bytes bytes_of(const kvq::cache& cache, const std::vector<const kvq::sequen
         for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
             std::map<const kvq::page*, int> needed;  // tokens
             for (const kvq::sequence* const one : sequences) {
-                const auto& track =
-                    kvq::detail::sequence_access::tracks(*one)[static_cast<std::size_t>(layer)];
-                for (int i = 0; i < track.size(); ++i) {
-                    const kvq::page_span& s = track[i];
+                const auto& table =
+                    kvq::detail::sequence_access::tables(*one)[static_cast<std::size_t>(layer)];
+                for (int i = 0; i < table.size(); ++i) {
+                    const kvq::page_span& s = table[i];
                     const kvq::page* const p = s.pages[static_cast<std::size_t>(role)].get();
                     const int tokens =
-                        i < track.committed ? p->tokens : g.window_tokens(s.tokens, g.capacity(s.sinks));
+                        i < table.committed ? p->tokens : g.window_tokens(s.tokens, g.capacity(s.sinks));
                     needed[p] = std::max(needed[p], tokens);
                     if (const auto& copy = s.copies[static_cast<std::size_t>(role)])
                         needed[copy.get()] = copy->tokens;
@@ -329,10 +329,10 @@ page_bytes bytes_of(const kvq::cache& cache, const std::vector<const kvq::sequen
 /// The spans of a sequence, for the message of a failure.
 std::string spans_of(const world& w) {
     std::string all;
-    for (const auto& track : kvq::detail::sequence_access::tracks(*w.sequence)) {
-        all += text("\nlayer: tokens, committed", track.tokens, track.committed, track.targets[0],
-                    track.targets[1]);
-        for (const kvq::page_span& s : track.spans) {
+    for (const auto& table : kvq::detail::sequence_access::tables(*w.sequence)) {
+        all += text("\nlayer: tokens, committed", table.tokens, table.committed, table.targets[0],
+                    table.targets[1]);
+        for (const kvq::page_span& s : table.spans) {
             all += text("\n  first, tokens, room, skip, sinks, shift", s.first_token, s.tokens, s.room,
                         s.skip, s.sinks, s.shift);
             for (const auto* list : {&s.pages, &s.copies})

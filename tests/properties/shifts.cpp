@@ -215,14 +215,14 @@ stored_rows stored(const kvq::cache& cache, const kvq::sequence& s, int layer, k
 
 /// The spans are what a layer may have.
 void require_whole(const kvq::cache& cache, const kvq::sequence& s, int layer) {
-    const auto& track = kvq::detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+    const auto& table = kvq::detail::sequence_access::tables(s)[static_cast<std::size_t>(layer)];
     int at = 0;
-    for (int i = 0; i < track.size(); ++i) {
-        const kvq::page_span& span = track[i];
-        const bool committed = i < track.committed;
+    for (int i = 0; i < table.size(); ++i) {
+        const kvq::page_span& span = table[i];
+        const bool committed = i < table.committed;
         REQUIRE(span.first_token == at);
         REQUIRE(
-            kvq::detail::page_table::is_possible(span, committed, i == track.size() - 1, cache.geometry()));
+            kvq::detail::page_table::is_possible(span, committed, i == table.size() - 1, cache.geometry()));
         for (int role = 0; role < 2; ++role) {
             const kvq::page& p = *span.pages[role];
             if (committed) {
@@ -234,7 +234,7 @@ void require_whole(const kvq::cache& cache, const kvq::sequence& s, int layer) {
         }
         at = span.end();
     }
-    REQUIRE(at == track.tokens);
+    REQUIRE(at == table.tokens);
 }
 
 /// Compares what a sequence holds with the model: order, bits of rows that were quantized, lengths.
@@ -370,8 +370,8 @@ std::size_t bytes_of(const std::vector<kvq::sequence>& sequences) {
         if (p && pages.insert(p.get()).second) bytes += kvq::page_pool::allocation(p->bytes);
     };
     for (const kvq::sequence& s : sequences)
-        for (const auto& track : kvq::detail::sequence_access::tracks(s))
-            for (const kvq::page_span& span : track.spans)
+        for (const auto& table : kvq::detail::sequence_access::tables(s))
+            for (const kvq::page_span& span : table.spans)
                 for (int role = 0; role < 2; ++role) {
                     count(span.pages[role]);
                     count(span.copies[role]);
@@ -506,8 +506,8 @@ TEST_CASE("1000 erases, shifts and splices leave the bytes as they were, in the 
     std::map<const kvq::page*, std::vector<std::byte>> bytes;
     const auto for_each_page = [](const std::vector<kvq::sequence>& of, auto&& f) {
         for (const kvq::sequence& s : of)
-            for (const auto& track : kvq::detail::sequence_access::tracks(s))
-                for (const kvq::page_span& span : track.spans)
+            for (const auto& table : kvq::detail::sequence_access::tables(s))
+                for (const kvq::page_span& span : table.spans)
                     for (const kvq::page_ref& p : span.pages) f(*p);
     };
     for_each_page(texts, [&](const kvq::page& p) { bytes[&p].assign(p.data(), p.data() + p.bytes); });
@@ -658,10 +658,10 @@ TEST_CASE("a page that several spans show is converted once, stays one page, and
             for (int layer = 0; layer < 2; ++layer)
                 for (std::size_t role = 0; role < 2; ++role) {
                     std::map<const kvq::page*, int> first;
-                    const auto& track =
-                        kvq::detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
-                    for (int i = 0; i < track.committed; ++i) {
-                        const auto at = first.emplace(track[i].pages[role].get(), i);
+                    const auto& table =
+                        kvq::detail::sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+                    for (int i = 0; i < table.committed; ++i) {
+                        const auto at = first.emplace(table[i].pages[role].get(), i);
                         of.push_back(at.first->second);
                         shared += !at.second;
                     }
@@ -684,8 +684,8 @@ TEST_CASE("a page that several spans show is converted once, stays one page, and
             return bytes + pages * sizeof(kvq::page);
         };
         const auto without_copies = [](kvq::sequence& s) {
-            for (auto& track : kvq::detail::sequence_access::tracks(s))
-                for (kvq::page_span& span : track.spans)
+            for (auto& table : kvq::detail::sequence_access::tables(s))
+                for (kvq::page_span& span : table.spans)
                     for (kvq::page_ref& copy : span.copies) copy = kvq::page_ref{};
         };
         without_copies(a);
@@ -986,7 +986,7 @@ TEST_CASE("keys that moved too far are refused in files, messages and pages of t
     test::int8_cache cache(shape, options), other(shape, wide);
     auto s = cache.new_sequence();
     test::append(s, 1, test::stream(random, shape, 11), 0, 11);
-    std::int64_t& shift = kvq::detail::sequence_access::tracks(s)[0][1].shift;
+    std::int64_t& shift = kvq::detail::sequence_access::tables(s)[0][1].shift;
     const auto pages_of_s = [&] {
         kvq::page_list pages(cache, 0);
         for (int e = 0; e < s.pages(0).entries(); ++e) {

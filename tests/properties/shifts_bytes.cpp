@@ -33,8 +33,8 @@ kvq::rotary_embedding rotary_of(int dims) {
 std::size_t shown_bytes(const kvq::sequence& s) {
     std::set<const kvq::page*> pages;
     std::size_t bytes = 0;
-    for (const auto& track : sequence_access::tracks(s))
-        for (const kvq::page_span& span : track.spans)
+    for (const auto& table : sequence_access::tables(s))
+        for (const kvq::page_span& span : table.spans)
             for (const kvq::page_ref& p : span.pages)
                 if (pages.insert(p.get()).second) bytes += kvq::page_pool::allocation(p->bytes);
     return bytes;

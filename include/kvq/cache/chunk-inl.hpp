@@ -31,16 +31,16 @@ KVQ_FUNC page_ref shorter_page(cache& of, const page& from, int role, int tokens
     return p;
 }
 
-KVQ_FUNC chunk::chunk(cache& of, page_table& track, int layer, int tokens, chunk_pages when,
+KVQ_FUNC chunk::chunk(cache& of, page_table& table, int layer, int tokens, chunk_pages when,
                       page_stock* stock) noexcept
     : cache_(&of),
-      track_(&track),
+      table_(&table),
       stock_(stock),
       layer_(layer),
-      before_(track.tokens),
-      after_(track.tokens + tokens),
+      before_(table.tokens),
+      after_(table.tokens + tokens),
       when_(when),
-      spans_before_(track.size()),
+      spans_before_(table.size()),
       shorter_(of.pool().memory()),
       quantized_(of.pool().memory()) {
     if (!stock_) return;
@@ -50,7 +50,7 @@ KVQ_FUNC chunk::chunk(cache& of, page_table& track, int layer, int tokens, chunk
 
 KVQ_FUNC chunk::chunk(chunk&& other) noexcept
     : cache_(other.cache_),
-      track_(std::exchange(other.track_, nullptr)),
+      table_(std::exchange(other.table_, nullptr)),
       stock_(other.stock_),
       layer_(other.layer_),
       before_(other.before_),
@@ -65,30 +65,31 @@ KVQ_FUNC chunk::chunk(chunk&& other) noexcept
       jobs_(other.jobs_) {}
 
 KVQ_FUNC chunk::~chunk() {
-    if (track_ == nullptr) return;
+    if (table_ == nullptr) return;
     return_staged();
-    track_->spans.erase(track_->spans.begin() + spans_before_, track_->spans.end());
-    if (last_before_.pages[0]) track_->spans.back() = std::move(last_before_);
-    track_->tokens = before_;
+    table_->spans.erase(table_->spans.begin() + spans_before_, table_->spans.end());
+    if (last_before_.pages[0]) table_->spans.back() = std::move(last_before_);
+    table_->tokens = before_;
     end_lists();
 }
 
 KVQ_FUNC void chunk::stage() {
-    page_table& track = *track_;
+    page_table& table = *table_;
     const page_geometry g = cache_->geometry();
-    const std::size_t table = table_capacity(static_cast<std::size_t>(track.size_after(after_ - before_, g)));
+    const std::size_t capacity =
+        table_capacity(static_cast<std::size_t>(table.size_after(after_ - before_, g)));
     if (stock_)
-        stock_->grow(track.spans, static_cast<std::size_t>(layer_), table);
+        stock_->grow(table.spans, static_cast<std::size_t>(layer_), capacity);
     else
-        track.spans.reserve(table);
-    first_written_ = track.has_open_span() ? spans_before_ - 1 : spans_before_;
-    if (track.has_open_span() && after_ > before_) stage_open_span();
-    while (track.tokens < after_) stage_span();
-    const int due = track.due(after_, g);
-    const std::size_t places = 2 * static_cast<std::size_t>(due - track.committed);
+        table.spans.reserve(capacity);
+    first_written_ = table.has_open_span() ? spans_before_ - 1 : spans_before_;
+    if (table.has_open_span() && after_ > before_) stage_open_span();
+    while (table.tokens < after_) stage_span();
+    const int due = table.due(after_, g);
+    const std::size_t places = 2 * static_cast<std::size_t>(due - table.committed);
     shorter_.reserve(places);
     quantized_.reserve(places);
-    for (int i = track.committed; i < due; ++i) stage_commit(i);
+    for (int i = table.committed; i < due; ++i) stage_commit(i);
 }
 
 KVQ_FUNC void chunk::write(const input_view& k, const input_view& v, float* scratch) {
@@ -99,8 +100,8 @@ KVQ_FUNC void chunk::write(const input_view& k, const input_view& v, float* scra
 
 KVQ_FUNC void chunk::write_head(tensor tensor_of, const input_view& source, int head) {
     const auto role = static_cast<std::size_t>(tensor_of);
-    for (int i = first_written_; i < track_->size(); ++i) {
-        const page_span& s = (*track_)[i];
+    for (int i = first_written_; i < table_->size(); ++i) {
+        const page_span& s = (*table_)[i];
         const int from = larger(s.first_token, before_);
         write_tokens(cache_->window(), *s.pages[role], tensor_of, source.dim, source, head, from - before_,
                      s.end() - from, from - s.first_token);
@@ -109,7 +110,7 @@ KVQ_FUNC void chunk::write_head(tensor tensor_of, const input_view& source, int 
 
 KVQ_FUNC void chunk::move_keys(float* scratch) {
     if (first_written_ >= spans_before_ || after_ == before_) return;
-    const page_span& s = (*track_)[first_written_];
+    const page_span& s = (*table_)[first_written_];
     const rotation* const rotate = cache_->rotations().at(layer_);
     if (s.shift == 0 || !rotate) return;
     rotate_tokens(cache_->table(tensor::key).window_type(), *s.pages[0], *rotate, -s.shift,
@@ -120,8 +121,8 @@ KVQ_FUNC void chunk::move_keys(float* scratch) {
 KVQ_FUNC void chunk::write(tensor tensor_of, const input_view& source, float* scratch) {
     const auto role = static_cast<std::size_t>(tensor_of);
     const int dim = cache_->shape().dim(tensor_of);
-    for (int i = first_written_; i < track_->size(); ++i) {
-        const page_span& s = (*track_)[i];
+    for (int i = first_written_; i < table_->size(); ++i) {
+        const page_span& s = (*table_)[i];
         const int from = larger(s.first_token, before_);
         page& to = s.pages[role] ? *s.pages[role] : *temporary_[role];
         if (!s.pages[role]) to.not_finite = 0;  // of the page before
@@ -136,8 +137,8 @@ KVQ_FUNC void chunk::quantize(int job, float* scratch) {
     const int heads = cache_->shape().kv_heads, head = job % heads;
     int index = job / heads;
     for (std::size_t at = 0; at < quantized_.size(); ++at) {
-        const int i = track_->committed + static_cast<int>(at / 2);
-        const page_ref& from = shorter_[at] ? shorter_[at] : (*track_)[i].pages[at % 2];
+        const int i = table_->committed + static_cast<int>(at / 2);
+        const page_ref& from = shorter_[at] ? shorter_[at] : (*table_)[i].pages[at % 2];
         if (!quantized_[at] || quantized_[at]->format == 0 || !from || index-- > 0) continue;
         page& to = *quantized_[at];
         const std::uint32_t found = convert_block(cache_->table(static_cast<tensor>(at % 2)), cache_->shape(),
@@ -148,43 +149,43 @@ KVQ_FUNC void chunk::quantize(int job, float* scratch) {
 }
 
 KVQ_FUNC void chunk::commit() noexcept {
-    page_table& track = *track_;
+    page_table& table = *table_;
     const page_geometry g = cache_->geometry();
     const int rollback = cache_->options().rollback;
     for (std::size_t at = 0; at < quantized_.size(); ++at) {
         if (!quantized_[at]) continue;
-        const int i = track.committed + static_cast<int>(at / 2);
-        page_ref& page = track[i].pages[at % 2];
+        const int i = table.committed + static_cast<int>(at / 2);
+        page_ref& page = table[i].pages[at % 2];
         if (shorter_[at]) put(page, shorter_[at]);
         if (quantized_[at]->format == 0) {  // the page of a closed span, which stays 16 bit
             put(page, quantized_[at]);
             continue;
         }
-        page_ref left = track.commit_page(i, at % 2, std::move(quantized_[at]), after_, g, rollback);
+        page_ref left = table.commit_page(i, at % 2, std::move(quantized_[at]), after_, g, rollback);
         if (stock_) stock_->give_back(std::move(left));
     }
-    track.committed += static_cast<int>(quantized_.size() / 2);
-    track.drop_copies(g, rollback);
-    track_ = nullptr;
+    table.committed += static_cast<int>(quantized_.size() / 2);
+    table.drop_copies(g, rollback);
+    table_ = nullptr;
     end_lists();
     if (!stock_) return;
     for (page_ref& p : temporary_) stock_->give_back(std::move(p));
     stock_->end_step();
 }
 
-KVQ_FUNC chunk::needs chunk::needs_of(const cache& of, const page_table& track, int tokens,
+KVQ_FUNC chunk::needs chunk::needs_of(const cache& of, const page_table& table, int tokens,
                                       chunk_pages when) {
     needs n;
     for_each_need(
-        of, track, tokens, when, [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); },
+        of, table, tokens, when, [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); },
         [&](std::size_t bytes) { n.returned += page_pool::allocation(bytes); });
     return n;
 }
 
-KVQ_FUNC std::size_t chunk::count_reserved(const cache& of, const page_table& track, int n,
+KVQ_FUNC std::size_t chunk::count_reserved(const cache& of, const page_table& table, int n,
                                            page_stock& stock) {
     return for_each_need(
-        of, track, n, chunk_pages::after_attend, [&](std::size_t bytes) { stock.takes(bytes); },
+        of, table, n, chunk_pages::after_attend, [&](std::size_t bytes) { stock.takes(bytes); },
         [&](std::size_t bytes) { stock.gives_back(bytes); });
 }
 
@@ -202,11 +203,11 @@ KVQ_FUNC void chunk::put(page_ref& place, page_ref& p) noexcept {
 
 KVQ_FUNC void chunk::return_staged() noexcept {
     if (!stock_) return;
-    for (int i = spans_before_; i < track_->size(); ++i)
-        for (page_ref& p : track_->spans[static_cast<std::size_t>(i)].pages) stock_->give_back(std::move(p));
+    for (int i = spans_before_; i < table_->size(); ++i)
+        for (page_ref& p : table_->spans[static_cast<std::size_t>(i)].pages) stock_->give_back(std::move(p));
     if (last_before_.pages[0])
         for (int role = 0; role < 2; ++role) {
-            page_ref& p = track_->spans[static_cast<std::size_t>(spans_before_ - 1)].pages[role];
+            page_ref& p = table_->spans[static_cast<std::size_t>(spans_before_ - 1)].pages[role];
             if (p.get() != last_before_.pages[role].get()) stock_->give_back(std::move(p));
         }
     for (page_ref& p : temporary_) stock_->give_back(std::move(p));
@@ -223,11 +224,11 @@ KVQ_FUNC void chunk::end_lists() noexcept {
 }
 
 KVQ_FUNC page_ref& chunk::quantized(int i, std::size_t role) {
-    return quantized_[2 * static_cast<std::size_t>(i - track_->committed) + role];
+    return quantized_[2 * static_cast<std::size_t>(i - table_->committed) + role];
 }
 
 KVQ_FUNC void chunk::stage_open_span() {
-    page_span& s = track_->spans.back();
+    page_span& s = table_->spans.back();
     const int tokens = s.tokens + smaller(after_ - before_, s.room - s.tokens);
     page_ref larger_pages[2];
     for (int role = 0; role < 2; ++role) {
@@ -246,29 +247,29 @@ KVQ_FUNC void chunk::stage_open_span() {
     for (int role = 0; role < 2; ++role)
         if (larger_pages[role]) s.pages[role] = std::move(larger_pages[role]);
     s.tokens = tokens;
-    track_->tokens = s.end();
+    table_->tokens = s.end();
 }
 
 KVQ_FUNC void chunk::stage_span() {
-    page_table& track = *track_;
+    page_table& table = *table_;
     const page_geometry g = cache_->geometry();
-    page_span s = track.next_span(after_, g);
+    page_span s = table.next_span(after_, g);
     const bool passes =
         when_ == chunk_pages::at_once && page_table::passes(s, after_, g, cache_->options().rollback);
     for (int role = 0; role < 2; ++role) {
-        if (!passes || track.targets[role] == 0)
+        if (!passes || table.targets[role] == 0)
             s.pages[role] = window_page(role, g.window_tokens(s.tokens, s.room));
         else if (!temporary_[role])
             temporary_[role] = window_page(role, s.room);
     }
-    track.tokens = s.end();
-    track.spans.push_back(std::move(s));
+    table.tokens = s.end();
+    table.spans.push_back(std::move(s));
 }
 
 KVQ_FUNC void chunk::stage_commit(int i) {
-    const page_span& s = (*track_)[i];
+    const page_span& s = (*table_)[i];
     for (int role = 0; role < 2; ++role) {
-        const int target = s.sinks ? 0 : track_->targets[role];
+        const int target = s.sinks ? 0 : table_->targets[role];
         quantized_.emplace_back();
         shorter_.emplace_back();
         page_ref shorter;

@@ -1,6 +1,6 @@
 // New tokens of one layer on their way into a sequence: reserve memory, write 16-bit pages, commit pages.
 //
-//   chunk c(cache, track, layer, n, chunk_pages::..., stock);
+//   chunk c(cache, table, layer, n, chunk_pages::..., stock);
 //   c.stage();          takes all memory, from the stock if a step was reserved; the layer holds n tokens more, not written yet
 //   c.write(k, v, ...); writes the 16-bit values of the tokens; or, on any threads, c.write_head() for every head of K and V
 //                       prefill attends here: no token of the chunk is quantized yet
@@ -31,7 +31,7 @@ page_ref shorter_page(cache& of, const page& from, int role, int tokens, page_st
 class chunk {
 public:
     /// stock: of the sequence; or null.
-    chunk(cache& of, page_table& track, int layer, int tokens, chunk_pages when, page_stock* stock) noexcept;
+    chunk(cache& of, page_table& table, int layer, int tokens, chunk_pages when, page_stock* stock) noexcept;
     chunk(const chunk&) = delete;
     chunk& operator=(const chunk&) = delete;
     chunk(chunk&& other) noexcept;
@@ -63,16 +63,16 @@ public:
     struct needs {
         std::size_t taken = 0, returned = 0;
     };
-    static needs needs_of(const cache& of, const page_table& track, int tokens, chunk_pages when);
+    static needs needs_of(const cache& of, const page_table& table, int tokens, chunk_pages when);
     /// Adds the pages that a reserved step of n tokens takes for this layer to a stock. Returns the number of spans that are committed.
-    static std::size_t count_reserved(const cache& of, const page_table& track, int n, page_stock& stock);
+    static std::size_t count_reserved(const cache& of, const page_table& table, int n, page_stock& stock);
     /// Calls take(bytes of data) for every page that stage() takes, and give_back(bytes) for those of them that commit() gives back.
     /// Returns the number of spans that are committed.
     template <class Take, class GiveBack>
-    static std::size_t for_each_need(const cache& of, const page_table& track, int tokens, chunk_pages when,
+    static std::size_t for_each_need(const cache& of, const page_table& table, int tokens, chunk_pages when,
                                      Take&& take, GiveBack&& give_back) {
         const page_geometry g = of.geometry();
-        const int after = track.tokens + tokens;
+        const int after = table.tokens + tokens;
         const auto bytes_of = [&](int role, int format, int n) {
             return of.page_bytes(static_cast<tensor>(role), format, n);
         };
@@ -85,7 +85,7 @@ public:
             const bool kept = page_table::keeps_copies(whole, after, g, of.options().rollback);
             commits += due;
             for (int role = 0; role < 2; ++role) {
-                const int target = due && !sinks ? track.targets[role] : 0;
+                const int target = due && !sinks ? table.targets[role] : 0;
                 if (target != 0) take(bytes_of(role, target, room));
                 if (due && held && held->pages[role]->tokens != room) {
                     const std::size_t shorter = bytes_of(role, 0, room);
@@ -101,11 +101,11 @@ public:
                 if (passes) give_back(bytes);
             }
         };
-        int at = track.tokens;
-        for (int i = track.committed; i < track.size(); ++i) {
-            const page_span& s = track[i];
-            const bool last = i == track.size() - 1;
-            if (last && track.has_open_span()) {
+        int at = table.tokens;
+        for (int i = table.committed; i < table.size(); ++i) {
+            const page_span& s = table[i];
+            const bool last = i == table.size() - 1;
+            if (last && table.has_open_span()) {
                 const int shown = s.tokens + smaller(tokens, s.room - s.tokens);
                 for (int role = 0; role < 2; ++role)
                     if (needs_copy(s, role, shown, g))
@@ -114,7 +114,7 @@ public:
             }
             add_span(s.first_token, s.room, s.sinks, false, s.room < g.capacity(s.sinks) ? &s : nullptr);
         }
-        for (bool sinks = track.begins_with_sinks(g); at < after; sinks = false) {
+        for (bool sinks = table.begins_with_sinks(g); at < after; sinks = false) {
             add_span(at, g.capacity(sinks), sinks, true, nullptr);
             at += smaller(g.capacity(sinks), after - at);
         }
@@ -142,7 +142,7 @@ private:
     void stage_commit(int i);
 
     cache* cache_;
-    page_table* track_;
+    page_table* table_;
     page_stock* stock_;
     int layer_, before_, after_;
     chunk_pages when_;

@@ -39,11 +39,11 @@ inline std::size_t draft_pages_bytes(const cache& of, int n) {
 }
 
 /// Adds k.tokens tokens to the draft of a layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], checked by the caller.
-inline void append_draft(cache& of, page_table& track, const input_view& k, const input_view& v) {
-    const bool begins = track.draft == 0;
-    const int drafted = track.draft + k.tokens;
-    page_span span{track.tokens - track.draft, drafted, drafted, {}, {}};
-    if (!begins) span.pages = track.spans.back().pages;
+inline void append_draft(cache& of, page_table& table, const input_view& k, const input_view& v) {
+    const bool begins = table.draft == 0;
+    const int drafted = table.draft + k.tokens;
+    page_span span{table.tokens - table.draft, drafted, drafted, {}, {}};
+    if (!begins) span.pages = table.spans.back().pages;
     for (std::size_t role = 0; role < 2; ++role) {
         page_ref& held = span.pages[role];
         // This reference is the second one of a page that only this sequence holds.
@@ -54,33 +54,33 @@ inline void append_draft(cache& of, page_table& track, const input_view& k, cons
         std::memset(larger_page->data(), 0, bytes);
         if (held)
             copy_tokens(of.table(tensor_of).window_type(), *held, *larger_page, tensor_of,
-                        of.shape().dim(tensor_of), of.shape().kv_heads, track.draft);
+                        of.shape().dim(tensor_of), of.shape().kv_heads, table.draft);
         held = std::move(larger_page);
     }
     if (begins) {
-        const std::size_t table = track.spans.capacity();
-        track.spans.reserve(table_capacity(track.spans.size() + 1));
-        track.table_before = table;
-        track.spans.emplace_back();
+        const std::size_t capacity = table.spans.capacity();
+        table.spans.reserve(table_capacity(table.spans.size() + 1));
+        table.table_before = capacity;
+        table.spans.emplace_back();
     }
     for (std::size_t role = 0; role < 2; ++role) {
         const input_view& rows = role == 0 ? k : v;
         write_tokens(of.window(), *span.pages[role], static_cast<tensor>(role), rows.dim, rows, 0,
-                     rows.tokens, track.draft);
+                     rows.tokens, table.draft);
     }
-    track.tokens += k.tokens;
-    track.draft = drafted;
-    track.spans.back() = std::move(span);
+    table.tokens += k.tokens;
+    table.draft = drafted;
+    table.spans.back() = std::move(span);
 }
 
 /// keep() on its way: the drafts of all layers, and the accepted tokens that take their places.
 ///
-///   kept_drafts kept(cache, tracks);   removes the drafts
+///   kept_drafts kept(cache, tables);   removes the drafts
 ///   kept.append(path, scratch);        stages and writes the accepted tokens in every layer that had a draft
 ///   kept.commit();                     cannot fail; without it, the destructor puts the drafts back
 class kept_drafts {
 public:
-    kept_drafts(cache& of, resource_vector<page_table>& tracks)
+    kept_drafts(cache& of, resource_vector<page_table>& tables)
         : cache_(&of),
           drafts_(of.pool().memory()),
           chunks_(of.pool().memory()),
@@ -88,9 +88,9 @@ public:
           rows_{resource_vector<std::byte>(of.pool().memory()),
                 resource_vector<std::byte>(of.pool().memory())} {
         int most = 0, drafts = 0;
-        for (const page_table& track : tracks) {
-            most = larger(most, track.draft == 0 ? 0 : track.spans.back().pages[0]->tokens);
-            drafts += track.draft != 0;
+        for (const page_table& table : tables) {
+            most = larger(most, table.draft == 0 ? 0 : table.spans.back().pages[0]->tokens);
+            drafts += table.draft != 0;
         }
         drafts_.reserve(static_cast<std::size_t>(drafts));
         chunks_.reserve(static_cast<std::size_t>(drafts));
@@ -99,13 +99,13 @@ public:
             rows_[static_cast<std::size_t>(role)].resize(values * size_of(type()));
             scratch_.resize(larger(scratch_.size(), values));
         }
-        for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
-            page_table& track = tracks[layer];
-            if (track.draft == 0) continue;
-            drafts_.push_back({&track, static_cast<int>(layer), track.draft, track.table_before,
-                               std::move(track.spans.back()),
+        for (std::size_t layer = 0; layer < tables.size(); ++layer) {
+            page_table& table = tables[layer];
+            if (table.draft == 0) continue;
+            drafts_.push_back({&table, static_cast<int>(layer), table.draft, table.table_before,
+                               std::move(table.spans.back()),
                                resource_vector<page_span>(drafts_.get_allocator())});
-            track.drop_draft();
+            table.drop_draft();
         }
     }
     kept_drafts(const kept_drafts&) = delete;
@@ -114,10 +114,10 @@ public:
     ~kept_drafts() {
         chunks_.clear();
         for (draft& d : drafts_) {
-            d.track->spans.push_back(std::move(d.span));  // within the capacity
-            d.track->tokens += d.tokens;
-            d.track->draft = d.tokens;
-            d.track->table_before = d.table_before;
+            d.table->spans.push_back(std::move(d.span));  // within the capacity
+            d.table->tokens += d.tokens;
+            d.table->draft = d.tokens;
+            d.table->table_before = d.table_before;
         }
     }
 
@@ -126,14 +126,14 @@ public:
         const int accepted = static_cast<int>(path.size());
         for (draft& d : drafts_) {
             // A table that only the draft made longer becomes as short as it was.
-            std::size_t table = d.table_before;
+            std::size_t capacity = d.table_before;
             if (accepted > 0)
-                table = larger(table, table_capacity(static_cast<std::size_t>(
-                                          d.track->size_after(accepted, cache_->geometry()))));
-            d.shorter = table < d.track->spans.capacity();
-            if (d.shorter) d.table.reserve(table);
+                capacity = larger(capacity, table_capacity(static_cast<std::size_t>(
+                                                d.table->size_after(accepted, cache_->geometry()))));
+            d.shorter = capacity < d.table->spans.capacity();
+            if (d.shorter) d.spans.reserve(capacity);
             if (accepted == 0) continue;
-            chunks_.emplace_back(*cache_, *d.track, d.layer, accepted, chunk_pages::at_once, nullptr);
+            chunks_.emplace_back(*cache_, *d.table, d.layer, accepted, chunk_pages::at_once, nullptr);
             chunks_.back().stage();
         }
         for (std::size_t i = 0; i < chunks_.size(); ++i) {
@@ -149,20 +149,20 @@ public:
         for (chunk& c : chunks_) c.commit();
         for (draft& d : drafts_) {
             if (!d.shorter) continue;
-            for (page_span& span : d.track->spans) d.table.push_back(std::move(span));
-            d.track->spans.swap(d.table);
+            for (page_span& span : d.table->spans) d.spans.push_back(std::move(span));
+            d.table->spans.swap(d.spans);
         }
         drafts_.clear();
     }
 
 private:
     struct draft {
-        page_table* track;
+        page_table* table;
         int layer, tokens;
         std::size_t table_before;
         page_span span;
-        resource_vector<page_span> table;
-        bool shorter = false;  // `table` takes the place of a longer one
+        resource_vector<page_span> spans;
+        bool shorter = false;  // `spans` take the place of a longer table
     };
 
     float_type type() const noexcept { return cache_->table(tensor::key).window_type(); }

@@ -14,11 +14,11 @@ namespace kvq { inline namespace KVQ_COMMON {
 namespace detail {
 
 /// The new spans of one layer.
-class rearranged_track {
+class rearranged_table {
 public:
-    rearranged_track(kvq::cache& of, const page_table& before, int layer)
-        : cache_(of), layer_(layer), track_(of.pool().memory(), before.targets[0], before.targets[1]) {
-        track_.repacked = before.repacked;
+    rearranged_table(kvq::cache& of, const page_table& before, int layer)
+        : cache_(of), layer_(layer), table_(of.pool().memory(), before.targets[0], before.targets[1]) {
+        table_.repacked = before.repacked;
     }
 
     /// Appends tokens [first, last) of `from`, moved by `by`.
@@ -27,37 +27,37 @@ public:
             expect(s.first_token >= last || s.end() <= first ||
                        (s.shift <= farthest_shift - by && s.shift >= -farthest_shift - by),
                    "keys cannot move from ", s.shift, " by ", by, " positions");
-        const page_table::cut_window cut = track_.take(from, first, last, by, cache_.geometry());
-        if (cut.span >= 0) copy_tokens_behind(track_[cut.span], cut.skip);
+        const page_table::cut_window cut = table_.take(from, first, last, by, cache_.geometry());
+        if (cut.span >= 0) copy_tokens_behind(table_[cut.span], cut.skip);
     }
 
     /// Commits all spans, also those within the recent window. scratch: as for quantize().
     void commit_all(float* scratch) {
         pack(false);
-        track_.close_last();
-        commit(track_.size(), scratch);
+        table_.close_last();
+        commit(table_.size(), scratch);
     }
 
     page_table finish(float* scratch) {
         const page_geometry g = cache_.geometry();
         pack(false);
-        commit(track_.due(track_.tokens, g), scratch);
-        track_.uncommit(g);
+        commit(table_.due(table_.tokens, g), scratch);
+        table_.uncommit(g);
         pack(true);
-        track_.copies_from = track_.committed;
-        return std::move(track_);
+        table_.copies_from = table_.committed;
+        return std::move(table_);
     }
 
 private:
-    void pack(bool committed) { repacker(cache_, track_, layer_).run(committed); }
+    void pack(bool committed) { repacker(cache_, table_, layer_).run(committed); }
 
     /// Commits the spans before `end`.
     void commit(int end, float* scratch) {
-        for (int& i = track_.committed; i < end; ++i) {
-            page_span& s = track_[i];
+        for (int& i = table_.committed; i < end; ++i) {
+            page_span& s = table_[i];
             for (int role = 0; role < 2; ++role) {
                 const auto tensor_of = static_cast<tensor>(role);
-                const int target = s.sinks ? 0 : track_.targets[role];
+                const int target = s.sinks ? 0 : table_.targets[role];
                 if (s.pages[role]->tokens != s.room)
                     s.pages[role] = shorter_page(cache_, *s.pages[role], role, s.room);
                 if (target == 0) continue;
@@ -83,22 +83,22 @@ private:
 
     kvq::cache& cache_;
     int layer_;
-    page_table track_;
+    page_table table_;
 };
 
 /// Gives every layer the spans that `build(new spans, old spans)` makes, or leaves all as it is.
 template <class Build>
 void rearrange(sequence& s, float* scratch, Build&& build) {
     kvq::cache& of = sequence_access::cache(s);
-    auto& tracks = sequence_access::tracks(s);
+    auto& tables = sequence_access::tables(s);
     resource_vector<page_table> fresh(of.pool().memory());
-    fresh.reserve(tracks.size());
-    for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
-        rearranged_track track(of, tracks[layer], static_cast<int>(layer));
-        build(track, std::as_const(tracks[layer]));
-        fresh.push_back(track.finish(scratch));
+    fresh.reserve(tables.size());
+    for (std::size_t layer = 0; layer < tables.size(); ++layer) {
+        rearranged_table table(of, tables[layer], static_cast<int>(layer));
+        build(table, std::as_const(tables[layer]));
+        fresh.push_back(table.finish(scratch));
     }
-    tracks.swap(fresh);
+    tables.swap(fresh);
 }
 
 /// Raises kvq::error if keys would move by `by` positions in a cache without cache_options::rotary.
@@ -121,7 +121,7 @@ KVQ_FUNC void sequence::erase(int first, int last) {
     const std::int64_t by = std::int64_t{first} - last;
     detail::expect_rotary(*cache_, by);
     detail::rearrange(*this, scratch_.data(),
-                      [&](detail::rearranged_track& to, const detail::page_table& from) {
+                      [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, first, 0);
                           to.take(from, last, held, by);
                       });
@@ -134,7 +134,7 @@ KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
     detail::expect_rotary(*cache_, by);
     if (first == last || by == 0) return;
     detail::rearrange(*this, scratch_.data(),
-                      [&](detail::rearranged_track& to, const detail::page_table& from) {
+                      [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, first, 0);
                           to.take(from, first, last, by);
                           to.take(from, last, held, 0);
@@ -153,15 +153,15 @@ KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
         detail::expect(tokens(layer) == held && other.tokens(layer) == theirs_held,
                        "cannot splice in the middle of a step: layer ", layer, " holds ", tokens(layer),
                        " and ", other.tokens(layer), " tokens, other layers ", held, " and ", theirs_held);
-        check_added(tracks_[static_cast<std::size_t>(layer)], last - first);
+        check_added(tables_[static_cast<std::size_t>(layer)], last - first);
     }
     const std::int64_t by = std::int64_t{held} - first;
     if (first == last) return;
     detail::expect_rotary(*cache_, by);
-    auto& others = detail::sequence_access::tracks(other);
+    auto& others = detail::sequence_access::tables(other);
     std::size_t layer = 0;
     detail::rearrange(*this, scratch_.data(),
-                      [&](detail::rearranged_track& to, const detail::page_table& from) {
+                      [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, held, 0);
                           to.commit_all(scratch_.data());
                           to.take(others[layer++], first, last, by);

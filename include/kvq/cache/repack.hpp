@@ -15,7 +15,7 @@ namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 class repacker final : page_sizes {
 public:
-    repacker(kvq::cache& of, page_table& track, int layer) : cache_(of), track_(track), layer_(layer) {}
+    repacker(kvq::cache& of, page_table& table, int layer) : cache_(of), table_(table), layer_(layer) {}
 
     /// Spans that are committed, or those that are not. Running out of memory is no error: what is done by then stays done.
     void run(bool committed) {
@@ -36,7 +36,7 @@ private:
     }
 
     void repack(bool committed) {
-        const repack_plan plan(track_, committed, cache_.geometry(), cache_.options().repack, *this,
+        const repack_plan plan(table_, committed, cache_.geometry(), cache_.options().repack, *this,
                                cache_.pool().memory());
         // From the last one on, so that the spans of the others keep their indices.
         for (std::size_t i = plan.groups().size(); i-- > 0;) {
@@ -50,7 +50,7 @@ private:
             for (int role = 0; role < 2; ++role)
                 fresh.pages[role] = page_of(g, role, plan.format_of(g, static_cast<std::size_t>(role)),
                                             plan.rows_of(g), fresh.shift);
-            track_.join_spans(g.first, g.last, std::move(fresh));
+            table_.join_spans(g.first, g.last, std::move(fresh));
         }
     }
 
@@ -62,8 +62,8 @@ private:
         std::memset(p->data(), 0, p->bytes);
         std::uint32_t counted = 0, found = 0;  // not finite: in the pages, among the values
         for (int i = g.first; i < g.last; ++i)
-            if (i == g.first || track_[i].pages[role].get() != track_[i - 1].pages[role].get())
-                counted += track_[i].pages[role]->not_finite;
+            if (i == g.first || table_[i].pages[role].get() != table_[i - 1].pages[role].get())
+                counted += table_[i].pages[role]->not_finite;
         const auto width = static_cast<std::size_t>(dim);
         const auto longest = static_cast<std::size_t>(cache_.geometry().longest_page());
         resource_vector<float> values(static_cast<std::size_t>(g.tokens) * width, cache_.pool().memory()),
@@ -80,7 +80,7 @@ private:
             bool scales_known = true;
             int at = 0;
             for (int i = g.first; i < g.last; ++i) {
-                const page_span& s = track_[i];
+                const page_span& s = table_[i];
                 const page& from = *s.pages[role];
                 const kvq::format& source = table[from.format];
                 const block_shape from_block{tensor_of, from.tokens, dim};
@@ -114,7 +114,7 @@ private:
     }
 
     kvq::cache& cache_;
-    page_table& track_;
+    page_table& table_;
     int layer_;
 };
 

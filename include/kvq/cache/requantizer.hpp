@@ -59,8 +59,8 @@ public:
         // At most one thread per page.
         std::size_t pages = 1;
         for (sequence* s : sequences_)
-            for (const page_table& track : sequence_access::tracks(*s))
-                pages += 2 * static_cast<std::size_t>(track.committed);
+            for (const page_table& table : sequence_access::tables(*s))
+                pages += 2 * static_cast<std::size_t>(table.committed);
         const auto workers = smaller(pages, static_cast<std::size_t>(larger(1, threads)));
         const cache_shape& shape = cache_->shape();
         scratch_floats_ = static_cast<std::size_t>(cache_->options().page_tokens) *
@@ -101,11 +101,11 @@ private:
         std::size_t piece() const noexcept { return static_cast<std::size_t>(role); }
     };
 
-    static page_table& track_of(sequence& s, int layer) {
-        return sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+    static page_table& table_of(sequence& s, int layer) {
+        return sequence_access::tables(s)[static_cast<std::size_t>(layer)];
     }
     page_table& table_of(const job& j, const held_span& at) const {
-        return track_of(*sequences_[static_cast<std::size_t>(at.table)], j.layer);
+        return table_of(*sequences_[static_cast<std::size_t>(at.table)], j.layer);
     }
     int last_layer() const { return smaller(request_.last_layer, cache_->shape().layers); }
     /// Index in the table of formats, or -1: pages do not change.
@@ -131,7 +131,7 @@ private:
         for (sequence* s : sequences_)
             for (int layer = request_.first_layer; layer < last_layer(); ++layer)
                 for (const tensor role : {tensor::key, tensor::value})
-                    if (wanted(role) >= 0) track_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
+                    if (wanted(role) >= 0) table_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
     }
 
     /// Calls f(layer, role, format, change) for every page to change, oldest pages of a layer first.
@@ -139,7 +139,7 @@ private:
     void for_each_job(F&& f) {
         for (int layer = request_.first_layer; layer < last_layer(); ++layer) {
             tables_.clear();
-            for (sequence* s : sequences_) tables_.push_back(&track_of(*s, layer));
+            for (sequence* s : sequences_) tables_.push_back(&table_of(*s, layer));
             changes_.select(tables_, extent_);
             for (const tensor role : {tensor::key, tensor::value}) {
                 const int format = wanted(role);

@@ -9,11 +9,11 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 KVQ_FUNC void sequence::reserve_step(int n) {
     detail::page_stock fresh(memory());
-    for (const detail::page_table& track : tracks_) {
-        const std::size_t commits = detail::chunk::count_reserved(*cache_, track, n, fresh);
-        const std::size_t table =
-            detail::table_capacity(static_cast<std::size_t>(track.size_after(n, geometry())));
-        fresh.end_layer(table > track.spans.capacity() ? table : 0, commits);
+    for (const detail::page_table& table : tables_) {
+        const std::size_t commits = detail::chunk::count_reserved(*cache_, table, n, fresh);
+        const std::size_t capacity =
+            detail::table_capacity(static_cast<std::size_t>(table.size_after(n, geometry())));
+        fresh.end_layer(capacity > table.spans.capacity() ? capacity : 0, commits);
     }
     fresh.fill(cache_->pool());
     stock_.swap(fresh);
@@ -31,9 +31,9 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
         for (std::size_t j = 0; j < i; ++j)
             detail::expect(batch[j].sequence != r.sequence, "sequence ", i, " of the batch is sequence ", j,
                            " again");
-        for (const detail::page_table& track : r.sequence->tracks_) {
-            r.sequence->check_added(track, r.tokens);
-            sequence::check_no_draft(track);
+        for (const detail::page_table& table : r.sequence->tables_) {
+            r.sequence->check_added(table, r.tokens);
+            sequence::check_no_draft(table);
         }
         detail::expect(r.q_tokens >= 0, "a step with ", r.q_tokens, " query tokens");
         rows += static_cast<long long>(r.q_tokens) * q_heads;
@@ -62,7 +62,7 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
                 layer_pages pages = r.sequence->pages(at);
                 pages.tokens += r.tokens;
                 pages.count =
-                    r.sequence->tracks_[static_cast<std::size_t>(at)].size_after(r.tokens, pages.geometry);
+                    r.sequence->tables_[static_cast<std::size_t>(at)].size_after(r.tokens, pages.geometry);
                 const token_view<float> q(nullptr, r.q_tokens, step_of.q_heads,
                                           r.sequence->shape().dim(tensor::key));
                 return detail::attention_item{pages, q, q, r.mods ? &*r.mods : nullptr};

@@ -70,18 +70,18 @@ KVQ_FUNC void sequence::append(int layer, const input_view& k, const input_view&
 
 KVQ_FUNC void sequence::append_draft(int layer, const input_view& k, const input_view& v) {
     check_rows(layer, k, v);
-    detail::page_table& track = tracks_[static_cast<std::size_t>(layer)];
-    detail::expect(k.tokens <= detail::most_drafted - track.draft, "a draft has at most ",
-                   detail::most_drafted, " tokens: layer ", layer, " holds ", track.draft,
+    detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
+    detail::expect(k.tokens <= detail::most_drafted - table.draft, "a draft has at most ",
+                   detail::most_drafted, " tokens: layer ", layer, " holds ", table.draft,
                    " and cannot take ", k.tokens, " more");
-    if (k.tokens > 0) detail::append_draft(*cache_, track, k, v);
+    if (k.tokens > 0) detail::append_draft(*cache_, table, k, v);
 }
 
 KVQ_FUNC void sequence::keep(std::span<const int> path) {
     int drafted = 0, fewest = detail::most_drafted;
-    for (const detail::page_table& track : tracks_) {
-        drafted = detail::larger(drafted, track.draft);
-        if (track.draft > 0) fewest = detail::smaller(fewest, track.draft);
+    for (const detail::page_table& table : tables_) {
+        drafted = detail::larger(drafted, table.draft);
+        if (table.draft > 0) fewest = detail::smaller(fewest, table.draft);
     }
     const int most = drafted > 0 ? fewest : 0;
     for (std::size_t i = 0; i < path.size(); ++i)
@@ -89,7 +89,7 @@ KVQ_FUNC void sequence::keep(std::span<const int> path) {
                        " at place ", i, " of a path through a draft of ", most,
                        " tokens: a path ascends from 0 on");
     if (drafted == 0) return;
-    detail::kept_drafts kept(*cache_, tracks_);
+    detail::kept_drafts kept(*cache_, tables_);
     kept.append(path, scratch_.data());
     kept.commit();
 }
@@ -113,14 +113,14 @@ KVQ_FUNC void sequence::attend(int layer, const query_view& q, const output_view
 
 KVQ_FUNC void sequence::trim(int n) {
     detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ", tokens());
-    for (const detail::page_table& track : tracks_)
-        detail::expect(n <= track.tokens - track.draft || n >= track.tokens || track.draft == 0,
+    for (const detail::page_table& table : tables_)
+        detail::expect(n <= table.tokens - table.draft || n >= table.tokens || table.draft == 0,
                        "cannot trim to ", n, " tokens: the draft of a layer is tokens ",
-                       track.tokens - track.draft, " to ", track.tokens, ", keep() a part of it");
-    for (std::size_t layer = 0; layer < tracks_.size(); ++layer) {
-        detail::page_table& track = tracks_[layer];
-        if (n < track.tokens) track.drop_draft();
-        if (track.trim(n, geometry())) detail::repacker(*cache_, track, static_cast<int>(layer)).run(true);
+                       table.tokens - table.draft, " to ", table.tokens, ", keep() a part of it");
+    for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
+        detail::page_table& table = tables_[layer];
+        if (n < table.tokens) table.drop_draft();
+        if (table.trim(n, geometry())) detail::repacker(*cache_, table, static_cast<int>(layer)).run(true);
     }
 }
 
@@ -138,10 +138,10 @@ KVQ_FUNC std::size_t sequence::draft_bytes(int n) const {
     std::size_t most = 0;
     for (int accepted = 1; accepted <= n; ++accepted) {
         std::size_t kept = 0;  // of all layers at once
-        for (const detail::page_table& track : tracks_) {
-            check_added(track, n);
-            check_no_draft(track);
-            kept += detail::chunk::needs_of(*cache_, track, accepted, detail::chunk_pages::at_once).taken;
+        for (const detail::page_table& table : tables_) {
+            check_added(table, n);
+            check_no_draft(table);
+            kept += detail::chunk::needs_of(*cache_, table, accepted, detail::chunk_pages::at_once).taken;
         }
         most = detail::larger(most, kept);
     }
@@ -149,17 +149,17 @@ KVQ_FUNC std::size_t sequence::draft_bytes(int n) const {
 }
 
 KVQ_FUNC void sequence::drop_copies() noexcept {
-    for (detail::page_table& track : tracks_) track.drop_all_copies();
+    for (detail::page_table& table : tables_) table.drop_all_copies();
 }
 
 KVQ_FUNC int sequence::tokens(int layer) const {
     check_layer(layer);
-    return tracks_[static_cast<std::size_t>(layer)].tokens;
+    return tables_[static_cast<std::size_t>(layer)].tokens;
 }
 
 KVQ_FUNC int sequence::tokens() const noexcept {
     int n = 0;
-    for (const detail::page_table& track : tracks_) n = detail::larger(n, track.tokens);
+    for (const detail::page_table& table : tables_) n = detail::larger(n, table.tokens);
     return n;
 }
 
@@ -217,24 +217,24 @@ KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const outp
 KVQ_FUNC usage_report sequence::usage() const {
     usage_report u;
     u.workspace = scratch_.capacity() * sizeof(float);
-    u.bookkeeping = tracks_.capacity() * sizeof(detail::page_table);
-    for (const detail::page_table& track : tracks_) {
-        u.tokens = detail::larger(u.tokens, track.tokens);
-        u.repacked += track.repacked;
-        u.bookkeeping += track.spans.capacity() * sizeof(page_span);
+    u.bookkeeping = tables_.capacity() * sizeof(detail::page_table);
+    for (const detail::page_table& table : tables_) {
+        u.tokens = detail::larger(u.tokens, table.tokens);
+        u.repacked += table.repacked;
+        u.bookkeeping += table.spans.capacity() * sizeof(page_span);
         for (std::size_t role = 0; role < 2; ++role) {
-            track.for_each_page(role, [&](const page& p, int shown) { count_page(p, shown, u); });
-            track.for_each_copy(role, [&](const page& copy) {
+            table.for_each_page(role, [&](const page& p, int shown) { count_page(p, shown, u); });
+            table.for_each_copy(role, [&](const page& copy) {
                 u.rollback += copy.bytes;
                 u.bookkeeping += sizeof(page);
             });
         }
-        for (int i = track.committed; i < track.size(); ++i)  // a trim or an erase may have hidden tokens
+        for (int i = table.committed; i < table.size(); ++i)  // a trim or an erase may have hidden tokens
             for (const tensor role : {tensor::key, tensor::value}) {
-                const page& p = *track[i].pages[static_cast<std::size_t>(role)];
+                const page& p = *table[i].pages[static_cast<std::size_t>(role)];
                 u.not_finite -= p.not_finite - detail::held_not_finite(cache_->table(role).window_type(), p,
                                                                        role, shape().dim(role),
-                                                                       shape().kv_heads, track[i].tokens);
+                                                                       shape().kv_heads, table[i].tokens);
             }
     }
     u.reserved = stock_.page_bytes() + stock_.list_bytes();
@@ -244,22 +244,22 @@ KVQ_FUNC usage_report sequence::usage() const {
 
 KVQ_FUNC layer_pages sequence::pages(int layer) const {
     check_layer(layer);
-    const detail::page_table& track = tracks_[static_cast<std::size_t>(layer)];
-    return {geometry(), track.tokens, track.spans.data(), track.size()};
+    const detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
+    return {geometry(), table.tokens, table.spans.data(), table.size()};
 }
 
 KVQ_FUNC sequence::sequence(cache& of)
-    : cache_(&of), tracks_(memory()), scratch_(memory()), stock_(memory()) {
-    tracks_.reserve(static_cast<std::size_t>(shape().layers));
+    : cache_(&of), tables_(memory()), scratch_(memory()), stock_(memory()) {
+    tables_.reserve(static_cast<std::size_t>(shape().layers));
     for (int i = 0; i < shape().layers; ++i)
-        tracks_.emplace_back(memory(), of.target_format(tensor::key, i), of.target_format(tensor::value, i));
+        tables_.emplace_back(memory(), of.target_format(tensor::key, i), of.target_format(tensor::value, i));
     reserve_scratch();
 }
 
 KVQ_FUNC sequence::sequence(const sequence& other, int)
-    : cache_(other.cache_), tracks_(memory()), scratch_(memory()), stock_(memory()) {
-    tracks_.reserve(other.tracks_.size());
-    for (const detail::page_table& track : other.tracks_) tracks_.emplace_back(track, memory());
+    : cache_(other.cache_), tables_(memory()), scratch_(memory()), stock_(memory()) {
+    tables_.reserve(other.tables_.size());
+    for (const detail::page_table& table : other.tables_) tables_.emplace_back(table, memory());
     reserve_scratch();
 }
 
@@ -270,19 +270,19 @@ KVQ_FUNC void sequence::reserve_scratch() {
 }
 
 KVQ_FUNC void sequence::check_layer(int layer) const {
-    const auto layers = static_cast<int>(tracks_.size());  // none after a move
+    const auto layers = static_cast<int>(tables_.size());  // none after a move
     detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
                    " layers of the cache");
 }
 
-KVQ_FUNC void sequence::check_added(const detail::page_table& track, int n) const {
-    detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
-                   "a sequence of ", track.tokens, " tokens cannot take ", n, " more");
+KVQ_FUNC void sequence::check_added(const detail::page_table& table, int n) const {
+    detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - table.tokens - page_tokens(),
+                   "a sequence of ", table.tokens, " tokens cannot take ", n, " more");
 }
 
-KVQ_FUNC void sequence::check_no_draft(const detail::page_table& track) {
-    detail::expect(track.draft == 0, "a layer holds a draft of ", track.draft,
-                   " tokens: keep() a part of it first, or trim() to ", track.tokens - track.draft);
+KVQ_FUNC void sequence::check_no_draft(const detail::page_table& table) {
+    detail::expect(table.draft == 0, "a layer holds a draft of ", table.draft,
+                   " tokens: keep() a part of it first, or trim() to ", table.tokens - table.draft);
 }
 
 KVQ_FUNC void sequence::check_rows(int layer, const input_view& k, const input_view& v) const {
@@ -290,12 +290,12 @@ KVQ_FUNC void sequence::check_rows(int layer, const input_view& k, const input_v
     check_input(k, "k", shape().dim(tensor::key));
     check_input(v, "v", shape().dim(tensor::value));
     detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
-    check_added(tracks_[static_cast<std::size_t>(layer)], k.tokens);
+    check_added(tables_[static_cast<std::size_t>(layer)], k.tokens);
 }
 
 KVQ_FUNC void sequence::check_chunk(int layer, const input_view& k, const input_view& v) const {
     check_rows(layer, k, v);
-    check_no_draft(tracks_[static_cast<std::size_t>(layer)]);
+    check_no_draft(tables_[static_cast<std::size_t>(layer)]);
 }
 
 KVQ_FUNC void sequence::check_input(const input_view& x, const char* name, int dim) const {
@@ -306,16 +306,16 @@ KVQ_FUNC void sequence::check_input(const input_view& x, const char* name, int d
 }
 
 KVQ_FUNC detail::chunk sequence::new_chunk(int layer, int n, detail::chunk_pages when) noexcept {
-    return {*cache_, tracks_[static_cast<std::size_t>(layer)], layer, n, when, &stock_};
+    return {*cache_, tables_[static_cast<std::size_t>(layer)], layer, n, when, &stock_};
 }
 
 KVQ_FUNC std::size_t sequence::added_bytes(int n, detail::chunk_pages when) const {
     std::size_t held = 0, most = 0;
-    for (const detail::page_table& track : tracks_) {
-        check_added(track, n);
-        check_no_draft(track);
+    for (const detail::page_table& table : tables_) {
+        check_added(table, n);
+        check_no_draft(table);
         if (n == 0) continue;
-        const auto needs = detail::chunk::needs_of(*cache_, track, n, when);
+        const auto needs = detail::chunk::needs_of(*cache_, table, n, when);
         most = detail::larger(most, held + needs.taken);
         held += needs.taken - needs.returned;
     }

@@ -142,8 +142,8 @@ private:
     std::pmr::memory_resource* memory() const noexcept { return cache_->pool().memory(); }
 
     void check_layer(int layer) const;
-    void check_added(const detail::page_table& track, int n) const;
-    static void check_no_draft(const detail::page_table& track);
+    void check_added(const detail::page_table& table, int n) const;
+    static void check_no_draft(const detail::page_table& table);
     void check_rows(int layer, const input_view& k, const input_view& v) const;
     void check_chunk(int layer, const input_view& k, const input_view& v) const;
     void check_input(const input_view& x, const char* name, int dim) const;
@@ -156,7 +156,7 @@ private:
     void count_page(const page& p, int used, usage_report& u) const;
 
     cache* cache_;
-    resource_vector<detail::page_table> tracks_;
+    resource_vector<detail::page_table> tables_;
     resource_vector<float> scratch_;
     detail::page_stock stock_;             // of the next step, if it was reserved
     std::optional<detail::chunk> staged_;  // during cache::prefill

@@ -11,10 +11,10 @@ namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 struct sequence_access {
     /// Sequence: const or not.
     template <class Sequence>
-    static auto& tracks(Sequence& s) {
-        expect(!s.tracks_.empty(), "a sequence that was moved from has no layers");
-        for (const page_table& track : s.tracks_) sequence::check_no_draft(track);
-        return s.tracks_;
+    static auto& tables(Sequence& s) {
+        expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
+        for (const page_table& table : s.tables_) sequence::check_no_draft(table);
+        return s.tables_;
     }
     static kvq::cache& cache(const sequence& s) noexcept { return *s.cache_; }
 };

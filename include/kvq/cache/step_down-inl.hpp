@@ -35,7 +35,7 @@ public:
             for (const tier& t : policy_.tiers) ages.push_back(t.age);
             for (const sequence* s : sequences_) {
                 lengths.push_back(s->tokens());
-                for (const page_table& table : sequence_access::tracks(*s)) tables.push_back(&table);
+                for (const page_table& table : sequence_access::tables(*s)) tables.push_back(&table);
             }
             step_down_by_age(ages, lengths, down);
             step_down_by_budget(ages.size(), tables, report_.bytes_after, policy_.byte_budget, down);

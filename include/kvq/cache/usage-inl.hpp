@@ -12,12 +12,12 @@ KVQ_FUNC std::vector<usage_row> usage_rows(const sequence& s) {
     const cache_shape& shape = of.shape();
     std::vector<usage_row> rows;
     const auto add = [&](int layer, tensor role) {
-        const detail::format_table& table = of.table(role);
-        std::vector<usage_row> formats(static_cast<std::size_t>(table.size()));
-        const detail::page_table& track = detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
-        track.for_each_page(static_cast<std::size_t>(role), [&](const page& p, int shown) {
+        const detail::format_table& listed = of.table(role);
+        std::vector<usage_row> formats(static_cast<std::size_t>(listed.size()));
+        const detail::page_table& table = detail::sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+        table.for_each_page(static_cast<std::size_t>(role), [&](const page& p, int shown) {
             usage_row& row = formats[static_cast<std::size_t>(p.format)];
-            const format& f = table[p.format];
+            const format& f = listed[p.format];
             const std::size_t codes =
                 f.functions().code_bytes(f.scheme(), {role, p.tokens, shape.dim(role)}) *
                 static_cast<std::size_t>(shape.kv_heads);

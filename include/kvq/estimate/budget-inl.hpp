@@ -75,11 +75,11 @@ private:
     /// A layer of n tokens whose spans have no pages: the sinks, `offset` tokens of a page that was cut, then pages that begin at
     /// first_. Of the committed spans only the last one.
     page_table outline(const kind& k, int n) const {
-        page_table track(of_.pool().memory(), k.targets[0], k.targets[1]);
-        track.tokens = n;
+        page_table table(of_.pool().memory(), k.targets[0], k.targets[1]);
+        table.tokens = n;
         const auto add = [&](int first, int end, int room, bool committed, bool sinks) {
-            track.spans.push_back({first, end - first, room, {}, {}, 0, sinks});
-            track.committed += committed;
+            table.spans.push_back({first, end - first, room, {}, {}, 0, sinks});
+            table.committed += committed;
         };
         if (g_.sinks > 0 && n > 0) add(0, smaller(n, g_.sinks), g_.sinks, n >= g_.sinks, true);
         if (first_ > g_.sinks && n >= first_) add(g_.sinks, first_, first_ - g_.sinks, true, false);
@@ -88,14 +88,14 @@ private:
         for (int i = larger(0, committed - 1); i < behind.pages(n); ++i)
             add(behind.first_token(i), smaller(n, behind.first_token(i + 1)), g_.page_tokens, i < committed,
                 false);
-        return track;
+        return table;
     }
 
     /// Bytes that a step from n to `after` tokens adds.
-    std::size_t stock(const std::vector<page_table>& tracks, int added) {
+    std::size_t stock(const std::vector<page_table>& tables, int added) {
         stock_.clear();
         for (std::size_t i = 0; i < kinds_.size(); ++i) {
-            chunk::count_reserved(of_, tracks[i], added, stock_);
+            chunk::count_reserved(of_, tables[i], added, stock_);
             stock_.end_layer(0, 0, kinds_[i].layers);
         }
         return stock_.bytes_to_fill(multiple_);
@@ -153,20 +153,20 @@ private:
         }
         if (afters.empty()) return 0;
         std::size_t most = 0;
-        std::vector<page_table> tracks;
+        std::vector<page_table> tables;
         const int last = afters.back();
         for (int before = bounded(std::int64_t{afters.front()} - use_.chunk); before < last; ++before) {
             if (!changes(before + 1)) continue;
-            tracks.clear();
+            tables.clear();
             std::size_t bytes = 0;
             for (const int after : afters) {
                 if (after <= before || after - before > use_.chunk) continue;
                 if (before > larger(std::int64_t{base}, std::int64_t{after} - use_.chunk) + reach()) continue;
-                if (tracks.empty()) {
-                    for (const kind& k : kinds_) tracks.push_back(outline(k, before));
+                if (tables.empty()) {
+                    for (const kind& k : kinds_) tables.push_back(outline(k, before));
                     bytes = held(before);
                 }
-                most = larger(most, bytes + stock(tracks, after - before));
+                most = larger(most, bytes + stock(tables, after - before));
             }
         }
         return most;

@@ -28,7 +28,7 @@ class sent_pages {
 public:
     void add(const sequence& s, int layer) {
         for (const tensor role : {tensor::key, tensor::value})
-            extents_.add(sequence_access::tracks(s)[static_cast<std::size_t>(layer)], role,
+            extents_.add(sequence_access::tables(s)[static_cast<std::size_t>(layer)], role,
                          sequence_access::cache(s).geometry());
     }
     const page_extents& extents() const noexcept { return extents_; }
@@ -49,29 +49,29 @@ template <byte_sink Sink>
 void send_pages(const sequence& s, int layer, Sink&& write, sent_pages& sent) {
     const cache& of = sequence_access::cache(s);
     const cache_shape& shape = of.shape();
-    const page_table& track = sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+    const page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
     page_pool scratch(of.pool().memory());
     for (const tensor role : {tensor::key, tensor::value}) {
-        const written_pages pages(of.window(), track, role, shape, scratch, sent.extents());
+        const written_pages pages(of.window(), table, role, shape, scratch, sent.extents());
         const auto send = [&](page_kind kind, int entry, int i) {
             const written_pages::entry& e = pages.all()[static_cast<std::size_t>(entry)];
             const auto [number, is_new] = sent.number_of(*e.held);
-            const int target = track.targets[static_cast<int>(role)];
+            const int target = table.targets[static_cast<int>(role)];
             page_message m;
             m.role = role;
             m.kind = kind;
-            m.committed = i < track.committed;
+            m.committed = i < table.committed;
             m.layer = layer;
-            m.first_token = track[i].first_token;
+            m.first_token = table[i].first_token;
             m.tokens = e.page->tokens;
-            m.used = track[i].tokens;
-            m.skip = track[i].skip;
-            m.room = track[i].room;
-            m.sinks = track[i].sinks;
-            m.shift = track[i].shift;
+            m.used = table[i].tokens;
+            m.skip = table[i].skip;
+            m.room = table[i].room;
+            m.sinks = table[i].sinks;
+            m.shift = table[i].shift;
             m.kv_heads = shape.kv_heads;
             m.dim = shape.dim(role);
-            m.layer_tokens = track.tokens;
+            m.layer_tokens = table.tokens;
             m.not_finite = e.page->not_finite;
             m.scheme = identity_of(of.table(role)[e.page->format]);
             if (target != of.target_format(role, layer)) m.target = identity_of(of.table(role)[target]);
@@ -81,7 +81,7 @@ void send_pages(const sequence& s, int layer, Sink&& write, sent_pages& sent) {
             if (is_new) m.data = {e.page->data(), e.page->bytes};
             quantize_page(write, m);
         };
-        for (int i = 0; i < track.size(); ++i) {
+        for (int i = 0; i < table.size(); ++i) {
             const auto [own, copy] = pages.of_span(i);
             if (copy >= 0) send(page_kind::copy, copy, i);
             send(page_kind::page, own, i);
@@ -125,8 +125,8 @@ public:
     /// The same; the messages give the length of each layer.
     [[nodiscard]] sequence finish() {
         sequence s = cache_.new_sequence();
-        auto& tracks = detail::sequence_access::tracks(s);
-        for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
+        auto& tables = detail::sequence_access::tables(s);
+        for (std::size_t layer = 0; layer < tables.size(); ++layer) {
             extent found[2];
             for (std::size_t role = 0; role < 2; ++role) found[role] = check(layer, role);
             const bool same_spans = std::equal(
@@ -137,17 +137,17 @@ public:
                            " was received with keys of ", found[0].tokens, " tokens (", found[0].committed,
                            " pages committed) and values of ", found[1].tokens, " (", found[1].committed,
                            ")");
-            detail::page_table& track = tracks[layer];
-            fill(track, layer);
-            track.tokens = found[0].tokens;
-            track.committed = found[0].committed;
-            track.drop_copies(cache_.geometry(), cache_.options().rollback);
+            detail::page_table& table = tables[layer];
+            fill(table, layer);
+            table.tokens = found[0].tokens;
+            table.committed = found[0].committed;
+            table.drop_copies(cache_.geometry(), cache_.options().rollback);
         }
-        for (detail::page_table& track : tracks) {
+        for (detail::page_table& table : tables) {
             if (says_all_)
-                track.find_rearranged();
+                table.find_rearranged();
             else
-                track.join_pages();
+                table.join_pages();
         }
         for (std::size_t i = 0; i < received_.size(); ++i) {
             if (keeps_) known_[i].merge(numbered(i));
@@ -317,17 +317,17 @@ private:
     }
 
     /// K and V have the same spans.
-    void fill(detail::page_table& track, std::size_t layer) const {
-        track.spans.reserve(detail::table_capacity(received_[2 * layer].size()));
-        for (const auto& [first, r] : received_[2 * layer]) track.spans.push_back(r.span);
+    void fill(detail::page_table& table, std::size_t layer) const {
+        table.spans.reserve(detail::table_capacity(received_[2 * layer].size()));
+        for (const auto& [first, r] : received_[2 * layer]) table.spans.push_back(r.span);
         for (std::size_t role = 0; role < 2; ++role) {
             const std::size_t list = 2 * layer + role;
             const numbered_pages pages = numbered(list);
             std::size_t i = 0;
             for (const auto& [first, r] : received_[list]) {
-                track.spans[i].pages[role] = page_of(r.own, list, pages);
-                track.spans[i++].copies[role] = page_of(r.copy, list, pages);
-                if (r.target >= 0) track.targets[role] = r.target;
+                table.spans[i].pages[role] = page_of(r.own, list, pages);
+                table.spans[i++].copies[role] = page_of(r.copy, list, pages);
+                if (r.target >= 0) table.targets[role] = r.target;
             }
         }
     }

@@ -43,17 +43,17 @@ public:
         sequence s = cache_.new_sequence();
         for (int layer = 0; layer < cache_.shape().layers; ++layer) {
             if (same_layout_) {
-                page_table& track = sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
-                track.spans.reserve(table_capacity(saved(layer).spans.size()));
-                track.spans.assign(saved(layer).spans.begin(), saved(layer).spans.end());
-                for (const tensor role : {tensor::key, tensor::value}) place(role, layer, track);
-                track.tokens = saved(layer).tokens;
-                track.committed = saved(layer).committed;
-                track.drop_copies(cache_.geometry(), cache_.options().rollback);
+                page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+                table.spans.reserve(table_capacity(saved(layer).spans.size()));
+                table.spans.assign(saved(layer).spans.begin(), saved(layer).spans.end());
+                for (const tensor role : {tensor::key, tensor::value}) place(role, layer, table);
+                table.tokens = saved(layer).tokens;
+                table.committed = saved(layer).committed;
+                table.drop_copies(cache_.geometry(), cache_.options().rollback);
                 if (index_.says_all())
-                    track.find_rearranged();
+                    table.find_rearranged();
                 else
-                    track.join_pages();
+                    table.join_pages();
             } else {
                 append_again(s, layer);
             }
@@ -184,10 +184,10 @@ private:
     }
 
     /// Pages of a cache with the layout of the file: unchanged, or one by one in another format. Spans share the pages that they shared.
-    void place(tensor role, int layer, page_table& track) {
+    void place(tensor role, int layer, page_table& table) {
         const auto at = static_cast<std::size_t>(role);
         const saved_table& from = saved(role, layer);
-        int& target = track.targets[at];
+        int& target = table.targets[at];
         if (!options_.convert) target = mapped(role, static_cast<std::size_t>(from.target));
         // The spans that show each row, or have it as their copy.
         std::vector<std::pair<std::int32_t, std::size_t>> shown, copied;
@@ -207,17 +207,17 @@ private:
             const bool changes = options_.convert && mapped(role, from.rows[row].format) != target;
             const auto stays = [&](const auto& show) {
                 return !changes || static_cast<int>(show.second) >= saved(layer).committed ||
-                       track.spans[show.second].sinks;
+                       table.spans[show.second].sinks;
             };
             const bool is_kept = copies != copies_end || std::any_of(shows, shows_end, stays);
             const page_ref page = read_page(role, layer, from.rows[row], is_kept ? cache_.pool() : scratch_);
             // Copies that this cache would drop may still be needed to quantize a page to another format.
-            for (; copies != copies_end; ++copies) track.spans[copies->second].copies[at] = page;
+            for (; copies != copies_end; ++copies) table.spans[copies->second].copies[at] = page;
             page_ref exact, changed;
             for (auto show = shows; show != shows_end; ++show)
-                if (const page_ref& copy = track.spans[show->second].copies[at]) exact = copy;
+                if (const page_ref& copy = table.spans[show->second].copies[at]) exact = copy;
             for (; shows != shows_end; ++shows) {
-                page_span& span = track.spans[shows->second];
+                page_span& span = table.spans[shows->second];
                 if (stays(*shows)) {
                     span.pages[at] = page;
                     continue;

@@ -31,9 +31,9 @@ public:
         add_tensor("tokens", "I32", {layers()});
         add_tensor("committed", "I32", {layers()});
         add_tensor("targets", "I32", {layers(), 2});
-        for (std::size_t layer = 0; layer < sequence_access::tracks(s).size(); ++layer) {
+        for (std::size_t layer = 0; layer < sequence_access::tables(s).size(); ++layer) {
             first_spans_.push_back(spans_.size());
-            for (const page_span& span : sequence_access::tracks(s)[layer].spans)
+            for (const page_span& span : sequence_access::tables(s)[layer].spans)
                 spans_.push_back(saved_span::of(layer, span));
         }
         add_tensor("spans", "I32", {spans_.size(), saved_span::columns});
@@ -58,8 +58,8 @@ public:
         const std::string header = write_safetensors_header(header_);
         sealed(header.data(), header.size());
         const auto numbers = [&](auto&& get) {
-            for (const page_table& track : sequence_access::tracks(sequence_)) {
-                const auto values = get(track);
+            for (const page_table& table : sequence_access::tables(sequence_)) {
+                const auto values = get(table);
                 sealed(values.data(), sizeof(values));
             }
         };
@@ -95,7 +95,7 @@ private:
             for (int i = 0; i < of.table(role).size(); ++i)
                 d.schemes[static_cast<std::size_t>(role)].push_back(identity_of(of.table(role)[i]));
         for (int layer = 0; layer < d.shape.layers; ++layer)
-            for (const page_span& span : sequence_access::tracks(s)[static_cast<std::size_t>(layer)].spans)
+            for (const page_span& span : sequence_access::tables(s)[static_cast<std::size_t>(layer)].spans)
                 if (span.shift != 0) d.rotary[layer] = of.rotations().identity(layer);
         return d;
     }
@@ -118,12 +118,12 @@ private:
     /// Calls f(row, page) for every page in the order of the file: copies, then pages by format and size. Gives the spans their rows.
     template <class F>
     void for_each_page(F&& f) {
-        for (std::size_t layer = 0; layer < sequence_access::tracks(sequence_).size(); ++layer)
+        for (std::size_t layer = 0; layer < sequence_access::tables(sequence_).size(); ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
-                const page_table& track = sequence_access::tracks(sequence_)[layer];
+                const page_table& table = sequence_access::tables(sequence_)[layer];
                 page_extents extents;
-                extents.add(track, role, cache_.geometry());
-                const written_pages pages(cache_.window(), track, role, cache_.shape(), scratch_, extents);
+                extents.add(table, role, cache_.geometry());
+                const written_pages pages(cache_.window(), table, role, cache_.shape(), scratch_, extents);
                 std::vector<std::pair<saved_page, std::size_t>> rows;
                 for (const written_pages::entry& e : pages.all())
                     rows.push_back({{static_cast<std::uint32_t>(layer), static_cast<std::uint32_t>(role),
@@ -138,7 +138,7 @@ private:
                     row_of[rows[i].second] = static_cast<std::int32_t>(i);
                     f(rows[i].first, *pages.all()[rows[i].second].page);
                 }
-                for (int i = 0; i < track.size(); ++i)
+                for (int i = 0; i < table.size(); ++i)
                     for (std::size_t kind = 0; kind < 2; ++kind)
                         if (const int n = pages.of_span(i)[kind]; n >= 0)
                             spans_[first_spans_[layer] + static_cast<std::size_t>(i)]

@@ -25,12 +25,12 @@ public:
         int shown = 0, memory = 0;  // tokens
     };
 
-    void add(const page_table& track, tensor role, const page_geometry& g) {
+    void add(const page_table& table, tensor role, const page_geometry& g) {
         const auto at = static_cast<std::size_t>(role);
-        for (int i = 0; i < track.size(); ++i) {
-            const page_span& s = track[i];
+        for (int i = 0; i < table.size(); ++i) {
+            const page_span& s = table[i];
             extent& e = of_[s.pages[at].get()];
-            e.as_it_is = e.as_it_is || i < track.committed;
+            e.as_it_is = e.as_it_is || i < table.committed;
             e.shown = larger(e.shown, s.tokens);
             e.memory = larger(e.memory, g.window_tokens(s.tokens, g.capacity(s.sinks)));
             if (s.copies[at]) of_[s.copies[at].get()].as_it_is = true;
@@ -52,7 +52,7 @@ public:
     };
 
     /// scratch: for pages that are not written as they are; outlives this object.
-    written_pages(const format& window, const page_table& track, tensor role, const cache_shape& shape,
+    written_pages(const format& window, const page_table& table, tensor role, const cache_shape& shape,
                   page_pool& scratch, const page_extents& extents) {
         const auto at = static_cast<std::size_t>(role);
         std::unordered_map<const page*, int> known;
@@ -63,10 +63,10 @@ public:
                     {clean(window, p, extents.of(*p), role, shape, scratch), kind, span, p.get()});
             return found->second;
         };
-        for (int i = 0; i < track.size(); ++i)
-            spans_.push_back({number_of(track[i].pages[at], page_kind::page, i), -1});
-        for (int i = 0; i < track.size(); ++i)
-            if (const page_ref& copy = track[i].copies[at])
+        for (int i = 0; i < table.size(); ++i)
+            spans_.push_back({number_of(table[i].pages[at], page_kind::page, i), -1});
+        for (int i = 0; i < table.size(); ++i)
+            if (const page_ref& copy = table[i].copies[at])
                 spans_[static_cast<std::size_t>(i)][1] = number_of(copy, page_kind::copy, i);
     }
 

@@ -56,8 +56,8 @@ public:
 private:
     template <class Sequence, class F>
     static void for_each_page(const Sequence& s, F&& f) {
-        for (const page_table& track : sequence_access::tracks(s))
-            for (const page_span& span : track.spans)
+        for (const page_table& table : sequence_access::tables(s))
+            for (const page_span& span : table.spans)
                 for (int role = 0; role < 2; ++role) {
                     f(*span.pages[role]);
                     if (span.copies[role]) f(*span.copies[role]);

@@ -186,7 +186,7 @@ public:
         }
         const auto kept = std::make_shared<kvq::sequence>(sequence.fork());
         kept->trim(static_cast<int>(tokens.size()));
-        (void)detail::sequence_access::tracks(*kept);  // raises the error of a draft, which share() must not
+        (void)detail::sequence_access::tables(*kept);  // raises the error of a draft, which share() must not
         if (options_.format && static_cast<int>(tokens.size()) >= options_.min_quantize_tokens)
             quantize(*kept);
         if (nearest) {
@@ -359,8 +359,8 @@ private:
     void quantize(sequence& s) {
         cache_->requantize(s, request());
         // 16-bit copies of quantized pages make short trims exact during decode. An entry does not need them.
-        for (detail::page_table& track : detail::sequence_access::tracks(s))
-            for (page_span& span : track.spans)
+        for (detail::page_table& table : detail::sequence_access::tables(s))
+            for (page_span& span : table.spans)
                 for (page_ref& copy : span.copies) copy = page_ref{};
     }
 
@@ -372,10 +372,10 @@ private:
                 mine->bytes == theirs->bytes && std::memcmp(mine->data(), theirs->data(), mine->bytes) == 0)
                 mine = theirs;
         };
-        auto& tracks = detail::sequence_access::tracks(s);
-        for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
-            detail::page_table& mine = tracks[layer];
-            const detail::page_table& theirs = detail::sequence_access::tracks(from)[layer];
+        auto& tables = detail::sequence_access::tables(s);
+        for (std::size_t layer = 0; layer < tables.size(); ++layer) {
+            detail::page_table& mine = tables[layer];
+            const detail::page_table& theirs = detail::sequence_access::tables(from)[layer];
             for (int i = 0; i < detail::smaller(mine.size(), theirs.size()); ++i) {
                 if (mine[i].end() > common || mine[i].first_token != theirs[i].first_token ||
                     mine[i].tokens != theirs[i].tokens || !mine[i].full())

@@ -58,10 +58,10 @@ public:
         for (int layer = 1; layer < layers(); ++layer)
             detail::expect(sequence_.tokens(layer) == sequence_.tokens(0), "layer ", layer, " holds ",
                            sequence_.tokens(layer), " tokens but layer 0 ", sequence_.tokens(0));
-        for (const detail::page_table& track : detail::sequence_access::tracks(sequence_))
-            detail::expect(g.sinks == 0 || track.size() == 0 ||
-                               (track[0].sinks && track[0].skip == 0 &&
-                                (track.size() == 1 || track[0].tokens == g.sinks)),
+        for (const detail::page_table& table : detail::sequence_access::tables(sequence_))
+            detail::expect(g.sinks == 0 || table.size() == 0 ||
+                               (table[0].sinks && table[0].skip == 0 &&
+                                (table.size() == 1 || table[0].tokens == g.sinks)),
                            "a ring cannot begin with a sequence whose ", g.sinks,
                            " sinks were erased in part");
         detail::expect(options.window <= (std::numeric_limits<int>::max)() - options.slack - g.page_tokens,
@@ -182,20 +182,20 @@ private:
 
     /// Tokens behind the sinks, in whole pages of every layer, that no query attends to, from the next token on or after a trim by `slack`.
     int droppable() const {
-        const auto& tracks = detail::sequence_access::tracks(sequence_);
+        const auto& tables = detail::sequence_access::tables(sequence_);
         int shortest = (std::numeric_limits<int>::max)();
-        for (const detail::page_table& track : tracks) shortest = detail::smaller(shortest, track.tokens);
+        for (const detail::page_table& table : tables) shortest = detail::smaller(shortest, table.tokens);
         const int seen = shortest - options_.slack - options_.window + 1;
-        const auto begins = [](const detail::page_table& track, int token) {
-            return std::any_of(track.spans.begin(), track.spans.end(),
+        const auto begins = [](const detail::page_table& table, int token) {
+            return std::any_of(table.spans.begin(), table.spans.end(),
                                [&](const page_span& span) { return span.first_token == token; });
         };
         int first = sinks();
-        for (const page_span& span : tracks.front().spans) {
+        for (const page_span& span : tables.front().spans) {
             if (span.first_token > seen) break;
             if (span.first_token <= first) continue;
-            const bool everywhere = std::all_of(tracks.begin(), tracks.end(), [&](const auto& track) {
-                return begins(track, span.first_token);
+            const bool everywhere = std::all_of(tables.begin(), tables.end(), [&](const auto& table) {
+                return begins(table, span.first_token);
             });
             if (everywhere) first = span.first_token;
         }
@@ -204,16 +204,16 @@ private:
 
     void drop(int tokens) noexcept {
         if (tokens == 0) return;
-        for (detail::page_table& track : detail::sequence_access::tracks(sequence_)) {
+        for (detail::page_table& table : detail::sequence_access::tables(sequence_)) {
             const int kept = sinks() > 0 ? 1 : 0;
             int end = kept;
-            while (end < track.size() && track[end].first_token < sinks() + tokens) ++end;
-            track.spans.erase(track.spans.begin() + kept, track.spans.begin() + end);
-            for (int i = kept; i < track.size(); ++i) track[i].first_token -= tokens;
-            track.tokens -= tokens;
-            if (options_.sinks == sink_positions::in_cache && kept > 0) track[0].shift += tokens;
-            track.committed = detail::larger(kept, track.committed - (end - kept));
-            track.copies_from = detail::larger(0, track.copies_from - (end - kept));
+            while (end < table.size() && table[end].first_token < sinks() + tokens) ++end;
+            table.spans.erase(table.spans.begin() + kept, table.spans.begin() + end);
+            for (int i = kept; i < table.size(); ++i) table[i].first_token -= tokens;
+            table.tokens -= tokens;
+            if (options_.sinks == sink_positions::in_cache && kept > 0) table[0].shift += tokens;
+            table.committed = detail::larger(kept, table.committed - (end - kept));
+            table.copies_from = detail::larger(0, table.copies_from - (end - kept));
         }
         dropped_ += tokens;
     }

@@ -43,10 +43,10 @@ namespace detail {
 
 inline std::uint64_t layer_bytes(const sequence& s, int layer) {
     std::uint64_t bytes = 0;
-    const page_table& track = sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+    const page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
     for (std::size_t role = 0; role < 2; ++role) {
-        track.for_each_page(role, [&](const page& p, int) { bytes += p.bytes; });
-        track.for_each_copy(role, [&](const page& p) { bytes += p.bytes; });
+        table.for_each_page(role, [&](const page& p, int) { bytes += p.bytes; });
+        table.for_each_copy(role, [&](const page& p) { bytes += p.bytes; });
     }
     return bytes;
 }

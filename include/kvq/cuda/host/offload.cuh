@@ -166,7 +166,7 @@ struct cache_access {
         for (const conversion& c : conversions)
             kvq::detail::move_tokens(gpu.format_.type, *c.other, 0, *c.here, c.at, c.role,
                                      cpu.shape().dim(c.role), cpu.shape().kv_heads, c.count);
-        auto& tables = kvq::detail::sequence_access::tracks(to);
+        auto& tables = kvq::detail::sequence_access::tables(to);
         for (std::size_t layer = 0; layer < layers.size(); ++layer) {
             page_table& made = tables[layer];
             made.spans.swap(layers[layer]);
@@ -223,7 +223,7 @@ struct cache_access {
     static status onload(const sequence& from, cache& gpu, sequence_id& made, cudaStream_t stream) {
         const kvq::cache& cpu = kvq::detail::sequence_access::cache(from);
         if (status s = check(cpu, gpu); !s) return s;
-        const auto& tables = kvq::detail::sequence_access::tracks(from);
+        const auto& tables = kvq::detail::sequence_access::tables(from);
         const page_table& first = tables[0];
         const device_geometry& g = gpu.geometry_;
         if (first.tokens > gpu.options_.max_tokens)
