@@ -106,11 +106,10 @@ int main(int argc, char** argv) {
     check(cudaStreamSynchronize(stream));
     bool finite = true;
     for (const float16 x : result) finite = finite && static_cast<float>(x) == static_cast<float>(x);
-    const cuda::usage_report usage = cache.usage();
+    const usage_report usage = cache.usage();
     std::printf("%d tokens x %d sequences in %s: %zu KB quantized, %zu KB in 16 bit, out[0] = %g\n",
-                cache.tokens(sequences[0]), batch, cache.options().formats[0].c_str(),
-                usage.quantized[0] / 1024, (usage.window + usage.sinks) / 1024,
-                static_cast<double>(static_cast<float>(result[0])));
+                cache.tokens(sequences[0]), batch, cache.options().formats[0].c_str(), usage.quantized / 1024,
+                (usage.window + usage.rollback) / 1024, static_cast<double>(static_cast<float>(result[0])));
     check(cudaGraphExecDestroy(replay));
     return finite ? 0 : 1;
 }

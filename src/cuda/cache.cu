@@ -167,15 +167,15 @@ kvq_status kvq_cuda_cache_get_info(const kvq_cuda_cache* cache, kvq_cuda_cache_i
         const device_call call(of);
         const kvq::cache_shape& s = of.cache.shape();
         const kvq::cuda::cache_options& o = of.cache.options();
-        const kvq::cuda::usage_report u = of.cache.usage();
-        std::size_t quantized = 0;
-        for (const std::size_t n : u.quantized) quantized += n;
+        const kvq::usage_report u = of.cache.usage();
+        const std::size_t in_use = of.cache.bytes_in_use(), window = in_use - u.quantized,
+                          free = of.cache.bytes_held() - in_use, prompt = of.cache.prompt_bytes();
         write_struct(
             info, kvq_cuda_cache_info{
-                      0,         s.layers,   s.kv_heads,         s.head_dim,   o.page_tokens, o.sinks,
-                      o.recent,  o.rollback, o.max_batch,        o.max_tokens, o.step_tokens, o.draft_tokens,
-                      of.device, quantized,  u.window + u.sinks, u.free,       u.tables,      u.workspace,
-                      u.prompt,  u.bytes});
+                      0,         s.layers,    s.kv_heads,  s.head_dim,   o.page_tokens, o.sinks,
+                      o.recent,  o.rollback,  o.max_batch, o.max_tokens, o.step_tokens, o.draft_tokens,
+                      of.device, u.quantized, window,      free,         u.bookkeeping, u.workspace - prompt,
+                      prompt,    u.bytes});
     });
 }
 
@@ -229,7 +229,7 @@ kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, size_t* by
     return guard([&] {
         const kvq_cuda_sequence& s = get(sequence, "sequence");
         const std::lock_guard lock(s.of->mutex);
-        place(bytes, "bytes") = s.of->cache.bytes(s.id);
+        place(bytes, "bytes") = s.of->cache.usage(s.id).bytes;
     });
 }
 

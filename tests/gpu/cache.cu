@@ -259,6 +259,11 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
     CHECK(s, "%s, step %d: %s", name, step, s.message);
     CHECK(c.gpu.tokens(p.id) == p.host.tokens(), "%s, step %d: %d tokens, the CPU has %d", name, step,
           c.gpu.tokens(p.id), p.host.tokens());
+    const usage_report here = c.gpu.usage(p.id), there = p.host.usage();
+    CHECK(here.quantized == there.quantized && here.rollback == there.rollback && here.tokens == there.tokens,
+          "%s, step %d: %zu bytes quantized and %zu of copies for %d tokens, the CPU has %zu and %zu for %d",
+          name, step, here.quantized, here.rollback, here.tokens, there.quantized, there.rollback,
+          there.tokens);
     const auto &have = kvq::detail::sequence_access::tables(moved),
                &want = kvq::detail::sequence_access::tables(p.host);
     for (std::size_t layer = 0; layer < layers; ++layer) {
@@ -708,7 +713,7 @@ struct history {
     void offload() {
         pair& p = one();
         compare(c, p, name, step);
-        const std::size_t bytes = c.gpu.bytes(p.id);
+        const std::size_t bytes = c.gpu.usage(p.id).bytes;
         CHECK((bytes > 0) == (p.host.tokens() > 0), "%s: %d tokens in %zu bytes", name, p.host.tokens(),
               bytes);
         kvq::sequence away = c.cpu.new_sequence();
@@ -756,16 +761,25 @@ struct history {
                 std::swap(pairs[i], pairs.back());
                 pairs.pop_back();
             }
-            const cuda::usage_report u = c.gpu.usage();
+            const usage_report u = c.gpu.usage();
             CHECK(u.bytes == counted_memory::bytes, "%s, step %d: usage is %zu bytes, allocated are %zu",
                   name, step, u.bytes, counted_memory::bytes);
+            std::size_t held = 0, shared = 0;
+            for (const pair& p : pairs) {
+                const usage_report one = c.gpu.usage(p.id);
+                held += one.bytes;
+                shared += one.shared;
+            }
+            CHECK(held - shared <= c.gpu.bytes_in_use() && c.gpu.bytes_in_use() <= held &&
+                      (shared > 0 || c.gpu.bytes_in_use() == held),
+                  "%s, step %d: sequences hold %zu bytes, %zu of them shared, but %zu are in use", name, step,
+                  held, shared, c.gpu.bytes_in_use());
             if (step % 25 == 24) compare(c, one(), name, step);
         }
         for (const pair& p : pairs) compare(c, p, name, step);
         for (const pair& p : pairs) ok(c.gpu.free(p.id));
-        const cuda::usage_report u = c.gpu.usage();
-        std::size_t used = u.window + u.sinks;
-        for (const std::size_t n : u.quantized) used += n;
+        const usage_report u = c.gpu.usage();
+        const std::size_t used = u.quantized + u.window + u.rollback + c.gpu.bytes_in_use();
         CHECK(used == 0, "%s: %zu bytes are in use by no sequence", name, used);
         std::printf(
             "  %-28s %d steps, %d deep trims (%d times pages were cut), %d drafts kept, %d pages "
@@ -977,16 +991,16 @@ void check_budget() {
     ok(c.gpu.fork(p.id, fork, c.stream));  // holds the first three pages
     append(7 * page);
     const auto& kinds = c.gpu.formats().kinds;
-    const std::size_t before = c.gpu.usage().in_use(), saved = layers * heads *
-                                                               (kinds[1].key_block + kinds[1].value_block -
-                                                                kinds[0].key_block - kinds[0].value_block);
+    const std::size_t before = c.gpu.bytes_in_use(), saved = layers * heads *
+                                                             (kinds[1].key_block + kinds[1].value_block -
+                                                              kinds[0].key_block - kinds[0].value_block);
     const cuda::tier tiers[] = {{0, "int8"}, {100000, "kivi-4-g32"}};
     ok(c.gpu.step_down(ids, tiers, c.stream, before));
-    CHECK(c.gpu.usage().in_use() == before, "budget: pages changed below the budget");
+    CHECK(c.gpu.bytes_in_use() == before, "budget: pages changed below the budget");
     // Two pages and a bit: three of those that the fork does not hold.
     ok(c.gpu.step_down(ids, tiers, c.stream, before - 2 * saved - 1));
-    CHECK(c.gpu.usage().in_use() == before - 3 * saved, "budget: %zu bytes, expected %zu",
-          c.gpu.usage().in_use(), before - 3 * saved);
+    CHECK(c.gpu.bytes_in_use() == before - 3 * saved, "budget: %zu bytes, expected %zu", c.gpu.bytes_in_use(),
+          before - 3 * saved);
     requantize_request h;
     h.key = h.value = 0;
     h.first_token = 4 + 3 * page;
@@ -996,8 +1010,8 @@ void check_budget() {
     // All of them, together with the fork.
     const cuda::sequence_id both[] = {p.id, fork};
     ok(c.gpu.step_down(both, tiers, c.stream, 0));
-    CHECK(c.gpu.usage().in_use() == before - 10 * saved, "budget: %zu bytes, expected %zu",
-          c.gpu.usage().in_use(), before - 10 * saved);
+    CHECK(c.gpu.bytes_in_use() == before - 10 * saved, "budget: %zu bytes, expected %zu",
+          c.gpu.bytes_in_use(), before - 10 * saved);
     to_both("kivi-4-g32", 0, requantize_request{}.last_token, false);
     compare(c, p, "budget", 2);
 }
@@ -1051,7 +1065,7 @@ void check_refusals() {
     refused(c.gpu.begin_prompt(a, 0, c.stream), "0 tokens");
     // 4 quantized pages are there: 4 + 40 + 5 * 32 tokens need 5.
     refused(c.gpu.begin_prompt(a, 4 + 40 + 5 * page, c.stream), "may not grow");
-    CHECK(c.gpu.tokens(a) == 0 && c.gpu.bytes(a) == 0, "a refused prompt has left something");
+    CHECK(c.gpu.tokens(a) == 0 && c.gpu.usage(a).bytes == 0, "a refused prompt has left something");
     CHECK(c.gpu.begin_step(one, 1, c.stream), "begin");
     refused(c.gpu.append(2, kv, kv, c.stream), "layer 2");
     refused(c.gpu.append(0, c.rows(c.k, 0, 2), kv, c.stream), "the step has 1 x 1");

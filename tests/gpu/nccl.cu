@@ -124,12 +124,7 @@ struct held_cache {
         OK(cache.open({.layers = layers, .kv_heads = h, .head_dim = dim}, o, std::span(&compiled(), 1),
                       stream));
     }
-    std::size_t used_pages() const {
-        const cuda::usage_report u = cache.usage();
-        std::size_t sum = u.window + u.sinks;
-        for (const std::size_t n : u.quantized) sum += n;
-        return sum;
-    }
+    std::size_t used_pages() const { return cache.bytes_in_use(); }
     void prompt(cuda::sequence_id id, const tokens_of& x, const std::vector<index_range>& positions,
                 index_range of_heads) {
         int n = 0;
@@ -797,7 +792,7 @@ void check_transfer(int ranks, int to, const transfer_case& t) {
         RANK_CHECK(c.cache.tokens(id) == t.n, "%s: %d tokens", t.name, c.cache.tokens(id));
         if (c.cache.tokens(id) != t.n) return;
         std::size_t data = 0;
-        data = c.cache.bytes(id);
+        data = c.cache.usage(id).bytes;
         RANK_CHECK(report.bytes == data && report.bytes == c.used_pages(),
                    "%s: %zu bytes came, the sequence has %zu", t.name, report.bytes, data);
         same_pages(c, id, twin, want, t.name);

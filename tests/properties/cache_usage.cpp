@@ -67,7 +67,15 @@ TEST_CASE("the parts of usage(): an example that can be checked by hand") {
     CHECK(u.rollback == 2 * window_page);
     CHECK(u.workspace == 16 * 64 * sizeof(float));
     CHECK(u.tokens == 100);
-    CHECK(cache.bytes_in_use() == u.quantized + u.window + u.rollback + 2 * 8 * 64);
+    CHECK(u.pages == 2 * 8);
+    CHECK(u.shared == 0);
+    CHECK(cache.bytes_in_use() == u.quantized + u.window + u.rollback + u.pages * 64);
+    {
+        const auto fork = sequence.fork();
+        CHECK(fork.usage().shared == u.quantized + u.window + u.rollback);
+        CHECK(sequence.usage().shared == fork.usage().shared);
+    }
+    CHECK(sequence.usage().shared == 0);
     // The next token opens a page of which it uses one sixteenth.
     append(sequence, 1, s, 0, 1);
     CHECK(sequence.usage().slack == 2 * window_page / 16 * 15);

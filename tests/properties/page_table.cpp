@@ -34,7 +34,7 @@ public:
         : g(geometry),
           rollback(back),
           targets(std::move(formats)),
-          pools_{{0, g.page_tokens, 0}, {1, g.page_tokens, 0}, {2, g.page_tokens, 0}} {}
+          pools_{{0, g.longest_page(), 0}, {1, g.longest_page(), 0}, {2, g.longest_page(), 0}} {}
 
     std::size_t pieces() const { return targets.size(); }
     page_table make() const { return {std::pmr::new_delete_resource(), targets.front(), targets.back()}; }
@@ -171,6 +171,47 @@ void require_shown(executor& e, const both& b) {
         for (int k = 0; k < s.tokens; ++k, ++at) REQUIRE(s.shift == b.shifts[static_cast<std::size_t>(at)]);
     }
     REQUIRE(page_table::may_wait(t.spans, static_cast<std::size_t>(t.committed), t.tokens, e.g));
+}
+
+/// Reports on usage are sums over for_each_page(): each page once, with the tokens that its spans show.
+void require_counted(const std::vector<both>& all, std::size_t piece) {
+    struct use {
+        int shown = 0, spans = 0;
+        bool is_shown = false;
+    };
+    std::map<const kvq::page*, std::set<const both*>> holders;
+    for (const both& b : all)
+        for (const page_span& s : b.table.spans)
+            for (const page_ref* p : {&s.pages[piece], &s.copies[piece]})
+                if (*p) holders[p->get()].insert(&b);
+    for (const both& b : all) {
+        std::map<const kvq::page*, use> want;
+        for (const page_span& s : b.table.spans) {
+            use& own = want[s.pages[piece].get()];
+            own.shown += s.tokens;
+            own.is_shown = true;
+            ++own.spans;
+            if (s.copies[piece]) ++want[s.copies[piece].get()].spans;
+        }
+        kvq::usage_report u;
+        std::size_t found = 0, bytes = 0, shared = 0;
+        b.table.for_each_page(piece, [&](const kvq::detail::held_page& p) {
+            const use& own = want.at(&p.held);
+            ++found;
+            REQUIRE(p.shown == smaller(own.shown, p.held.tokens));
+            REQUIRE(p.copy == !own.is_shown);
+            REQUIRE(static_cast<int>(p.spans) == own.spans);
+            REQUIRE(p.shared() == (holders.at(&p.held).size() > 1));
+            bytes += p.held.bytes;
+            shared += p.shared() ? p.held.bytes : 0;
+            kvq::detail::add_page(u, p);
+        });
+        REQUIRE(found == want.size());
+        REQUIRE(u.pages == found);
+        REQUIRE(u.quantized + u.window + u.rollback == bytes);
+        REQUIRE(u.shared == shared);
+        REQUIRE(u.slack <= u.window);
+    }
 }
 
 void require_same(const page_table& a, const page_table& b, bool formats) {
@@ -349,6 +390,7 @@ TEST_CASE("a page table shows the tokens that a list of tokens has after the sam
                             if (p) pages[p->format].insert(p.get());
             }
             for (int f = 0; f < 3; ++f) REQUIRE(static_cast<int>(pages[f].size()) == e.used(f));
+            for (std::size_t piece = 0; piece < e.pieces(); ++piece) require_counted(all, piece);
         }
     }
     CHECK(cuts > 0);

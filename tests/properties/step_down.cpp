@@ -369,6 +369,8 @@ TEST_CASE("usage rows add up to the usage report") {
             (row.format == 0 ? window : quantized) += row.codes + row.parameters;
             slack += row.slack;
             tokens[static_cast<std::size_t>(2 * row.layer + static_cast<int>(row.role))] += row.tokens;
+            CHECK(row.room >= row.tokens);
+            CHECK(row.shared == 0);
             CHECK(!row.scheme.empty());
             CHECK(row.bookkeeping == static_cast<std::size_t>(row.pages) * sizeof(kvq::page));
         }

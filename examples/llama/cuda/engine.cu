@@ -147,7 +147,7 @@ public:
         batch_.clear();
     }
     int tokens(int sequence) const override { return cache_.tokens(id_of(sequence)); }
-    std::size_t bytes(int sequence) const override { return cache_.bytes(id_of(sequence)); }
+    std::size_t bytes(int sequence) const override { return cache_.usage(id_of(sequence)).bytes; }
 
     void read(int sequence, std::span<const int> tokens, float* states) override {
         const kvq::cuda::sequence_id id = id_of(sequence);
@@ -246,8 +246,7 @@ public:
     void wait() override { check(cudaStreamSynchronize(stream_.get), "waiting for the device"); }
 
     engine_usage usage() const override {
-        const kvq::cuda::usage_report u = cache_.usage();
-        return {u.bytes, u.in_use(), activation_bytes_ + products::workspace_bytes};
+        return {cache_.usage().bytes, cache_.bytes_in_use(), activation_bytes_ + products::workspace_bytes};
     }
     std::size_t bytes_for(int tokens) const override {
         const kvq::cuda::cache_options& o = cache_.options();

@@ -223,11 +223,7 @@ KVQ_FUNC usage_report sequence::usage() const {
         u.repacked += table.repacked;
         u.bookkeeping += table.spans.capacity() * sizeof(page_span);
         for (std::size_t role = 0; role < 2; ++role) {
-            table.for_each_page(role, [&](const page& p, int shown) { count_page(p, shown, u); });
-            table.for_each_copy(role, [&](const page& copy) {
-                u.rollback += copy.bytes;
-                u.bookkeeping += sizeof(page);
-            });
+            table.for_each_page(role, [&](const detail::held_page& p) { add_page(u, p); });
         }
         for (int i = table.committed; i < table.size(); ++i)  // a trim or an erase may have hidden tokens
             for (const tensor role : {tensor::key, tensor::value}) {
@@ -238,7 +234,8 @@ KVQ_FUNC usage_report sequence::usage() const {
             }
     }
     u.reserved = stock_.page_bytes() + stock_.list_bytes();
-    u.bytes = u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace + u.reserved;
+    u.bookkeeping += u.pages * sizeof(page);
+    detail::add_up(u);
     return u;
 }
 
@@ -320,17 +317,6 @@ KVQ_FUNC std::size_t sequence::added_bytes(int n, detail::chunk_pages when) cons
         held += needs.taken - needs.returned;
     }
     return most;
-}
-
-KVQ_FUNC void sequence::count_page(const page& p, int used, usage_report& u) const {
-    u.bookkeeping += sizeof(page);
-    u.not_finite += p.not_finite;
-    if (p.format == 0) {
-        u.window += p.bytes;
-        u.slack += p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(used);
-    } else {
-        u.quantized += p.bytes;
-    }
 }
 
 KVQ_FUNC sequence cache::new_sequence() { return sequence(*this); }

@@ -22,7 +22,6 @@
 #include "../core/resource_vector.hpp"
 #include "chunk.hpp"
 #include "page_stock.hpp"
-#include "usage_report.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -152,8 +151,6 @@ private:
     /// Fills the stock for prefill() of n tokens in every layer; strong guarantee.
     void reserve_step(int n);
     std::size_t added_bytes(int n, detail::chunk_pages when) const;
-
-    void count_page(const page& p, int used, usage_report& u) const;
 
     cache* cache_;
     resource_vector<detail::page_table> tables_;

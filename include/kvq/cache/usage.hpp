@@ -2,8 +2,7 @@
 //
 //   for (const usage_row& row : usage_rows(sequence)) ...      // where the bytes of usage() are
 //
-// Contract: codes and parameters of all rows add up to usage().quantized + window. A page that several spans show counts once for each tensor.
-// A page that other sequences hold, too, counts here as well. Reads only; O(pages).
+// Contract: as usage() (page/usage_report.hpp). Copies for rollback have no rows. Reads only; O(pages).
 #pragma once
 
 #include <string>
@@ -21,11 +20,13 @@ struct usage_row {
     std::string name;    ///< the name that was asked for (format::asked_name)
     std::string scheme;  ///< the scheme behind it
     int pages = 0;
-    int tokens = 0;
+    int tokens = 0;         ///< that spans show
+    int room = 0;           ///< tokens that the pages have memory for
     std::size_t codes = 0;  ///< bytes of codes or of 16/32-bit values
     std::size_t parameters =
         0;  ///< bytes of scales, biases and padding; all bytes of a block whose codes do not lie apart from the parameters
     std::size_t slack = 0;        ///< part of `codes` that holds no token yet
+    std::size_t shared = 0;       ///< bytes of pages that other sequences hold as well
     std::size_t bookkeeping = 0;  ///< page headers
 };
 

@@ -101,25 +101,15 @@ private:
         return stock_.bytes_to_fill(multiple_);
     }
 
-    /// Bytes of pages of n tokens: what a layer keeps of a step that makes all of them.
+    /// Bytes of pages of n tokens.
     std::size_t held(int n) const {
         std::size_t bytes = 0;
-        // Of a long sequence, the pages of whole periods far behind the recent tokens.
-        const std::int64_t periods = larger(std::int64_t{0}, (n - reach()) / period());
-        n -= static_cast<int>(periods * period());
-        const auto pages = static_cast<std::size_t>(periods * period() / g_.page_tokens);
-        for (const kind& k : kinds_) {
-            const int from = n >= first_ && first_ > g_.sinks ? first_ : 0;
-            std::size_t taken = 0, back = 0;
-            chunk::for_each_need(
-                of_, outline(k, from), n - from, chunk_pages::after_attend,
-                [&](std::size_t data) { taken += allocation(data); },
-                [&](std::size_t data) { back += allocation(data); });
-            if (from > 0 && g_.sinks > 0) taken += page(0, 0, g_.sinks) + page(1, 0, g_.sinks);
+        for (const kind& k : kinds_)
             for (std::size_t role = 0; role < 2; ++role)
-                taken += pages * page(role, k.targets[role], g_.page_tokens);
-            bytes += static_cast<std::size_t>(k.layers) * (taken - back);
-        }
+                for_each_alike(g_, first_, n, rollback_, k.targets[role], {}, [&](const alike_pages& p) {
+                    bytes += static_cast<std::size_t>(k.layers) * static_cast<std::size_t>(p.count) *
+                             page(role, p.format, p.tokens);
+                });
         return bytes;
     }
 

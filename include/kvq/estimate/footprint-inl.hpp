@@ -3,6 +3,8 @@
 
 #include <limits>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "../cache/chunk.hpp"
 #include "../core/error.hpp"
@@ -17,11 +19,6 @@ KVQ_FUNC int pages_of_age(const page_geometry& g, int age, int n) noexcept {
     return smaller(g.committed(n), larger(0, n - age - g.sinks) / g.page_tokens);
 }
 
-/// Adds n pages of so many bytes; the largest std::size_t where the sum does not fit.
-KVQ_FUNC void add_bytes(std::size_t& sum, int n, std::size_t bytes) noexcept {
-    sum = bounded_sum(sum, bounded_product(static_cast<std::size_t>(n), bytes));
-}
-
 KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int chunk,
                         const step_down_policy& policy, footprint_report& f) {
     const page_geometry g = of.geometry();
@@ -29,35 +26,22 @@ KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int
     const int pages = g.pages(tokens), committed = g.committed(tokens);
     const auto bytes = [&](int format, int page_tokens) { return of.page_bytes(role, format, page_tokens); };
     const std::size_t window_page = bytes(0, g.page_tokens);
-    // Youngest pages first: `format` is the format of a page after the tiers so far; a page only ever shrinks. Pages from `in_reach`
-    // on have 16-bit copies, if they were ever quantized: a trim within `rollback` may restore them.
-    const int in_reach = g.committed(tokens - of.options().rollback);
-    std::size_t copies = 0;
-    int format = target, left = committed;
-    const auto take = [&](int older) {
-        add_bytes(format == 0 ? f.window : f.quantized, left - older, bytes(format, g.page_tokens));
-        if (target != 0 || format != 0)
-            copies += static_cast<std::size_t>(larger(0, left - larger(older, in_reach)));
-        left = older;
-    };
+    std::vector<changed_pages> changes;
     if (layer >= policy.first_layers_kept && layer < of.shape().layers - policy.last_layers_kept)
         for (const tier& t : policy.tiers) {
-            const int own = of.table(role).index_of(role == tensor::key ? t.format.key : t.format.value);
-            if (bytes(own, g.page_tokens) >= bytes(format, g.page_tokens)) continue;
-            take(pages_of_age(g, t.age, tokens));
-            format = own;
+            // A page only ever shrinks.
+            const int now = changes.empty() ? target : changes.back().format,
+                      own = of.table(role).index_of(role == tensor::key ? t.format.key : t.format.value);
+            if (bytes(own, g.page_tokens) < bytes(now, g.page_tokens))
+                changes.push_back({pages_of_age(g, t.age, tokens), own});
         }
-    take(0);
-    if (pages > committed) {
-        const int first = g.first_token(pages - 1);
-        add_bytes(f.window, pages - committed - 1, window_page);
-        add_bytes(f.window, 1, bytes(0, g.window_tokens(tokens - first, g.page_tokens)));
-    }
-    if (g.sinks > 0 && tokens > 0)
-        add_bytes(f.window, 1, bytes(0, g.window_tokens(smaller(tokens, g.sinks), g.sinks)));
-    f.rollback = bounded_sum(f.rollback, bounded_product(copies, window_page));
-    f.bookkeeping =
-        bounded_sum(f.bookkeeping, (static_cast<std::size_t>(g.spans(tokens)) + copies) * sizeof(page));
+    const auto add = [&](const alike_pages& p) {
+        std::size_t& part = p.copies ? f.rollback : p.format == 0 ? f.window : f.quantized;
+        for (const auto& [sum, size] :
+             {std::pair{&part, bytes(p.format, p.tokens)}, {&f.bookkeeping, sizeof(page)}})
+            *sum = bounded_sum(*sum, bounded_product(static_cast<std::size_t>(p.count), size));
+    };
+    for_each_alike(g, g.sinks, tokens, of.options().rollback, target, changes, add);
     // Window pages that a call frees only after it has all its new pages: recent pages that it quantizes, copies that `rollback` no
     // longer covers, one page that was begun, and one that serves as scratch or, in a chunk of prefill(), the pages of the chunk.
     // Without pages to quantize: only the page that was begun, if it was shared or is enlarged.

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 #include "../core/bits.hpp"
 
@@ -60,6 +61,43 @@ constexpr std::size_t table_capacity(std::size_t n) noexcept {
     std::size_t capacity = 16;
     while (capacity < n) capacity *= 2;
     return n == 0 ? 0 : capacity;
+}
+
+/// Pages of K or V of a layer that are alike.
+struct alike_pages {
+    int count, format, tokens;
+    bool copies = false;  ///< 16-bit copies for rollback
+};
+/// Committed pages have changed to this format since, the first `pages` of them.
+struct changed_pages {
+    int pages, format;
+};
+
+/// Calls f(alike_pages) for the pages of a layer of n tokens without cuts, whose pages behind the sinks begin at token `first`, are
+/// committed to format `target`, and have changed since: in the order of `changes`, always fewer of them. Estimates count by it.
+template <class F>
+constexpr void for_each_alike(const page_geometry& g, int first, int n, int rollback, int target,
+                              std::span<const changed_pages> changes, F&& f) {
+    if (g.sinks > 0 && n > 0) f(alike_pages{1, 0, g.window_tokens(smaller(n, g.sinks), g.sinks)});
+    const page_geometry behind{first, g.recent, g.page_tokens};
+    const int pages = behind.pages(n), committed = behind.committed(n);
+    // Pages from here on have copies, if they were ever quantized: a trim within `rollback` may restore them.
+    const int in_reach = behind.committed(n - rollback);
+    int format = target, left = committed;
+    const auto take = [&](int older) {
+        f(alike_pages{left - older, format, g.page_tokens});
+        if (target != 0 || format != 0)
+            f(alike_pages{larger(0, left - larger(older, in_reach)), 0, g.page_tokens, true});
+        left = older;
+    };
+    for (const changed_pages& c : changes) {
+        take(c.pages);
+        format = c.format;
+    }
+    take(0);
+    if (pages == committed) return;
+    f(alike_pages{pages - committed - 1, 0, g.page_tokens});
+    f(alike_pages{1, 0, g.window_tokens(n - behind.first_token(pages - 1), g.page_tokens)});
 }
 
 }  // namespace detail

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <utility>
 
 #include "page_table.hpp"
 
@@ -263,28 +265,28 @@ KVQ_FUNC void page_table::restore(int first, const page_geometry& g) noexcept {
     if (size() > committed) spans.back().room = g.capacity(spans.back().sinks);
 }
 
-KVQ_FUNC std::vector<const page*> page_table::distinct_copies(std::size_t role) const {
-    std::vector<const page*> shown, held;
+KVQ_FUNC std::vector<held_page> page_table::distinct_pages(std::size_t piece) const {
+    struct use {
+        const page* of;
+        bool copy;
+        int shown;
+    };
+    std::vector<use> uses;
     for (const page_span& s : spans) {
-        shown.push_back(s.pages[role].get());
-        if (s.copies[role]) held.push_back(s.copies[role].get());
+        uses.push_back({s.pages[piece].get(), false, s.tokens});
+        if (s.copies[piece]) uses.push_back({s.copies[piece].get(), true, 0});
     }
-    std::sort(shown.begin(), shown.end());
-    std::sort(held.begin(), held.end());
-    held.erase(std::unique(held.begin(), held.end()), held.end());
-    std::erase_if(held, [&](const page* p) { return std::binary_search(shown.begin(), shown.end(), p); });
-    return held;
-}
-
-KVQ_FUNC std::vector<std::pair<const page*, int>> page_table::distinct_pages(std::size_t role) const {
-    std::vector<std::pair<const page*, int>> held, distinct;
-    for (const page_span& s : spans) held.emplace_back(s.pages[role].get(), s.tokens);
-    std::sort(held.begin(), held.end());
-    for (std::size_t i = 0; i < held.size();) {
-        const page* const p = held[i].first;
+    std::sort(uses.begin(), uses.end(), [](const use& a, const use& b) {
+        return a.of != b.of ? std::less<>{}(a.of, b.of) : a.copy < b.copy;
+    });
+    std::vector<held_page> distinct;
+    for (std::size_t first = 0, end; first < uses.size(); first = end) {
         int shown = 0;
-        for (; i < held.size() && held[i].first == p; ++i) shown += held[i].second;
-        distinct.emplace_back(p, smaller(shown, p->tokens));
+        for (end = first; end < uses.size() && uses[end].of == uses[first].of; ++end)
+            shown += uses[end].shown;
+        const page& p = *uses[first].of;
+        distinct.push_back(
+            {p, smaller(shown, p.tokens), uses[first].copy, static_cast<std::uint32_t>(end - first)});
     }
     return distinct;
 }

@@ -16,11 +16,11 @@
 #pragma once
 
 #include <memory_resource>
-#include <utility>
 #include <vector>
 
 #include "../core/resource_vector.hpp"
 #include "layer_pages.hpp"
+#include "usage_report.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
@@ -123,31 +123,21 @@ struct page_table {
     void find_rearranged();
     /// After a restore of what does not say which spans share a page (version 3): equal pages of committed spans become one page.
     void join_pages();
-    /// The pages of tensor `role` that are only 16-bit copies, each once.
-    std::vector<const page*> distinct_copies(std::size_t role) const;
-    /// The pages of tensor `role`, each once, with the number of its tokens that spans show.
-    std::vector<std::pair<const page*, int>> distinct_pages(std::size_t role) const;
-    /// Calls f(page) once for every page of tensor `role` that is only a 16-bit copy.
+    /// Calls f(held_page) once for every page of a piece. O(pages), times log(pages) when two spans may share one.
     template <class F>
-    void for_each_copy(std::size_t role, F&& f) const {
-        if (!rearranged) {
-            for (const page_span& s : spans)
-                if (s.copies[role]) f(*s.copies[role]);
+    void for_each_page(std::size_t piece, F&& f) const {
+        if (rearranged) {
+            for (const held_page& p : distinct_pages(piece)) f(p);
             return;
         }
-        for (const page* const p : distinct_copies(role)) f(*p);
-    }
-    /// Calls f(page, shown) once for every page of tensor `role`, with the number of its tokens that spans show.
-    template <class F>
-    void for_each_page(std::size_t role, F&& f) const {
-        if (!rearranged) {
-            for (const page_span& s : spans) f(*s.pages[role], s.tokens);
-            return;
+        for (const page_span& s : spans) {
+            f(held_page{*s.pages[piece], s.tokens});
+            if (s.copies[piece]) f(held_page{*s.copies[piece], 0, true});
         }
-        for (const auto& [p, shown] : distinct_pages(role)) f(*p, shown);
     }
 
 private:
+    std::vector<held_page> distinct_pages(std::size_t piece) const;
     /// Behind the others, or as a part of the last one if it goes on in the same pages.
     void add(page_span s, bool is_committed);
     /// How many of the first `left` spans stay committed in n tokens: the others are not due any more, and have their 16-bit pages.

@@ -44,10 +44,8 @@ namespace detail {
 inline std::uint64_t layer_bytes(const sequence& s, int layer) {
     std::uint64_t bytes = 0;
     const page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
-    for (std::size_t role = 0; role < 2; ++role) {
-        table.for_each_page(role, [&](const page& p, int) { bytes += p.bytes; });
-        table.for_each_copy(role, [&](const page& p) { bytes += p.bytes; });
-    }
+    for (std::size_t role = 0; role < 2; ++role)
+        table.for_each_page(role, [&](const held_page& p) { bytes += p.held.bytes; });
     return bytes;
 }
 

@@ -147,18 +147,25 @@ public:
     status requantize(std::span<const sequence_id> ids, const requantize_request& request,
                       cudaStream_t stream);
     /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only shrink. Then, while pages in use have
-    /// more than byte_budget bytes (usage_report::in_use), the oldest pages go one tier down, and from there further; pages that other
+    /// more than byte_budget bytes (bytes_in_use()), the oldest pages go one tier down, and from there further; pages that other
     /// sequences hold too stay. More may be in use at the end, if all of them are in the last tier.
     status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream,
                      std::size_t byte_budget = no_budget);
     static constexpr std::size_t no_budget = ~std::size_t{0};
 
+    /// Of one sequence, as sequence::usage(): bytes of device memory in all layers. None for a sequence that is not there. O(pages)
+    usage_report usage(sequence_id id) const;
+    /// Of all memory of the cache: `bytes` is what the allocator was asked for. Each page counts once; `reserved` has the free ones.
+    /// O(sequences)
     usage_report usage() const;
+    /// Part of usage().workspace: one layer of the longest prompt so far in 16 bit, and its slots.
+    std::size_t prompt_bytes() const noexcept { return staging_.bytes() + slots_.bytes(); }
+    /// Bytes of all pages that sequences hold, each counted once, and of these and the free ones.
+    std::size_t bytes_in_use() const noexcept;
+    std::size_t bytes_held() const noexcept;
     /// Writes for each layer how many NaN and infinities were quantized so far; a page that is quantized again behind a trim counts again.
     /// Waits for the stream.
     status not_finite(std::span<unsigned> by_layer, cudaStream_t stream) const;
-    /// Bytes of the pages of one sequence in all layers, shared ones included.
-    std::size_t bytes(sequence_id id) const noexcept;
 
 private:
     friend struct detail::cache_access;

@@ -1,4 +1,4 @@
-// cache::open(), calibrate(), and the reports of a cache on the device (cache.cuh): usage(), not_finite(), bytes(), graph_id().
+// cache::open(), calibrate(), and the reports of a cache on the device (cache.cuh): usage(), not_finite(), graph_id().
 //
 // open() checks all options, takes the compiled entry that has all formats and as few others as possible, and allocates tables, workspace and
 // the pools that the options ask for. calibrate() sends plans of widths and matrices of feedback.
@@ -242,23 +242,35 @@ inline detail::layer_view cache::view_before_prompt(int layer) const noexcept {
     return v;
 }
 
+inline usage_report cache::usage(sequence_id id) const {
+    return is_here(id) ? entry_of(id).pages.usage() : usage_report{};
+}
+
 inline usage_report cache::usage() const {
     usage_report u;
-    const auto count = [&](const detail::device_pages& p) {
-        const auto used = static_cast<std::size_t>(p.pages().used()) * p.page_bytes();
-        u.free += p.allocated() - used;
-        u.bytes += p.allocated();
-        return used;
-    };
-    for (const detail::device_pages& p : quantized_) u.quantized.push_back(count(p));
-    u.window = count(window_);
-    u.sinks = count(sinks_);
-    u.tables = words_.bytes();
-    for (const device_keys& k : keys_) u.tables += k.plans.bytes() + k.feedback.bytes();
-    u.workspace = workspace_.bytes();
-    u.prompt = staging_.bytes() + slots_.bytes();
-    u.bytes += u.tables + u.workspace + u.prompt;
+    for (const entry& e : entries_) e.pages.add_window(u);
+    for (const detail::device_pages& p : quantized_) {
+        u.quantized += p.used_bytes();
+        u.pages += static_cast<std::size_t>(p.pages().used());
+    }
+    u.reserved += bytes_held() - bytes_in_use();
+    u.bookkeeping = words_.bytes();
+    for (const device_keys& k : keys_) u.bookkeeping += k.plans.bytes() + k.feedback.bytes();
+    u.workspace = workspace_.bytes() + prompt_bytes();
+    kvq::detail::add_up(u);
     return u;
+}
+
+inline std::size_t cache::bytes_in_use() const noexcept {
+    std::size_t sum = window_.used_bytes() + sinks_.used_bytes();
+    for (const detail::device_pages& p : quantized_) sum += p.used_bytes();
+    return sum;
+}
+
+inline std::size_t cache::bytes_held() const noexcept {
+    std::size_t sum = window_.allocated() + sinks_.allocated();
+    for (const detail::device_pages& p : quantized_) sum += p.allocated();
+    return sum;
 }
 
 inline status cache::not_finite(std::span<unsigned> by_layer, cudaStream_t stream) const {
@@ -269,16 +281,6 @@ inline status cache::not_finite(std::span<unsigned> by_layer, cudaStream_t strea
                                        by_layer.size_bytes(), cudaMemcpyDeviceToHost, stream);
     if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
     return code == cudaSuccess ? status{} : detail::runtime_error(code, "reading counts");
-}
-
-inline std::size_t cache::bytes(sequence_id id) const noexcept {
-    if (!is_here(id)) return 0;
-    const detail::sequence_pages& s = entry_of(id).pages;
-    std::size_t sum = s.sinks.size() * sinks_.page_bytes();
-    sum += (s.ahead.size() + s.leaving.size()) * window_.page_bytes();
-    for (const page_span& span : s.table.spans)
-        for (const page_ref* const p : {&span.pages[0], &span.copies[0]}) sum += *p ? (*p)->bytes : 0;
-    return sum;
 }
 
 }}}  // namespace kvq::cuda

@@ -1,6 +1,6 @@
-// What a cache on the device is told and what it tells: options, handles of sequences, bytes.
+// What a cache on the device is told: options, handles of sequences, requests.
 //
-// Contract: cache::open() checks every option and names the one that is out of range; usage() counts every allocation.
+// Contract: cache::open() checks every option and names the one that is out of range.
 #pragma once
 
 #include <limits>
@@ -36,24 +36,6 @@ struct sequence_id {
     int index = -1;
     unsigned generation = 0;
     bool operator==(const sequence_id&) const = default;
-};
-
-/// Bytes of device memory.
-struct usage_report {
-    std::vector<std::size_t> quantized;  ///< pages in use, by format
-    std::size_t window = 0, sinks = 0;   ///< pages in use
-    std::size_t free = 0;                ///< pages that no sequence holds
-    std::size_t tables = 0;              ///< and lengths, plans, matrices of feedback
-    std::size_t workspace = 0;
-    std::size_t prompt = 0;  ///< one layer of the longest prompt so far in 16 bit, and its slots
-    std::size_t bytes = 0;   ///< sum of all: what the allocator was asked for
-
-    /// Of all pages that sequences hold.
-    std::size_t in_use() const noexcept {
-        std::size_t sum = window + sinks;
-        for (const std::size_t n : quantized) sum += n;
-        return sum;
-    }
 };
 
 /// Quantized pages that change their format. Sinks, window and 16-bit values for rollback stay as they are.

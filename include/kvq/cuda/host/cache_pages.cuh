@@ -248,7 +248,7 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     if (tiers.empty()) return {};
     kvq::detail::step_down_by_age(ages, lengths, lower);
     carry_out();
-    in_use = usage().in_use();
+    in_use = bytes_in_use();
     const std::vector<kvq::detail::page_table*> tables = tables_of(ids);
     const std::vector<const kvq::detail::page_table*> read(tables.begin(), tables.end());
     kvq::detail::step_down_by_budget(tiers.size(), read, in_use, byte_budget, lower);

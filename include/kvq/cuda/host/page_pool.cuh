@@ -108,6 +108,9 @@ public:
         return static_cast<std::size_t>(layers_) * (memory_.key_page_bytes + memory_.value_page_bytes);
     }
     std::size_t allocated() const noexcept { return held_.bytes(); }
+    std::size_t used_bytes() const noexcept {
+        return static_cast<std::size_t>(pages_->used()) * page_bytes();
+    }
     /// Changes when pages have moved.
     unsigned generation() const noexcept { return generation_; }
 

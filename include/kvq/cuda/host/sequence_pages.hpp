@@ -175,6 +175,31 @@ struct sequence_pages {
         release_unused(g);
     }
 
+    /// Adds the 16-bit pages, which are of this sequence alone, to a report. O(pages in the window)
+    void add_window(usage_report& u) const noexcept {
+        for (std::size_t i = 0; i < sinks.size(); ++i) {
+            const int room = sinks[i]->tokens, before = static_cast<int>(i) * room;
+            kvq::detail::add_page(u, {*sinks[i], kvq::detail::smaller(room, tokens() - before)});
+        }
+        for (int i = table.copies_from; i < table.size(); ++i) {
+            const page_span& s = table[i];
+            if (s.copies[0]) kvq::detail::add_page(u, {*s.copies[0], 0, true});
+            if (i >= table.committed && !s.sinks) kvq::detail::add_page(u, {*s.pages[0], s.tokens});
+        }
+        for (const page_ref& p : ahead) u.reserved += p->bytes;
+        for (const leaving_page& l : leaving) u.reserved += l.held->bytes;
+        u.tokens = kvq::detail::larger(u.tokens, tokens());
+    }
+    /// O(pages)
+    usage_report usage() const noexcept {
+        usage_report u;
+        add_window(u);
+        for (int i = 0; i < committed(); ++i)
+            kvq::detail::add_page(u, {*(*this)[i].pages[0], (*this)[i].tokens});
+        kvq::detail::add_up(u);
+        return u;
+    }
+
 private:
     /// The 16-bit page of page pages().
     page_ref next_window_page(const device_geometry& g, const sequence_pools& pools) {
