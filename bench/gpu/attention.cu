@@ -8,6 +8,7 @@
 // attention_options::early, where launches that follow each other overlap. The error is against the float kernel for any shape
 // (attend_any.cuh) on the same pages.
 //
+// With -DMINE: one row for a table of cards (scripts/gpu-bench --mine), in less memory.
 // With -DPRESETS=1 (5 to 8 bits) or 2 (the narrower ones): the presets, each behind the plain affine format of its width; "-plan":
 // channels of different widths, where importance differs between channels by factors of exp(4) and more, otherwise mixed widths
 // are even.
@@ -131,9 +132,14 @@ double relative_error(const std::vector<float16>& got, const std::vector<float>&
     return std::sqrt(error / size);
 }
 
+/// What was measured: microseconds, and that of the same shape in fp16 over it. Zeros where it was not.
+struct measured {
+    double us = 0.0, times_fp16 = 0.0;
+};
+
 template <class Format>
-void run(const char* name, const shape& s, settings& set) {
-    if ((!set.only.empty() && set.only != name) || (set.batch && set.batch != s.batch)) return;
+measured run(const char* name, const shape& s, settings& set) {
+    if ((!set.only.empty() && set.only != name) || (set.batch && set.batch != s.batch)) return {};
     using ref_type = cuda::cache_ref<Format>;
     std::mt19937 random(5);
     std::vector<int> lengths(static_cast<std::size_t>(s.batch), s.tokens);
@@ -153,7 +159,7 @@ void run(const char* name, const shape& s, settings& set) {
     const std::size_t sets = std::max<std::size_t>(
         1, std::min<std::size_t>((std::size_t{3} << 28) / case_bytes + 1, set.bytes / case_bytes));
     const std::size_t pages = sets * case_pages;
-    if (pages * (key_page + value_page) > set.bytes) return;
+    if (pages * (key_page + value_page) > set.bytes) return {};
     ref_type cache;
     cache.key_pages = set.memory;
     cache.value_pages = set.memory + pages * key_page;
@@ -268,6 +274,7 @@ void run(const char* name, const shape& s, settings& set) {
                     static_cast<void*>(out), static_cast<void*>(wide_q), static_cast<void*>(wide_out),
                     static_cast<void*>(workspace), static_cast<void*>(plans)})
         BENCH_OK(cudaFree(p));
+    return {us, own};
 }
 
 /// Of the presets' widths: affine codes per channel with 16-bit parameters, in groups as theirs.
@@ -286,6 +293,48 @@ void small_pages(const std::vector<shape>& shapes, settings& set) {
     }
 }
 
+#ifdef MINE
+/// The row of this card: what it is, which kernel it takes, and how much faster than fp16 formats are.
+void print_row(settings& set) {
+    int device = 0;
+    cudaDeviceProp card{};
+    BENCH_OK(cudaGetDevice(&device));
+    BENCH_OK(cudaGetDeviceProperties(&card, device));
+    const cuda::kernel_choice choice = cuda::attend_kernel<cuda::preset_pair<std4, 128>, float16>(4);
+    std::fprintf(stderr, "std4, 4 query heads per kv head: kernel %s, %d KB of shared memory; %s\n",
+                 choice.kernel, choice.shared_memory / 1024, choice.why);
+    std::string row = std::string("| ") + card.name + " | ";
+    const auto add = [&](const char* format, auto... numbers) {
+        char text[64];
+        std::snprintf(text, sizeof text, format, numbers...);
+        row += text;
+    };
+    add("%d.%d | %.0f |", card.major, card.minor, set.ceiling.read);
+    const shape shapes[] = {{16, 2048, 32, 8}, {8, 32768, 32, 8}};
+    const auto column = [&]<class Format>(std::type_identity<Format>, const char* name) {
+        for (const shape& s : shapes) {
+            const measured m = run<Format>(name, s, set);
+            if (m.us == 0.0)
+                row += " -";
+            else if (std::strcmp(name, "fp16") == 0)
+                add(" %.1f", m.us);
+            else
+                add(" %.2f", m.times_fp16);
+            row += &s == shapes ? ";" : " |";
+        }
+    };
+    column(std::type_identity<cuda::block_pair<full<float16>, full<float16>, 128, 64>>{}, "fp16");
+    column(std::type_identity<cuda::block_pair<int8, int8, 128, 64>>{}, "int8");
+    column(std::type_identity<cuda::kivi_pair<4, 64, 128, 64>>{}, "kivi-4-g64");
+    column(std::type_identity<cuda::preset_pair<std4, 128>>{}, "std4");
+    column(std::type_identity<cuda::preset_pair<low2, 128>>{}, "low2");
+    std::printf(
+        "| card | capability | reads GB/s | fp16, us | int8 | kivi-4-g64 | std4 | low2 |\n"
+        "|---|---|---:|---:|---:|---:|---:|---:|\n%s\n",
+        row.c_str());
+}
+#endif
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -302,14 +351,19 @@ int main(int argc, char** argv) {
                     set.baseline[{std::get<0>(of), std::get<1>(of), std::get<2>(of), std::get<3>(of)}] = us;
     }
     set.bytes = std::size_t{18} << 30;
+#ifdef MINE
+    set.bytes = std::size_t{5} << 29;
+#endif
     BENCH_OK(cudaMalloc(&set.memory, set.bytes));
-    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory), std::size_t{1} << 30,
-                                        1u);
-    set.ceiling = bench::measure_ceilings(set.memory, std::size_t{4} << 30);
+    const std::size_t some = std::min(set.bytes, std::size_t{4} << 30);
+    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory), some / 4, 1u);
+    set.ceiling = bench::measure_ceilings(set.memory, some);
+#ifndef MINE
     if (!set.json)
         std::printf("read ceiling %.0f GB/s, copy ceiling %.0f GB/s\n", set.ceiling.read, set.ceiling.copy);
+#endif
 
-    std::vector<shape> shapes = {
+    [[maybe_unused]] std::vector<shape> shapes = {
         {1, 131072, 32, 8}, {8, 32768, 32, 8}, {16, 2048, 32, 8}, {64, 4096, 32, 8}, {128, 8192, 32, 8}};
     if (!set.quick) {
         for (const auto& [q, kv] : {std::pair{64, 8}, std::pair{32, 32}})
@@ -318,7 +372,9 @@ int main(int argc, char** argv) {
                 if (!(kv == 32 && b == 128)) shapes.push_back({b, t, q, kv});
         for (const int q : {32, 64}) shapes.push_back({64, 4096, q, 8, true});
     }
-#if defined(PRESETS) && PRESETS == 1
+#if defined(MINE)
+    print_row(set);
+#elif defined(PRESETS) && PRESETS == 1
     for (const shape& s : shapes) {
         run<plain<8>>("plain8", s, set);
         run<cuda::preset_pair<ref8, 128>>("ref8", s, set);

@@ -36,7 +36,8 @@ typedef struct kvq_cuda_sequence kvq_cuda_sequence;
 // ---- formats ---------------------------------------------------------------------------------------------------------
 // Kernels are compiled for pairs of formats and head sizes, both window types, pages of 128 tokens: int8, kivi-4-g64, kivi-2-g64 and std4 with
 // heads of 64 and 128 channels. fp16 and bf16 are there for all of them: nothing is quantized. The CMake options KVQ_CUDA_FORMATS,
-// KVQ_CUDA_HEAD_DIMS and KVQ_CUDA_PAGE_TOKENS choose others, KVQ_CUDA_ALIBI formats that have kernels for ALiBi as well.
+// KVQ_CUDA_HEAD_DIMS and KVQ_CUDA_PAGE_TOKENS choose others, KVQ_CUDA_ALIBI formats that have kernels for ALiBi as well. "int8/std4" is
+// the name of int8 keys with std4 values.
 
 /// Formats that may be in one cache, and its geometry.
 typedef struct kvq_cuda_format_entry {

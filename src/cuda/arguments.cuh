@@ -32,26 +32,25 @@ inline bool is_alibi(const cuda::device_format& f) {
 /// The entry with the fewest formats that has all of these, with or without ALiBi. Raises a failure that says what was compiled.
 inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, int head_dim,
                                                 int page_tokens, float_type type, bool alibi) {
+    const char* const score =
+        alibi ? &cuda::detail::type_mark<cuda::alibi> : &cuda::detail::type_mark<cuda::unmodified>;
+    const auto* const found = cuda::find_device_format(cuda::library_formats(), wanted_names, head_dim,
+                                                       head_dim, page_tokens, type, score);
+    if (found != nullptr) return *found;
     std::string names;
     std::set<std::pair<int, int>> geometries;
-    bool geometry = false;
-    const cuda::device_format* found = nullptr;
-    bool any = false;
-    for (const cuda::device_format& f : compiled_formats()) {
+    bool geometry = false, any = false;
+    for (const cuda::device_format& f : cuda::library_formats()) {
         if (is_alibi(f) != alibi) continue;
         any = true;
         const bool fits = f.head_dim == head_dim && f.value_dim == head_dim && f.page_tokens == page_tokens &&
                           f.type == type;
         geometry = geometry || fits;
-        bool all = fits;
         std::string own;
         for (const cuda::device_format::kind& k : f.kinds) own += (own.empty() ? "" : "+") + k.name;
-        for (const std::string& name : wanted_names) all = all && f.find(name) >= 0;
-        if (all && (found == nullptr || f.kinds.size() < found->kinds.size())) found = &f;
         if (fits) names += (names.empty() ? "" : ", ") + own;
         if (f.type == type) geometries.insert({f.page_tokens, f.head_dim});
     }
-    if (found != nullptr) return *found;
     std::string wanted;
     for (const std::string& name : wanted_names) wanted += (wanted.empty() ? "" : "+") + name;
     const std::string option = alibi ? "KVQ_CUDA_ALIBI" : "KVQ_CUDA_FORMATS";

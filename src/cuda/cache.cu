@@ -126,24 +126,24 @@ using namespace kvq::c;
 extern "C" {
 
 kvq_status kvq_cuda_format_count(int32_t* count) {
-    return guard([&] { place(count, "count") = static_cast<int32_t>(compiled_formats().size()); });
+    return guard([&] { place(count, "count") = static_cast<int32_t>(kvq::cuda::library_formats().size()); });
 }
 
 kvq_status kvq_cuda_format_list(int32_t index, kvq_cuda_format_entry* entry) {
     return guard([&] {
         expect_struct(entry, "entry");
-        const auto count = static_cast<int32_t>(compiled_formats().size());
+        const auto count = static_cast<int32_t>(kvq::cuda::library_formats().size());
         expect(index >= 0 && index < count, KVQ_ERROR_ARGUMENT, "format ", index, " is not among ", count);
         static const std::vector<std::string> names = [] {
             std::vector<std::string> all;
-            for (const kvq::cuda::device_format& f : compiled_formats()) {
+            for (const kvq::cuda::device_format& f : kvq::cuda::library_formats()) {
                 std::string of;
                 for (const auto& k : f.kinds) of += (of.empty() ? "" : ",") + k.name;
                 all.push_back(of);
             }
             return all;
         }();
-        const kvq::cuda::device_format& f = compiled_formats()[static_cast<std::size_t>(index)];
+        const kvq::cuda::device_format& f = kvq::cuda::library_formats()[static_cast<std::size_t>(index)];
         write_struct(entry, kvq_cuda_format_entry{
                                 0, names[static_cast<std::size_t>(index)].c_str(), f.head_dim, f.page_tokens,
                                 f.type == kvq::float_type::fp16 ? KVQ_FP16 : KVQ_BF16, is_alibi(f) ? 1 : 0});

@@ -8,8 +8,10 @@ namespace kvq::c {
 
 using device_formats = std::vector<cuda::device_format>;
 
-/// All of them.
-const device_formats& compiled_formats();
+/// Keys of one format and values of another.
+template <class Keys, class Values>
+using keys_and_values =
+    cuda::block_pair<typename Keys::keys, typename Values::values, Keys::head_dim, Keys::page_tokens>;
 
 /// Formats by the names of kvq.h, with _ for -.
 template <int HeadDim, int PageTokens = default_page_tokens>

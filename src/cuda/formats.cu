@@ -4,19 +4,23 @@
 
 #include "kvq_cuda_formats.inc"
 
-namespace kvq::c {
-
+namespace kvq {
+namespace c {
 #define KVQ_DECLARE(entry) void entry(device_formats&);
 KVQ_CUDA_ENTRIES(KVQ_DECLARE)
+}  // namespace c
 
-const device_formats& compiled_formats() {
-    static const device_formats all = [] {
-        device_formats list;
-#define KVQ_ADD(entry) entry(list);
+inline namespace KVQ_TAGGED { namespace cuda {
+
+KVQ_EXPORT std::span<const device_format> library_formats() {
+    static const c::device_formats all = [] {
+        c::device_formats list;
+#define KVQ_ADD(entry) c::entry(list);
         KVQ_CUDA_ENTRIES(KVQ_ADD)
         return list;
     }();
     return all;
 }
 
-}  // namespace kvq::c
+}}  // namespace cuda
+}  // namespace kvq

@@ -32,12 +32,13 @@ const builtin_format* builtin_formats(std::size_t* count) {
 }
 }}  // namespace kvq
 
-const device_formats& kvq::c::compiled_formats() {
+std::span<const kvq::cuda::device_format> kvq::cuda::library_formats() {
     using of = named<64, 64>;
     static const device_formats all = {
         kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
         kvq::cuda::make_device_format<kvq::float16, of::mix4>(),
-        kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16, named<64>::int8>()};
+        kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16,
+                                      keys_and_values<named<64>::int8, named<64>::kivi_4_g64>>()};
     return all;
 }
 
@@ -470,7 +471,8 @@ void several_widths() {
     OK(kvq_statistics_free(sums));
 }
 
-/// ALiBi, with learned sinks beside it: prompts are steps of several tokens. Pages of the default size on both sides.
+/// ALiBi, with learned sinks beside it: prompts are steps of several tokens. Keys and values of different formats. Pages of the default
+/// size on both sides.
 void alibi() {
     kvq_cuda_cache_options o = device_options();
     kvq_cache_options h = host_options();
@@ -479,10 +481,11 @@ void alibi() {
     o.alibi = 1;
     kvq_cuda_cache* none = nullptr;
     REFUSED(kvq_cuda_cache_create(&o, nullptr, &none), KVQ_ERROR_ARGUMENT,
-            "kernels for int8, none for kivi-4-g64; build it with KVQ_CUDA_ALIBI=kivi-4-g64");
-    o.formats = "int8";
+            "kernels for int8/kivi-4-g64, none for kivi-4-g64; build it with KVQ_CUDA_ALIBI=kivi-4-g64");
+    o.formats = "int8/affine-4-g64";  // these values have two names
     o.step_tokens = 40;
     h.keys = "int8";
+    h.values = "kivi-4-g64";
     both c(o, h);
     c.add();
     c.add();
@@ -1028,8 +1031,13 @@ void bad_input() {
     OK(kvq_cuda_format_list(1, &e));
     CHECK(std::strcmp(e.formats, "mix4") == 0 && e.alibi == 0, "entry %s", e.formats);
     OK(kvq_cuda_format_list(2, &e));
-    CHECK(std::strcmp(e.formats, "int8") == 0 && e.alibi == 1, "entry %s", e.formats);
+    CHECK(std::strcmp(e.formats, "int8/kivi-4-g64") == 0 && e.alibi == 1, "entry %s", e.formats);
     REFUSED(kvq_cuda_format_list(3, &e), KVQ_ERROR_ARGUMENT, "not among 3");
+    const auto* const found = kvq::cuda::find_device_format("int8", 64, 64);
+    CHECK(found != nullptr && found->kinds.size() == 2, "int8 is in the entry with kivi-4-g64");
+    for (const char* name : {"int8/kivi-4-g64", "kivi-4-g64/int8", "std4", "int8/", "/int8", ""})
+        CHECK(kvq::cuda::find_device_format(name, 64, 64) == nullptr, "%s", name);
+    CHECK(kvq::cuda::find_device_format("int8", 64, 128) == nullptr, "kernels with ALiBi are others");
 
     // Pools that may not grow: a step that finds no page changes nothing.
     o = device_options();

@@ -44,22 +44,16 @@ inline status cache::check_options(const cache_shape& shape, const cache_options
     return {};
 }
 
-/// The entry with all formats, and with as few others as possible.
 inline status cache::choose_format(const cache_shape& shape, const cache_options& o,
                                    std::span<const device_format> compiled) {
-    const device_format* best = nullptr;
-    for (const device_format& f : compiled) {
-        bool fits = f.head_dim == shape.head_dim && f.value_dim == shape.dim(tensor::value) &&
-                    f.page_tokens == o.page_tokens && f.type == o.type;
-        for (const std::string& name : o.formats) fits = fits && f.find(name) >= 0;
-        if (fits && (best == nullptr || f.kinds.size() < best->kinds.size())) best = &f;
-    }
+    const device_format* const best = find_device_format(compiled, o.formats, shape.head_dim,
+                                                         shape.dim(tensor::value), o.page_tokens, o.type);
     if (best == nullptr) {
         std::string names;
-        for (const std::string& name : o.formats) names += (names.empty() ? "" : ", ") + name;
+        for (const std::string& name : o.formats) names += (names.empty() ? "" : "+") + name;
         return detail::bad_value(
-            "nothing was compiled for %.60s with head_dim %d and pages of %d: add make_device_format<%s, the "
-            "formats of these names>()",
+            "nothing was compiled for %.60s with head_dim %d and pages of %d: add make_device_format<%s, "
+            "...>(), or name it in KVQ_CUDA_FORMATS of kvq::library",
             names.c_str(), shape.head_dim, o.page_tokens,
             o.type == float_type::bf16 ? "bfloat16" : "float16");
     }

@@ -6,10 +6,11 @@
 //
 // The kernels of one entry take keys, values and queries of type T, keep sinks and recent window in T, and quantize to the first format
 // that a cache names. Pages of all formats of an entry may be in one sequence: requantizing and stepping down go from one to another.
-// Names: those of find_format, "kivi-4-g64", "affine-4-g64", "int8", "std4"; else the names of both schemes with a + between them.
+// Names: those of find_format, "kivi-4-g64", "affine-4-g64", "int8", "std4"; of keys in another format than values both, "int8/std4".
 // Contract: a table of functions, nothing else. An entry costs a program the kernels of a mix of its formats (docs/guide/gpu.md).
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <string>
 #include <string_view>
@@ -108,27 +109,25 @@ struct device_functions {
     key_state (*make_keys)(int number, const calibration& statistics);
 };
 
-/// The name of both schemes of a format in find_format.
-template <class Pair>
-std::string name_of_format() {
-    using keys = typename Pair::keys;
-    using values = typename Pair::values;
-    std::string name;
+/// Names by which find_format gives this scheme for keys or for values, presets first; its own name if there is none.
+template <tensor Role, class Scheme>
+std::vector<std::string> names_of_scheme() {
+    std::vector<std::string> names;
     for_each_preset([&]<class Preset>(Preset) {
-        if (std::is_same_v<keys, typename Preset::keys> && std::is_same_v<values, typename Preset::values>)
-            name = Preset::name;
+        using same = std::conditional_t<Role == tensor::key, typename Preset::keys, typename Preset::values>;
+        if (std::is_same_v<Scheme, same>) names.emplace_back(Preset::name);
     });
-    if (!name.empty()) return name;
-    if constexpr (std::is_same_v<keys, int8> && std::is_same_v<values, int8>) return "int8";
-    if constexpr (codes_ranges<keys> && codes_ranges<values>) {
-        constexpr int bits = keys::code_bits, group = keys::granularity_type::group;
+    if constexpr (std::is_same_v<Scheme, int8>) names.emplace_back("int8");
+    if constexpr (codes_ranges<Scheme>) {
+        constexpr int bits = Scheme::code_bits, group = Scheme::granularity_type::group;
         const std::string suffix = "-" + std::to_string(bits) + "-g" + std::to_string(group);
-        using by_token = affine<bits, per_token<group>>;
-        if (std::is_same_v<values, by_token> && std::is_same_v<keys, affine<bits, per_channel<group>>>)
-            return "kivi" + suffix;
-        if (std::is_same_v<values, by_token> && std::is_same_v<keys, by_token>) return "affine" + suffix;
+        constexpr bool by_token = std::is_same_v<Scheme, affine<bits, per_token<group>>>;
+        if (Role == tensor::value ? by_token : std::is_same_v<Scheme, affine<bits, per_channel<group>>>)
+            names.push_back("kivi" + suffix);
+        if (by_token) names.push_back("affine" + suffix);
     }
-    return std::string(keys{}.name()) + "+" + std::string(values{}.name());
+    if (names.empty()) names.emplace_back(Scheme{}.name());
+    return names;
 }
 
 template <class Score, class T, class... Pairs>
@@ -317,7 +316,8 @@ struct device_table {
 /// Kernels for caches of one head_dim and page size, whose quantized pages have one or several formats.
 struct device_format {
     struct kind {
-        std::string name;                    ///< that of find_format
+        std::string name;  ///< that of find_format; where keys and values have different ones, "keys/values"
+        std::vector<std::string> key_names, value_names;  ///< all names that find_format has for the schemes
         std::string keys, values;            ///< names of the schemes: format::name() of the CPU's formats
         std::size_t key_block, value_block;  ///< bytes of one head's block
     };
@@ -327,10 +327,15 @@ struct device_format {
     std::size_t window_block[2] = {}, sink_block[2] = {};  ///< K, V
     const detail::device_functions* functions = nullptr;
 
-    /// Number of the format with this name, or -1.
+    /// Number of the format with this name, or with these of keys and values, "int8/std4"; -1 if there is none.
     int find(std::string_view name) const noexcept {
+        const std::size_t cut = name.find('/');
+        const std::string_view keys = name.substr(0, cut),
+                               values = cut == name.npos ? name : name.substr(cut + 1);
         for (std::size_t i = 0; i < kinds.size(); ++i)
-            if (kinds[i].name == name) return static_cast<int>(i);
+            if (std::ranges::find(kinds[i].key_names, keys) != kinds[i].key_names.end() &&
+                std::ranges::find(kinds[i].value_names, values) != kinds[i].value_names.end())
+                return static_cast<int>(i);
         return -1;
     }
 };
@@ -353,15 +358,58 @@ device_format make_scored_format() {
                     {window::key_block_bytes, window::value_block_bytes},
                     {sinks::key_block_bytes, sinks::value_block_bytes},
                     &table::functions};
-    (f.kinds.push_back({detail::name_of_format<Pairs>(), typename Pairs::keys{}.name(),
-                        typename Pairs::values{}.name(), Pairs::key_block_bytes, Pairs::value_block_bytes}),
-     ...);
+    const auto add = [&]<class Pair>(std::type_identity<Pair>) {
+        device_format::kind k{{},
+                              detail::names_of_scheme<tensor::key, typename Pair::keys>(),
+                              detail::names_of_scheme<tensor::value, typename Pair::values>(),
+                              typename Pair::keys{}.name(),
+                              typename Pair::values{}.name(),
+                              Pair::key_block_bytes,
+                              Pair::value_block_bytes};
+        k.name = k.key_names[0] + "/" + k.value_names[0];
+        for (const std::string& name : k.key_names)
+            if (std::ranges::find(k.value_names, name) != k.value_names.end()) {
+                k.name = name;
+                break;
+            }
+        f.kinds.push_back(std::move(k));
+    };
+    (add(std::type_identity<Pairs>{}), ...);
     return f;
 }
 /// The same without a score modifier.
 template <class T, class... Pairs>
 device_format make_device_format() {
     return make_scored_format<unmodified, T, Pairs...>();
+}
+
+/// Of `compiled`, the entry that has all these formats, and as few others as possible; null if there is none. score: a score type's mark;
+/// null takes entries of any.
+inline const device_format* find_device_format(std::span<const device_format> compiled,
+                                               std::span<const std::string> names, int head_dim,
+                                               int value_dim, int page_tokens, float_type type,
+                                               const char* score = nullptr) noexcept {
+    const device_format* best = nullptr;
+    for (const device_format& f : compiled) {
+        bool fits = f.head_dim == head_dim && f.value_dim == value_dim && f.page_tokens == page_tokens &&
+                    f.type == type && (score == nullptr || f.functions->score_type == score);
+        for (const std::string& name : names) fits = fits && f.find(name) >= 0;
+        if (fits && (best == nullptr || f.kinds.size() < best->kinds.size())) best = &f;
+    }
+    return best;
+}
+
+/// What kvq::library was compiled with: the formats, head sizes and page sizes of its CMake options KVQ_CUDA_FORMATS, KVQ_CUDA_HEAD_DIMS
+/// and KVQ_CUDA_PAGE_TOKENS. cache::open() takes the list. A program that links the library compiles no kernel of its own then; it is
+/// built for the host's instruction set that the library's CUDA files are built for, or does not link.
+std::span<const device_format> library_formats();
+
+/// The entry of kvq::library with this format for keys and values of head_dim channels; null: it was not compiled.
+inline const device_format* find_device_format(std::string_view name, int head_dim, int page_tokens,
+                                               float_type type = float_type::fp16) {
+    const std::string names[] = {std::string(name)};
+    return find_device_format(library_formats(), names, head_dim, head_dim, page_tokens, type,
+                              &detail::type_mark<unmodified>);
 }
 
 }}}  // namespace kvq::cuda
