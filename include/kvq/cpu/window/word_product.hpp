@@ -3,14 +3,14 @@
 //   X[r][c] ~= step[r] * code,  code = round(X[r][c] / step[r]),  step[r] = max_c |X[r][c]| / 16383
 //   x[c]    ~= step * word,     |word| <= 32767,  sum of |word| <= 2^17
 //
-// over 32 columns at a time, each with steps of their own, whose sums of products fit 32 bits for any data:
-// 16383 * 2^17 < 2^31. Rows of a tile are converted to words in the workspace once for all operands, which
-// pays only for many operands: twice the products of floats per cycle.
+// Sums of 32 columns, whose rows have a step of their own, fit 32 bits for any data: 16383 * 2^17 < 2^31. An
+// operand has a step per 128 columns. Rows of a tile are converted to words in the workspace once for all
+// operands, which pays only for many operands: twice the products of floats per cycle.
 // Contract: |X - step code| <= step / 2, that is 2^-15 of a row's largest value of the 32, and |x - step
-// word| <= step, where the step is the larger of max |x| / 32766 and about sum |x| / 2^17; words have the sum
-// of x / step to within one a lane (folded.hpp). On normal data the sum of both is a relative error of 1e-4
-// (tests/conformance/words.cpp). A block with a value that is not finite is multiplied in floats
-// (window_product.hpp).
+// word| <= step, where the step is the larger of max |x| / 32766 of the 128 columns and about sum |x| / 2^17
+// of any 32 of them; words have the sum of x / step to within one a lane (folded.hpp). On normal data the sum
+// of both is a relative error of 1e-4 (tests/conformance/words.cpp). A block with a value that is not finite
+// is multiplied in floats (window_product.hpp).
 #pragma once
 
 #include <limits>
@@ -27,10 +27,13 @@ constexpr bool multiplies_words(int n) noexcept {
 }
 
 /// The workspace of products of n operands with blocks of one shape:
-/// [parts][n] floats: steps of the operands; [n][stride] words of them; [parts][row slots] floats: steps of the rows; a tile of words.
+/// [parts][n] floats: steps of the operands; [n][stride] words of them; [sums][row slots] floats: steps of the
+/// rows; a tile of words.
 struct word_space {
     static constexpr int tile_rows = tile_layout::tile_rows;
-    static constexpr int part_columns = 32, part_words = part_columns / 2;
+    static constexpr int part_columns = 128;  ///< of an operand have one step
+    static constexpr int sum_columns = 32;    ///< of a row have one step, and a sum of integers
+    static constexpr int part_words = part_columns / 2, sum_words = sum_columns / 2;
 
     int n = 0;
     int row_slots = 0;
@@ -41,19 +44,17 @@ struct word_space {
     word_space(const block_shape& shape, int count)
         : n(count),
           row_slots(detail::round_up(shape.rows(), tile_rows)),
-          stride(parts_of(shape.cols()) * part_words) {
-        const auto floats_of_parts = [&](int each) {
-            return detail::round_up(static_cast<std::size_t>(parts_of(shape.cols())) *
-                                        static_cast<std::size_t>(each) * sizeof(float),
-                                    std::size_t{64});
+          stride(detail::round_up(shape.cols(), sum_columns) / 2) {
+        const auto floats_of = [&](int steps_of_each, int each) {
+            return detail::round_up(
+                static_cast<std::size_t>(steps_of_each) * static_cast<std::size_t>(each) * sizeof(float),
+                std::size_t{64});
         };
-        vectors = floats_of_parts(n);
+        vectors = floats_of(detail::ceil_div(shape.cols(), part_columns), n);
         steps = vectors + static_cast<std::size_t>(n) * static_cast<std::size_t>(stride) * 4;
-        tile = steps + floats_of_parts(row_slots);
+        tile = steps + floats_of(detail::ceil_div(shape.cols(), sum_columns), row_slots);
         bytes = tile + static_cast<std::size_t>(stride) * tile_rows * 4;
     }
-
-    static constexpr int parts_of(int cols) noexcept { return detail::ceil_div(cols, part_columns); }
 
     float* vector_steps(std::byte* space) const noexcept { return reinterpret_cast<float*>(space); }
     std::byte* vector(std::byte* space, int i) const noexcept { return space + vectors + i * stride * 4; }
@@ -71,22 +72,28 @@ public:
                      std::byte* space) {
         for (int i = 0; i < s.n; ++i, x += x_stride)
             for (int first = 0; first < cols; first += part_columns) {
-                floats top = Lanes::splat_float(0.0f), sum = top;
-                const auto load = [&](int c) { return load_rows<Lanes>(x + first + c, cols - first - c); };
-                for (int c = 0; c < part_columns; c += Lanes::width) {
-                    const floats a = Lanes::abs(load(c));
-                    top = Lanes::larger(top, a);
-                    sum = Lanes::add(sum, a);
+                const int size = detail::smaller(cols - first, part_columns);
+                const auto load = [&](int c) { return load_rows<Lanes>(x + first + c, size - c); };
+                floats top = Lanes::splat_float(0.0f);
+                float most = 0.0f;
+                for (int c = 0; c < size;) {
+                    floats sum = Lanes::splat_float(0.0f);
+                    for (const int end = c + sum_columns; c < end; c += Lanes::width) {
+                        const floats a = Lanes::abs(load(c));
+                        top = Lanes::larger(top, a);
+                        sum = Lanes::add(sum, a);
+                    }
+                    most = detail::larger(most, Lanes::sum(sum));
                 }
                 const float largest = Lanes::largest(top),
-                            step = detail::larger(largest * (1.0f / top_number),
-                                                  Lanes::sum(sum) * (1.0f / sum_of_numbers));
+                            step =
+                                detail::larger(largest * (1.0f / top_number), most * (1.0f / sum_of_numbers));
                 const bool some = largest > tiny;
                 s.vector_steps(space)[first / part_columns * s.n + i] = some ? step : 0.0f;
                 const floats inverse = Lanes::splat_float(some ? 1.0f / step : 0.0f);
                 sum_rounding<Lanes> words;
                 words.begin();
-                for (int c = 0; c < part_columns; c += 2 * Lanes::width) {
+                for (int c = 0; c < size; c += 2 * Lanes::width) {
                     const auto one = words.next(load(c), inverse);
                     Lanes::store_as_halfwords(s.vector(space, i) + 2 * (first + c), one,
                                               words.next(load(c + Lanes::width), inverse));
@@ -127,11 +134,13 @@ public:
 private:
     static constexpr int tile_rows = word_space::tile_rows, parts = tile_rows / Lanes::width;
     static constexpr int word_bytes = 4 * tile_rows;  // of a word of every row of a tile, in the workspace
-    static constexpr int part_columns = word_space::part_columns, part_words = word_space::part_words;
+    static constexpr int part_columns = word_space::part_columns, part_words = word_space::part_words,
+                         sum_columns = word_space::sum_columns, sum_words = word_space::sum_words;
     // Words may be one more than x / step.
     static constexpr float top_number = 32766.0f, top_code = 16383.0f, tiny = 1e-33f,
-                           sum_of_numbers = (1 << 17) - part_columns - 1;
-    static_assert(parts >= 1 && tile_rows % Lanes::width == 0 && part_columns % (2 * Lanes::width) == 0);
+                           sum_of_numbers = (1 << 17) - sum_columns - 1;
+    static_assert(parts >= 1 && tile_rows % Lanes::width == 0 && sum_columns % (2 * Lanes::width) == 0 &&
+                  part_columns % sum_columns == 0);
 
     template <int Part>
     static KVQ_INLINE ints load_words(const std::byte* from, int height) {
@@ -142,12 +151,12 @@ private:
                    : Lanes::load(from + Part * Lanes::width * 4, left < Lanes::width ? left : Lanes::width);
     }
 
-    /// Finds the steps of a tile's rows, [part][row], slot_count apart; empty rows get 0. Returns whether all
+    /// Finds the steps of a tile's rows, [sum][row], slot_count apart; empty rows get 0. Returns whether all
     /// values of the first `rows` rows are finite.
     static bool find_steps(const std::byte* from, int height, int rows, int cols, float* steps,
                            std::ptrdiff_t slot_count, std::ptrdiff_t ahead) {
         ints all = Lanes::splat(0);
-        for (int first = 0; first < cols; first += part_columns, steps += slot_count) {
+        for (int first = 0; first < cols; first += sum_columns, steps += slot_count) {
             ints top[parts];
             KVQ_UNROLL
             for (int p = 0; p < parts; ++p) top[p] = Lanes::splat(0);
@@ -158,7 +167,7 @@ private:
                 });
                 from += height * 4;
             };
-            const int here = detail::smaller(cols - first, part_columns);
+            const int here = detail::smaller(cols - first, sum_columns);
             for (int w = 0; w < here / 2; ++w) visit(Lanes::splat(0x7fff7fff));
             // The other half of the last word may hold the value of a trimmed token.
             if (here % 2 != 0) visit(Lanes::splat(0x7fff));
@@ -194,7 +203,7 @@ private:
                            std::ptrdiff_t slot_count, std::byte* out) {
         floats inverse[parts][2];  // two lanes per row
         for (int w = 0; w < pairs; ++w, from += height * 4, out += word_bytes) {
-            if (w % part_words == 0) {
+            if (w % sum_words == 0) {
                 for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
                     const floats step = Lanes::load_floats(steps + P * Lanes::width);
                     const floats one =
@@ -243,36 +252,49 @@ private:
         const std::ptrdiff_t stride = 4 * s.stride;
         const float* steps = s.vector_steps(space) + first;
         for (int left = pairs; left > 0; left -= part_words) {
-            ints sum[Q][parts];
+            floats part[Q][parts];
             KVQ_UNROLL
             for (int i = 0; i < Q; ++i) {
                 KVQ_UNROLL
-                for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::splat(0);
+                for (int p = 0; p < parts; ++p) part[i][p] = Lanes::splat_float(0.0f);
             }
-            for (int w = detail::smaller(left, part_words); w > 0; --w, words += word_bytes, x += 4) {
-                ints k[parts];
-                KVQ_UNROLL
-                for (int p = 0; p < parts; ++p) k[p] = Lanes::load(words + p * Lanes::width * 4);
+            for (int here = detail::smaller(left, part_words); here > 0; here -= sum_words) {
+                ints sum[Q][parts];
                 KVQ_UNROLL
                 for (int i = 0; i < Q; ++i) {
-                    const auto b = Lanes::splat(detail::load_as<std::int32_t>(x + i * stride));
                     KVQ_UNROLL
-                    for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::dot_word_pairs(sum[i][p], k[p], b);
+                    for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::splat(0);
+                }
+                for (int w = detail::smaller(here, sum_words); w > 0; --w, words += word_bytes, x += 4) {
+                    ints k[parts];
+                    KVQ_UNROLL
+                    for (int p = 0; p < parts; ++p) k[p] = Lanes::load(words + p * Lanes::width * 4);
+                    KVQ_UNROLL
+                    for (int i = 0; i < Q; ++i) {
+                        const auto b = Lanes::splat(detail::load_as<std::int32_t>(x + i * stride));
+                        KVQ_UNROLL
+                        for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::dot_word_pairs(sum[i][p], k[p], b);
+                    }
+                }
+                floats row[parts];
+                KVQ_UNROLL
+                for (int p = 0; p < parts; ++p) row[p] = Lanes::load_floats(row_steps + p * Lanes::width);
+                row_steps += s.row_slots;
+                KVQ_UNROLL
+                for (int i = 0; i < Q; ++i) {
+                    KVQ_UNROLL
+                    for (int p = 0; p < parts; ++p)
+                        part[i][p] = Lanes::multiply_add(Lanes::to_floats(sum[i][p]), row[p], part[i][p]);
                 }
             }
-            floats row[parts];
-            KVQ_UNROLL
-            for (int p = 0; p < parts; ++p) row[p] = Lanes::load_floats(row_steps + p * Lanes::width);
             KVQ_UNROLL
             for (int i = 0; i < Q; ++i) {
                 const auto step = Lanes::splat_float(steps[i]);
                 KVQ_UNROLL
                 for (int p = 0; p < parts; ++p)
-                    total[i][p] = Lanes::multiply_add(Lanes::multiply(Lanes::to_floats(sum[i][p]), row[p]),
-                                                      step, total[i][p]);
+                    total[i][p] = Lanes::multiply_add(part[i][p], step, total[i][p]);
             }
             steps += s.n;
-            row_steps += s.row_slots;
         }
         KVQ_UNROLL
         for (int i = 0; i < Q; ++i) {
