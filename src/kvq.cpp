@@ -9,7 +9,6 @@
 #include <kvq/cache/preset_options-inl.hpp>
 #include <kvq/cache/rearrange-inl.hpp>
 #include <kvq/cache/requantize-inl.hpp>
-#include <kvq/cache/reserve-inl.hpp>
 #include <kvq/cache/sequence-inl.hpp>
 #include <kvq/cache/step_down-inl.hpp>
 #include <kvq/cache/usage-inl.hpp>

@@ -8,7 +8,6 @@
 #include "cache/cache.hpp"
 #include "cache/preset_options.hpp"
 #include "cache/rearrange.hpp"
-#include "cache/reserve.hpp"
 #include "cache/sequence.hpp"
 #include "cache/step_down.hpp"
 #include "cache/usage.hpp"

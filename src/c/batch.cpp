@@ -1,6 +1,4 @@
 // Many sequences in one call, and attention over pages in memory of the caller.
-#include <kvq/cache/reserve.hpp>
-
 #include "mods.hpp"
 #include "objects.hpp"
 

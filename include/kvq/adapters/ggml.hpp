@@ -59,7 +59,7 @@ public:
     /// Before the graph runs: sequence_table::begin, with a workspace of its own. threads: those of the graph. mods: as of the nodes; only
     /// selected_pages and skipped_values take memory. An error of an earlier step that end() has not raised is dropped.
     void begin(const token_batch& batch, int q_heads, int threads, const mods_view& mods = every_key()) {
-        forget_error();
+        (void)detail::caught([&] { team_.check(); });
         table_.begin(batch, q_heads, threads, space_, mods);
     }
     /// After the graph has run: raises what a node raised, or kvq::error if a layer has not got its tokens. The step is taken back then.
@@ -129,15 +129,6 @@ private:
                                   view_of<query_view>(out->src[0]), view<float>(out), n.mods, threads,
                                   memory.space_);
         });
-    }
-
-    void forget_error() noexcept {
-#if KVQ_EXCEPTIONS
-        try {
-            team_.check();
-        } catch (...) {
-        }
-#endif
     }
 
     sequence_table table_;

@@ -120,17 +120,6 @@ private:
     static void put(Sink& sink, const void* data, std::size_t bytes) {
         if (bytes > 0) sink(data, bytes);
     }
-    /// In parts, so that a false size does not allocate memory.
-    template <class Source>
-    static std::vector<std::int32_t> read_numbers(Source& source, std::size_t n, const char* what) {
-        std::vector<std::int32_t> all;
-        while (all.size() < n) {
-            const std::size_t had = all.size(), more = detail::smaller(n - had, std::size_t{1} << 16);
-            all.resize(had + more);
-            source.read(all.data() + had, more * sizeof(std::int32_t), what);
-        }
-        return all;
-    }
     template <class Source>
     static std::pair<shared_entry, std::vector<std::int32_t>> read_entry(sequence_table& table,
                                                                          Source& source,
@@ -142,8 +131,9 @@ private:
             sizes[0] >= 1 && sizes[0] <= static_cast<std::uint32_t>(table.ids()) && sizes[1] >= 1 &&
                 sizes[1] <= static_cast<std::uint32_t>((std::numeric_limits<std::int32_t>::max)()),
             "a sequence of ", sizes[1], " tokens with ", sizes[0], " ids cannot be read into ", table.ids());
-        std::vector<std::int32_t> ids = read_numbers(source, sizes[0], "the ids of a sequence");
-        std::vector<std::int32_t> positions = read_numbers(source, sizes[1], "the positions of a sequence");
+        std::vector<std::int32_t> ids, positions;
+        source.append(ids, sizes[0], "the ids of a sequence");
+        source.append(positions, sizes[1], "the positions of a sequence");
         const std::uint32_t sum = source.checksum();
         source.read(&checksum, sizeof checksum, "a checksum");
         detail::expect(checksum == sum, "the positions of a sequence are damaged");

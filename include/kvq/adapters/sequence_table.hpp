@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "../cache/rearrange.hpp"
-#include "../cache/reserve.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
 

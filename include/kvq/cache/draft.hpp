@@ -49,9 +49,7 @@ inline void append_draft(cache& of, page_table& table, const input_view& k, cons
         // This reference is the second one of a page that only this sequence holds.
         if (held && held.references() == 2 && held->tokens >= drafted) continue;
         const auto tensor_of = static_cast<tensor>(role);
-        const std::size_t bytes = of.page_bytes(tensor_of, 0, draft_room(drafted));
-        page_ref larger_page = of.pool().allocate(bytes, 0, draft_room(drafted));
-        std::memset(larger_page->data(), 0, bytes);
+        page_ref larger_page = new_window_page(of, static_cast<int>(role), draft_room(drafted));
         if (held)
             copy_tokens(of.table(tensor_of).window_type(), *held, *larger_page, tensor_of,
                         of.shape().dim(tensor_of), of.shape().kv_heads, table.draft);

@@ -61,8 +61,7 @@ private:
                 if (s.pages[role]->tokens != s.room)
                     s.pages[role] = shorter_page(cache_, *s.pages[role], role, s.room);
                 if (target == 0) continue;
-                page_ref p =
-                    cache_.pool().allocate(cache_.page_bytes(tensor_of, target, s.room), target, s.room);
+                page_ref p = new_page(cache_, role, target, s.room);
                 convert_page(cache_.table(tensor_of), cache_.shape(), layer_, *s.pages[role], *p, scratch);
                 s.pages[role] = std::move(p);
             }
@@ -110,12 +109,16 @@ KVQ_FUNC void expect_rotary(const kvq::cache& of, std::int64_t by) {
            " positions: set cache_options::rotary to say how they are rotated");
 }
 
+KVQ_FUNC void expect_range(const char* verb, int first, int last, const char* whose, int held) {
+    expect(first >= 0 && first <= last && last <= held, "cannot ", verb, " tokens ", first, " to ", last,
+           ": the ", whose, " holds ", held);
+}
+
 }  // namespace detail
 
 KVQ_FUNC void sequence::erase(int first, int last) {
     const int held = tokens();
-    detail::expect(first >= 0 && first <= last && last <= held, "cannot erase tokens ", first, " to ", last,
-                   ": the sequence holds ", held);
+    detail::expect_range("erase", first, last, "sequence", held);
     if (first == last) return;
     if (last == held) return trim(first);
     const std::int64_t by = std::int64_t{first} - last;
@@ -129,8 +132,7 @@ KVQ_FUNC void sequence::erase(int first, int last) {
 
 KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
     const int held = tokens();
-    detail::expect(first >= 0 && first <= last && last <= held, "cannot shift tokens ", first, " to ", last,
-                   ": the sequence holds ", held);
+    detail::expect_range("shift", first, last, "sequence", held);
     detail::expect_rotary(*cache_, by);
     if (first == last || by == 0) return;
     detail::rearrange(*this, scratch_.data(),
@@ -147,8 +149,7 @@ KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
                    theirs.layers, " layers of ", theirs.kv_heads, " x ", theirs.head_dim, ", this one ",
                    mine.layers, " of ", mine.kv_heads, " x ", mine.head_dim);
     const int held = tokens(), theirs_held = other.tokens();
-    detail::expect(first >= 0 && first <= last && last <= theirs_held, "cannot splice tokens ", first, " to ",
-                   last, ": the other sequence holds ", theirs_held);
+    detail::expect_range("splice", first, last, "other sequence", theirs_held);
     for (int layer = 0; layer < mine.layers; ++layer) {
         detail::expect(tokens(layer) == held && other.tokens(layer) == theirs_held,
                        "cannot splice in the middle of a step: layer ", layer, " holds ", tokens(layer),

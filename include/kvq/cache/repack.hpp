@@ -19,15 +19,7 @@ public:
 
     /// Spans that are committed, or those that are not. Running out of memory is no error: what is done by then stays done.
     void run(bool committed) {
-        if (cache_.options().repack == 0.0f) return;
-#if KVQ_EXCEPTIONS
-        try {
-            repack(committed);
-        } catch (const std::bad_alloc&) {
-        }
-#else
-        repack(committed);
-#endif
+        if (cache_.options().repack > 0.0f) (void)has_memory([&] { repack(committed); });
     }
 
 private:

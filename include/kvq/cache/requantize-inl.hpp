@@ -3,10 +3,222 @@
 
 #include "../core/error.hpp"
 #include "../page/page_changes.hpp"
+#include "convert.hpp"
 #include "requantize.hpp"
-#include "requantizer.hpp"
+#include "sequence_access.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+inline void expect_distinct(std::span<const sequence* const> sequences) {
+    for (std::size_t i = 0; i < sequences.size(); ++i)
+        for (std::size_t j = 0; j < i; ++j)
+            expect(sequences[i] != sequences[j], "sequence ", i, " of the request is sequence ", j, " again");
+}
+
+/// A request on its way: which pages of which sequences change, and the run over them.
+class requantizer {
+public:
+    /// extent: limits of stepping down that a request does not have.
+    requantizer(cache& of, std::span<sequence* const> sequences, const requantize_request& request,
+                const change_range& extent = {})
+        : sequences_(sequences),
+          request_(request),
+          extent_(extent),
+          cache_(&of),
+          changes_(of.pool().memory(), of.geometry(), of.options().rollback),
+          tables_(of.pool().memory()),
+          spans_(of.pool().memory()) {
+        for (std::size_t i = 0; i < sequences.size(); ++i) {
+            expect(sequences[i] != nullptr, "sequence ", i, " of the request is null");
+            expect(&sequence_access::cache(*sequences[i]) == cache_, "sequence ", i,
+                   " of the request belongs to another cache");
+        }
+        const auto check = [](const char* name, int format, int size) {
+            expect(format >= requantize_request::keep && format < size - 1, name, " format ", format,
+                   " is not among the ", size - 1, " listed ones");
+        };
+        check("key", request.key, cache_->table(tensor::key).size());
+        check("value", request.value, cache_->table(tensor::value).size());
+        const int layers = cache_->shape().layers;
+        expect(request.first_layer >= 0 && request.first_layer <= request.last_layer &&
+                   (request.last_layer <= layers || request.last_layer == requantize_request::all),
+               "layers ", request.first_layer, " to ", request.last_layer, " are not a range of the ", layers,
+               " layers of the cache");
+        expect(request.first_token >= 0 && request.first_token <= request.last_token, "tokens ",
+               request.first_token, " to ", request.last_token, " are not a range");
+        extent_.first_token = request.first_token;
+        extent_.last_token = request.last_token;
+        report_.bytes_before = report_.bytes_after = report_.bytes_peak = cache_->pool().bytes_in_use();
+    }
+
+    /// Without executor and workspace a dry run for so many threads: the cache and its sequences are only read.
+    requantize_report run(const requantize_limit& limit, int threads, const executor_view* ex,
+                          workspace* space) {
+        dry_ = ex == nullptr;
+        const auto start = std::chrono::steady_clock::now();
+        // At most one thread per page.
+        std::size_t pages = 1;
+        for (sequence* s : sequences_)
+            for (const page_table& table : sequence_access::tables(*s))
+                pages += 2 * static_cast<std::size_t>(table.committed);
+        const auto workers = smaller(pages, static_cast<std::size_t>(larger(1, threads)));
+        const cache_shape& shape = cache_->shape();
+        scratch_floats_ = static_cast<std::size_t>(cache_->options().page_tokens) *
+                          static_cast<std::size_t>(larger(shape.dim(tensor::key), shape.dim(tensor::value)));
+        report_.workspace = workers * scratch_floats_ * sizeof(float);
+        if (!dry_) scratch_ = reinterpret_cast<float*>(space->reserve(report_.workspace));
+        resource_vector<job> batch(cache_->pool().memory());
+        batch.reserve(workers);
+        spans_.reserve(workers * sequences_.size());
+        tables_.reserve(sequences_.size());
+        if (!dry_ && request_.new_pages) set_targets();
+
+        for_each_job([&](int layer, tensor role, int format, const page_change& change) {
+            const std::size_t done = report_.pages + batch.size();
+            const bool stop =
+                done > 0 && (done >= limit.pages || (limit.time != (std::chrono::nanoseconds::max)() &&
+                                                     std::chrono::steady_clock::now() - start >= limit.time));
+            if (stop) {
+                ++report_.pages_left;
+                return;
+            }
+            batch.push_back({layer, role, format, spans_.size(), change.spans.size()});
+            spans_.insert(spans_.end(), change.spans.begin(), change.spans.end());
+            if (batch.size() == workers) convert(batch, ex);
+        });
+        if (!batch.empty()) convert(batch, ex);
+        return report_;
+    }
+
+private:
+    struct job {
+        int layer;
+        tensor role;
+        int format;
+        std::size_t first_span, spans;  // of spans_
+        page_ref fresh{};
+
+        std::size_t piece() const noexcept { return static_cast<std::size_t>(role); }
+    };
+
+    static page_table& table_of(sequence& s, int layer) {
+        return sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+    }
+    page_table& table_of(const job& j, const held_span& at) const {
+        return table_of(*sequences_[static_cast<std::size_t>(at.table)], j.layer);
+    }
+    int last_layer() const { return smaller(request_.last_layer, cache_->shape().layers); }
+    /// Index in the table of formats, or -1: pages do not change.
+    int wanted(tensor role) const {
+        const int listed = role == tensor::key ? request_.key : request_.value;
+        return listed < 0 ? -1 : cache_->table(role).index_of(listed);
+    }
+    /// Of a page in the format that takes the place of `held`.
+    std::size_t data_bytes(tensor role, int format, const page& held) const {
+        return cache_->page_bytes(role, format, held.tokens);
+    }
+    /// Is there a format whose whole pages have more than so many bytes?
+    bool some_larger(tensor role, std::size_t bytes) const {
+        for (int format = 0; format < cache_->table(role).size(); ++format)
+            if (whole_bytes(role, format) > bytes) return true;
+        return false;
+    }
+    std::size_t whole_bytes(tensor role, int format) const {
+        return cache_->page_bytes(role, format, cache_->options().page_tokens);
+    }
+
+    void set_targets() {
+        for (sequence* s : sequences_)
+            for (int layer = request_.first_layer; layer < last_layer(); ++layer)
+                for (const tensor role : {tensor::key, tensor::value})
+                    if (wanted(role) >= 0) table_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
+    }
+
+    /// Calls f(layer, role, format, change) for every page to change, oldest pages of a layer first.
+    template <class F>
+    void for_each_job(F&& f) {
+        for (int layer = request_.first_layer; layer < last_layer(); ++layer) {
+            tables_.clear();
+            for (sequence* s : sequences_) tables_.push_back(&table_of(*s, layer));
+            changes_.select(tables_, extent_);
+            for (const tensor role : {tensor::key, tensor::value}) {
+                const int format = wanted(role);
+                if (format < 0) continue;
+                const std::size_t bytes = whole_bytes(role, format);
+                if (request_.only_smaller && !some_larger(role, bytes)) continue;
+                const auto changes = [&](const page& p) {
+                    if (p.format == format) return false;
+                    const bool whole = p.tokens == cache_->options().page_tokens;
+                    return !request_.only_smaller || (whole ? bytes : data_bytes(role, format, p)) < p.bytes;
+                };
+                changes_.for_each(static_cast<std::size_t>(role), changes,
+                                  [&](const page_change& change) { f(layer, role, format, change); });
+            }
+        }
+    }
+
+    void convert(resource_vector<job>& batch, const executor_view* ex) {
+        std::size_t added = 0;
+        for (job& j : batch) {
+            const page& held = *old_page(j);
+            const std::size_t bytes = data_bytes(j.role, j.format, held);
+            if (!dry_) j.fresh = cache_->pool().allocate(bytes, j.format, held.tokens);
+            added += page_pool::allocation(bytes);
+        }
+        report_.bytes_after += added;
+        report_.bytes_peak = larger(report_.bytes_peak, report_.bytes_after);
+        if (!dry_)
+            ex->parallel_for(static_cast<int>(batch.size()), [&](int i) {
+                const job& j = batch[static_cast<std::size_t>(i)];
+                const page& from = *old_page(j);
+                float* const scratch = scratch_ + static_cast<std::size_t>(i) * scratch_floats_;
+                convert_page(cache_->table(j.role), cache_->shape(), j.layer, from, *j.fresh, scratch);
+            });
+        for (job& j : batch) replace(j);
+        report_.pages += batch.size();
+        batch.clear();
+        spans_.clear();
+    }
+
+    const page_ref& old_page(const job& j) const {
+        const held_span& first = spans_[j.first_span];
+        return table_of(j, first)[first.span].pages[j.piece()];
+    }
+
+    void replace(job& j) {
+        const page_ref old = old_page(j);
+        const page_geometry g = cache_->geometry();
+        std::size_t holders = 0;
+        for (std::size_t i = 0; i < j.spans; ++i) {
+            const held_span& at = spans_[j.first_span + i];
+            page_table& table = table_of(j, at);
+            holders += !table.keeps_page(at.span, j.piece(), g, cache_->options().rollback);
+            if (!dry_) table.change_page(at.span, j.piece(), j.fresh, g, cache_->options().rollback);
+        }
+        const std::size_t elsewhere = old.references() - 1 - (dry_ ? holders : 0);
+        if (elsewhere == 0) {
+            const std::size_t bytes = page_pool::allocation(old->bytes);
+            report_.bytes_freed += bytes;
+            report_.bytes_after -= bytes;
+        }
+    }
+
+    std::span<sequence* const> sequences_;
+    requantize_request request_;
+    change_range extent_;
+    cache* cache_;
+    bool dry_ = true;
+    page_changes changes_;
+    resource_vector<page_table*> tables_;  // of one layer
+    resource_vector<held_span> spans_;     // of the batch
+    requantize_report report_;
+    float* scratch_ = nullptr;
+    std::size_t scratch_floats_ = 0;
+};
+
+}  // namespace detail
 
 KVQ_FUNC requantize_report cache::plan_requantize(const sequence& s, const requantize_request& request,
                                                   int threads) const {

@@ -15,8 +15,19 @@
 // Error: cache/convert.hpp. 16-bit copies for exact rollback do not change.
 #pragma once
 
-#include "requantize_limit.hpp"
+#include <chrono>
+
 #include "sequence.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+/// How much of a request to do in one call. The first page is always done.
+struct requantize_limit {
+    std::size_t pages = (std::numeric_limits<std::size_t>::max)();
+    std::chrono::nanoseconds time = (std::chrono::nanoseconds::max)();
+};
+
+}}  // namespace kvq
 
 #if !defined(KVQ_COMPILED)
 #include "requantize-inl.hpp"

@@ -1,10 +1,4 @@
-// What to requantize, and the report: the arguments of cache::requantize() and plan_requantize(). cache/requantize.hpp has the limit of a
-// call.
-//
-//   requantize_request to_4_bit{.key = 1, .value = 1};         // positions in cache_options::keys and values
-//
-// Contract: plan_requantize() fills the same report without changing anything, byte for byte what the run then does.
-// How it works: cache/requantize.hpp.
+// What to requantize, and the report, which plan_requantize() fills with what a run then does, byte for byte (cache/requantize.hpp).
 #pragma once
 
 #include <cstddef>
@@ -27,7 +21,7 @@ struct requantize_request {
     bool new_pages = false;                 ///< pages committed from now on take these formats, too
 };
 
-struct requantize_limit;  // cache/requantize_limit.hpp
+struct requantize_limit;  // cache/requantize.hpp
 
 /// The result of a run, or of a dry run. Bytes are those of pages, headers included, as page_pool counts them.
 struct requantize_report {

@@ -66,8 +66,8 @@ public:
     /// out = softmax(q K^T) V for the last q.tokens tokens of the layer; each token attends to itself and all tokens before it.
     /// q: [n][q_heads][head_dim], out: [n][q_heads][value_dim], each float, float16 or bfloat16; q_heads is a multiple of kv_heads.
     /// Takes a workspace for the duration of the call; pass one to avoid the allocation.
-    void attend(int layer, const query_view& q, const output_view& out) const;
-    void attend(int layer, const query_view& q, const output_view& out, const mods_view& mods) const;
+    void attend(int layer, const query_view& q, const output_view& out,
+                const mods_view& mods = causal{}) const;
     void attend(int layer, const query_view& q, const output_view& out, const mods_view& mods,
                 executor_view executor, workspace& space) const;
 

@@ -3,7 +3,7 @@
 
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
-#include "requantizer.hpp"
+#include "requantize-inl.hpp"
 #include "sequence_access.hpp"
 #include "step_down.hpp"
 

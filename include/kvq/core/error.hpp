@@ -17,6 +17,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -106,6 +107,35 @@ template <class Error, class... Args>
     current_error_handler()(Error(static_cast<Args&&>(args)...).what());
     std::abort();
 #endif
+}
+
+/// Runs f. Returns the error that it raises, or null.
+template <class F>
+std::exception_ptr caught(F&& f) noexcept {
+#if KVQ_EXCEPTIONS
+    try {
+        f();
+    } catch (...) {
+        return std::current_exception();
+    }
+#else
+    f();
+#endif
+    return {};
+}
+/// Runs f. False: it has raised std::bad_alloc.
+template <class F>
+bool has_memory(F&& f) {
+#if KVQ_EXCEPTIONS
+    try {
+        f();
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
+#else
+    f();
+#endif
+    return true;
 }
 
 template <class Part>

@@ -24,17 +24,27 @@
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
-struct float16 {
-    std::uint16_t bits = 0;
+namespace detail {
 
-    float16() = default;
-    KVQ_HD constexpr explicit float16(float value) noexcept : bits(from_float(value)) {}
-    KVQ_HD static constexpr float16 from_bits(std::uint16_t b) noexcept {
-        float16 h;
-        h.bits = b;
-        return h;
+/// A number as the pattern that Number::from_float() and to_float() make and read.
+template <class Number, class Pattern>
+struct stored_number {
+    Pattern bits = 0;
+
+    stored_number() = default;
+    KVQ_HD constexpr explicit stored_number(float value) noexcept : bits(Number::from_float(value)) {}
+    KVQ_HD static constexpr Number from_bits(Pattern b) noexcept {
+        Number x;
+        x.bits = b;
+        return x;
     }
-    KVQ_HD constexpr operator float() const noexcept { return to_float(bits); }
+    KVQ_HD constexpr operator float() const noexcept { return Number::to_float(bits); }
+};
+
+}  // namespace detail
+
+struct float16 : detail::stored_number<float16, std::uint16_t> {
+    using stored_number::stored_number;
 
     static constexpr float max_finite = 65504.0f;
     static constexpr const char* name = "fp16";
@@ -81,19 +91,8 @@ struct float16 {
     }
 };
 
-struct bfloat16 {
-    std::uint16_t bits = 0;
-
-    bfloat16() = default;
-    KVQ_HD constexpr explicit bfloat16(float value) noexcept : bits(from_float(value)) {}
-    KVQ_HD static constexpr bfloat16 from_bits(std::uint16_t b) noexcept {
-        bfloat16 h;
-        h.bits = b;
-        return h;
-    }
-    KVQ_HD constexpr operator float() const noexcept {
-        return detail::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
-    }
+struct bfloat16 : detail::stored_number<bfloat16, std::uint16_t> {
+    using stored_number::stored_number;
 
     static constexpr float max_finite = 3.38953139e38f;
     static constexpr const char* name = "bf16";
@@ -103,6 +102,9 @@ struct bfloat16 {
         const auto u = detail::bit_cast<std::uint32_t>(value);
         if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((u >> 16) | 0x40u);
         return static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+    }
+    KVQ_HD static constexpr float to_float(std::uint16_t b) noexcept {
+        return detail::bit_cast<float>(static_cast<std::uint32_t>(b) << 16);
     }
 };
 
@@ -137,17 +139,8 @@ KVQ_HD constexpr float value_of_magnitude(std::uint32_t pattern) noexcept {
 }  // namespace detail
 
 /// FP8 with 4 bits of exponent, the variant without infinities ("e4m3fn"): what NVFP4 stores its scales in.
-struct e4m3 {
-    std::uint8_t bits = 0;
-
-    e4m3() = default;
-    KVQ_HD constexpr explicit e4m3(float value) noexcept : bits(from_float(value)) {}
-    KVQ_HD static constexpr e4m3 from_bits(std::uint8_t b) noexcept {
-        e4m3 x;
-        x.bits = b;
-        return x;
-    }
-    KVQ_HD constexpr operator float() const noexcept { return to_float(bits); }
+struct e4m3 : detail::stored_number<e4m3, std::uint8_t> {
+    using stored_number::stored_number;
 
     static constexpr float max_finite = 448.0f;
     static constexpr const char* name = "e4m3";
@@ -167,18 +160,12 @@ struct e4m3 {
 };
 
 /// FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in the low 4 bits; the high 4 are 0. Twice a value is an integer.
-struct e2m1 {
-    std::uint8_t bits = 0;
-
-    e2m1() = default;
-    KVQ_HD constexpr explicit e2m1(float value) noexcept : bits(from_float(value)) {}
+struct e2m1 : detail::stored_number<e2m1, std::uint8_t> {
+    using stored_number::stored_number;
     /// The high 4 bits are dropped.
     KVQ_HD static constexpr e2m1 from_bits(std::uint8_t b) noexcept {
-        e2m1 x;
-        x.bits = b & 15u;
-        return x;
+        return stored_number::from_bits(b & 15u);
     }
-    KVQ_HD constexpr operator float() const noexcept { return to_float(bits); }
 
     static constexpr float max_finite = 6.0f;
     static constexpr const char* name = "e2m1";
@@ -196,17 +183,8 @@ struct e2m1 {
 };
 
 /// A power of two, the scale of MX blocks: 2^(bits - 127).
-struct e8m0 {
-    std::uint8_t bits = 0;
-
-    e8m0() = default;
-    KVQ_HD constexpr explicit e8m0(float value) noexcept : bits(from_float(value)) {}
-    KVQ_HD static constexpr e8m0 from_bits(std::uint8_t b) noexcept {
-        e8m0 x;
-        x.bits = b;
-        return x;
-    }
-    KVQ_HD constexpr operator float() const noexcept { return to_float(bits); }
+struct e8m0 : detail::stored_number<e8m0, std::uint8_t> {
+    using stored_number::stored_number;
 
     static constexpr float max_finite = 1.70141183e38f;
     static constexpr const char* name = "e8m0";

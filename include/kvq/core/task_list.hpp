@@ -11,9 +11,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <exception>
+#include <utility>
 
-#include "../config.hpp"
+#include "error.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
@@ -22,21 +22,11 @@ class task_errors {
 public:
     template <class F>
     void run(F& f, int i) noexcept {
-#if KVQ_EXCEPTIONS
-        try {
-            f(i);
-        } catch (...) {
-            if (!taken_.exchange(true)) first_ = std::current_exception();
-        }
-#else
-        f(i);
-#endif
+        if (std::exception_ptr e = caught([&] { f(i); }); e && !taken_.exchange(true)) first_ = std::move(e);
     }
     /// Call after all tasks have ended.
     void raise() const {
-#if KVQ_EXCEPTIONS
         if (first_) std::rethrow_exception(first_);
-#endif
     }
 
 private:

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <atomic>
-#include <exception>
 #include <utility>
 
 #include "error.hpp"
@@ -55,9 +54,7 @@ public:
     bool failed() const noexcept { return static_cast<bool>(error_); }
     /// Raises the first error since the last check(), if there was one. Between operations, on any thread.
     void check() {
-#if KVQ_EXCEPTIONS
         if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
-#endif
     }
 
 private:
@@ -74,16 +71,7 @@ private:
 
     template <class Op>
     void run(Op& op, const members& threads) noexcept {
-        if (error_) return;
-#if KVQ_EXCEPTIONS
-        try {
-            op(executor_view(threads));
-        } catch (...) {
-            error_ = std::current_exception();
-        }
-#else
-        op(executor_view(threads));
-#endif
+        if (!error_) error_ = detail::caught([&] { op(executor_view(threads)); });
     }
 
     detail::task_list tasks_;

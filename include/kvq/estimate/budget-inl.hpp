@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../cache/chunk.hpp"
-#include "../cache/reserve.hpp"
+#include "../cache/sequence.hpp"
 #include "../core/error.hpp"
 #include "../page/page_arena.hpp"
 #include "budget.hpp"

@@ -50,6 +50,18 @@ public:
         checksum_.add(to, bytes);
     }
 
+    /// Appends n elements to a vector or a string, in parts, so that a false number does not allocate memory.
+    template <class List>
+    void append(List& to, std::uint64_t n, const char* what) {
+        while (n > 0) {
+            const std::size_t had = to.size(),
+                              more = static_cast<std::size_t>(smaller(n, std::uint64_t{1} << 16));
+            to.resize(had + more);
+            read(to.data() + had, more * sizeof(to[0]), what);
+            n -= more;
+        }
+    }
+
     /// Checksum of everything since the last restart().
     std::uint32_t checksum() const noexcept { return checksum_.value(); }
     void restart() noexcept { checksum_ = {}; }

@@ -266,14 +266,8 @@ page_message read_page(Source&& read, std::vector<std::byte>& storage) {
     std::string rest(h.header_bytes - sizeof(prefix), '\0');
     source.read(rest.data(), rest.size(), "the header of a page");
     page_message m = detail::check_page_header(h, rest.data());
-    // In parts, so that a false size does not allocate memory.
     storage.clear();
-    while (storage.size() < h.data_bytes) {
-        const std::size_t had = storage.size();
-        storage.resize(had +
-                       static_cast<std::size_t>(detail::smaller(h.data_bytes - had, std::uint64_t{1} << 20)));
-        source.read(storage.data() + had, storage.size() - had, "a page");
-    }
+    source.append(storage, h.data_bytes, "a page");
     m.data = storage;
     detail::check_page_data(h, m.data);
     return m;

@@ -249,14 +249,10 @@ safetensors_header read_header(detail::exact_source<Source>& source) {
     detail::expect(length >= 2 && length <= safetensors_header::most_bytes,
                    "not a safetensors file: its header would have ", length, " bytes, not 2 to ",
                    safetensors_header::most_bytes);
-    // In parts, so that a false length does not allocate memory.
     std::string text;
-    while (text.size() < length) {
-        const std::size_t had = text.size();
-        text.resize(had + static_cast<std::size_t>(std::min<std::uint64_t>(length - had, 1 << 16)));
-        source.read(text.data() + had, text.size() - had, "the header");
-        detail::expect(text[0] == '{', "not a safetensors file: its header does not begin with {");
-    }
+    source.append(text, 1, "the header");
+    detail::expect(text[0] == '{', "not a safetensors file: its header does not begin with {");
+    source.append(text, length - 1, "the header");
     safetensors_header header;
     detail::safetensors_parser parser(header);
     nlohmann::json::sax_parse(text, &parser);

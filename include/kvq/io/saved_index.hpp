@@ -81,13 +81,7 @@ private:
         for (const safetensors_tensor& t : header_.tensors)
             if (t.name == "seal") seal = &t;
         expect(seal && seal->end - seal->begin == 4, "the saved sequence has no seal");
-        // In parts, so that a false size does not allocate memory.
-        while (sealed_.size() < seal->begin) {
-            const std::size_t had = sealed_.size();
-            sealed_.resize(had +
-                           static_cast<std::size_t>(std::min<std::uint64_t>(seal->begin - had, 1 << 16)));
-            source.read(sealed_.data() + had, sealed_.size() - had, "the index");
-        }
+        source.append(sealed_, seal->begin, "the index");
         const std::uint32_t computed = source.checksum();
         std::uint32_t stored = 0;
         source.read(&stored, sizeof(stored), "the seal");

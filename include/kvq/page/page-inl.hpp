@@ -47,16 +47,12 @@ KVQ_FUNC page_ref page_pool::allocate(std::size_t bytes, int format, int tokens)
         }
         return page_in(memory, bytes, format, tokens);
     }
-#if KVQ_EXCEPTIONS
-    try {
-        memory = detail::allocate_bytes(*memory_, total, alignof(page));
-    } catch (...) {
+    const std::exception_ptr failed =
+        detail::caught([&] { memory = detail::allocate_bytes(*memory_, total, alignof(page)); });
+    if (failed) {
         in_use_.fetch_sub(total, std::memory_order_relaxed);
-        throw;
+        std::rethrow_exception(failed);
     }
-#else
-    memory = detail::allocate_bytes(*memory_, total, alignof(page));
-#endif
     return page_in(memory, bytes, format, tokens);
 }
 

@@ -262,7 +262,7 @@ public:
                                executor_view executor = serial_executor{}) {
         step_down_report report;
         std::list<entry> dropped;
-        const auto run = [&] {
+        const std::exception_ptr failed = detail::caught([&] {
             const std::lock_guard lock(mutex_);
             const std::lock_guard alone(changing_);
             std::vector<sequence*> all(live.begin(), live.end());
@@ -270,17 +270,7 @@ public:
             recounting pages{*this, dropped};
             report = kvq::step_down(*cache_, std::span<sequence* const>(all), policy, executor);
             pages.needed = !report.steps.empty();
-        };
-        std::exception_ptr failed;
-#if KVQ_EXCEPTIONS
-        try {
-            run();
-        } catch (...) {
-            failed = std::current_exception();
-        }
-#else
-        run();
-#endif
+        });
         this->report(dropped, failed);
         dropped.clear();
         report.bytes_after = cache_->pool().bytes_in_use();
@@ -358,10 +348,7 @@ private:
     }
     void quantize(sequence& s) {
         cache_->requantize(s, request());
-        // 16-bit copies of quantized pages make short trims exact during decode. An entry does not need them.
-        for (detail::page_table& table : detail::sequence_access::tables(s))
-            for (page_span& span : table.spans)
-                for (page_ref& copy : span.copies) copy = page_ref{};
+        s.drop_copies();  // they make short trims exact during decode, which an entry does not need
     }
 
     /// Shares equal pages of `from`: those of the first `common` tokens, in the same format, with the same
@@ -404,18 +391,11 @@ private:
         while (held_.bytes() > options_.byte_limit) evict(dropped);
     }
     bool count(const sequence& s) noexcept {
-#if KVQ_EXCEPTIONS
-        try {
-#endif
+        return detail::has_memory([&] {
             auto pages = detail::page_counts::of(s);
             held_.reserve(pages.size());
             held_.add(s, pages);
-            return true;
-#if KVQ_EXCEPTIONS
-        } catch (const std::bad_alloc&) {
-            return false;
-        }
-#endif
+        });
     }
 
     void drop(position e, std::list<entry>& dropped) noexcept {
@@ -432,15 +412,8 @@ private:
     void report(const std::list<entry>& dropped, std::exception_ptr first = nullptr) const {
         for (const entry& e : dropped) {
             if (!e.evicted || !options_.evicted) continue;
-#if KVQ_EXCEPTIONS
-            try {
-                options_.evicted(e.tokens, *e.sequence);
-            } catch (...) {
-                if (!first) first = std::current_exception();
-            }
-#else
-            options_.evicted(e.tokens, *e.sequence);
-#endif
+            std::exception_ptr failed = detail::caught([&] { options_.evicted(e.tokens, *e.sequence); });
+            if (!first) first = std::move(failed);
         }
         if (first) std::rethrow_exception(first);
     }

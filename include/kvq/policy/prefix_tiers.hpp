@@ -229,15 +229,7 @@ private:
     }
     void count_failure(const char* why) noexcept {
         ++statistics_.failed;
-#if KVQ_EXCEPTIONS
-        try {
-            statistics_.last_failure = why;
-        } catch (const std::bad_alloc&) {
-            statistics_.last_failure.clear();
-        }
-#else
-        statistics_.last_failure = why;
-#endif
+        if (!detail::has_memory([&] { statistics_.last_failure = why; })) statistics_.last_failure.clear();
     }
 
     /// The model of a file: that of the options, and its tokens, so that a file in the place of another one is not taken for it.

@@ -23,7 +23,6 @@
 #include <cstdint>
 #include <limits>
 
-#include "../cache/reserve.hpp"
 #include "../cache/sequence_access.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {

@@ -180,9 +180,8 @@ public:
 
     /// Tells all other ranks that this one has failed, so that they need not wait for their time limit. Raises nothing.
     void announce_failure(const char* why) noexcept {
-#if KVQ_EXCEPTIONS
-        try {
-#endif
+        // If this fails, the other ranks run into their time limit.
+        (void)detail::caught([&] {
             for (int to = 0; to < ranks(); ++to) {
                 if (to == rank()) continue;
                 message m;
@@ -190,10 +189,7 @@ public:
                 send(to, message_kind::failure, std::move(m));
             }
             over_.progress();
-#if KVQ_EXCEPTIONS
-        } catch (...) {  // the other ranks run into their time limit
-        }
-#endif
+        });
     }
 
 private:
