@@ -99,8 +99,8 @@ struct mixed_args {
     object_list<part_args<Pairs, T>...> parts;
 };
 
-/// Shared memory of a thread block that handles all formats: what each of them wants of a warp, in the same
-/// place.
+/// Shared memory of a thread block that handles all formats. A warp has one part at a time: what each of them
+/// wants of it lies in the same place.
 template <int Rows4, bool Small, class... Pairs>
 struct mixed_memory {
     template <class Pair>
@@ -115,14 +115,12 @@ struct mixed_memory {
     using first = of<first_pair>;
     using values = typename first::values;
     static constexpr int rows = 4 * Rows4;
-    static constexpr int ring_bytes = most(of<Pairs>::slot_count * of<Pairs>::slot_bytes...);
-    static constexpr int weight_bytes = most(of<Pairs>::weight_bytes...);
-    static constexpr int scratch_bytes = most(of<Pairs>::scratch_bytes...);
+    static constexpr int part_bytes = most(of<Pairs>::part_bytes...);
     static constexpr int notes_bytes = first::notes_bytes;
     static constexpr int output_stride = first::output_stride, output_part = first::output_part,
                          note_words = first::note_words, partial_words = first::partial_words,
                          end_warp_tiles = first::end_warp_tiles * 8;
-    static constexpr int warp_bytes = ring_bytes + weight_bytes + scratch_bytes + notes_bytes;
+    static constexpr int warp_bytes = part_bytes + notes_bytes;
     static constexpr int unit_bytes = 1024;
     /// What the warp tiles of a step count: about their bytes.
     template <class Pair>
@@ -521,6 +519,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
             m, item, own, cut.skipped,
             [&](const auto& part, auto i, const auto& warp_tiles, int from, int to) {
                 using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
+                using part_memory = typename memory::template of<pair>;
                 const part_job job{
                     warp_tiles.first,
                     from,
@@ -531,7 +530,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
                     &notes->reader.item,
                     &notes->cut,
                     m.cuts,
-                    {ring, ring + memory::ring_bytes, ring + memory::ring_bytes + memory::weight_bytes,
+                    {ring, ring + part_memory::weights_at, ring + part_memory::scratch_at,
                      shared_address(memory::template query<decltype(i)::value, pair>(shared, own))}};
                 attend_part<pair, T, Rows4, Small>(part, job, score, rows);
             });

@@ -498,8 +498,7 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
 
     std::byte* const warp_memory = shared + warp * memory::warp_bytes;
     const std::uint32_t ring = shared_address(warp_memory);
-    const std::uint32_t weights = ring + memory::slot_count * memory::slot_bytes;
-    const std::uint32_t scratch = weights + memory::weight_bytes;
+    const std::uint32_t weights = ring + memory::weights_at, scratch = ring + memory::scratch_at;
     warp_notes* const notes =
         reinterpret_cast<warp_notes*>(warp_memory + memory::warp_bytes - memory::notes_bytes);
     // Weights of units that no token fills stay zero.
