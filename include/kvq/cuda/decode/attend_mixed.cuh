@@ -136,13 +136,45 @@ struct mixed_memory {
         return 8 + (sinks > 0 ? units<Pair> / 2 : 0);
     }
 
-    /// Formats read the query in one of three ways: times the scale, as it is (keys that are dequantized), or
-    /// in the order of a plan, which is the format's own. Those that are not in the place of the output have
-    /// memory for themselves.
+    /// In which order a part reads the query. Products with the scale, channel after channel; 16-bit keys, which
+    /// read it once per item, take those in any order (`warp_memory::order`). Keys of mixed widths have the order
+    /// of their plan, keys that are dequantized the query without the scale.
     template <class Pair>
     static constexpr bool plain_query = !of<Pair>::keys::mixed && !of<Pair>::dequantizes;
+    template <class Pair>
+    static constexpr bool any_order = of<Pair>::keys::full;
+    /// The part whose query lies in the place of the output, and where every part's lies: 0 there, others in
+    /// memory for themselves.
+    static constexpr int main_part = [] {
+        constexpr bool full[] = {any_order<Pairs>...}, plain[] = {plain_query<Pairs>...},
+                       mixed[] = {of<Pairs>::keys::mixed...};
+        int first_mixed = -1, first_full = -1;
+        for (int i = static_cast<int>(sizeof...(Pairs)) - 1; i >= 0; --i) {
+            if (plain[i] && !full[i]) return i;
+            if (mixed[i]) first_mixed = i;
+            if (full[i]) first_full = i;
+        }
+        return first_mixed >= 0 ? first_mixed : larger(first_full, 0);
+    }();
+    struct query_places {
+        int of[sizeof...(Pairs)], count;
+    };
+    static constexpr query_places places = [] {
+        constexpr bool full[] = {any_order<Pairs>...}, plain[] = {plain_query<Pairs>...};
+        query_places p{{}, 1};
+        for (int i = 0; i < static_cast<int>(sizeof...(Pairs)); ++i)
+            if (i != main_part && !full[i] && !(plain[i] && plain[main_part])) p.of[i] = p.count++;
+        return p;
+    }();
     static constexpr int query_bytes = rows * first_pair::head_dim * 4;
-    static constexpr int other_queries = (0 + ... + (plain_query<Pairs> ? 0 : 1));
+    /// Of the main part's query, for parts that take any.
+    template <class Parts>
+    static __device__ __forceinline__ const std::uint16_t* order(const Parts& parts, int kv_head) {
+        if constexpr (of<std::tuple_element_t<main_part, std::tuple<Pairs...>>>::keys::mixed)
+            return get<main_part>(parts).a.cache.key_plan(kv_head);
+        else
+            return nullptr;
+    }
 
     struct size {
         int warps, parts;
@@ -152,7 +184,7 @@ struct mixed_memory {
                    kvq::detail::round_up((parts * (note_words + 2 * rows) + warps * (1 + 2 * rows)) * 4, 128);
         }
         constexpr int bytes() const {
-            return warps * warp_bytes + team_bytes() + parts * other_queries * query_bytes;
+            return warps * warp_bytes + team_bytes() + parts * (places.count - 1) * query_bytes;
         }
     };
     static constexpr int budget = [] {
@@ -175,18 +207,15 @@ struct mixed_memory {
     static constexpr int registers = Rows4 == 1 ? 224 : 255;
     static constexpr int other_queries_at = warps * warp_bytes + chosen.team_bytes();
 
-    /// The query of a team in the layout that part I reads.
-    template <int I, class Pair>
+    /// The query of a team in the order that part I reads.
+    template <int I>
     static __device__ __forceinline__ float* query(std::byte* shared, const warp_team& team) {
-        if constexpr (plain_query<Pair>) {
+        if constexpr (places.of[I] == 0)
             return team_memory::of<mixed_memory>(shared, team).output;
-        } else {
-            constexpr bool plain[] = {plain_query<Pairs>...};
-            int number = 0;
-            for (int i = 0; i < I; ++i) number += plain[i] ? 0 : 1;
-            return reinterpret_cast<float*>(shared + other_queries_at +
-                                            (team.index * other_queries + number) * query_bytes);
-        }
+        else
+            return reinterpret_cast<float*>(
+                shared + other_queries_at +
+                (team.index * (places.count - 1) + places.of[I] - 1) * query_bytes);
     }
 };
 
@@ -489,16 +518,15 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
 
     const auto store_query = [&](const warp_team& of_team) {
         unsigned bad = 0;
-        bool plain_is_there = false;
         static_for<parts>([&](auto i) {
             constexpr int I = decltype(i)::value;
-            const auto& part = get<I>(m.parts);
-            using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
-            if (memory::template plain_query<pair> && plain_is_there) return;
-            plain_is_there = plain_is_there || memory::template plain_query<pair>;
-            bad |= query_part.template store_for<attention_memory<pair, Rows4, Small>>(
-                memory::template query<I, pair>(shared, of_team), part.a.scale,
-                part.a.cache.key_plan(walk.item.kv_head), of_team);
+            if constexpr (I == memory::main_part || memory::places.of[I] > 0) {
+                const auto& part = get<I>(m.parts);
+                using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
+                bad |= query_part.template store_for<attention_memory<pair, Rows4, Small>>(
+                    memory::template query<I>(shared, of_team), part.a.scale,
+                    part.a.cache.key_plan(walk.item.kv_head), of_team);
+            }
         });
         bad = __reduce_or_sync(~0u, bad);
         if (id.lane == 0) team_memory::of<memory>(shared, of_team).warp_bad[of_team.member] = bad;
@@ -531,7 +559,8 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
                     &notes->cut,
                     m.cuts,
                     {ring, ring + part_memory::weights_at, ring + part_memory::scratch_at,
-                     shared_address(memory::template query<decltype(i)::value, pair>(shared, own))}};
+                     shared_address(memory::template query<decltype(i)::value>(shared, own)),
+                     memory::order(m.parts, item.kv_head)}};
                 attend_part<pair, T, Rows4, Small>(part, job, score, rows);
             });
 

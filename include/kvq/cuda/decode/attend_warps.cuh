@@ -179,7 +179,8 @@ private:
 /// Where a warp's memory begins: shared addresses.
 struct warp_memory {
     std::uint32_t ring, weights, scratch;
-    std::uint32_t query;  // of the team's item
+    std::uint32_t query;         // of the team's item
+    const std::uint16_t* order;  // in which 16-bit keys find its channels (cache_ref::key_plan), or null
 };
 
 /// A warp's warp tiles of an item: those at index, index + feed.stride, ... before to_warp_tile, counted from
@@ -222,7 +223,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
     const head_keys<keys, Rows4> key_head(at_warp.scratch, a.cache.key_plan(item->kv_head), id);
     const query_of<keys, Rows4, T> row_query(query_at, memory::query_stride, a.scale, id);
     folded_row<keys> folded[Rows4];
-    if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id);
+    if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id, at_warp.order);
 
     // The warp tile at hand: step of the item, warp tile of the step; its keys; its first token, in the
     // sequence and in its page.
@@ -584,7 +585,7 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
         state.clear();
         attend_warp_tiles<memory, Rows4>(a, feed, state, slot, item.first, item.from + notes->team.member,
                                          item.to, &notes->reader.item,
-                                         {ring, weights, scratch, shared_address(query)}, score, id);
+                                         {ring, weights, scratch, shared_address(query), nullptr}, score, id);
 
         if (!end_item<memory, Rows4>(
                 a, score, walk, query_part, notes, shared, notes->team, id, [&] { return state.finished(); },

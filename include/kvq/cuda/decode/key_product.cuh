@@ -203,13 +203,14 @@ requires(WarpTile::has_byte_params) struct key_query<WarpTile, Rows4>
 /// Codes are centred: c x = (c - m) x + m x with m half of the largest code, and m x is added in float, so
 /// that the rounding of x is multiplied by numbers half as large. Channels with codes of at most 4 bits do
 /// without: there the rounding weighs little (a sum of 128 channels errs by 5e-5 instead of 2.5e-5), and the
-/// instructions come once per group of tokens.
+/// instructions come once per group of tokens. order: where 16-bit keys find the query's channels, or null.
 template <class WarpTile, int Rows4>
 __device__ __forceinline__ void fold_rows(folded_row<WarpTile> (&to)[Rows4], std::uint32_t rows, int stride,
                                           std::uint32_t slot, [[maybe_unused]] int first,
                                           [[maybe_unused]] int run,
                                           [[maybe_unused]] const key_query<WarpTile, Rows4>& query_row,
-                                          const lane_id& id) {
+                                          const lane_id& id,
+                                          [[maybe_unused]] const std::uint16_t* order = nullptr) {
     using traits = typename WarpTile::traits;
     using part_type = fold_part<WarpTile, Rows4>;
     constexpr bool columns = !WarpTile::full && !WarpTile::token_parameters;
@@ -261,7 +262,13 @@ __device__ __forceinline__ void fold_rows(folded_row<WarpTile> (&to)[Rows4], std
             for (int i = 0; i < own_units; ++i) {
                 const std::uint32_t at = row + query_byte<WarpTile::dim>(own_row, channel[i] * 4);
                 if constexpr (WarpTile::full) {
-                    const uint2 v = load_shared_8(at);
+                    uint2 v;
+                    if (order == nullptr)
+                        v = load_shared_8(at);
+                    else
+                        v = {load_shared_4(row + query_byte<WarpTile::dim>(own_row, 4 * order[channel[i]])),
+                             load_shared_4(row +
+                                           query_byte<WarpTile::dim>(own_row, 4 * order[channel[i] + 1]))};
                     x[i][0] = inside[i] ? __uint_as_float(v.x) : 0.0f;
                     x[i][1] = inside[i] ? __uint_as_float(v.y) : 0.0f;
                 } else {
