@@ -213,9 +213,9 @@ struct mixed_memory {
         if constexpr (places.of[I] == 0)
             return team_memory::of<mixed_memory>(shared, team).output;
         else
-            return reinterpret_cast<float*>(
-                shared + other_queries_at +
-                (team.index * (places.count - 1) + places.of[I] - 1) * query_bytes);
+            return reinterpret_cast<float*>(shared + other_queries_at +
+                                            (team.index * (places.count - 1) + places.of[I] - 1) *
+                                                query_bytes);
     }
 };
 
@@ -548,19 +548,18 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
             [&](const auto& part, auto i, const auto& warp_tiles, int from, int to) {
                 using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
                 using part_memory = typename memory::template of<pair>;
-                const part_job job{
-                    warp_tiles.first,
-                    from,
-                    to,
-                    warp_tiles.sinks,
-                    warp_tiles.first_page,
-                    warp_tiles.end_page,
-                    &notes->reader.item,
-                    &notes->cut,
-                    m.cuts,
-                    {ring, ring + part_memory::weights_at, ring + part_memory::scratch_at,
-                     shared_address(memory::template query<decltype(i)::value>(shared, own)),
-                     memory::order(m.parts, item.kv_head)}};
+                const part_job job{warp_tiles.first,
+                                   from,
+                                   to,
+                                   warp_tiles.sinks,
+                                   warp_tiles.first_page,
+                                   warp_tiles.end_page,
+                                   &notes->reader.item,
+                                   &notes->cut,
+                                   m.cuts,
+                                   {ring, ring + part_memory::weights_at, ring + part_memory::scratch_at,
+                                    shared_address(memory::template query<decltype(i)::value>(shared, own)),
+                                    memory::order(m.parts, item.kv_head)}};
                 attend_part<pair, T, Rows4, Small>(part, job, score, rows);
             });
 

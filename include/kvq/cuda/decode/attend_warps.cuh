@@ -223,7 +223,8 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
     const head_keys<keys, Rows4> key_head(at_warp.scratch, a.cache.key_plan(item->kv_head), id);
     const query_of<keys, Rows4, T> row_query(query_at, memory::query_stride, a.scale, id);
     folded_row<keys> folded[Rows4];
-    if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id, at_warp.order);
+    if constexpr (fold_once<keys>)
+        fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id, at_warp.order);
 
     // The warp tile at hand: step of the item, warp tile of the step; its keys; its first token, in the
     // sequence and in its page.

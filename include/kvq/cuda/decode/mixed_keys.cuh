@@ -63,12 +63,10 @@ struct mixed_warp_tile {
 
     // Scratch: high and low bytes.
     static constexpr int step_quads = 8;
+    /// Widths fall: only the last one may be 0.
+    static constexpr int widths_with_codes = width_list::values[count - 1] > 0 ? count : count - 1;
     /// Most steps that a plan can have.
-    static constexpr int most_steps = [] {
-        int own = 0;  // widths with codes
-        for (const int bits : width_list::values) own += bits > 0;
-        return (quads + (step_quads - 1) * own) / step_quads;
-    }();
+    static constexpr int most_steps = (quads + (step_quads - 1) * widths_with_codes) / step_quads;
     /// Words of a column: an odd number of steps, so that those of four neighbouring columns fall into
     /// different banks.
     static constexpr int stride = step_quads * (most_steps | 1);
@@ -111,11 +109,11 @@ struct mixed_warp_tile {
                                                 std::uint32_t vector_bytes, const head_type& head) {
         constexpr int vectors = codes_bytes / 16, turns = ceil_div(vectors, warp_size);
         // Where widths begin in the slot, and how much farther they begin in the block.
-        unsigned begin[count];
-        int distance[count];
+        unsigned begin[widths_with_codes];
+        int distance[widths_with_codes];
         if constexpr (Tokens != page) {
             int words = 0;
-            static_for<count>([&](auto w) {
+            static_for<widths_with_codes>([&](auto w) {
                 constexpr int W = decltype(w)::value;
                 const int own = kvq::detail::code_words(width_list::values[W], head.of[W]);
                 begin[W] = static_cast<unsigned>(words * Tokens * 4);
@@ -125,6 +123,8 @@ struct mixed_warp_tile {
         }
         int vector = lane;
         if constexpr (skewed) vector -= static_cast<int>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
+        // Turns are 512 bytes apart, which swizzle() does not look at.
+        const std::uint32_t first_to = swizzle(to + 16u * static_cast<unsigned>(vector));
         static_for<turns>([&](auto i) {
             constexpr int I = decltype(i)::value;
             int ahead = I * warp_size;
@@ -137,11 +137,11 @@ struct mixed_warp_tile {
                 if constexpr (Tokens != page) {
                     int farther = distance[0];
 #pragma unroll
-                    for (int w = 1; w < count; ++w)
+                    for (int w = 1; w < widths_with_codes; ++w)
                         if (at >= begin[w]) farther = distance[w];
                     source += farther;
                 }
-                copy_async(swizzle(to + at), block + source, vector_bytes);
+                copy_async(first_to + 16u * static_cast<unsigned>(ahead), block + source, vector_bytes);
             }
         });
         constexpr int section_vectors = section / 16,
@@ -158,9 +158,24 @@ struct mixed_warp_tile {
         });
     }
 
-    __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int channel) {
-        return load_scales<parameter>(at +
-                                      static_cast<std::uint32_t>(scale_at + r * run_bytes + channel * width));
+    /// The exponent of a factor 2^-shift, as the bits of what it multiplies: of 8-bit scales as half floats, or
+    /// of a float. 0: the factor is zero.
+    KVQ_HD static constexpr unsigned factor_exponent(int shift) {
+        if constexpr (has_byte_params) return half_lowest<kvq::detail::scale_float> + 15 - shift;
+        return 127 - shift;
+    }
+    /// Scales of four channels, times such a factor.
+    __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int channel, unsigned exponent) {
+        at += static_cast<std::uint32_t>(scale_at + r * run_bytes + channel * width);
+        if constexpr (has_byte_params) {
+            const std::uint32_t codes = load_shared_4(at);
+            return small_halves<kvq::detail::scale_float>(exponent == 0 ? 0u : codes, exponent * 0x04000400u)
+                .floats();
+        } else {
+            const float4 s = load_parameters<parameter>(at);
+            const float factor = __uint_as_float(exponent << 23);
+            return {s.x * factor, s.y * factor, s.z * factor, s.w * factor};
+        }
     }
     __device__ __forceinline__ static float4 biases(std::uint32_t at, int r,
                                                     int channel) requires(!has_byte_params) {
@@ -193,14 +208,13 @@ template <class WarpTile, int Rows4>
 struct head_keys {
     __device__ __forceinline__ head_keys(std::uint32_t, const std::uint16_t*, const lane_id&) {}
 };
-/// Widths, and where the lane's quads go when it folds: the word of a column, and 127 minus the shift of the
-/// width's codes, the exponent of a factor. Without codes the factor is zero and the word none.
+/// Widths, and where the lane's quads go when it folds: the word of a column, and the factor's exponent by which
+/// codes are shifted. Quads without codes are zeros, for a word that no quad has.
 template <class Pair, int Tokens, int Rows4>
 struct head_keys<mixed_warp_tile<Pair, Tokens>, Rows4> {
     using keys = mixed_warp_tile<Pair, Tokens>;
     static constexpr int lanes = split_rows<Rows4> ? 4 : 8;  // that fold a row together
     static constexpr int own = ceil_div(keys::quads, lanes), words = ceil_div(own, 4);
-    static constexpr unsigned none = 255;
     typename keys::head_type quads;
     std::uint32_t scratch;
     std::uint32_t word_of[words], exponent_of[words];  // four to a register
@@ -210,25 +224,31 @@ struct head_keys<mixed_warp_tile<Pair, Tokens>, Rows4> {
                                          const lane_id& id)
         : quads(keys::head_of(plan)), scratch(scratch_at) {
         const int lane_of_row = lanes == 4 ? id.t : 2 * id.t + (id.g & 1);
+        // A word between pieces, or behind the last one. If quads fill all words, none is without codes.
+        int none = 0, begin = 0;
+        static_for<keys::widths_with_codes>([&](auto w) {
+            const int n = quads.of[decltype(w)::value];
+            if (n % keys::step_quads != 0) none = begin + n;
+            begin += round_up(n, keys::step_quads);
+        });
+        if (begin < keys::stride) none = begin;
 #pragma unroll
-        for (int i = 0; i < words; ++i) word_of[i] = 0xffffffffu, exponent_of[i] = 0;
+        for (int i = 0; i < words; ++i) word_of[i] = exponent_of[i] = 0;
 #pragma unroll
         for (int i = 0; i < own; ++i) {
             const int quad = i * lanes + lane_of_row;
-            unsigned word = none, exponent = 0;
+            unsigned word = static_cast<unsigned>(none), exponent = 0;
             int from = 0, start = 0;
-            static_for<keys::count>([&](auto w) {
+            static_for<keys::widths_with_codes>([&](auto w) {
                 constexpr int W = decltype(w)::value, bits = keys::width_list::values[W];
-                if constexpr (bits > 0) {
-                    if (quad >= from && quad < smaller(from + quads.of[W], keys::quads)) {
-                        word = static_cast<unsigned>(start + quad - from);
-                        exponent = 127u - static_cast<unsigned>(keys::code_bits - bits);
-                    }
-                    from += quads.of[W];
-                    start += round_up(quads.of[W], keys::step_quads);
+                if (quad >= from && quad < smaller(from + quads.of[W], keys::quads)) {
+                    word = static_cast<unsigned>(start + quad - from);
+                    exponent = keys::factor_exponent(keys::code_bits - bits);
                 }
+                from += quads.of[W];
+                start += round_up(quads.of[W], keys::step_quads);
             });
-            word_of[i / 4] ^= (word ^ none) << 8 * (i % 4);
+            word_of[i / 4] |= word << 8 * (i % 4);
             exponent_of[i / 4] |= exponent << 8 * (i % 4);
         }
         __syncwarp();
@@ -236,9 +256,11 @@ struct head_keys<mixed_warp_tile<Pair, Tokens>, Rows4> {
             store_shared_16(scratch + 16u * static_cast<std::uint32_t>(i), {0.0f, 0.0f, 0.0f, 0.0f});
         __syncwarp();
     }
-    __device__ __forceinline__ unsigned word(int i) const { return word_of[i / 4] >> 8 * (i % 4) & 255u; }
-    __device__ __forceinline__ float factor(int i) const {
-        return __uint_as_float((exponent_of[i / 4] >> 8 * (i % 4) & 255u) << 23);
+    __device__ __forceinline__ unsigned word(int i) const {
+        return __byte_perm(word_of[i / 4], 0u, 0x4440u | static_cast<unsigned>(i % 4));
+    }
+    __device__ __forceinline__ unsigned exponent(int i) const {
+        return __byte_perm(exponent_of[i / 4], 0u, 0x4440u | static_cast<unsigned>(i % 4));
     }
 };
 
@@ -281,7 +303,6 @@ __device__ __forceinline__ void fold_mixed(folded_row<WarpTile> (&to)[Rows4], st
                                            const head_keys<WarpTile, Rows4>& head,
                                            [[maybe_unused]] const key_query<WarpTile, Rows4>& query,
                                            const lane_id& id) {
-    using head_type = head_keys<WarpTile, Rows4>;
     using part_type = mixed_part<WarpTile, Rows4>;
     constexpr bool split = split_rows<Rows4>;
     constexpr int dim = WarpTile::dim, own = part_type::units;
@@ -294,9 +315,7 @@ __device__ __forceinline__ void fold_mixed(folded_row<WarpTile> (&to)[Rows4], st
 #pragma unroll
     for (int i = 0; i < own; ++i) {
         const int channel = part.channel(i, 0);
-        const float unit = head.factor(i);
-        scale[i] = WarpTile::scales(slot, run, channel);
-        scale[i] = {scale[i].x * unit, scale[i].y * unit, scale[i].z * unit, scale[i].w * unit};
+        scale[i] = WarpTile::scales(slot, run, channel, head.exponent(i));
         if constexpr (WarpTile::has_byte_params)
             codes[i] = WarpTile::bias_bytes(slot, run, channel);
         else
@@ -329,10 +348,8 @@ __device__ __forceinline__ void fold_mixed(folded_row<WarpTile> (&to)[Rows4], st
 #pragma unroll
         for (int i = 0; i < own; ++i) {
             const unsigned word = head.word(i);
-            if (word != head_type::none) {
-                store_word(at + 4u * word, high[i]);
-                store_word(at + 4u * (word + to_low), low[i]);
-            }
+            store_word(at + 4u * word, high[i]);
+            store_word(at + 4u * (word + to_low), low[i]);
         }
         [[maybe_unused]] constexpr float middle = 0.5f * static_cast<float>((1 << WarpTile::code_bits) - 1);
         if constexpr (WarpTile::has_byte_params) dot = query.dot(codes, m) * (query.step[m] * line.step);

@@ -70,13 +70,16 @@ struct half_quad {
 /// would be subnormal.
 template <class SmallFloat>
 inline constexpr int half_lift = SmallFloat::smallest < 0x1p-14f ? 2 : 1;
+/// The exponent of the smallest one, as they come.
 template <class SmallFloat>
-__device__ __forceinline__ half_quad small_halves(std::uint32_t codes) {
-    constexpr int lowest = half_lift<SmallFloat> - SmallFloat::exponents;  // exponent of the smallest one
-    constexpr std::uint32_t step = 4 * SmallFloat::exponents;              // of its last bit
-    static_assert(SmallFloat::smallest * half_lift<SmallFloat> == 1.0f / (1 << -lowest));
-    return {__byte_perm(codes, 0u, 0x4240) * step + half_power(lowest),
-            __byte_perm(codes, 0u, 0x4341) * step + half_power(lowest)};
+inline constexpr int half_lowest = half_lift<SmallFloat> - SmallFloat::exponents;
+/// lowest: two half floats, which code 0 becomes.
+template <class SmallFloat>
+__device__ __forceinline__ half_quad
+small_halves(std::uint32_t codes, std::uint32_t lowest = half_power(half_lowest<SmallFloat>)) {
+    constexpr std::uint32_t step = 4 * SmallFloat::exponents;  // of its last bit
+    static_assert(SmallFloat::smallest * half_lift<SmallFloat> == 1.0f / (1 << -half_lowest<SmallFloat>));
+    return {__byte_perm(codes, 0u, 0x4240) * step + lowest, __byte_perm(codes, 0u, 0x4341) * step + lowest};
 }
 
 /// 2^15 + code for byte I of a word.
