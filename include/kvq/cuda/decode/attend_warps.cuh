@@ -178,8 +178,7 @@ private:
 
 /// Where a warp's memory begins: shared addresses.
 struct warp_memory {
-    std::uint32_t ring, weights, scratch;
-    std::uint32_t query;         // of the team's item
+    std::uint32_t ring, weights, scratch, query;  // query: of the team's item
     const std::uint16_t* order;  // in which 16-bit keys find its channels (cache_ref::key_plan), or null
 };
 
