@@ -190,11 +190,11 @@ void measure(const char* name, const char* input, kvq::tensor role, const settin
 
     fill<T>(set, s, role);
     out.row("quantize", name, role, input, "block", set, set.time([&](int i) {
-        backend::quantize<T>(scheme, shape, {}, float_at(i), code_at(i), space());
+        backend::quantize(scheme, shape, {}, kvq::float_type_of<T>, float_at(i), code_at(i), space());
     }),
             bytes, b.read, b.copy);
     out.row("dequantize", name, role, input, "tokens", set, set.time([&](int i) {
-        backend::dequantize(scheme, shape, {}, code_at(i), reinterpret_cast<T*>(float_at(i)), s.dim, space());
+        backend::dequantize(scheme, shape, {}, code_at(i), kvq::float_type_of<T>, float_at(i), s.dim, space());
     }),
             bytes, b.store, b.copy);
 }
@@ -256,20 +256,20 @@ void requantize(const char* name, kvq::tensor role, const settings& s, working_s
     };
     fill<kvq::float16>(set, s, role);
     out.row("requantize", name, role, "16", "block", set, set.time([&](int i) {
-        backend::quantize<kvq::float16>(to, shape, {},
+        backend::quantize(to, shape, {}, kvq::float_type::fp16,
                                         set.floats.data() + static_cast<std::size_t>(i) * window,
                                         set.more.data() + static_cast<std::size_t>(i) * target, space());
     }),
             static_cast<double>(window + target) * set.blocks, b[1].read, b[1].copy);
     for (int i = 0; i < set.blocks; ++i)
-        backend::quantize<kvq::float16>(from, shape, {},
+        backend::quantize(from, shape, {}, kvq::float_type::fp16,
                                         set.floats.data() + static_cast<std::size_t>(i) * window,
                                         set.codes.data() + static_cast<std::size_t>(i) * quantized, space());
     const double scale = static_cast<double>(quantized) / static_cast<double>(window);
     out.row("requantize", name, role, "8", "block", set, set.time([&](int i) {
         float* const values = space();
         backend::dequantize(from, shape, {}, set.codes.data() + static_cast<std::size_t>(i) * quantized,
-                            values, s.dim, values);
+                            kvq::float_type::fp32, values, s.dim, values);
         backend::requantize_values(to, shape, {}, values, nullptr,
                                    set.more.data() + static_cast<std::size_t>(i) * target);
     }),

@@ -2,6 +2,7 @@
 // KVQ_LEVEL an architecture of cpu/arch/arch.hpp, or `best` for the best one that the flags allow. KVQ_FORMATS, if it is defined, lists
 // the names, without group sizes, of the wanted formats.
 #include <kvq/cpu/simd.hpp>
+#include <kvq/format/builtin_kernels.hpp>
 #include <kvq/format/builtin_schemes.hpp>
 #include <string_view>
 
@@ -26,4 +27,9 @@ extern "C" void KVQ_NAME(kvq_builtin, KVQ_LEVEL,
     kvq::detail::add_builtin_part<kvq::simd<kvq::arch::KVQ_LEVEL>, KVQ_PART,
                                   KVQ_NAME(kvq_wants, KVQ_LEVEL, KVQ_PART)>(entries);
     for (const kvq::builtin_format& entry : entries) add(list, &entry);
+}
+
+extern "C" void KVQ_NAME(kvq_kernels, KVQ_LEVEL,
+                         KVQ_PART)(void* list, void (*add)(void* list, const kvq::codec_kernels* entry)) {
+    kvq::detail::add_kernels<kvq::simd<kvq::arch::KVQ_LEVEL>, KVQ_PART>(list, add);
 }

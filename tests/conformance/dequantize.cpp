@@ -74,9 +74,10 @@ TEST_CASE_TEMPLATE("tokens become the same window bytes", T, float, kvq::float16
             std::vector<std::byte> expected(kvq::full<Window>{}.block_bytes(shape));
             for (std::byte& b : expected) b = static_cast<std::byte>(random.bits());
             auto got = expected;
-            const auto not_finite =
-                kvq::scalar::write_tokens<Window>(shape, expected.data(), tokens.data(), stride, count, at);
-            CHECK(native::write_tokens<Window>(shape, got.data(), tokens.data(), stride, count, at) ==
+            const auto type = kvq::float_type_of<T>;
+            const auto not_finite = kvq::scalar::write_tokens<Window>(shape, expected.data(), type,
+                                                                      tokens.data(), stride, count, at);
+            CHECK(native::write_tokens<Window>(shape, got.data(), type, tokens.data(), stride, count, at) ==
                   not_finite);
             CHECK(got == expected);
         }

@@ -101,7 +101,8 @@ void check_product(test::generator& random, const kvq::block_shape& shape, int n
         y(static_cast<std::size_t>(n * (rows + slack)));
     for (float& f : x) f = random.normal();
     const kvq::block_id id{0, 0};
-    const kvq::kernels::block_product<kvq::simd<>, scheme_type> product(scheme, shape, id, n);
+    const kvq::kernels::block_product<kvq::simd<>, scheme_type> product(
+        kvq::kernels::product_blocks_of<kvq::simd<>>(scheme, shape, id), shape, n);
     std::vector<float> space(product.workspace_bytes() / sizeof(float) + 32);
     auto* const aligned =
         reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(space.data()) + 63) / 64 * 64);

@@ -97,7 +97,8 @@ std::vector<float> product(bool in_tiles, const Scheme& scheme, const kvq::block
     const kvq::block_id id{0, 0};
     const int rows = shape.rows();
     std::vector<float> y(static_cast<std::size_t>(n * (rows + 16)), 0.5f);
-    const kvq::kernels::block_product<Backend, Scheme> product(scheme, shape, id, n);
+    const kvq::kernels::block_product<Backend, Scheme> product(
+        kvq::kernels::product_blocks_of<Backend>(scheme, shape, id), shape, n);
     // A product may not count on what its workspace holds.
     std::vector<float> space(product.workspace_bytes() / sizeof(float) + 16, in_tiles ? 1e30f : -7.0f);
     auto* const aligned =

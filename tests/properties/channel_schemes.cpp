@@ -164,8 +164,8 @@ TEST_CASE_TEMPLATE(
         const auto with = [&]<class Backend>(Backend) {
             std::vector<std::byte> out(bytes + 64, std::byte{0x32});
             std::vector<float> scratch(shape.values());
-            CHECK(Backend::template quantize<float>(scheme, shape, {}, window.data(), out.data(),
-                                                    scratch.data()) == counted);
+            CHECK(Backend::quantize(scheme, shape, {}, kvq::float_type::fp32, window.data(), out.data(),
+                                    scratch.data()) == counted);
             CHECK(std::equal(block.begin(), block.end(), out.begin()));
             CHECK(std::count(out.end() - 64, out.end(), std::byte{0x32}) == 64);
         };

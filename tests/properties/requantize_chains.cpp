@@ -84,7 +84,7 @@ struct backend_of {
             return functions().quantize(format().scheme(), block, {}, kvq::float_type::fp16, from, to,
                                         scratch);
         else
-            return Backend::template quantize<kvq::float16>(s, block, {}, from, to, scratch);
+            return Backend::quantize(s, block, {}, kvq::float_type::fp16, from, to, scratch);
     }
     static std::uint32_t requantize_values(const S& s, const kvq::block_shape& block, float* x,
                                            float* token_scales, std::byte* to) {
@@ -98,7 +98,7 @@ struct backend_of {
             functions().dequantize(format().scheme(), block, {}, from, kvq::float_type::fp32, x, block.dim,
                                    x);
         else
-            Backend::dequantize(s, block, {}, from, x, block.dim, x);
+            Backend::dequantize(s, block, {}, from, kvq::float_type::fp32, x, block.dim, x);
     }
 
 private:
@@ -164,8 +164,8 @@ private:
         });
         if (format == sixteen) {
             for (const float value : x) not_finite += !kvq::detail::is_finite(value);
-            Backend::template write_tokens<kvq::float16>(block_, to.data(), x.data(), block_.dim,
-                                                         block_.tokens, 0);
+            Backend::template write_tokens<kvq::float16>(block_, to.data(), kvq::float_type::fp32, x.data(),
+                                                         block_.dim, block_.tokens, 0);
             return not_finite;
         }
         with_scheme<Table>(format, [&]<class S>(const S& s) {

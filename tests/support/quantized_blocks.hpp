@@ -38,7 +38,8 @@ void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::bloc
 
     std::vector<float> scratch(shape.values() + 16, 1e30f);
     const std::uint32_t counted =
-        Backend::template quantize<Window>(scheme, shape, id, window.data(), got.data(), scratch.data());
+        Backend::quantize(
+        scheme, shape, id, kvq::float_type_of<Window>, window.data(), got.data(), scratch.data());
     CHECK(counted == not_finite);
     check_written(expected, got, scratch, shape.values());
 
@@ -70,7 +71,8 @@ void check_tokens(generator& random, const S& scheme, const kvq::block_shape& sh
             expected[static_cast<std::size_t>(t * stride + c)] =
                 T(x[static_cast<std::size_t>(t * shape.dim + c)]);
     std::vector<float> scratch(shape.values());
-    Backend::dequantize(scheme, shape, id, block.data(), got.data(), stride, scratch.data());
+    Backend::dequantize(scheme, shape, id, block.data(), kvq::float_type_of<T>, got.data(), stride,
+                        scratch.data());
     CHECK(different(expected, got) == 0);
 }
 

@@ -24,7 +24,8 @@ TEST_CASE("an operand that is not finite changes no other operand's product") {
             for (const int every : {1, 3, 200})
                 for (const int n : {2, 4, 5}) {
                     const kvq::block_shape shape{role, tokens, dim};
-                    const kvq::kernels::block_product<kvq::scalar, kvq::int8> product(scheme, shape, id, n);
+                    const kvq::kernels::block_product<kvq::scalar, kvq::int8> product(
+                        kvq::kernels::product_blocks_of<kvq::scalar>(scheme, shape, id), shape, n);
                     std::vector<float> values = random.normals(tokens * dim),
                                        x = random.normals(static_cast<std::size_t>(n * stride)), y(x.size()),
                                        clean(x.size()), space(product.workspace_bytes() / sizeof(float) + 32);

@@ -17,9 +17,11 @@
 // A product points to its scheme. On architectures that multiply tiles, a tile_session for n operands must be open during `finish`.
 #pragma once
 
+#include <new>
 #include <type_traits>
 
 #include "../schemes/codec_spec.hpp"
+#include "kernel_table.hpp"
 #include "product/code_product.hpp"
 #include "product/segment_product.hpp"
 #include "window/word_product.hpp"
@@ -37,12 +39,11 @@ class code_block_product {
 public:
     using lanes = typename Backend::lanes;
 
-    template <class Scheme>
-    code_block_product(const Scheme& scheme, const block_shape& shape, block_id, int n)
-        : plan_(meaning_of<Scheme>(shape.role), scheme.codes(shape), n,
+    code_block_product(const product_blocks& of, const block_shape& shape, int n)
+        : plan_(of.meaning, {{shape.rows(), of.row_group}, {shape.cols(), of.col_group}}, n,
                 query_bytes_in_tiles<lanes, Backend>(n)),
-          source_(parameters_of<Backend>(scheme, shape)),
-          block_bytes_(scheme.block_bytes(shape)) {}
+          source_(of.source),
+          block_bytes_(of.bytes) {}
 
     std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
 
@@ -71,11 +72,10 @@ class segment_block_product {
 public:
     using lanes = typename Backend::lanes;
 
-    template <class Scheme>
-    segment_block_product(const Scheme& scheme, const block_shape& shape, block_id id, int n)
-        : plan_(scheme, shape, id, n, query_bytes_in_tiles<lanes, Backend>(n)),
-          source_(parameters_of<Backend>(scheme, shape)),
-          block_bytes_(scheme.block_bytes(shape)) {}
+    segment_block_product(const product_blocks& of, const block_shape& shape, int n)
+        : plan_(of, shape, n, query_bytes_in_tiles<lanes, Backend>(n)),
+          source_(of.source),
+          block_bytes_(of.bytes) {}
 
     std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
 
@@ -103,8 +103,7 @@ class window_block_product {
 public:
     using lanes = typename Backend::lanes;
 
-    template <class Scheme>
-    window_block_product(const Scheme&, const block_shape& shape, block_id, int n)
+    window_block_product(const product_blocks&, const block_shape& shape, int n)
         : words_(multiplies_words<lanes, T>(n) ? word_space(shape, n) : word_space()), n_(n) {}
 
     std::size_t workspace_bytes() const { return words_.bytes; }
@@ -148,16 +147,8 @@ class dequantized_block_product {
 public:
     using lanes = typename Backend::lanes;
 
-    template <class Scheme>
-    dequantized_block_product(const Scheme& scheme, const block_shape& shape, block_id, int n)
-        : scheme_(&scheme),
-          dequantize_(
-              [](const void* s, const block_shape& of, block_id id, const std::byte* block, float* values) {
-                  Backend::dequantize(*static_cast<const Scheme*>(s), of, id, block, values,
-                                      std::ptrdiff_t{of.dim}, values);
-              }),
-          values_(shape.values()),
-          n_(n) {}
+    dequantized_block_product(const product_blocks& of, const block_shape& shape, int n)
+        : scheme_(of.source.owner), dequantize_(of.dequantize), values_(shape.values()), n_(n) {}
 
     std::size_t workspace_bytes() const { return detail::round_up(values_ * sizeof(float), std::size_t{64}); }
 
@@ -215,8 +206,7 @@ private:
     }
 
     const void* scheme_;
-    void (*dequantize_)(const void* scheme, const block_shape&, block_id, const std::byte* block,
-                        float* values);
+    decltype(product_blocks::dequantize) dequantize_;
     std::size_t values_;  ///< floats of the workspace
     int n_;
 };
@@ -236,6 +226,31 @@ constexpr auto block_product_of() {
 /// The product that reads the blocks of a scheme.
 template <class Backend, class Scheme>
 using block_product = typename decltype(block_product_of<Backend, Scheme>())::type;
+
+/// The functions of a plan, of all schemes whose blocks are read in one way.
+template <class Product>
+struct product_table {
+    static_assert(std::is_trivially_destructible_v<Product>);
+
+    static std::size_t make_plan(const product_blocks& of, const block_shape& shape, int rows, void* plan) {
+        const Product p(of, shape, rows);
+        const std::size_t bytes = p.workspace_bytes();
+        if (plan) ::new (plan) Product(p);
+        return bytes;
+    }
+    static void begin(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                      const float* x, std::ptrdiff_t x_stride, std::byte* workspace) {
+        static_cast<const Product*>(plan)->begin(shape, id, block, x, x_stride, workspace);
+    }
+    static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                       const float* x, std::ptrdiff_t x_stride, int rows, int cols, float* y,
+                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
+        static_cast<const Product*>(plan)->finish(shape, id, block, x, x_stride, rows, cols, y, y_stride, add,
+                                                  ahead, workspace);
+    }
+
+    static constexpr product_functions functions{sizeof(Product), &make_plan, &begin, &finish};
+};
 
 /// Does one call of `begin` serve every block?
 template <class Scheme>

@@ -20,25 +20,35 @@ inline format_description description_of(const kernel_choice& quantize, const ke
     write(transform, d.transform, d.transform_by);
     return d;
 }
+/// Kernels of a codec that the registry names, and that are not compiled.
+struct missing_kernels {
+    bool quantize = false, dequantize = false, attend = false;
+};
 inline format_description described_as_portable(const char* why) {
     const kernel_choice none{nullptr, why};
     return description_of(none, none, none, none);
 }
-/// What the registry says of the blocks of a codec, behind a transform.
+/// What the registry says of the blocks of a codec, behind a transform, of kernels that are compiled.
 inline format_description described(const codec_spec& c, const token_transform& t, const block_shape& s,
-                                    float_type window, int width) {
+                                    float_type window, int width, const missing_kernels& missing = {}) {
     const bool before = t.kind == transform_kind::hadamard || t.kind == transform_kind::own;
     const kernel_choice of_window =
         before ? read_choice(s, window, width) : window_choice(c, s, window, width);
-    kernel_choice quantize = both(of_window, quantize_choice(c, s)),
-                  dequantize = dequantize_choice(c, s, width), transform{"no transform"};
+    const auto compiled = [](bool lacks, const kernel_choice& choice) {
+        return lacks && choice ? kernel_choice{nullptr, "kvq::library has none of this codec; files with KVQ_HEADER_ONLY do"}
+                               : choice;
+    };
+    kernel_choice quantize = both(of_window, compiled(missing.quantize, quantize_choice(c, s))),
+                  dequantize = compiled(missing.dequantize, dequantize_choice(c, s, width)),
+                  transform{"no transform"};
     if (t.kind == transform_kind::order) transform = both(quantize, dequantize);
     if (before) {
         transform = dequantizer_of(c) == dequantizer::none ? dequantize : transform_choice(t, s, width);
         quantize = both(transform, quantize);
         dequantize = both(transform, dequantize);
     }
-    return description_of(quantize, dequantize, attend_choice(c, s, width), transform);
+    return description_of(quantize, dequantize, missing.attend ? dequantize : attend_choice(c, s, width),
+                          transform);
 }
 
 }}}  // namespace kvq::kernels

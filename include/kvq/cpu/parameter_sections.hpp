@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../schemes/scheme.hpp"
+#include "kernel_table.hpp"
 #include "registry.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
@@ -12,9 +13,6 @@ struct parameter_sections {
     int slot_count, size;
     bool on_rows;  ///< or on columns
 
-    template <composed_scheme S>
-    parameter_sections(const S& scheme, const block_shape& shape)
-        : parameter_sections(scheme.layout(), shape) {}
     parameter_sections(const block_layout& of, const block_shape& shape)
         : first(of.scale_offset(shape)),
           bytes(of.section_bytes(shape)),
@@ -49,13 +47,8 @@ struct group_block {
     parameter_sections sections;
     parameter_load load;
 
-    template <class Backend, composed_scheme S>
-    static group_block of(const S& scheme, const block_shape& shape) {
-        using parameter = typename S::parameter;
-        return {scheme.codes(shape),
-                parameter_sections(scheme, shape),
-                {&Backend::template load_floats<parameter>, std::same_as<parameter, float16>}};
-    }
+    group_block(const block_layout& of, const parameter_functions& p, const block_shape& shape)
+        : codes(of.rows(shape), of.cols(shape)), sections(of, shape), load{p.load, p.fp16} {}
 };
 
 }}}  // namespace kvq::kernels

@@ -16,29 +16,35 @@ inline constexpr bool is_hadamard = false;
 template <int Largest, std::uint32_t Seed>
 inline constexpr bool is_hadamard<hadamard_transform<Largest, Seed>> = true;
 
-/// T x for every token, in place; returns how many values were not finite.
-template <class Lanes, transformed_scheme Scheme>
+/// H S x of every token in place, or, back, S H x. sign(id, channel): 1 or -1. largest: channels of a block, 0 for no limit. False for values
+/// that are not finite.
+template <class Lanes>
+bool hadamard_tokens(const block_shape& shape, const block_id& id, float* values,
+                     float (*sign)(const block_id&, int), int largest, bool back) {
+    if (!all_finite<Lanes>(values, shape.values())) return false;
+    const hadamard_rows<Lanes> rows(values, shape.tokens, shape.dim);
+    const auto multiply = [&] { rows.multiply([&](int channel) { return sign(id, channel); }); };
+    if (!back) multiply();
+    detail::each_hadamard_block(shape.dim, largest, [&](int first, int n) { rows.transform(first, n); });
+    if (back) multiply();
+    return true;
+}
+
+/// T x for every token, in place; returns how many values were not finite. Backend: has hadamard_tokens.
+template <class Backend, transformed_scheme Scheme>
 std::uint32_t transform_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id,
                                float* values) {
-    if constexpr (is_hadamard<decltype(scheme.transform)>)
-        if (all_finite<Lanes>(values, shape.values())) {
-            const hadamard_rows<Lanes> rows(values, shape.tokens, shape.dim);
-            rows.multiply([&](int channel) { return scheme.transform.sign(id, channel); });
-            scheme.transform.each_block(shape.dim, [&](int first, int n) { rows.transform(first, n); });
-            return 0;
-        }
+    using transform = decltype(scheme.transform);
+    if constexpr (is_hadamard<transform>)
+        if (Backend::hadamard_tokens(shape, id, values, &transform::sign, transform::largest, false)) return 0;
     return scheme.transform_values(shape, id, values);
 }
 /// T^-1 y for every token, in place.
-template <class Lanes, transformed_scheme Scheme>
+template <class Backend, transformed_scheme Scheme>
 void restore_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id, float* values) {
-    if constexpr (is_hadamard<decltype(scheme.transform)>)
-        if (all_finite<Lanes>(values, shape.values())) {
-            const hadamard_rows<Lanes> rows(values, shape.tokens, shape.dim);
-            scheme.transform.each_block(shape.dim, [&](int first, int n) { rows.transform(first, n); });
-            rows.multiply([&](int channel) { return scheme.transform.sign(id, channel); });
-            return;
-        }
+    using transform = decltype(scheme.transform);
+    if constexpr (is_hadamard<transform>)
+        if (Backend::hadamard_tokens(shape, id, values, &transform::sign, transform::largest, true)) return;
     scheme.restore_values(shape, id, values);
 }
 

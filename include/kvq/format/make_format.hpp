@@ -91,28 +91,9 @@ struct backend_table {
                                                  &estimate_floats};
 };
 
-/// The functions of a plan, of all schemes whose blocks are read in one way.
-template <class Product>
-struct product_table {
-    static_assert(std::is_trivially_destructible_v<Product>);
-
-    static void begin(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
-                      const float* x, std::ptrdiff_t x_stride, std::byte* workspace) {
-        static_cast<const Product*>(plan)->begin(shape, id, block, x, x_stride, workspace);
-    }
-    static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
-                       const float* x, std::ptrdiff_t x_stride, int rows, int cols, float* y,
-                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
-        static_cast<const Product*>(plan)->finish(shape, id, block, x, x_stride, rows, cols, y, y_stride, add,
-                                                  ahead, workspace);
-    }
-};
-
 /// The functions of format_functions for one scheme and backend.
 template <class Backend, kv_scheme Scheme>
 struct scheme_table {
-    using product = kernels::block_product<Backend, Scheme>;
-
     static const Scheme& of(const void* scheme) noexcept { return *static_cast<const Scheme*>(scheme); }
 
     static void check(const void* scheme, const cache_shape& shape, tensor role) {
@@ -131,9 +112,7 @@ struct scheme_table {
     }
     static std::uint32_t quantize(const void* scheme, const block_shape& shape, block_id id, float_type type,
                                   const std::byte* from, std::byte* block, float* scratch) {
-        return visit_float_type(type, [&]<class Window>(Window) {
-            return Backend::template quantize<Window>(of(scheme), shape, id, from, block, scratch);
-        });
+        return Backend::quantize(of(scheme), shape, id, type, from, block, scratch);
     }
     static std::uint32_t quantize_values(const void* scheme, const block_shape& shape, block_id id,
                                          float* values, std::byte* block) {
@@ -149,42 +128,42 @@ struct scheme_table {
     }
     static void dequantize(const void* scheme, const block_shape& shape, block_id id, const std::byte* block,
                            float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
-        visit_float_type(type, [&]<class T>(T) {
-            Backend::dequantize(of(scheme), shape, id, block, static_cast<T*>(out), stride, scratch);
-        });
+        Backend::dequantize(of(scheme), shape, id, block, type, out, stride, scratch);
     }
     static std::uint32_t write_tokens(const block_shape& shape, std::byte* block, float_type type,
                                       const void* tokens, std::ptrdiff_t stride, int count, int at) {
         if constexpr (full_precision<Scheme>)
-            return visit_float_type(type, [&]<class T>(T) {
-                return Backend::template write_tokens<typename Scheme::value_type>(
-                    shape, block, static_cast<const T*>(tokens), stride, count, at);
-            });
+            return Backend::template write_tokens<typename Scheme::value_type>(shape, block, type, tokens,
+                                                                               stride, count, at);
         else
             return 0;
     }
 
     static std::size_t make_plan(const void* scheme, const block_shape& shape, block_id id, int rows,
                                  void* plan) {
-        const product p(of(scheme), shape, id, rows);
-        const std::size_t bytes = p.workspace_bytes();
-        if (plan) ::new (plan) product(p);
-        return bytes;
+        return product().make_plan(kernels::product_blocks_of<Backend>(of(scheme), shape, id), shape, rows,
+                                   plan);
     }
     static void estimate_scores(const void* scheme, const block_shape& shape, block_id id,
                                 const std::byte* block, const float* x, std::ptrdiff_t x_stride, int rows,
                                 int first, int end, float spread, float* out, std::ptrdiff_t ahead,
                                 float* scratch) {
         if constexpr (kernels::bounds_keys<Scheme>) {
-            const kernels::key_ranges ranges(of(scheme), shape);
-            kernels::estimate_scores<typename Backend::lanes>(
-                ranges, kernels::ranges_source<Backend>(of(scheme), shape, id, block, ranges, scratch), x,
-                x_stride, rows, first, end, spread, out, ahead, scratch);
+            const product_blocks blocks = kernels::product_blocks_of<Backend>(of(scheme), shape, id);
+            const parameter_source source =
+                kernels::ranges_source(of(scheme), shape, id, block, blocks, scratch);
+            if constexpr (Backend::has_all_kernels)
+                kernels::estimate_scores<typename Backend::lanes>(blocks, source, x, x_stride, rows, first,
+                                                                  end, spread, out, ahead, scratch);
+            else
+                Backend::estimate_scores(blocks, source, x, x_stride, rows, first, end, spread, out, ahead,
+                                         scratch);
         }
     }
     static std::size_t estimate_floats(const void* scheme, const block_shape& shape) {
         if constexpr (kernels::bounds_keys<Scheme>)
-            return kernels::key_ranges(of(scheme), shape).scratch_floats();
+            return kernels::estimate_floats(
+                kernels::product_blocks_of<Backend>(of(scheme), shape, block_id{}), shape);
         else
             return 0;
     }
@@ -204,35 +183,60 @@ struct scheme_table {
             return float_type::fp32;
     }
 
-    static constexpr format_functions functions{
-        &backend_table<Backend>::functions,
-        supports<Scheme>(tensor::key),
-        supports<Scheme>(tensor::value),
-        !foldable<Scheme> && !segmented<Scheme> && !full_precision<Scheme>,
-        transforming<Scheme>,
-        false,
-        {kernels::folds_once<Scheme>(tensor::key), kernels::folds_once<Scheme>(tensor::value)},
-        full_precision<Scheme>,
-        (foldable<Scheme> || segmented<Scheme>)&&!composed_by_library<Scheme>,
-        value_type(),
-        sizeof(product),
-        &check,
-        &block_bytes,
-        &code_bytes,
-        &quantize,
-        &quantize_values,
-        &requantize_values,
-        with_token_scales<Scheme> ? &read_token_scales : nullptr,
-        &dequantize,
-        full_precision<Scheme> ? &write_tokens : nullptr,
-        &make_plan,
-        &product_table<product>::begin,
-        &product_table<product>::finish,
-        kernels::bounds_keys<Scheme> ? &estimate_scores : nullptr,
-        kernels::bounds_keys<Scheme> ? &estimate_floats : nullptr,
-        &describe,
-        transforming<Scheme> ? &transform_query : nullptr,
-        transforming<Scheme> ? &restore_output : nullptr};
+    /// The product that reads blocks; of the library, which may have none, of dequantized blocks.
+    static const product_functions& product() {
+        if constexpr (Backend::has_all_kernels)
+            return kernels::product_table<kernels::block_product<Backend, Scheme>>::functions;
+        else
+            return Backend::template product<Scheme>();
+    }
+    /// reads: attention reads the blocks, and does not dequantize them first.
+    static constexpr format_functions functions_with(const backend_functions* backend,
+                                                     const product_functions& from, bool reads) {
+        const bool transforms = transforming<Scheme> && reads, estimates = kernels::bounds_keys<Scheme> && reads;
+        return {backend,
+                supports<Scheme>(tensor::key),
+                supports<Scheme>(tensor::value),
+                !reads,
+                transforms,
+                false,
+                {!reads || kernels::folds_once<Scheme>(tensor::key),
+                 !reads || kernels::folds_once<Scheme>(tensor::value)},
+                full_precision<Scheme>,
+                (foldable<Scheme> || segmented<Scheme>)&&reads && !composed_by_library<Scheme>,
+                value_type(),
+                from.plan_bytes,
+                &check,
+                &block_bytes,
+                &code_bytes,
+                &quantize,
+                &quantize_values,
+                &requantize_values,
+                with_token_scales<Scheme> ? &read_token_scales : nullptr,
+                &dequantize,
+                full_precision<Scheme> ? &write_tokens : nullptr,
+                &make_plan,
+                from.begin,
+                from.finish,
+                estimates ? &estimate_scores : nullptr,
+                estimates ? &estimate_floats : nullptr,
+                &describe,
+                transforms ? &transform_query : nullptr,
+                transforms ? &restore_output : nullptr};
+    }
+    static const format_functions& functions() {
+        if constexpr (Backend::has_all_kernels) {
+            static constexpr format_functions all = functions_with(
+                &backend_table<Backend>::functions,
+                kernels::product_table<kernels::block_product<Backend, Scheme>>::functions,
+                foldable<Scheme> || segmented<Scheme> || full_precision<Scheme>);
+            return all;
+        } else {
+            static const format_functions all =
+                functions_with(Backend::vectors().backend, product(), Backend::template reads<Scheme>());
+            return all;
+        }
+    }
 };
 
 template <class Backend, kv_scheme Scheme>
@@ -241,7 +245,7 @@ struct scheme_record : format_record {
     short_text held_name;
 
     explicit scheme_record(Scheme of) : held(std::move(of)), held_name(held.name()) {
-        functions = &scheme_table<Backend, Scheme>::functions;
+        functions = &scheme_table<Backend, Scheme>::functions();
         scheme = &held;
         name = held_name.c_str();
         has_state = !name_says_all<Scheme>;

@@ -48,6 +48,17 @@ inline void walsh_hadamard(float* x, int n) noexcept {
     for (int i = 0; i < n; ++i) x[i] *= norm;
 }
 
+/// Calls f(first, n) for every block of channels: the largest powers of two that fit, and are at most `largest` (0: no limit).
+template <class F>
+void each_hadamard_block(int dim, int largest, F&& f) {
+    for (int first = 0; first < dim;) {
+        int n = 1;
+        while (first + 2 * n <= dim && (largest == 0 || 2 * n <= largest)) n *= 2;
+        f(first, n);
+        first += n;
+    }
+}
+
 }  // namespace detail
 
 /// The transform as a policy of transformed<> (schemes/transformed.hpp). Largest: 0 or a power of two; Seed 0: no signs.
@@ -64,16 +75,7 @@ struct hadamard_transform {
     static constexpr float sign(const block_id& id, int channel) noexcept {
         return detail::random_sign(Seed, id, channel);
     }
-    /// Calls f(first, n) for every block of channels.
-    template <class F>
-    static void each_block(int dim, F&& f) {
-        for (int first = 0; first < dim;) {
-            int n = 1;
-            while (first + 2 * n <= dim && (Largest == 0 || 2 * n <= Largest)) n *= 2;
-            f(first, n);
-            first += n;
-        }
-    }
+    static constexpr int largest = Largest;
 
     /// x = H S x.
     void forward(int dim, const block_id& id, float* x) const noexcept {
@@ -88,7 +90,8 @@ struct hadamard_transform {
 
 private:
     static void blocks(int dim, float* x) noexcept {
-        each_block(dim, [x](int first, int n) { detail::walsh_hadamard(x + first, n); });
+        detail::each_hadamard_block(dim, Largest,
+                                    [x](int first, int n) { detail::walsh_hadamard(x + first, n); });
     }
 };
 

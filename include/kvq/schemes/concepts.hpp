@@ -39,6 +39,31 @@
 #include "../core/shape.hpp"
 #include "../pack/code_layout.hpp"
 
+namespace kvq { inline namespace v0_3 {
+
+/// Parameters of a foldable scheme, on the axes of the block's matrix:
+///
+///   x^[r][c] = row_scale[r] * (col_scale[c] * (code[r][c] - zero_code) + col_bias[c]) + row_bias[r] * col_scale[c]
+///
+/// Absent scales are 1, absent biases 0. Row parameters may differ per column group, column parameters per row group.
+struct fold_use {
+    bool row_scale = false;
+    bool row_bias = false;
+    bool col_scale = false;
+    bool col_bias = false;
+
+    KVQ_HD KVQ_NO_COPY constexpr bool columns() const noexcept { return col_scale || col_bias; }
+};
+
+/// A range of columns with codes of one width, laid out as a block of its own (segment_layout), at `offset`.
+struct code_segment {
+    int first = 0;    ///< column; a multiple of 4
+    int columns = 0;  ///< a multiple of 4, except in the last range
+    std::size_t offset = 0;
+};
+
+}}  // namespace kvq
+
 namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class S>
@@ -129,20 +154,6 @@ template <class S>
 inline constexpr bool composed_by_library = false;
 }  // namespace detail
 
-/// Parameters of a foldable scheme, on the axes of the block's matrix:
-///
-///   x^[r][c] = row_scale[r] * (col_scale[c] * (code[r][c] - zero_code) + col_bias[c]) + row_bias[r] * col_scale[c]
-///
-/// Absent scales are 1, absent biases 0. Row parameters may differ per column group, column parameters per row group.
-struct fold_use {
-    bool row_scale = false;
-    bool row_bias = false;
-    bool col_scale = false;
-    bool col_bias = false;
-
-    constexpr bool columns() const noexcept { return col_scale || col_bias; }
-};
-
 /// A scheme whose blocks start with codes (pack/code_layout.hpp) and whose parameters can be multiplied into the operands of
 /// a product. `Backend` gives load_floats(const P*, int, float*), so that parameters of known types load as vectors. Codes of 4 bits
 /// may stand for 16 integers that are no grid, such as twice the values of e2m1:
@@ -174,13 +185,6 @@ inline constexpr int largest_multiplied<S> = [] {
     return largest;
 }();
 }  // namespace detail
-
-/// A range of columns with codes of one width, laid out as a block of its own (segment_layout), at `offset`.
-struct code_segment {
-    int first = 0;    ///< column; a multiple of 4
-    int columns = 0;  ///< a multiple of 4, except in the last range
-    std::size_t offset = 0;
-};
 
 /// A scheme whose columns form ranges with codes of different widths, and whose columns carry the parameters:
 ///

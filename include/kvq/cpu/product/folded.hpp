@@ -29,7 +29,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "parameter_source.hpp"
+#include "product_blocks.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 

@@ -17,17 +17,14 @@ struct segment_plan {
     code_layout<8> codes;
     fold_layout fold;
     std::size_t parameters;  ///< offset of the parameters in a block
-    code_segment segments[static_cast<std::size_t>(Widths::count)] = {};
+    code_segment segments[static_cast<std::size_t>(Widths::count)];
 
-    template <class Scheme>
-    segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n, int tile_query_bytes)
-        : meaning{scheme.columns(shape).fold(shape.role), 255.0f, 0.0f},
-          codes(scheme.columns(shape).codes(shape)),
+    segment_plan(const product_blocks& of, const block_shape& shape, int n, int tile_query_bytes)
+        : meaning(of.meaning),
+          codes({shape.rows(), of.row_group}, {shape.cols(), of.col_group}),
           fold(codes, true, n, tile_query_bytes, false),
-          parameters(scheme.columns(shape).parameters) {
-        scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
-            segments[static_cast<std::size_t>(index_of<Bits>())] = segment;
-        });
+          parameters(of.parameters) {
+        for (int w = 0; w < Widths::count; ++w) segments[w] = of.segments[w];
     }
 
     /// Order of the workspace: the output of fold(), tiles, units.
@@ -48,14 +45,6 @@ struct segment_plan {
             const float one = 1.0f / static_cast<float>(1 << (Widths::values[0] - Widths::values[w]));
             for (int c = 0; c < segments[w].columns; ++c) unit[segments[w].first + c] = one;
         }
-    }
-
-private:
-    template <int Bits>
-    static constexpr int index_of() {
-        int w = 0;
-        while (Widths::values[w] != Bits) ++w;
-        return w;
     }
 };
 

@@ -22,7 +22,7 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// What the kernel knows of blocks of a scheme and a shape.
+/// What the kernel knows of blocks of a codec and a shape.
 template <int Bits>
 struct range_block {
     code_layout<Bits> codes;
@@ -31,14 +31,12 @@ struct range_block {
     float limit;        ///< parameters above it need codes that are clamped
     std::size_t bytes;  ///< of a block
 
-    template <class Lanes, range_scheme Scheme>
-    static range_block of(const Scheme& scheme, const block_shape& shape) {
-        using levels = typename Scheme::levels;
-        using parameter = typename Scheme::parameter;
-        return {scheme.codes(shape), parameter_sections(scheme, shape),
-                range_fit_of<Lanes, levels, Bits, parameter>(), range_limit<parameter>(),
-                scheme.block_bytes(shape)};
-    }
+    range_block(const block_layout& of, const parameter_functions& p, const block_shape& shape)
+        : codes(of.rows(shape), of.cols(shape)),
+          sections(of, shape),
+          fit(p.fit),
+          limit(p.limit),
+          bytes(of.bytes(shape)) {}
 };
 
 template <class Lanes, class Levels, int Bits, class Values>

@@ -1,4 +1,9 @@
-// What products take of a scheme, so that schemes of one width share them: what its codes mean, and where the parameters of a block come from.
+// What products and estimates take of a scheme, so that schemes of one width share them: what its codes mean, where they lie, and where the
+// parameters of a block come from.
+//
+//   product_blocks_of<Backend>(scheme, shape, id)      of the blocks of one layer and head
+//
+// Contract: plain values, so that kernels may be compiled for another instruction set than the scheme. They point to the scheme.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +12,7 @@
 #include "../../schemes/block_layout.hpp"
 #include "../../schemes/codec_spec.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
+namespace kvq { inline namespace v0_3 {
 
 /// What products know of a codec besides the layout of its codes, on one axis.
 struct code_meaning {
@@ -16,18 +21,6 @@ struct code_meaning {
     float zero_code;                        ///< what is subtracted from every such number
     const std::uint8_t* entries = nullptr;  ///< of the table, 16 of them
 };
-
-template <class Scheme>
-constexpr code_meaning meaning_of(tensor role) noexcept {
-    const std::uint8_t* entries = nullptr;
-    if constexpr (detail::with_code_entries<Scheme>) {
-        static_assert(Scheme::code_bits == 4 && detail::largest_multiplied<Scheme> <= 127,
-                      "kvq: code_entries are 16 numbers from 0 to 127, for codes of 4 bits");
-        entries = Scheme::code_entries.data();
-    }
-    return {Scheme::fold(role), static_cast<float>(detail::largest_multiplied<Scheme>),
-            static_cast<float>(Scheme::zero_code), entries};
-}
 
 /// The parameters of a block as floats, in slots: of its rows for a group of columns, of its columns for a group of rows.
 struct parameter_source {
@@ -47,10 +40,40 @@ struct parameter_source {
     const float* factor;  ///< with which scales of columns are multiplied, where columns form segments
     place at;
 
-    KVQ_INLINE parameter_source of(const block_id& i, const std::byte* b, const float* f = nullptr) const {
+    KVQ_NO_COPY parameter_source of(const block_id& i, const std::byte* b, const float* f = nullptr) const {
         return {rows, columns, owner, shape, i, b, f, at};
     }
 };
+
+struct product_blocks {
+    code_meaning meaning;
+    parameter_source source;
+    int row_group, col_group;  ///< rows, and columns, that share parameters
+    std::size_t parameters;    ///< their offset in a block
+    std::size_t bytes;         ///< of a block
+    /// Ranges of columns, one of each width of the codec, where it has several.
+    int segment_count;
+    code_segment segments[codec_spec::most_widths];
+    /// Blocks that are dequantized first.
+    void (*dequantize)(const void* owner, const block_shape&, block_id, const std::byte* block,
+                       float* values);
+};
+
+}}  // namespace kvq
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
+
+template <class Scheme>
+constexpr code_meaning meaning_of(tensor role) noexcept {
+    const std::uint8_t* entries = nullptr;
+    if constexpr (detail::with_code_entries<Scheme>) {
+        static_assert(Scheme::code_bits == 4 && detail::largest_multiplied<Scheme> <= 127,
+                      "kvq: code_entries are 16 numbers from 0 to 127, for codes of 4 bits");
+        entries = Scheme::code_entries.data();
+    }
+    return {Scheme::fold(role), static_cast<float>(detail::largest_multiplied<Scheme>),
+            static_cast<float>(Scheme::zero_code), entries};
+}
 
 /// Loads of parameters by their storage, and of token scales by theirs, for all schemes.
 template <class Backend, class Parameters>
@@ -108,6 +131,47 @@ parameter_source parameters_of(const Scheme& scheme, const block_shape& shape) {
             };
     }
     return source;
+}
+
+/// The blocks of a scheme for products and estimates. Parameters are loaded, and blocks dequantized, by functions of Backend.
+template <class Backend, class Scheme>
+product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
+                                 [[maybe_unused]] const block_id& id) {
+    product_blocks b{};
+    if constexpr (foldable<Scheme>) {
+        const auto codes = scheme.codes(shape);
+        b.meaning = meaning_of<Scheme>(shape.role);
+        b.source = parameters_of<Backend>(scheme, shape);
+        b.row_group = codes.rows().group;
+        b.col_group = codes.cols.group;
+        b.parameters = codes.bytes();
+        b.bytes = scheme.block_bytes(shape);
+    } else if constexpr (segmented<Scheme>) {
+        const auto columns = scheme.columns(shape);
+        b.meaning = {columns.fold(shape.role), 255.0f, 0.0f};
+        b.source = parameters_of<Backend>(scheme, shape);
+        b.row_group = columns.codes(shape).rows().group;
+        b.col_group = columns.codes(shape).cols.group;
+        b.parameters = columns.parameters;
+        b.bytes = scheme.block_bytes(shape);
+        b.segment_count = Scheme::width_list::count;
+        scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
+            int w = 0;
+            while (Scheme::width_list::values[w] != Bits) ++w;
+            b.segments[w] = segment;
+        });
+    }
+    // Where there may be no kernel that reads the codes, too.
+    constexpr bool read = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme>;
+    if constexpr (!read || !Backend::has_all_kernels) {
+        b.source.owner = &scheme;
+        b.dequantize = [](const void* s, const block_shape& of, block_id i, const std::byte* block,
+                          float* values) {
+            Backend::dequantize(*static_cast<const Scheme*>(s), of, i, block, float_type::fp32, values,
+                                std::ptrdiff_t{of.dim}, values);
+        };
+    }
+    return b;
 }
 
 }}}  // namespace kvq::kernels

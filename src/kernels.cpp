@@ -1,0 +1,64 @@
+// The kernels of kvq::library for schemes of a program (cpu/library_kernels.hpp), of the instruction set that builtin_formats.cpp takes, too.
+#include <kvq/cpu/arch/arch.hpp>
+#include <kvq/cpu/kernel_table.hpp>
+#include <vector>
+
+#include "kvq_levels.inc"
+
+using add_kernels = void (*)(void*, const kvq::codec_kernels*);
+
+#define KVQ_DECLARE_PART(level, part) extern "C" void kvq_kernels_##level##_##part(void*, add_kernels);
+#define KVQ_DECLARE(level) KVQ_PARTS(KVQ_DECLARE_PART, level)
+KVQ_LEVELS(KVQ_DECLARE)
+
+namespace {
+
+using kernel_list = std::vector<kvq::codec_kernels>;
+
+const kernel_list& all_kernels() {
+    static const kernel_list all = [] {
+        kernel_list list;
+        const add_kernels add = [](void* to, const kvq::codec_kernels* entry) {
+            static_cast<kernel_list*>(to)->push_back(*entry);
+        };
+#define KVQ_ADD_PART(level, part) kvq_kernels_##level##_##part(&list, add);
+#define KVQ_ADD(level)                   \
+    if (kvq::arch::level::available()) { \
+        KVQ_PARTS(KVQ_ADD_PART, level)   \
+        return list;                     \
+    }
+        KVQ_LEVELS(KVQ_ADD)
+        return list;
+    }();
+    return all;
+}
+
+bool same_widths(const kvq::codec_spec& a, const kvq::codec_spec& b) {
+    if (a.width_count != b.width_count) return false;
+    for (int i = 0; i < a.width_count; ++i)
+        if (a.widths[i] != b.widths[i]) return false;
+    return true;
+}
+
+}  // namespace
+
+// Every library has formats of values, and with them the first part.
+const kvq::kernel_vectors& kvq::library_vectors() { return *all_kernels().front().vectors; }
+
+const kvq::product_functions* kvq::library_product(const codec_spec& codec) {
+    const auto is_table = [](const codec_spec& c) { return c.levels == level_kind::table; };
+    for (const codec_kernels& k : all_kernels())
+        if (k.product && k.of.reading == codec.reading && same_widths(k.of, codec) &&
+            is_table(k.of) == is_table(codec) &&
+            (codec.reading != block_reading::values || k.of.value_type == codec.value_type))
+            return k.product;
+    return nullptr;
+}
+
+const kvq::group_functions* kvq::library_groups(const codec_spec& codec) {
+    for (const codec_kernels& k : all_kernels())
+        if (k.groups && same_widths(k.of, codec) && k.of.levels == codec.levels &&
+            k.of.per_token == codec.per_token)
+            return k.groups;
+    return nullptr;
+}
