@@ -194,7 +194,8 @@ void measure(const char* name, const char* input, kvq::tensor role, const settin
     }),
             bytes, b.read, b.copy);
     out.row("dequantize", name, role, input, "tokens", set, set.time([&](int i) {
-        backend::dequantize(scheme, shape, {}, code_at(i), kvq::float_type_of<T>, float_at(i), s.dim, space());
+        backend::dequantize(scheme, shape, {}, code_at(i), kvq::float_type_of<T>, float_at(i), s.dim,
+                            space());
     }),
             bytes, b.store, b.copy);
 }
@@ -257,14 +258,14 @@ void requantize(const char* name, kvq::tensor role, const settings& s, working_s
     fill<kvq::float16>(set, s, role);
     out.row("requantize", name, role, "16", "block", set, set.time([&](int i) {
         backend::quantize(to, shape, {}, kvq::float_type::fp16,
-                                        set.floats.data() + static_cast<std::size_t>(i) * window,
-                                        set.more.data() + static_cast<std::size_t>(i) * target, space());
+                          set.floats.data() + static_cast<std::size_t>(i) * window,
+                          set.more.data() + static_cast<std::size_t>(i) * target, space());
     }),
             static_cast<double>(window + target) * set.blocks, b[1].read, b[1].copy);
     for (int i = 0; i < set.blocks; ++i)
         backend::quantize(from, shape, {}, kvq::float_type::fp16,
-                                        set.floats.data() + static_cast<std::size_t>(i) * window,
-                                        set.codes.data() + static_cast<std::size_t>(i) * quantized, space());
+                          set.floats.data() + static_cast<std::size_t>(i) * window,
+                          set.codes.data() + static_cast<std::size_t>(i) * quantized, space());
     const double scale = static_cast<double>(quantized) / static_cast<double>(window);
     out.row("requantize", name, role, "8", "block", set, set.time([&](int i) {
         float* const values = space();

@@ -3,7 +3,6 @@
 //   KVQ_PARTS(X, level)    X(level, part) of every part of the formats (format/builtin_schemes.hpp)
 #include <kvq/cpu/arch/arch.hpp>
 #include <kvq/format/builtin_format.hpp>
-#include <string_view>
 #include <vector>
 
 #include "kvq_levels.inc"
@@ -39,16 +38,4 @@ const kvq::builtin_format* kvq::builtin_formats(std::size_t* count) {
     static const format_vector list = make_list();
     *count = list.size();
     return list.data();
-}
-
-const kvq::format& kvq::builtin_fp16() {
-    // Never destroyed, so that nothing runs at the end of the program. Every library has this format (src/CMakeLists.txt).
-    static const kvq::format* const fp16 = [] {
-        std::size_t count = 0;
-        const builtin_format* const formats = builtin_formats(&count);
-        std::size_t i = 0;
-        while (std::string_view(formats[i].name) != "fp16") ++i;
-        return new kvq::format(formats[i].make(0, nullptr, 0));
-    }();
-    return *fp16;
 }

@@ -7,9 +7,9 @@
 
 using add_kernels = void (*)(void*, const kvq::codec_kernels*);
 
-#define KVQ_DECLARE_PART(level, part) extern "C" void kvq_kernels_##level##_##part(void*, add_kernels);
-#define KVQ_DECLARE(level) KVQ_PARTS(KVQ_DECLARE_PART, level)
-KVQ_LEVELS(KVQ_DECLARE)
+#define KVQ_DECLARE_KERNELS_OF(level, part) extern "C" void kvq_kernels_##level##_##part(void*, add_kernels);
+#define KVQ_DECLARE_KERNELS(level) KVQ_PARTS(KVQ_DECLARE_KERNELS_OF, level)
+KVQ_LEVELS(KVQ_DECLARE_KERNELS)
 
 namespace {
 
@@ -21,13 +21,13 @@ const kernel_list& all_kernels() {
         const add_kernels add = [](void* to, const kvq::codec_kernels* entry) {
             static_cast<kernel_list*>(to)->push_back(*entry);
         };
-#define KVQ_ADD_PART(level, part) kvq_kernels_##level##_##part(&list, add);
-#define KVQ_ADD(level)                   \
-    if (kvq::arch::level::available()) { \
-        KVQ_PARTS(KVQ_ADD_PART, level)   \
-        return list;                     \
+#define KVQ_ADD_KERNELS_OF(level, part) kvq_kernels_##level##_##part(&list, add);
+#define KVQ_ADD_KERNELS(level)               \
+    if (kvq::arch::level::available()) {     \
+        KVQ_PARTS(KVQ_ADD_KERNELS_OF, level) \
+        return list;                         \
     }
-        KVQ_LEVELS(KVQ_ADD)
+        KVQ_LEVELS(KVQ_ADD_KERNELS)
         return list;
     }();
     return all;

@@ -96,7 +96,8 @@ TEST_CASE_TEMPLATE("a kernel quantizes head sizes that are no power of two, from
                     CHECK(native::describe(scheme, shape, window).quantize);
                 const kernels::range_block<S::code_bits> of(
                     scheme.layout(),
-                    kernels::functions_of_parameters<native, levels, S::code_bits, typename S::parameter>, shape);
+                    kernels::functions_of_parameters<native, levels, S::code_bits, typename S::parameter>,
+                    shape);
                 CHECK(kernels::quantize_choice(kvq::codec_of<S>(), shape));
                 const auto x = test::random_block(random, shape);
                 std::vector<std::byte> block(scheme.block_bytes(shape)), window(4 * shape.values());

@@ -45,7 +45,7 @@ struct problem {
         const kvq::full<T> scheme;
         const kvq::block_id id{0, 0};
         const kvq::kernels::block_product<kvq::simd<>, kvq::full<T>> product(
-        kvq::kernels::product_blocks_of<kvq::simd<>>(scheme, shape, id), shape, n);
+            kvq::kernels::product_blocks_of<kvq::simd<>>(scheme, shape, id), shape, n);
         std::vector<float> space(product.workspace_bytes() / sizeof(float) + 32);
         auto* const aligned =
             reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(space.data()) + 63) / 64 * 64);

@@ -37,9 +37,8 @@ void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::bloc
     const std::uint32_t not_finite = scheme.quantize(shape, id, rounded.data(), expected.data());
 
     std::vector<float> scratch(shape.values() + 16, 1e30f);
-    const std::uint32_t counted =
-        Backend::quantize(
-        scheme, shape, id, kvq::float_type_of<Window>, window.data(), got.data(), scratch.data());
+    const std::uint32_t counted = Backend::quantize(scheme, shape, id, kvq::float_type_of<Window>,
+                                                    window.data(), got.data(), scratch.data());
     CHECK(counted == not_finite);
     check_written(expected, got, scratch, shape.values());
 

@@ -54,9 +54,8 @@ void check_shape(test::generator& random, const Scheme& scheme, const kvq::block
         CHECK(
             std::equal(block.begin(), block.begin() + static_cast<std::ptrdiff_t>(bytes), reference.begin()));
 
-    const bool dequantizes =
-        native::dequantizes_in_vectors(scheme, shape, id, reference.data(), float_type::fp32, out.data(),
-                                       shape.dim, values.data());
+    const bool dequantizes = native::dequantizes_in_vectors(
+        scheme, shape, id, reference.data(), float_type::fp32, out.data(), shape.dim, values.data());
     CHECK(native::describe(scheme, shape, float_type::fp16).dequantize == dequantizes);
     scheme.dequantize(shape, id, reference.data(), expected.data());
     if (dequantizes)

@@ -35,8 +35,10 @@ inline format_description described(const codec_spec& c, const token_transform& 
     const kernel_choice of_window =
         before ? read_choice(s, window, width) : window_choice(c, s, window, width);
     const auto compiled = [](bool lacks, const kernel_choice& choice) {
-        return lacks && choice ? kernel_choice{nullptr, "kvq::library has none of this codec; files with KVQ_HEADER_ONLY do"}
-                               : choice;
+        return lacks && choice
+                   ? kernel_choice{nullptr,
+                                   "kvq::library has none of this codec; files with KVQ_HEADER_ONLY do"}
+                   : choice;
     };
     kernel_choice quantize = both(of_window, compiled(missing.quantize, quantize_choice(c, s))),
                   dequantize = compiled(missing.dequantize, dequantize_choice(c, s, width)),

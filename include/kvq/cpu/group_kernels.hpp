@@ -26,8 +26,7 @@ bool quantize_ranges(const codec_spec& codec, const parameter_functions& paramet
     const auto run = [&]<class Values>(Values from) {
         return block_quantizer<Lanes, Levels, Bits, Values>(of, from, block).run();
     };
-    if (values.tokens)
-        return run(float_values<Lanes>(shape, reinterpret_cast<const float*>(values.from)));
+    if (values.tokens) return run(float_values<Lanes>(shape, reinterpret_cast<const float*>(values.from)));
     if (values.type == float_type::fp16) return run(half_values<Lanes>(shape, values.from));
     if (values.type == float_type::fp32) return run(float_values<Lanes>(shape, values.from));
     if (!widens(shape)) return false;

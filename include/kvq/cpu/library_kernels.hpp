@@ -35,9 +35,9 @@ struct library : vector_backend<library> {
     }
     template <class Scheme>
     static const product_functions& product() {
-        static const product_functions* const found =
-            codec_of<Scheme>().reading == block_reading::dequantized ? nullptr
-                                                                     : library_product(codec_of<Scheme>());
+        static const product_functions* const found = codec_of<Scheme>().reading == block_reading::dequantized
+                                                          ? nullptr
+                                                          : library_product(codec_of<Scheme>());
         return found ? *found : vectors().dequantized;
     }
     static void estimate_scores(const product_blocks& of, const parameter_source& source, const float* x,
@@ -52,9 +52,14 @@ struct library : vector_backend<library> {
     template <class Scheme>
     static kernels::missing_kernels missing() {
         constexpr codec_spec codec = codec_of<Scheme>();
-        const bool values = codec.content == block_content::values,
-                   groups = kernels::by_groups(codec) && library_groups(codec) != nullptr;
-        return {!values && !groups, !values && !groups, !reads<Scheme>()};
+        constexpr kernels::quantizer quantizer = kernels::quantizer_of(codec);
+        constexpr kernels::dequantizer dequantizer = kernels::dequantizer_of(codec);
+        const bool groups = library_groups(codec) != nullptr;
+        return {
+            quantizer == kernels::quantizer::channels || (quantizer == kernels::quantizer::ranges && !groups),
+            dequantizer == kernels::dequantizer::channels ||
+                (dequantizer == kernels::dequantizer::groups && !groups),
+            !reads<Scheme>()};
     }
     static bool read_window(float_type type, const block_shape& shape, const std::byte* from, float* values) {
         return vectors().read_tokens(type, shape, from, float_type::fp32, values, shape.dim);

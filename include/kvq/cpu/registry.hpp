@@ -4,7 +4,7 @@
 //   quantizer_of(codec), dequantizer_of(codec)         the kernels of a codec for any shape: what is compiled for its schemes
 //
 // The kernels of a codec follow from its spec (schemes/codec_spec.hpp); whether they take a block follows from its shape, and from the width
-// of vectors. The rules know nothing else of an instruction set. simd.hpp calls the kernel that the registry names;
+// of vectors. The rules know nothing else of an instruction set. vector_backend.hpp calls the kernel that the registry names;
 // format::describe() (describe.hpp) returns the registry's text. What depends on values is not in it: blocks with NaN, infinities or values that
 // need clamping are quantized by portable code.
 // Contract: functions of these values; no kernel runs. bench/kernels.cpp prints the registry.

@@ -90,7 +90,8 @@ struct scalar : detail::plain_loads {
                 for (int c = 0; c < shape.dim; ++c) {
                     const Window x(static_cast<float>(static_cast<const T*>(tokens)[t * stride + c]));
                     not_finite += !detail::is_finite(static_cast<float>(x));
-                    detail::store_as(block + sizeof(Window) * full<Window>::element(layout, shape, at + t, c), x);
+                    detail::store_as(block + sizeof(Window) * full<Window>::element(layout, shape, at + t, c),
+                                     x);
                 }
         });
         return not_finite;

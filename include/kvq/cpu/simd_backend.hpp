@@ -3,7 +3,6 @@
 // The same kernels as the scalar backend (cpu/), in vectors of the architecture; the same bytes. Include simd.hpp.
 #pragma once
 
-#include "../format/make_format.hpp"
 #include "arch/lanes.hpp"
 #include "dequantize/dequantize_channels.hpp"
 #include "group_kernels.hpp"
@@ -70,8 +69,8 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
     static std::uint32_t write_values(const block_shape& shape, std::byte* block, float_type type,
                                       const void* tokens, std::ptrdiff_t stride, int count, int at) {
         return detail::visit_float_type(type, [&]<class From>(From) {
-            return kernels::token_writer<lanes, T, From>(shape, block, static_cast<const From*>(tokens), stride,
-                                                         count, at)
+            return kernels::token_writer<lanes, T, From>(shape, block, static_cast<const From*>(tokens),
+                                                         stride, count, at)
                 .run();
         });
     }
@@ -94,13 +93,15 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
     template <kernels::composed_scheme Scheme>
     static bool dequantize_groups(const codec_spec& codec, const block_shape& shape, const std::byte* block,
                                   float_type type, void* out, std::ptrdiff_t stride, float* values) {
-        return kernels::dequantize_groups<lanes, typename Scheme::levels, Scheme::code_bits, Scheme::by_token>(
-            codec, parameters_of<Scheme>, shape, block, type, out, stride, values);
+        return kernels::dequantize_groups<lanes, typename Scheme::levels, Scheme::code_bits,
+                                          Scheme::by_token>(codec, parameters_of<Scheme>, shape, block, type,
+                                                            out, stride, values);
     }
     template <kernels::channel_scheme Scheme>
     static bool quantize_channels(const Scheme& scheme, const block_shape& shape, block_id id, float* values,
                                   std::byte* block, bool again, const float* token_scales) {
-        return kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block, again, token_scales)
+        return kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block, again,
+                                                         token_scales)
             .run();
     }
     template <kernels::dequantized_by_channels Scheme>

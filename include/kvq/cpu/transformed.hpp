@@ -36,7 +36,8 @@ std::uint32_t transform_tokens(const Scheme& scheme, const block_shape& shape, c
                                float* values) {
     using transform = decltype(scheme.transform);
     if constexpr (is_hadamard<transform>)
-        if (Backend::hadamard_tokens(shape, id, values, &transform::sign, transform::largest, false)) return 0;
+        if (Backend::hadamard_tokens(shape, id, values, &transform::sign, transform::largest, false))
+            return 0;
     return scheme.transform_values(shape, id, values);
 }
 /// T^-1 y for every token, in place.

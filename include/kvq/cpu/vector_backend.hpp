@@ -27,7 +27,8 @@ struct vector_backend {
                                   float_type window, const std::byte* from, std::byte* block, float* values) {
         if constexpr (kernels::range_scheme<Scheme>)
             if (quantizes_ranges(scheme, shape, {from, window, false, values}, block)) return 0;
-        if (!Kernels::read_window(window, shape, from, values)) scalar::read_window(window, shape, from, values);
+        if (!Kernels::read_window(window, shape, from, values))
+            scalar::read_window(window, shape, from, values);
         return quantize_values(scheme, shape, id, values, block);
     }
 
@@ -40,8 +41,8 @@ struct vector_backend {
             return not_finite;
         } else if constexpr (full_precision<Scheme>) {
             std::memset(block, 0, scheme.block_bytes(shape));  // odd rows and columns leave gaps
-            return write_tokens<typename Scheme::value_type>(shape, block, float_type::fp32, values, shape.dim,
-                                                             shape.tokens, 0);
+            return write_tokens<typename Scheme::value_type>(shape, block, float_type::fp32, values,
+                                                             shape.dim, shape.tokens, 0);
         } else {
             if (quantizes_in_vectors(scheme, shape, id, values, block)) return 0;
             return scheme.quantize(shape, id, values, block);
@@ -98,10 +99,11 @@ struct vector_backend {
 
     /// Was the block quantized? False: no kernel takes it, or its values, and the contents of the block are undefined.
     template <kernels::range_scheme Scheme>
-    static bool quantizes_ranges(const Scheme& scheme, const block_shape& shape,
-                                 const block_input& values, std::byte* block) {
+    static bool quantizes_ranges(const Scheme& scheme, const block_shape& shape, const block_input& values,
+                                 std::byte* block) {
         const codec_spec codec = codec_of(scheme);
-        return kernels::quantize_choice(codec, shape) && Kernels::template quantize_ranges<Scheme>(codec, shape, values, block);
+        return kernels::quantize_choice(codec, shape) &&
+               Kernels::template quantize_ranges<Scheme>(codec, shape, values, block);
     }
     /// The same for tokens as floats.
     template <kv_scheme Scheme>
@@ -109,8 +111,8 @@ struct vector_backend {
                                      float* values, std::byte* block) {
         if constexpr (kernels::range_scheme<Scheme>)
             return quantizes_ranges(
-                scheme, shape,
-                {reinterpret_cast<const std::byte*>(values), float_type::fp32, true, nullptr}, block);
+                scheme, shape, {reinterpret_cast<const std::byte*>(values), float_type::fp32, true, nullptr},
+                block);
         else if constexpr (kernels::channel_scheme<Scheme>)
             return quantizes_channels(scheme, shape, id, values, block, false, nullptr);
         else
@@ -130,7 +132,8 @@ struct vector_backend {
         const codec_spec codec = codec_of(scheme);
         if (!kernels::dequantize_choice(codec, shape, Kernels::width())) return false;
         if constexpr (kernels::composed_scheme<Scheme>)
-            return Kernels::template dequantize_groups<Scheme>(codec, shape, block, type, out, stride, values);
+            return Kernels::template dequantize_groups<Scheme>(codec, shape, block, type, out, stride,
+                                                               values);
         else if constexpr (kernels::dequantized_by_channels<Scheme>)
             return Kernels::dequantize_channels(scheme, shape, id, block, type, out, stride, values);
         else

@@ -22,7 +22,4 @@ struct builtin_format {
 /// The formats for the best instructions of this CPU. The list lives as long as the program.
 KVQ_EXPORT const builtin_format* builtin_formats(std::size_t* count);
 
-/// Values of fp16 among them: the usual window of formats that a program with KVQ_COMPILED makes of its own schemes. In kvq::library.
-KVQ_EXPORT const format& builtin_fp16();
-
 }}  // namespace kvq

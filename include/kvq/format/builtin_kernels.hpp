@@ -49,7 +49,8 @@ struct vectors_of {
 
 template <class Lanes, class Levels, int Bits, bool PerToken>
 inline constexpr group_functions functions_of_groups{
-    &kernels::quantize_ranges<Lanes, Levels, Bits>, &kernels::dequantize_groups<Lanes, Levels, Bits, PerToken>};
+    &kernels::quantize_ranges<Lanes, Levels, Bits>,
+    &kernels::dequantize_groups<Lanes, Levels, Bits, PerToken>};
 
 template <class Backend, int Part, class Add>
 void add_kernels(void* list, Add* add) {
@@ -61,17 +62,22 @@ void add_kernels(void* list, Add* add) {
         add(list, &all);
     };
     if constexpr (Part == 0) {
-        entry(codec_of<full<float16>>(), &product_table<kernels::window_block_product<Backend, float16>>::functions);
+        entry(codec_of<full<float16>>(),
+              &product_table<kernels::window_block_product<Backend, float16>>::functions);
         entry(codec_of<full<bfloat16>>(),
               &product_table<kernels::window_block_product<Backend, bfloat16>>::functions);
-        entry(codec_of<full<float>>(), &product_table<kernels::window_block_product<Backend, float>>::functions);
+        entry(codec_of<full<float>>(),
+              &product_table<kernels::window_block_product<Backend, float>>::functions);
     }
     if constexpr (Part >= 1 && Part <= 8) {
-        const auto* const product = &product_table<kernels::code_block_product<Backend, Part, false>>::functions;
-        entry(codec_of<affine<Part, per_token<>>>(), product, &functions_of_groups<lanes, asymmetric, Part, true>);
+        const auto* const product =
+            &product_table<kernels::code_block_product<Backend, Part, false>>::functions;
+        entry(codec_of<affine<Part, per_token<>>>(), product,
+              &functions_of_groups<lanes, asymmetric, Part, true>);
         entry(codec_of<affine<Part, per_channel<>>>(), product,
               &functions_of_groups<lanes, asymmetric, Part, false>);
-        if constexpr (Part == 8) entry(codec_of<int8>(), product, &functions_of_groups<lanes, symmetric, Part, true>);
+        if constexpr (Part == 8)
+            entry(codec_of<int8>(), product, &functions_of_groups<lanes, symmetric, Part, true>);
     }
     if constexpr (Part == 4) {
         codec_spec table = codec_of<affine<4>>();

@@ -193,7 +193,8 @@ struct scheme_table {
     /// reads: attention reads the blocks, and does not dequantize them first.
     static constexpr format_functions functions_with(const backend_functions* backend,
                                                      const product_functions& from, bool reads) {
-        const bool transforms = transforming<Scheme> && reads, estimates = kernels::bounds_keys<Scheme> && reads;
+        const bool transforms = transforming<Scheme> && reads,
+                   estimates = kernels::bounds_keys<Scheme> && reads;
         return {backend,
                 supports<Scheme>(tensor::key),
                 supports<Scheme>(tensor::value),
@@ -226,10 +227,10 @@ struct scheme_table {
     }
     static const format_functions& functions() {
         if constexpr (Backend::has_all_kernels) {
-            static constexpr format_functions all = functions_with(
-                &backend_table<Backend>::functions,
-                kernels::product_table<kernels::block_product<Backend, Scheme>>::functions,
-                foldable<Scheme> || segmented<Scheme> || full_precision<Scheme>);
+            static constexpr format_functions all =
+                functions_with(&backend_table<Backend>::functions,
+                               kernels::product_table<kernels::block_product<Backend, Scheme>>::functions,
+                               foldable<Scheme> || segmented<Scheme> || full_precision<Scheme>);
             return all;
         } else {
             static const format_functions all =
@@ -307,7 +308,7 @@ namespace detail {
 template <class Backend>
 const format& fp16_format() {
 #if defined(KVQ_COMPILED)
-    return builtin_fp16();  // kernels of values are the library's
+    return library_vectors().backend->fp16();
 #else
     // Never destroyed, so that nothing runs at the end of the program.
     static const format* const f = new format(make_format<Backend>(full<float16>{}));

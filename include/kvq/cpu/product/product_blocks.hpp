@@ -137,7 +137,9 @@ parameter_source parameters_of(const Scheme& scheme, const block_shape& shape) {
 template <class Backend, class Scheme>
 product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
                                  [[maybe_unused]] const block_id& id) {
-    product_blocks b{};
+    product_blocks b;  // segments are set where there are some: estimates make one of these for every block
+    b.segment_count = 0;
+    b.dequantize = nullptr;
     if constexpr (foldable<Scheme>) {
         const auto codes = scheme.codes(shape);
         b.meaning = meaning_of<Scheme>(shape.role);
@@ -155,6 +157,7 @@ product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
         b.parameters = columns.parameters;
         b.bytes = scheme.block_bytes(shape);
         b.segment_count = Scheme::width_list::count;
+        for (int w = 0; w < b.segment_count; ++w) b.segments[w] = {};
         scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
             int w = 0;
             while (Scheme::width_list::values[w] != Bits) ++w;

@@ -66,8 +66,7 @@ KVQ_NOINLINE void estimate_scores(const product_blocks& of, const parameter_sour
     float* const bias = scale + estimate_slots(cols);
     float* const token_scale = bias + 2 * estimate_slots(cols);
     if (!has_bias)  // a loop: functions of std have no name of an instruction set (core/tagged_vector.hpp)
-        for (std::size_t i = 0, n = estimate_slots(cols); i < n; ++i)
-            bias[i] = 0.0f;
+        for (std::size_t i = 0, n = estimate_slots(cols); i < n; ++i) bias[i] = 0.0f;
     for (int rg = first / rows.group; rg * rows.group < end; ++rg) {
         for (const std::size_t to = detail::smaller(next + part, of.bytes); next < to; next += 64)
             detail::prefetch(source.block + ahead + next);
@@ -82,8 +81,8 @@ KVQ_NOINLINE void estimate_scores(const product_blocks& of, const parameter_sour
                     with_queries(queries, [&](auto n) {
                         sum_ranges<Lanes, decltype(n)::value, Apart>(
                             scale + slot, bias + slot, middle_code, half_codes,
-                            x + i * x_stride + cg * cols.group, x_stride, cols.group_size(cg), spread,
-                            middle, half);
+                            x + i * x_stride + cg * cols.group, x_stride, cols.group_size(cg), spread, middle,
+                            half);
                     });
                 };
                 has_token_scales ? sum.template operator()<true>() : sum.template operator()<false>();
@@ -103,8 +102,7 @@ KVQ_NOINLINE void estimate_scores(const product_blocks& of, const parameter_sour
                                    spread * detail::larger(-least, most) * half[k];
             }
             for (int k = 0; k < queries; ++k)
-                out[i + k] =
-                    rg == first / rows.group ? estimate[k] : detail::larger(out[i + k], estimate[k]);
+                out[i + k] = rg == first / rows.group ? estimate[k] : detail::larger(out[i + k], estimate[k]);
             i += queries;
         }
     }
