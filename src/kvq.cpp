@@ -1,4 +1,7 @@
-// The code without templates of the headers, for programs with KVQ_COMPILED: compiled once, for the weakest CPU.
+// The code without templates of the headers, for programs with KVQ_COMPILED: compiled once, for the weakest CPU. KVQ_HAS_JSON: the library is
+// built with nlohmann-json, without which it saves nothing.
+#include <kvq/adapters/sequence_state-inl.hpp>
+#include <kvq/adapters/sequence_table-inl.hpp>
 #include <kvq/attention/mods-inl.hpp>
 #include <kvq/attention/rotary-inl.hpp>
 #include <kvq/attention/selection-inl.hpp>
@@ -21,8 +24,19 @@
 #include <kvq/format/format-inl.hpp>
 #include <kvq/format/format_names-inl.hpp>
 #include <kvq/format/format_table-inl.hpp>
+#include <kvq/io/page_transfer-inl.hpp>
+#include <kvq/io/page_wire-inl.hpp>
+#include <kvq/io/scheme_identity-inl.hpp>
 #include <kvq/page/layer_pages-inl.hpp>
 #include <kvq/page/page-inl.hpp>
 #include <kvq/page/page_arena-inl.hpp>
 #include <kvq/page/page_table-inl.hpp>
+#include <kvq/policy/prefix_cache-inl.hpp>
 #include <kvq/quant/calibration-inl.hpp>
+#if KVQ_HAS_JSON
+#include <kvq/io/file-inl.hpp>
+#include <kvq/io/restore-inl.hpp>
+#include <kvq/io/safetensors-inl.hpp>
+#include <kvq/io/save-inl.hpp>
+#include <kvq/policy/prefix_tiers-inl.hpp>
+#endif

@@ -73,7 +73,7 @@ kvq_status kvq_cache_requantize(kvq_cache* cache, kvq_sequence* const* sequences
         wanted.new_pages = r.new_pages != 0;
         kvq::requantize_limit limit;
         if (r.most_pages != 0) limit.pages = r.most_pages;
-        if (r.most_nanoseconds != 0) limit.time = std::chrono::nanoseconds(r.most_nanoseconds);
+        if (r.most_nanoseconds != 0) limit.nanoseconds = r.most_nanoseconds;
         const kvq::executor_view executor = executor_of(r.executor);
         call_workspace space(r.workspace, state->cache);
         kvq::requantize_report done;

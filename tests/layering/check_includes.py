@@ -40,7 +40,7 @@ ALLOWED = {
     "cpu/arch": BASE | {"core"},
     "cpu/product": CODES,
     "cpu/quantize": CODES | {"cpu", "cpu/parameter_sections"},
-    "cpu/dequantize": CODES | {"cpu/parameter_sections", "cpu/product"},
+    "cpu/dequantize": CODES | {"cpu", "cpu/parameter_sections", "cpu/product"},
     "cpu/window": CODES | {"cpu", "cpu/product"},
     "cpu/kernel_table": CODES | {"cpu/product"},
     "cpu/transformed": CODES | {"cpu", "cpu/quantize"},

@@ -11,169 +11,36 @@
 // a page that sequences share is there once, and shared again by those that are read.
 #pragma once
 
-#include "../io/page_transfer.hpp"
+#include "../io/byte_stream.hpp"
 #include "sequence_table.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 struct state_options {
     bool copies = true;  ///< with the 16-bit copies of quantized pages, as save_options::copies
 };
 
-struct sequence_table::access {
-    /// Version 1 has messages of version 3, in which sequences share no pages, and is the same otherwise.
-    struct header {
-        char magic[8] = "kvqseqs";
-        std::uint32_t version = 4, entries = 0;
-    };
-
-    template <class Sink>
-    static void write(sequence_table& table, Sink& sink, int id, const state_options& options) {
-        table.settle();
-        struct saved {
-            shared_entry of;
-            std::vector<std::int32_t> ids;
-        };
-        std::vector<saved> all;
-        if (id >= 0) {
-            if (const shared_entry& e = table.at(id)) all.push_back({e, {id}});
-        } else {
-            table.for_each_entry([&](const shared_entry& e) {
-                all.push_back({e, {}});
-                for (int i = 0; i < table.ids(); ++i)
-                    if (table.at(i) == e) all.back().ids.push_back(i);
-            });
-        }
-        header h;
-        h.entries = static_cast<std::uint32_t>(all.size());
-        put(sink, &h, sizeof h);
-        detail::sent_pages pages;
-        for (const saved& s : all)
-            for (int layer = 0; layer < table.cache_->shape().layers; ++layer) pages.add(s.of->tokens, layer);
-        for (const saved& s : all) {
-            crc32c sum;
-            const auto summed = [&](const void* data, std::size_t bytes) {
-                sum.add(data, bytes);
-                put(sink, data, bytes);
-            };
-            const std::uint32_t sizes[2] = {static_cast<std::uint32_t>(s.ids.size()),
-                                            static_cast<std::uint32_t>(s.of->size())};
-            summed(sizes, sizeof sizes);
-            summed(s.ids.data(), s.ids.size() * sizeof(std::int32_t));
-            summed(s.of->positions.data(), s.of->positions.size() * sizeof(std::int32_t));
-            const std::uint32_t checksum = sum.value();
-            put(sink, &checksum, sizeof checksum);
-            sequence shown = s.of->tokens.fork();
-            if (!options.copies) shown.drop_copies();
-            int sent = 0;  // a message comes in three
-            for (int layer = 0; layer < table.cache_->shape().layers; ++layer)
-                detail::send_pages(
-                    shown, layer,
-                    [&](const void* data, std::size_t bytes) {
-                        if (sent++ % 3 == 0) put(sink, &page_follows, sizeof page_follows);
-                        put(sink, data, bytes);
-                    },
-                    pages);
-            put(sink, &no_page_follows, sizeof no_page_follows);
-        }
-    }
-
-    template <class Source>
-    static void read(sequence_table& table, Source& read_from, int id) {
-        table.settle();
-        if (id >= 0) (void)table.at(id);
-        detail::exact_source source(read_from);
-        header h, known;
-        source.read(&h, sizeof h, "the header of a state");
-        detail::expect(std::memcmp(h.magic, known.magic, sizeof h.magic) == 0,
-                       "this is no state of sequences");
-        detail::expect(h.version == known.version || h.version == 1, "the state has version ", h.version,
-                       ", this library reads 1 and ", known.version);
-        detail::expect(h.entries <= (id < 0 ? static_cast<std::uint32_t>(table.ids()) : 1u), "the state has ",
-                       h.entries, " sequences, for ", id < 0 ? table.ids() : 1, " of the table");
-        std::vector<shared_entry> fresh(table.held_.size());
-        page_receiver receiver(*table.cache_);
-        receiver.keep_pages();
-        for (std::uint32_t i = 0; i < h.entries; ++i) {
-            const auto [made, ids] = read_entry(table, source, receiver);
-            if (id >= 0) {
-                fresh[static_cast<std::size_t>(id)] = made;
-                continue;
-            }
-            for (const std::int32_t of : ids) {
-                detail::expect(of >= 0 && of < table.ids() && !fresh[static_cast<std::size_t>(of)],
-                               "the state has sequence ", of, ", which is not among the ", table.ids(),
-                               " of the table, or has it twice");
-                fresh[static_cast<std::size_t>(of)] = made;
-            }
-        }
-        if (id < 0)
-            table.held_.swap(fresh);
-        else
-            table.held_[static_cast<std::size_t>(id)] = fresh[static_cast<std::size_t>(id)];
-    }
-
-private:
-    static constexpr std::uint32_t page_follows = 1, no_page_follows = 0;
-
-    template <class Sink>
-    static void put(Sink& sink, const void* data, std::size_t bytes) {
-        if (bytes > 0) sink(data, bytes);
-    }
-    template <class Source>
-    static std::pair<shared_entry, std::vector<std::int32_t>> read_entry(sequence_table& table,
-                                                                         Source& source,
-                                                                         page_receiver& receiver) {
-        source.restart();
-        std::uint32_t sizes[2], checksum = 0, follows = 0;
-        source.read(sizes, sizeof sizes, "the sizes of a sequence");
-        detail::expect(
-            sizes[0] >= 1 && sizes[0] <= static_cast<std::uint32_t>(table.ids()) && sizes[1] >= 1 &&
-                sizes[1] <= static_cast<std::uint32_t>((std::numeric_limits<std::int32_t>::max)()),
-            "a sequence of ", sizes[1], " tokens with ", sizes[0], " ids cannot be read into ", table.ids());
-        std::vector<std::int32_t> ids, positions;
-        source.append(ids, sizes[0], "the ids of a sequence");
-        source.append(positions, sizes[1], "the positions of a sequence");
-        const std::uint32_t sum = source.checksum();
-        source.read(&checksum, sizeof checksum, "a checksum");
-        detail::expect(checksum == sum, "the positions of a sequence are damaged");
-        for (std::size_t i = 0; i < positions.size(); ++i)
-            detail::expect(positions[i] >= 0 && (i == 0 || positions[i - 1] < positions[i]), "position ",
-                           positions[i], " of token ", i, " does not ascend");
-        std::vector<std::byte> storage;
-        const auto rest = [&](void* to, std::size_t bytes) {
-            source.read(to, bytes, "a page");
-            return bytes;
-        };
-        for (source.read(&follows, sizeof follows, "a page"); follows != no_page_follows;
-             source.read(&follows, sizeof follows, "a page")) {
-            detail::expect(follows == page_follows, "the pages of a sequence are damaged: ", follows,
-                           " stands where a page begins");
-            receiver.accept(read_page(rest, storage));
-        }
-        auto made = std::make_shared<entry>(receiver.finish(static_cast<int>(sizes[1])));
-        made->positions = std::move(positions);
-        return {std::move(made), std::move(ids)};
-    }
-};
+namespace detail {
+void write_state_to(sequence_table& table, const sink_view& sink, int id, const state_options& options);
+void read_state_from(sequence_table& table, const source_view& source, int id);
+}  // namespace detail
 
 /// Writes all sequences, or that of one id. A step that is open ends first.
 template <byte_sink Sink>
 void write_state(sequence_table& table, Sink&& sink, int id = -1, const state_options& options = {}) {
-    sequence_table::access::write(table, sink, id, options);
+    detail::write_state_to(table, detail::held_sink<std::remove_reference_t<Sink>>{sink}, id, options);
 }
 /// The bytes that write_state() writes. Reads every page once, for its checksum.
-[[nodiscard]] inline std::size_t state_bytes(sequence_table& table, int id = -1,
-                                             const state_options& options = {}) {
-    std::size_t sum = 0;
-    write_state(
-        table, [&](const void*, std::size_t bytes) { sum += bytes; }, id, options);
-    return sum;
-}
+[[nodiscard]] std::size_t state_bytes(sequence_table& table, int id = -1, const state_options& options = {});
+
 /// Replaces all sequences, or that of one id, by what was written. Needs the memory of both while it reads.
 template <byte_source Source>
 void read_state(sequence_table& table, Source&& source, int id = -1) {
-    sequence_table::access::read(table, source, id);
+    detail::read_state_from(table, detail::held_source<std::remove_reference_t<Source>>{source}, id);
 }
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "sequence_state-inl.hpp"
+#endif

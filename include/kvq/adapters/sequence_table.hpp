@@ -13,15 +13,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
-#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "../cache/rearrange.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 /// The tokens of a step, as rows of its tensors.
 struct token_batch {
@@ -34,12 +32,10 @@ struct token_batch {
 class sequence_table {
 public:
     /// A table for ids 0 to ids - 1. The cache outlives it.
-    sequence_table(cache& of, int ids)
-        : cache_(&of), held_(static_cast<std::size_t>(detail::larger(ids, 0))) {
-        detail::expect(ids >= 1, "a table of sequences needs at least 1 id, got ", ids);
-    }
+    sequence_table(cache& of, int ids);
     sequence_table(const sequence_table&) = delete;
     sequence_table& operator=(const sequence_table&) = delete;
+    ~sequence_table();
 
     cache& storage() const noexcept { return *cache_; }
     int ids() const noexcept { return static_cast<int>(held_.size()); }
@@ -47,54 +43,19 @@ public:
     bool can_shift() const noexcept { return cache_->rotations().known(); }
 
     /// Tokens of an id.
-    int tokens(int id) const {
-        const entry* const e = at(id).get();
-        return e ? static_cast<int>(e->positions.size()) : 0;
-    }
+    int tokens(int id) const;
     /// The first and the last position of an id; -1 if it has no tokens.
-    std::int32_t position_min(int id) const { return tokens(id) == 0 ? -1 : at(id)->positions.front(); }
-    std::int32_t position_max(int id) const { return tokens(id) == 0 ? -1 : at(id)->positions.back(); }
+    std::int32_t position_min(int id) const;
+    std::int32_t position_max(int id) const;
     /// The positions of an id, ascending; valid until the table changes.
-    std::span<const std::int32_t> positions(int id) const {
-        const entry* const e = at(id).get();
-        return e ? std::span<const std::int32_t>(e->positions) : std::span<const std::int32_t>();
-    }
+    std::span<const std::int32_t> positions(int id) const;
     /// The sequence of an id; null if it is empty. Valid until the table changes. Other ids may have the same one.
-    const sequence* find(int id) const { return at(id) ? &at(id)->tokens : nullptr; }
+    const sequence* find(int id) const;
     /// Tokens that are stored, for a limit in tokens: those of pages that sequences share count once, those of a page that a sequence had to
     /// copy when its tokens began to differ count again. O(pages log pages)
-    [[nodiscard]] std::size_t distinct_tokens() const {
-        struct run {
-            const page* of;
-            int first, last;
-        };
-        std::vector<run> runs;
-        for_each_entry([&](const shared_entry& e) {
-            const layer_pages pages = e->tokens.pages(0);
-            for (int i = 0; i < pages.entries(); ++i) {
-                const layer_pages::entry s = pages.at(i);
-                runs.push_back({s.keys, s.skip, s.skip + s.tokens});
-            }
-        });
-        std::sort(runs.begin(), runs.end(), [](const run& a, const run& b) {
-            return a.of != b.of ? std::less<const page*>()(a.of, b.of) : a.first < b.first;
-        });
-        std::size_t sum = 0;
-        int end = 0;  // of the tokens of the present page that are counted
-        for (std::size_t i = 0; i < runs.size(); ++i) {
-            if (i == 0 || runs[i].of != runs[i - 1].of) end = 0;
-            sum += static_cast<std::size_t>(
-                detail::larger(0, runs[i].last - detail::larger(end, runs[i].first)));
-            end = detail::larger(end, runs[i].last);
-        }
-        return sum;
-    }
+    [[nodiscard]] std::size_t distinct_tokens() const;
     /// Bytes of pages (cache::bytes_held) and of positions.
-    [[nodiscard]] std::size_t bytes() const {
-        std::size_t sum = cache_->bytes_held();
-        for_each_entry([&](const shared_entry& e) { sum += e->positions.capacity() * sizeof(std::int32_t); });
-        return sum;
-    }
+    [[nodiscard]] std::size_t bytes() const;
 
     // ---- steps ----
 
@@ -102,223 +63,36 @@ public:
     /// their positions, which ascend within each id and follow those it has. A step that is still open ends first (end(), without
     /// its error). O(tokens * ids of a token + sequences * layers)
     void begin(const token_batch& batch, int q_heads, int threads, workspace& space,
-               const mods_view& mods = causal{}) {
-        settle();
-        check(batch);
-        std::vector<part> parts = parts_of(batch);
-        std::vector<step_request> requests;
-        requests.reserve(parts.size());
-        std::size_t rows = 0;
-        for (const part& p : parts) {
-            requests.push_back({&p.of->tokens, static_cast<int>(p.rows.size()),
-                                p.queries() ? static_cast<int>(p.rows.size()) - p.first_query : 0});
-            if (!p.regular()) rows += p.rows.size();
-        }
-        for (const part& p : parts)
-            p.of->positions.reserve(
-                detail::larger(2 * p.of->positions.size(), p.of->positions.size() + p.rows.size()));
-        const cache_shape& shape = cache_->shape();
-        const int wide = shape.dim(tensor::key) + shape.dim(tensor::value);
-        const auto heads = static_cast<std::size_t>(detail::larger(q_heads, 0));
-        // With a log-sum-exp for every row of an output.
-        std::vector<float> gathered(
-            rows *
-            (static_cast<std::size_t>(wide) * (static_cast<std::size_t>(shape.kv_heads) + heads) + heads));
-        batch_.reserve(parts.size());
-        cache_->reserve(requests, q_heads, threads, space, mods);
-        // Nothing below fails.
-        for (part& p : parts) {
-            p.before = static_cast<int>(p.of->positions.size());
-            for (const int row : p.rows) p.of->positions.push_back(batch.positions[row]);
-            for (const int id : p.ids) held_[static_cast<std::size_t>(id)] = p.of;
-        }
-        parts_.swap(parts);
-        gathered_.swap(gathered);
-        step_tokens_ = batch.tokens;
-    }
+               const mods_view& mods = causal{});
 
     /// One layer of the step: appends k and v, [batch.tokens][kv_heads][dim], and writes the attention of q, [batch.tokens][q_heads][head_dim], to out
     /// and to its log-sum-exps, if it has them. Arguments as of cache::prefill. Raises kvq::error for other shapes or without a step. Takes
     /// no memory if the step was begun with these q_heads, at least so many threads, this workspace and mods that need no more.
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
-                 const output_view& out, const mods_view& mods, executor_view executor, workspace& space) {
-        detail::expect(!parts_.empty() || step_tokens_ == 0, "layer ", layer,
-                       " has tokens, but no step was begun");
-        for (const int n : {k.tokens, v.tokens, q.tokens, out.tokens})
-            detail::expect(n == step_tokens_, "layer ", layer, " has ", k.tokens, " keys, ", v.tokens,
-                           " values, ", q.tokens, " queries and ", out.tokens, " outputs, but the step has ",
-                           step_tokens_, " tokens");
-        batch_.clear();
-        auto* free = reinterpret_cast<std::byte*>(gathered_.data());
-        float* lse = gathered_.data() + gathered_.size();  // of gathered outputs: from the end to the front
-        const auto gather = [&](auto view, std::span<const int> rows, bool copy) {
-            const std::size_t row = static_cast<std::size_t>(view.dim) * size_of(view.type),
-                              bytes = row * static_cast<std::size_t>(view.heads) * rows.size();
-            const std::size_t left = static_cast<std::size_t>(reinterpret_cast<std::byte*>(lse) - free);
-            detail::expect(bytes <= left, "layer ", layer, " has rows of ", view.heads, " heads x ", view.dim,
-                           " channels, for which the step took no memory");
-            if (copy)
-                for (std::size_t i = 0; i < rows.size(); ++i)
-                    for (int h = 0; h < view.heads; ++h)
-                        std::memcpy(
-                            free + (i * static_cast<std::size_t>(view.heads) + static_cast<std::size_t>(h)) *
-                                       row,
-                            view.at(rows[i], h), row);
-            view.data = free;
-            view.head_bytes = static_cast<std::ptrdiff_t>(row);
-            view.token_bytes = view.head_bytes * view.heads;
-            view.tokens = static_cast<int>(rows.size());
-            free += bytes;
-            return view;
-        };
-        const auto gather_out = [&](std::span<const int> rows) {
-            const output_view made = gather(out, rows, false);
-            if (!out.lse(0, 0)) return made;
-            const std::size_t n = rows.size() * static_cast<std::size_t>(out.heads),
-                              left = static_cast<std::size_t>(reinterpret_cast<std::byte*>(lse) - free);
-            detail::expect(n * sizeof(float) <= left, "layer ", layer, " has log-sum-exps of ", out.heads,
-                           " heads, for which the step took no memory");
-            return made.with_lse(lse -= n);
-        };
-        for (const part& p : parts_) {
-            const std::span<const int> rows = p.rows,
-                                       asked = rows.subspan(static_cast<std::size_t>(p.first_query));
-            if (p.regular())
-                batch_.push_back({&p.of->tokens, p.view(k, 0), p.view(v, 0), p.view(q, p.first_query),
-                                  p.view(out, p.first_query)});
-            else
-                batch_.push_back({&p.of->tokens, gather(k, rows, true), gather(v, rows, true),
-                                  gather(q, asked, true), gather_out(asked)});
-        }
-        cache_->prefill(layer, batch_, mods, executor, space);
-        for (std::size_t i = 0; i < parts_.size(); ++i) {
-            const part& p = parts_[i];
-            if (p.regular()) continue;
-            const output_view& from = batch_[i].out;
-            const std::size_t bytes = static_cast<std::size_t>(out.dim) * size_of(out.type);
-            for (std::size_t r = static_cast<std::size_t>(p.first_query); r < p.rows.size(); ++r)
-                for (int h = 0; h < out.heads && p.wanted[r]; ++h) {
-                    const int row = static_cast<int>(r) - p.first_query;
-                    std::memcpy(out.at(p.rows[r], h), from.at(row, h), bytes);
-                    if (float* const to = out.lse(p.rows[r], h)) *to = *from.lse(row, h);
-                }
-        }
-    }
+                 const output_view& out, const mods_view& mods, executor_view executor, workspace& space);
 
     /// Ends the step. If a layer has not got its tokens, the step is taken back (as by trim), and kvq::error is raised.
-    void end() {
-        int missing = -1;
-        for (const part& p : parts_)
-            for (int layer = cache_->shape().layers - 1; layer >= 0; --layer)
-                if (p.of->tokens.tokens(layer) != static_cast<int>(p.of->positions.size())) missing = layer;
-        if (missing >= 0) take_back();
-        forget_step();
-        detail::expect(missing < 0, "the step ended before layer ", missing, " had its tokens");
-    }
+    void end();
     /// Takes the step back: its tokens are removed from all layers that have them. Nothing happens without a step.
-    void take_back() noexcept {
-        for (const part& p : parts_) {
-            p.of->tokens.release_reserved();
-            if (p.of->tokens.tokens() > p.before) p.of->tokens.trim(p.before);
-            p.of->positions.resize(static_cast<std::size_t>(p.before));
-        }
-        for (shared_entry& e : held_)
-            if (e && e->positions.empty()) e.reset();
-        forget_step();
-    }
+    void take_back() noexcept;
 
     // ---- tokens by position; id -1: every id; positions [first, last), where first < 0 is 0 and last < 0 is infinity ----
 
     /// Removes tokens; the others keep their positions. From the middle this needs can_shift(). From the end it is a trim, which takes no
     /// memory unless other ids share the tokens. O(spans)
-    void remove(int id, std::int32_t first, std::int32_t last) {
-        change(id, [&](const entry& e) -> shared_entry {
-            const auto [from, to] = e.range(first, last);
-            return from == to || to == e.size() ? nullptr : e.without(from, to);
-        });
-        for (int i = id < 0 ? 0 : id; i < (id < 0 ? ids() : id + 1); ++i) {
-            shared_entry e = at(i);
-            if (!e) continue;
-            const auto [from, to] = e->range(first, last);
-            if (from < to && to == e->size()) {
-                if (id >= 0 && std::count(held_.begin(), held_.end(), e) > 1) e = fork(*e);
-                e->tokens.trim(from);
-                e->positions.resize(static_cast<std::size_t>(from));
-            }
-            put(i, std::move(e));
-        }
-    }
+    void remove(int id, std::int32_t first, std::int32_t last);
     /// Id `to` gets the tokens of `from` as well, behind its own ones. The first one that it gets needs a position behind its last.
     /// A part that does not begin with the first token, or that goes behind others, needs can_shift().
-    void copy(int from, int to, std::int32_t first, std::int32_t last) {
-        settle();
-        const shared_entry source = at(from);
-        const int had = tokens(to);
-        if (from == to || !source) return;
-        const auto [begin, end] = source->range(first, last);
-        if (begin == end) return;
-        detail::expect(had == 0 || source->positions[static_cast<std::size_t>(begin)] > position_max(to),
-                       "sequence ", to, " ends at position ", position_max(to),
-                       " and cannot take positions from ", source->positions[static_cast<std::size_t>(begin)],
-                       " on of sequence ", from);
-        if (had > 0 || begin > 0 || end < source->size()) {
-            const auto made = had > 0 ? fork(*at(to)) : std::make_shared<entry>(cache_->new_sequence());
-            if (had == 0 && begin == 0) {
-                made->tokens = source->tokens.fork();
-                made->tokens.trim(end);
-            } else {
-                made->tokens.splice(source->tokens, begin, end);
-                made->tokens.shift(had, made->tokens.tokens(), std::int64_t{begin} - had);
-            }
-            made->positions.insert(made->positions.end(), source->positions.begin() + begin,
-                                   source->positions.begin() + end);
-            held_[static_cast<std::size_t>(to)] = made;
-        } else {
-            held_[static_cast<std::size_t>(to)] = source;
-        }
-    }
+    void copy(int from, int to, std::int32_t first, std::int32_t last);
     /// Removes all tokens that are not of this id.
-    void keep(int id) {
-        settle();
-        const shared_entry kept = at(id);
-        for (shared_entry& e : held_) e.reset();
-        held_[static_cast<std::size_t>(id)] = kept;
-    }
+    void keep(int id);
     /// Adds `by` to positions, those of the keys included; tokens whose position would be negative are removed. Needs can_shift(). Raises
     /// kvq::error where positions would no longer ascend. Sequences that shared the tokens keep the former positions.
-    void shift(int id, std::int32_t first, std::int32_t last, std::int32_t by) {
-        change(id, [&](const entry& e) -> shared_entry {
-            const auto [from, to] = e.range(first, last);
-            if (by == 0 || from == to) return nullptr;
-            int gone = from;
-            while (gone < to && std::int64_t{e.positions[static_cast<std::size_t>(gone)]} + by < 0) ++gone;
-            const shared_entry made = gone > from ? e.without(from, gone) : fork(e);
-            const int end = to - (gone - from);
-            made->tokens.shift(from, end, by);
-            for (int i = from; i < end; ++i) {
-                std::int32_t& p = made->positions[static_cast<std::size_t>(i)];
-                detail::expect(std::int64_t{p} + by <= (std::numeric_limits<std::int32_t>::max)(),
-                               "position ", p, " cannot grow by ", by);
-                p += by;
-            }
-            for (std::size_t i = 1; i < made->positions.size(); ++i)
-                detail::expect(made->positions[i - 1] < made->positions[i], "positions cannot move by ", by,
-                               ": ", made->positions[i - 1], " would lie before ", made->positions[i]);
-            return made;
-        });
-    }
+    void shift(int id, std::int32_t first, std::int32_t last, std::int32_t by);
     /// Positions divided by d > 1 would move every token by another distance: refused.
-    void divide(int id, std::int32_t first, std::int32_t last, int d) const {
-        if (tokens_in(id, first, last) == 0 || d == 1) return;
-        detail::fail("positions cannot be divided by ", d,
-                     ": keys of a page move by one distance, and every ", d,
-                     " tokens would have another one");
-    }
+    void divide(int id, std::int32_t first, std::int32_t last, int d) const;
     /// Removes everything.
-    void clear() noexcept {
-        forget_step();
-        for (shared_entry& e : held_) e.reset();
-    }
+    void clear() noexcept;
 
     /// For reading and restoring: an id, or -1 for all of them (adapters/sequence_state.hpp).
     struct access;
@@ -380,131 +154,24 @@ private:
         }
     };
 
-    static shared_entry fork(const entry& e) {
-        auto made = std::make_shared<entry>(e.tokens.fork());
-        made->positions = e.positions;
-        return made;
-    }
-    const shared_entry& at(int id) const {
-        detail::expect(id >= 0 && id < ids(), "sequence ", id, " is not among the ", ids(), " of the table");
-        return held_[static_cast<std::size_t>(id)];
-    }
+    static shared_entry fork(const entry& e);
+    const shared_entry& at(int id) const;
     template <class F>
-    void for_each_entry(F&& f) const {
-        for (std::size_t i = 0; i < held_.size(); ++i)
-            if (held_[i] && std::find(held_.begin(), held_.begin() + static_cast<std::ptrdiff_t>(i),
-                                      held_[i]) == held_.begin() + static_cast<std::ptrdiff_t>(i))
-                f(held_[i]);
-    }
-    int tokens_in(int id, std::int32_t first, std::int32_t last) const {
-        int n = 0;
-        for (int i = id < 0 ? 0 : id; i < (id < 0 ? ids() : id + 1); ++i)
-            if (const entry* const e = at(i).get()) {
-                const auto [from, to] = e->range(first, last);
-                n += to - from;
-            }
-        return n;
-    }
+    void for_each_entry(F&& f) const;
+    int tokens_in(int id, std::int32_t first, std::int32_t last) const;
     /// Gives an id, or all, what f makes of its entry; null: the same. Entries that ids share stay shared.
     template <class F>
-    void change(int id, F&& f) {
-        settle();
-        if (id >= 0) {
-            if (const shared_entry& e = at(id))
-                if (shared_entry made = f(*e)) put(id, std::move(made));
-            return;
-        }
-        std::vector<std::pair<shared_entry, shared_entry>> made;
-        for_each_entry([&](const shared_entry& e) {
-            if (shared_entry fresh = f(*e)) made.emplace_back(e, std::move(fresh));
-        });
-        for (int i = 0; i < ids(); ++i)
-            for (const auto& [old, fresh] : made)
-                if (held_[static_cast<std::size_t>(i)] == old) {
-                    put(i, fresh);
-                    break;
-                }
-    }
-    void put(int id, shared_entry e) noexcept {
-        held_[static_cast<std::size_t>(id)] = e->positions.empty() ? nullptr : std::move(e);
-    }
+    void change(int id, F&& f);
+    void put(int id, shared_entry e) noexcept;
 
-    void check(const token_batch& b) const {
-        detail::expect(b.tokens >= 0, "a batch of ", b.tokens, " tokens");
-        detail::expect(b.tokens == 0 || (b.positions != nullptr && b.ids != nullptr), "a batch of ", b.tokens,
-                       " tokens needs positions and ids");
-        std::vector<std::int64_t> last(held_.size());
-        for (int id = 0; id < ids(); ++id) last[static_cast<std::size_t>(id)] = position_max(id);
-        for (int i = 0; i < b.tokens; ++i) {
-            const int n = b.id_counts ? b.id_counts[i] : 1;
-            detail::expect(n >= 1 && b.ids[i] != nullptr, "token ", i, " of the batch has ", n, " ids");
-            for (int j = 0; j < n; ++j) {
-                const int id = b.ids[i][j];
-                detail::expect(id >= 0 && id < ids(), "token ", i, " of the batch is of sequence ", id,
-                               ", which is not among the ", ids(), " of the table");
-                std::int64_t& before = last[static_cast<std::size_t>(id)];
-                detail::expect(b.positions[i] > before, "token ", i, " of the batch has position ",
-                               b.positions[i], " in sequence ", id, ", which is not behind position ",
-                               before);
-                before = b.positions[i];
-            }
-        }
-    }
+    void check(const token_batch& b) const;
 
     /// Ids with the same entry and the same rows make one part. Entries of other ids are forked.
-    std::vector<part> parts_of(const token_batch& b) const {
-        std::vector<std::vector<int>> rows(held_.size());
-        for (int i = 0; i < b.tokens; ++i)
-            for (int j = 0; j < (b.id_counts ? b.id_counts[i] : 1); ++j)
-                rows[static_cast<std::size_t>(b.ids[i][j])].push_back(i);
-        std::vector<part> parts;
-        std::vector<std::size_t> part_of(held_.size());
-        for (std::size_t id = 0; id < held_.size(); ++id) {
-            if (rows[id].empty()) continue;
-            const auto same = std::find_if(parts.begin(), parts.end(), [&](const part& p) {
-                return p.of == held_[id] && p.rows == rows[id];
-            });
-            part_of[id] = static_cast<std::size_t>(same - parts.begin());
-            if (same == parts.end()) parts.push_back({held_[id], {}, rows[id]});
-            parts[part_of[id]].ids.push_back(static_cast<int>(id));
-        }
-        for (part& p : parts) p.wanted.assign(p.rows.size(), 0);
-        for (int i = 0; i < b.tokens; ++i) {
-            part& p = parts[part_of[static_cast<std::size_t>(b.ids[i][0])]];
-            p.wanted[static_cast<std::size_t>(std::lower_bound(p.rows.begin(), p.rows.end(), i) -
-                                              p.rows.begin())] = 1;
-        }
-        for (part& p : parts) {
-            const auto first = std::find(p.wanted.begin(), p.wanted.end(), char{1});
-            p.first_query = static_cast<int>(first - p.wanted.begin());
-            p.step = p.rows.size() > 1 ? p.rows[1] - p.rows[0] : 1;
-            for (std::size_t i = 1; i < p.rows.size(); ++i)
-                if (p.rows[i] - p.rows[i - 1] != p.step) p.step = 0;
-            if (std::find(first, p.wanted.end(), char{0}) != p.wanted.end()) p.step = 0;
-            if (!p.of)
-                p.of = std::make_shared<entry>(cache_->new_sequence());
-            else if (static_cast<std::size_t>(std::count(held_.begin(), held_.end(), p.of)) > p.ids.size())
-                p.of = fork(*p.of);
-        }
-        return parts;
-    }
+    std::vector<part> parts_of(const token_batch& b) const;
 
     /// Ends a step that is open.
-    void settle() noexcept {
-        bool complete = true;
-        for (const part& p : parts_)
-            for (int layer = 0; layer < cache_->shape().layers; ++layer)
-                complete = complete && p.of->tokens.tokens(layer) == p.of->size();
-        if (complete)
-            forget_step();
-        else
-            take_back();
-    }
-    void forget_step() noexcept {
-        parts_.clear();
-        batch_.clear();
-        step_tokens_ = 0;
-    }
+    void settle() noexcept;
+    void forget_step() noexcept;
 
     cache* cache_;
     std::vector<shared_entry> held_;  // [ids]; null: no tokens
@@ -515,3 +182,7 @@ private:
 };
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "sequence_table-inl.hpp"
+#endif

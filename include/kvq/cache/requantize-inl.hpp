@@ -1,6 +1,8 @@
 // Definitions of requantize.hpp.
 #pragma once
 
+#include <chrono>
+
 #include "../core/error.hpp"
 #include "../page/page_changes.hpp"
 #include "convert.hpp"
@@ -78,8 +80,9 @@ public:
         for_each_job([&](int layer, tensor role, int format, const page_change& change) {
             const std::size_t done = report_.pages + batch.size();
             const bool stop =
-                done > 0 && (done >= limit.pages || (limit.time != (std::chrono::nanoseconds::max)() &&
-                                                     std::chrono::steady_clock::now() - start >= limit.time));
+                done > 0 && (done >= limit.pages || (limit.nanoseconds != requantize_limit{}.nanoseconds &&
+                                                     std::chrono::steady_clock::now() - start >=
+                                                         std::chrono::nanoseconds(limit.nanoseconds)));
             if (stop) {
                 ++report_.pages_left;
                 return;

@@ -15,7 +15,7 @@
 // Error: cache/convert.hpp. 16-bit copies for exact rollback do not change.
 #pragma once
 
-#include <chrono>
+#include <cstdint>
 
 #include "sequence.hpp"
 
@@ -24,7 +24,7 @@ namespace kvq { inline namespace KVQ_COMMON {
 /// How much of a request to do in one call. The first page is always done.
 struct requantize_limit {
     std::size_t pages = (std::numeric_limits<std::size_t>::max)();
-    std::chrono::nanoseconds time = (std::chrono::nanoseconds::max)();
+    std::int64_t nanoseconds = (std::numeric_limits<std::int64_t>::max)();
 };
 
 }}  // namespace kvq

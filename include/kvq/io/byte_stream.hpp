@@ -14,6 +14,23 @@
 #include "../core/error.hpp"
 #include "checksum.hpp"
 
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
+
+struct sink_view {
+    void* sink;
+    void (*write)(void* sink, const void* data, std::size_t bytes);
+
+    KVQ_NO_COPY void operator()(const void* data, std::size_t bytes) const { write(sink, data, bytes); }
+};
+struct source_view {
+    void* source;
+    std::size_t (*read)(void* source, void* to, std::size_t bytes);
+
+    KVQ_NO_COPY std::size_t operator()(void* to, std::size_t bytes) const { return read(source, to, bytes); }
+};
+
+}}}  // namespace kvq::detail
+
 namespace kvq { inline namespace KVQ_TAGGED {
 
 template <class S>
@@ -28,20 +45,41 @@ concept byte_source = requires(S& read, void* to, std::size_t bytes) {
 
 namespace detail {
 
+/// Gives functions that are compiled once a sink or a source of any type, which may be a function.
+template <class Sink>
+struct held_sink {
+    Sink& sink;
+
+    operator sink_view() noexcept {
+        return {this, [](void* self, const void* data, std::size_t bytes) {
+                    static_cast<held_sink*>(self)->sink(data, bytes);
+                }};
+    }
+};
+template <class Source>
+struct held_source {
+    Source& source;
+
+    operator source_view() noexcept {
+        return {this, [](void* self, void* to, std::size_t bytes) {
+                    return static_cast<std::size_t>(static_cast<held_source*>(self)->source(to, bytes));
+                }};
+    }
+};
+
 static_assert(std::endian::native == std::endian::little,
               "kvq: saved sequences and pages on the wire are little-endian, and copied as they are");
 
 /// Reads exactly the wanted bytes and keeps a checksum of them.
-template <class Source>
 class exact_source {
 public:
-    explicit exact_source(Source& read) : read_(read) {}
+    explicit exact_source(const source_view& read) : read_(read) {}
 
     /// `what`: name of the data, for the message when the source ends too early.
     void read(void* to, std::size_t bytes, const char* what) {
         auto* const at = static_cast<std::byte*>(to);
         for (std::size_t done = 0; done < bytes;) {
-            const auto got = static_cast<std::size_t>(read_(at + done, bytes - done));
+            const std::size_t got = read_(at + done, bytes - done);
             expect(got > 0 && got <= bytes - done, "truncated: the input ends after ", position_ + done,
                    " bytes, in the middle of ", what, " (", bytes - done, " bytes are missing)");
             done += got;
@@ -68,7 +106,7 @@ public:
     std::size_t position() const noexcept { return position_; }
 
 private:
-    Source& read_;
+    source_view read_;
     std::size_t position_ = 0;
     crc32c checksum_;
 };

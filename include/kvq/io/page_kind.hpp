@@ -7,7 +7,7 @@
 
 #include "../config.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 enum class page_kind : std::uint8_t {
     copy,  ///< 16-bit copy of a quantized page, kept for exact rollback

@@ -10,34 +10,24 @@
 // are alike, the two sequences stay alike in the future.
 #pragma once
 
-#include <algorithm>
 #include <map>
 #include <unordered_map>
 
 #include "../cache/sequence.hpp"
-#include "../cache/sequence_access.hpp"
 #include "page_wire.hpp"
 #include "written_pages.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
+namespace kvq { inline namespace KVQ_COMMON {
 
 namespace detail {
 
 /// The pages that are sent: of one layer, or of several sequences that share some.
 class sent_pages {
 public:
-    void add(const sequence& s, int layer) {
-        for (const tensor role : {tensor::key, tensor::value})
-            extents_.add(sequence_access::tables(s)[static_cast<std::size_t>(layer)], role,
-                         sequence_access::cache(s).geometry());
-    }
-    const page_extents& extents() const noexcept { return extents_; }
+    void add(const sequence& s, int layer);
+    const page_extents& extents() const noexcept;
     /// The number of a page, and whether it is a new one.
-    std::pair<std::uint32_t, bool> number_of(const page& p) {
-        const auto [found, is_new] =
-            numbers_.try_emplace(&p, static_cast<std::uint32_t>(numbers_.size() + 1));
-        return {found->second, is_new};
-    }
+    std::pair<std::uint32_t, bool> number_of(const page& p);
 
 private:
     page_extents extents_;
@@ -45,49 +35,8 @@ private:
 };
 
 /// send_pages() of a layer of a sequence that was added to `sent`, as all others were that may share pages with it.
-template <byte_sink Sink>
-void send_pages(const sequence& s, int layer, Sink&& write, sent_pages& sent) {
-    const cache& of = sequence_access::cache(s);
-    const cache_shape& shape = of.shape();
-    const page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
-    page_pool scratch(of.pool().memory());
-    for (const tensor role : {tensor::key, tensor::value}) {
-        const written_pages pages(of.window(), table, role, shape, scratch, sent.extents());
-        const auto send = [&](page_kind kind, int entry, int i) {
-            const written_pages::entry& e = pages.all()[static_cast<std::size_t>(entry)];
-            const auto [number, is_new] = sent.number_of(*e.held);
-            const int target = table.targets[static_cast<int>(role)];
-            page_message m;
-            m.role = role;
-            m.kind = kind;
-            m.committed = i < table.committed;
-            m.layer = layer;
-            m.first_token = table[i].first_token;
-            m.tokens = e.page->tokens;
-            m.used = table[i].tokens;
-            m.skip = table[i].skip;
-            m.room = table[i].room;
-            m.sinks = table[i].sinks;
-            m.shift = table[i].shift;
-            m.kv_heads = shape.kv_heads;
-            m.dim = shape.dim(role);
-            m.layer_tokens = table.tokens;
-            m.not_finite = e.page->not_finite;
-            m.scheme = identity_of(of.table(role)[e.page->format]);
-            if (target != of.target_format(role, layer)) m.target = identity_of(of.table(role)[target]);
-            if (m.shift != 0) m.rotary = of.rotations().identity(layer);
-            m.number = number;
-            m.is_elsewhere = !is_new;
-            if (is_new) m.data = {e.page->data(), e.page->bytes};
-            quantize_page(write, m);
-        };
-        for (int i = 0; i < table.size(); ++i) {
-            const auto [own, copy] = pages.of_span(i);
-            if (copy >= 0) send(page_kind::copy, copy, i);
-            send(page_kind::page, own, i);
-        }
-    }
-}
+void send_pages(const sequence& s, int layer, const sink_view& write, sent_pages& sent);
+void send_layer(const sequence& s, int layer, const sink_view& write);
 
 }  // namespace detail
 
@@ -95,70 +44,25 @@ void send_pages(const sequence& s, int layer, Sink&& write, sent_pages& sent) {
 /// spans show is sent with the first one. A layer without tokens sends nothing.
 template <byte_sink Sink>
 void send_pages(const sequence& s, int layer, Sink&& write) {
-    const int layers = detail::sequence_access::cache(s).shape().layers;
-    detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
-                   " layers of the cache");
-    detail::sent_pages sent;
-    sent.add(s, layer);
-    detail::send_pages(s, layer, write, sent);
+    detail::send_layer(s, layer, detail::held_sink<std::remove_reference_t<Sink>>{write});
 }
 
 /// Collects the pages of one sequence. Not for several threads at once.
 class page_receiver {
 public:
-    explicit page_receiver(cache& of)
-        : cache_(of), received_(2 * static_cast<std::size_t>(of.shape().layers)), known_(received_.size()) {}
+    explicit page_receiver(cache& of);
 
     /// Copies a page into the cache. Raises kvq::error if it does not fit the cache; nothing changes then.
-    void accept(const page_message& m) { accept_as(m, m.role); }
+    void accept(const page_message& m);
 
     /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise). The receiver is then empty.
     /// Only this check detects that all pages of a layer are lost.
-    [[nodiscard]] sequence finish(int tokens) {
-        for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
-            const int came = check(layer, 0).tokens;
-            detail::expect(came == tokens, detail::layer_text(layer, tensor::key), ": ", came,
-                           " tokens were received, not ", tokens);
-        }
-        return finish();
-    }
+    [[nodiscard]] sequence finish(int tokens);
     /// The same; the messages give the length of each layer.
-    [[nodiscard]] sequence finish() {
-        sequence s = cache_.new_sequence();
-        auto& tables = detail::sequence_access::tables(s);
-        for (std::size_t layer = 0; layer < tables.size(); ++layer) {
-            extent found[2];
-            for (std::size_t role = 0; role < 2; ++role) found[role] = check(layer, role);
-            const bool same_spans = std::equal(
-                received_[2 * layer].begin(), received_[2 * layer].end(), received_[2 * layer + 1].begin(),
-                received_[2 * layer + 1].end(),
-                [](const auto& k, const auto& v) { return k.first == v.first && k.second.alike(v.second); });
-            detail::expect(same_spans && found[0].committed == found[1].committed, "layer ", layer,
-                           " was received with keys of ", found[0].tokens, " tokens (", found[0].committed,
-                           " pages committed) and values of ", found[1].tokens, " (", found[1].committed,
-                           ")");
-            detail::page_table& table = tables[layer];
-            fill(table, layer);
-            table.tokens = found[0].tokens;
-            table.committed = found[0].committed;
-            table.drop_copies(cache_.geometry(), cache_.options().rollback);
-        }
-        for (detail::page_table& table : tables) {
-            if (says_all_)
-                table.find_rearranged();
-            else
-                table.join_pages();
-        }
-        for (std::size_t i = 0; i < received_.size(); ++i) {
-            if (keeps_) known_[i].merge(numbered(i));
-            received_[i].clear();
-        }
-        says_all_ = true;
-        return s;
-    }
+    [[nodiscard]] sequence finish();
     /// Later sequences may have pages of those that were finished: numbers of pages do not begin anew with each. For a state of several
     /// sequences (adapters/sequence_state.hpp).
-    void keep_pages() noexcept { keeps_ = true; }
+    void keep_pages() noexcept;
 
 private:
     /// A page or a copy of a span.
@@ -186,151 +90,20 @@ private:
         int committed = 0;
     };
 
-    void accept_as(const page_message& m, tensor tensor_of) {
-        const cache_shape& shape = cache_.shape();
-        const page_geometry g = cache_.geometry();
-        detail::expect(m.layer >= 0 && m.layer < shape.layers && m.kv_heads == shape.kv_heads &&
-                           m.dim == shape.dim(tensor_of),
-                       "a page of layer ", m.layer, ", ", m.kv_heads, " heads x ", m.dim,
-                       " channels does not belong to a cache of ", shape.layers, " layers, ", shape.kv_heads,
-                       " x ", shape.dim(tensor_of));
-        const auto layer = static_cast<std::size_t>(m.layer), role = static_cast<std::size_t>(tensor_of);
-        const int capacity = g.capacity(m.sinks);
-        const page_span span{m.first_token, m.used, m.room == 0 ? capacity : m.room, {}, {}, m.skip,
-                             m.sinks,       m.shift};
-        const bool last = !span.full();  // check() looks for others behind it
-        detail::expect(detail::page_table::is_possible(span, m.committed, last, g) &&
-                           detail::page_table::may_have_memory(span, m.committed, m.tokens, g),
-                       detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ",
-                       m.first_token, ", of which it shows ", m.used, ", does not belong to a cache with ",
-                       g.sinks, " sinks and ", g.page_tokens, " tokens per page");
-        detail::expect_moved_alike(cache_.rotations(), m.layer, m.shift, m.rotary ? &*m.rotary : nullptr,
-                                   m.number == 0, detail::layer_text(layer, tensor_of) + ": keys that");
-        const bool copy = m.kind == page_kind::copy;
-        const int format = detail::index_of_identity(cache_.table(tensor_of), m.scheme);
-        if (format < 0)
-            detail::raise_unknown_format(cache_.table(tensor_of), m.scheme,
-                                         detail::layer_text(layer, tensor_of) + " is");
-        detail::expect(copy ? format == 0 && m.committed && m.skip == 0 && span.full() && !m.sinks
-                            : format == 0 || (m.committed && !m.sinks),
-                       detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
-                       " is quantized or copied, but not committed");
-        const std::size_t bytes = cache_.page_bytes(tensor_of, format, m.tokens);
-        detail::expect(m.is_elsewhere || bytes == m.data.size(), detail::layer_text(layer, tensor_of),
-                       ": a page of ", format_text(cache_.table(tensor_of)[format]), " has ", m.data.size(),
-                       " bytes, here it would have ", bytes);
-        int target = -1;
-        if (m.target) {
-            target = detail::index_of_identity(cache_.table(tensor_of), *m.target);
-            if (target < 0)
-                detail::raise_unknown_format(cache_.table(tensor_of), *m.target,
-                                             detail::layer_text(layer, tensor_of) + " is to be");
-        }
-        received_pages& list = received_[2 * layer + role];
-        const received fresh{span, m.layer_tokens, m.committed, target, {}, {}};
-        const auto known = list.find(m.first_token);
-        if (known != list.end()) {
-            const received& r = known->second;
-            detail::expect(!(copy ? r.copy : r.own).came, detail::layer_text(layer, tensor_of),
-                           ": the page at ", m.first_token, " came twice");
-            detail::expect(r.alike(fresh) && r.committed == m.committed && r.layer_tokens == m.layer_tokens &&
-                               r.target == target,
-                           detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
-                           " and its 16-bit copy do not belong together");
-        }
-        page_ref p;
-        if (!m.is_elsewhere) {
-            p = cache_.pool().allocate(bytes, format, m.tokens);
-            std::memcpy(p->data(), m.data.data(), bytes);
-            p->not_finite = m.not_finite;
-        }
-        received& r = known != list.end() ? known->second : list.insert({m.first_token, fresh}).first->second;
-        (copy ? r.copy : r.own) = slot{true, m.number, std::move(p)};
-        says_all_ = says_all_ && m.number > 0;
-    }
+    void accept_as(const page_message& m, tensor tensor_of);
 
     using numbered_pages = std::map<std::uint32_t, page_ref>;
 
-    std::string text_of(std::size_t list) const {
-        return detail::layer_text(list / 2, static_cast<tensor>(list % 2));
-    }
+    std::string text_of(std::size_t list) const;
     /// The pages that came with a list, by number; kvq::error if one came twice.
-    numbered_pages numbered(std::size_t list) const {
-        numbered_pages pages;
-        for (const auto& [first, r] : received_[list])
-            for (const slot* s : {&r.own, &r.copy})
-                if (s->page && s->number > 0)
-                    detail::expect(
-                        known_[list].count(s->number) == 0 && pages.emplace(s->number, s->page).second,
-                        text_of(list), ": page ", s->number, " at ", first, " came twice");
-        return pages;
-    }
-    page_ref page_of(const slot& s, std::size_t list, const numbered_pages& pages) const {
-        if (s.page || !s.came) return s.page;
-        for (const numbered_pages* from : {&pages, &known_[list]})
-            if (const auto found = from->find(s.number); found != from->end()) return found->second;
-        return {};
-    }
+    numbered_pages numbered(std::size_t list) const;
+    page_ref page_of(const slot& s, std::size_t list, const numbered_pages& pages) const;
 
     /// Checks that the pages form a sequence without gaps.
-    extent check(std::size_t layer, std::size_t role) const {
-        const page_geometry g = cache_.geometry();
-        const std::size_t list = 2 * layer + role;
-        const std::string me = text_of(list);
-        const numbered_pages pages = numbered(list);
-        extent found;
-        int expected = 0, target = -1;
-        std::vector<page_span> held;
-        for (const auto& [first, r] : received_[list]) {
-            const auto fits = [&, &r = r](const page_ref& p) {
-                return detail::page_table::may_have_memory(r.span, r.committed, p->tokens, g) &&
-                       (p->format == 0 || (r.committed && !r.span.sinks));
-            };
-            expected = detail::larger(expected, r.layer_tokens);
-            const page_ref own = page_of(r.own, list, pages), copy = page_of(r.copy, list, pages);
-            detail::expect(own && (copy || !r.copy.came) && first == found.tokens, me,
-                           ": the page before token ", own ? first : r.span.end(), " is missing");
-            detail::expect(!r.committed || found.committed == static_cast<int>(held.size()), me,
-                           ": the page at ", first, " is committed, but not the one before");
-            detail::expect(fits(own) && (!copy || (copy->format == 0 && fits(copy))), me, ": the page at ",
-                           first, " cannot be that of another span, in format ", own->format, " for ",
-                           own->tokens, " tokens");
-            detail::expect(held.empty() || r.target == target, me, ": the page at ", first,
-                           " names another format for later pages than the one before");
-            target = r.target;
-            held.push_back(r.span);
-            found.committed += r.committed;
-            found.tokens += r.span.tokens;
-        }
-        for (const auto& [first, r] : received_[list])
-            detail::expect(
-                detail::page_table::is_possible(r.span, r.committed, r.span.end() == found.tokens, g), me,
-                " was received with ", found.tokens, " tokens, of which ", r.span.tokens, " from ", first,
-                " on are in a page for ", r.span.room);
-        detail::expect(
-            detail::page_table::may_wait(held, static_cast<std::size_t>(found.committed), found.tokens, g),
-            me, " was received with ", found.tokens, " tokens and ", found.committed,
-            " committed pages, which is inconsistent");
-        detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
-                       " tokens were received, of ", expected);
-        return found;
-    }
+    extent check(std::size_t layer, std::size_t role) const;
 
     /// K and V have the same spans.
-    void fill(detail::page_table& table, std::size_t layer) const {
-        table.spans.reserve(detail::table_capacity(received_[2 * layer].size()));
-        for (const auto& [first, r] : received_[2 * layer]) table.spans.push_back(r.span);
-        for (std::size_t role = 0; role < 2; ++role) {
-            const std::size_t list = 2 * layer + role;
-            const numbered_pages pages = numbered(list);
-            std::size_t i = 0;
-            for (const auto& [first, r] : received_[list]) {
-                table.spans[i].pages[role] = page_of(r.own, list, pages);
-                table.spans[i++].copies[role] = page_of(r.copy, list, pages);
-                if (r.target >= 0) table.targets[role] = r.target;
-            }
-        }
-    }
+    void fill(detail::page_table& table, std::size_t layer) const;
 
     cache& cache_;
     std::vector<received_pages> received_;  // [layer][K, V]
@@ -340,3 +113,7 @@ private:
 };
 
 }}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "page_transfer-inl.hpp"
+#endif

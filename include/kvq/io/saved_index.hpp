@@ -30,8 +30,7 @@ struct saved_layer {
 class saved_index {
 public:
     /// Reads up to the first byte of the first page.
-    template <class Source>
-    explicit saved_index(exact_source<Source>& source) {
+    explicit saved_index(exact_source& source) {
         source.restart();
         header_ = read_header(source);
         const auto& metadata = header_.metadata;
@@ -75,8 +74,7 @@ private:
         return s + "]";
     }
 
-    template <class Source>
-    void read_sealed(exact_source<Source>& source) {
+    void read_sealed(exact_source& source) {
         const safetensors_tensor* seal = nullptr;
         for (const safetensors_tensor& t : header_.tensors)
             if (t.name == "seal") seal = &t;

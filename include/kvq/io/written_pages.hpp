@@ -15,7 +15,7 @@
 #include "../page/page_table.hpp"
 #include "page_kind.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// What of every page is written: of one layer and tensor, or of several sequences that share pages.
 class page_extents {

@@ -1,0 +1,297 @@
+// Definitions of restore.hpp.
+#pragma once
+
+#include "../cache/convert.hpp"
+#include "../cache/sequence_access.hpp"
+#include "../schemes/full.hpp"
+#include "restore.hpp"
+#include "saved_index.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
+
+class sequence_reader {
+public:
+    sequence_reader(cache& of, const source_view& read, const restore_options& options)
+        : cache_(of), options_(options), source_(read), index_(source_), scratch_(of.pool().memory()) {
+        check_cache();
+        for (const tensor role : {tensor::key, tensor::value}) find_formats(role);
+        for (int layer = 0; layer < of.shape().layers; ++layer)
+            for (const tensor role : {tensor::key, tensor::value}) expect_tensors(role, layer);
+        index_.expect_no_more();
+    }
+
+    sequence run() {
+        sequence s = cache_.new_sequence();
+        for (int layer = 0; layer < cache_.shape().layers; ++layer) {
+            if (same_layout_) {
+                page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+                table.spans.reserve(table_capacity(saved(layer).spans.size()));
+                table.spans.assign(saved(layer).spans.begin(), saved(layer).spans.end());
+                for (const tensor role : {tensor::key, tensor::value}) place(role, layer, table);
+                table.tokens = saved(layer).tokens;
+                table.committed = saved(layer).committed;
+                table.drop_copies(cache_.geometry(), cache_.options().rollback);
+                if (index_.says_all())
+                    table.find_rearranged();
+                else
+                    table.join_pages();
+            } else {
+                append_again(s, layer);
+            }
+        }
+        return s;
+    }
+
+private:
+    // ---- before the first page ----
+
+    const saved_layer& saved(int layer) const { return index_.layers()[static_cast<std::size_t>(layer)]; }
+    const saved_table& saved(tensor role, int layer) const {
+        return saved(layer).tables[static_cast<int>(role)];
+    }
+    const scheme_identity& identity(tensor role, std::size_t format) const {
+        return index_.description().schemes[static_cast<std::size_t>(role)][format];
+    }
+    /// Index, in the cache's table, of a format of the file; -1 if the table does not have it.
+    int mapped(tensor role, std::size_t format) const { return formats_[static_cast<int>(role)][format]; }
+
+    void check_cache() {
+        const saved_description& file = index_.description();
+        expect(options_.model.empty() || options_.model == file.model, "the sequence was saved for model ",
+               file.model, ", not for ", options_.model);
+        const auto same = [](const char* name, int theirs, int mine) {
+            expect(theirs == mine, "the saved sequence has ", name, " ", theirs, ", the cache ", mine);
+        };
+        const cache_shape& shape = cache_.shape();
+        same("layers", file.shape.layers, shape.layers);
+        same("kv_heads", file.shape.kv_heads, shape.kv_heads);
+        same("head_dim", file.shape.head_dim, shape.head_dim);
+        same("value_dim", file.shape.dim(tensor::value), shape.dim(tensor::value));
+
+        const auto same_option = [&](const char* name, int theirs, int mine) {
+            expect(options_.convert || theirs == mine, "the saved sequence has ", name, " ", theirs,
+                   ", the cache ", mine, "; restore_options::convert allows that");
+            same_layout_ = same_layout_ && theirs == mine;
+        };
+        const page_geometry g = cache_.geometry();
+        same_option("sinks", file.geometry.sinks, g.sinks);
+        same_option("recent", file.geometry.recent, g.recent);
+        same_option("page_tokens", file.geometry.page_tokens, g.page_tokens);
+        const std::string mine = cache_.window().name();
+        expect(options_.convert || file.window == mine, "the saved sequence has a window of ", file.window,
+               ", the cache one of ", mine, "; restore_options::convert allows that");
+        same_layout_ = same_layout_ && file.window == mine;
+        for (int layer = 0; layer < shape.layers; ++layer) {
+            const auto said = file.rotary.find(layer);
+            for (const page_span& s : saved(layer).spans)
+                expect_moved_alike(cache_.rotations(), layer, s.shift,
+                                   said == file.rotary.end() ? nullptr : &said->second, !index_.says_all(),
+                                   "the saved sequence has keys that");
+        }
+    }
+
+    void find_formats(tensor role) {
+        const auto& list = index_.description().schemes[static_cast<std::size_t>(role)];
+        for (const scheme_identity& id : list)
+            formats_[static_cast<int>(role)].push_back(index_of_identity(cache_.table(role), id));
+    }
+
+    /// Checks that the tensors of this table's pages are the next ones of the file, and that this cache can use them.
+    void expect_tensors(tensor role, int layer) {
+        const saved_table& table = saved(role, layer);
+        if (!options_.convert && mapped(role, static_cast<std::size_t>(table.target)) < 0)
+            raise_unknown_format(
+                cache_.table(role), identity(role, static_cast<std::size_t>(table.target)),
+                layer_text(static_cast<std::size_t>(layer), role) + " of the saved sequence is to be");
+        const page_geometry& g = index_.description().geometry;
+        const auto heads = static_cast<std::uint64_t>(cache_.shape().kv_heads);
+        const auto expect_pages = [&](const std::string& name, std::size_t count, std::uint32_t format,
+                                      int tokens) {
+            if (count == 0) return;
+            index_.expect_tensor(name, "U8", {count, heads, block_bytes(role, layer, format, tokens)});
+        };
+        for (std::size_t first = 0; first < table.rows.size();) {
+            const bool copies = first < table.copies;
+            const std::size_t end = copies ? table.copies : table.rows.size();
+            const auto& [format, tokens] = std::pair(table.rows[first].format, table.rows[first].tokens);
+            std::size_t count = 1;
+            while (first + count < end && table.rows[first + count].format == format &&
+                   table.rows[first + count].tokens == tokens)
+                ++count;
+            expect_pages(
+                copies ? copies_name(layer, role, tokens, g) : pages_name(layer, role, format, tokens, g),
+                count, format, static_cast<int>(tokens));
+            first += count;
+        }
+    }
+
+    std::size_t block_bytes(tensor role, int layer, std::uint32_t format, int tokens) const {
+        const block_shape shape{role, tokens, cache_.shape().dim(role)};
+        const int index = mapped(role, format);
+        if (index >= 0) return cache_.table(role)[index].block_bytes(shape);
+        return visit_float_type(other_window(role, layer, format),
+                                [&]<class T>(T) { return full<T>{}.block_bytes(shape); });
+    }
+
+    /// Any format of the file that the cache does not have must be another window.
+    float_type other_window(tensor role, int layer, std::uint32_t format) const {
+        const scheme_identity& id = identity(role, format);
+        if (format == 0)
+            for (const float_type type : {float_type::fp16, float_type::bf16, float_type::fp32})
+                if (id == scheme_identity{visit_float_type(type, []<class T>(T) { return full<T>{}.name(); }),
+                                          std::nullopt})
+                    return type;
+        raise_unknown_format(cache_.table(role), id,
+                             layer_text(static_cast<std::size_t>(layer), role) + " of the saved sequence is");
+    }
+
+    // ---- pages ----
+
+    void read_page(tensor role, int layer, const saved_page& row, page& p) {
+        source_.restart();
+        source_.read(p.data(), p.bytes, "a page");
+        expect(source_.checksum() == row.checksum, "the saved sequence is damaged: the page of span ",
+               row.span, " of ", layer_text(static_cast<std::size_t>(layer), role), " has checksum ",
+               source_.checksum(), ", not ", row.checksum);
+        p.not_finite = row.not_finite;
+    }
+    page_ref read_page(tensor role, int layer, const saved_page& row, page_pool& pool) {
+        const auto tokens = static_cast<int>(row.tokens);
+        const std::size_t bytes =
+            block_bytes(role, layer, row.format, tokens) * static_cast<std::size_t>(cache_.shape().kv_heads);
+        page_ref p = pool.allocate(bytes, mapped(role, row.format), tokens);
+        read_page(role, layer, row, *p);
+        return p;
+    }
+
+    /// Pages of a cache with the layout of the file: unchanged, or one by one in another format. Spans share the pages that they shared.
+    void place(tensor role, int layer, page_table& table) {
+        const auto at = static_cast<std::size_t>(role);
+        const saved_table& from = saved(role, layer);
+        int& target = table.targets[at];
+        if (!options_.convert) target = mapped(role, static_cast<std::size_t>(from.target));
+        // The spans that show each row, or have it as their copy.
+        std::vector<std::pair<std::int32_t, std::size_t>> shown, copied;
+        for (std::size_t i = 0; i < from.of_span.size(); ++i) {
+            shown.emplace_back(from.of_span[i][0], i);
+            if (from.of_span[i][1] >= 0) copied.emplace_back(from.of_span[i][1], i);
+        }
+        std::sort(shown.begin(), shown.end());
+        std::sort(copied.begin(), copied.end());
+        auto shows = shown.begin();
+        auto copies = copied.begin();
+        for (std::size_t row = 0; row < from.rows.size(); ++row) {
+            const auto number = static_cast<std::int32_t>(row);
+            auto shows_end = shows, copies_end = copies;
+            while (shows_end != shown.end() && shows_end->first == number) ++shows_end;
+            while (copies_end != copied.end() && copies_end->first == number) ++copies_end;
+            const bool changes = options_.convert && mapped(role, from.rows[row].format) != target;
+            const auto stays = [&](const auto& show) {
+                return !changes || static_cast<int>(show.second) >= saved(layer).committed ||
+                       table.spans[show.second].sinks;
+            };
+            const bool is_kept = copies != copies_end || std::any_of(shows, shows_end, stays);
+            const page_ref page = read_page(role, layer, from.rows[row], is_kept ? cache_.pool() : scratch_);
+            // Copies that this cache would drop may still be needed to quantize a page to another format.
+            for (; copies != copies_end; ++copies) table.spans[copies->second].copies[at] = page;
+            page_ref exact, changed;
+            for (auto show = shows; show != shows_end; ++show)
+                if (const page_ref& copy = table.spans[show->second].copies[at]) exact = copy;
+            for (; shows != shows_end; ++shows) {
+                page_span& span = table.spans[shows->second];
+                if (stays(*shows)) {
+                    span.pages[at] = page;
+                    continue;
+                }
+                if (!changed)
+                    changed =
+                        exact && target == 0 ? exact : converted(role, layer, exact ? *exact : *page, target);
+                if (target == 0) span.copies[at] = page_ref{};
+                span.pages[at] = changed;
+            }
+        }
+    }
+    page_ref converted(tensor role, int layer, const page& from, int target) {
+        const int tokens = from.tokens;
+        page_ref to = cache_.pool().allocate(cache_.page_bytes(role, target, tokens), target, tokens);
+        numbers_.resize(static_cast<std::size_t>(tokens) *
+                        static_cast<std::size_t>(cache_.shape().dim(role)));
+        convert_page(cache_.table(role), cache_.shape(), layer, from, *to, numbers_.data());
+        return to;
+    }
+
+    // ---- a cache with another page layout ----
+
+    /// Pages of a layer's K or V, by span. A 16-bit copy replaces its quantized page.
+    struct loaded {
+        std::vector<page_ref> pages;
+        std::vector<std::uint32_t> formats;
+    };
+
+    loaded load(tensor role, int layer) {
+        const saved_table& from = saved(role, layer);
+        std::vector<page_ref> rows;
+        for (const saved_page& row : from.rows) rows.push_back(read_page(role, layer, row, scratch_));
+        loaded l;
+        for (const auto& [page, copy] : from.of_span) {
+            const auto row = static_cast<std::size_t>(copy < 0 ? page : copy);
+            l.pages.push_back(rows[row]);
+            l.formats.push_back(from.rows[row].format);
+        }
+        return l;
+    }
+
+    /// x^ of the tokens that a span shows, [head][token][channel], at their positions.
+    token_view<const float> dequantize(tensor role, int layer, const page& p, std::uint32_t format,
+                                       const page_span& span, std::vector<float>& values) {
+        const block_shape shape{role, p.tokens, cache_.shape().dim(role)};
+        const int heads = cache_.shape().kv_heads;
+        values.resize(shape.values() * static_cast<std::size_t>(heads));
+        const std::size_t bytes = block_bytes(role, layer, format, p.tokens);
+        const int index = mapped(role, format);
+        const default_arithmetic arithmetic;
+        for (int h = 0; h < heads; ++h) {
+            const std::byte* const block = p.data() + bytes * static_cast<std::size_t>(h);
+            float* const to = values.data() + shape.values() * static_cast<std::size_t>(h);
+            if (index < 0) {
+                visit_float_type(other_window(role, layer, format), [&]<class T>(T) {
+                    full<T>{}.dequantize(shape, block_id{layer, h}, block, to);
+                });
+                continue;
+            }
+            const kvq::format& f = cache_.table(role)[index];
+            f.functions().dequantize(f.scheme(), shape, block_id{layer, h}, block, float_type::fp32, to,
+                                     shape.dim, to);
+        }
+        const detail::rotation* const rotate = role == tensor::key ? cache_.rotations().at(layer) : nullptr;
+        if (rotate && span.shift != 0) (*rotate)(values.data(), p.tokens * heads, shape.dim, span.shift);
+        return {values.data() + span.skip * shape.dim,      span.tokens, heads, shape.dim, shape.dim,
+                static_cast<std::ptrdiff_t>(shape.values())};
+    }
+
+    void append_again(sequence& s, int layer) {
+        const loaded keys = load(tensor::key, layer), values = load(tensor::value, layer);
+        std::vector<float> k, v;
+        for (std::size_t i = 0; i < keys.pages.size(); ++i) {
+            const page_span& span = saved(layer).spans[i];
+            s.append(layer, dequantize(tensor::key, layer, *keys.pages[i], keys.formats[i], span, k),
+                     dequantize(tensor::value, layer, *values.pages[i], values.formats[i], span, v));
+        }
+    }
+
+    cache& cache_;
+    const restore_options& options_;
+    exact_source source_;
+    saved_index index_;
+    page_pool scratch_;
+    std::vector<int> formats_[2];
+    std::vector<float> numbers_;
+    bool same_layout_ = true;
+};
+
+KVQ_FUNC sequence restore_from(cache& of, const source_view& read, const restore_options& options) {
+    return sequence_reader(of, read, options).run();
+}
+
+}  // namespace detail
+}}  // namespace kvq
