@@ -14,6 +14,10 @@
 #include "support/peaked.hpp"
 #include "support/random.hpp"
 
+#if defined(KVQ_COMPILED)
+#include <kvq/cpu/simd.hpp>
+#endif
+
 // The static library shows the parts of every instruction set that it has (src/builtin_formats.cpp); the shared one hides them.
 #if defined(KVQ_EVERY_LEVEL)
 #include <kvq/cpu/arch/arch.hpp>
@@ -195,3 +199,30 @@ TEST_CASE("a cache of every format takes a prompt in chunks and decodes, near th
         CHECK(std::sqrt(error / size) < (bits16 ? 5e-3 : bits8 ? 2e-2 : bits1 ? 5.0 : 1.2));
     }
 }
+
+#if defined(KVQ_COMPILED)
+TEST_CASE("formats of schemes of the program have the library's kernels, and say which it lacks") {
+    const kvq::format listed = kvq::find_format("affine-4-g64", kvq::tensor::key);
+    const kvq::block_shape shape{kvq::tensor::key, 128, 128};
+    using of_library = kvq::affine<4, kvq::per_channel<48>, kvq::params<kvq::bfloat16>>;
+    for (const kvq::format& f :
+         {kvq::make_format<of_library>(), kvq::make_format<kvq::hadamard<of_library>>(),
+          kvq::make_format<kvq::full<kvq::bfloat16>>()}) {
+        INFO(f.name());
+        CHECK(std::string(f.backend()) == listed.backend());
+        CHECK(f.describe(shape).all());
+    }
+    const auto lacking =
+        kvq::make_format<kvq::scheme<kvq::bits<4>, kvq::symmetric, kvq::per_token<32>, kvq::params<float>>>()
+            .describe(shape);
+    CHECK(lacking.attend);
+    CHECK(std::string(lacking.quantize_by) ==
+          "portable: kvq::library has none of this codec; files with KVQ_HEADER_ONLY do");
+    CHECK(std::string(lacking.dequantize_by) == lacking.quantize_by);
+    // Widths that attention cannot read from the codes: blocks are dequantized first, without an order of channels.
+    const auto dequantized =
+        kvq::make_format<kvq::mixed_affine<kvq::code_widths<5, 3>, kvq::average_eighths<32>>>();
+    CHECK(dequantized.describe(shape).dequantizes_first);
+    CHECK(!dequantized.functions().transforms);
+}
+#endif
