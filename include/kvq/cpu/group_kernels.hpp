@@ -18,7 +18,7 @@ inline constexpr parameter_functions functions_of_parameters{
     range_fit_of<typename Backend::lanes, Levels, Bits, P>(), range_limit<P>(),
     &Backend::template load_floats<P>, std::same_as<P, float16>};
 
-/// Directly from blocks of fp16, the usual window, and fp32; from bfloat16 as fp32, so that fewer kernels are compiled.
+/// From tokens, and directly from blocks of fp16, the usual window, and fp32; no others, so that fewer kernels are compiled.
 template <class Lanes, class Levels, int Bits>
 bool quantize_ranges(const codec_spec& codec, const parameter_functions& parameters, const block_shape& shape,
                      const block_input& values, std::byte* block) {
@@ -29,9 +29,7 @@ bool quantize_ranges(const codec_spec& codec, const parameter_functions& paramet
     if (values.tokens) return run(float_values<Lanes>(shape, reinterpret_cast<const float*>(values.from)));
     if (values.type == float_type::fp16) return run(half_values<Lanes>(shape, values.from));
     if (values.type == float_type::fp32) return run(float_values<Lanes>(shape, values.from));
-    if (!widens(shape)) return false;
-    widen_block<Lanes>(shape, values.from, values.scratch);
-    return run(float_values<Lanes>(shape, reinterpret_cast<const std::byte*>(values.scratch)));
+    return false;
 }
 
 /// To bfloat16 through floats, so that fewer kernels are compiled.

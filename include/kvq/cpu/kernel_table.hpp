@@ -27,7 +27,6 @@ struct block_input {
     const std::byte* from;
     float_type type;
     bool tokens;
-    float* scratch;  ///< room for the values, if they are a window of bfloat16
 };
 
 /// As those of format_functions (format/format.hpp).

@@ -118,12 +118,10 @@ constexpr kernel_choice quantize_choice(const codec_spec& c, const block_shape& 
     if (c.encoder == encoder_kind::own) return {nullptr, "the encoder is not the library's"};
     return {nullptr, "parameters per token are fitted in vectors by the encoder enclosing alone"};
 }
-/// Are blocks of bfloat16 quantized as blocks of fp32? Odd ones have gaps for which there is no scratch.
-constexpr bool widens(const block_shape& s) noexcept { return s.rows() % 4 == 0 && s.cols() % 2 == 0; }
 /// Reading a window: blocks whose parameters are ranges are quantized from the window as it is, all others from floats.
 constexpr kernel_choice window_choice(const codec_spec& c, const block_shape& s, float_type window,
                                       int width) noexcept {
-    if (quantizer_of(c) == quantizer::ranges && (window != float_type::bf16 || widens(s)))
+    if (quantizer_of(c) == quantizer::ranges && window != float_type::bf16)
         return {"cpu/quantize/block_values.hpp"};
     return read_choice(s, window, width);
 }

@@ -26,7 +26,7 @@ struct vector_backend {
     static std::uint32_t quantize(const Scheme& scheme, const block_shape& shape, block_id id,
                                   float_type window, const std::byte* from, std::byte* block, float* values) {
         if constexpr (kernels::range_scheme<Scheme>)
-            if (quantizes_ranges(scheme, shape, {from, window, false, values}, block)) return 0;
+            if (quantizes_ranges(scheme, shape, {from, window, false}, block)) return 0;
         if (!Kernels::read_window(window, shape, from, values))
             scalar::read_window(window, shape, from, values);
         return quantize_values(scheme, shape, id, values, block);
@@ -111,8 +111,7 @@ struct vector_backend {
                                      float* values, std::byte* block) {
         if constexpr (kernels::range_scheme<Scheme>)
             return quantizes_ranges(
-                scheme, shape, {reinterpret_cast<const std::byte*>(values), float_type::fp32, true, nullptr},
-                block);
+                scheme, shape, {reinterpret_cast<const std::byte*>(values), float_type::fp32, true}, block);
         else if constexpr (kernels::channel_scheme<Scheme>)
             return quantizes_channels(scheme, shape, id, values, block, false, nullptr);
         else

@@ -7,13 +7,14 @@
 //   strip                up to a vector of neighbouring rows, all in one tile of codes
 //   row_extremes         the least and the largest value of every row of a strip, over some columns
 //   column_extremes      those of some columns, over some rows
+//   extremes_of_channels row_extremes of neighbouring strips, of tokens of V
 //   quad                 the four values of a quad of columns, from its first word; word w of all rows lies
 //                        at from + w * step
 //
 // In blocks and in tokens of V the rows of a column are neighbours. Tokens of K (by_token) have the columns
 // of a row beside each other: their extremes are found token by token, and quad does not read them.
 // Contract: finite() is false if a value of which extremes were found is not finite; extremes are undefined
-// then. It may be false for floats whose sum overflows.
+// then. It may be false for floats of which a sum of products of two overflows.
 #pragma once
 
 #include <utility>
@@ -255,129 +256,168 @@ public:
         for (int i = 0; i < 4; ++i) x[i] = Lanes::as_floats(Lanes::load(p + i * step));
     }
     floats column(const value_strip& at, int c) const {
-        if (!by_token()) return Lanes::as_floats(load(at.from + c * at.step, at.n));
-        float x[width] = {};
-        for (int i = 0; i < at.n; ++i) x[i] = detail::load_as<float>(at.from + i * line_bytes() + 4 * c);
-        return Lanes::load_floats(x);
+        return by_token() ? channel_of_tokens(at.row, at.n, c)
+                          : Lanes::as_floats(load(at.from + c * at.step, at.n));
     }
 
     KVQ_INLINE void row_extremes(const value_strip& at, int begin, int end, float* lo, float* hi) {
-        if (by_token()) return extremes_of_tokens(at, begin, end, lo, hi);
-        const std::byte* p = at.from + begin * at.step;
-        extremes even(load(p, at.n)), odd = even;
-        for (; begin + 2 <= end; begin += 2, p += 2 * at.step) {
-            even.take(load(p, at.n));
-            odd.take(load(p + at.step, at.n));
-        }
-        if (begin < end) even.take(load(p, at.n));
-        even.add(odd);
-        see(even);
-        Lanes::store_floats(lo, even.lo);
-        Lanes::store_floats(hi, even.hi);
+        if (by_token()) return extremes_of_tokens(at.row, at.n, begin, end, lo, hi);
+        if (at.n == width)
+            extremes_of_lines<true, 0>(at.from + begin * at.step, at.step, end - begin, width, lo, hi);
+        else
+            extremes_of_lines<false, 0>(at.from + begin * at.step, at.step, end - begin, at.n, lo, hi);
     }
 
     KVQ_INLINE void column_extremes(int first, int size, int begin, int end, float* least, float* most) {
         if (by_token()) return extremes_of_channels(first, size, begin, end, least, most);
-        constexpr int rows_of_tile = tile_layout::tile_rows, tile_vectors = rows_of_tile / width;
+        if (by_column()) {
+            for (int c = 0; c < size; c += width)
+                extremes_of_tokens(first + c, detail::smaller(width, size - c), begin, end, least + c,
+                                   most + c);
+            return;
+        }
+        constexpr int rows_of_tile = tile_layout::tile_rows;
         const bool whole_tiles = begin % rows_of_tile == 0 && (end - begin) % rows_of_tile == 0;
-        const bool tiles = order_ == order::tiles;
-        const std::ptrdiff_t next_tile = 4 * rows_of_tile * (tiles ? layout_.tiles.words_per_row : 1);
-        const auto place = [&](int row, int column) {
-            return from_ + (tiles ? 4 * static_cast<std::ptrdiff_t>(layout_.tiles.word(row, column))
-                                  : line_bytes() * column + 4 * row);
+        const std::ptrdiff_t next_tile =
+            4 * rows_of_tile * static_cast<std::ptrdiff_t>(layout_.tiles.words_per_row);
+        const auto place = [&](int row, int column) { return from_ + 4 * layout_.tiles.word(row, column); };
+        const auto rows_of = [&](int row) {
+            return detail::smaller(end - row, rows_of_tile - row % rows_of_tile);
         };
+        floats sums = sums_;
         for (int c = 0; c < size; c += width) {
             ints lo[width], hi[width];
             for (int i = 0; i < width; ++i) {
                 const int column = first + detail::smaller(c + i, size - 1);
                 const std::byte* p = place(begin, column);
-                extremes even(whole_tiles ? Lanes::load(p) : repeated(p, 1)), odd = even;
-                for (int tile = begin; whole_tiles && tile < end; tile += rows_of_tile, p += next_tile) {
-                    KVQ_UNROLL
-                    for (int v = 0; v < tile_vectors; v += 2) {
-                        even.take(Lanes::load(p + v * 4 * width));
-                        odd.take(Lanes::load(p + (v + 1) * 4 * width));
-                    }
+                extremes found =
+                    whole_tiles ? extremes_of(p, rows_of_tile) : extremes_of_rows(p, rows_of(begin));
+                int row = begin + rows_of(begin);
+                for (; whole_tiles && row < end; row += rows_of_tile) {
+                    p += next_tile;
+                    found.add(extremes_of(p, rows_of_tile));
                 }
-                for (int row = begin; !whole_tiles && row < end;) {
-                    const int n =
-                        detail::smaller(width, detail::smaller(end - row, rows_of_tile - row % rows_of_tile));
-                    p = place(row, column);
-                    even.take(n == width ? Lanes::load(p) : repeated(p, n));
-                    row += n;
-                }
-                even.add(odd);
-                see(even);
-                lo[i] = Lanes::as_ints(even.lo);
-                hi[i] = Lanes::as_ints(even.hi);
+                for (; row < end; row += rows_of(row))
+                    found.add(extremes_of_rows(place(row, column), rows_of(row)));
+                sums = Lanes::add(sums, found.sum);
+                lo[i] = Lanes::as_ints(found.lo);
+                hi[i] = Lanes::as_ints(found.hi);
             }
             Lanes::store_floats(least + c, Lanes::template extreme_of_each<true>(lo));
             Lanes::store_floats(most + c, Lanes::template extreme_of_each<false>(hi));
         }
+        sums_ = sums;
+    }
+
+    /// Of tokens: of `size` channels, over tokens [begin, end).
+    KVQ_NOINLINE void extremes_of_channels(int first, int size, int begin, int end, float* least,
+                                           float* most) {
+        const std::ptrdiff_t line = line_bytes();
+        const std::byte* const p = from_ + line * begin + 4 * first;
+        int c = 0;
+        for (; c + 4 * width <= size; c += 4 * width)
+            extremes_of_lines<true, 0, 1, 2, 3>(p + 4 * c, line, end - begin, width, least + c, most + c);
+        for (; c + width <= size; c += width)
+            extremes_of_lines<true, 0>(p + 4 * c, line, end - begin, width, least + c, most + c);
+        if (c < size)
+            extremes_of_lines<false, 0>(p + 4 * c, line, end - begin, size - c, least + c, most + c);
     }
 
 private:
     /// tiles: of a block. rows: the columns of a row are neighbours. columns: the rows of a column are.
     enum class order : unsigned char { tiles, rows, columns };
 
+    /// Of values two by two: a product of two is the cheapest way to see that one is not finite.
     struct extremes {
         floats lo, hi;
         floats sum;  // not finite if a value is not, or if it overflows
 
-        KVQ_INLINE explicit extremes(ints one) : lo(Lanes::as_floats(one)), hi(lo), sum(lo) {}
-        /// From a register: a minimum and a maximum that both read memory are slower.
-        KVQ_INLINE void take(ints one) {
-            const floats x = Lanes::as_floats(Lanes::in_register(one));
-            lo = Lanes::smaller(lo, x);
-            hi = Lanes::larger(hi, x);
-            sum = Lanes::add(sum, x);
+        KVQ_INLINE extremes(ints one, ints other) { start(in_register(one), in_register(other)); }
+        KVQ_INLINE void take(ints one, ints other) {
+            const floats x = in_register(one), y = in_register(other);
+            lo = Lanes::smaller(lo, Lanes::smaller(x, y));
+            hi = Lanes::larger(hi, Lanes::larger(x, y));
+            sum = Lanes::multiply_add(x, y, sum);
         }
         KVQ_INLINE void add(const extremes& other) {
             lo = Lanes::smaller(lo, other.lo);
             hi = Lanes::larger(hi, other.hi);
             sum = Lanes::add(sum, other.sum);
         }
-    };
-    KVQ_INLINE void see(const extremes& found) { sums_ = Lanes::add(sums_, found.sum); }
 
-    /// Tokens of K: a token after the other.
-    KVQ_NOINLINE void extremes_of_tokens(const value_strip& at, int begin, int end, float* least,
-                                         float* most) {
+    private:
+        KVQ_INLINE void start(floats x, floats y) {
+            lo = Lanes::smaller(x, y);
+            hi = Lanes::larger(x, y);
+            sum = Lanes::multiply(x, y);
+        }
+        /// A minimum and a maximum that both read memory are slower.
+        static KVQ_INLINE floats in_register(ints x) { return Lanes::as_floats(Lanes::in_register(x)); }
+    };
+    /// Of `count` neighbours, at least a vector.
+    static KVQ_INLINE extremes extremes_of(const std::byte* p, int count) {
+        const auto at = [&](int i) KVQ_INLINE_LAMBDA { return Lanes::load(p + 4 * i); };
+        const int last = count - width;  // its vector may overlap others
+        extremes found(at(0), at(detail::smaller(width, last)));
+        int i = 2 * width;
+        for (; i + 2 * width <= count; i += 2 * width) found.take(at(i), at(i + width));
+        if (i < count) found.take(at(detail::smaller(i, last)), at(last));
+        return found;
+    }
+    /// Of any number.
+    static KVQ_NOINLINE extremes extremes_of_rows(const std::byte* p, int count) {
+        if (count >= width) return extremes_of(p, count);
+        const ints x = repeated(p, count);
+        return {x, x};
+    }
+    /// Of `count` lines, `step` bytes apart, of neighbouring vectors. Whole: else of one vector of n values.
+    template <bool Whole, int... Vector>
+    KVQ_INLINE void extremes_of_lines(const std::byte* p, std::ptrdiff_t step, int count, int n, float* least,
+                                      float* most) {
+        const auto at = [&](const std::byte* line, int v) KVQ_INLINE_LAMBDA {
+            return Whole ? Lanes::load(line + v * 4 * width) : Lanes::load(line, n);
+        };
+        const std::byte* const second = count > 1 ? p + step : p;
+        extremes found[] = {extremes(at(p, Vector), at(second, Vector))...};
+        for (count -= 2, p += 2 * step; count > 1; count -= 2, p += 2 * step)
+            (found[Vector].take(at(p, Vector), at(p + step, Vector)), ...);
+        if (count > 0) (found[Vector].take(at(p, Vector), at(p, Vector)), ...);
+        ((sums_ = Lanes::add(sums_, found[Vector].sum)), ...);
+        (Lanes::store_floats(least + Vector * width, found[Vector].lo), ...);
+        (Lanes::store_floats(most + Vector * width, found[Vector].hi), ...);
+    }
+    /// Of up to a vector of tokens, over channels [begin, end).
+    KVQ_NOINLINE void extremes_of_tokens(int first, int n, int begin, int end, float* least, float* most) {
+        if (end - begin < width) return extremes_of_few(first, n, begin, end, least, most);
         ints lo[width], hi[width];
-        const int size = end - begin;
+        floats sums = sums_;
+        const std::ptrdiff_t line = line_bytes();
+        const std::byte* p = from_ + line * first + 4 * begin;
         for (int i = 0; i < width; ++i) {
-            // Lanes behind the last token repeat it.
-            const std::byte* const p = at.from + line_bytes() * detail::smaller(i, at.n - 1) + 4 * begin;
-            extremes found(size < width ? repeated(p, size) : Lanes::load(p));
-            int c = width;
-            for (; c + width <= size; c += width) found.take(Lanes::load(p + 4 * c));
-            if (c < size) found.take(Lanes::load(p + 4 * (size - width)));
-            see(found);
+            const extremes found = extremes_of(p, end - begin);
+            sums = Lanes::add(sums, found.sum);
             lo[i] = Lanes::as_ints(found.lo);
             hi[i] = Lanes::as_ints(found.hi);
+            if (i + 1 < n) p += line;  // lanes behind the last token repeat it
         }
+        sums_ = sums;
         Lanes::store_floats(least, Lanes::template extreme_of_each<true>(lo));
         Lanes::store_floats(most, Lanes::template extreme_of_each<false>(hi));
     }
-    /// Tokens of K: lanes are channels.
-    KVQ_NOINLINE void extremes_of_channels(int first, int size, int begin, int end, float* least,
-                                           float* most) {
-        const auto find = [&]<int... V>(std::integer_sequence<int, V...>, int c, int n) KVQ_INLINE_LAMBDA {
-            const std::byte* p = from_ + line_bytes() * begin + 4 * (first + c);
-            const auto words = [&](int v) KVQ_INLINE_LAMBDA { return load(p + v * 4 * width, n); };
-            extremes found[] = {extremes(words(V))...};
-            for (int t = begin + 1; t < end; ++t) {
-                p += line_bytes();
-                (found[V].take(words(V)), ...);
-            }
-            (see(found[V]), ...);
-            (Lanes::store_floats(least + c + V * width, found[V].lo), ...);
-            (Lanes::store_floats(most + c + V * width, found[V].hi), ...);
-        };
-        int c = 0;
-        for (; c + 4 * width <= size; c += 4 * width) find(std::make_integer_sequence<int, 4>{}, c, width);
-        for (; c < size; c += width)
-            find(std::make_integer_sequence<int, 1>{}, c, detail::smaller(width, size - c));
+    /// Of channels that do not fill a vector: one after the other.
+    KVQ_NOINLINE void extremes_of_few(int first, int n, int begin, int end, float* least, float* most) {
+        const auto channel = [&](int c) { return Lanes::as_ints(channel_of_tokens(first, n, c)); };
+        extremes found(channel(begin), channel(begin));
+        for (int c = begin + 1; c < end; ++c) found.take(channel(c), channel(c));
+        sums_ = Lanes::add(sums_, found.sum);
+        Lanes::store_floats(least, found.lo);
+        Lanes::store_floats(most, found.hi);
+    }
+    /// A channel of up to a vector of tokens.
+    floats channel_of_tokens(int first, int n, int c) const {
+        float x[width] = {};
+        for (int i = 0; i < n; ++i) x[i] = detail::load_as<float>(from_ + line_bytes() * (first + i) + 4 * c);
+        return Lanes::load_floats(x);
     }
 
     const value_layout<float> layout_;
@@ -386,29 +426,5 @@ private:
     const std::byte* from_;
     floats sums_ = Lanes::splat_float(0.0f);
 };
-
-/// A block of fp32 values from one of bfloat16, for rows that are a multiple of 4 and pairs of columns.
-template <class Lanes>
-void widen_block(const block_shape& shape, const std::byte* block, float* to) {
-    const grouped_axis rows(shape.rows(), shape.rows());
-    const int words = shape.cols() / 2;
-    for (int tile = 0; tile < rows.size; tile += tile_layout::tile_rows) {
-        const int height = detail::smaller(tile_layout::tile_rows, rows.size - tile);
-        for (int w = 0; w < words; ++w, block += 4 * height, to += 2 * height)
-            for (int r = 0; r < height; r += Lanes::width) {
-                const int n = detail::smaller(Lanes::width, height - r);
-                const auto put = [&](float* at, typename Lanes::floats x) {
-                    if (n == Lanes::width)
-                        Lanes::store_floats(at, x);
-                    else
-                        Lanes::store_floats(at, x, n);
-                };
-                const auto both =
-                    n == Lanes::width ? Lanes::load(block + 4 * r) : Lanes::load(block + 4 * r, n);
-                put(to + r, Lanes::template halves<bfloat16, 0>(both));
-                put(to + height + r, Lanes::template halves<bfloat16, 1>(both));
-            }
-    }
-}
 
 }}}  // namespace kvq::kernels

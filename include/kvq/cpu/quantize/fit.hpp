@@ -18,25 +18,40 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Fits groups with extremes lo and hi, a vector of each, and writes the parameters of the first n: scales at
-/// `to`, biases `section` bytes behind them. bias, inverse (1 / scale, or 0): output, a vector of each. most:
-/// the largest parameters that were wanted so far. steps: steps of the grid on one side of zero.
+/// Fits n groups with extremes lo and hi, and writes their parameters: scales at `to`, biases `section` bytes behind them. bias, inverse
+/// (1 / scale, or 0): output, which may replace lo and hi. All four are whole vectors. most: the largest parameters that were wanted so
+/// far. steps: steps of the grid on one side of zero.
 using range_fit = void (*)(const float* lo, const float* hi, int n, float steps, std::byte* to,
                            std::size_t section, float* bias, float* inverse, float* most);
 
 template <class Lanes, class Levels, float_format P>
 struct lane_fit {
-    static void run(const float* low, const float* high, int n, float steps, std::byte* to,
-                    std::size_t section, float* bias_out, float* inverse_out, float* most_out) {
+    static void run(const float* lo, const float* hi, int n, float steps, std::byte* to, std::size_t section,
+                    float* bias, float* inverse, float* most) {
+        floats all = Lanes::load_floats(most);
+        for (int i = 0; i < n; i += Lanes::width)
+            all = Lanes::larger(all, fit(lo + i, hi + i, detail::smaller(Lanes::width, n - i), steps,
+                                         to + i * int{sizeof(P)}, section, bias + i, inverse + i));
+        Lanes::store_floats(most, all);
+    }
+
+private:
+    using floats = typename Lanes::floats;
+    using ints = typename Lanes::ints;
+    static constexpr float limit = detail::max_finite<P>;
+
+    /// A vector of groups; returns the larger parameters that were wanted.
+    static KVQ_INLINE floats fit(const float* low, const float* high, int n, float steps, std::byte* to,
+                                 std::size_t section, float* bias_out, float* inverse_out) {
         floats lo = Lanes::load_floats(low);
         const floats hi = Lanes::load_floats(high), none = Lanes::splat_float(0.0f);
-        floats range = hi, most = Lanes::load_floats(most_out), bias = none;
+        floats range = hi, most = none, bias = none;
         if constexpr (Levels::has_bias) {
             // + 0 turns -0 into +0, as in asymmetric::fit.
             lo = Lanes::add(lo, none);
             store(to + section, rounded<false>(bounded(lo), bias), n);
             range = Lanes::subtract(hi, bias);
-            most = Lanes::larger(most, Lanes::subtract(none, lo));
+            most = Lanes::subtract(none, lo);
         } else {
             range = Lanes::larger(Lanes::subtract(none, lo), hi);
         }
@@ -44,16 +59,11 @@ struct lane_fit {
         const floats least = Lanes::larger(wanted, Lanes::splat_float(1.17549435e-38f));
         floats scale;
         store(to, rounded<true>(Lanes::keep_above(bounded(least), range, 0.0f), scale), n);
-        const floats inverse = Lanes::keep_above(Lanes::divide(Lanes::splat_float(1.0f), scale), scale, 0.0f);
         Lanes::store_floats(bias_out, bias);
-        Lanes::store_floats(inverse_out, inverse);
-        Lanes::store_floats(most_out, Lanes::larger(most, wanted));
+        Lanes::store_floats(inverse_out,
+                            Lanes::keep_above(Lanes::divide(Lanes::splat_float(1.0f), scale), scale, 0.0f));
+        return Lanes::larger(most, wanted);
     }
-
-private:
-    using floats = typename Lanes::floats;
-    using ints = typename Lanes::ints;
-    static constexpr float limit = detail::max_finite<P>;
 
     static KVQ_INLINE floats bounded(floats x) {
         return Lanes::smaller(Lanes::larger(x, Lanes::splat_float(-limit)), Lanes::splat_float(limit));

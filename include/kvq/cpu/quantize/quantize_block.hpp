@@ -67,7 +67,7 @@ private:
     using ints = typename Lanes::ints;
     static constexpr int width = Lanes::width;
     static constexpr int step_quads = planes::quads_per_step, step_columns = 4 * step_quads;
-    static constexpr int column_block = Values::column_block, most_groups = 8;
+    static constexpr int column_block = Values::column_block, most_fitted = 8, most_values = 4096;
 
     /// Up to a vector of neighbouring rows of one tile.
     struct strip {
@@ -79,30 +79,36 @@ private:
     struct grid {
         floats bias, inverse;
     };
-    /// Parameters of a strip's rows: of(k) for a vector of rows, of_token(i, c) for columns [c, c + width) of
-    /// one row.
+    /// Parameters of neighbouring strips, a vector of rows each, in neighbouring groups: [group][strip][row].
+    struct fitted_rows {
+        alignas(64) float bias[most_fitted * width], inverse[most_fitted * width];
+    };
+    /// Those of a strip. bias_of(c), inverse_of(c): of column c, a row in every lane; of the first group. of_pair(c)(i, v): of row i, a
+    /// column in every lane, of vector v of two from c on. Columns are counted from the first group on.
     struct row_parameters {
-        alignas(64) float bias[width], inverse[width];
-        floats biases, inverses;
+        const float *bias, *inverse;
+        int group, next;  // columns of a group, floats to the next one
+        floats first_bias = Lanes::load_floats(bias), first_inverse = Lanes::load_floats(inverse);
 
-        KVQ_INLINE void load() {
-            biases = Lanes::load_floats(bias);
-            inverses = Lanes::load_floats(inverse);
-        }
-        KVQ_INLINE grid of(int) const { return {biases, inverses}; }
-        KVQ_INLINE grid of_token(int i, int) const {
-            return {Lanes::splat_float(bias[i]), Lanes::splat_float(inverse[i])};
+        KVQ_INLINE floats bias_of(int) const { return first_bias; }
+        KVQ_INLINE floats inverse_of(int) const { return first_inverse; }
+        KVQ_INLINE auto of_pair(int c) const {
+            const int at = c / group * next;
+            return [biases = bias + at, inverses = inverse + at](int i, int) KVQ_INLINE_LAMBDA {
+                return grid{Lanes::splat_float(biases[i]), Lanes::splat_float(inverses[i])};
+            };
         }
     };
     /// The same for parameters of a block of columns, which all rows share.
     struct column_parameters {
         alignas(64) float bias[column_block], inverse[column_block];
 
-        KVQ_INLINE grid of(int c) const {
-            return {Lanes::splat_float(bias[c]), Lanes::splat_float(inverse[c])};
-        }
-        KVQ_INLINE grid of_token(int, int c) const {
-            return {Lanes::load_floats(bias + c), Lanes::load_floats(inverse + c)};
+        KVQ_INLINE floats bias_of(int c) const { return Lanes::splat_float(bias[c]); }
+        KVQ_INLINE floats inverse_of(int c) const { return Lanes::splat_float(inverse[c]); }
+        KVQ_INLINE auto of_pair(int c) const {
+            return [biases = bias + c, inverses = inverse + c](int, int v) KVQ_INLINE_LAMBDA {
+                return grid{Lanes::load_floats(biases + v * width), Lanes::load_floats(inverses + v * width)};
+            };
         }
     };
 
@@ -113,36 +119,32 @@ private:
         const std::size_t written = rows.padded_size() == rows.size ? of_.codes.bytes() : 0;
         std::memset(to_ + written, 0, of_.bytes - written);
         steps_line_up_ = cols.groups() == 1 || cols.group % step_columns == 0;
-        if (!of_.sections.on_rows) {
+        if (of_.sections.on_rows)
+            code_all_rows();
+        else
             for (int g = 0; g < rows.groups(); ++g) code_columns(g);
-        } else if (!steps_line_up_) {
-            each_strip(0, [&](const strip& at) { code_odd_rows(at); });
-        } else {
-            // The values of some groups stay in L1. Where the columns of a strip are far apart, one group is
-            // enough.
-            const int some = values_.by_column() ? 1 : most_groups;
-            for (int g = 0; g < cols.groups(); g += some)
-                each_strip(0, [&](const strip& at) {
-                    if (whole(at))
-                        code_rows(at, g, detail::smaller(g + some, cols.groups()));
-                    else if (g == 0)
-                        code_odd_rows(at);
-                });
-        }
     }
 
+    /// n rows of a group, from its row `part` on. As tile_layout::word, without divisions.
+    KVQ_INLINE strip strip_of(int group, int part, int n) const {
+        const tile_layout& tiles = of_.codes.tiles;
+        const int in_tile = part % tile_layout::tile_rows, tile = part - in_tile;
+        const auto word = static_cast<std::size_t>(tiles.rows.group_begin(group) + tile) *
+                              static_cast<std::size_t>(tiles.words_per_row) +
+                          static_cast<std::size_t>(in_tile);
+        return {values_.strip(group * tiles.rows.group + part, n), to_ + 4 * word,
+                4 * detail::smaller(tile_layout::tile_rows, tiles.rows.group_slots(group) - tile)};
+    }
     /// Calls f(strip) for all rows of a group. Tiles of codes begin with the group, those of values with the block.
     template <class F>
-    void each_strip(int group, F&& f) const {
+    KVQ_INLINE void each_strip(int group, F&& f) const {
         constexpr int tile = tile_layout::tile_rows;
         const grouped_axis& rows = of_.codes.rows();
         const int first = group * rows.group, size = rows.group_size(group);
         for (int part = 0; part < size;) {
-            const int row = first + part;
             const int n = detail::smaller(detail::smaller(width, size - part),
-                                          tile - detail::larger(row % tile, part % tile));
-            f(strip{values_.strip(row, n), to_ + 4 * of_.codes.tiles.word(row, 0),
-                    of_.codes.tiles.vector_bytes(row)});
+                                          tile - detail::larger((first + part) % tile, part % tile));
+            f(strip_of(group, part, n));
             part += n;
         }
     }
@@ -168,8 +170,8 @@ private:
                 floats x[4];
                 Values::quad(from, step, x);
                 const auto code = [&](int k) KVQ_INLINE_LAMBDA {
-                    const auto [bias, inverse] = p.of((s - first) * step_columns + 4 * q + k);
-                    return codes::template code<false>(x[k], bias, inverse);
+                    const int c = (s - first) * step_columns + 4 * q + k;
+                    return codes::template code<false>(x[k], p.bias_of(c), p.inverse_of(c));
                 };
                 const ints c0 = code(0), c1 = code(1), c2 = code(2), c3 = code(3);
                 words[q] = writer::four_codes(c0, c1, c2, c3);
@@ -183,48 +185,50 @@ private:
     /// and transposed as words of four, which is a quarter of the work.
     template <class Parameters>
     KVQ_NOINLINE void code_tokens(const strip& at, int first, int last, const Parameters& p) const {
-        constexpr int square_columns = 4 * width, squares = detail::larger(1, step_quads / width);
+        constexpr int squares = detail::larger(1, step_quads / width), some = squares * 4 * width;
         const int columns = (last - first) * step_columns;
-        for (int c = 0; c < columns; c += squares * square_columns) {
-            ints words[squares * width];
-            if (c + squares * square_columns <= columns)
-                turned_codes<true>(at, first * step_columns, c, columns, p, words);
-            else
-                turned_codes<false>(at, first * step_columns, c, columns, p, words);
-            KVQ_UNROLL
-            for (int s = 0; s < squares * width / step_quads; ++s)
-                if (c + s * step_columns < columns)
-                    writer::template put<false>(
-                        of_.codes.quads(), first + c / step_columns + s, words + s * step_quads,
-                        [&](int vector, ints w)
-                            KVQ_INLINE_LAMBDA { Lanes::store(at.to + vector * at.to_step, w); });
-        }
+        int c = 0;
+        for (; c + some <= columns; c += some) code_squares<squares, true>(at, first, c, columns, p);
+        for (; c < columns; c += some) code_squares<squares, false>(at, first, c, columns, p);
     }
-    /// The words of columns from `first` + c on, up to `columns` behind `first`. Whole: all columns of the
-    /// words exist.
-    template <bool Whole, class Parameters, std::size_t N>
-    KVQ_INLINE void turned_codes(const strip& at, int first, int c, int columns, const Parameters& p,
-                                 ints (&words)[N]) const {
-        const std::ptrdiff_t line = values_.line_bytes();
-        for (int n = 0; n < static_cast<int>(N); n += width) {
+    /// Columns from c on, counted from step `first`, of which `columns` are coded. Whole: all columns of the squares exist.
+    template <int Squares, bool Whole, class Parameters>
+    KVQ_INLINE void code_squares(const strip& at, int first, int c, int columns, const Parameters& p) const {
+        // Copies: what is stored cannot change them.
+        std::byte* const to = at.to;
+        const std::ptrdiff_t to_step = at.to_step, line = values_.line_bytes();
+        const int quads = of_.codes.quads();
+        const std::byte* const values = at.from.from + 4 * (first * step_columns);
+        ints words[Squares * width];
+        KVQ_UNROLL
+        for (int n = 0; n < Squares * width; n += width) {
             ints square[width];
-            const std::byte* from = at.from.from + 4 * first;
+            const std::byte* from = values;
+            const auto vector = [&](int k) { return c + 4 * n + k * width; };
+            const auto first_pair = p.of_pair(vector(0)), last_pair = p.of_pair(vector(2));
             for (int i = 0; i < width; ++i, from += line) {
-                const auto level = [&](int k) KVQ_INLINE_LAMBDA {
-                    const int column = c + 4 * n + k * width, left = Whole ? width : columns - column;
+                const auto level = [&](int k, const auto& parameters) KVQ_INLINE_LAMBDA {
+                    const int left = Whole ? width : columns - vector(k);
                     if (left <= 0) return Lanes::splat(0);
-                    const auto* const x = reinterpret_cast<const float*>(from) + column;
-                    const auto [bias, inverse] = p.of_token(i, column);
+                    const auto* const x = reinterpret_cast<const float*>(from) + vector(k);
+                    const auto [bias, inverse] = parameters(i, k % 2);
                     return codes::template level<false>(
                         left < width ? Lanes::load_floats(x, left) : Lanes::load_floats(x), bias, inverse);
                 };
-                const ints l0 = level(0), l1 = level(1), l2 = level(2), l3 = level(3);
+                const ints l0 = level(0, first_pair), l1 = level(1, first_pair), l2 = level(2, last_pair),
+                           l3 = level(3, last_pair);
                 square[i] = codes::packed(l0, l1, l2, l3);
             }
             Lanes::transpose(square);
             KVQ_UNROLL
             for (int i = 0; i < width; ++i) words[n + i % 4 * (width / 4) + i / 4] = square[i];
         }
+        KVQ_UNROLL
+        for (int s = 0; s < Squares * width / step_quads; ++s)
+            if (Whole || c + s * step_columns < columns)
+                writer::template put<false>(
+                    quads, first + c / step_columns + s, words + s * step_quads,
+                    [&](int vector, ints w) KVQ_INLINE_LAMBDA { Lanes::store(to + vector * to_step, w); });
     }
 
     /// A column of a step, with the parameters of a strip.
@@ -257,31 +261,66 @@ private:
 
     // ---- parameters on rows ----
 
-    KVQ_NOINLINE void fit_group(const strip& at, int g, row_parameters& p) {
-        const grouped_axis& cols = of_.codes.cols;
-        alignas(64) float lo[width], hi[width];
-        const int begin = g * cols.group;
-        values_.row_extremes(at.from, begin, begin + cols.group_size(g), lo, hi);
-        of_.fit(lo, hi, at.from.n, codes::steps,
-                to_ + of_.sections.offset(g, of_.codes.rows().slot(at.from.row)), of_.sections.bytes, p.bias,
-                p.inverse, most_);
+    /// Rows are one group: whole strips, then rows that do not fill one.
+    void code_all_rows() {
+        const grouped_axis &rows = of_.codes.rows(), &cols = of_.codes.cols;
+        const int whole = steps_line_up_ && !clamp_ ? rows.size / width * width : 0;
+        // Some groups of some strips: their values stay in L1, and one fit need not wait for another. Where the columns of a strip are
+        // far apart, one group, and strips enough for whole cache lines.
+        const bool apart = values_.by_column();
+        const int some = apart ? 1 : detail::smaller(most_fitted, cols.groups());
+        const int strips = detail::smaller(
+            most_fitted / some, detail::larger(apart ? 4 : 1, most_values / (width * some * cols.group)));
+        for (int g = 0; g < cols.groups(); g += some)
+            for (int row = 0; row < whole; row += strips * width)
+                code_rows(row, detail::smaller(strips * width, whole - row), g,
+                          detail::smaller(g + some, cols.groups()));
+        for (int row = whole; row < rows.size; row += width)
+            code_odd_rows(strip_of(0, row, detail::smaller(width, rows.size - row)));
     }
 
-    /// Groups [first, last) of whole steps: first their parameters, so that one fit need not wait for the
-    /// other.
-    KVQ_INLINE void code_rows(const strip& at, int first, int last) {
+    /// Fits groups [first, last), where values are by_column() one, of `count` rows from `row` on.
+    KVQ_NOINLINE void fit_rows(int row, int count, int first, int last, fitted_rows& p) {
         const grouped_axis& cols = of_.codes.cols;
-        row_parameters parameters[most_groups];
-        for (int g = first; g < last; ++g) fit_group(at, g, parameters[g - first]);
-        for (int g = first; g < last; ++g) {
-            row_parameters& p = parameters[g - first];
-            p.load();
-            const int begin = g * cols.group, end = begin + cols.group_size(g);
-            code_steps(at, begin / step_columns, end / step_columns, p);
-            if (end % step_columns != 0) {
-                coded_column some[step_columns];
-                for (int k = 0; k < end % step_columns; ++k) some[k] = {p.biases, p.inverses, true};
-                code_any_step(at, end / step_columns, end / step_columns * step_columns, some);
+        const int next = detail::round_up(count, width);
+        // All extremes before all fits, which are chains of slow steps.
+        if constexpr (!Values::scaled)
+            if (values_.by_column())
+                values_.extremes_of_channels(row, count, first * cols.group,
+                                             first * cols.group + cols.group_size(first), p.bias, p.inverse);
+        if (!values_.by_column())
+            for (int r = 0; r < count; r += width)
+                for (int g = first, at = r; g < last; ++g, at += next)
+                    values_.row_extremes(values_.strip(row + r, detail::smaller(width, count - r)),
+                                         g * cols.group, g * cols.group + cols.group_size(g), p.bias + at,
+                                         p.inverse + at);
+        for (int g = first, at = 0; g < last; ++g, at += next)
+            of_.fit(p.bias + at, p.inverse + at, count, codes::steps, to_ + of_.sections.offset(g, row),
+                    of_.sections.bytes, p.bias + at, p.inverse + at, most_);
+    }
+
+    /// The same rows and groups, of whole strips and steps.
+    KVQ_INLINE void code_rows(int row, int count, int first, int last) {
+        fitted_rows fitted;
+        fit_rows(row, count, first, last, fitted);
+        const grouped_axis& cols = of_.codes.cols;
+        // Groups that pairs of vectors fill are turned together.
+        const int together = values_.by_token() && cols.group % (2 * width) == 0 ? last - first : 1;
+        for (int r = 0; r < count; r += width) {
+            const strip rows = strip_of(0, row + r, width);
+            for (int g = first, at = r; g < last; g += together, at += together * count) {
+                const int begin = g * cols.group,
+                          end = detail::smaller(begin + together * cols.group, cols.size);
+                code_steps(rows, begin / step_columns, end / step_columns,
+                           row_parameters{fitted.bias + at, fitted.inverse + at, cols.group, count});
+                if (end % step_columns != 0) {
+                    const int of_last = at + (together - 1) * count;
+                    coded_column some[step_columns];
+                    for (int k = 0; k < end % step_columns; ++k)
+                        some[k] = {Lanes::load_floats(fitted.bias + of_last),
+                                   Lanes::load_floats(fitted.inverse + of_last), true};
+                    code_any_step(rows, end / step_columns, end / step_columns * step_columns, some);
+                }
             }
         }
     }
@@ -297,11 +336,10 @@ private:
             for (int k = 0; k < step_columns; ++k) {
                 if (cols.index(s * step_columns + k) != column) continue;
                 if (column % cols.group == 0) {
-                    row_parameters p;
-                    fit_group(at, column / cols.group, p);
-                    p.load();
-                    bias = p.biases;
-                    inverse = p.inverses;
+                    fitted_rows p;
+                    fit_rows(at.from.row, at.from.n, column / cols.group, column / cols.group + 1, p);
+                    bias = Lanes::load_floats(p.bias);
+                    inverse = Lanes::load_floats(p.inverse);
                 }
                 some[k] = {bias, inverse, true};
                 ++column;
@@ -319,14 +357,11 @@ private:
         const int first_row = group * rows.group, last_row = first_row + rows.group_size(group);
         for (int first = 0; first < cols; first += column_block) {
             const int size = detail::smaller(column_block, cols - first);
-            alignas(64) float lo[column_block], hi[column_block];
             column_parameters p;
-            values_.column_extremes(first, size, first_row, last_row, lo, hi);
-            for (int c = 0; c < size; c += width)
-                of_.fit(lo + c, hi + c, detail::smaller(width, size - c), codes::steps,
-                        to_ + of_.sections.offset(group, first + c), of_.sections.bytes, p.bias + c,
-                        p.inverse + c, most_);
-            each_strip(group, [&](const strip& at) {
+            values_.column_extremes(first, size, first_row, last_row, p.bias, p.inverse);
+            of_.fit(p.bias, p.inverse, size, codes::steps, to_ + of_.sections.offset(group, first),
+                    of_.sections.bytes, p.bias, p.inverse, most_);
+            each_strip(group, [&](const strip& at) KVQ_INLINE_LAMBDA {
                 const int from = first / step_columns;
                 int done = 0;
                 if (whole(at)) {
@@ -336,10 +371,8 @@ private:
                 for (; done * step_columns < size; ++done) {
                     coded_column some[step_columns];
                     const int begin = done * step_columns, n = detail::smaller(step_columns, size - begin);
-                    for (int k = 0; k < n; ++k) {
-                        const auto [bias, inverse] = p.of(begin + k);
-                        some[k] = {bias, inverse, true};
-                    }
+                    for (int k = 0; k < n; ++k)
+                        some[k] = {p.bias_of(begin + k), p.inverse_of(begin + k), true};
                     code_any_step(at, from + done, first + begin, some);
                 }
             });
