@@ -8,19 +8,6 @@ namespace kvq::c {
 
 namespace {
 
-/// Calls use(name) for every name of "a, b, c".
-template <class Use>
-void each_name(const std::string& names, const char* what, Use&& use) {
-    for (std::size_t at = 0; at <= names.size();) {
-        const std::size_t end = std::min(names.find(',', at), names.size());
-        const std::size_t first = std::min(names.find_first_not_of(' ', at), end);
-        const std::size_t last = names.find_last_not_of(' ', end == 0 ? 0 : end - 1);
-        expect(first < end, KVQ_ERROR_ARGUMENT, what, " \"", names, "\" lists an empty name");
-        use(names.substr(first, last + 1 - first));
-        at = end + 1;
-    }
-}
-
 rotary_embedding rotary_of(const kvq_rotary& r) {
     expect(r.layout == KVQ_HALF_SPLIT || r.layout == KVQ_INTERLEAVED, KVQ_ERROR_ARGUMENT,
            "the layout of a rotary embedding is ", r.layout, ", neither KVQ_HALF_SPLIT nor KVQ_INTERLEAVED");
@@ -63,9 +50,9 @@ cache_options cache_state::read(const kvq_cache_options& o) {
     const calibration* const statistics = o.statistics ? &get(o.statistics, "statistics").sums : nullptr;
     const std::string keys = o.keys, values = o.values ? o.values : o.keys;
     cache_options c;
-    each_name(keys, "options.keys", [&](const std::string& n) { list(tensor::key, n, c.keys, statistics); });
-    each_name(values, "options.values",
-              [&](const std::string& n) { list(tensor::value, n, c.values, statistics); });
+    for (const std::string& n : listed_names(keys, "options.keys")) list(tensor::key, n, c.keys, statistics);
+    for (const std::string& n : listed_names(values, "options.values"))
+        list(tensor::value, n, c.values, statistics);
     if (o.window != nullptr) c.window = find_format(o.window, tensor::key);
     c.sinks = or_default(o.sinks, 4);
     c.recent = or_default(o.recent, 32);

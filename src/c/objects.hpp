@@ -93,6 +93,20 @@ private:
 };
 using shared_cache = std::shared_ptr<cache_state>;
 
+/// The names of a list "a, b, c".
+inline std::vector<std::string> listed_names(const std::string& list, const char* what) {
+    std::vector<std::string> names;
+    for (std::size_t at = 0; at <= list.size();) {
+        const std::size_t end = std::min(list.find(',', at), list.size());
+        const std::size_t first = std::min(list.find_first_not_of(' ', at), end);
+        const std::size_t last = list.find_last_not_of(' ', end == 0 ? 0 : end - 1);
+        expect(first < end, KVQ_ERROR_ARGUMENT, what, " \"", list, "\" lists an empty name");
+        names.push_back(list.substr(first, last + 1 - first));
+        at = end + 1;
+    }
+    return names;
+}
+
 /// The format of a name, made from statistics if it takes them.
 format found_format(const std::string& name, tensor role, const calibration* statistics);
 

@@ -8,22 +8,14 @@
 
 namespace kvq::c {
 
-inline std::vector<std::string> names_of(const char* list) {
-    const std::string_view all = list;
-    std::vector<std::string> names;
-    for (std::size_t at = 0; at <= all.size();) {
-        const std::size_t end = std::min(all.find(',', at), all.size());
-        std::string_view name = all.substr(at, end - at);
-        while (!name.empty() && name.front() == ' ') name.remove_prefix(1);
-        while (!name.empty() && name.back() == ' ') name.remove_suffix(1);
-        expect(!name.empty(), KVQ_ERROR_ARGUMENT, "formats \"", std::string(all), "\" lists an empty name");
-        names.emplace_back(name);
-        at = end + 1;
-    }
-    return names;
-}
-
 inline bool holds_values(const std::string& name) { return name == "fp16" || name == "bf16"; }
+
+/// The type of a window. name: NULL for fp16.
+inline float_type window_type(const char* name) {
+    const std::string window = name != nullptr ? name : "fp16";
+    expect(holds_values(window), KVQ_ERROR_ARGUMENT, "the window is ", window, ", neither fp16 nor bf16");
+    return window == "fp16" ? float_type::fp16 : float_type::bf16;
+}
 
 inline bool is_alibi(const cuda::device_format& f) {
     return f.functions->score_type == &cuda::detail::type_mark<cuda::alibi>;
@@ -89,6 +81,12 @@ inline void expect_dtype(const kvq_tensor* x, float_type type, const char* name)
     expect(x->dtype == wanted, KVQ_ERROR_ARGUMENT, name, " has dtype ", x->dtype,
            ", but the window of the cache is ", wanted == KVQ_FP16 ? "fp16" : "bf16");
     expect(x->data != nullptr || x->tokens == 0, KVQ_ERROR_HANDLE, name, ".data is NULL");
+}
+
+/// Rows of the type of a window, in device memory.
+inline cuda::detail::untyped_view untyped_of(const kvq_tensor* x, float_type type, const char* name) {
+    expect_dtype(x, type, name);
+    return with_tensor(x, name, [](const auto& v) { return cuda::detail::untyped_view(v); });
 }
 
 /// Calls use(T{}) for the type of a window.

@@ -23,21 +23,19 @@ std::vector<cuda::sequence_id> rows_of(kvq_cuda_sequence* const* rows, std::int3
     return ids;
 }
 
-/// A handle that is made before the sequence that it holds, so that nothing fails once there is one.
-class new_handle {
-public:
-    explicit new_handle(const shared_device& of) : made_(make<kvq_cuda_sequence>(of, cuda::sequence_id{})) {}
-    new_handle(const new_handle&) = delete;
-    new_handle& operator=(const new_handle&) = delete;
-    ~new_handle() {
-        if (made_ != nullptr) (void)free_handle(made_, "sequence");
+/// A new sequence, which take(id) gives its id. The handle is made before, so that nothing fails once there is one.
+template <class Take>
+kvq_cuda_sequence* new_sequence(const shared_device& of, Take&& take) {
+    struct free_sequence {
+        void operator()(kvq_cuda_sequence* s) const noexcept { (void)free_handle(s, "sequence"); }
+    };
+    std::unique_ptr<kvq_cuda_sequence, free_sequence> made(make<kvq_cuda_sequence>(of, cuda::sequence_id{}));
+    {
+        const device_call call(*of);
+        take(made->id);
     }
-    kvq_cuda_sequence* operator->() const noexcept { return made_; }
-    kvq_cuda_sequence* release() noexcept { return std::exchange(made_, nullptr); }
-
-private:
-    kvq_cuda_sequence* made_;
-};
+    return made.release();
+}
 
 /// What attention refuses, before a call has appended anything.
 template <class Q, class Out>
@@ -71,10 +69,8 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     expect_kernels();
     alibi = o.alibi != 0;
     cuda::cache_options c;
-    c.formats = names_of(o.formats);
-    const std::string window = o.window != nullptr ? o.window : "fp16";
-    expect(holds_values(window), KVQ_ERROR_ARGUMENT, "the window is ", window, ", neither fp16 nor bf16");
-    c.type = window == "fp16" ? float_type::fp16 : float_type::bf16;
+    c.formats = listed_names(o.formats, "formats");
+    c.type = window_type(o.window);
     c.page_tokens = o.page_tokens == 0 ? default_page_tokens : o.page_tokens;
     c.sinks = or_default(o.sinks, 4);
     c.recent = or_default(o.recent, 64);
@@ -87,6 +83,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.pool_sequences = o.pool_sequences;
     c.growing = o.fixed == 0;
     if (c.formats.size() == 1 && holds_values(c.formats[0])) {
+        const char* const window = c.type == float_type::fp16 ? "fp16" : "bf16";
         expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0], " needs a window of ",
                c.formats[0], ", not of ", window);
         // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
@@ -193,12 +190,7 @@ kvq_status kvq_cuda_sequence_create(kvq_cuda_cache* cache, kvq_cuda_sequence** o
     return guard([&] {
         const shared_device& of = get(cache, "cache").state;
         place(out, "out");
-        new_handle made(of);
-        {
-            const device_call call(*of);
-            made->id = of->cache.new_sequence();
-        }
-        *out = made.release();
+        *out = new_sequence(of, [&](kvq::cuda::sequence_id& id) { id = of->cache.new_sequence(); });
     });
 }
 
@@ -208,12 +200,9 @@ kvq_status kvq_cuda_sequence_fork(const kvq_cuda_sequence* sequence, void* strea
     return guard([&] {
         const kvq_cuda_sequence& from = get(sequence, "sequence");
         place(out, "out");
-        new_handle made(from.of);
-        {
-            const device_call call(*from.of);
-            check(from.of->cache.fork(from.id, made->id, stream_of(stream)));
-        }
-        *out = made.release();
+        *out = new_sequence(from.of, [&](kvq::cuda::sequence_id& id) {
+            check(from.of->cache.fork(from.id, id, stream_of(stream)));
+        });
     });
 }
 
@@ -431,12 +420,9 @@ kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* f
         const shared_device& of = get(cache, "cache").state;
         const kvq_sequence& host = get(from, "from");
         place(out, "out");
-        new_handle made(of);
-        {
-            const device_call call(*of);
-            check(kvq::cuda::onload(host.sequence, of->cache, made->id, stream_of(stream)));
-        }
-        *out = made.release();
+        *out = new_sequence(of, [&](kvq::cuda::sequence_id& id) {
+            check(kvq::cuda::onload(host.sequence, of->cache, id, stream_of(stream)));
+        });
     });
 }
 }

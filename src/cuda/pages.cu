@@ -119,12 +119,11 @@ kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t 
     return guard([&] {
         expect_data(formats, "formats");
         place(out, "out");
-        const std::string type = window != nullptr ? window : "fp16";
-        expect(holds_values(type), KVQ_ERROR_ARGUMENT, "the window is ", type, ", neither fp16 nor bf16");
+        const kvq::float_type type = window_type(window);
         expect_kernels();
-        *out = make<kvq_cuda_kernels>(find_compiled(
-            names_of(formats), head_dim, page_tokens == 0 ? kvq::default_page_tokens : page_tokens,
-            type == "fp16" ? kvq::float_type::fp16 : kvq::float_type::bf16, false));
+        *out = make<kvq_cuda_kernels>(find_compiled(listed_names(formats, "formats"), head_dim,
+                                                    page_tokens == 0 ? kvq::default_page_tokens : page_tokens,
+                                                    type, false));
     });
 }
 
@@ -161,8 +160,7 @@ kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_
         static_assert(sizeof(long long) == sizeof(int64_t));
         const kvq::cuda::device_format& of = get(kernels, "kernels").format;
         expect_data(to, "to");
-        expect_dtype(k, of.type, "k");
-        expect_dtype(v, of.type, "v");
+        const auto keys = untyped_of(k, of.type, "k"), values = untyped_of(v, of.type, "v");
         expect_data(slots, "slots");
         expect(
             to->format == nullptr || number_of(of, to->format, "to.format") < 0, KVQ_ERROR_ARGUMENT,
@@ -172,13 +170,9 @@ kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_
         kvq::cuda::detail::layer_view l{};
         l.kv_heads = k->heads;
         const auto memory = memory_of(of, *to, -1, k->heads, "to");
-        with_type(of.type, [&]<class T>(T) {
-            check(of.functions->store(
-                l, memory, to->page_tokens == sink_page_tokens && of.page_tokens != sink_page_tokens,
-                kvq::cuda::detail::untyped_view(view_of<const T>(k, "k")),
-                kvq::cuda::detail::untyped_view(view_of<const T>(v, "v")),
-                reinterpret_cast<const long long*>(slots), stream_of(stream)));
-        });
+        const bool sinks = to->page_tokens == sink_page_tokens && of.page_tokens != sink_page_tokens;
+        check(of.functions->store(l, memory, sinks, keys, values, reinterpret_cast<const long long*>(slots),
+                                  stream_of(stream)));
     });
 }
 
@@ -225,8 +219,7 @@ kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv
         const int number = number_of(of, from->pages.format, "from.format");
         expect(number >= 0, KVQ_ERROR_ARGUMENT,
                "from.format is that of the window: there is nothing to dequantize");
-        expect_dtype(k, of.type, "k");
-        expect_dtype(v, of.type, "v");
+        const auto keys = untyped_of(k, of.type, "k"), values = untyped_of(v, of.type, "v");
         kvq::cuda::detail::layer_view l{};
         l.quantized[number] = {memory_of(of, from->pages, number, kv_heads, "from"),
                                from->table,
@@ -239,11 +232,7 @@ kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv
         l.sequences = sequences;
         l.columns = columns;
         l.kv_heads = kv_heads;
-        with_type(of.type, [&]<class T>(T) {
-            check(of.functions->dequantize(l, number, kvq::cuda::detail::untyped_view(view_of<T>(k, "k")),
-                                           kvq::cuda::detail::untyped_view(view_of<T>(v, "v")), starts,
-                                           stream_of(stream)));
-        });
+        check(of.functions->dequantize(l, number, keys, values, starts, stream_of(stream)));
     });
 }
 
@@ -255,8 +244,7 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
         const kvq::cuda::device_format& of = get(kernels, "kernels").format;
         const kvq_cuda_layer given = read_struct(layer, "layer");
         const kvq_cuda_attend_options o = read_optional(options, "options");
-        expect_dtype(q, of.type, "q");
-        expect_dtype(out, of.type, "out");
+        const auto queries = untyped_of(q, of.type, "q"), to = untyped_of(out, of.type, "out");
         expect_modifiers(o, false);
         const auto l = view_of_layer(of, given);
         expect(q->tokens % l.sequences == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ",
@@ -264,13 +252,11 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
         kvq::cuda::attention_options a = attention_of(o);
         a.query_tokens = q->tokens / l.sequences;
         static const kvq::cuda::unmodified plain{};
-        with_type(of.type, [&]<class T>(T) {
-            const auto to = view_of<T>(out, "out");
-            check(of.functions->attend(l, kvq::cuda::detail::untyped_view(view_of<const T>(q, "q")),
-                                       kvq::cuda::detail::untyped_view(to), a, workspace, workspace_bytes,
-                                       stream_of(stream), &plain));
-            if (o.sink_logits != nullptr) add_learned_sinks(to, o.sink_logits, o.lse, stream_of(stream));
-        });
+        check(of.functions->attend(l, queries, to, a, workspace, workspace_bytes, stream_of(stream), &plain));
+        if (o.sink_logits != nullptr)
+            with_type(of.type, [&]<class T>(T) {
+                add_learned_sinks(to.as<T>(), o.sink_logits, o.lse, stream_of(stream));
+            });
     });
 }
 
@@ -282,20 +268,14 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
         const kvq::cuda::device_format& of = get(kernels, "kernels").format;
         const kvq_cuda_layer given = read_struct(layer, "layer");
         const kvq_cuda_attend_options o = read_optional(options, "options");
-        for (const auto& [x, name] : {std::pair{k, "k"}, {v, "v"}, {q, "q"}, {out, "out"}})
-            expect_dtype(x, of.type, name);
+        const auto keys = untyped_of(k, of.type, "k"), values = untyped_of(v, of.type, "v"),
+                   queries = untyped_of(q, of.type, "q"), to = untyped_of(out, of.type, "out");
         expect_data(starts, "starts");
         expect(o.ancestors == nullptr && o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
                "a prompt has no tree of drafted tokens and no ALiBi");
         const auto l = view_of_layer(of, given);
-        const auto p = prefill_of(o);
-        with_type(of.type, [&]<class T>(T) {
-            using kvq::cuda::detail::untyped_view;
-            check(of.functions->prefill(
-                l, untyped_view(view_of<const T>(k, "k")), untyped_view(view_of<const T>(v, "v")),
-                untyped_view(view_of<const T>(q, "q")), untyped_view(view_of<T>(out, "out")), starts,
-                most_new_tokens, p, stream_of(stream)));
-        });
+        check(of.functions->prefill(l, keys, values, queries, to, starts, most_new_tokens, prefill_of(o),
+                                    stream_of(stream)));
     });
 }
 }

@@ -59,7 +59,7 @@ ALLOWED = {
     "cuda/prefill": DEVICE | {"cuda/decode"},
     "cuda/store": DEVICE,
     "cuda/quantize": DEVICE,
-    "cuda/host": CUDA | {"page"},
+    "cuda/host": CUDA | {"page", "format/format_names"},
     "cuda/host/offload": CACHE | CUDA,
     "cuda": CUDA,
     "format/make_format": KERNELS | {"cpu", "cpu/scalar", "cpu/block_product", "cpu/product"},

@@ -61,15 +61,10 @@ public:
             page_span& s = t.spans.back();
             for (std::size_t piece = 0; piece < pieces(); ++piece)
                 if (s.pages[piece].shared()) s.pages[piece] = copy(s.pages[piece], 0);
-            s.tokens += smaller(n, s.room - s.tokens);
-            t.tokens = s.end();
         }
-        while (t.tokens < after) {
-            page_span s = t.next_span(after, g);
+        t.grow(after, g, [&](page_span& s) {
             for (std::size_t piece = 0; piece < pieces(); ++piece) s.pages[piece] = take(0);
-            t.tokens = s.end();
-            t.spans.push_back(std::move(s));
-        }
+        });
         for (int i = t.committed; i < t.size(); ++i)
             for (int token = std::max(before, t[i].first_token); token < t[i].end(); ++token)
                 for (std::size_t piece = 0; piece < pieces(); ++piece)

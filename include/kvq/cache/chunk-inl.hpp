@@ -84,7 +84,7 @@ KVQ_FUNC void chunk::stage() {
         table.spans.reserve(capacity);
     first_written_ = table.has_open_span() ? spans_before_ - 1 : spans_before_;
     if (table.has_open_span() && after_ > before_) stage_open_span();
-    while (table.tokens < after_) stage_span();
+    table.grow(after_, g, [&](page_span& s) { stage_span(s); });
     const int due = table.due(after_, g);
     const std::size_t places = 2 * static_cast<std::size_t>(due - table.committed);
     shorter_.reserve(places);
@@ -246,24 +246,18 @@ KVQ_FUNC void chunk::stage_open_span() {
     last_before_ = s;
     for (int role = 0; role < 2; ++role)
         if (larger_pages[role]) s.pages[role] = std::move(larger_pages[role]);
-    s.tokens = tokens;
-    table_->tokens = s.end();
 }
 
-KVQ_FUNC void chunk::stage_span() {
-    page_table& table = *table_;
+KVQ_FUNC void chunk::stage_span(page_span& s) {
     const page_geometry g = cache_->geometry();
-    page_span s = table.next_span(after_, g);
     const bool passes =
         when_ == chunk_pages::at_once && page_table::passes(s, after_, g, cache_->options().rollback);
     for (int role = 0; role < 2; ++role) {
-        if (!passes || table.targets[role] == 0)
+        if (!passes || table_->targets[role] == 0)
             s.pages[role] = window_page(role, g.window_tokens(s.tokens, s.room));
         else if (!temporary_[role])
             temporary_[role] = window_page(role, s.room);
     }
-    table.tokens = s.end();
-    table.spans.push_back(std::move(s));
 }
 
 KVQ_FUNC void chunk::stage_commit(int i) {

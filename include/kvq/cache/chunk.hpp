@@ -133,12 +133,10 @@ private:
     page_ref window_page(int role, int tokens) { return new_window_page(*cache_, role, tokens, stock_); }
     page_ref& quantized(int i, std::size_t role);
 
-    /// Gives the last span more tokens: in its own pages, in larger pages, or in copies of shared pages.
+    /// Makes room for more tokens in the last span: in its own pages, in larger pages, or in copies of shared pages.
     void stage_open_span();
-
-    /// Adds a span for the next tokens.
-    void stage_span();
-
+    /// Pages for a new span.
+    void stage_span(page_span& s);
     void stage_commit(int i);
 
     cache* cache_;

@@ -5,17 +5,10 @@
 //   quantized -> quantized  requantize() of the target scheme on x^ in float, or quantize() for a scheme without requantize(); transforms
 //                           are undone and applied on the way
 //
-// Error, with e the error of the source page:
-//   min-max fits      |x - x''| <= e + scale''/2. The error of a chain is at most the sum of its half steps. This is proven.
-//   presets           A channel on a grid of the target's width keeps the grid, tokens keep their token scales, and parameters
-//                     settle on values that are stored again without a change (quant/grid_keeper.hpp). A chain of ten among presets
-//                     loses at most 1.5 times the sum of the errors of its formats, each counted once (root of the squares of a
-//                     page). A chain of ten that alternates between a preset of 4 bits or less and 8 bits loses at most twice that
-//                     sum, and 98 of 100 such chains at most 1.25 times. Longer chains may drift further: docs/guide/requantize.md.
-//   any formats       at most 2 times the sum over all links. Two formats without a common grid, such as values per channel
-//                     and values per token at equal width, add error at every conversion.
-// The last two bounds are measured, on pages of 16 tokens and channels or more (tests/properties/requantize_chains.cpp). A 16-bit
-// page between two formats breaks the chain: its values are fitted as new values.
+// Error, with e the error of the source page: of min-max fits |x - x''| <= e + scale''/2, so that a chain loses at most the sum of its half
+// steps. A chain of ten among presets loses at most 1.5 times the sum of the errors of its formats (twice, where 4 bits or less and 8 bits
+// alternate), any other chain at most 2 times the sum over its links: measured, tests/properties/requantize_chains.cpp; why, and the
+// limits: docs/guide/requantize.md. A 16-bit page between two formats breaks the chain: its values are fitted as new values.
 #pragma once
 
 #include <cstring>

@@ -4,15 +4,12 @@
 //   cache.plan_requantize(sequence, to_4_bit);                 // dry run: bytes before, after, peak, freed
 //   cache.requantize(sequence, to_4_bit, {.pages = 64});       // 64 pages now, the others between later decode steps
 //
-// Only pages that lie behind the recent window change; sinks, recent tokens and the page being filled stay 16 bit. The pages are
-// the only state: a page that already has the wanted format needs no work, so the same request can be
-// made again until `pages_left` is 0. A page that several of the given sequences share, or several spans of one of them, is
-// converted once and stays shared.
+// Only pages behind the recent window change; 16-bit copies stay. The pages are the only state: one that has the wanted format needs no
+// work, so a request can be made again until `pages_left` is 0. A page is converted whole, with the tokens that a cut has
+// hidden. Which pages change, each once: page/page_changes.hpp. Error: convert.hpp.
 // Peak: the old pages, one new page per thread, and the new versions of pages whose old versions stay (as 16-bit copies, or because
 // another sequence holds them). The dry run predicts the run byte for byte, as long as no other sequence takes or drops references
 // to these pages in between.
-// A page with tokens hidden by a trim or an erase is converted whole, and shows the same tokens as before.
-// Error: cache/convert.hpp. 16-bit copies for exact rollback do not change.
 #pragma once
 
 #include <cstdint>

@@ -7,13 +7,11 @@
 //   step_down(cache, sequence, policy);                                     // between decode steps
 //
 // By age: a page takes the format of the last tier whose age all tokens of the page have reached, in any sequence that holds the page.
-// By budget: while the pool holds more than `byte_budget` bytes, the oldest page of the widest tier goes one tier down. A
-// page that would not be freed stays unchanged: a page that a sequence outside of the given ones holds too, or a page of which
-// the sequence would keep a 16-bit copy.
-// Pages only shrink; sinks, recent tokens and the page being filled never change. The result depends on the
-// pages, on the holders of the pages and on the number of tokens, not on time or threads. step_down is a call of its own, not a part
-// of append(): call it after drafted tokens were accepted or trimmed, so that speculation does not change the pages.
-// step_down requantizes (cache/requantize.hpp), tier by tier: same peak, same error.
+// By budget: while the pool holds more than `byte_budget` bytes, the oldest page of the widest tier goes one tier down, unless it would not
+// be freed: another sequence holds it too, or the sequence would keep a 16-bit copy.
+// Each tier is a request to requantize (cache/requantize.hpp) that only shrinks pages: same pages, same peak, same error. The result depends
+// on the pages, on their holders and on the number of tokens, not on time or threads. Call it after drafted tokens were accepted or
+// trimmed, so that speculation does not change the pages.
 #pragma once
 
 #include <span>

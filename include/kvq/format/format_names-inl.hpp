@@ -49,10 +49,10 @@ KVQ_FUNC std::vector<std::string> built_in_names(std::string_view scheme, tensor
     if (scheme == "int8-token-fp32") names.emplace_back("int8");
     for (const preset_schemes& p : schemes_of_presets)
         if (scheme == (key ? p.keys : p.values)) names.emplace_back(p.name);
-    const std::string by_token = affine_sizes(scheme, "-token-g");
-    if (!by_token.empty()) names.push_back("affine-" + by_token);
-    const std::string of_kivi = key ? affine_sizes(scheme, "-channel-g") : by_token;
+    const std::string by_token = affine_sizes(scheme, "-token-g"),
+                      of_kivi = key ? affine_sizes(scheme, "-channel-g") : by_token;
     if (!of_kivi.empty()) names.push_back("kivi-" + of_kivi);
+    if (!by_token.empty()) names.push_back("affine-" + by_token);
     return names;
 }
 

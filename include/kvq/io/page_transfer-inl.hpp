@@ -107,17 +107,8 @@ KVQ_FUNC sequence page_receiver::finish() {
         detail::expect(same_spans && found[0].committed == found[1].committed, "layer ", layer,
                        " was received with keys of ", found[0].tokens, " tokens (", found[0].committed,
                        " pages committed) and values of ", found[1].tokens, " (", found[1].committed, ")");
-        detail::page_table& table = tables[layer];
-        fill(table, layer);
-        table.tokens = found[0].tokens;
-        table.committed = found[0].committed;
-        table.drop_copies(cache_.geometry(), cache_.options().rollback);
-    }
-    for (detail::page_table& table : tables) {
-        if (says_all_)
-            table.find_rearranged();
-        else
-            table.join_pages();
+        fill(tables[layer], layer);
+        tables[layer].restored(found[0].committed, cache_.geometry(), cache_.options().rollback, says_all_);
     }
     for (std::size_t i = 0; i < received_.size(); ++i) {
         if (keeps_) known_[i].merge(numbered(i));

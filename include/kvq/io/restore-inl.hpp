@@ -28,13 +28,8 @@ public:
                 table.spans.reserve(table_capacity(saved(layer).spans.size()));
                 table.spans.assign(saved(layer).spans.begin(), saved(layer).spans.end());
                 for (const tensor role : {tensor::key, tensor::value}) place(role, layer, table);
-                table.tokens = saved(layer).tokens;
-                table.committed = saved(layer).committed;
-                table.drop_copies(cache_.geometry(), cache_.options().rollback);
-                if (index_.says_all())
-                    table.find_rearranged();
-                else
-                    table.join_pages();
+                table.restored(saved(layer).committed, cache_.geometry(), cache_.options().rollback,
+                               index_.says_all());
             } else {
                 append_again(s, layer);
             }

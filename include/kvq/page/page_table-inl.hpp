@@ -153,6 +153,17 @@ KVQ_FUNC bool page_table::trim(int n, const page_geometry& g) noexcept {
     return within && committed == size();
 }
 
+KVQ_FUNC void page_table::drop_front(int n, const page_geometry& g) noexcept {
+    const int kept = g.sinks > 0 ? 1 : 0;
+    int end = kept;
+    while (end < size() && (*this)[end].first_token < g.sinks + n) ++end;
+    spans.erase(spans.begin() + kept, spans.begin() + end);
+    for (int i = kept; i < size(); ++i) (*this)[i].first_token -= n;
+    tokens -= n;
+    committed = larger(kept, committed - (end - kept));
+    copies_from = larger(0, copies_from - (end - kept));
+}
+
 KVQ_FUNC page_table::cut_window page_table::take(const page_table& from, int first, int last, std::int64_t by,
                                                  const page_geometry& g) {
     cut_window cut;
@@ -206,9 +217,12 @@ KVQ_FUNC void page_table::find_rearranged() {
     rearranged = rearranged || std::adjacent_find(held.begin(), held.end()) != held.end();
 }
 
-KVQ_FUNC void page_table::join_pages() {
+KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, int rollback, bool says_all) {
+    tokens = size() == 0 ? 0 : spans.back().end();
+    committed = committed_spans;
+    drop_copies(g, rollback);
     find_rearranged();
-    if (!rearranged) return;
+    if (!rearranged || says_all) return;
     std::vector<page_ref*> held;
     for (std::size_t role = 0; role < 2; ++role) {
         held.clear();
@@ -273,7 +287,7 @@ KVQ_FUNC std::vector<held_page> page_table::distinct_pages(std::size_t piece) co
     };
     std::vector<use> uses;
     for (const page_span& s : spans) {
-        uses.push_back({s.pages[piece].get(), false, s.tokens});
+        if (s.pages[piece]) uses.push_back({s.pages[piece].get(), false, s.tokens});
         if (s.copies[piece]) uses.push_back({s.copies[piece].get(), true, 0});
     }
     std::sort(uses.begin(), uses.end(), [](const use& a, const use& b) {

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <memory_resource>
+#include <utility>
 #include <vector>
 
 #include "../core/resource_vector.hpp"
@@ -65,6 +66,22 @@ struct page_table {
 
     /// The span of the next tokens in a growth to n tokens, when no span is open. Without pages.
     page_span next_span(int n, const page_geometry& g) const noexcept;
+    /// A growth to n tokens: the open span takes what it has room for, new spans take the others. fill(span) gives a new span its pages,
+    /// before the table has it. The vector has its memory.
+    template <class Fill>
+    void grow(int n, const page_geometry& g, Fill&& fill) {
+        if (has_open_span()) {
+            page_span& s = spans.back();
+            s.tokens += smaller(n - tokens, s.room - s.tokens);
+            tokens = s.end();
+        }
+        while (tokens < n) {
+            page_span s = next_span(n, g);
+            fill(s);
+            tokens = s.end();
+            spans.push_back(std::move(s));
+        }
+    }
     /// The end of the spans that are committed in a layer of n tokens.
     int due(int n, const page_geometry& g) const noexcept;
     /// Replaces the 16-bit page of a span that is committed at n tokens. The page becomes the copy, if a trim can restore it; else
@@ -105,6 +122,8 @@ struct page_table {
     /// Removes every token from position n on. Spans that are not due any more become 16 bit again where an exact copy exists;
     /// the remaining tokens of other quantized pages keep their codes. Returns whether one of these pages shows fewer tokens than before.
     bool trim(int n, const page_geometry& g) noexcept;
+    /// Removes the n tokens behind the sinks: whole spans. The tokens behind them have earlier positions then, keys stay as they are.
+    void drop_front(int n, const page_geometry& g) noexcept;
     /// A span of 16-bit pages of which only the tokens from `skip` on are taken.
     struct cut_window {
         int span = -1, skip = 0;
@@ -119,10 +138,9 @@ struct page_table {
     void join_spans(int first, int last, page_span s) noexcept;
     /// After a cut: spans that are not due any more become 16 bit again, from the last one on, as long as they can.
     void uncommit(const page_geometry& g) noexcept { restore(still_committed(size(), tokens, g), g); }
-    /// After a restore: may two spans share a page?
-    void find_rearranged();
-    /// After a restore of what does not say which spans share a page (version 3): equal pages of committed spans become one page.
-    void join_pages();
+    /// After its spans have come from elsewhere, of which the first `committed_spans` are committed. says_all: they share pages as they
+    /// did. Otherwise (version 3 of files and messages) equal pages of committed spans become one page.
+    void restored(int committed_spans, const page_geometry& g, int rollback, bool says_all = true);
     /// Calls f(held_page) once for every page of a piece. O(pages), times log(pages) when two spans may share one.
     template <class F>
     void for_each_page(std::size_t piece, F&& f) const {
@@ -131,12 +149,14 @@ struct page_table {
             return;
         }
         for (const page_span& s : spans) {
-            f(held_page{*s.pages[piece], s.tokens});
+            if (s.pages[piece]) f(held_page{*s.pages[piece], s.tokens});
             if (s.copies[piece]) f(held_page{*s.copies[piece], 0, true});
         }
     }
 
 private:
+    /// May two spans share a page?
+    void find_rearranged();
     std::vector<held_page> distinct_pages(std::size_t piece) const;
     /// Behind the others, or as a part of the last one if it goes on in the same pages.
     void add(page_span s, bool is_committed);

@@ -12,17 +12,14 @@
 //                                 miss...          no entry, or less than min_prefix_tokens from one of the last two
 // in this order; lcp comes before prefix if it reuses more tokens.
 //
-// Entries are forks: they share pages with the sequences that were stored and with those that were fetched, and
-// a write to one sequence never changes another. A sequence that was fetched, continued and stored again costs only its new
-// pages. The same holds for tokens that were computed again with the same result: pages that equal those of the nearest entry
-// are shared with it. Bytes are those of pages (headers included); a page counts once for any number of entries, as in
-// page_pool. Token ids and tables (about 4 bytes per token, and 60 per page) are not included.
+// Entries are forks: a write to one sequence never changes another. Pages that equal those of the nearest entry are shared with it, also
+// where tokens were computed again. Bytes are those of pages (headers included), each counted once; token ids and tables (about 4 bytes
+// per token, and 60 per page) are not included.
 //
 // Cost, n tokens, p pages of a sequence: lookup O(n + log) (radix_tree.hpp); fetch the same plus a fork, O(p), and one
 // page per layer and tensor where a trim cuts a quantized page; store O(n + p) plus the quantizing of pages and one comparison
 // with those of the nearest entry; an eviction O(p).
-// Thread safety: all members may be called from any thread. Forking, trimming, quantizing and freeing happen outside the
-// lock. Only step_down blocks other calls, because it changes entries in place.
+// Thread safety: all members may be called from any thread. Only step_down, which changes entries in place, keeps the lock while it works.
 #pragma once
 
 #include <array>

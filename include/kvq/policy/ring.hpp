@@ -4,16 +4,13 @@
 //   kvq::ring ring(cache.new_sequence(), {.window = 4096});
 //   ring.append(layer, k, v);     ring.attend(layer, q, out);     ring.trim(n);
 //
-// Whole pages are dropped at the front, so no token is ever moved or quantized again, and pages may be of any format. Positions
-// count from the first token ever appended, in 64 bits: a ring has no end. Sinks of the cache stay,
-// and the window slides behind them (Xiao et al., arXiv 2309.17453). Attention is that of sink_window{W, sinks} over all
-// tokens (attention/masks.hpp), without sinks that of sliding_window{W}: in decode, and for the queries of the
-// tokens appended last. A ring holds the sinks, at most W + slack tokens before those appended last, and less than a page more.
-// Masks and score modifiers get positions in held(), which has no gap between sinks and window. Modifiers that depend on distances,
-// as all of kvq's do, give the same result within the window; sinks are nearer than in the text. Rotated keys keep the positions of
-// the text, so that rotated sinks do not come nearer, unless ring_options::sinks says sink_positions::in_cache: then the sinks move
-// along whenever pages are dropped, and stay directly before the window, as StreamingLLM has it. The engine rotates keys and
-// queries at their positions in the text in both cases; one query more is rotated for the sinks (attention/rotary.hpp).
+// Whole pages are dropped at the front, so no token is moved or quantized again. Positions count from the first token ever appended, in 64
+// bits. Sinks of the cache stay, and the window slides behind them (Xiao et al., arXiv 2309.17453): attention is that of
+// sink_window{W, sinks} over all tokens, in decode and for the tokens appended last. A ring holds the sinks, at most W + slack tokens
+// before those appended last, and less than a page more.
+// Masks and score modifiers get positions in held(), which has no gap between sinks and window: distances within the window are those of the
+// text, sinks are nearer. Rotated keys keep the positions of the text; with sink_positions::in_cache the sinks move along and stay directly
+// before the window, as StreamingLLM has it. The engine rotates keys and queries at their positions in the text in both cases.
 // Drafts: held().append_draft(), attend() under a tree that begins at held().tokens(layer), held().keep().
 // To continue elsewhere: fork(); or save held() and first_token(), from which a ring can be made again.
 // Thread safety: as sequence.
@@ -204,15 +201,8 @@ private:
     void drop(int tokens) noexcept {
         if (tokens == 0) return;
         for (detail::page_table& table : detail::sequence_access::tables(sequence_)) {
-            const int kept = sinks() > 0 ? 1 : 0;
-            int end = kept;
-            while (end < table.size() && table[end].first_token < sinks() + tokens) ++end;
-            table.spans.erase(table.spans.begin() + kept, table.spans.begin() + end);
-            for (int i = kept; i < table.size(); ++i) table[i].first_token -= tokens;
-            table.tokens -= tokens;
-            if (options_.sinks == sink_positions::in_cache && kept > 0) table[0].shift += tokens;
-            table.committed = detail::larger(kept, table.committed - (end - kept));
-            table.copies_from = detail::larger(0, table.copies_from - (end - kept));
+            table.drop_front(tokens, geometry());
+            if (options_.sinks == sink_positions::in_cache && sinks() > 0) table[0].shift += tokens;
         }
         dropped_ += tokens;
     }

@@ -7,11 +7,10 @@
 //                                     return kvq::find_format("mix4", kvq::tensor::key, statistics);
 //                                 });
 //
-// apply() waits until the sequences hold so many tokens. It then reads their keys (x^ of their pages), makes the format, adds it to the
-// cache, and makes it the format of keys of every page that is quantized from then on, in these sequences and in new ones. Pages of the
-// given sequences that the format makes smaller are requantized to it: 16-bit pages always, others where they had more bits.
-// So there are two ways to begin. With fp16 as the first format of keys every page is quantized once, by the plan, and the first tokens
-// take 16 bit until the plan is there. With std4 they take 4 bits at once, without a plan, and mix4 leaves them as they are.
+// apply() waits until the sequences hold so many tokens. Then it reads their keys (x^ of their pages), makes the format, adds it to the
+// cache, and makes it the format of all keys that are quantized from then on. Pages of the given sequences that become smaller are requantized.
+// With fp16 as the first format of keys every page is quantized once, by the plan, and the first tokens take 16 bit until the plan is
+// there. With std4 they take 4 bits at once, without a plan, and mix4 leaves them as they are.
 // Contract: the result depends only on the tokens of the given sequences, in their order, and on the queries in the order of the calls;
 // a page that was 16 bit has the bytes that a cache with these statistics from the beginning gives it. A saved sequence names the format
 // by its contents: to restore it, list a format that was made from the same statistics (statistics().save()).

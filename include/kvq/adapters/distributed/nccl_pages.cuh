@@ -272,6 +272,7 @@ struct transfer_access {
             return bad_value("%d pages of %d tokens show %d", offer.committed, offer.tokens, table.tokens);
         table.committed = s.sink_spans() != 0 && offer.tokens < g.sinks ? 0 : table.size();
         while (table.tokens < offer.tokens) add(table.next_span(offer.tokens, g));
+        table.restored(table.committed, g, g.rollback);
         const int pages = s.pages(), sinks = g.sink_pages(offer.tokens);
         if (offer.tokens > c.options_.max_tokens || pages > c.columns_)
             return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
@@ -315,7 +316,6 @@ struct transfer_access {
         }
         for (int i = 0; i < sinks; ++i) take(s.sinks.emplace_back(), sink_kind, sink_kind);
         table.copies_from = kvq::detail::smaller(table.committed, offer.first_copy + s.sink_spans());
-        table.find_rearranged();
         c.entry_of(id).pages = std::move(s);
         const status result = lay_out(c, entries, local, plan, memory, stream);
         if (result)

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "../../core/float_type.hpp"
+#include "../../format/format_names.hpp"
 #include "../decode/attend.cuh"
 #include "../prefill/prefill.cuh"
 #include "../quantize/commit_due_pages.cuh"
@@ -109,24 +110,12 @@ struct device_functions {
     key_state (*make_keys)(int number, const calibration& statistics);
 };
 
-/// Names by which find_format gives this scheme for keys or for values, presets first; its own name if there is none.
+/// Names by which find_format gives this scheme; its own name if there is none.
 template <tensor Role, class Scheme>
 std::vector<std::string> names_of_scheme() {
-    std::vector<std::string> names;
-    for_each_preset([&]<class Preset>(Preset) {
-        using same = std::conditional_t<Role == tensor::key, typename Preset::keys, typename Preset::values>;
-        if (std::is_same_v<Scheme, same>) names.emplace_back(Preset::name);
-    });
-    if constexpr (std::is_same_v<Scheme, int8>) names.emplace_back("int8");
-    if constexpr (codes_ranges<Scheme>) {
-        constexpr int bits = Scheme::code_bits, group = Scheme::granularity_type::group;
-        const std::string suffix = "-" + std::to_string(bits) + "-g" + std::to_string(group);
-        constexpr bool by_token = std::is_same_v<Scheme, affine<bits, per_token<group>>>;
-        if (Role == tensor::value ? by_token : std::is_same_v<Scheme, affine<bits, per_channel<group>>>)
-            names.push_back("kivi" + suffix);
-        if (by_token) names.push_back("affine" + suffix);
-    }
-    if (names.empty()) names.emplace_back(Scheme{}.name());
+    const std::string own = Scheme{}.name();
+    std::vector<std::string> names = kvq::detail::built_in_names(own, Role);
+    if (names.empty()) names.push_back(own);
     return names;
 }
 

@@ -233,7 +233,6 @@ struct cache_access {
         const int target = gpu_format(cpu, gpu, first.targets[0], first.targets[1]);
         if (target < 0) return no_format(cpu, first.targets[0], first.targets[1]);
         s.set_target(target);
-        s.table.tokens = first.tokens;
         s.table.committed = first.committed;
         for (const page_span& span : first.spans)
             s.table.spans.push_back(
@@ -289,8 +288,7 @@ struct cache_access {
             if (i >= s.committed() || copied[at])
                 (i >= s.committed() ? span.pages : span.copies)[0] = gpu.window_.pages().take();
         }
-        s.table.drop_copies(g, g.rollback);  // spans in front have none
-        s.table.find_rearranged();
+        s.table.restored(first.committed, g, g.rollback);
         for (int i = 0; i < g.sink_pages(first.tokens); ++i) s.sinks.push_back(gpu.sinks_.pages().take());
         const sequence_id id = gpu.new_sequence();
         gpu.entry_of(id).pages = s;

@@ -127,17 +127,9 @@ struct sequence_pages {
         for (int i = committed(); i < kvq::detail::smaller(window, pages()); ++i)
             leaving.push_back({i, std::exchange(table[i + sink_spans()].pages[0], {})});
         take_sinks(paged_tokens(g) + n, g, pools);
-        if (table.has_open_span()) {
-            page_span& s = table.spans.back();
-            s.tokens += kvq::detail::smaller(n, s.room - s.tokens);
-            table.tokens = s.end();
-        }
-        while (table.tokens < after) {
-            page_span s = table.next_span(after, g);
+        table.grow(after, g, [&](page_span& s) {
             if (!s.sinks && pages() >= window) s.pages[0] = next_window_page(g, pools);
-            table.tokens = s.end();
-            table.spans.push_back(std::move(s));
-        }
+        });
         leaving.clear();
         const int due = table.due(after, g);
         for (int i = table.committed; i < due; ++i) {
