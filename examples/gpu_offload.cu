@@ -5,7 +5,7 @@
 //
 // A GPU page and a CPU page hold the same bytes, so moving a sequence is copying its pages.
 #include <kvq/cuda.cuh>
-#include <kvq/cuda/host/offload.cuh>
+#include <kvq/cuda/host/offload.hpp>
 #include <kvq/format/make_format.hpp>
 
 #include <algorithm>

@@ -125,6 +125,13 @@ using namespace kvq::v0_3::detail;
 #define KVQ_FUNC inline
 #endif
 
+// kvq::detail is two namespaces with KVQ_COMPILED. This name means both, for those who have a `detail` of their own (kvq::cuda).
+namespace kvq { inline namespace KVQ_TAGGED {
+namespace detail {
+}
+namespace common = detail;
+}}  // namespace kvq
+
 #define KVQ_NO_COPY inline __attribute__((always_inline))
 #define KVQ_NOINLINE __attribute__((noinline))
 #if defined(KVQ_COMPILE_FAST)

@@ -1,7 +1,8 @@
 // The door to the CUDA backend: all but `cache` takes device pointers and a stream, allocates nothing and never waits.
 //
-//   cache                owns its pages and tables: sequences, steps, trim, fork, requantize     cuda/host/cache.cuh
-//   offload, onload      a sequence of it to a cache on the CPU and back (a header of its own)   cuda/host/offload.cuh
+//   cache                owns its pages and tables: sequences, steps, trim, fork, requantize     cuda/host/cache.hpp
+//   make_device_format   the kernels of a format for such a cache                               cuda/host/make_device_format.cuh
+//   offload, onload      a sequence of it to a cache on the CPU and back (a header of its own)   cuda/host/offload.hpp
 //   format, cache_ref    what pages hold and where they are                              cuda/layout/cache_ref.cuh
 //   mixed_cache_ref      sequences whose pages have several formats                      cuda/layout/mixed_cache.cuh
 //   store                new tokens into pages                                           cuda/store/store.cuh
@@ -15,8 +16,9 @@
 // they can be copied between both at any time. docs/reference/gpu_kernels.md has the layout as lanes see it, docs/lab/gpu.md measured figures.
 #pragma once
 
+#include "cuda.hpp"
 #include "cuda/decode/attend.cuh"
-#include "cuda/host/cache.cuh"
+#include "cuda/host/make_device_format.cuh"
 #include "cuda/prefill/prefill.cuh"
 #include "cuda/quantize/commit_due_pages.cuh"
 #include "cuda/quantize/pages.cuh"

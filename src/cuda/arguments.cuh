@@ -18,16 +18,16 @@ inline float_type window_type(const char* name) {
 }
 
 inline bool is_alibi(const cuda::device_format& f) {
-    return f.functions->score_type == &cuda::detail::type_mark<cuda::alibi>;
+    return f.functions->score == cuda::detail::score_mark::of<cuda::alibi>();
 }
 
 /// The entry with the fewest formats that has all of these, with or without ALiBi. Raises a failure that says what was compiled.
 inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, int head_dim,
                                                 int page_tokens, float_type type, bool alibi) {
-    const char* const score =
-        alibi ? &cuda::detail::type_mark<cuda::alibi> : &cuda::detail::type_mark<cuda::unmodified>;
+    const auto score = alibi ? cuda::detail::score_mark::of<cuda::alibi>()
+                             : cuda::detail::score_mark::of<cuda::unmodified>();
     const auto* const found = cuda::find_device_format(cuda::library_formats(), wanted_names, head_dim,
-                                                       head_dim, page_tokens, type, score);
+                                                       head_dim, page_tokens, type, &score);
     if (found != nullptr) return *found;
     std::string names;
     std::set<std::pair<int, int>> geometries;

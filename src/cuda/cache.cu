@@ -1,5 +1,5 @@
 // Caches on a device, their sequences and steps: the functions of kvq_cuda.h.
-#include <kvq/cuda/host/offload.cuh>
+#include <kvq/cuda/host/offload.hpp>
 
 #include "arguments.cuh"
 #include "learned_sinks.cuh"

@@ -10,17 +10,17 @@ namespace c {
 KVQ_CUDA_ENTRIES(KVQ_DECLARE)
 }  // namespace c
 
-inline namespace KVQ_TAGGED { namespace cuda {
+inline namespace v0_3 {
 
-KVQ_EXPORT std::span<const device_format> library_formats() {
+library_format_list library_device_formats() noexcept {
     static const c::device_formats all = [] {
         c::device_formats list;
 #define KVQ_ADD(entry) c::entry(list);
         KVQ_CUDA_ENTRIES(KVQ_ADD)
         return list;
     }();
-    return all;
+    return {all.data(), all.size()};
 }
 
-}}  // namespace cuda
+}  // namespace v0_3
 }  // namespace kvq

@@ -6,7 +6,7 @@
 
 #include <kvq/kvq_cuda.h>
 
-#include <kvq/cuda/host/cache.cuh>
+#include <kvq/cuda/host/cache.hpp>
 #include <memory>
 #include <mutex>
 #include <string>

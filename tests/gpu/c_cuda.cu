@@ -32,14 +32,14 @@ const builtin_format* builtin_formats(std::size_t* count) {
 }
 }}  // namespace kvq
 
-std::span<const kvq::cuda::device_format> kvq::cuda::library_formats() {
+kvq::library_format_list kvq::library_device_formats() noexcept {
     using of = named<64, 64>;
     static const device_formats all = {
         kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
         kvq::cuda::make_device_format<kvq::float16, of::mix4>(),
         kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16,
                                       keys_and_values<named<64>::int8, named<64>::kivi_4_g64>>()};
-    return all;
+    return {all.data(), all.size()};
 }
 
 namespace {

@@ -1,4 +1,4 @@
-// A cache that owns its pages (kvq/cuda/host/cache.cuh) against a CPU cache that does the same: random histories of steps, prompts,
+// A cache that owns its pages (kvq/cuda/host/cache.hpp) against a CPU cache that does the same: random histories of steps, prompts,
 // trims, forks, drafted trees, requantizing and offload with the same bytes afterwards, attention against double arithmetic, graphs that
 // are replayed while contexts grow, bytes of memory, refusals.
 #include <kvq/attention/masks.hpp>
@@ -8,7 +8,7 @@
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
 #include <kvq/cuda.cuh>
-#include <kvq/cuda/host/offload.cuh>
+#include <kvq/cuda/host/offload.hpp>
 #include <kvq/format/make_format.hpp>
 
 #include "support.cuh"

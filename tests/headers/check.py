@@ -9,7 +9,7 @@ With g++ and clang++: every *.hpp by itself, included twice, after macros that o
 --together leaves this out: what a header forgets to include, a second compiler misses as well.
 With nvcc: everything that must be usable from device code in one translation unit, and by themselves headers for NCCL and
 the one with the instructions of devices (ptx.cuh). The other *.cuh are compiled by themselves with clang++, and tests/gpu/emulated
-in place of ptx.cuh: nvcc takes longer.
+in place of ptx.cuh: nvcc takes longer. So are *.hpp that include the toolkit.
 "By itself": headers are compiled in chains. Each header of a chain includes the one before it, and therefore sees nothing
 that it does not include. A chain is one translation unit. A few headers are precompiled (PRECOMPILED), and chains of headers
 that include one of them begin with it: all takes two thirds of the time.
@@ -31,6 +31,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 # Folders and files that a .cu file may include.
 DEVICE = ("version.hpp", "config.hpp", "core/", "pack/", "quant/", "schemes/", "page/")
+
+# What includes this one includes the CUDA toolkit.
+TOOLKIT = "cuda/layout/status.hpp"
 
 # Component, and the beginnings of its headers' paths.
 THIRD_PARTY = {
@@ -199,11 +202,14 @@ def main():
     compiler, *flags = arguments[together_only:]
 
     root = include / "kvq"
+    graph = include_graph(root)
     headers = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.hpp"))
     device_headers = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.cuh"))
+    # Plain C++ that needs the toolkit's headers: here those of tests/gpu/emulated.
+    device_headers += [header for header in headers if TOOLKIT in graph.of(header)]
+    headers = [header for header in headers if TOOLKIT not in graph.of(header)]
     device_headers = [header for header in device_headers if not header.startswith(tuple(left_out))]
 
-    graph = include_graph(root)
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         if "nvcc" in os.path.basename(compiler):
             alone = [header for header in device_headers if header.startswith(THIRD_PARTY["nccl"]) or header == "cuda/arch/ptx.cuh"]

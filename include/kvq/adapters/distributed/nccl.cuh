@@ -17,7 +17,7 @@
 #include <chrono>
 #include <thread>
 
-#include "../../cuda/layout/status.cuh"
+#include "../../cuda/layout/launch.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 

@@ -19,7 +19,8 @@
 
 #include <span>
 
-#include "../../cuda/host/cache.cuh"
+#include "../../cuda/decode/attention_args.cuh"
+#include "../../cuda/host/cache.hpp"
 #include "nccl.cuh"
 #include "split.hpp"
 

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../cuda/host/cache.cuh"
+#include "../../cuda/host/cache.hpp"
 #include "nccl.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {

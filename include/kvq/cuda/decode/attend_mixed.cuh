@@ -35,7 +35,7 @@ struct own_sinks<Pair, false> {};
 template <int = 0>
 __device__ __noinline__ shown_tokens shown_at(const page_cuts& cuts, int sequence, const sequence_cut& cut,
                                               int paged, int count) {
-    return cuts.at(sequence, cut, paged, count);
+    return shown_at(cuts, sequence, cut, paged, count);
 }
 
 /// A part as kernels see it. `a` has what is common to all parts as well.
@@ -541,7 +541,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
         finished_rows<memory::values::tiles, Rows4> rows;
         rows.clear();
         const std::uint32_t ring = shared_address(own_memory);
-        const sequence_cut cut = m.cuts.of(item.sequence);
+        const sequence_cut cut = cut_of(m.cuts, item.sequence);
         if (id.lane == 0) notes->cut = cut;  // attend_part begins with a barrier
         visit_parts<Rows4, Small>(
             m, item, own, cut.skipped,

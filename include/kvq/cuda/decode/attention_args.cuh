@@ -1,4 +1,4 @@
-// What an attention call takes besides the cache: options for the user, a flat struct for kernels.
+// What an attention call takes besides the cache, as a flat struct for kernels.
 //
 // Softmax states: [sequence * query_tokens + i][q_head][value_dim + 2] floats: max (powers of two), sum,
 // output * sum. A state that was written by one launch and read by the next makes one softmax out of several
@@ -6,34 +6,10 @@
 #pragma once
 
 #include "../../core/token_view.hpp"
+#include "attention_options.hpp"
 #include "schedule.cuh"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
-
-struct attention_options {
-    float scale = 0.0f;         ///< of scores; 0: 1/sqrt(head_dim)
-    float softcap = 0.0f;       ///< cap * tanh(score / cap); 0: none
-    int window = 0;             ///< a query sees itself and the window - 1 tokens before it; 0: all
-    bool window_sinks = false;  ///< and the tokens of a mixed cache's sink_tokens()
-    int query_tokens = 1;       ///< per sequence: the last ones of it, with a causal mask among them
-    /// Trees of drafted tokens: [sequences][query_tokens] words, a query sees those of the last `drafted`
-    /// tokens of its sequence whose bit is set (bit 0: the first of them; token_tree::ancestors()) and all
-    /// before; later tokens never. Null: a causal mask.
-    const std::uint64_t* ancestors = nullptr;
-    int drafted = 0;                  ///< query_tokens to 64; 0: query_tokens
-    float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
-    const float* state_in = nullptr;  ///< softmax states to start from (see above)
-    float* state_out = nullptr;       ///< softmax states to write; may be state_in
-    /// Promises that lengths, block tables and all tokens but the newest query_tokens of every sequence were
-    /// written before the launches of kvq that directly precede this one in the stream (q, states and the
-    /// newest tokens may come from those), not by a kernel that lets its successor start before it has
-    /// written them. Then this launch fetches its first pages while they run out. Compute capability 9.0 and
-    /// later. With a mixed_cache_ref only lengths (and first_page, end_page) must be old: it holds behind
-    /// store_new_tokens.
-    bool early = false;
-};
-
-namespace detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
 inline constexpr float log2e = 1.44269504f;
 /// A learned sink in powers of two. Logits above 2.3586e38 count as that: the next ones have no float in

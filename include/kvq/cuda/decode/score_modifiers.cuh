@@ -13,34 +13,7 @@
 #include "attention_args.cuh"
 #include "key_product.cuh"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
-
-/// No score modifier. One is a struct with one or both of
-///   __device__ float score(float score, int q_head, int q_pos, int k_pos) const    scores are scaled and behind softcap, positions those of
-///                                                                                  the sequence; -infinity hides a key
-///   __device__ float sink_logit(int q_head) const                                  as learned_sinks
-/// It travels in the parameters of the launch.
-struct unmodified {};
-
-/// score - slopes[q_head] * (q_pos - k_pos). Press et al., arXiv 2108.12409.
-struct alibi {
-    const float* slopes;  ///< [q_heads], device memory
-
-    __device__ __forceinline__ float score(float score, int q_head, int q_pos, int k_pos) const {
-        return score - slopes[q_head] * static_cast<float>(q_pos - k_pos);
-    }
-};
-
-/// exp(logits[q_head]) more in the softmax sum of a row, without a value; also in lse and state_out: of
-/// launches whose states are merged, only one takes it. Rows without keys stay empty. -infinity: none; logits
-/// above 2.3586e38 count as that; NaN gives NaN. gpt-oss, arXiv 2508.10925.
-struct learned_sinks {
-    const float* logits;  ///< [q_heads], device memory
-
-    __device__ __forceinline__ float sink_logit(int q_head) const { return logits[q_head]; }
-};
-
-namespace detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
 template <class Score>
 inline constexpr bool has_score = requires(const Score& s) {

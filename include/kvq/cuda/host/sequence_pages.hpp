@@ -29,7 +29,7 @@ struct device_geometry : page_geometry {
 
     static constexpr int sink_page_tokens = 16;
     constexpr int sink_pages(int n) const noexcept {
-        return kvq::detail::ceil_div(kvq::detail::smaller(n, sinks), sink_page_tokens);
+        return common::ceil_div(common::smaller(n, sinks), sink_page_tokens);
     }
 };
 
@@ -39,7 +39,7 @@ struct sequence_pools {
 };
 
 struct sequence_pages {
-    kvq::detail::page_table table{std::pmr::new_delete_resource(), 0, 0};
+    common::page_table table{std::pmr::new_delete_resource(), 0, 0};
     int drafted = 0;  ///< tokens behind those of the table that wait for keep(), in the window and in sinks
     std::vector<page_ref> sinks;  ///< pages of 16 tokens
     std::vector<page_ref> ahead;  ///< 16-bit pages behind those of the table, for the draft
@@ -54,7 +54,7 @@ struct sequence_pages {
     int sink_spans() const noexcept { return table.size() > 0 && table[0].sinks ? 1 : 0; }
     /// Pages behind the sinks.
     int pages() const noexcept { return table.size() - sink_spans(); }
-    int committed() const noexcept { return kvq::detail::larger(0, table.committed - sink_spans()); }
+    int committed() const noexcept { return common::larger(0, table.committed - sink_spans()); }
     const page_span& operator[](int page) const noexcept { return table[page + sink_spans()]; }
     /// The format of the cache that pages are committed to. A page of format f has page::format f + 1.
     int target() const noexcept { return table.targets[0] - 1; }
@@ -87,10 +87,10 @@ struct sequence_pages {
     /// Pages and committed pages after n more tokens.
     int pages_after(int n, const device_geometry& g) const noexcept { return g.pages(paged_tokens(g) + n); }
     int committed_after(int n, const device_geometry& g) const noexcept {
-        return kvq::detail::larger(committed(), g.committed(paged_tokens(g) + n));
+        return common::larger(committed(), g.committed(paged_tokens(g) + n));
     }
     int committed_after_trim(int n, const device_geometry& g) const noexcept {
-        return kvq::detail::larger(0, table.after_trim(n, g).committed - sink_spans());
+        return common::larger(0, table.after_trim(n, g).committed - sink_spans());
     }
     /// The 16-bit page of a page: of its tokens, or their copy. Null if there is none.
     const page* window_page(int i) const noexcept {
@@ -111,12 +111,12 @@ struct sequence_pages {
     /// 16-bit pages that n more tokens take from the pool, beyond those that the sequence gives back before.
     int missing_pages(int n, const device_geometry& g) const noexcept {
         const int end = pages_after(n, g), window = end - g.ring;
-        int missing = end - kvq::detail::larger(pages(), window) - static_cast<int>(ahead.size()) -
+        int missing = end - common::larger(pages(), window) - static_cast<int>(ahead.size()) -
                       static_cast<int>(leaving.size()) -
-                      kvq::detail::larger(0, kvq::detail::smaller(window, pages()) - committed());
+                      common::larger(0, common::smaller(window, pages()) - committed());
         for (int i = table.copies_from; i < table.committed; ++i)
             missing -= table[i].copies[0] && !table.keeps_copies(table[i], tokens() + n, g, g.rollback);
-        return kvq::detail::larger(0, missing);
+        return common::larger(0, missing);
     }
     /// n more tokens. The pools have enough free pages.
     void grow(int n, const device_geometry& g, const sequence_pools& pools) {
@@ -124,7 +124,7 @@ struct sequence_pages {
         leaving.clear();
         table.drop_copies(g, g.rollback, n);
         // Pages that leave the window in a prompt: launches read them before the next page of their column takes their place.
-        for (int i = committed(); i < kvq::detail::smaller(window, pages()); ++i)
+        for (int i = committed(); i < common::smaller(window, pages()); ++i)
             leaving.push_back({i, std::exchange(table[i + sink_spans()].pages[0], {})});
         take_sinks(paged_tokens(g) + n, g, pools);
         table.grow(after, g, [&](page_span& s) {
@@ -142,8 +142,8 @@ struct sequence_pages {
     }
     /// 16-bit pages that n more drafted tokens take from the pool.
     int missing_draft_pages(int n, const device_geometry& g) const noexcept {
-        return kvq::detail::larger(0, pages_after(drafted + n, g) - pages() - static_cast<int>(ahead.size()) -
-                                          static_cast<int>(leaving.size()));
+        return common::larger(0, pages_after(drafted + n, g) - pages() - static_cast<int>(ahead.size()) -
+                                     static_cast<int>(leaving.size()));
     }
     /// n more drafted tokens. No page is committed for them.
     void draft(int n, const device_geometry& g, const sequence_pools& pools) {
@@ -171,24 +171,23 @@ struct sequence_pages {
     void add_window(usage_report& u) const noexcept {
         for (std::size_t i = 0; i < sinks.size(); ++i) {
             const int room = sinks[i]->tokens, before = static_cast<int>(i) * room;
-            kvq::detail::add_page(u, {*sinks[i], kvq::detail::smaller(room, tokens() - before)});
+            common::add_page(u, {*sinks[i], common::smaller(room, tokens() - before)});
         }
         for (int i = table.copies_from; i < table.size(); ++i) {
             const page_span& s = table[i];
-            if (s.copies[0]) kvq::detail::add_page(u, {*s.copies[0], 0, true});
-            if (i >= table.committed && !s.sinks) kvq::detail::add_page(u, {*s.pages[0], s.tokens});
+            if (s.copies[0]) common::add_page(u, {*s.copies[0], 0, true});
+            if (i >= table.committed && !s.sinks) common::add_page(u, {*s.pages[0], s.tokens});
         }
         for (const page_ref& p : ahead) u.reserved += p->bytes;
         for (const leaving_page& l : leaving) u.reserved += l.held->bytes;
-        u.tokens = kvq::detail::larger(u.tokens, tokens());
+        u.tokens = common::larger(u.tokens, tokens());
     }
     /// O(pages)
     usage_report usage() const noexcept {
         usage_report u;
         add_window(u);
-        for (int i = 0; i < committed(); ++i)
-            kvq::detail::add_page(u, {*(*this)[i].pages[0], (*this)[i].tokens});
-        kvq::detail::add_up(u);
+        for (int i = 0; i < committed(); ++i) common::add_page(u, {*(*this)[i].pages[0], (*this)[i].tokens});
+        common::add_up(u);
         return u;
     }
 

@@ -16,7 +16,8 @@
 #include "../../schemes/presets.hpp"
 #include "../arch/architecture.cuh"
 #include "device_codec.cuh"
-#include "status.cuh"
+#include "launch.cuh"
+#include "window_columns.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -251,9 +252,6 @@ cache_ref<To> as_pair(const cache_ref<Pair>& c) noexcept {
     if constexpr (read_by_numbers<typename Pair::values>) to.own_values.scheme = c.own_values.scheme;
     return to;
 }
-
-/// Of a sequence: sums and differences of a few numbers of tokens fit into an int.
-inline constexpr int most_tokens = 1 << 28;
 
 template <class Pair>
 status check_ref(const cache_ref<Pair>& c, bool tables) noexcept {

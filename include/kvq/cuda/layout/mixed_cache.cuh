@@ -43,16 +43,6 @@ struct cache_part {
     page_cuts cuts = {};  // pages that are cut: the same for all parts
 };
 
-/// Columns that the ring of a recent window needs, where launches store new_tokens tokens per sequence and
-/// commit the pages that are then behind the window. For attention alone: new_tokens = 0.
-KVQ_HD constexpr int window_columns(int recent, int page_tokens, int new_tokens = 1) noexcept {
-    return (recent + new_tokens + page_tokens - 2) / page_tokens + 1;
-}
-/// Pages wholly behind the recent window of a sequence that has so many tokens behind its sinks.
-KVQ_HD constexpr int committed_pages(int tokens, int recent, int page_tokens) noexcept {
-    return tokens > recent ? (tokens - recent) / page_tokens : 0;
-}
-
 /// The first tokens of every sequence. In pages of 16 tokens in the window's 16-bit format they cost least:
 /// attention reads them with the window's instructions.
 template <class Pair>

@@ -11,24 +11,7 @@
 #include "../decode/attention_args.cuh"
 #include "prefill_cells.cuh"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
-
-struct prefill_options {
-    float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
-    float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
-    int window = 0;        ///< a query sees itself and the window - 1 tokens before it; 0: all
-    /// The sequence's first tokens, as many as a sink_part may hold, are seen in spite of a window.
-    bool window_sinks = false;
-    const float* sink_logits =
-        nullptr;  ///< [q_heads], device memory: a logit in every softmax sum, without a value. Null: none
-    float* lse = nullptr;        ///< [new tokens][q_heads], natural log of the softmax sum
-    float* state_out = nullptr;  ///< softmax states of all rows (attention_args.cuh)
-    /// Where starts is null, of one sequence: query i sees the new tokens up to i + lead of it, none where
-    /// that is below 0.
-    int lead = 0;
-};
-
-namespace detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
 /// More rows share each dequantized tile, but need registers for their outputs.
 template <int Dim>
@@ -51,7 +34,7 @@ struct prefill_block {
           queries(a.starts == nullptr ? a.q.tokens : __ldg(a.starts + b + 1) - start),
           new_tokens(a.starts == nullptr ? a.k.tokens : queries),
           history(__ldg(a.tokens + b)),
-          cut_end(a.cuts.of(b).end),
+          cut_end(cut_of(a.cuts, b).end),
           rows(queries * a.group) {
         // The last blocks see the most: they start first.
         const int blocks = kvq::detail::ceil_div(rows, block_rows);
@@ -122,7 +105,8 @@ struct prefill_args {
     __device__ __forceinline__ shown_slice slice(const prefill_block& block, int position, int lane,
                                                  int tile) const {
         if (lane >= tile / 16) return {};
-        const shown_tokens s = cuts.at(block.sequence, cuts.of(block.sequence), position + 16 * lane, 16);
+        const shown_tokens s =
+            shown_at(cuts, block.sequence, cut_of(cuts, block.sequence), position + 16 * lane, 16);
         return {s.shift, ((1u << s.end) - 1u) & ~((1u << s.begin) - 1u)};
     }
     /// Does a tile hide tokens, or is it to be masked with the shifts of its pages? All lanes of a warp.
@@ -171,7 +155,7 @@ __device__ __forceinline__ token_range tokens_of(const cache_part<Pair>& part, b
     if (part.end_page != nullptr) end = kvq::detail::smaller(end, __ldg(part.end_page + b) * page);
     from *= page;
     if (!sinks && window > 0) {
-        const int unseen = part.cuts.first_seen(b, block.seen_from(window)) - part.cache.first_token - from;
+        const int unseen = first_seen(part.cuts, b, block.seen_from(window)) - part.cache.first_token - from;
         if (unseen > 0) from += unseen / tile * tile;
     }
     return {from, end};

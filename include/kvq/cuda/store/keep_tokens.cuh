@@ -14,15 +14,6 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-struct keep_args {
-    pool_memory window, sinks;
-    const int *window_table, *sink_table;  // [sequences][columns]
-    const int* tokens;                     // [sequences]
-    const int* counts;                     // [sequences]
-    const int* paths;                      // [sequences][most]
-    int ring, sink_columns, first_token, kv_heads, most;
-};
-
 /// The 16-bit number of a token at `position`. bytes: of all tokens before.
 template <tensor Role, class Window, class Sinks>
 __device__ __forceinline__ std::uint16_t* number_at(const keep_args& a, int sequence, int layer, int head,

@@ -16,7 +16,7 @@
 // longer than all before it, calibrate() and not_finite(). Nothing else does.
 #pragma once
 
-#include "cache_draft.cuh"
-#include "cache_open.cuh"
-#include "cache_pages.cuh"
-#include "cache_step.cuh"
+#include "cache_draft.hpp"
+#include "cache_open.hpp"
+#include "cache_pages.hpp"
+#include "cache_step.hpp"

@@ -1,4 +1,4 @@
-// The class of a cache that owns its pages; what it promises: cache.cuh. Its members are in cache_open, cache_step and cache_pages.cuh.
+// The class of a cache that owns its pages; what it promises: cache.hpp. Its members are in cache_open, cache_step and cache_pages.hpp.
 //
 // Device words: paged lengths, committed pages, extents of formats, tables, what pages show, lists of pages to quantize. The host has a copy of all but the lists,
 // and sends words that change. Row b of a table is that of the step's sequence b; it stays while the same sequence stands there.
@@ -7,9 +7,11 @@
 #include <span>
 
 #include "../../page/page_changes.hpp"
-#include "cache_options.cuh"
-#include "device_format.cuh"
+#include "../layout/window_columns.hpp"
+#include "cache_options.hpp"
+#include "device_format.hpp"
 #include "sequence_pages.hpp"
+#include "word_writer.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -118,7 +120,7 @@ public:
     status attend(int layer, const token_view<const T>& q, const token_view<T>& out,
                   attention_options options, cudaStream_t stream, const Score& score = {}) {
         if (status s = check_layer(layer, float_type_of<T>); !s) return s;
-        if (format_.functions->score_type != &detail::type_mark<Score>)
+        if (format_.functions->score != detail::score_mark::of<Score>())
             return detail::bad_value(
                 "the cache was opened with kernels for another score modifier: add make_scored_format<its "
                 "type, ...>()");
@@ -294,11 +296,11 @@ private:
     /// A page in use that another one replaces.
     struct format_change {
         page_ref from, to;
-        std::vector<kvq::detail::held_span> spans;  // in the tables of the call's sequences
+        std::vector<common::held_span> spans;  // in the tables of the call's sequences
     };
-    std::vector<kvq::detail::page_table*> tables_of(std::span<const sequence_id> ids);
-    std::size_t find_changes(std::span<const sequence_id> ids, const kvq::detail::change_range& range,
-                             int format, bool only_smaller, std::vector<format_change>& changes);
+    std::vector<common::page_table*> tables_of(std::span<const sequence_id> ids);
+    std::size_t find_changes(std::span<const sequence_id> ids, const common::change_range& range, int format,
+                             bool only_smaller, std::vector<format_change>& changes);
     status requantize_pages(std::span<const sequence_id> ids, std::vector<format_change>& changes, int format,
                             cudaStream_t stream);
     detail::layer_view view(int layer) const noexcept;

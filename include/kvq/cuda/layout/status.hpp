@@ -12,9 +12,15 @@
 #include <cstdio>
 
 #include "../../config.hpp"
-#include "../arch/architecture.cuh"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
+namespace kvq { inline namespace KVQ_TAGGED {
+
+namespace detail {
+}
+namespace cuda {
+
+/// kvq::detail, which with KVQ_COMPILED is the name of two namespaces.
+namespace common = KVQ_TAGGED::detail;
 
 struct [[nodiscard]] status {
     cudaError_t code = cudaSuccess;
@@ -48,29 +54,6 @@ inline status runtime_error(cudaError_t code, const char* what) noexcept {
     return s;
 }
 
-/// May the blocks of a launch take their places while the stream's previous kernel runs out? Then the kernel
-/// itself waits (wait_for_predecessor) before it touches what that one may write.
-enum class overlap { no, yes };
-
-/// Launches a kernel. The status is that of this launch, whatever error others have left behind.
-template <class... Parameters, class... Arguments>
-inline status launch(const char* what, overlap overlapped, void (*kernel)(Parameters...), dim3 grid,
-                     int threads, std::size_t shared, cudaStream_t stream,
-                     const Arguments&... arguments) noexcept {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared;
-    config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs =
-        overlapped == overlap::yes && lacks(compute_capability(), feature::early_launch) == 0 ? 1 : 0;
-    const cudaError_t code = cudaLaunchKernelEx(&config, kernel, arguments...);
-    return code == cudaSuccess ? status{} : runtime_error(code, what);
-}
-
 }  // namespace detail
-}}}  // namespace kvq::cuda
+}
+}}  // namespace kvq::cuda

@@ -13,7 +13,8 @@
 
 #include "../../cache/sequence.hpp"
 #include "../../cache/sequence_access.hpp"
-#include "cache.cuh"
+#include "../../cache/window.hpp"
+#include "cache.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -21,7 +22,7 @@ namespace detail {
 
 struct cache_access {
     using page_list = std::vector<page_ref>;
-    using page_table = kvq::detail::page_table;
+    using page_table = common::page_table;
 
     /// Index in the CPU's table of a format of the device's cache; -1: it is not there.
     static int cpu_format(const kvq::cache& cpu, const cache& gpu, tensor role, int kind) {
@@ -86,7 +87,7 @@ struct cache_access {
     };
 
     static status offload(const cache& gpu, sequence_id id, sequence& to, cudaStream_t stream) {
-        kvq::cache& cpu = kvq::detail::sequence_access::cache(to);
+        kvq::cache& cpu = common::sequence_access::cache(to);
         if (status s = check(cpu, gpu); !s) return s;
         if (status s = gpu.check_here(id); !s) return s;
         if (to.tokens() != 0)
@@ -109,7 +110,7 @@ struct cache_access {
         status result;
         for (int layer = 0; layer < cpu.shape().layers && result; ++layer) {
             auto& spans = layers.emplace_back(resource_vector<page_span>(cpu.pool().memory()));
-            spans.reserve(kvq::detail::table_capacity(static_cast<std::size_t>(table.size())));
+            spans.reserve(common::table_capacity(static_cast<std::size_t>(table.size())));
             const auto get = [&](page& p, const device_pages& pool, tensor role, int number) {
                 if (result)
                     result = copy(p.data(), pool.memory().page(role, layer, number),
@@ -129,7 +130,7 @@ struct cache_access {
                     page_ref whole = zeroed(scratch, pool.memory().page_bytes(role), size);
                     get(*whole, pool, role, parts[i]->number);
                     conversions.push_back(
-                        {std::move(whole), p.get(), first, kvq::detail::smaller(size, tokens - first), role});
+                        {std::move(whole), p.get(), first, common::smaller(size, tokens - first), role});
                 }
                 return p;
             };
@@ -164,9 +165,9 @@ struct cache_access {
         if (result) result = wait(stream);
         if (!result) return result;
         for (const conversion& c : conversions)
-            kvq::detail::move_tokens(gpu.format_.type, *c.other, 0, *c.here, c.at, c.role,
-                                     cpu.shape().dim(c.role), cpu.shape().kv_heads, c.count);
-        auto& tables = kvq::detail::sequence_access::tables(to);
+            common::move_tokens(gpu.format_.type, *c.other, 0, *c.here, c.at, c.role, cpu.shape().dim(c.role),
+                                cpu.shape().kv_heads, c.count);
+        auto& tables = common::sequence_access::tables(to);
         for (std::size_t layer = 0; layer < layers.size(); ++layer) {
             page_table& made = tables[layer];
             made.spans.swap(layers[layer]);
@@ -199,7 +200,7 @@ struct cache_access {
     static status check_span(const page_span& s, int i, bool committed, int tokens,
                              const device_geometry& g) {
         if (s.shift != 0 || s.sinks != (i == 0 && g.sinks > 0) ||
-            (s.sinks && (s.skip > 0 || s.tokens != kvq::detail::smaller(tokens, g.sinks))))
+            (s.sinks && (s.skip > 0 || s.tokens != common::smaller(tokens, g.sinks))))
             return bad_value(
                 "tokens %d to %d were moved by erase, shift or splice, or are sinks that were; the device "
                 "has "
@@ -221,9 +222,9 @@ struct cache_access {
     }
 
     static status onload(const sequence& from, cache& gpu, sequence_id& made, cudaStream_t stream) {
-        const kvq::cache& cpu = kvq::detail::sequence_access::cache(from);
+        const kvq::cache& cpu = common::sequence_access::cache(from);
         if (status s = check(cpu, gpu); !s) return s;
-        const auto& tables = kvq::detail::sequence_access::tables(from);
+        const auto& tables = common::sequence_access::tables(from);
         const page_table& first = tables[0];
         const device_geometry& g = gpu.geometry_;
         if (first.tokens > gpu.options_.max_tokens)
@@ -310,15 +311,14 @@ struct cache_access {
                                             const page& to) {
                     if (p.tokens == to.tokens && from_at == 0) return put(p, pool, to);
                     held.push_back(zeroed(scratch, pool.memory().page_bytes(role), to.tokens));
-                    kvq::detail::move_tokens(gpu.format_.type, p, from_at, *held.back(), 0, role,
-                                             cpu.shape().dim(role), cpu.shape().kv_heads, count);
+                    common::move_tokens(gpu.format_.type, p, from_at, *held.back(), 0, role,
+                                        cpu.shape().dim(role), cpu.shape().kv_heads, count);
                     put(*held.back(), pool, to);
                 };
                 for (std::size_t i = 0; i < s.sinks.size(); ++i) {
-                    const int size = s.sinks[i]->tokens, from_at = static_cast<int>(i) * size;
-                    put_values(*table[0].pages[at], from_at,
-                               kvq::detail::smaller(size, table[0].tokens - from_at), gpu.sinks_,
-                               *s.sinks[i]);
+                    const int room = s.sinks[i]->tokens, from_at = static_cast<int>(i) * room;
+                    put_values(*table[0].pages[at], from_at, common::smaller(room, table[0].tokens - from_at),
+                               gpu.sinks_, *s.sinks[i]);
                 }
                 for (int i = sinks; i < table.size(); ++i) {
                     const page_span &span = table[i], &to = s.table[i];

@@ -1,10 +1,10 @@
-// Steps and prompts of a cache (cache.cuh): pages are named, tables are sent, tokens of a prompt go to their pages.
+// Steps and prompts of a cache (cache.hpp): pages are named, tables are sent, tokens of a prompt go to their pages.
 //
 // A step's tokens are found on the device (store_new_tokens.cuh, commit_due_pages.cuh). A prompt's have more pages than the ring: those that fall behind the
 // window go to 16-bit pages of one layer's scratch and are quantized from there, in one launch for all of them.
 #pragma once
 
-#include "cache_class.cuh"
+#include "cache_class.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -64,7 +64,7 @@ inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_to
                 s.committed_after(new_tokens, geometry_) - s.committed();
         window +=
             draft ? s.missing_draft_pages(new_tokens, geometry_) : s.missing_pages(new_tokens, geometry_);
-        sinks += kvq::detail::larger(
+        sinks += common::larger(
             0, geometry_.sink_pages(s.tokens() + s.drafted + new_tokens) - static_cast<int>(s.sinks.size()));
     }
     return ensure_free(quantized, window, sinks, stream);
@@ -119,7 +119,7 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, bool draft, d
         put(to, skipped_at(b), s.skipped(geometry_));
     }
     const int pages = s.pages() + static_cast<int>(s.ahead.size());
-    for (int i = kvq::detail::larger(0, pages - geometry_.ring); i < pages; ++i) {
+    for (int i = common::larger(0, pages - geometry_.ring); i < pages; ++i) {
         const page* const held = s.window_page(i);
         put(to, window_at(b) + i % geometry_.ring, held != nullptr ? held->number : -1);
     }
@@ -151,7 +151,7 @@ inline status cache::send_step(std::span<const sequence_id> batch, int new_token
     next.begun = true;
     next.rows = static_cast<int>(batch.size());
     next.new_tokens = new_tokens;
-    detail::word_writer to(words_.as<int>(), stream);
+    detail::word_writer to(*format_.functions, words_.as<int>(), stream);
     for (int b = 0; b < next.rows; ++b) {
         const sequence_id id = batch[static_cast<std::size_t>(b)];
         if (id == sequence_id{}) {
@@ -179,7 +179,7 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     // The scratch comes before the sequence changes.
     const detail::sequence_pages& s = entry_of(id).pages;
     const int before = s.paged_tokens(geometry_), after = before + new_tokens, first_new = s.pages(),
-              kept = kvq::detail::larger(first_new, geometry_.pages(after) - geometry_.ring);
+              kept = common::larger(first_new, geometry_.pages(after) - geometry_.ring);
     const std::size_t page_bytes = window_.memory().key_page_bytes + window_.memory().value_page_bytes,
                       scratch = static_cast<std::size_t>(kept - first_new) * page_bytes,
                       slot_list = static_cast<std::size_t>(new_tokens) * sizeof(long long);
@@ -200,20 +200,20 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     next.staging = staged.layer(0);
     // Where tokens go.
     const auto clamp = [&](int paged) {
-        return kvq::detail::smaller(kvq::detail::larger(paged - before, 0), new_tokens);
+        return common::smaller(common::larger(paged - before, 0), new_tokens);
     };
     next.ranges = {clamp(geometry_.sinks), clamp(geometry_.first_token(first_new)),
                    clamp(geometry_.first_token(kept)), new_tokens, first_new};
     const int committed = s.committed();
     std::vector<int> from_window;  // of pages that the window has now
     for (int i = committed; i < first_new; ++i) from_window.push_back(s.window_page(i)->number);
-    detail::word_writer to(words_.as<int>(), stream);
+    detail::word_writer to(*format_.functions, words_.as<int>(), stream);
     grow_row(0, id, new_tokens, false, to);
     // What is quantized from where.
     const int due = s.committed();
-    next.jobs = {kvq::detail::larger(0, kvq::detail::smaller(due, first_new) - committed),
-                 kvq::detail::smaller(due, kept) - kvq::detail::smaller(due, first_new),
-                 due - kvq::detail::larger(committed, kvq::detail::smaller(due, kept))};
+    next.jobs = {common::larger(0, common::smaller(due, first_new) - committed),
+                 common::smaller(due, kept) - common::smaller(due, first_new),
+                 due - common::larger(committed, common::smaller(due, kept))};
     for (int i = committed; i < due; ++i) {
         const int from = i < first_new ? from_window[static_cast<std::size_t>(i - committed)]
                          : i < kept    ? i - first_new
@@ -231,11 +231,10 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
         forget_rows();
         return sent;
     }
-    return detail::launch(
-        "launching the slots of a prompt", detail::overlap::no, detail::prompt_slots_kernel<>,
-        dim3(static_cast<unsigned>((new_tokens + 255) / 256)), 256, 0, stream, next.ranges, before,
-        geometry_.sinks, geometry_.page_tokens, geometry_.ring, words_.as<int>() + window_at(0),
-        words_.as<int>() + sinks_at(0), slots_.as<long long>());
+    return format_.functions->find_prompt_slots(
+        {next.ranges, before, geometry_.sinks, geometry_.page_tokens, geometry_.ring,
+         words_.as<int>() + window_at(0), words_.as<int>() + sinks_at(0), slots_.as<long long>()},
+        stream);
 }
 
 inline status cache::commit_step(int layer, cudaStream_t stream) {

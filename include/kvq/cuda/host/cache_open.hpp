@@ -1,4 +1,4 @@
-// cache::open(), calibrate(), and the reports of a cache on the device (cache.cuh): usage(), not_finite(), graph_id().
+// cache::open(), calibrate(), and the reports of a cache on the device (cache.hpp): usage(), not_finite(), graph_id().
 //
 // open() checks all options, takes the compiled entry that has all formats and as few others as possible, and allocates tables, workspace and
 // the pools that the options ask for. calibrate() sends plans of widths and matrices of feedback.
@@ -6,7 +6,7 @@
 // runs once. calibrate() and not_finite() wait for the stream.
 #pragma once
 
-#include "cache_class.cuh"
+#include "cache_class.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -23,8 +23,7 @@ inline status cache::check_options(const cache_shape& shape, const cache_options
     if (o.recent < 0 || o.step_tokens < 0 || o.step_tokens > o.page_tokens || o.step_tokens > o.recent)
         return detail::bad_value("step_tokens is %d, but must be 0 to page_tokens (%d) and to recent (%d)",
                                  o.step_tokens, o.page_tokens, o.recent);
-    if (o.draft_tokens < 0 ||
-        o.draft_tokens > kvq::detail::smaller(64, kvq::detail::smaller(o.page_tokens, o.recent)))
+    if (o.draft_tokens < 0 || o.draft_tokens > common::smaller(64, common::smaller(o.page_tokens, o.recent)))
         return detail::bad_value(
             "draft_tokens is %d, but must be 0 to 64, to page_tokens (%d) and to recent (%d)", o.draft_tokens,
             o.page_tokens, o.recent);
@@ -78,15 +77,14 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
     };
     shape_ = shape;
     options_ = options;
-    geometry_ = {
-        {options.sinks, options.recent, options.page_tokens},
-        options.rollback,
-        kvq::detail::larger(
-            window_columns(options.recent + options.rollback + options.draft_tokens, options.page_tokens, 0),
-            window_columns(options.recent, options.page_tokens, options.step_tokens))};
-    columns_ = kvq::detail::larger(1, geometry_.pages(options.max_tokens));
-    columns_ += kvq::detail::smaller(options.cut_pages, detail::most_tokens / options.page_tokens - columns_);
-    sink_columns_ = kvq::detail::larger(1, geometry_.sink_pages(options.sinks));
+    geometry_ = {{options.sinks, options.recent, options.page_tokens},
+                 options.rollback,
+                 common::larger(window_columns(options.recent + options.rollback + options.draft_tokens,
+                                               options.page_tokens, 0),
+                                window_columns(options.recent, options.page_tokens, options.step_tokens))};
+    columns_ = common::larger(1, geometry_.pages(options.max_tokens));
+    columns_ += common::smaller(options.cut_pages, detail::most_tokens / options.page_tokens - columns_);
+    sink_columns_ = common::larger(1, geometry_.sink_pages(options.sinks));
     const long long words =
         static_cast<long long>(options.max_batch) * (5 + 2 * kinds() + (2LL * kinds() + 2) * columns_ +
                                                      geometry_.ring + sink_columns_ + options.draft_tokens) +
@@ -95,7 +93,7 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
         return undo(detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
                                       options.max_tokens));
     const int sink_pages = geometry_.sink_pages(options.sinks),
-              most = (std::numeric_limits<int>::max)() / kvq::detail::larger(geometry_.ring, sink_pages);
+              most = (std::numeric_limits<int>::max)() / common::larger(geometry_.ring, sink_pages);
     if (options.pool_sequences > most)
         return undo(detail::bad_value(
             "pool_sequences is %d, but must be at most %d: each takes %d pages for its recent tokens and %d "
@@ -118,12 +116,11 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
         return undo(s);
     std::size_t workspace = 0;
     for (const int rows : {4, 8, 16})
-        workspace = kvq::detail::larger(workspace, format_.functions->workspace_bytes(1, rows));
+        workspace = common::larger(workspace, format_.functions->workspace_bytes(1, rows));
     if (status s = workspace_.allocate(options.memory, workspace, "the workspace", stream); !s)
         return undo(s);
     const auto first = static_cast<std::size_t>(format_.find(options.formats[0]));
-    if (status s =
-            quantized_[first].grow(kvq::detail::ceil_div(options.pool_tokens, options.page_tokens), stream);
+    if (status s = quantized_[first].grow(common::ceil_div(options.pool_tokens, options.page_tokens), stream);
         !s)
         return undo(s);
     if (status s = window_.grow(options.pool_sequences * geometry_.ring, stream); !s) return undo(s);
@@ -251,7 +248,7 @@ inline usage_report cache::usage() const {
     u.bookkeeping = words_.bytes();
     for (const device_keys& k : keys_) u.bookkeeping += k.plans.bytes() + k.feedback.bytes();
     u.workspace = workspace_.bytes() + prompt_bytes();
-    kvq::detail::add_up(u);
+    common::add_up(u);
     return u;
 }
 

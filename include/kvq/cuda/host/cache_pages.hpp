@@ -1,4 +1,4 @@
-// Sequences of a cache on the device between steps (cache.cuh): new, trim, fork, free, requantize, step down.
+// Sequences of a cache on the device between steps (cache.hpp): new, trim, fork, free, requantize, step down.
 //
 // Page numbers live on the host (sequence_pages.hpp). trim() and free() are arithmetic there; fork() copies sinks and window on the stream;
 // requantizing quantizes new pages and then exchanges numbers. The next begin sends what has changed.
@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "cache_class.cuh"
+#include "cache_class.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -102,7 +102,7 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
     detail::page_copies copies;
     const auto launch = [&](const detail::device_pages& pool) {
         if (result && copies.count > 0)
-            result = detail::copy_pages(copies, pool.memory(), shape_.layers, stream);
+            result = format_.functions->copy_pages(copies, pool.memory(), shape_.layers, stream);
         copies.count = 0;
     };
     const auto copy_page = [&](page_ref& p, const detail::device_pages& pool) {
@@ -127,24 +127,23 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
 }
 
 /// The tables of these sequences.
-inline std::vector<kvq::detail::page_table*> cache::tables_of(std::span<const sequence_id> ids) {
-    std::vector<kvq::detail::page_table*> tables;
+inline std::vector<common::page_table*> cache::tables_of(std::span<const sequence_id> ids) {
+    std::vector<common::page_table*> tables;
     for (const sequence_id id : ids) tables.push_back(&entry_of(id).pages.table);
     return tables;
 }
 
 /// Adds the pages of a range to those that get the format. Returns the bytes that this saves.
-inline std::size_t cache::find_changes(std::span<const sequence_id> ids,
-                                       const kvq::detail::change_range& range, int format, bool only_smaller,
-                                       std::vector<format_change>& changes) {
-    const std::vector<kvq::detail::page_table*> tables = tables_of(ids);
-    kvq::detail::page_changes found(std::pmr::new_delete_resource(), geometry_, geometry_.rollback);
+inline std::size_t cache::find_changes(std::span<const sequence_id> ids, const common::change_range& range,
+                                       int format, bool only_smaller, std::vector<format_change>& changes) {
+    const std::vector<common::page_table*> tables = tables_of(ids);
+    common::page_changes found(std::pmr::new_delete_resource(), geometry_, geometry_.rollback);
     found.select(tables, range);
     std::size_t saved = 0;
     const auto wanted = [&](const page& p) {
         return p.format != format + 1 && (!only_smaller || shrinks(p.format - 1, format));
     };
-    found.for_each(0, wanted, [&](const kvq::detail::page_change& change) {
+    found.for_each(0, wanted, [&](const common::page_change& change) {
         changes.push_back({change.held, {}, {change.spans.begin(), change.spans.end()}});
         saved += change.held->bytes - quantized_[static_cast<std::size_t>(format)].page_bytes();
     });
@@ -164,7 +163,7 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, std::vec
     });
     for (format_change& c : changes) c.to = pool.pages().take();
     status result;
-    detail::word_writer to(words_.as<int>(), stream);
+    detail::word_writer to(*format_.functions, words_.as<int>(), stream);
     for (std::size_t first = 0, end; first < changes.size() && result; first = end) {
         const int from = changes[first].from->format;
         for (end = first; end < changes.size() && end - first < static_cast<std::size_t>(columns_) &&
@@ -185,7 +184,7 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, std::vec
     }
     if (!result) return result;
     for (format_change& c : changes)
-        for (const kvq::detail::held_span& at : c.spans) {
+        for (const common::held_span& at : c.spans) {
             entry& e = entry_of(ids[static_cast<std::size_t>(at.table)]);
             e.pages.table.change_page(at.span, 0, c.to, geometry_, geometry_.rollback);
             e.version = ++versions_;
@@ -239,19 +238,19 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     };
     std::size_t in_use = 0;
     // The changes of a tier are carried out together.
-    const auto lower = [&](std::size_t index, const kvq::detail::change_range& range) {
+    const auto lower = [&](std::size_t index, const common::change_range& range) {
         if (index != changing) carry_out();
         changing = index;
         if (result) in_use -= find_changes(ids, range, format_.find(tiers[index].format), true, changes);
         return in_use;
     };
     if (tiers.empty()) return {};
-    kvq::detail::step_down_by_age(ages, lengths, lower);
+    common::step_down_by_age(ages, lengths, lower);
     carry_out();
     in_use = bytes_in_use();
-    const std::vector<kvq::detail::page_table*> tables = tables_of(ids);
-    const std::vector<const kvq::detail::page_table*> read(tables.begin(), tables.end());
-    kvq::detail::step_down_by_budget(tiers.size(), read, in_use, byte_budget, lower);
+    const std::vector<common::page_table*> tables = tables_of(ids);
+    const std::vector<const common::page_table*> read(tables.begin(), tables.end());
+    common::step_down_by_budget(tiers.size(), read, in_use, byte_budget, lower);
     carry_out();
     return result;
 }

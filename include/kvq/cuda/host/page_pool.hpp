@@ -11,7 +11,8 @@
 #include <utility>
 
 #include "../../core/allocate.hpp"
-#include "../store/bookkeeping.cuh"
+#include "../layout/status.hpp"
+#include "../store/page_memory.hpp"
 #include "free_pages.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -53,7 +54,7 @@ public:
     /// Zeroed memory, in the order of the stream. Must be empty before.
     status allocate(const device_allocator& from, std::size_t bytes, const char* what, cudaStream_t stream) {
         from_ = from;
-        const bool possible = bytes > 0 && bytes <= kvq::detail::most_bytes;
+        const bool possible = bytes > 0 && bytes <= common::most_bytes;
         data_ = possible ? from.allocate(bytes, from.user) : nullptr;
         if (data_ == nullptr && bytes > 0) {
             status s = bad_value("%zu bytes of device memory for %s are not there", bytes, what);
@@ -125,7 +126,7 @@ public:
             s.code = cudaErrorMemoryAllocation;
             return s;
         }
-        status s = grow(larger(wanted, pages_->size() + pages_->size() / 2), stream);
+        status s = grow(common::larger(wanted, pages_->size() + pages_->size() / 2), stream);
         if (!s && s.code == cudaErrorMemoryAllocation) s = grow(wanted, stream);
         return s;
     }
@@ -137,8 +138,8 @@ public:
         device_memory bigger;
         if (status s = bigger.allocate(
                 from_,
-                kvq::detail::bounded_product(
-                    kvq::detail::bounded_product(static_cast<std::size_t>(pages), next.page_bytes()),
+                common::bounded_product(
+                    common::bounded_product(static_cast<std::size_t>(pages), next.page_bytes()),
                     static_cast<std::size_t>(layers_)),
                 name_.c_str(), stream);
             !s)

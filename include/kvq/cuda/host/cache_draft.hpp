@@ -1,4 +1,4 @@
-// Drafted tokens of a cache (cache.cuh): several guesses of the next tokens are checked in one attention, then a path of them stays.
+// Drafted tokens of a cache (cache.hpp): several guesses of the next tokens are checked in one attention, then a path of them stays.
 //
 //   begin_draft(batch, n)       n drafted tokens behind the accepted ones; append() and attend() as in a step
 //   keep(batch, paths)          the accepted ones move together, the others are gone; pages that leave the window are quantized
@@ -7,7 +7,7 @@
 // Contract: after keep() a sequence is bit for bit what appending the accepted tokens alone gives (cache/draft.hpp).
 #pragma once
 
-#include "cache_class.cuh"
+#include "cache_class.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -37,7 +37,7 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
                 own, drafted);
         if (status s = check_growth(id, new_tokens); !s) return s;
     }
-    drafted = kvq::detail::larger(drafted, 0);
+    drafted = common::larger(drafted, 0);
     if (new_tokens < 0 || new_tokens > options_.draft_tokens - drafted)
         return detail::bad_value("%d drafted tokens behind %d, but draft_tokens is %d", new_tokens, drafted,
                                  options_.draft_tokens);
@@ -65,20 +65,20 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
             before = i;
         }
         const auto count = static_cast<int>(paths[b].size());
-        most = kvq::detail::larger(most, count);
+        most = common::larger(most, count);
         quantized[static_cast<std::size_t>(s.target())] +=
             s.committed_after(count, geometry_) - s.committed();
     }
     if (status s = ensure_free(quantized, 0, 0, stream); !s) return s;
     step_ = {};
-    detail::word_writer to(words_.as<int>(), stream);
+    detail::word_writer to(*format_.functions, words_.as<int>(), stream);
     for (std::size_t b = 0; b < batch.size(); ++b) {
-        const auto row = static_cast<int>(b);
-        to.put(counts_at(row), static_cast<int>(paths[b].size()));
+        const auto at = static_cast<int>(b);
+        to.put(counts_at(at), static_cast<int>(paths[b].size()));
         for (std::size_t i = 0; i < paths[b].size(); ++i)
-            to.put(path_at(row) + static_cast<int>(i), paths[b][i]);
+            to.put(path_at(at) + static_cast<int>(i), paths[b][i]);
         entry_of(batch[b]).pages.drafted = 0;
-        grow_row(row, batch[b], static_cast<int>(paths[b].size()), false, to);
+        grow_row(at, batch[b], static_cast<int>(paths[b].size()), false, to);
     }
     status result = to.flush();
     if (!result) forget_rows();

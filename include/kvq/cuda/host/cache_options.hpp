@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../../core/float_type.hpp"
-#include "page_pool.cuh"
+#include "page_pool.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 

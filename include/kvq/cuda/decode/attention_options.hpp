@@ -1,0 +1,80 @@
+// Options of attention over a cache on the device, and the score modifiers that every program has.
+//
+// Softmax states (state_in, state_out) and score modifiers: attention_args.cuh and score_modifiers.cuh say what kernels make of them.
+// Contract: plain values; pointers are to device memory.
+#pragma once
+
+#include <cstdint>
+
+#include "../../config.hpp"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
+
+struct attention_options {
+    float scale = 0.0f;         ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;       ///< cap * tanh(score / cap); 0: none
+    int window = 0;             ///< a query sees itself and the window - 1 tokens before it; 0: all
+    bool window_sinks = false;  ///< and the tokens of a mixed cache's sink_tokens()
+    int query_tokens = 1;       ///< per sequence: the last ones of it, with a causal mask among them
+    /// Trees of drafted tokens: [sequences][query_tokens] words, a query sees those of the last `drafted`
+    /// tokens of its sequence whose bit is set (bit 0: the first of them; token_tree::ancestors()) and all
+    /// before; later tokens never. Null: a causal mask.
+    const std::uint64_t* ancestors = nullptr;
+    int drafted = 0;                  ///< query_tokens to 64; 0: query_tokens
+    float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
+    const float* state_in = nullptr;  ///< softmax states to start from (see above)
+    float* state_out = nullptr;       ///< softmax states to write; may be state_in
+    /// Promises that lengths, block tables and all tokens but the newest query_tokens of every sequence were
+    /// written before the launches of kvq that directly precede this one in the stream (q, states and the
+    /// newest tokens may come from those), not by a kernel that lets its successor start before it has
+    /// written them. Then this launch fetches its first pages while they run out. Compute capability 9.0 and
+    /// later. With a mixed_cache_ref only lengths (and first_page, end_page) must be old: it holds behind
+    /// store_new_tokens.
+    bool early = false;
+};
+
+struct prefill_options {
+    float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
+    int window = 0;        ///< a query sees itself and the window - 1 tokens before it; 0: all
+    /// The sequence's first tokens, as many as a sink_part may hold, are seen in spite of a window.
+    bool window_sinks = false;
+    const float* sink_logits =
+        nullptr;  ///< [q_heads], device memory: a logit in every softmax sum, without a value. Null: none
+    float* lse = nullptr;        ///< [new tokens][q_heads], natural log of the softmax sum
+    float* state_out = nullptr;  ///< softmax states of all rows, as attention_options::state_out
+    /// Where starts is null, of one sequence: query i sees the new tokens up to i + lead of it, none where
+    /// that is below 0.
+    int lead = 0;
+};
+
+/// No score modifier. One is a struct with one or both of
+///   __device__ float score(float score, int q_head, int q_pos, int k_pos) const    scores are scaled and behind softcap, positions those of
+///                                                                                  the sequence; -infinity hides a key
+///   __device__ float sink_logit(int q_head) const                                  as learned_sinks
+/// It travels in the parameters of the launch.
+struct unmodified {
+    static constexpr const char* name = "no score modifier";
+};
+
+/// score - slopes[q_head] * (q_pos - k_pos). Press et al., arXiv 2108.12409.
+struct alibi {
+    static constexpr const char* name = "alibi";
+    const float* slopes;  ///< [q_heads], device memory
+
+    KVQ_HD KVQ_NO_COPY float score(float score, int q_head, int q_pos, int k_pos) const {
+        return score - slopes[q_head] * static_cast<float>(q_pos - k_pos);
+    }
+};
+
+/// exp(logits[q_head]) more in the softmax sum of a row, without a value; also in lse and state_out: of
+/// launches whose states are merged, only one takes it. Rows without keys stay empty. -infinity: none; logits
+/// above 2.3586e38 count as that; NaN gives NaN. gpt-oss, arXiv 2508.10925.
+struct learned_sinks {
+    static constexpr const char* name = "learned sinks";
+    const float* logits;  ///< [q_heads], device memory
+
+    KVQ_HD KVQ_NO_COPY float sink_logit(int q_head) const { return logits[q_head]; }
+};
+
+}}}  // namespace kvq::cuda

@@ -1,0 +1,206 @@
+// Formats of a cache on the device as values, chosen by name when the program runs.
+//
+//   const kvq::cuda::device_format compiled[] = {make_device_format<...>(), ...};     the program's own: make_device_format.cuh, with nvcc
+//   kvq::cuda::library_formats()                                                      those of kvq::library: any C++ compiler
+//
+// Contract: a value is a table of functions and what it was made for. The functions do all that needs a kernel; whoever calls them is
+// plain C++.
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "../../core/float_type.hpp"
+#include "../../core/token_view.hpp"
+#include "../../quant/calibration.hpp"
+#include "../decode/attention_options.hpp"
+#include "../layout/page_cuts.hpp"
+#include "../layout/status.hpp"
+#include "../store/page_memory.hpp"
+
+namespace kvq {
+inline namespace v0_3 {
+
+/// Values of cuda::device_format of the library, and how many.
+struct library_format_list {
+    const void* formats;
+    std::size_t count;
+};
+/// Defined by kvq::library with KVQ_LIBRARY_CUDA. Read it by cuda::library_formats().
+KVQ_EXPORT library_format_list library_device_formats() noexcept;
+
+}  // namespace v0_3
+
+inline namespace KVQ_TAGGED { namespace cuda {
+
+namespace detail {
+
+/// Formats of one device_format at most.
+inline constexpr int most_formats = 4;
+
+/// One layer as kernels see it, before its formats are known. Sequences are the rows of the current step.
+struct layer_view {
+    struct part {
+        layer_memory pages;
+        const int *table,
+            *commit_table;  // [sequences][columns]; commit_table: without pages that are quantized already
+        const int *first_page, *end_page;  // [sequences]: pages outside of them are not of this format
+        const std::uint16_t* key_plans;    // of the layer, or null
+        const float* key_feedback;
+    };
+    part quantized[most_formats];
+    layer_memory window, sinks;
+    const int *window_table, *sink_table;
+    const int *tokens, *committed;  // [sequences], tokens: paged lengths
+    page_cuts cuts;
+    int sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
+    unsigned* not_finite;  // of the layer; those of other layers follow
+};
+
+template <class X>
+inline constexpr char type_mark = 0;
+
+/// Tells types of score modifiers apart when the program runs: by their names, also where the library and the program have been compiled
+/// for different CPUs, or as types of one program.
+class score_mark {
+public:
+    template <class Score>
+    static constexpr score_mark of() noexcept {
+        if constexpr (requires { Score::name; })
+            return score_mark(Score::name);
+        else
+            return score_mark(&type_mark<Score>);
+    }
+    friend bool operator==(score_mark a, score_mark b) noexcept {
+        return a.mark_ == b.mark_ || (*a.mark_ != 0 && std::string_view(a.mark_) == b.mark_);
+    }
+
+private:
+    explicit constexpr score_mark(const char* mark) noexcept : mark_(mark) {}
+    const char* mark_;
+};
+
+/// Rows of T that the caller of a device_format has checked the type of.
+struct untyped_view {
+    const void* data;
+    int tokens, heads, dim;
+    std::ptrdiff_t token_stride, head_stride;
+
+    template <class T>
+    explicit untyped_view(const token_view<T>& v) noexcept
+        : data(v.data),
+          tokens(v.tokens),
+          heads(v.heads),
+          dim(v.dim),
+          token_stride(v.token_stride),
+          head_stride(v.head_stride) {}
+    template <class T>
+    token_view<T> as() const noexcept {
+        return {static_cast<T*>(const_cast<void*>(data)), tokens, heads, dim, token_stride, head_stride};
+    }
+};
+
+/// What keys that were made from statistics need on the device: [layers][kv_heads] plans and matrices, or nothing.
+struct key_state {
+    std::vector<std::uint16_t> plans;
+    std::vector<float> feedback;
+    std::uint64_t fingerprint = 0;  // of the plan
+};
+
+struct device_functions {
+    // What the host changes: words of tables, pages of a fork, slots of a prompt (store/bookkeeping.cuh).
+    status (*write_words)(const word_runs&, int* words, cudaStream_t) noexcept;
+    status (*copy_pages)(const page_copies&, const pool_memory&, int layers, cudaStream_t) noexcept;
+    status (*find_prompt_slots)(const prompt_slots&, cudaStream_t) noexcept;
+    /// All layers of a cache. counts: new tokens of every sequence, at most new_tokens; null: new_tokens.
+    status (*commit)(std::span<const layer_view>, int target, int new_tokens, const int* counts,
+                     cudaStream_t);
+    status (*keep)(const keep_args&, int sequences, int layers, cudaStream_t);
+    status (*store_new)(const layer_view&, const untyped_view& k, const untyped_view& v, int new_tokens,
+                        cudaStream_t);
+    status (*store)(const layer_view&, const layer_memory&, bool sinks, const untyped_view& k,
+                    const untyped_view& v, const long long* slot_list, cudaStream_t);
+    /// from: a format of this entry, or -1 for 16-bit pages in window_pages.
+    status (*requantize)(const layer_view&, int from, const layer_memory& window_pages, int to,
+                         const int* from_pages, const int* to_pages, int count, cudaStream_t);
+    /// Tokens of format `part` to rows starts[sequence] + token; no sinks, no plans.
+    status (*dequantize)(const layer_view&, int part, const untyped_view& keys, const untyped_view& values,
+                         const int* starts, cudaStream_t);
+    status (*attend)(const layer_view&, const untyped_view& q, const untyped_view& out,
+                     const attention_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t,
+                     const void* score);
+    /// Sequences as they are before their new tokens. starts: [sequences + 1], device memory.
+    status (*prefill)(const layer_view&, const untyped_view& k, const untyped_view& v, const untyped_view& q,
+                      const untyped_view& out, const int* starts, int new_tokens, const prefill_options&,
+                      cudaStream_t);
+    score_mark score;
+    std::size_t (*workspace_bytes)(int group, int query_tokens);
+    /// Keys of a format made from statistics; an empty state if the scheme takes none.
+    key_state (*make_keys)(int number, const calibration& statistics);
+};
+
+}  // namespace detail
+
+/// Kernels for caches of one head_dim and page size, whose quantized pages have one or several formats.
+struct device_format {
+    struct kind {
+        std::string name;  ///< that of find_format; where keys and values have different ones, "keys/values"
+        std::vector<std::string> key_names, value_names;  ///< all names that find_format has for the schemes
+        std::string keys, values;            ///< names of the schemes: format::name() of the CPU's formats
+        std::size_t key_block, value_block;  ///< bytes of one head's block
+    };
+    int head_dim = 0, value_dim = 0, page_tokens = 0;
+    float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out
+    std::vector<kind> kinds;
+    std::size_t window_block[2] = {}, sink_block[2] = {};  ///< K, V
+    const detail::device_functions* functions = nullptr;
+
+    /// Number of the format with this name, or with these of keys and values, "int8/std4"; -1 if there is none.
+    int find(std::string_view name) const noexcept {
+        const std::size_t cut = name.find('/');
+        const std::string_view keys = name.substr(0, cut),
+                               values = cut == name.npos ? name : name.substr(cut + 1);
+        for (std::size_t i = 0; i < kinds.size(); ++i)
+            if (std::ranges::find(kinds[i].key_names, keys) != kinds[i].key_names.end() &&
+                std::ranges::find(kinds[i].value_names, values) != kinds[i].value_names.end())
+                return static_cast<int>(i);
+        return -1;
+    }
+};
+
+/// Of `compiled`, the entry that has all these formats, and as few others as possible; null if there is none. score: of its score modifier;
+/// null: any.
+inline const device_format* find_device_format(std::span<const device_format> compiled,
+                                               std::span<const std::string> names, int head_dim,
+                                               int value_dim, int page_tokens, float_type type,
+                                               const detail::score_mark* score = nullptr) noexcept {
+    const device_format* best = nullptr;
+    for (const device_format& f : compiled) {
+        bool fits = f.head_dim == head_dim && f.value_dim == value_dim && f.page_tokens == page_tokens &&
+                    f.type == type && (score == nullptr || f.functions->score == *score);
+        for (const std::string& name : names) fits = fits && f.find(name) >= 0;
+        if (fits && (best == nullptr || f.kinds.size() < best->kinds.size())) best = &f;
+    }
+    return best;
+}
+
+/// What kvq::library was compiled with: the formats, head sizes and page sizes of its CMake options KVQ_CUDA_FORMATS, KVQ_CUDA_HEAD_DIMS
+/// and KVQ_CUDA_PAGE_TOKENS. cache::open() takes the list; a program that links the library needs no nvcc and compiles no kernel.
+inline std::span<const device_format> library_formats() noexcept {
+    const library_format_list list = library_device_formats();
+    return {static_cast<const device_format*>(list.formats), list.count};
+}
+
+/// The entry of kvq::library with this format for keys and values of head_dim channels; null: it was not compiled.
+inline const device_format* find_device_format(std::string_view name, int head_dim, int page_tokens,
+                                               float_type type = float_type::fp16) {
+    const std::string names[] = {std::string(name)};
+    constexpr auto plain = detail::score_mark::of<unmodified>();
+    return find_device_format(library_formats(), names, head_dim, head_dim, page_tokens, type, &plain);
+}
+
+}}  // namespace cuda
+}  // namespace kvq
