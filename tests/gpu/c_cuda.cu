@@ -1065,7 +1065,16 @@ void bad_input() {
 
 }  // namespace
 
+#if !defined(__CUDACC__)
+#include "plain_host.cpp"
+#endif
+namespace plain_host {
+std::string run();
+}
+
 int main() {
+    const std::string wrong = plain_host::run();
+    CHECK(wrong.empty(), "a program without nvcc: %s", wrong.c_str());
     scenario();
     variants();
     several_widths();
