@@ -19,6 +19,19 @@ constexpr int bytes_on_small = cuda::detail::attention_memory<Format, Rows4, tru
 static_assert(bytes_on_small<eight_bits, 1> <= 99 * 1024 && bytes_on_small<preset, 2> <= 99 * 1024 &&
               cuda::detail::attention_memory<eight_bits, 1>::bytes > 99 * 1024);
 
+/// Attention over a window and pages of this format: a block of 8 warps, which can be 4 teams.
+template <class Format, int Rows4>
+constexpr bool fills_blocks = [] {
+    using window = cuda::block_pair<full<float16>, full<float16>, 128, Format::page_tokens>;
+    using memory = cuda::detail::mixed_memory<Rows4, false, window, Format>;
+    return memory::warps == 8 && memory::most_teams == 4 &&
+           memory::bytes <= cuda::shared_memory_budget<Format>;
+}();
+template <class Preset>
+constexpr bool fills_both =
+    fills_blocks<cuda::preset_pair<Preset, 128>, 1>&& fills_blocks<cuda::preset_pair<Preset, 128>, 2>;
+static_assert(fills_both<std4> && fills_both<mix4> && fills_both<low3> && fills_both<low2>);
+
 /// What stands in the C++ Programming Guide of a compute capability, and of those without a line of their
 /// own.
 constexpr bool has(int capability, int shared_memory, bool early_launch, bool warpgroup_products) {
