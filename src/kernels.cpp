@@ -1,4 +1,5 @@
-// The kernels of kvq::library for schemes of a program (cpu/library_kernels.hpp), of the instruction set that builtin_formats.cpp takes, too.
+// The kernels of kvq::library for schemes of a program (cpu/library_kernels.hpp), of the instruction set that
+// builtin_formats.cpp takes, too.
 #include <kvq/cpu/arch/arch.hpp>
 #include <kvq/cpu/kernel_table.hpp>
 #include <vector>

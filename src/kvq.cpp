@@ -1,5 +1,5 @@
-// The code without templates of the headers, for programs with KVQ_COMPILED: compiled once, for the weakest CPU. KVQ_HAS_JSON: the library is
-// built with nlohmann-json, without which it saves nothing.
+// The code without templates of the headers, for programs with KVQ_COMPILED: compiled once, for the weakest
+// CPU. KVQ_HAS_JSON: the library is built with nlohmann-json, without which it saves nothing.
 #include <kvq/adapters/sequence_state-inl.hpp>
 #include <kvq/adapters/sequence_table-inl.hpp>
 #include <kvq/attention/mods-inl.hpp>

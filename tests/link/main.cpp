@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Attends with the formats of every instruction set that the CPU has, each of them against the scalar backend, and with
-// the plans that they make from statistics, in caches of its own and in those of sessions.cpp, where formats of the same schemes have the
-// kernels of the library. Compiled for the weakest CPU.
+// Attends with the formats of every instruction set that the CPU has, each of
+// them against the scalar backend, and with the plans that they make from statistics, in caches of its own
+// and in those of sessions.cpp, where formats of the same schemes have the kernels of the library. Compiled
+// for the weakest CPU.
 #include <cmath>
 #include <cstdio>
 #include <kvq/cpu/arch/arch.hpp>

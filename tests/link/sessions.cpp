@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Compiled once for each instruction set, with its flags, -DLEVEL=sse2, avx2, avx512vnni or amx, and KVQ_COMPILED.
+// Compiled once for each instruction set, with its flags, -DLEVEL=sse2, avx2,
+// avx512vnni or amx, and KVQ_COMPILED.
 #include "sessions.hpp"
 
 #include <kvq/cpu/simd.hpp>

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <limits>
-#include <memory>
+#include <new>
 #include <span>
 #include <utility>
 
@@ -47,8 +47,8 @@ KVQ_FUNC sequence sequence::fork() const { return {*this, 0}; }
 KVQ_FUNC sequence& sequence::operator=(sequence&& other) noexcept {
     // Assignment member by member would keep the memory resource of the former cache.
     if (this != &other) {
-        std::destroy_at(this);
-        std::construct_at(this, std::move(other));
+        this->~sequence();
+        ::new (this) sequence(std::move(other));
     }
     return *this;
 }

@@ -1,5 +1,6 @@
-// Kernels of codecs whose parameters belong to groups (registry.hpp: quantizer::ranges, dequantizer::groups), as functions of the codec's
-// spec: compiled for an instruction set, levels, and a width of codes, for all schemes and types of parameters.
+// Kernels of codecs whose parameters belong to groups (registry.hpp: quantizer::ranges, dequantizer::groups),
+// as functions of the codec's spec: compiled for an instruction set, levels, and a width of codes, for all
+// schemes and types of parameters.
 //
 // Contract: the registry admits the block; group_functions in kernel_table.hpp.
 #pragma once
@@ -18,7 +19,8 @@ inline constexpr parameter_functions functions_of_parameters{
     range_fit_of<typename Backend::lanes, Levels, Bits, P>(), range_limit<P>(),
     &Backend::template load_floats<P>, std::same_as<P, float16>};
 
-/// From tokens, and directly from blocks of fp16, the usual window, and fp32; no others, so that fewer kernels are compiled.
+/// From tokens, and directly from blocks of fp16, the usual window, and fp32; no others, so that fewer
+/// kernels are compiled.
 template <class Lanes, class Levels, int Bits>
 bool quantize_ranges(const codec_spec& codec, const parameter_functions& parameters, const block_shape& shape,
                      const block_input& values, std::byte* block) {

@@ -1,11 +1,13 @@
-// Kernels of one instruction set as plain functions: what kvq::library exports to programs that are compiled for any other one.
+// Kernels of one instruction set as plain functions: what kvq::library exports to programs that are compiled
+// for any other one.
 //
 //   kernel_vectors    what every scheme may use: windows, loads of parameters, transforms, estimates, softmax
 //   codec_kernels     products, quantizing and dequantizing of the blocks of some codecs
 //
-// Functions get a codec as a value, and what depends on a type of the scheme as functions. Contract: types without functions of their own, as all
-// types that objects of several instruction sets exchange. Functions that return bool return false, and have written nothing that lasts, for
-// values that are left to portable code.
+// Functions get a codec as a value, and what depends on a type of the scheme as functions. Contract: types
+// without functions of their own, as all types that objects of several instruction sets exchange. Functions
+// that return bool return false, and have written nothing that lasts, for values that are left to portable
+// code.
 #pragma once
 
 #include "../schemes/codec_spec.hpp"
@@ -13,7 +15,8 @@
 
 namespace kvq { inline namespace v0_3 {
 
-/// Parameters of one type: fit is kernels::range_fit (cpu/quantize/fit.hpp); codes are clamped where a parameter above `limit` was wanted.
+/// Parameters of one type: fit is kernels::range_fit (cpu/quantize/fit.hpp); codes are clamped where a
+/// parameter above `limit` was wanted.
 struct parameter_functions {
     void (*fit)(const float* lo, const float* hi, int n, float steps, std::byte* to, std::size_t section,
                 float* bias, float* inverse, float* most);
@@ -72,8 +75,8 @@ struct kernel_vectors {
     product_functions dequantized;  ///< of blocks that are dequantized first
 };
 
-/// Kernels of the codecs that are equal to `of` in what these depend on: products on the reading, the widths and the kind of levels; groups
-/// on width, levels and axis. Null: none.
+/// Kernels of the codecs that are equal to `of` in what these depend on: products on the reading, the widths
+/// and the kind of levels; groups on width, levels and axis. Null: none.
 struct codec_kernels {
     codec_spec of;
     const product_functions* product;
@@ -81,7 +84,8 @@ struct codec_kernels {
     const kernel_vectors* vectors;
 };
 
-// In kvq::library, for the best instruction set of the CPU. A codec: its group may be any. Null: there is none.
+// In kvq::library, for the best instruction set of the CPU. A codec: its group may be any. Null: there is
+// none.
 KVQ_EXPORT const kernel_vectors& library_vectors();
 KVQ_EXPORT const product_functions* library_product(const codec_spec& codec);
 KVQ_EXPORT const group_functions* library_groups(const codec_spec& codec);

@@ -1,11 +1,13 @@
-// The backend of programs that link kvq::library: its kernels, for the best instruction set of the CPU, whatever a file is compiled for.
+// The backend of programs that link kvq::library: its kernels, for the best instruction set of the CPU,
+// whatever a file is compiled for.
 //
 //   make_format<affine<4>>()      with KVQ_COMPILED: a format on this backend
 //
-// A file compiles what depends on a type alone: portable code of the scheme, for blocks and values that kernels leave, and loads of parameters
-// of one's own. The library has kernels of the codecs of its formats: products with codes of 1 to 8 bits, of tables, and of the widths of its
-// presets; quantizing and dequantizing of asymmetric codes of 1 to 8 bits, and symmetric ones of 8. What it lacks is done by portable code, and
-// format::describe says so; a file that defines KVQ_HEADER_ONLY compiles kernels of its own.
+// A file compiles what depends on a type alone: portable code of the scheme, for blocks and values that
+// kernels leave, and loads of parameters of one's own. The library has kernels of the codecs of its formats:
+// products with codes of 1 to 8 bits, of tables, and of the widths of its presets; quantizing and
+// dequantizing of asymmetric codes of 1 to 8 bits, and symmetric ones of 8. What it lacks is done by portable
+// code, and format::describe says so; a file that defines KVQ_HEADER_ONLY compiles kernels of its own.
 // Contract: the same bytes and results as the other backends.
 #pragma once
 

@@ -1,5 +1,6 @@
-// make_format<Scheme>(), on vectors: on kvq::simd<>, the best architecture of this build (simd_backend.hpp, which needs xsimd); in programs
-// that link kvq::library, on its kernels (library_kernels.hpp), which are those of the best architecture of the CPU and compile in no time.
+// make_format<Scheme>(), on vectors: on kvq::simd<>, the best architecture of this build (simd_backend.hpp,
+// which needs xsimd); in programs that link kvq::library, on its kernels (library_kernels.hpp), which are
+// those of the best architecture of the CPU and compile in no time.
 //
 // CUDA code must not include it.
 #pragma once

@@ -1,6 +1,8 @@
-// The SIMD backend, on xsimd: kvq::simd<> is the best architecture of this build, kvq::simd<arch::avx2> a chosen one.
+// The SIMD backend, on xsimd: kvq::simd<> is the best architecture of this build, kvq::simd<arch::avx2> a
+// chosen one.
 //
-// The same kernels as the scalar backend (cpu/), in vectors of the architecture; the same bytes. Include simd.hpp.
+// The same kernels as the scalar backend (cpu/), in vectors of the architecture; the same bytes. Include
+// simd.hpp.
 #pragma once
 
 #include "arch/lanes.hpp"

@@ -1,14 +1,13 @@
-// What a backend with vectors does with the blocks of a scheme: the kernel that the registry names, and portable code of the scheme for the
-// blocks and values that are left.
+// What a backend with vectors does with the blocks of a scheme: the kernel that the registry names, and
+// portable code of the scheme for the blocks and values that are left.
 //
-// Kernels: simd<...> (simd.hpp), whose kernels are compiled with the file, or `library`, whose kernels kvq::library has
-// (library_kernels.hpp). It gives
-//   width(), missing<Scheme>()                             floats of a vector; kernels of a codec that are not compiled
-//   read_window(type, shape, from, values), read_values<T>(shape, block, type, out, stride)    blocks of values to tokens (window/tokens.hpp)
-//   write_values<T>(shape, block, type, tokens, stride, count, at)                             and back
-//   round_tokens(shape, values, type, out, stride), hadamard_tokens(...)                       transformed.hpp
-//   quantize_ranges<Scheme>(...), dequantize_groups<Scheme>(...)                               group_kernels.hpp
-//   quantize_channels(...), dequantize_channels(...)
+// Kernels: simd<...> (simd.hpp), whose kernels are compiled with the file, or `library`, whose kernels
+// kvq::library has (library_kernels.hpp). It gives
+//   width(), missing<Scheme>()                floats of a vector; kernels that the registry names and it lacks
+//   read_window, read_values, write_values    blocks of values to tokens and back (window/tokens.hpp)
+//   round_tokens, hadamard_tokens             transformed.hpp
+//   quantize_ranges, dequantize_groups        group_kernels.hpp
+//   quantize_channels, dequantize_channels    quantize/quantize_channels.hpp, dequantize/dequantize_channels.hpp
 #pragma once
 
 #include <cstring>
@@ -97,7 +96,8 @@ struct vector_backend {
                                   Kernels::width(), Kernels::template missing<Scheme>());
     }
 
-    /// Was the block quantized? False: no kernel takes it, or its values, and the contents of the block are undefined.
+    /// Was the block quantized? False: no kernel takes it, or its values, and the contents of the block are
+    /// undefined.
     template <kernels::range_scheme Scheme>
     static bool quantizes_ranges(const Scheme& scheme, const block_shape& shape, const block_input& values,
                                  std::byte* block) {
@@ -123,7 +123,8 @@ struct vector_backend {
         return kernels::quantize_choice(codec_of(scheme), shape) &&
                Kernels::quantize_channels(scheme, shape, id, values, block, again, token_scales);
     }
-    /// Were all tokens written by the kernel of the registry? False: there is none for the block, and nothing was written.
+    /// Were all tokens written by the kernel of the registry? False: there is none for the block, and nothing
+    /// was written.
     template <kv_scheme Scheme>
     static bool dequantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
                                        const std::byte* block, float_type type, void* out,

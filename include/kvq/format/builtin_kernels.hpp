@@ -1,5 +1,5 @@
-// The kernels of one backend as plain functions, in the parts of builtin_schemes.hpp: what kvq::library gives to programs that make formats of
-// schemes of their own (cpu/library_kernels.hpp).
+// The kernels of one backend as plain functions, in the parts of builtin_schemes.hpp: what kvq::library gives
+// to programs that make formats of schemes of their own (cpu/library_kernels.hpp).
 //
 //   add_kernels<Backend, Part>(list, add)      calls add(list, &entry) for every entry of a part
 #pragma once

@@ -1,9 +1,10 @@
-// What products and estimates take of a scheme, so that schemes of one width share them: what its codes mean, where they lie, and where the
-// parameters of a block come from.
+// What products and estimates take of a scheme, so that schemes of one width share them: what its codes mean,
+// where they lie, and where the parameters of a block come from.
 //
 //   product_blocks_of<Backend>(scheme, shape, id)      of the blocks of one layer and head
 //
-// Contract: plain values, so that kernels may be compiled for another instruction set than the scheme. They point to the scheme.
+// Contract: plain values, so that kernels may be compiled for another instruction set than the scheme. They
+// point to the scheme.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,8 @@ struct code_meaning {
     const std::uint8_t* entries = nullptr;  ///< of the table, 16 of them
 };
 
-/// The parameters of a block as floats, in slots: of its rows for a group of columns, of its columns for a group of rows.
+/// The parameters of a block as floats, in slots: of its rows for a group of columns, of its columns for a
+/// group of rows.
 struct parameter_source {
     using load = void (*)(const parameter_source&, int group, float* scale, float* bias);
     /// Where they lie in a block of the library's codecs.
@@ -90,7 +92,8 @@ void load_token_scales(const parameter_source& s, int, float* scale, float*) {
     TokenScales::template load<Backend>(s.block + s.at.token_scales, s.at.token_slots, scale);
 }
 
-/// The source of the parameters of a scheme's blocks of a shape. Functions that no axis calls may lack in a scheme of one's own.
+/// The source of the parameters of a scheme's blocks of a shape. Functions that no axis calls may lack in a
+/// scheme of one's own.
 template <class Backend, class Scheme>
 parameter_source parameters_of(const Scheme& scheme, const block_shape& shape) {
     parameter_source source{nullptr, nullptr, &scheme, shape, {}, nullptr, nullptr, {}};
@@ -133,7 +136,8 @@ parameter_source parameters_of(const Scheme& scheme, const block_shape& shape) {
     return source;
 }
 
-/// The blocks of a scheme for products and estimates. Parameters are loaded, and blocks dequantized, by functions of Backend.
+/// The blocks of a scheme for products and estimates. Parameters are loaded, and blocks dequantized, by
+/// functions of Backend.
 template <class Backend, class Scheme>
 product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
                                  [[maybe_unused]] const block_id& id) {
