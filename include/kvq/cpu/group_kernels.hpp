@@ -39,8 +39,9 @@ template <class Lanes, class Levels, int Bits, bool PerToken>
 bool dequantize_groups(const codec_spec& codec, const parameter_functions& parameters,
                        const block_shape& shape, const std::byte* block, float_type type, void* out,
                        std::ptrdiff_t stride, float* scratch) {
-    const group_block<Bits> of(block_layout{codec}, parameters, shape);
     const auto run = [&]<class T>(T* to, std::ptrdiff_t to_stride) {
+        // Here, so that the compiler keeps it in registers: a copy from memory that was just written would stall.
+        const group_block<Bits> of(block_layout{codec}, parameters, shape);
         if constexpr (PerToken)
             if (table_dequantizer<Lanes, Levels, Bits, T>(of, shape, block, to, to_stride).run()) return;
         block_dequantizer<Lanes, Levels, Bits, PerToken>(of, shape, block)
