@@ -227,12 +227,8 @@ struct scheme_table {
     }
     static const format_functions& functions() {
         if constexpr (Backend::has_all_kernels) {
-// nvcc does not take the address of a table that is being made.
-#if defined(__CUDACC__)
+            // A constant everywhere but with nvcc, which takes no address of a table that is being made.
             static const format_functions all =
-#else
-            static constexpr format_functions all =
-#endif
                 functions_with(&backend_table<Backend>::functions,
                                kernels::product_table<kernels::block_product<Backend, Scheme>>::functions,
                                foldable<Scheme> || segmented<Scheme> || full_precision<Scheme>);
