@@ -213,8 +213,8 @@ TEST_CASE_TEMPLATE("channels of ordinary blocks are quantized and dequantized in
             INFO(scheme.name(), ", ", shape);
             CHECK(native::quantizes_in_vectors(scheme, shape, {}, x.data(), block.data()) ==
                   (key ? !S::encoder_type::corrects_mean : group % 32 == 0));
-            const kvq::kernels::token_rows<native::lanes, float> rows(x.data(), dim);
-            CHECK(native::dequantizes_in_vectors(scheme, shape, {}, block.data(), rows) ==
+            CHECK(native::dequantizes_in_vectors(scheme, shape, {}, block.data(), kvq::float_type::fp32,
+                                                 x.data(), dim, x.data()) ==
                   (key || group % 32 == 0 || kvq::kernels::composed_scheme<S>));
         }
 }

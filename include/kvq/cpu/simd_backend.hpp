@@ -102,17 +102,25 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
     template <kernels::channel_scheme Scheme>
     static bool quantize_channels(const Scheme& scheme, const block_shape& shape, block_id id, float* values,
                                   std::byte* block, bool again, const float* token_scales) {
-        return kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block, again,
-                                                         token_scales)
-            .run();
+        int order[kernels::most_channels];
+        const auto of = kernels::channel_blocks_of<simd>(scheme, shape, id, nullptr, order);
+        const kernels::channel_encoding encoding = kernels::channel_encoding_of(scheme, shape, id, again);
+        return with_widths<Scheme>([&]<int... Widths>() {
+            return kernels::channel_quantizer<lanes, Widths...>(of, encoding, values, block)
+                .run(token_scales);
+        });
     }
     template <kernels::dequantized_by_channels Scheme>
     static bool dequantize_channels(const Scheme& scheme, const block_shape& shape, block_id id,
                                     const std::byte* block, float_type type, void* out, std::ptrdiff_t stride,
                                     float* values) {
+        int order[kernels::most_channels];
+        const auto of = kernels::channel_blocks_of<simd>(scheme, shape, id, block, order);
         const auto run = [&]<class T>(T* to, std::ptrdiff_t to_stride) {
-            kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block)
-                .run(kernels::token_rows<lanes, T>(to, to_stride));
+            with_widths<Scheme>([&]<int... Widths>() {
+                kernels::channel_dequantizer<lanes, Widths...>(of).run(
+                    kernels::token_rows<lanes, T>(to, to_stride));
+            });
         };
         if (type == float_type::fp16)
             run(static_cast<float16*>(out), stride);
@@ -126,6 +134,18 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
     }
 
 private:
+    /// Calls f<widths of the codes>.
+    template <class Scheme, class F>
+    static auto with_widths(F&& f) {
+        if constexpr (segmented<Scheme>)
+            return with_list(static_cast<const typename Scheme::width_list*>(nullptr), f);
+        else
+            return f.template operator()<Scheme::code_bits>();
+    }
+    template <int... Widths, class F>
+    static auto with_list(const code_widths<Widths...>*, F& f) {
+        return f.template operator()<Widths...>();
+    }
     template <class Scheme>
     static constexpr parameter_functions parameters_of =
         kernels::functions_of_parameters<simd, typename Scheme::levels, Scheme::code_bits,

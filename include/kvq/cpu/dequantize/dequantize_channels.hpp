@@ -4,7 +4,7 @@
 //   V   a lane is a channel, as in the output
 //   K   a lane is a token: channels are dequantized in the order of the plan, and transposed in their own
 //
-// Contract: the bits of scheme::dequantize, rounded once to the type of the output (tests/conformance), for blocks that the registry
+// Compiled for an instruction set, and widths of codes. Contract: the bits of scheme::dequantize, rounded once to the type of the output (tests/conformance), for blocks that the registry
 // admits.
 #pragma once
 
@@ -16,55 +16,42 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-template <class Backend, dequantized_by_channels Scheme>
+template <class Lanes, int... Widths>
 class channel_dequantizer {
 public:
-    channel_dequantizer(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block)
-        : scheme_(scheme), shape_(shape), id_(id), tokens_(scheme.layout().cut(shape)), from_(block) {}
+    explicit channel_dequantizer(const channel_blocks& of)
+        : of_(of), shape_(of.source.shape), tokens_(of.tokens), from_(of.source.block) {}
 
     /// Writes x^ of all tokens.
     template <class T>
-    KVQ_NOINLINE void run(const token_rows<typename Backend::lanes, T>& out) {
-        if (shape_.role == tensor::key) find_places();
-        for (int g = 0; g < tokens_.groups(); ++g) {
-            load_parameters(g);
-            if (shape_.role == tensor::key)
-                keys(g, out);
-            else if constexpr (!mixed)
-                values(g, out);
-        }
+    KVQ_NOINLINE void run(const token_rows<Lanes, T>& out) {
+        if (shape_.role == tensor::key)
+            of_.scaled ? all<tensor::key, true>(out) : all<tensor::key, false>(out);
+        else if constexpr (sizeof...(Widths) == 1)
+            of_.scaled ? all<tensor::value, true>(out) : all<tensor::value, false>(out);
     }
 
 private:
-    using Lanes = typename Backend::lanes;
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
-    static constexpr bool mixed = segmented<Scheme>;
     static constexpr int width = Lanes::width, most = most_channels;
 
-    static constexpr bool has_token_scales = [] {
-        if constexpr (mixed)
-            return false;
-        else
-            return Scheme::token_scale_type::present;
-    }();
-
-    /// The place of every channel in the block.
-    void find_places() {
-        int order[most];
-        channel_order(scheme_, shape_, id_, order);
-        for (int place = 0; place < shape_.dim; ++place) place_[order[place]] = place;
-    }
-
-    void load_parameters(int g) {
-        if constexpr (mixed)
-            scheme_.columns(shape_).template load<Backend>(from_, g, scale_, bias_);
-        else
-            scheme_.template load<Backend>(shape_, from_, g, scale_, bias_);
-        if constexpr (has_token_scales)
-            if (g == 0)
-                Scheme::token_scale_type::template load<Backend>(
-                    from_ + scheme_.layout().token_scale_offset(shape_), tokens_.padded_size(), token_scale_);
+    /// Scaled: have tokens scales?
+    template <tensor Role, bool Scaled, class T>
+    void all(const token_rows<Lanes, T>& out) {
+        constexpr bool key = Role == tensor::key;
+        const parameter_source& source = of_.source;
+        if (Scaled) (key ? source.rows : source.columns)(source, 0, token_scale_, nullptr);
+        if (key)
+            for (int place = 0; place < shape_.dim; ++place)
+                place_[of_.order ? of_.order[place] : place] = place;
+        for (int g = 0; g < tokens_.groups(); ++g) {
+            (key ? source.columns : source.rows)(source, g, scale_, bias_);
+            if constexpr (key)
+                keys<Scaled>(g, out);
+            else
+                values<Scaled, Widths...>(g, out);
+        }
     }
 
     /// Calls f(column, codes) for the columns of quads [first, end) of n rows; first begins a step.
@@ -102,22 +89,24 @@ private:
     }
 
     /// Rows are channels, columns tokens.
-    template <class T>
+    template <bool Scaled, int Bits, class T>
     void values(int g, const token_rows<Lanes, T>& out) const {
-        const auto layout = scheme_.codes(shape_);
+        const code_layout<Bits> layout(of_.rows, of_.cols);
         const int first = tokens_.group_begin(g) / 4, end = first + tokens_.group_slots(g) / 4;
         for (int c = 0; c < shape_.dim; c += width) {
             const int n = detail::smaller(width, shape_.dim - c);
             const floats scale =
                              n == width ? Lanes::load_floats(scale_ + c) : Lanes::load_floats(scale_ + c, n),
                          bias = n == width ? Lanes::load_floats(bias_ + c) : Lanes::load_floats(bias_ + c, n);
-            T* const to = out.at(0, c);
+            // One token after the other.
+            T* to = out.at(4 * first, c);
             const std::ptrdiff_t stride = out.stride();
-            [[maybe_unused]] const float* const token_scale = token_scale_;
-            const auto put = [=](int t, ints code) KVQ_INLINE_LAMBDA {
+            [[maybe_unused]] const float* token_scale = token_scale_ + 4 * first;
+            auto put = [=](int, ints code) mutable KVQ_INLINE_LAMBDA {
                 floats x = value(code, scale, bias);
-                if constexpr (has_token_scales) x = Lanes::multiply(x, Lanes::splat_float(token_scale[t]));
-                token_rows<Lanes, T>::put(to + t * stride, x, n);
+                if constexpr (Scaled) x = Lanes::multiply(x, Lanes::splat_float(*token_scale++));
+                token_rows<Lanes, T>::put(to, x, n);
+                to += stride;
             };
             if (n == width)
                 each_column<false>(layout, from_, c, n, first, end, put);
@@ -127,7 +116,7 @@ private:
     }
 
     /// Rows are tokens, columns channels.
-    template <class T>
+    template <bool Scaled, class T>
     void keys(int g, const token_rows<Lanes, T>& out) const {
         const int size = tokens_.group_size(g), first = g * tokens_.group;
         const std::ptrdiff_t stride = out.stride();
@@ -135,12 +124,11 @@ private:
             const int n = rows_of_part<width>(size, part), row = first + part;
             alignas(64) std::byte columns[most * 4 * width];  // a vector of tokens for every place
             floats token_scale = Lanes::splat_float(1.0f);
-            if constexpr (has_token_scales)
-                token_scale = Lanes::load_floats(token_scale_ + tokens_.slot(row), n);
+            if constexpr (Scaled) token_scale = Lanes::load_floats(token_scale_ + tokens_.slot(row), n);
             if (n == width)
-                dequantize_columns<false>(row, n, token_scale, columns);
+                dequantize_columns<false, Scaled>(row, n, token_scale, columns);
             else
-                dequantize_columns<true>(row, n, token_scale, columns);
+                dequantize_columns<true, Scaled>(row, n, token_scale, columns);
             for (int c = 0; c < shape_.dim; c += width) {
                 const int channels = detail::smaller(width, shape_.dim - c);
                 ints square[width];
@@ -155,10 +143,10 @@ private:
         }
     }
 
-    template <bool Partial>
+    template <bool Partial, bool Scaled>
     KVQ_INLINE void dequantize_columns(int row, int n, floats token_scale, std::byte* columns) const {
         const auto put = [=](std::byte* to, floats x) KVQ_INLINE_LAMBDA {
-            if constexpr (has_token_scales) x = Lanes::multiply(x, token_scale);
+            if constexpr (Scaled) x = Lanes::multiply(x, token_scale);
             Lanes::store(to, Lanes::as_ints(x));
         };
         // Captures are values: a pointer that is captured by reference would be read again behind every store.
@@ -169,29 +157,24 @@ private:
                     value(code, Lanes::splat_float(scale[c]), Lanes::splat_float(bias[c])));
             };
         };
-        if constexpr (mixed)
-            scheme_.for_each_segment(shape_, id_, [&]<int Bits>(const code_segment& segment) {
-                if constexpr (Bits > 0)
-                    each_column<Partial>(scheme_.template segment_layout<Bits>(shape_, segment),
-                                         from_ + segment.offset, row, n, 0, segment.columns / 4,
-                                         from_place(segment.first));
-                else
-                    for (int place = segment.first; place < segment.first + segment.columns; ++place)
-                        put(columns + place * 4 * width, Lanes::splat_float(bias_[place]));
-            });
-        else
-            each_column<Partial>(scheme_.codes(shape_), from_, row, n, 0, shape_.dim / 4, from_place(0));
+        each_segment<Widths...>(of_, [&]<int Bits>(const code_segment& segment) KVQ_INLINE_LAMBDA {
+            if constexpr (Bits > 0)
+                each_column<Partial>(segment_codes<Bits>(of_, segment), from_ + segment.offset, row, n, 0,
+                                     segment.columns / 4, from_place(segment.first));
+            else
+                for (int place = segment.first; place < segment.first + segment.columns; ++place)
+                    put(columns + place * 4 * width, Lanes::splat_float(bias_[place]));
+        });
     }
 
-    const Scheme& scheme_;
+    const channel_blocks& of_;
     const block_shape shape_;
-    const block_id id_;
     const grouped_axis tokens_;
     const std::byte* const from_;
     int place_[most];
     alignas(64) float scale_[most], bias_[most];
     // By slots: a group of one token has four of them.
-    alignas(64) float token_scale_[has_token_scales ? 4 * most : 1];
+    alignas(64) float token_scale_[4 * most];
 };
 
 }}}  // namespace kvq::kernels

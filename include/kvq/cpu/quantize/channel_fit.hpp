@@ -37,18 +37,19 @@ public:
     grids fit(const detail::grid_fits& fits, bool keep = false) {
         using detail::grid_fit;
         const grids range = range_of();
+        bool means = false;
+        for (int i = 0; i < width; ++i) means = means || top_[i] == 0;
+        if (!keep && !means && !fits.any(grid_fit::search)) return range;
         bool kept[width] = {};
         grids own;
         if (keep) own = find_grids(range, kept);
-        bool searched = false, refitted = false, means = false;
+        bool searched = false, refitted = false;
         for (int i = 0; i < channels_; ++i) {
             const grid_fit f = fits.of(top_[i]);
             const bool fitted = top_[i] > 0 && !kept[i];
             searched = searched || (fitted && f != grid_fit::range);
             refitted = refitted || (fitted && f == grid_fit::squares);
-            means = means || top_[i] == 0;
         }
-        if (!keep && !searched && !means) return range;
         const grids found = searched ? search(range) : range, refit = refitted ? refine(found) : found,
                     mean = means ? mean_of() : range;
         grids r;
