@@ -387,6 +387,7 @@ int main(int argc, char** argv) {
     for (const shape& s : shapes) {
         run<plain<4>>("plain4", s, set);
         run<cuda::preset_pair<std4, 128>>("std4", s, set);
+        run<cuda::preset_pair<std4_h, 128>>("std4-h", s, set);
         run<cuda::preset_pair<mix4, 128>>("mix4", s, set);
         run<cuda::preset_pair<mix4, 128>>("mix4-plan", s, set);
         run<plain<3>>("plain3", s, set);

@@ -520,6 +520,7 @@ int main(int argc, char** argv) {
 #endif
 #if !defined(PART) || PART == 1
             if (wanted("std4")) run_real_step<cuda::preset_pair<std4, dim>>("std4", s, torch_us, json);
+            if (wanted("std4-h")) run_real_step<cuda::preset_pair<std4_h, dim>>("std4-h", s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 2
             for (const char* const name : {"low2", "low2-plan"})

@@ -274,6 +274,7 @@ int main(int argc, char** argv) {
             "token4-g64", tokens, ceiling, json, memory, bytes);
     }
     using std4_format = cuda::preset_pair<std4, dim>;
+    using std4_h_format = cuda::preset_pair<std4_h, dim>;
     using low3_format = cuda::preset_pair<low3, dim>;
     using low2_format = cuda::preset_pair<low2, dim>;
     using kivi4_format = cuda::kivi_pair<4, 64, dim, page_tokens>;
@@ -288,6 +289,7 @@ int main(int argc, char** argv) {
         const cuda::cache_ref<low2_format> low2_pages;
         all(window, cuda::cache_ref<kivi4_format>(), "kivi-4-g64");
         all(window, std4_pages, "std4");
+        all(window, cuda::cache_ref<std4_h_format>(), "std4-h");
         all(window, std4_pages, "std4 feedback", false, true);
         all(window, low3_pages, "low3");
         all(window, low3_pages, "low3 plan", true);
@@ -301,6 +303,7 @@ int main(int argc, char** argv) {
     for (const int due : {0, 1, 16, 128}) {
         run_commit<kivi4_format>("kivi-4-g64", due, ceiling, json, memory);
         run_commit<std4_format>("std4", due, ceiling, json, memory);
+        run_commit<std4_h_format>("std4-h", due, ceiling, json, memory);
         run_commit<low2_format>("low2", due, ceiling, json, memory);
     }
     BENCH_OK(cudaFree(memory));

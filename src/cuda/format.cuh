@@ -25,6 +25,7 @@ struct named {
     using hi6 = cuda::preset_pair<kvq::hi6, HeadDim, PageTokens>;
     using std5 = cuda::preset_pair<kvq::std5, HeadDim, PageTokens>;
     using std4 = cuda::preset_pair<kvq::std4, HeadDim, PageTokens>;
+    using std4_h = cuda::preset_pair<kvq::std4_h, HeadDim, PageTokens>;
     using mix4 = cuda::preset_pair<kvq::mix4, HeadDim, PageTokens>;
     using low3 = cuda::preset_pair<kvq::low3, HeadDim, PageTokens>;
     using low2 = cuda::preset_pair<kvq::low2, HeadDim, PageTokens>;

@@ -49,7 +49,15 @@ template <class S>
 inline constexpr std::string_view no_keys = unread(cuda::detail::no_reader_of<S>(tensor::key));
 static_assert(no_keys<std4::keys> == "" && no_keys<fitted_token4> == "");
 static_assert(no_keys<affine<4, per_token<any_group>>> == "the group size is known at run time only");
-static_assert(no_keys<std4_h::keys> == "a transform in front of it runs on the CPU");
+static_assert(no_keys<std4_h::keys> == "" && no_keys<rotated<token4>> == "");
+struct own_transform {};
+static_assert(no_keys<transformed<own_transform, token4>> ==
+              "the transform in front of it is not the library's");
+static_assert(no_keys<hadamard<full<float16>>> == "16-bit values are not transformed");
+// Transforms are values: formats that differ in nothing else share kernels, other formats have none of their code.
+static_assert(read_alike<pair_of<hadamard<token4>>, pair_of<hadamard<token4, 32, 7>>> &&
+              read_alike<pair_of<hadamard<token4>>, pair_of<rotated<token4>>> &&
+              !read_alike<pair_of<hadamard<token4>>, pair_of<token4>>);
 static_assert(unread(cuda::detail::no_reader_of<low3::keys>(tensor::value)) == "several widths are for keys");
 static_assert(unread(cuda::detail::no_quantizer(codec_of<fitted_token4>(), tensor::key)) ==
               "parameters per token are fitted by the encoder enclosing alone");
@@ -62,8 +70,8 @@ static_assert(no_warps<pair_of<int8, int8, 24>> == "pages have neither 16 tokens
 static_assert(no_warps<pair_of<full<float>>> == "pages hold fp32 values");
 static_assert(no_warps<pair_of<affine<4, per_channel<20>>>> == "groups are not a multiple of 32");
 static_assert(
-    no_warps<pair_of<affine<4, per_channel<32>, byte_params, min_max, token_scales<byte_params>>>> ==
-    "keys have token scales");
+    no_warps<pair_of<affine<4, per_channel<32>, byte_params, min_max, token_scales<params<float16>>>>> ==
+    "either parameters or token scales have 8 bits, not both");
 static_assert(no_warps<cuda::block_pair<full<float16>, full<float16>, 576, 64, 512>> ==
               "warps' units of pages need more shared memory than a thread block has");
 

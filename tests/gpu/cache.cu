@@ -43,20 +43,29 @@ struct host_formats {
     std::vector<std::string> names = {"kivi-4-g32", "int8"};
 };
 #elif PART == 2
-// Two pages are a chunk.
+// Two pages are a warp tile. One format is behind transforms.
 constexpr int page = 16;
 using affine4 = affine<4, per_token<32>>;
+using turned_keys = hadamard<int8>;
+using turned_values = rotated<affine4>;
 
 const cuda::device_format& compiled() {
     static const cuda::device_format f =
         cuda::make_device_format<float16, cuda::block_pair<affine4, affine4, dim, page>,
-                                 cuda::block_pair<int8, int8, dim, page>>();
+                                 cuda::block_pair<turned_keys, turned_values, dim, page>>();
     return f;
 }
+const rotation& matrices() {
+    static const rotation all = [] {
+        test::rng r(3);
+        return rotation(layers, heads, dim, test::random_rotations(r, layers * heads, dim));
+    }();
+    return all;
+}
 struct host_formats {
-    format_list keys = {make_format<affine4, scalar>(), make_format<int8, scalar>()};
-    format_list values = {make_format<affine4, scalar>(), make_format<int8, scalar>()};
-    std::vector<std::string> names = {"affine-4-g32", "int8"};
+    format_list keys = {make_format<affine4, scalar>(), make_format<turned_keys, scalar>()};
+    format_list values = {make_format<affine4, scalar>(), make_format<scalar>(turned_values(matrices()))};
+    std::vector<std::string> names = {"affine-4-g32", compiled().kinds[1].name};
 };
 #else
 constexpr int page = 64;
@@ -158,8 +167,12 @@ struct both_caches {
         g.growing = o.growing;
         g.cut_pages = o.cut_pages;
         g.memory = counted_memory::allocator();
-        const cuda::status s = gpu.open(cpu.shape(), g, std::span(&format, 1), stream);
+        cuda::status s = gpu.open(cpu.shape(), g, std::span(&format, 1), stream);
         CHECK(s, "%s", s.message);
+#if PART == 2
+        s = gpu.rotate(g.formats[1], tensor::value, matrices(), stream);
+        CHECK(s, "%s", s.message);
+#endif
     }
     ~both_caches() {
         CUDA_OK(cudaStreamSynchronize(stream));
@@ -684,7 +697,8 @@ struct history {
         if (any(0, 3) == 0) {
             const int age = any(0, 200);
             const std::string narrow = host_formats().names[0];
-            const cuda::tier tiers[] = {{age, "int8"}, {age + any(0, 300), narrow}};
+            const std::string wide = host_formats().names.back();
+            const cuda::tier tiers[] = {{age, wide}, {age + any(0, 300), narrow}};
             ok(c.gpu.step_down(ids, tiers, c.stream));
             const step_down_policy policy{
                 .tiers = {{.age = tiers[0].age, .format = {1, 1}}, {.age = tiers[1].age, .format = {0, 0}}}};
@@ -1176,6 +1190,46 @@ void check_refusals() {
     CHECK(g.gpu.begin_prompt(s, 100, g.stream), "begin");
 }
 
+#elif PART == 2
+
+/// Rotations that are missing, of another shape, of a format without them, or too late.
+void check_rotations() {
+    const auto refused = [](const cuda::status& s, const char* part) {
+        CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
+    };
+    const auto raises = [](auto&& call, std::string_view part) {
+        std::string message;
+        try {
+            (void)call();
+        } catch (const kvq::error& e) {
+            message = e.what();
+        }
+        CHECK(message.find(part) != std::string::npos, "expected '%s', got '%s'", part.data(),
+              message.c_str());
+    };
+    const std::string turned = compiled().kinds[1].name;
+    cuda::cache c;
+    cuda::cache_options o;
+    o.formats = {turned};
+    o.page_tokens = page;
+    o.recent = 20;
+    CHECK(
+        c.open({.layers = layers, .kv_heads = heads, .head_dim = dim}, o, std::span(&compiled(), 1), nullptr),
+        "open");
+    const cuda::sequence_id s = c.new_sequence();
+    const test::device_buffer<float16> x(std::vector<float16>(heads * dim, float16(1.0f)));
+    const token_view<const float16> token(x.get(), 1, heads, dim);
+    CHECK(c.begin_step(std::span(&s, 1), 1, nullptr), "begin");
+    refused(c.append(0, token, token, nullptr), "values are rotated, but no matrices were given");
+    refused(c.rotate("int8", tensor::value, matrices(), nullptr), "int8 is not a format of this cache");
+    refused(c.rotate(turned, tensor::key, matrices(), nullptr), "are not rotated");
+    const rotation one(1, heads, dim, {matrices().rows(), matrices().rows() + heads * dim * dim});
+    raises([&] { return c.rotate(turned, tensor::value, one, nullptr); }, "a rotation of 1 layers");
+    CHECK(c.rotate(turned, tensor::value, matrices(), nullptr), "rotate");
+    CHECK(c.begin_prompt(s, 64, nullptr), "begin");
+    refused(c.rotate(turned, tensor::value, matrices(), nullptr), "are in use; rotations come before");
+}
+
 #elif PART == 1
 
 /// A cache whose attention has ALiBi.
@@ -1343,6 +1397,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         .run(long_run / 2);
 #elif PART == 2
     if (argc > 1) long_run = std::atoi(argv[1]);
+    check_rotations();
     history({.draft_tokens = 16}, 4, "pages of 16").run(long_run);
     history({.sinks = 16, .recent = 20, .rollback = 3, .draft_tokens = 16}, 5, "pages of 16, 16 sinks")
         .run(long_run / 2);

@@ -401,6 +401,34 @@ int main() {
                 cuda::kivi_pair<2, 32, 96, 16>, full_pages<float16, 96, 16>, full_pages<bfloat16, 96, 32>>(
         "4 bit token, then kivi2, pages of 16");
 #endif
+#if !defined(PART) || PART == 5
+    // Keys behind a transform have a query of their own, beside that of the window and in a mix with keys of a plan.
+    using turned = cuda::block_pair<
+        hadamard<affine<4, per_channel<32>, byte_params, min_max, token_scales<byte_params>>>,
+        rotated<affine<4, per_token<>>>, 64, 32>;
+    using with_plan = cuda::preset_pair<low2, 64, 32>;
+    test::rng random(12);
+    double error = 0.0;
+    for (const mixed_case& c :
+         {mixed_case{.group = 4, .lengths = {700, 0, 1, 90, 133}},
+          mixed_case{.kv_heads = 1,
+          .group = 8,
+          .query_tokens = 3,
+          .window = 70,
+          .sinks = 20,
+          .recent = 32,
+          .lengths = {600, 90, 2},
+          .drafted = 5,
+          .window_sinks = true},
+          mixed_case{.kv_heads = 1, .group = 2, .softcap = 4.0f, .lengths = {500, 60}}}) {
+        using window = full_pages<float16, 64, 32>;
+        using sinks = full_pages<float16, 64, 16>;
+        check_mix<float16, turned, turned, window, sinks>(random, c, "behind transforms", &error);
+        check_mix<float16, with_plan, turned, window, sinks>(random, c, "low2, then behind transforms",
+                                                             &error);
+    }
+    std::printf("  %-44s largest error %.2e\n", "behind transforms", error);
+#endif
 #if !defined(PART) || PART == 4
     using small = cuda::kivi_pair<4, 32, 64, 32>;
     using window = full_pages<float16, 64, 32>;

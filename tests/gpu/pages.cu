@@ -36,16 +36,29 @@ std::vector<float> rounded(std::vector<float> x) {
     return x;
 }
 
+/// The scheme of K or V: always the same.
+template <class S>
+S scheme_of(int heads, int dim) {
+    test::rng r(5);
+    return test::make_scheme<S>(r, 1, heads, dim);
+}
+
 template <class Format>
 struct pool {
     int heads, pages;
     test::device_buffer<std::byte> keys, values;
+    test::device_rotation<typename Format::keys> key_rotation;
+    test::device_rotation<typename Format::values> value_rotation;
     cuda::cache_ref<Format> ref;
     pool(int h, int p)
         : heads(h),
           pages(p),
           keys(cuda::cache_ref<Format>::dense_key_page(h) * static_cast<std::size_t>(p)),
-          values(cuda::cache_ref<Format>::dense_value_page(h) * static_cast<std::size_t>(p)) {
+          values(cuda::cache_ref<Format>::dense_value_page(h) * static_cast<std::size_t>(p)),
+          key_rotation(scheme_of<typename Format::keys>(h, Format::head_dim), 0, h, Format::head_dim),
+          value_rotation(scheme_of<typename Format::values>(h, Format::value_dim), 0, h, Format::value_dim) {
+        key_rotation.set(ref, tensor::key, 0);
+        value_rotation.set(ref, tensor::value, 0);
         ref.key_pages = keys.get();
         ref.value_pages = values.get();
         ref.key_page_bytes = cuda::cache_ref<Format>::dense_key_page(h);
@@ -69,7 +82,8 @@ void compare_page(const pool<Format>& p, const std::vector<std::byte>& keys,
         constexpr tensor Role = decltype(role)::value;
         using S = cuda::detail::scheme_of<Role, Format>;
         constexpr block_shape s = cuda::detail::shape_of<Role, Format>;
-        const std::size_t size = S{}.block_bytes(s);
+        const S scheme = scheme_of<S>(p.heads, s.dim);
+        const std::size_t size = scheme.block_bytes(s);
         for (int h = 0; h < p.heads; ++h) {
             std::vector<float> values_of_head(s.values());
             for (int t = 0; t < s.tokens; ++t)
@@ -77,7 +91,7 @@ void compare_page(const pool<Format>& p, const std::vector<std::byte>& keys,
                     values_of_head[static_cast<std::size_t>(t * s.dim + c)] =
                         x[static_cast<std::size_t>((t * p.heads + h) * s.dim + c)];
             std::vector<std::byte> expected(size);
-            S{}.quantize(s, {}, values_of_head.data(), expected.data());
+            scheme.quantize(s, {0, h}, values_of_head.data(), expected.data());
             const std::byte* const got =
                 &bytes[(static_cast<std::size_t>(page) * static_cast<std::size_t>(p.heads) +
                         static_cast<std::size_t>(h)) *
@@ -434,6 +448,10 @@ int main() {
     check_store<f<affine<2, per_token<128>, params<float>>, affine<4, per_token<128>>, 256, 32>, float>(
         "2 and 4 bit, head_dim 256, float");
     check_store<f<full<float16>, full<bfloat16>, 48, 24, 40>, float>("fp16 and bf16 from float, page 24");
+    check_store<f<hadamard<affine<4, per_token<>>>, affine<4, per_token<32>>, 128, 64>, float16>(
+        "4 bit, keys behind Hadamard");
+    check_store<f<rotated<affine<3, per_token<20>>>, hadamard<affine<8, per_token<>>, 16, 9>, 72, 24, 48>,
+                bfloat16>("rotated keys, Hadamard before values, odd shape");
     using w128 = f<full<float16>, full<float16>, 128, 64>;
     check_requantize<w128, cuda::kivi_pair<4, 64, 128, 64>, cuda::kivi_pair<2, 32, 128, 64>>(
         "kivi4 g64 -> kivi2 g32");

@@ -23,6 +23,7 @@ void launch() {
 template void launch<cuda::block_pair<full<float16>, full<float16>, 128, 64>>();
 template void launch<cuda::preset_pair<std4, 128>>();
 template void launch<cuda::preset_pair<low3, 128>>();
+template void launch<cuda::preset_pair<std4_h, 128>>();
 template void launch<cuda::block_pair<baselines::nvfp4_rows, baselines::nvfp4_rows, 128, 64>>();
 
 }  // namespace parameter_sizes

@@ -372,7 +372,6 @@ static_assert(
 static_assert(refused<cuda::block_pair<full<float>, int8, 64, 64>>("pages hold fp32 values"));
 static_assert(
     refused<cuda::block_pair<affine<4, per_channel<48>>, int8, 64, 96>>("groups are not a multiple of 32"));
-static_assert(refused<cuda::block_pair<std4::values, int8, 64, 64>>("keys have token scales"));
 static_assert(
     refused<cuda::block_pair<widths<4, 2>, int8, 64, 16>>("pages of keys of several widths have 16 tokens"));
 static_assert(
@@ -444,6 +443,12 @@ int main() {
     check_format<cuda::kivi_pair<4, 32, 256, 64>, float16>("head_dim 256");
     check_format<cuda::kivi_pair<4, 32, 96, 32>, float16>("head_dim 96");
     check_format<cuda::kivi_pair<4, 64, 128, 96>, float16>("groups that end with a page of 96");
+    check_format<cuda::preset_pair<std4_h, 64, 64>, float16>("std4-h, head_dim 64");
+    check_format<
+        cuda::block_pair<rotated<affine<4, per_token<>>>, hadamard<affine<4, per_channel<>>>, 96, 64>,
+        float16>("rotated keys, Hadamard before values, head_dim 96", few);
+    check_format<cuda::block_pair<hadamard<widths<4, 2>, 32>, rotated<std4::values>, 128, 64>, bfloat16>(
+        "Hadamard before keys of 4 and 2 bits, rotated values", few);
 #endif
 #if !defined(PART) || PART == 3
     check_format<cuda::preset_pair<mix4, 128>, float16>("mix4");

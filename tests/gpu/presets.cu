@@ -22,6 +22,8 @@ struct scaled : Base {
 using nvfp4 = scaled<baselines::nvfp4>;
 using nvfp4_rows = scaled<baselines::nvfp4_rows>;
 static_assert(cuda::detail::no_warps<cuda::block_pair<nvfp4, int8, 64, 32>> == cuda::detail::own_blocks);
+// device_value() knows no transform in front of it.
+static_assert(cuda::detail::no_reader_of<hadamard<nvfp4>>(tensor::key) == cuda::detail::own_blocks);
 
 /// What the device dequantizes is what the CPU dequantizes, bit for bit.
 template <class Format>
@@ -60,6 +62,28 @@ void check_dequantize(const char* name) {
     compare(v.download(), batch.value_values, value_dim, "values");
 }
 
+/// On a device as check_format; emulated a case for each number of rows, since others run the same way as without a transform.
+template <class Format, class T>
+void check_turned(const char* name) {
+    if constexpr (test::emulated_or(0, 1) == 1) {
+        test::check_format<Format, T>(name);
+    } else {
+        constexpr int page = Format::page_tokens;
+        test::rng r(static_cast<unsigned>(page + Format::head_dim));
+        double worst = 0.0;
+        for (const auto& c :
+             {test::attention_case{.group = 4, .lengths = {page + 1, 0, 1, 3 * page + page / 2, 700}},
+              test::attention_case{.kv_heads = 1,
+              .group = 4,
+              .query_tokens = 2,
+              .window = 100,
+              .lengths = {2 * page + 1, 300}},
+              test::attention_case{.kv_heads = 1, .group = 16, .softcap = 5.0f, .lengths = {300, 40}}})
+            test::check_attention<Format, T>(r, c, name, &worst);
+        std::printf("  %-44s largest error %.2e\n", name, worst);
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -86,12 +110,27 @@ int main() {
         float16>("3 bit, 8-bit parameters, 2 bit fp16, dim 96");
     check_format<cuda::block_pair<keys<2, 0, params<bfloat16>>, values<3, byte_params, 64>, 128, 128>, float>(
         "2 bit bf16, 3 bit, 8-bit parameters in groups of 64");
-    check_format<cuda::block_pair<values<4>, keys<4, 0>, 256, 16>, float16>(
-        "token scales of keys: outside the warp kernel");
+    check_format<cuda::block_pair<values<4>, keys<4, 0>, 256, 16>, float16>("token scales of keys, dim 256");
     check_format<cuda::block_pair<values<4, byte_params, 32>, keys<4, 32>, 64, 64>, float16>(
-        "token scales of keys, groups of 32: outside the warp kernel");
+        "token scales of keys, groups of 32");
     check_dequantize<cuda::block_pair<keys<4, 20>, values<4>, 72, 40>>("odd shapes");
     check_format<cuda::block_pair<keys<4, 20>, values<4>, 72, 40>, float16>("outside: odd shapes");
+#endif
+#if !defined(PART) || PART == 6
+    check_dequantize<cuda::preset_pair<std4_h, 128>>("std4-h");
+    check_turned<cuda::preset_pair<std4_h, 128>, float16>("std4-h");
+    const std::string_view kernel = cuda::attend_kernel<cuda::preset_pair<std4_h, 128>, float16>(4).kernel;
+    CHECK(kernel == "attend_warps_kernel", "std4-h: %s", kernel.data());
+    check_turned<cuda::block_pair<rotated<affine<4, per_channel<32>>>, hadamard<values<4>, 0, 7>, 80, 64, 48>,
+                 bfloat16>("rotated keys of 80, Hadamard before values of 48");
+    check_turned<
+        cuda::block_pair<hadamard<mixed_affine<code_widths<4, 2, 0>, average_eighths<16>, per_channel<32>>>,
+                         values<2>, 64, 32>,
+        float16>("Hadamard before keys of 4, 2 and 0 bits");
+    check_dequantize<cuda::block_pair<hadamard<keys<4, 20>, 8>, rotated<values<4>>, 72, 40>>(
+        "transforms: odd shapes");
+    check_turned<cuda::block_pair<hadamard<keys<4, 20>, 8>, rotated<values<4>>, 72, 40>, float16>(
+        "outside: transforms, odd shapes");
 #endif
 #if !defined(PART) || PART == 5
     check_dequantize<cuda::block_pair<nvfp4, nvfp4_rows, 64, 32>>("NVFP4: keys in tiles, values in rows");

@@ -11,7 +11,7 @@ using namespace kvq;
 
 namespace {
 
-constexpr int layer = 1, layers = 2;
+constexpr int layer = 1, layers = 2, heads = 2;
 unsigned seed = std::random_device{}();
 
 enum class numbers { ordinary, hostile, huge, tiny, flat, count };
@@ -103,37 +103,14 @@ struct device_statistics {
     }
 };
 
-/// Pages of a format in device memory.
-template <class Format>
-struct pool {
-    int heads, pages;
-    test::device_buffer<std::byte> keys, values;
-    test::device_buffer<std::uint16_t> plans;
-    test::device_buffer<float> feedback;
-    cuda::cache_ref<Format> ref;
-
-    pool(int h, int p, const device_statistics<Format>& s)
-        : heads(h),
-          pages(p),
-          keys(cuda::cache_ref<Format>::dense_key_page(h) * static_cast<std::size_t>(p)),
-          values(cuda::cache_ref<Format>::dense_value_page(h) * static_cast<std::size_t>(p)),
-          plans(s.plans),
-          feedback(s.feedback) {
-        ref.key_pages = keys.get();
-        ref.value_pages = values.get();
-        ref.key_page_bytes = cuda::cache_ref<Format>::dense_key_page(h);
-        ref.value_page_bytes = cuda::cache_ref<Format>::dense_value_page(h);
-        ref.kv_heads = h;
-        if (!s.plans.empty()) ref.key_plans = plans.get();
-        if (!s.feedback.empty()) ref.key_feedback = feedback.get();
-    }
-};
-
 /// All blocks of pages that the CPU codes, [page][head], and the numbers that they dequantize to.
 template <class Format>
 struct host_pages {
-    typename Format::keys key_scheme;
-    typename Format::values value_scheme;
+    test::rng random{seed + 1};
+    typename Format::keys key_scheme =
+        test::make_scheme<typename Format::keys>(random, layers, heads, Format::head_dim);
+    typename Format::values value_scheme =
+        test::make_scheme<typename Format::values>(random, layers, heads, Format::value_dim);
     std::vector<std::byte> keys, values;
     std::vector<std::vector<float>> key_numbers, value_numbers;
     unsigned bad = 0;
@@ -149,6 +126,40 @@ struct host_pages {
         };
         one(key_scheme, Format::key_shape(), k, keys, key_numbers);
         one(value_scheme, Format::value_shape(), v, values, value_numbers);
+    }
+};
+
+/// Pages of a format in device memory.
+template <class Format>
+struct pool {
+    int heads, pages;
+    test::device_buffer<std::byte> keys, values;
+    test::device_buffer<std::uint16_t> plans;
+    test::device_buffer<float> feedback;
+    test::device_rotation<typename Format::keys> key_rotation;
+    test::device_rotation<typename Format::values> value_rotation;
+    cuda::cache_ref<Format> ref;
+
+    pool(int h, int p, const host_pages<Format>& host)
+        : pool(h, p, host, device_statistics<Format>(host.key_scheme, h)) {}
+    pool(int h, int p, const host_pages<Format>& host, const device_statistics<Format>& s)
+        : heads(h),
+          pages(p),
+          keys(cuda::cache_ref<Format>::dense_key_page(h) * static_cast<std::size_t>(p)),
+          values(cuda::cache_ref<Format>::dense_value_page(h) * static_cast<std::size_t>(p)),
+          plans(s.plans),
+          feedback(s.feedback),
+          key_rotation(host.key_scheme, layer, h, Format::head_dim),
+          value_rotation(host.value_scheme, layer, h, Format::value_dim) {
+        key_rotation.set(ref, tensor::key, layer);
+        value_rotation.set(ref, tensor::value, layer);
+        ref.key_pages = keys.get();
+        ref.value_pages = values.get();
+        ref.key_page_bytes = cuda::cache_ref<Format>::dense_key_page(h);
+        ref.value_page_bytes = cuda::cache_ref<Format>::dense_value_page(h);
+        ref.kv_heads = h;
+        if (!s.plans.empty()) ref.key_plans = plans.get();
+        if (!s.feedback.empty()) ref.key_feedback = feedback.get();
     }
 };
 
@@ -178,7 +189,7 @@ void check(const char* name, int with = 0) {
     using window_format =
         cuda::block_pair<full<T>, full<T>, Quantized::head_dim, Quantized::page_tokens, Quantized::value_dim>;
     test::rng r(seed);
-    constexpr int heads = 2, kinds = static_cast<int>(numbers::count), pages = kinds;
+    constexpr int kinds = static_cast<int>(numbers::count), pages = kinds;
     host_pages<window_format> window;
     host_pages<Quantized> quantized;
     host_pages<Other> other;
@@ -200,8 +211,8 @@ void check(const char* name, int with = 0) {
                              Quantized::value_dim));
     for (std::size_t i = 0; i < window.key_numbers.size(); ++i)
         quantized.add(static_cast<int>(i) % heads, window.key_numbers[i], window.value_numbers[i]);
-    pool<window_format> from(heads, pages, device_statistics<window_format>(window.key_scheme, heads));
-    pool<Quantized> to(heads, pages, device_statistics<Quantized>(quantized.key_scheme, heads));
+    pool<window_format> from(heads, pages, window);
+    pool<Quantized> to(heads, pages, quantized);
     from.keys.upload(window.keys);
     from.values.upload(window.values);
     std::vector<int> all(pages);
@@ -218,7 +229,7 @@ void check(const char* name, int with = 0) {
     if constexpr (!std::is_same_v<Quantized, Other>) {
         for (std::size_t i = 0; i < quantized.key_numbers.size(); ++i)
             other.add(static_cast<int>(i) % heads, quantized.key_numbers[i], quantized.value_numbers[i]);
-        pool<Other> third(heads, pages, device_statistics<Other>(other.key_scheme, heads));
+        pool<Other> third(heads, pages, other);
         status = cuda::requantize_pages(to.ref, third.ref, list.get(), list.get(), pages, nullptr, nullptr);
         CHECK(status, "%s: %s", name, status.message);
         CUDA_OK(cudaDeviceSynchronize());
@@ -233,7 +244,7 @@ void check_commit(int sequences, int steps) {
     using window_format =
         cuda::block_pair<full<float16>, full<float16>, Quantized::head_dim, Quantized::page_tokens>;
     test::rng r(seed);
-    constexpr int heads = 2, recent = 5, page_tokens = Quantized::page_tokens, columns = 3;
+    constexpr int recent = 5, page_tokens = Quantized::page_tokens, columns = 3;
     host_pages<window_format> window;
     host_pages<Quantized> quantized, none;
     quantized.key_scheme = typename Quantized::keys(statistics(r, heads, Quantized::head_dim, true));
@@ -243,8 +254,8 @@ void check_commit(int sequences, int steps) {
             i % heads,
             make_numbers(r, i % 5 ? numbers::ordinary : numbers::hostile, page_tokens, Quantized::head_dim),
             make_numbers(r, numbers::ordinary, page_tokens, Quantized::head_dim));
-    pool<window_format> from(heads, pages, device_statistics<window_format>(window.key_scheme, heads));
-    pool<Quantized> to(heads, pages, device_statistics<Quantized>(quantized.key_scheme, heads));
+    pool<window_format> from(heads, pages, window);
+    pool<Quantized> to(heads, pages, quantized);
     from.keys.upload(window.keys);
     from.values.upload(window.values);
 
@@ -393,6 +404,21 @@ int main(int argc, char** argv) {
             detail::preset_values<3, packed_params<float16>, token_scales<params<float16>>>, 96, 128>>(
         "6, 3 and 2 bits, dim 96", 1);
     check<float16, f<encoded_grid<8, 0, least_squares>, detail::preset_values<8>, 64, 128>>("8 bits, dim 64");
+#endif
+#if !defined(PART) || PART == 6
+    // Behind transforms.
+    check<float16, cuda::preset_pair<std4_h, 128>, cuda::preset_pair<std4, 128>>("std4-h -> std4");
+    using turned_tokens =
+        f<hadamard<affine<4, per_token<>>, 32>, rotated<affine<3, per_token<16>>>, 80, 32, 48>;
+    using turned_channels =
+        f<rotated<affine<4, per_channel<32>>>, hadamard<detail::preset_values<4>, 0, 7>, 80, 32, 48>;
+    check<float, turned_tokens, turned_channels>(
+        "Hadamard blocks of 32, rotated values -> rotated, Hadamard");
+    check<bfloat16, turned_channels, f<full<float16>, full<bfloat16>, 80, 32, 48>>("the same -> 16 bit");
+    check<float16, cuda::preset_pair<std4, 64, 64>, cuda::preset_pair<std4_h, 64, 64>>(
+        "std4 -> std4-h, dim 64");
+    check<float16, f<hadamard<mixed_affine<code_widths<4, 2, 0>, average_eighths<16>, per_channel<32>>>,
+                     detail::preset_values<2>, 64, 32>>("Hadamard before 4, 2 and 0 bits");
 #endif
     return test::report("quantize");
 }

@@ -137,6 +137,36 @@ inline std::vector<float> tensor_values(rng& r, int tokens, int dim) {
     return x;
 }
 
+/// Of a rotation: random orthogonal matrices, from Householder reflections.
+inline std::vector<float> random_rotations(rng& r, int count, int dim) {
+    std::vector<float> all;
+    const auto size = static_cast<std::size_t>(dim);
+    for (int m = 0; m < count; ++m) {
+        std::vector<double> x(size * size, 0.0), v(size);
+        for (std::size_t i = 0; i < size; ++i) x[i * size + i] = 1.0;
+        for (int reflection = 0; reflection < 4; ++reflection) {
+            double square = 0.0;
+            for (double& y : v) y = static_cast<double>(normal(r)), square += y * y;
+            for (std::size_t i = 0; i < size; ++i) {
+                double dot = 0.0;
+                for (std::size_t c = 0; c < size; ++c) dot += x[i * size + c] * v[c];
+                for (std::size_t c = 0; c < size; ++c) x[i * size + c] -= 2.0 / square * dot * v[c];
+            }
+        }
+        for (const double y : x) all.push_back(static_cast<float>(y));
+    }
+    return all;
+}
+/// A scheme for caches of this shape; rotations are random.
+template <class S>
+S make_scheme([[maybe_unused]] rng& r, [[maybe_unused]] int layers, [[maybe_unused]] int heads,
+              [[maybe_unused]] int dim) {
+    if constexpr (std::is_default_constructible_v<S>)
+        return S{};
+    else
+        return S(kvq::rotation(layers, heads, dim, random_rotations(r, layers * heads, dim)));
+}
+
 /// Makes what a block holds for tokens from `used` on unusable: a kernel that looks at it gets NaN.
 template <class S>
 void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
@@ -160,7 +190,7 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
             const int group = S::granularity_type::group;
             const int groups = group > 0 && group < s.dim ? (s.dim + group - 1) / group : 1;
             for (int g = 0; g < groups; ++g) {
-                std::byte* const at = block + S{}.parameter_offset(s, g, t);
+                std::byte* const at = block + typename S::layout_type{}.parameter_offset(s, g, t);
                 std::memset(at, 0xff, sizeof(P));
                 if (S::levels::has_bias)
                     std::memset(at + typename S::layout_type{}.section_bytes(s), 0xff, sizeof(P));
@@ -168,6 +198,34 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
         }
     }
 }
+
+/// What the transform of a scheme needs in device memory, for one layer of a cache.
+template <class S>
+struct device_rotation {
+    device_buffer<float> columns, rows;
+
+    device_rotation(const S& scheme, int layer, int heads, int dim)
+        : columns(matrices(scheme, layer, heads, dim, true)),
+          rows(matrices(scheme, layer, heads, dim, false)) {}
+    template <class Ref>
+    void set(Ref& ref, kvq::tensor role, int layer) const {
+        ref.set_transform(role, layer, columns.size() > 0 ? columns.get() : nullptr,
+                          rows.size() > 0 ? rows.get() : nullptr);
+    }
+
+private:
+    static std::vector<float> matrices([[maybe_unused]] const S& scheme, [[maybe_unused]] int layer,
+                                       [[maybe_unused]] int heads, [[maybe_unused]] int dim,
+                                       [[maybe_unused]] bool columns) {
+        if constexpr (kvq::cuda::detail::transform_in<S>.kind == kvq::transform_kind::matrix) {
+            const float* const all = columns ? scheme.transform.columns() : scheme.transform.rows();
+            const std::ptrdiff_t size = std::ptrdiff_t{1} * heads * dim * dim;
+            return {all + layer * size, all + (layer + 1) * size};
+        } else {
+            return {};
+        }
+    }
+};
 
 /// A batch of sequences whose pages the CPU quantized; dequantized values beside them.
 template <class Format>
@@ -178,7 +236,8 @@ struct quantized_batch {
     int columns, pages;
     std::vector<int> table;               // [sequences][columns]
     std::vector<std::byte> keys, values;  // pages
-    typename F::keys key_scheme{};
+    typename F::keys key_scheme;
+    typename F::values value_scheme;
     std::vector<std::uint16_t> plans;  // of keys of mixed widths, or none
     // Dequantized: [sequence][head][token][dim]
     std::vector<std::vector<std::vector<float>>> key_values, value_values;
@@ -191,11 +250,18 @@ struct quantized_batch {
     quantized_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false,
                     const std::vector<float>& value_sizes = {1.0f},
                     const std::vector<float>& key_sizes = {1.0f}, float peak = 0.0f)
-        : kv_heads(heads), lengths(std::move(tokens)) {
+        : kv_heads(heads),
+          lengths(std::move(tokens)),
+          key_scheme(make_scheme<typename F::keys>(r, 1, heads, F::head_dim)),
+          value_scheme(make_scheme<typename F::values>(r, 1, heads, F::value_dim)) {
         int longest = 1, used_pages = 0;
         if constexpr (kvq::cuda::detail::codec<typename F::keys>.several_widths())
             if (uniform(r, 0, 3) > 0) {
-                key_scheme = typename F::keys(random_plan(r));
+                if constexpr (kvq::cuda::detail::has_transform<typename F::keys>)
+                    key_scheme = typename F::keys(key_scheme.transform,
+                                                  typename F::keys::inner_scheme(random_plan(r)));
+                else
+                    key_scheme = typename F::keys(random_plan(r));
                 plans.resize(heads_() * static_cast<std::size_t>(kvq::cuda::key_plan_words<F>));
                 kvq::cuda::write_key_plan<F>(*key_scheme.plan(), 0, plans.data());
             }
@@ -227,7 +293,7 @@ struct quantized_batch {
                     const kvq::block_id id{0, static_cast<int>(h)};
                     code(key_scheme, id, r, F::key_shape(), &keys[block * F::key_block_bytes],
                          key_values[b][h].data(), p * F::page_tokens, n, one_of(r, key_sizes), peak);
-                    code(typename F::values{}, id, r, F::value_shape(), &values[block * F::value_block_bytes],
+                    code(value_scheme, id, r, F::value_shape(), &values[block * F::value_block_bytes],
                          value_values[b][h].data(), p * F::page_tokens, n, one_of(r, value_sizes));
                 }
             }
@@ -270,12 +336,14 @@ private:
         scheme.dequantize(s, id, made.bytes.data(), made.dequantized.data());
         return made;
     }
-    /// Emulated, where the CPU would quantize for longer than kernels run, blocks are drawn from a few, but for formats with plans.
+    /// Emulated, where the CPU would quantize for longer than kernels run, blocks are drawn from a few, but for formats with plans and
+    /// transforms, which differ from head to head.
     template <class S>
     static block one_block(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, float size,
                            float peak) {
         constexpr int few = emulated_or(20, 0);
-        if constexpr (few > 0 && !kvq::cuda::detail::codec<typename F::keys>.several_widths()) {
+        if constexpr (few > 0 && !kvq::cuda::detail::codec<typename F::keys>.several_widths() &&
+                      !kvq::cuda::detail::has_transform<S>) {
             static std::map<std::tuple<kvq::tensor, float, float>, std::vector<block>> all;
             std::vector<block>& made = all[{s.role, size, peak}];
             const auto i = static_cast<std::size_t>(few - uniform(r, 1, few));
@@ -304,10 +372,20 @@ struct device_batch {
     device_buffer<std::byte> keys, values;
     device_buffer<int> table, lengths;
     device_buffer<std::uint16_t> plans;
+    device_rotation<typename Format::keys> key_rotation;
+    device_rotation<typename Format::values> value_rotation;
     kvq::cuda::cache_ref<Format> ref;
 
     explicit device_batch(const quantized_batch<Format>& b)
-        : keys(b.keys), values(b.values), table(b.table), lengths(b.lengths), plans(b.plans) {
+        : keys(b.keys),
+          values(b.values),
+          table(b.table),
+          lengths(b.lengths),
+          plans(b.plans),
+          key_rotation(b.key_scheme, 0, b.kv_heads, Format::head_dim),
+          value_rotation(b.value_scheme, 0, b.kv_heads, Format::value_dim) {
+        key_rotation.set(ref, kvq::tensor::key, 0);
+        value_rotation.set(ref, kvq::tensor::value, 0);
         if (!b.plans.empty()) ref.key_plans = plans.get();
         ref.key_pages = keys.get();
         ref.value_pages = values.get();

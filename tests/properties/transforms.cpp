@@ -140,6 +140,18 @@ TEST_CASE("transforms keep products and are undone, for any number of channels")
     }
 }
 
+TEST_CASE("Hadamard: blocks are the largest powers of two that fit, from the first channel on") {
+    int wrong = 0;
+    for (int dim = 1; dim <= 300; ++dim)
+        for (const int largest : {0, 1, 8, 32, 256})
+            for (int first = 0, n; first < dim; first += n) {
+                for (n = 1; first + 2 * n <= dim && (largest == 0 || 2 * n <= largest);) n *= 2;
+                for (int c = first; c < first + n; ++c)
+                    wrong += kvq::detail::hadamard_block(dim, largest, c) != n;
+            }
+    CHECK(wrong == 0);
+}
+
 TEST_CASE("Hadamard: rows of the Sylvester matrix without signs; signs depend on seed, layer and head") {
     // The image of a unit vector is a column: (-1)^popcount(r & c) / sqrt(n).
     for (int c = 0; c < 16; ++c) {

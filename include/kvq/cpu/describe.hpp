@@ -31,7 +31,7 @@ inline format_description described_as_portable(const char* why) {
 /// What the registry says of the blocks of a codec, behind a transform, of kernels that are compiled.
 inline format_description described(const codec_spec& c, const token_transform& t, const block_shape& s,
                                     float_type window, int width, const missing_kernels& missing = {}) {
-    const bool before = t.kind == transform_kind::hadamard || t.kind == transform_kind::own;
+    const bool before = t.kind != transform_kind::none && t.kind != transform_kind::order;
     const kernel_choice of_window =
         before ? read_choice(s, window, width) : window_choice(c, s, window, width);
     const auto compiled = [](bool lacks, const kernel_choice& choice) {

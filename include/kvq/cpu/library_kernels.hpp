@@ -81,8 +81,8 @@ struct library : vector_backend<library> {
         vectors().round_tokens(shape, values, type, out, stride);
     }
     static bool hadamard_tokens(const block_shape& shape, const block_id& id, float* values,
-                                float (*sign)(const block_id&, int), int largest, bool back) {
-        return vectors().transform(shape, id, values, sign, largest, back);
+                                const token_transform& t, bool back) {
+        return vectors().transform(shape, id, values, t, back);
     }
     template <kernels::range_scheme Scheme>
     static bool quantize_ranges(const codec_spec& codec, const block_shape& shape, const block_input& values,

@@ -159,18 +159,6 @@ constexpr kernel_choice attend_choice(const codec_spec& c, const block_shape& s,
     }
 }
 
-/// A transform of tokens before the codec.
-enum class transform_kind : unsigned char {
-    none,
-    order,     ///< an order of channels, in which kernels read and write them
-    hadamard,  ///< hadamard_transform
-    own        ///< a matrix, or one's own
-};
-struct token_transform {
-    transform_kind kind = transform_kind::none;
-    int largest = 0;  ///< channels of a Hadamard block; 0: as many as fit
-};
-
 /// The codec of the blocks of S, if nothing stands before it.
 template <class S>
 inline constexpr codec_spec plain_codec = codec_of<S>();
@@ -200,17 +188,17 @@ template <class S>
 concept dequantized_by_channels = dequantizer_of(plain_codec<S>)
 == dequantizer::channels;
 
+/// The transform of tokens before the codec.
 template <class Scheme>
 inline constexpr token_transform transform_of{transforming<Scheme> ? transform_kind::order
                                                                    : transform_kind::none};
 template <class Transform, class Inner>
-inline constexpr token_transform transform_of<transformed<Transform, Inner>>{transform_kind::own};
-template <int Largest, std::uint32_t Seed, class Inner>
-inline constexpr token_transform transform_of<transformed<hadamard_transform<Largest, Seed>, Inner>>{
-    transform_kind::hadamard, Largest};
+inline constexpr token_transform transform_of<transformed<Transform, Inner>> =
+    detail::value_of_transform<Transform>();
 
 constexpr kernel_choice transform_choice(const token_transform& t, const block_shape& s, int width) noexcept {
-    if (t.kind == transform_kind::own) return {nullptr, "the transform is a matrix, or not the library's"};
+    if (t.kind != transform_kind::hadamard)
+        return {nullptr, "the transform is a matrix, or not the library's"};
     // Blocks are the powers of two in the number of channels, up to the largest: the last one is the smallest.
     const int last = s.dim & -s.dim, smallest = t.largest > 0 ? detail::smaller(last, t.largest) : last;
     if (smallest < width)

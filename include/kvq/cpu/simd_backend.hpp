@@ -83,8 +83,8 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
         });
     }
     static bool hadamard_tokens(const block_shape& shape, const block_id& id, float* values,
-                                float (*sign)(const block_id&, int), int largest, bool back) {
-        return kernels::hadamard_tokens<lanes>(shape, id, values, sign, largest, back);
+                                const token_transform& t, bool back) {
+        return kernels::hadamard_tokens<lanes>(shape, id, values, t, back);
     }
     template <kernels::range_scheme Scheme>
     static bool quantize_ranges(const codec_spec& codec, const block_shape& shape, const block_input& values,

@@ -11,21 +11,20 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-template <class Transform>
-inline constexpr bool is_hadamard = false;
-template <int Largest, std::uint32_t Seed>
-inline constexpr bool is_hadamard<hadamard_transform<Largest, Seed>> = true;
+template <transformed_scheme Scheme>
+inline constexpr bool is_hadamard = transform_of<Scheme>.kind == transform_kind::hadamard;
 
-/// H S x of every token in place, or, back, S H x. sign(id, channel): 1 or -1. largest: channels of a block, 0 for no limit. False for values
-/// that are not finite.
+/// H S x of every token in place, or, back, S H x. False for values that are not finite.
 template <class Lanes>
-bool hadamard_tokens(const block_shape& shape, const block_id& id, float* values,
-                     float (*sign)(const block_id&, int), int largest, bool back) {
+bool hadamard_tokens(const block_shape& shape, const block_id& id, float* values, const token_transform& t,
+                     bool back) {
     if (!all_finite<Lanes>(values, shape.values())) return false;
     const hadamard_rows<Lanes> rows(values, shape.tokens, shape.dim);
-    const auto multiply = [&] { rows.multiply([&](int channel) { return sign(id, channel); }); };
+    const auto multiply = [&] {
+        rows.multiply([&](int channel) { return detail::random_sign(t.seed, id, channel); });
+    };
     if (!back) multiply();
-    detail::each_hadamard_block(shape.dim, largest, [&](int first, int n) { rows.transform(first, n); });
+    detail::each_hadamard_block(shape.dim, t.largest, [&](int first, int n) { rows.transform(first, n); });
     if (back) multiply();
     return true;
 }
@@ -34,18 +33,15 @@ bool hadamard_tokens(const block_shape& shape, const block_id& id, float* values
 template <class Backend, transformed_scheme Scheme>
 std::uint32_t transform_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id,
                                float* values) {
-    using transform = decltype(scheme.transform);
-    if constexpr (is_hadamard<transform>)
-        if (Backend::hadamard_tokens(shape, id, values, &transform::sign, transform::largest, false))
-            return 0;
+    if constexpr (is_hadamard<Scheme>)
+        if (Backend::hadamard_tokens(shape, id, values, transform_of<Scheme>, false)) return 0;
     return scheme.transform_values(shape, id, values);
 }
 /// T^-1 y for every token, in place.
 template <class Backend, transformed_scheme Scheme>
 void restore_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id, float* values) {
-    using transform = decltype(scheme.transform);
-    if constexpr (is_hadamard<transform>)
-        if (Backend::hadamard_tokens(shape, id, values, &transform::sign, transform::largest, true)) return;
+    if constexpr (is_hadamard<Scheme>)
+        if (Backend::hadamard_tokens(shape, id, values, transform_of<Scheme>, true)) return;
     scheme.restore_values(shape, id, values);
 }
 

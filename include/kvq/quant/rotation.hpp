@@ -18,6 +18,7 @@
 #include "../core/shape.hpp"
 #include "../core/tagged_vector.hpp"
 #include "../core/text.hpp"
+#include "token_transform.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
@@ -26,6 +27,7 @@ class rotation {
 public:
     static constexpr double tolerance = 1e-4;
     static constexpr int most_channels = 1024;
+    static constexpr token_transform value{transform_kind::matrix};
 
     /// matrices: [layers][heads][dim][dim], row-major. Raises kvq::error for a wrong size or a matrix that is not orthogonal.
     rotation(int layers, int heads, int dim, std::vector<float> matrices)
@@ -53,6 +55,11 @@ public:
 
     short_text name() const { return "rotated"; }
     int dim() const noexcept { return dim_; }
+    int heads() const noexcept { return heads_; }
+    int layers() const noexcept { return layers_; }
+    /// The columns of R and those of R^T, one after the other: [layers][heads][dim][dim].
+    const float* columns() const noexcept { return transposed_->data(); }
+    const float* rows() const noexcept { return matrices_->data(); }
 
     /// Fingerprint of all matrices, bit for bit. O(size of the matrices).
     std::uint64_t fingerprint() const noexcept {

@@ -22,7 +22,7 @@
 namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Transform: name(), fingerprint(), forward(dim, id, x), backward(dim, id, x) in place, orthogonal; check(cache_shape, tensor) if it
-/// has state.
+/// has state; `value` if kernels know it (quant/token_transform.hpp).
 template <class Transform, kv_scheme Inner>
 struct transformed : Inner {
     using attends_as = std::conditional_t<foldable<Inner> || segmented<Inner>, transformed, void>;
@@ -37,10 +37,11 @@ struct transformed : Inner {
     short_text name() const { return transform.name() + "-" + Inner::name(); }
 
     /// Fingerprint of the transform and of Inner (io/scheme_identity.hpp).
-    std::uint64_t fingerprint() const {
+    std::uint64_t fingerprint() const { return fingerprint(transform.fingerprint(), *this); }
+    static std::uint64_t fingerprint(std::uint64_t of_transform, [[maybe_unused]] const Inner& inner) {
         detail::fingerprint_hash hash;
-        hash.add(transform.fingerprint());
-        if constexpr (requires(const Inner& inner) { inner.fingerprint(); }) hash.add(Inner::fingerprint());
+        hash.add(of_transform);
+        if constexpr (requires { inner.fingerprint(); }) hash.add(inner.fingerprint());
         return hash.value;
     }
 
@@ -104,11 +105,9 @@ template <class Transform, class Inner>
 struct codec_maker<transformed<Transform, Inner>> : codec_maker<Inner> {};
 
 // Matrices of a rotation are checked when it is made (quant/rotation.hpp).
-template <int Largest, std::uint32_t Seed, class Inner>
-inline constexpr bool composed_by_library<transformed<hadamard_transform<Largest, Seed>, Inner>> =
-    composed_by_library<Inner>;
-template <class Inner>
-inline constexpr bool composed_by_library<transformed<rotation, Inner>> = composed_by_library<Inner>;
+template <class Transform, class Inner>
+inline constexpr bool composed_by_library<transformed<Transform, Inner>> =
+    value_of_transform<Transform>().kind != transform_kind::own&& composed_by_library<Inner>;
 }  // namespace detail
 
 /// Random signs and Walsh-Hadamard before Inner, in blocks of at most `Largest` channels (0: as large as they fit).

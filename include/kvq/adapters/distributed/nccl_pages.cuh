@@ -232,7 +232,7 @@ struct transfer_access {
         offer.bytes_as_is += s.sinks.size() * c.sinks_.page_bytes();
         for (std::size_t f = 0; f < c.format_.kinds.size(); ++f) {
             std::snprintf(offer.names[f], sizeof offer.names[f], "%s", c.format_.kinds[f].name.c_str());
-            offer.fingerprints[f] = c.keys_[f].fingerprint;
+            offer.fingerprints[f] = c.keys_[f].fingerprint();
         }
         offer.formats_checksum = host_checksum(plan.formats.data(), plan.formats.size());
         std::vector<int> same(page_kinds);
@@ -289,7 +289,7 @@ struct transfer_access {
             int& f = local[static_cast<std::size_t>(wire)];
             if (f < 0) f = c.format_.find(offer.names[wire]);
             if (f < 0) return bad_value("%.60s is not a format of the receiving cache", offer.names[wire]);
-            if (c.keys_[static_cast<std::size_t>(f)].fingerprint != offer.fingerprints[wire])
+            if (c.keys_[static_cast<std::size_t>(f)].fingerprint() != offer.fingerprints[wire])
                 return bad_value("keys of %.60s were made from other statistics", offer.names[wire]);
             return {};
         };

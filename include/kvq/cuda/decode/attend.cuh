@@ -170,7 +170,8 @@ struct even_keys {
     static constexpr bool known = false;
 };
 template <class Pair>
-requires(codec<typename Pair::keys>.several_widths()) struct even_keys<Pair> {
+requires(codec<typename Pair::keys>.several_widths() &&
+         !has_transform<typename Pair::keys>) struct even_keys<Pair> {
     static constexpr codec_spec mixed = codec<typename Pair::keys>;
     struct even {
         static constexpr codec_spec value = [] {

@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "../layout/block_access.cuh"
+#include "../layout/transform_row.cuh"
 #include "attention_args.cuh"
 #include "score_modifiers.cuh"
 
@@ -40,6 +41,20 @@ __global__ void __launch_bounds__(any_threads)
         query[c] = finite ? x : 0.0f;
     }
     bad = __syncthreads_or(bad) != 0;
+    // A transform of keys or values is applied by the first warp.
+    if constexpr (has_transform<typename Pair::keys>) {
+        if (warp == 0) {
+            float x[token_numbers<dim>];
+#pragma unroll
+            for (int i = 0; i < token_numbers<dim>; ++i)
+                x[i] = i * warp_size + lane < dim ? query[i * warp_size + lane] : 0.0f;
+            transform_row<token_channels, dim>(x, transform_of<tensor::key>(a.cache), kv_head);
+#pragma unroll
+            for (int i = 0; i < token_numbers<dim>; ++i)
+                if (i * warp_size + lane < dim) query[i * warp_size + lane] = x[i];
+        }
+        __syncthreads();
+    }
 
     const int length = a.work.tokens[sequence];
     const int begin = larger(0, a.row_begin(length, row)), end = a.row_end(length, row);
@@ -87,6 +102,19 @@ __global__ void __launch_bounds__(any_threads)
 #pragma unroll
             for (int i = 0; i < per_lane; ++i)
                 if (i * warp_size + lane < value_dim) output[i * warp_size + lane] += part[i] * factor;
+        __syncthreads();
+    }
+    if constexpr (has_transform<typename Pair::values>) {
+        if (warp == 0) {
+#pragma unroll
+            for (int i = 0; i < per_lane; ++i)
+                part[i] = i * warp_size + lane < value_dim ? output[i * warp_size + lane] : 0.0f;
+            restore_row<token_channels, value_dim, float>(part, transform_of<tensor::value>(a.cache),
+                                                          kv_head);
+#pragma unroll
+            for (int i = 0; i < per_lane; ++i)
+                if (i * warp_size + lane < value_dim) output[i * warp_size + lane] = part[i];
+        }
         __syncthreads();
     }
     float of_sink = 1.0f;

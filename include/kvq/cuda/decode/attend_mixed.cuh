@@ -138,16 +138,17 @@ struct mixed_memory {
 
     /// In which order a part reads the query. Products with the scale, channel after channel; 16-bit keys, which
     /// read it once per item, take those in any order (`warp_memory::order`). Keys of mixed widths have the order
-    /// of their plan, keys that are dequantized the query without the scale.
+    /// of their plan, keys that are dequantized the query without the scale, and keys behind a transform theirs.
     template <class Pair>
-    static constexpr bool plain_query = !of<Pair>::keys::mixed && !of<Pair>::dequantizes;
+    static constexpr bool plain_query =
+        !of<Pair>::keys::mixed && !of<Pair>::dequantizes && !has_transform<typename Pair::keys>;
     template <class Pair>
     static constexpr bool any_order = of<Pair>::keys::full;
     /// The part whose query lies in the place of the output, and where every part's lies: 0 there, others in
     /// memory for themselves.
     static constexpr int main_part = [] {
         constexpr bool full[] = {any_order<Pairs>...}, plain[] = {plain_query<Pairs>...},
-                       mixed[] = {of<Pairs>::keys::mixed...};
+                       mixed[] = {(of<Pairs>::keys::mixed && !has_transform<typename Pairs::keys>)...};
         int first_mixed = -1, first_full = -1;
         for (int i = static_cast<int>(sizeof...(Pairs)) - 1; i >= 0; --i) {
             if (plain[i] && !full[i]) return i;
@@ -408,7 +409,7 @@ __device__ __forceinline__ void attend_part(
                                      job.item, job.at, score, id);
     copy_wait<0>();
     __syncwarp();
-    rows.add(state.finished());
+    rows.add(restored(state.finished(), part.a, job.item->kv_head));
 }
 
 /// A warp's share of its team's part of an item: units [begin, end) of the item. Where the last format begins
@@ -531,6 +532,11 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
         bad = __reduce_or_sync(~0u, bad);
         if (id.lane == 0) team_memory::of<memory>(shared, of_team).warp_bad[of_team.member] = bad;
         of_team.wait();
+        static_for<parts>([&](auto i) {
+            constexpr int I = decltype(i)::value;
+            turn_query_rows<memory>(memory::template query<I>(shared, of_team), get<I>(m.parts).a.cache,
+                                    walk.item.kv_head, of_team);
+        });
     };
     store_query(team);
     while (true) {

@@ -176,12 +176,6 @@ private:
     }
 };
 
-/// Where a warp's memory begins: shared addresses.
-struct warp_memory {
-    std::uint32_t ring, weights, scratch, query;  // query: of the team's item
-    const std::uint16_t* order;  // in which 16-bit keys find its channels (cache_ref::key_plan), or null
-};
-
 /// A warp's warp tiles of an item: those at index, index + feed.stride, ... before to_warp_tile, counted from
 /// warp tile first_warp_tile of the sequence. The ring holds the first ones, the next unit is in `slot`.
 /// item: in shared memory, where it costs no registers.
@@ -284,6 +278,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         if (!rare || present) {
             score_warp_tile(scores, folded, query_at, memory::query_stride, at, in_page,
                             memory::warp_tiles_of_step == 1 || in_step == 0, key_head, row_query, id);
+            scale_scores<keys, Rows4>(scores, at, id);
             if constexpr (rare) {
                 if (a.softcap > 0.0f) {
 #pragma unroll
@@ -569,6 +564,7 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
             ~0u, query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head), of_team));
         if (id.lane == 0) team_memory::of<memory>(shared, of_team).warp_bad[of_team.member] = bad;
         of_team.wait();
+        turn_query_rows<memory>(query, a.cache, walk.item.kv_head, of_team);
     };
     store_query(team);
     if (!a.early) {
@@ -588,8 +584,8 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
                                          {ring, weights, scratch, shared_address(query), nullptr}, score, id);
 
         if (!end_item<memory, Rows4>(
-                a, score, walk, query_part, notes, shared, notes->team, id, [&] { return state.finished(); },
-                store_query))
+                a, score, walk, query_part, notes, shared, notes->team, id,
+                [&] { return restored(state.finished(), a, item.kv_head); }, store_query))
             break;
     }
     copy_wait<0>();

@@ -54,6 +54,12 @@ struct warp_notes {
     sequence_cut cut;  // of the current item
 };
 
+/// Where a warp's memory begins: shared addresses.
+struct warp_memory {
+    std::uint32_t ring, weights, scratch, query;  // query: of the team's item
+    const std::uint16_t* order;  // in which 16-bit keys find its channels (cache_ref::key_plan), or null
+};
+
 /// Shared memory of a thread block. Small: on devices of little shared memory.
 template <class Pair, int Rows4, bool Small = false>
 struct attention_memory {

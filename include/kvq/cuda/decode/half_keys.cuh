@@ -33,8 +33,9 @@ template <class WarpTile, int Rows4>
 inline constexpr bool dequantizes_keys = [] {
     if constexpr (WarpTile::mixed) {
         return false;
-    } else if constexpr (WarpTile::full || WarpTile::token_parameters || WarpTile::has_byte_params) {
-        return false;
+    } else if constexpr (WarpTile::full || WarpTile::token_parameters || WarpTile::has_byte_params ||
+                         WarpTile::has_token_scales || has_transform<typename WarpTile::scheme>) {
+        return false;  // a query behind a transform is no half float
     } else {
         return std::is_same_v<typename WarpTile::parameter, float16> && WarpTile::traits::plane_count == 1 &&
                WarpTile::scheme::code_bits <= 4 && 4 * WarpTile::lane_units == WarpTile::group_units &&

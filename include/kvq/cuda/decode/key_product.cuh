@@ -430,4 +430,25 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4],
     });
 }
 
+/// Scores of all tiles of the warp tile at `slot`, laid out as those of score_tile, times the scales of their
+/// tokens, if keys have them beside the parameters of channels.
+template <class WarpTile, int Rows4>
+__device__ __forceinline__ void scale_scores([[maybe_unused]] float (&scores)[WarpTile::tiles][Rows4][4],
+                                             [[maybe_unused]] std::uint32_t slot,
+                                             [[maybe_unused]] const lane_id& id) {
+    if constexpr (!WarpTile::mixed)
+        if constexpr (WarpTile::has_token_scales)
+#pragma unroll
+            for (int tile = 0; tile < WarpTile::tiles; ++tile) {
+                const float4 f = WarpTile::token_scales(
+                    slot, 0, tile * WarpTile::tile_height + smaller(4 * id.g, WarpTile::tile_height - 4));
+                constexpr float unit = 1.0f / WarpTile::scale_lift;
+                const float scale[4] = {f.x * unit, f.y * unit, f.z * unit, f.w * unit};
+#pragma unroll
+                for (int n = 0; n < Rows4; ++n)
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) scores[tile][n][r] *= scale[r];
+            }
+}
+
 }}}  // namespace kvq::cuda::detail

@@ -12,6 +12,7 @@
 // look-back (CUB).
 #pragma once
 
+#include "../layout/transform_row.cuh"
 #include "score_modifiers.cuh"
 #include "value_product.cuh"
 
@@ -130,6 +131,26 @@ __device__ __forceinline__ void merge_warps(const finished_rows<Tiles, Rows4>& s
         }
         team.wait();
     }
+}
+
+/// Rows of a warp whose values are behind a transform, as outputs. All lanes.
+template <class Pair, class T, int Tiles, int Rows4>
+__device__ __forceinline__ finished_rows<Tiles, Rows4> restored(
+    finished_rows<Tiles, Rows4> rows, [[maybe_unused]] const attention_args<Pair, T>& a,
+    [[maybe_unused]] int head) {
+    if constexpr (has_transform<typename Pair::values>) {
+        using channels = row_layout<2, 3, 2>;
+        static_for<Rows4>([&](auto number) {
+            constexpr int n = decltype(number)::value;
+            float x[4 * Tiles];
+#pragma unroll
+            for (int i = 0; i < 4 * Tiles; ++i) x[i] = rows.output[i / 4][n][i % 4];
+            restore_row<channels, Pair::value_dim, float>(x, transform_of<tensor::value>(a.cache), head);
+#pragma unroll
+            for (int i = 0; i < 4 * Tiles; ++i) rows.output[i / 4][n][i % 4] = x[i];
+        });
+    }
+    return rows;
 }
 
 /// Four channels of a row: the sum of the parts.

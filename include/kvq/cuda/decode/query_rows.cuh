@@ -1,11 +1,13 @@
 // The query rows of an item: from device memory to floats in shared memory.
 //
 //   fetch   asks for them, into registers        store   writes [row][channel], times the scale, where query_byte() says
+//   turn_query_rows   applies the transform of the keys to rows that are stored
 //
 // Contract: values that are not finite are stored as zeros and reported; rows that do not exist are zeros.
 // `Memory` is attention_memory<...>.
 #pragma once
 
+#include "../layout/transform_row.cuh"
 #include "attention_args.cuh"
 #include "key_product.cuh"
 
@@ -48,7 +50,8 @@ struct query_rows {
             }
         }
     }
-    /// plan: of keys of mixed widths, which want channels in another order; or null.
+    /// plan: of keys of mixed widths, which want channels in another order; or null. Behind a transform
+    /// turn_query_rows gives them that order.
     __device__ __forceinline__ unsigned store(float* query, float scale, const std::uint16_t* plan,
                                               const warp_team& team) const {
         return store_for<Memory>(query, scale, plan, team);
@@ -87,7 +90,7 @@ private:
 #pragma unroll
             for (int k = 0; k < per_load; ++k)
                 if (!kvq::detail::is_finite(x[k])) x[k] = 0.0f;
-        if constexpr (Reads::keys::mixed)
+        if constexpr (Reads::keys::mixed && !has_transform<typename Reads::keys::scheme>)
             if (plan != nullptr) {
 #pragma unroll
                 for (int k = 0; k < per_load; ++k) {
@@ -103,5 +106,40 @@ private:
         return bad;
     }
 };
+
+/// Query rows that store() has written become T q, in the order that keys of `cache` want; without a transform
+/// there is nothing to do. All threads of the team, which has waited before.
+template <class Memory, class Pair>
+__device__ __forceinline__ void turn_query_rows([[maybe_unused]] float* query,
+                                                [[maybe_unused]] const cache_ref<Pair>& cache,
+                                                [[maybe_unused]] int head,
+                                                [[maybe_unused]] const warp_team& team) {
+    if constexpr (has_transform<typename Pair::keys>) {
+        constexpr int dim = Pair::head_dim, N = token_numbers<dim>;
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        [[maybe_unused]] const std::uint16_t* const plan = cache.key_plan(head);
+#pragma unroll 1
+        for (int row = team.member; row < Memory::rows; row += team.warps) {
+            const auto at = [&](int channel) -> float& {
+                return *reinterpret_cast<float*>(reinterpret_cast<std::byte*>(query + row * dim) +
+                                                 query_byte<dim>(row, 4 * channel));
+            };
+            float x[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = i * warp_size + lane < dim ? at(i * warp_size + lane) : 0.0f;
+            __syncwarp();
+            transform_row<token_channels, dim>(x, transform_of<tensor::key>(cache), head);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                int place = i * warp_size + lane;
+                if (place >= dim) continue;
+                if constexpr (codec<typename Pair::keys>.several_widths())
+                    if (plan != nullptr) place = static_cast<int>(plan[place]);
+                at(place) = x[i];
+            }
+        }
+        team.wait();
+    }
+}
 
 }}}  // namespace kvq::cuda::detail

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "../../page/page_changes.hpp"
+#include "../../quant/rotation.hpp"
 #include "../layout/window_columns.hpp"
 #include "cache_options.hpp"
 #include "device_format.hpp"
@@ -33,6 +34,9 @@ public:
     /// Keys of a format, made from statistics (widths of channels, feedback), as find_format(name, tensor::key, statistics) makes the CPU's.
     /// Before its first page. Raises kvq::error for statistics that the scheme refuses.
     status calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream);
+    /// The matrices of keys or values of a format that is rotated<...>, before its first page. Raises
+    /// kvq::error for matrices of another shape. Waits for the stream.
+    status rotate(std::string_view format, tensor role, const rotation& matrices, cudaStream_t stream);
 
     const cache_shape& shape() const noexcept { return shape_; }
     const cache_options& options() const noexcept { return options_; }
@@ -180,10 +184,14 @@ private:
         unsigned stamp = 0;         // of the last begin that named it
         std::uint64_t version = 0;  // of its table
     };
-    /// Of keys made from statistics.
+    /// Of keys made from statistics, and of rotations of K and V: [layers] of columns and [layers] of rows.
     struct device_keys {
-        detail::device_memory plans, feedback;
-        std::uint64_t fingerprint = 0;
+        detail::device_memory plans, feedback, rotations[2];
+        std::uint64_t fingerprints[2] = {};
+        /// Of both.
+        std::uint64_t fingerprint() const noexcept {
+            return fingerprints[0] ^ fingerprints[1] * 0x9e3779b97f4a7c15u;
+        }
     };
     struct row {
         sequence_id id;

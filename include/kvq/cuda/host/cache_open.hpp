@@ -102,6 +102,8 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
     const auto heads = static_cast<std::size_t>(shape.kv_heads);
     quantized_.resize(format_.kinds.size());
     keys_.resize(format_.kinds.size());
+    for (std::size_t i = 0; i < keys_.size(); ++i)
+        std::copy_n(format_.kinds[i].fingerprints, 2, keys_[i].fingerprints);
     for (std::size_t i = 0; i < quantized_.size(); ++i)
         quantized_[i].open(options.memory, format_.kinds[i].name, static_cast<int>(i) + 1,
                            options.page_tokens, shape.layers, format_.kinds[i].key_block * heads,
@@ -145,19 +147,51 @@ inline status cache::calibrate(std::string_view format, const calibration& stati
         return detail::bad_value("pages of %.60s are in use; statistics come before the first page",
                                  std::string(format).c_str());
     const detail::key_state made = format_.functions->make_keys(f, statistics);
-    device_keys keys;
-    keys.fingerprint = made.fingerprint;
+    device_keys& held = keys_[static_cast<std::size_t>(f)];
+    detail::device_memory plans, feedback;
     const auto put = [&](detail::device_memory& to, const void* from, std::size_t bytes) -> status {
         if (status r = to.allocate(options_.memory, bytes, "statistics", stream); !r || bytes == 0) return r;
         const cudaError_t code = cudaMemcpyAsync(to.as<>(), from, bytes, cudaMemcpyHostToDevice, stream);
         return code == cudaSuccess ? status{} : detail::runtime_error(code, "copying statistics");
     };
-    status r = put(keys.plans, made.plans.data(), made.plans.size() * sizeof(std::uint16_t));
-    if (r) r = put(keys.feedback, made.feedback.data(), made.feedback.size() * sizeof(float));
+    status r = put(plans, made.plans.data(), made.plans.size() * sizeof(std::uint16_t));
+    if (r) r = put(feedback, made.feedback.data(), made.feedback.size() * sizeof(float));
     if (!r) return r;
     const cudaError_t code = cudaStreamSynchronize(stream);
     if (code != cudaSuccess) return detail::runtime_error(code, "copying statistics");
-    keys_[static_cast<std::size_t>(f)] = std::move(keys);
+    held.plans = std::move(plans);
+    held.feedback = std::move(feedback);
+    if (!made.plans.empty()) held.fingerprints[0] = made.fingerprint;
+    step_.begun = false;
+    return {};
+}
+
+inline status cache::rotate(std::string_view format, tensor role, const rotation& matrices,
+                            cudaStream_t stream) {
+    const int f = format_.find(format);
+    if (f < 0) return detail::bad_value("%.60s is not a format of this cache", std::string(format).c_str());
+    matrices.check(shape_, role);
+    const std::uint64_t fingerprint = format_.functions->rotated_fingerprint(f, role, matrices.fingerprint());
+    if (fingerprint == 0)
+        return detail::bad_value("%s of %.60s are not rotated", role == tensor::key ? "keys" : "values",
+                                 std::string(format).c_str());
+    if (quantized_[static_cast<std::size_t>(f)].pages().used() > 0)
+        return detail::bad_value("pages of %.60s are in use; rotations come before the first page",
+                                 std::string(format).c_str());
+    const auto dim = static_cast<std::size_t>(shape_.dim(role));
+    const std::size_t bytes = static_cast<std::size_t>(shape_.layers) *
+                              static_cast<std::size_t>(shape_.kv_heads) * dim * dim * sizeof(float);
+    detail::device_memory made;
+    if (status s = made.allocate(options_.memory, 2 * bytes, "rotations", stream); !s) return s;
+    cudaError_t code =
+        cudaMemcpyAsync(made.as<>(), matrices.columns(), bytes, cudaMemcpyHostToDevice, stream);
+    if (code == cudaSuccess)
+        code = cudaMemcpyAsync(made.as<>() + bytes, matrices.rows(), bytes, cudaMemcpyHostToDevice, stream);
+    if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
+    if (code != cudaSuccess) return detail::runtime_error(code, "copying rotations");
+    device_keys& keys = keys_[static_cast<std::size_t>(f)];
+    keys.rotations[static_cast<int>(role)] = std::move(made);
+    keys.fingerprints[static_cast<int>(role)] = fingerprint;
     step_.begun = false;
     return {};
 }
@@ -204,8 +238,19 @@ inline detail::layer_view cache::view(int layer) const noexcept {
                           words + first_at(f, 0),
                           words + end_at(f, 0),
                           of_layer(keys.plans, static_cast<const std::uint16_t*>(nullptr)),
-                          of_layer(keys.feedback, static_cast<const float*>(nullptr))};
+                          of_layer(keys.feedback, static_cast<const float*>(nullptr)),
+                          {},
+                          {}};
+        for (int role = 0; role < 2; ++role)
+            if (const auto& all = keys.rotations[role]; all.bytes() > 0) {
+                const std::size_t half = all.bytes() / sizeof(float) / 2,
+                                  at = half / static_cast<std::size_t>(shape_.layers) *
+                                       static_cast<std::size_t>(layer);
+                v.quantized[f].columns[role] = all.as<const float>() + at;
+                v.quantized[f].rows[role] = all.as<const float>() + half + at;
+            }
     }
+    v.layer = layer;
     v.window = memory(window_);
     v.window_table = words + window_at(0);
     v.sinks = options_.sinks > 0 ? memory(sinks_) : v.window;
@@ -246,7 +291,9 @@ inline usage_report cache::usage() const {
     }
     u.reserved += bytes_held() - bytes_in_use();
     u.bookkeeping = words_.bytes();
-    for (const device_keys& k : keys_) u.bookkeeping += k.plans.bytes() + k.feedback.bytes();
+    for (const device_keys& k : keys_)
+        u.bookkeeping +=
+            k.plans.bytes() + k.feedback.bytes() + k.rotations[0].bytes() + k.rotations[1].bytes();
     u.workspace = workspace_.bytes() + prompt_bytes();
     common::add_up(u);
     return u;

@@ -50,13 +50,14 @@ struct layer_view {
         const int *first_page, *end_page;  // [sequences]: pages outside of them are not of this format
         const std::uint16_t* key_plans;    // of the layer, or null
         const float* key_feedback;
+        const float *columns[2], *rows[2];  // of the layer's rotations of K and V, or null
     };
     part quantized[most_formats];
     layer_memory window, sinks;
     const int *window_table, *sink_table;
     const int *tokens, *committed;  // [sequences], tokens: paged lengths
     page_cuts cuts;
-    int sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
+    int layer, sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
     unsigned* not_finite;  // of the layer; those of other layers follow
 };
 
@@ -140,6 +141,8 @@ struct device_functions {
     std::size_t (*workspace_bytes)(int group, int query_tokens);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.
     key_state (*make_keys)(int number, const calibration& statistics);
+    /// Of a format's scheme with the fingerprint of a rotation; 0 if it is not rotated.
+    std::uint64_t (*rotated_fingerprint)(int number, tensor role, std::uint64_t rotation);
 };
 
 }  // namespace detail
@@ -151,6 +154,7 @@ struct device_format {
         std::vector<std::string> key_names, value_names;  ///< all names that find_format has for the schemes
         std::string keys, values;            ///< names of the schemes: format::name() of the CPU's formats
         std::size_t key_block, value_block;  ///< bytes of one head's block
+        std::uint64_t fingerprints[2];       ///< K, V: of schemes whose types say their transforms; else 0
     };
     int head_dim = 0, value_dim = 0, page_tokens = 0;
     float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out

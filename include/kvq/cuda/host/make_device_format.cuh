@@ -23,10 +23,27 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
+/// The name of a scheme: format::name() of the CPU's format.
+template <class S>
+std::string scheme_name() {
+    if constexpr (std::is_default_constructible_v<S>)
+        return std::string(S{}.name());
+    else
+        return "rotated-" + scheme_name<typename inner_of<S>::type>();
+}
+/// Its fingerprint, as far as the type says it; of a rotation: rotated_fingerprint().
+template <class S>
+std::uint64_t scheme_fingerprint() {
+    if constexpr (has_transform<S> && std::is_default_constructible_v<S>)
+        return S{}.fingerprint();
+    else
+        return 0;
+}
+
 /// Names by which find_format gives this scheme; its own name if there is none.
 template <tensor Role, class Scheme>
 std::vector<std::string> names_of_scheme() {
-    const std::string own = Scheme{}.name();
+    const std::string own = scheme_name<Scheme>();
     std::vector<std::string> names = common::built_in_names(own, Role);
     if (names.empty()) names.push_back(own);
     return names;
@@ -75,6 +92,8 @@ struct device_table {
         auto c = ref<Pair>(l, p.pages, table, l.columns, l.first_token);
         c.key_plans = p.key_plans;
         c.key_feedback = p.key_feedback;
+        for (const tensor role : {tensor::key, tensor::value})
+            c.set_transform(role, l.layer, p.columns[static_cast<int>(role)], p.rows[static_cast<int>(role)]);
         return c;
     }
     template <class Pair>
@@ -208,10 +227,28 @@ struct device_table {
         ((i++ == number ? make.template operator()<Pairs>() : void()), ...);
         return state;
     }
+    static std::uint64_t rotated_fingerprint(int number, tensor role, std::uint64_t rotation) {
+        std::uint64_t fingerprint = 0;
+        const auto ask = [&]<class S>(std::type_identity<S>) {
+            using inner = typename inner_of<S>::type;
+            if constexpr (transform_in<S>.kind == transform_kind::matrix)
+                fingerprint = S::fingerprint(rotation, inner());
+        };
+        int i = 0;
+        const auto ask_pair = [&]<class Pair>(std::type_identity<Pair>) {
+            if (i++ != number) return;
+            if (role == tensor::key)
+                ask(std::type_identity<typename Pair::keys>());
+            else
+                ask(std::type_identity<typename Pair::values>());
+        };
+        (ask_pair(std::type_identity<Pairs>()), ...);
+        return fingerprint;
+    }
     static constexpr device_functions functions{
-        &write_words,     &copy_pages, &find_prompt_slots, &commit, &keep,    &store_new,
-        &store,           &requantize, &dequantize,        &attend, &prefill, score_mark::of<Score>(),
-        &workspace_bytes, &make_keys};
+        &write_words,     &copy_pages, &find_prompt_slots,  &commit, &keep,    &store_new,
+        &store,           &requantize, &dequantize,         &attend, &prefill, score_mark::of<Score>(),
+        &workspace_bytes, &make_keys,  &rotated_fingerprint};
 };
 
 }  // namespace detail
@@ -238,10 +275,12 @@ device_format make_scored_format() {
         device_format::kind k{{},
                               detail::names_of_scheme<tensor::key, typename Pair::keys>(),
                               detail::names_of_scheme<tensor::value, typename Pair::values>(),
-                              typename Pair::keys{}.name(),
-                              typename Pair::values{}.name(),
+                              detail::scheme_name<typename Pair::keys>(),
+                              detail::scheme_name<typename Pair::values>(),
                               Pair::key_block_bytes,
-                              Pair::value_block_bytes};
+                              Pair::value_block_bytes,
+                              {detail::scheme_fingerprint<typename Pair::keys>(),
+                               detail::scheme_fingerprint<typename Pair::values>()}};
         k.name = k.key_names[0] + "/" + k.value_names[0];
         for (const std::string& name : k.key_names)
             if (std::ranges::find(k.value_names, name) != k.value_names.end()) {

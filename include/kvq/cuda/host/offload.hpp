@@ -30,11 +30,11 @@ struct cache_access {
         const auto& table = cpu.table(role);
         for (int i = 1; i < table.size(); ++i) {
             const format_record& r = table[i].record();
-            // Keys of a plan of widths have its fingerprint.
-            const std::uint64_t plan =
-                role == tensor::key ? gpu.keys_[static_cast<std::size_t>(kind)].fingerprint : 0;
+            // Keys of a plan of widths have its fingerprint, and formats behind a transform that of both.
+            const std::uint64_t state =
+                gpu.keys_[static_cast<std::size_t>(kind)].fingerprints[static_cast<int>(role)];
             if ((role == tensor::key ? k.keys : k.values) == table[i].name() &&
-                (r.has_fingerprint ? r.fingerprint : 0) == plan)
+                (r.has_fingerprint ? r.fingerprint : 0) == state)
                 return i;
         }
         return -1;

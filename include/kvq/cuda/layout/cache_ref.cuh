@@ -35,9 +35,9 @@ constexpr std::size_t block_bytes_of(const block_shape& s) {
 }  // namespace detail
 
 /// Schemes whose blocks kernels read: full<T>, and scheme<...> with the library's levels, a group size known
-/// at compile time, and parameters and token scales of a float format or of 8 bits. No transforms. Schemes of
-/// your own with `KVQ_HD float device_value(const block_shape&, const std::byte* block, int token, int channel)
-/// const` and a constexpr block_bytes() are read as well, slowly.
+/// at compile time, and parameters and token scales of a float format or of 8 bits, also behind hadamard<> or
+/// rotated<>. Schemes of your own with `KVQ_HD float device_value(const block_shape&, const std::byte* block,
+/// int token, int channel) const` and a constexpr block_bytes() are read as well, slowly.
 template <class S>
 concept device_scheme = detail::has_reader<S>;
 
@@ -46,8 +46,8 @@ struct block_pair {
     static_assert(device_scheme<Keys> && device_scheme<Values>,
                   "kvq::cuda::block_pair: schemes are full<T>, or scheme<...> with asymmetric or symmetric "
                   "levels, a group size known at compile time, and float, float16, bfloat16 or 8-bit "
-                  "parameters; others, and transforms, run on the CPU, unless a scheme of your own has "
-                  "device_value()");
+                  "parameters, also behind hadamard<> or rotated<>; others run on the CPU, unless a scheme "
+                  "of your own has device_value()");
     static_assert(detail::no_reader_of<Values>(tensor::value) == nullptr || !device_scheme<Values>,
                   "kvq::cuda::block_pair: several widths are for keys only");
     static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1,
@@ -101,6 +101,11 @@ struct kernel_scheme {
     using type = codec_scheme<codec_in<Role, Pair>, Encoder>;
 };
 template <tensor Role, class Pair, class Encoder>
+requires has_transform<scheme_of<Role, Pair>>
+struct kernel_scheme<Role, Pair, Encoder> {
+    using type = behind_transform<codec_scheme<codec_in<Role, Pair>, Encoder>>;
+};
+template <tensor Role, class Pair, class Encoder>
 requires read_by_numbers<scheme_of<Role, Pair>>
 struct kernel_scheme<Role, Pair, Encoder> {
     using type = scheme_of<Role, Pair>;
@@ -123,13 +128,18 @@ using quantized_pair = typename pair_like<
     typename kernel_scheme<tensor::value, Pair,
                            typename encoder_of<typename Pair::values>::type>::type>::type;
 
-/// What kernels need of a scheme beside its type: of the library's nothing.
+/// What kernels need of a scheme beside its type: the transform in front of it; of others of the library nothing.
 template <tensor Role, class Pair>
 struct own_state {};
 template <tensor Role, class Pair>
 requires read_by_numbers<scheme_of<Role, Pair>>
 struct own_state<Role, Pair> {
     scheme_of<Role, Pair> scheme{};
+};
+template <tensor Role, class Pair>
+requires has_transform<scheme_of<Role, Pair>>
+struct own_state<Role, Pair> {
+    device_transform transform{transform_in<scheme_of<Role, Pair>>};
 };
 
 }  // namespace detail
@@ -199,11 +209,22 @@ struct cache_ref {
     /// Coding keys with error_feedback: [kv_heads][head_dim][head_dim] of this layer in device memory, see
     /// write_key_feedback(). Null: the encoder has no matrices.
     const float* key_feedback = nullptr;
-    /// Schemes of your own, for their state. Not [[no_unique_address]]: nvcc 13 places the members behind such a
-    /// member of a kernel's parameter elsewhere than the host compiler does.
+    /// Schemes of your own, for their state, and transforms (set_transform). Not [[no_unique_address]]: nvcc 13
+    /// places the members behind such a member of a kernel's parameter elsewhere than the host compiler does.
     detail::own_state<tensor::key, Pair> own_keys = {};
     detail::own_state<tensor::value, Pair> own_values = {};
 
+    /// Of a format with transforms: the layer whose signs or rotations they are. Of rotations:
+    /// rotation::columns() and rows() of the layer in device memory, [kv_heads][dim][dim] each.
+    void set_transform([[maybe_unused]] tensor role, [[maybe_unused]] int layer,
+                       [[maybe_unused]] const float* columns = nullptr,
+                       [[maybe_unused]] const float* rows = nullptr) noexcept {
+        if constexpr (detail::has_transform<typename Pair::keys>)
+            if (role == tensor::key) own_keys.transform = {own_keys.transform.what, layer, columns, rows};
+        if constexpr (detail::has_transform<typename Pair::values>)
+            if (role == tensor::value)
+                own_values.transform = {own_values.transform.what, layer, columns, rows};
+    }
     /// Where the block table names the page in a column of a sequence.
     KVQ_HD std::size_t table_entry(int sequence, int column) const noexcept {
         return static_cast<std::size_t>(sequence) * static_cast<std::size_t>(table_columns) +
@@ -250,11 +271,38 @@ cache_ref<To> as_pair(const cache_ref<Pair>& c) noexcept {
                      c.kv_heads,    c.first_token, c.key_plans,      c.key_feedback};
     if constexpr (read_by_numbers<typename Pair::keys>) to.own_keys.scheme = c.own_keys.scheme;
     if constexpr (read_by_numbers<typename Pair::values>) to.own_values.scheme = c.own_values.scheme;
+    if constexpr (has_transform<typename Pair::keys>) to.own_keys.transform = c.own_keys.transform;
+    if constexpr (has_transform<typename Pair::values>) to.own_values.transform = c.own_values.transform;
     return to;
+}
+
+/// The transform of the blocks of `Role`; where there is none, it is not asked for.
+template <tensor Role, class Pair>
+KVQ_HD const device_transform& transform_of(const cache_ref<Pair>& c) noexcept {
+    if constexpr (Role == tensor::key)
+        return c.own_keys.transform;
+    else
+        return c.own_values.transform;
+}
+/// Are keys or values behind a transform?
+template <class Pair>
+inline constexpr bool pair_turns = has_transform<typename Pair::keys> || has_transform<typename Pair::values>;
+template <tensor Role, class Pair>
+status check_transform([[maybe_unused]] const cache_ref<Pair>& c) noexcept {
+    if constexpr (has_transform<scheme_of<Role, Pair>>) {
+        const device_transform& t = transform_of<Role>(c);
+        if (t.what.kind == transform_kind::matrix && (t.columns == nullptr || t.rows == nullptr))
+            return bad_value(
+                "%s are rotated, but no matrices were given (cache::rotate(), cache_ref::set_transform())",
+                Role == tensor::key ? "keys" : "values");
+    }
+    return {};
 }
 
 template <class Pair>
 status check_ref(const cache_ref<Pair>& c, bool tables) noexcept {
+    if (status s = check_transform<tensor::key>(c); !s) return s;
+    if (status s = check_transform<tensor::value>(c); !s) return s;
     if (c.kv_heads < 1) return bad_value("the cache has %d kv heads", c.kv_heads);
     if (c.key_pages == nullptr || c.value_pages == nullptr)
         return bad_value("the cache has no pages (null pointer)");

@@ -4,6 +4,7 @@
 //   no_quantizer(c, role)   why no kernel quantizes to it
 //   no_tiles(c, shape)      why a prompt's attention does not read such blocks
 //   codec_scheme<C>         the scheme with the codec C::value, with the encoder that its parameters have by default
+//   behind_transform<S>     the same behind a transform, which is a value (device_transform.cuh)
 //
 // (Why warps of attend_warps.cuh do not: no_warps, decode/attention_memory.cuh.)
 // Kernels are compiled for the scheme of a codec and not for that of a user, so formats with equal codecs
@@ -21,6 +22,7 @@
 #include "../../schemes/codec_spec.hpp"
 #include "../../schemes/full.hpp"
 #include "../../schemes/scheme.hpp"
+#include "device_transform.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -32,7 +34,6 @@ inline constexpr const char* own_blocks = "the scheme is not composed by the lib
 inline constexpr const char* odd_pages = "pages have neither 16 tokens nor a multiple of 32";
 inline constexpr const char* odd_groups = "groups are not a multiple of 32";
 inline constexpr const char* wide_values = "pages hold fp32 values";
-inline constexpr const char* keys_with_token_scales = "keys have token scales";
 
 constexpr const char* no_reader(const codec_spec& c, tensor role) noexcept {
     if (c.content == block_content::values) return nullptr;
@@ -69,7 +70,6 @@ constexpr const char* no_tiles(const codec_spec& c, const block_shape& s) noexce
     if (c.content == block_content::values) return c.value_type == float_type::fp32 ? wide_values : nullptr;
     if (c.several_widths() && s.tokens == 16) return "pages of keys of several widths have 16 tokens";
     if (c.group % 32 != 0 && c.group < (c.per_token ? s.dim : s.tokens)) return odd_groups;
-    if (s.role == tensor::key && c.has_token_scales()) return keys_with_token_scales;
     if (!c.several_widths()) return nullptr;
     if (most_planes(c) > 2) return "7 bits are among several widths of keys";
     if (block_layout{c}.scale_offset(s) > 65536)
@@ -163,21 +163,44 @@ struct encoder_of<S> {
 template <class S>
 inline constexpr bool own_content = codec<S>.content == block_content::own;
 /// Schemes of your own that kernels read number by number: attend_any.cuh, dequantize_tokens. They are copied to
-/// the device, with whatever state they have. device_value() is what dequantize() gives.
+/// the device, with whatever state they have. device_value() is what dequantize() gives; behind a transform, which
+/// has an inner_scheme, it is not.
 template <class S>
-concept read_by_numbers = own_content<S> && std::is_trivially_copyable_v<S> &&
-    requires(const S s, const block_shape& shape, const std::byte* block) {
+concept read_by_numbers = own_content<S> && !requires {
+    typename S::inner_scheme;
+}
+&&std::is_trivially_copyable_v<S>&& requires(const S s, const block_shape& shape, const std::byte* block) {
     { s.device_value(shape, block, 0, 0) } -> std::same_as<float>;
 };
 
-/// The same of a scheme: its blocks alone say what its values are if it is the scheme of its codec.
+/// The scheme that quantizes T x, or S.
+template <class S>
+struct inner_of {
+    using type = S;
+};
+template <class Transform, class Inner>
+struct inner_of<transformed<Transform, Inner>> {
+    using type = Inner;
+};
+template <class Inner>
+struct inner_of<behind_transform<Inner>> {
+    using type = Inner;
+};
+
+/// The same of a scheme: its blocks alone say what its values are if it is the scheme of its codec, behind a
+/// transform or not.
 template <class S>
 constexpr const char* no_reader_of(tensor role) noexcept {
+    using inner = typename inner_of<S>::type;
     if (read_by_numbers<S>) return nullptr;
     if (const char* const reason = no_reader(codec<S>, role)) return reason;
+    if constexpr (has_transform<S>) {
+        if (const char* const reason = no_transform(transform_in<S>)) return reason;
+        if (codec<S>.content != block_content::codes) return "16-bit values are not transformed";
+    }
     if constexpr (no_reader(codec<S>, tensor::key) == nullptr)
-        if (!std::is_same_v<codec_scheme<codec_constant<S>, typename encoder_of<S>::type>, S>)
-            return "a transform in front of it runs on the CPU";
+        if (!std::is_same_v<codec_scheme<codec_constant<inner>, typename encoder_of<inner>::type>, inner>)
+            return own_blocks;
     return nullptr;
 }
 

@@ -183,7 +183,6 @@ struct code_warp_tile {
         if (Tokens < 16 || page % Tokens != 0 || (key && Tokens % tile_height != 0))
             return "the tokens that a warp takes do not divide a page";
         if (full) return traits::columns_per_unit == 2 ? nullptr : wide_values;
-        if (has_token_scales && key) return keys_with_token_scales;
         if (has_token_scales && has_byte_params != (token_scale_width == 1))
             return "either parameters or token scales have 8 bits, not both";
         if (token_parameters && group != dim) {
@@ -385,7 +384,7 @@ struct code_warp_tile {
         const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(bias_at + r * run + index));
         a = v.x, b = v.y;
     }
-    /// What the weights of four tokens are multiplied by, in run `r`, times scale_lift.
+    /// What the weights of four tokens are multiplied by (of keys with token scales: their scores), in run `r`, times scale_lift.
     __device__ __forceinline__ static float4 token_scales(std::uint32_t at, int r, int token) {
         if constexpr (has_token_scales)
             return load_token_scales<token_scale_type, token_scale_skew % 4>(

@@ -11,8 +11,8 @@
 // batch nor on timing. Weights, values and keys are rounded to half floats (prefill_tile.cuh). Relative error
 // against double on dequantized values, on normal data: 3e-4 (fp16) to 8e-4 (low2); a score of products p_c
 // moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q
-// holds NaN is NaN. Memory besides arguments: none. sm_90a, 64 or 128 channels: prefill_wgmma.cuh; everything
-// else from 8.0 on: prefill_mma.cuh.
+// holds NaN is NaN. Memory besides arguments: none. sm_90a, 64 or 128 channels, no transforms: prefill_wgmma.cuh;
+// everything else from 8.0 on: prefill_mma.cuh.
 #pragma once
 
 #include <cmath>
@@ -45,13 +45,20 @@ struct mma_launch {
     static constexpr kernel_facts facts{"prefill_mma_kernel", Rows, 0, mma_shape<Dim, Rows>::bytes,
                                         mma_shape<Dim, Rows>::bytes};
 };
+/// Is a part behind a transform? Then queries change from part to part, and prefill_wgmma_kernel keeps one for all.
+template <class Args>
+inline constexpr bool turns_queries = false;
+template <class T, class... Parts>
+inline constexpr bool turns_queries<prefill_args<T, Parts...>> = (pair_turns<typename Parts::pair_type> ||
+                                                                  ...);
 /// The preferred one first.
 template <int Dim, bool Softcap, class Args>
-using prefill_launches = joined<
-    std::conditional_t<Dim == 64 || Dim == 128, kernel_list<wgmma_launch<Dim, Softcap, Args>>, kernel_list<>>,
-    both_sizes<mma_shape<Dim, prefill_rows<Dim>>::bytes,
-               kernel_list<mma_launch<Dim, prefill_rows<Dim>, Softcap, Args>>,
-               kernel_list<mma_launch<Dim, small_mma_rows<Dim>, Softcap, Args>>>>;
+using prefill_launches =
+    joined<std::conditional_t<(Dim == 64 || Dim == 128) && !turns_queries<Args>,
+                              kernel_list<wgmma_launch<Dim, Softcap, Args>>, kernel_list<>>,
+           both_sizes<mma_shape<Dim, prefill_rows<Dim>>::bytes,
+                      kernel_list<mma_launch<Dim, prefill_rows<Dim>, Softcap, Args>>,
+                      kernel_list<mma_launch<Dim, small_mma_rows<Dim>, Softcap, Args>>>>;
 
 template <class Launch, class Args>
 status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t stream) noexcept {

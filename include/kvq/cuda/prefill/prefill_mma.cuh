@@ -148,6 +148,13 @@ struct mma_rows {
         const bool sinks = a.keep_sinks && is_sink_part<Part>;
         const token_range range = tokens_of(part, sinks, block, a.recent, a.window, tile);
         if (range.first >= range.end) return;
+        // Queries and outputs are behind the part's transform while it is read.
+        if constexpr (has_transform<typename pair::keys>)
+            load_turned_rows<Dim, Rows>(a, block, 0, Rows, base + shape::query, static_cast<int>(threadIdx.x),
+                                        mma_threads, part.cache);
+        if constexpr (has_transform<typename pair::values>)
+#pragma unroll
+            for (auto& strip : o) turn_outputs<Dim, pair, false>(strip, part.cache, block.kv_head);
         const auto page_at = [&](int first) {
             return page_of_lane(part, block.sequence, first, range.end, tile, lane);
         };
@@ -188,6 +195,14 @@ struct mma_rows {
             if (more) value_cells.store(values_of, values(buffer ^ 1), next, table, value_warp, lane);
             __syncthreads();
             buffer ^= 1;
+        }
+        if constexpr (has_transform<typename pair::values>)
+#pragma unroll
+            for (auto& strip : o) turn_outputs<Dim, pair, true>(strip, part.cache, block.kv_head);
+        if constexpr (has_transform<typename pair::keys>) {
+            load_query_rows<Dim, Rows>(a, block, 0, Rows, base + shape::query, static_cast<int>(threadIdx.x),
+                                       mma_threads);
+            __syncthreads();
         }
     }
     __device__ __forceinline__ void new_tokens() {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "../decode/score_modifiers.cuh"
+#include "../layout/transform_row.cuh"
 #include "prefill_args.cuh"
 #include "prefill_new_tile.cuh"
 
@@ -30,6 +31,41 @@ struct tile_note {
         return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), static_cast<int>(v.w)};
     }
 };
+
+/// `count` queries of a block from `first` on as half floats, in tiles of `Rows` rows (prefill_tile.cuh),
+/// behind the transform of the keys of `cache`: a warp has a row. Rows that do not exist are zero.
+template <int Dim, int Rows, class Args, class Pair>
+__device__ __forceinline__ void load_turned_rows(const Args& a, const prefill_block& block, int first,
+                                                 int count, std::uint32_t to, int thread, int threads,
+                                                 const cache_ref<Pair>& cache) {
+    constexpr int N = token_numbers<Dim>;
+    const int lane = thread % 32;
+#pragma unroll 1
+    for (int i = thread / 32; i < count; i += threads / 32) {
+        const int row = block.first_row + first + i, held = kvq::detail::smaller(row, block.rows - 1);
+        const auto* const from =
+            a.q.at(block.start + held / a.group, block.kv_head * a.group + held % a.group);
+        float x[N];
+        bool odd = false;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const int c = k * 32 + lane;
+            x[k] = c < Dim && row < block.rows ? to_float(from[c]) : 0.0f;
+            odd = odd || !kvq::detail::is_finite(x[k]);
+        }
+        odd = __any_sync(~0u, odd);  // a row whose q is not finite is NaN
+        transform_row<token_channels, Dim>(x, transform_of<tensor::key>(cache), block.kv_head);
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const int c = k * 32 + lane;
+            if (c < Dim)
+                store_half_word(to + static_cast<std::uint32_t>(i / Rows * (Rows * Dim * 2)) +
+                                    octet_offset<Rows>(i % Rows, c / 8) +
+                                    static_cast<std::uint32_t>(c % 8 * 2),
+                                odd ? std::uint16_t{0x7fff} : to_half(x[k]));
+        }
+    }
+}
 
 /// `count` queries of a block from `first` on as half floats, in tiles of `Rows` rows (prefill_tile.cuh).
 /// Rows that do not exist are zero.
@@ -57,6 +93,25 @@ __device__ __forceinline__ void load_query_rows(const Args& a, const prefill_blo
         load(std::true_type{});
     else
         load(std::false_type{});
+}
+
+/// Outputs of a thread's two rows to where values are behind a transform, or back.
+template <int Dim, class Pair, bool Back>
+__device__ __forceinline__ void turn_outputs(float (&o)[Dim / 2], const cache_ref<Pair>& cache, int head) {
+    using channels = row_layout<1, 2, 0>;
+    static_for<2>([&](auto number) {
+        constexpr int r = decltype(number)::value;
+        float x[Dim / 4];
+#pragma unroll
+        for (int i = 0; i < Dim / 4; ++i) x[i] = o[i / 2 * 4 + 2 * r + i % 2];
+        const device_transform& t = transform_of<tensor::value>(cache);
+        if constexpr (Back)
+            restore_row<channels, Dim, float>(x, t, head);
+        else
+            transform_row<channels, Dim, float>(x, t, head);
+#pragma unroll
+        for (int i = 0; i < Dim / 4; ++i) o[i / 2 * 4 + 2 * r + i % 2] = x[i];
+    });
 }
 
 /// Two rows of a thread: g and g + 8 of its warp's 16.

@@ -215,7 +215,9 @@ struct cell_batch {
     // Whose are the parameters: the rows' or the columns'?
     static constexpr bool row_parameters = !full && key == traits::token_parameters;
     static constexpr bool column_parameters = !full && !row_parameters;
-    static constexpr bool token_scales = !key && !std::is_same_v<typename traits::token_scale_type, void>;
+    static constexpr bool has_token_scales = !std::is_same_v<typename traits::token_scale_type, void>;
+    static constexpr bool token_scales = !key && has_token_scales;  // of columns
+    static constexpr bool row_token_scales = key && has_token_scales;
     static constexpr bool has_table = column_parameters || token_scales;
     static constexpr int tables = key && page == 16 ? 2 : 1;  // rows of two pages
     /// Cells below each other whose columns have the same parameters.
@@ -254,7 +256,7 @@ struct cell_batch {
     std::uint32_t word[count][words];
     [[no_unique_address]] std::conditional_t<row_parameters, set_type[count][parts], nothing> of_rows;
     [[no_unique_address]] std::conditional_t<column_parameters, set_type[sets][tables], nothing> of_columns;
-    std::uint32_t token_scale;
+    std::uint32_t token_scale[row_token_scales ? count : 1];
 
     /// Asks for the parameters of (token, channel).
     template <class Set, class Block>
@@ -301,14 +303,9 @@ struct cell_batch {
                                  source.block(source.page(tile, token_in_tile), token_in_tile),
                                  (tile.first + token_in_tile) % page, key ? column + lane : row);
                     }
+            if constexpr (row_token_scales) token_scale[i] = stored_token_scale(source, tile, row + lane);
         }
-        if constexpr (token_scales) {
-            constexpr int width = parameter_width<typename traits::token_scale_type>;
-            const auto block = source.block(source.page(tile, column + lane), column + lane);
-            token_scale = block.from(static_cast<std::size_t>((tile.first + column + lane) % page * width))
-                              .template get<width>(
-                                  static_cast<int>(typename S::layout_type{}.token_scale_offset(shape)));
-        }
+        if constexpr (token_scales) token_scale[0] = stored_token_scale(source, tile, column + lane);
     }
 
     /// Dequantizes the cells that were fetched to the tile at `to`; `table`: of this warp.
@@ -367,6 +364,25 @@ struct cell_batch {
 
 private:
     template <class Source>
+    __device__ __forceinline__ static std::uint32_t stored_token_scale(const Source& source,
+                                                                       const tile_tokens& tile, int token) {
+        constexpr int width = parameter_width<typename traits::token_scale_type>;
+        return source.block(source.page(tile, token), token)
+            .from(static_cast<std::size_t>((tile.first + token) % page * width))
+            .template get<width>(static_cast<int>(typename S::layout_type{}.token_scale_offset(shape)));
+    }
+    __device__ __forceinline__ static std::uint16_t half_token_scale(std::uint32_t stored) {
+        using token_scale_type = typename traits::token_scale_type;
+        float scale;
+        if constexpr (std::is_same_v<token_scale_type, byte_params>)
+            scale = kvq::detail::token_scale_float::value(stored);
+        else if constexpr (sizeof(token_scale_type) == 2)
+            scale = unpack_half<token_scale_type, 0>(stored);
+        else
+            scale = __uint_as_float(stored);
+        return to_half(scale);
+    }
+    template <class Source>
     __device__ __forceinline__ void fetch_words(const Source& source, const tile_tokens& tile, int row,
                                                 int column, int lane, int i) {
 #pragma unroll
@@ -406,17 +422,7 @@ private:
                 if constexpr (traits::has_bias) store_half_word(at + 64, h.bias);
                 if constexpr (has_low) store_half_word(at + 128, h.low);
             }
-            if constexpr (token_scales) {
-                using token_scale_type = typename traits::token_scale_type;
-                float scale;
-                if constexpr (std::is_same_v<token_scale_type, byte_params>)
-                    scale = kvq::detail::token_scale_float::value(token_scale);
-                else if constexpr (sizeof(token_scale_type) == 2)
-                    scale = unpack_half<token_scale_type, 0>(token_scale);
-                else
-                    scale = __uint_as_float(token_scale);
-                store_half_word(at + 192, to_half(scale));
-            }
+            if constexpr (token_scales) store_half_word(at + 192, half_token_scale(token_scale[0]));
         }
     }
     /// What the columns of an octet share.
@@ -497,6 +503,8 @@ private:
                 else
                     x[k] = multiply_halves(code, s[k]);
                 if constexpr (token_scales) x[k] = multiply_halves(x[k], f[k]);
+                if constexpr (row_token_scales)
+                    x[k] = multiply_halves(x[k], twice(half_token_scale(token_scale[i])));
             }
         }
         if (!key &&

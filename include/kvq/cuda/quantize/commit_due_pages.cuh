@@ -29,8 +29,13 @@ struct committed_layer {
     const std::uint16_t* key_plans;
     const float* key_feedback;
 };
+/// The same behind transforms.
+struct turned_layer : committed_layer {
+    device_transform keys, values;
+};
 /// Layers of a launch: as many as its parameters have room for.
-inline constexpr int most_layers = 64;
+template <class Pair>
+inline constexpr int most_layers = pair_turns<Pair> ? 24 : 64;
 
 template <class Quantized, class Window>
 struct commit_args {
@@ -39,7 +44,7 @@ struct commit_args {
     int layers, recent, new_tokens;
     const int* counts;
     unsigned* not_finite;  // of every layer
-    committed_layer memory[most_layers];
+    std::conditional_t<pair_turns<Quantized>, turned_layer, committed_layer> memory[most_layers<Quantized>];
 };
 
 /// The page of a sequence that is due, or -1.
@@ -86,13 +91,15 @@ __global__ void __launch_bounds__(page_quantizer<Quantized>::threads,
             const int i = static_cast<int>(job % jobs_of_page), sequence = due_sequences[job / jobs_of_page];
             const bool keys = i >= jobs_of_page / 2;
             const int layer = i / heads % a.layers, head = i % heads, page = page_due(a, sequence);
-            const committed_layer& memory = a.memory[layer];
+            const auto& memory = a.memory[layer];
             cache_ref<Quantized> to = a.quantized;
             cache_ref<Window> from = a.window;
             to.key_pages = memory.key_pages;
             to.value_pages = memory.value_pages;
             to.key_plans = memory.key_plans;
             to.key_feedback = memory.key_feedback;
+            if constexpr (has_transform<typename Quantized::keys>) to.own_keys.transform = memory.keys;
+            if constexpr (has_transform<typename Quantized::values>) to.own_values.transform = memory.values;
             from.key_pages = memory.window_keys;
             from.value_pages = memory.window_values;
             const int from_page = from.block_table[from.table_entry(sequence, page % from.table_columns)],
@@ -172,7 +179,8 @@ status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
         code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (code != cudaSuccess) return detail::runtime_error(code, "asking for the device");
     using quantizer = detail::page_quantizer<coded>;
-    for (std::size_t first = 0; first < quantized.size(); first += detail::most_layers) {
+    constexpr int most_layers = detail::most_layers<coded>;
+    for (std::size_t first = 0; first < quantized.size(); first += most_layers) {
         detail::commit_args<coded, read> a{detail::as_pair<coded>(quantized[0]),
                                            detail::as_pair<read>(window[0]),
                                            0,
@@ -181,10 +189,16 @@ status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
                                            counts,
                                            not_finite == nullptr ? nullptr : not_finite + first,
                                            {}};
-        for (std::size_t i = first; i < quantized.size() && a.layers < detail::most_layers; ++i)
-            a.memory[a.layers++] = {quantized[i].key_pages, quantized[i].value_pages,
-                                    window[i].key_pages,    window[i].value_pages,
-                                    quantized[i].key_plans, quantized[i].key_feedback};
+        for (std::size_t i = first; i < quantized.size() && a.layers < most_layers; ++i) {
+            auto& memory = a.memory[a.layers++];
+            static_cast<detail::committed_layer&>(memory) = {
+                quantized[i].key_pages, quantized[i].value_pages, window[i].key_pages,
+                window[i].value_pages,  quantized[i].key_plans,   quantized[i].key_feedback};
+            if constexpr (detail::has_transform<typename coded::keys>)
+                memory.keys = quantized[i].own_keys.transform;
+            if constexpr (detail::has_transform<typename coded::values>)
+                memory.values = quantized[i].own_values.transform;
+        }
         const long long jobs = 2LL * a.layers * window[0].kv_heads * window[0].sequences,
                         resident = static_cast<long long>(multiprocessors) * (1024 / quantizer::threads);
         const dim3 blocks(static_cast<unsigned>(kvq::detail::smaller(jobs, resident)));

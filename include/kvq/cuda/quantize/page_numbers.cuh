@@ -5,10 +5,12 @@
 //
 // Rows start 4 banks apart, so that lanes that read four tokens each of neighbouring channels meet no
 // conflict, nor do lanes that read one token each of one channel.
-// Contract: numbers are those that the page dequantizes to; all threads of a block take part.
+// Contract: numbers are those that the page dequantizes to, before the transform of its format is undone
+// (turn_tokens); all threads of a block take part.
 #pragma once
 
 #include "../layout/block_access.cuh"
+#include "../layout/transform_row.cuh"
 #include "../layout/warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
@@ -71,6 +73,56 @@ __device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int pag
             put(channel, token, x, 1);
         }
     }
+}
+
+/// Do the numbers of a token change together on the way from one format to another?
+template <tensor Role, class From, class To>
+inline constexpr bool turns = has_transform<scheme_of<Role, From>> || has_transform<scheme_of<Role, To>>;
+
+/// What turn_tokens has met.
+struct odd_numbers {
+    unsigned not_finite = 0;  // this thread's count, of what the source dequantizes to
+    bool dirty = false;       // is a number that is to be quantized not finite?
+};
+/// Numbers in shared memory, at[channel * stride + slot(token)], all channels of the page: undoes the
+/// transform of `from`, makes zeros of what is not finite and applies the transform of `to`. Then
+/// put(number, is it finite?) of a channel goes to place(channel). A warp has a token.
+template <int Threads, tensor Role, class From, class To, class Slot, class Place, class Put>
+__device__ __forceinline__ odd_numbers turn_tokens(const cache_ref<From>& from, const cache_ref<To>& to,
+                                                   int head, float* at, int stride, const Slot& slot,
+                                                   const Place& place, const Put& put) {
+    constexpr int dim = dim_of<Role, To>, N = token_numbers<dim>;
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    odd_numbers odd;
+#pragma unroll 1
+    for (int t = static_cast<int>(threadIdx.x) / warp_size; t < To::page_tokens; t += Threads / warp_size) {
+        float* const token = at + slot(t);
+        float x[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            x[i] = i * warp_size + lane < dim ? token[(i * warp_size + lane) * stride] : 0.0f;
+        __syncwarp();
+        if constexpr (has_transform<scheme_of<Role, From>>)
+            restore_row<token_channels, dim>(x, transform_of<Role>(from), head);
+        if constexpr (has_transform<scheme_of<Role, To>>) {
+#pragma unroll
+            for (float& number : x)
+                if (!kvq::detail::is_finite(number)) {
+                    ++odd.not_finite;
+                    number = 0.0f;
+                }
+            transform_row<token_channels, dim>(x, transform_of<Role>(to), head);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            if (i * warp_size + lane < dim) {
+                const bool finite = kvq::detail::is_finite(x[i]);
+                odd.dirty = odd.dirty || !finite;
+                if (!has_transform<scheme_of<Role, To>>) odd.not_finite += !finite;
+                token[place(i * warp_size + lane) * stride] = put(x[i], finite);
+            }
+    }
+    return odd;
 }
 
 }}}  // namespace kvq::cuda::detail

@@ -29,8 +29,8 @@ inline constexpr bool numbers_fit = [] {
         return false;
 }();
 
-/// Threads of a block that quantizes one head of a page, and the shared memory that it takes.
-template <class To>
+/// Threads of a block that quantizes one head of a page, and the shared memory that it takes for pages of From.
+template <class To, class From = To>
 struct page_quantizer {
     static constexpr bool grids = codes_grids<typename To::keys> || codes_grids<typename To::values>;
     static constexpr int values = To::page_tokens * larger(To::head_dim, To::value_dim);
@@ -39,12 +39,16 @@ struct page_quantizer {
     static constexpr int bytes_of() {
         if constexpr (codes_grids<scheme_of<Role, To>>)
             return grid_memory<To, Role>::bytes;
-        else if constexpr (codes_ranges<scheme_of<Role, To>>)
+        else if constexpr (numbers_fit<scheme_of<Role, To>, Role, To>)
             return composed_memory<To, Role>::bytes;
         else
-            return 0;
+            return turns<Role, From, To> ? 4 * dim_of<Role, To> * numbers_stride(To::page_tokens) : 0;
     }
     static constexpr int shared_bytes = larger(bytes_of<tensor::key>(), bytes_of<tensor::value>());
+    static_assert(
+        shared_bytes <= common_budget<To>,
+        "kvq::cuda: a transform needs all channels of a page in shared memory: pages of fewer tokens "
+        "have room");
 };
 
 /// Codes the K or V block of one head of page `to` from page `from`. All threads of a block.
@@ -62,7 +66,7 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
         } else {
             constexpr block_shape shape = shape_of<Role, From>;
             std::byte* const block = target.template block<Role>(to, head);
-            if constexpr (numbers_fit<S, Role, To>) {
+            if constexpr (numbers_fit<S, Role, To> || turns<Role, From, To>) {
                 constexpr int stride = numbers_stride(shape.tokens);
                 auto* const numbers = reinterpret_cast<float*>(shared);
                 visit_page<threads, Role>(
@@ -71,9 +75,22 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
                         for (int k = 0; k < static_cast<int>(sizeof(x) / sizeof(float)); ++k)
                             if (k < n) numbers[channel * stride + token + k] = x[k];
                     });
-                count = quantize_block<S, threads>(
-                    shape, block, [&](int token, int channel) { return numbers[channel * stride + token]; },
-                    reinterpret_cast<float2*>(shared + composed_memory<To, Role>::parameters));
+                odd_numbers odd;
+                if constexpr (turns<Role, From, To>) {
+                    __syncthreads();
+                    odd = turn_tokens<threads, Role>(
+                        source, target, head, numbers, stride, [](int token) { return token; },
+                        [](int channel) { return channel; }, [](float x, bool) { return x; });
+                    __syncthreads();
+                }
+                const auto number = [&](int token, int channel) { return numbers[channel * stride + token]; };
+                if constexpr (numbers_fit<S, Role, To>)
+                    count = quantize_block<S, threads>(
+                        shape, block, number,
+                        reinterpret_cast<float2*>(shared + composed_memory<To, Role>::parameters));
+                else
+                    count = quantize_block<S, threads>(shape, block, number, nullptr);
+                if constexpr (has_transform<S>) count = odd.not_finite;
             } else {
                 count = quantize_block<S, threads>(
                     shape, block,
@@ -176,9 +193,9 @@ __global__ void commit_tables_kernel(const __grid_constant__ cache_ref<From> win
 }
 
 /// Lets a kernel take the shared memory that quantizing to `To` needs.
-template <class To, class Kernel>
+template <class To, class From = To, class Kernel>
 status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
-    constexpr int bytes = page_quantizer<To>::shared_bytes;
+    constexpr int bytes = page_quantizer<To, From>::shared_bytes;
     if constexpr (bytes > default_shared_memory) {
         const cudaError_t code =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -205,12 +222,23 @@ __global__ void dequantize_kernel(const __grid_constant__ cache_ref<Pair> cache,
         const int page = cache.block_table[cache.table_entry(b, t / Pair::page_tokens)];
         if (page < 0) continue;
         const int in_page = t % Pair::page_tokens, at = starts[b] + cache.first_token + t;
-        if (keys.data)
-            for (int c = lane; c < Pair::head_dim; c += warp_size)
-                keys.at(at, head)[c] = T(read_value<tensor::key>(cache, page, head, in_page, c));
-        if (values.data)
-            for (int c = lane; c < Pair::value_dim; c += warp_size)
-                values.at(at, head)[c] = T(read_value<tensor::value>(cache, page, head, in_page, c));
+        const auto write = [&]<tensor Role>(std::integral_constant<tensor, Role>, const token_view<T>& to) {
+            if (!to.data) return;
+            constexpr int dim = dim_of<Role, Pair>, N = token_numbers<dim>;
+            float x[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const int c = i * warp_size + lane;
+                x[i] = c < dim ? read_value<Role>(cache, page, head, in_page, c) : 0.0f;
+            }
+            if constexpr (has_transform<scheme_of<Role, Pair>>)
+                restore_row<token_channels, dim>(x, transform_of<Role>(cache), head);
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (i * warp_size + lane < dim) to.at(at, head)[i * warp_size + lane] = T(x[i]);
+        };
+        write(std::integral_constant<tensor, tensor::key>{}, keys);
+        write(std::integral_constant<tensor, tensor::value>{}, values);
     }
 }
 
@@ -240,9 +268,9 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
     if (from == nullptr || to == nullptr) return detail::bad_value("the lists of pages are null pointers");
     using read = detail::read_pair<From>;
     using quantized = detail::quantized_pair<To>;
-    using coder = detail::page_quantizer<quantized>;
+    using coder = detail::page_quantizer<quantized, read>;
     auto* const kernel = detail::requantize_kernel<read, quantized>;
-    if (status s = detail::allow_shared_memory<quantized>(kernel); !s) return s;
+    if (status s = detail::allow_shared_memory<quantized, read>(kernel); !s) return s;
     const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(source.kv_heads), 2);
     return detail::launch("launching requantization", detail::overlap::no, kernel, grid, coder::threads,
                           coder::shared_bytes, stream, detail::as_pair<read>(source),

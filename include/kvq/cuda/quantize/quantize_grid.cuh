@@ -28,6 +28,7 @@ public:
     __device__ __forceinline__ grid_encoder(const cache_ref<From>& source, int from,
                                             const cache_ref<To>& target, int to, int head, std::byte* shared)
         : source_(source),
+          target_(target),
           from_(from),
           head_(head),
           block_(target.template block<Role>(to, head)),
@@ -170,6 +171,26 @@ private:
             __syncthreads();
         }
         unsigned bad = 0;
+        if constexpr (turns<Role, From, To>) {
+            static_assert(
+                memory::whole,
+                "kvq::cuda: a transform needs all channels of a page in shared memory: pages of fewer "
+                "tokens have room");
+            visit_page<Threads, Role>(source_, from_, head_,
+                                      [&](int channel, int token, const auto& x, int n) {
+                                          for (int k = 0; k < n; ++k)
+                                              to[channel * stride + axis().slot(token + k)] = x[k];
+                                      });
+            __syncthreads();
+            const odd_numbers odd = turn_tokens<Threads, Role>(
+                source_, target_, head_, to, stride, [](int token) { return axis().slot(token); },
+                [this](int channel) { return place_of(channel); },
+                [](float x, bool finite) {
+                    return finite ? kvq::detail::bound_magnitude(x) : Zeroed ? 0.0f : x;
+                });
+            if (counts) not_finite_ += odd.not_finite;
+            return __syncthreads_or(odd.dirty) != 0;
+        }
         visit_page<Threads, Role>(source_, from_, head_, [&](int channel, int token, const auto& x, int n) {
             constexpr int N = sizeof(x) / sizeof(float);
             const int place = place_of(channel) - first;
@@ -461,6 +482,7 @@ private:
     }
 
     const cache_ref<From>& source_;
+    const cache_ref<To>& target_;
     int from_, head_;
     std::byte* block_;
     std::byte* shared_;

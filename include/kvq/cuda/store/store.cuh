@@ -9,9 +9,11 @@
 // sequence, each warp takes one. 32 tokens that fill 32 slots in a row are quantized as a tile, others one by
 // one (store_tile.cuh, store_token.cuh); only the bits of their own codes are changed, so tokens of a call
 // may share bytes.
+// Tokens behind a transform are stored one by one, a head by a warp.
 // Contract: a page whose slots have all been written holds the bytes that the CPU writes for the same tokens.
 #pragma once
 
+#include "../layout/transform_row.cuh"
 #include "store_token.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -224,6 +226,54 @@ __device__ __forceinline__ void store_few(const store_tensor<T>& x, int tokens, 
     if (bad && not_finite) atomicAdd(not_finite, bad);
 }
 
+/// Behind a transform of keys or values: a warp stores one head of one token.
+template <class Pair, class T>
+__global__ void __launch_bounds__(store_threads)
+    store_turned_kernel(const __grid_constant__ cache_ref<Pair> cache, const store_tensor<T> k,
+                        const store_tensor<T> v, const long long* mapping, unsigned* not_finite, int tokens) {
+    __shared__ __align__(16) float turned[store_warps][round_up(larger(Pair::head_dim, Pair::value_dim), 4)];
+    launch_dependents();
+    wait_for_predecessor();
+    const int warp = static_cast<int>(threadIdx.x) / warp_size,
+              lane = static_cast<int>(threadIdx.x) % warp_size;
+    const int token = static_cast<int>(blockIdx.x) * store_warps + warp, head = static_cast<int>(blockIdx.y);
+    const long long slot = slot_of(mapping, tokens, token);
+    if (slot < 0) return;
+    const int page = static_cast<int>(slot / Pair::page_tokens),
+              at = static_cast<int>(slot % Pair::page_tokens);
+    unsigned bad = 0;
+    const auto go = [&]<tensor Role>(std::integral_constant<tensor, Role>, const store_tensor<T>& x) {
+        std::byte* const block = x.template block<Role, Pair>(page, head);
+        const T* const from = x.at(token, head);
+        if constexpr (has_transform<scheme_of<Role, Pair>>) {
+            constexpr int dim = dim_of<Role, Pair>, N = token_numbers<dim>;
+            float numbers[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const int c = i * warp_size + lane;
+                numbers[i] = c < dim ? to_float(from[c]) : 0.0f;
+                if (!kvq::detail::is_finite(numbers[i])) {
+                    ++bad;
+                    numbers[i] = 0.0f;
+                }
+            }
+            transform_row<token_channels, dim>(numbers, transform_of<Role>(cache), head);
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (i * warp_size + lane < dim) turned[warp][i * warp_size + lane] = numbers[i];
+            __syncwarp();
+            (void)store_token<Role, Pair, float>(turned[warp], block, at);
+        } else {
+            bad += store_token<Role, Pair, T>(from, block, at);
+        }
+    };
+    if (blockIdx.z == 0)
+        go(std::integral_constant<tensor, tensor::key>{}, k);
+    else
+        go(std::integral_constant<tensor, tensor::value>{}, v);
+    if (bad != 0 && not_finite != nullptr) atomicAdd(not_finite, bad);
+}
+
 /// As many thread blocks as possible shall be under way.
 template <class Pair, class T, bool Few>
 __global__ void __launch_bounds__(store_threads, 8)
@@ -273,23 +323,32 @@ status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const t
     if (k.tokens == 0) return {};
     if (k.data == nullptr || v.data == nullptr || mapping == nullptr)
         return detail::bad_value("k, v or mapping is a null pointer");
-    const bool few = k.tokens <= 512;
-    const int groups = kvq::detail::ceil_div(k.tokens, few ? detail::store_warps : 32);
-    // Where there are many blocks, they take two or four heads each: a block loads while it computes, and a
-    // launch takes 0.6 us per 1000 blocks.
-    int heads = cache.kv_heads;  // thread blocks along the heads
-    for (int enough = few ? 512 : 1024;
-         heads % 2 == 0 && cache.kv_heads / heads < (few ? detail::few_heads : 4) && groups * heads >= enough;
-         enough = 4096)
-        heads /= 2;
     const detail::store_tensor<T> keys{cache.key_pages, cache.key_page_bytes, k.data, k.token_stride,
                                        k.head_stride},
         values{cache.value_pages, cache.value_page_bytes, v.data, v.token_stride, v.head_stride};
-    const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads), 2);
-    return detail::launch("launching store", detail::overlap::yes,
-                          few ? detail::store_kernel<coded, T, true> : detail::store_kernel<coded, T, false>,
-                          grid, detail::store_threads, 0, stream, keys, values, mapping, not_finite, k.tokens,
-                          cache.kv_heads);
+    if constexpr (detail::pair_turns<coded>) {
+        const dim3 grid(static_cast<unsigned>(kvq::detail::ceil_div(k.tokens, detail::store_warps)),
+                        static_cast<unsigned>(cache.kv_heads), 2);
+        return detail::launch("launching store", detail::overlap::yes, detail::store_turned_kernel<coded, T>,
+                              grid, detail::store_threads, 0, stream, detail::as_pair<coded>(cache), keys,
+                              values, mapping, not_finite, k.tokens);
+    } else {
+        const bool few = k.tokens <= 512;
+        const int groups = kvq::detail::ceil_div(k.tokens, few ? detail::store_warps : 32);
+        // Where there are many blocks, they take two or four heads each: a block loads while it computes, and a
+        // launch takes 0.6 us per 1000 blocks.
+        int heads = cache.kv_heads;  // thread blocks along the heads
+        for (int enough = few ? 512 : 1024;
+             heads % 2 == 0 && cache.kv_heads / heads < (few ? detail::few_heads : 4) &&
+             groups * heads >= enough;
+             enough = 4096)
+            heads /= 2;
+        const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads), 2);
+        return detail::launch(
+            "launching store", detail::overlap::yes,
+            few ? detail::store_kernel<coded, T, true> : detail::store_kernel<coded, T, false>, grid,
+            detail::store_threads, 0, stream, keys, values, mapping, not_finite, k.tokens, cache.kv_heads);
+    }
 }
 
 }}}  // namespace kvq::cuda
