@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <kvq/attention/query_view.hpp>
+#include <kvq/core/row_view.hpp>
 #include <kvq/core/shape.hpp>
 #include <limits>
 

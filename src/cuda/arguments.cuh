@@ -84,24 +84,17 @@ inline void expect_dtype(const kvq_tensor* x, float_type type, const char* name)
 }
 
 /// Rows of the type of a window, in device memory.
-inline cuda::detail::untyped_view untyped_of(const kvq_tensor* x, float_type type, const char* name) {
+inline input_view input_of(const kvq_tensor* x, float_type type, const char* name) {
     expect_dtype(x, type, name);
-    return with_tensor(x, name, [](const auto& v) { return cuda::detail::untyped_view(v); });
+    return input_of(x, name);
 }
-
-/// Calls use(T{}) for the type of a window.
-template <class Use>
-void with_type(float_type type, Use&& use) {
-    if (type == float_type::fp16)
-        use(float16{});
-    else
-        use(bfloat16{});
+inline query_view query_of(const kvq_tensor* x, float_type type, const char* name) {
+    expect_dtype(x, type, name);
+    return query_of(x, name);
 }
-template <class T>
-token_view<T> view_of(const kvq_tensor* x, const char* name) {
-    return with_tensor(x, name, [&](const auto& v) -> token_view<T> {
-        return {reinterpret_cast<T*>(v.data), v.tokens, v.heads, v.dim, v.token_stride, v.head_stride};
-    });
+inline output_view output_of(const kvq_tensor* x, float_type type, const char* name) {
+    expect_dtype(x, type, name);
+    return output_of(x, name);
 }
 
 inline cuda::attention_options attention_of(const kvq_cuda_attend_options& o) {

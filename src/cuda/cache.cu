@@ -38,8 +38,7 @@ kvq_cuda_sequence* new_sequence(const shared_device& of, Take&& take) {
 }
 
 /// What attention refuses, before a call has appended anything.
-template <class Q, class Out>
-void expect_queries(const device_state& of, const Q& q, const Out& out) {
+void expect_queries(const device_state& of, const query_view& q, const output_view& out) {
     const cache_shape& s = of.cache.shape();
     expect(q.tokens == out.tokens && q.heads == out.heads && q.dim == s.head_dim && out.dim == s.head_dim &&
                q.heads >= 1 && q.heads % s.kv_heads == 0,
@@ -48,8 +47,7 @@ void expect_queries(const device_state& of, const Q& q, const Out& out) {
            " channels");
 }
 
-template <class T>
-void attend_layer(device_state& of, int layer, const token_view<const T>& q, const token_view<T>& out,
+void attend_layer(device_state& of, int layer, const query_view& q, const output_view& out,
                   const cuda::attention_options& a, const kvq_cuda_attend_options& o, cudaStream_t stream) {
     check(of.alibi ? of.cache.attend(layer, q, out, a, stream, cuda::alibi{o.alibi_slopes})
                    : of.cache.attend(layer, q, out, a, stream));
@@ -287,13 +285,10 @@ kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, const kvq
                                  const kvq_tensor* v, void* stream) {
     return guard([&] {
         device_state& of = *get(cache, "cache").state;
-        expect_dtype(k, of.cache.options().type, "k");
-        expect_dtype(v, of.cache.options().type, "v");
+        const auto type = of.cache.options().type;
+        const auto keys = input_of(k, type, "k"), values = input_of(v, type, "v");
         const device_call call(of);
-        with_type(of.cache.options().type, [&]<class T>(T) {
-            check(of.cache.append(layer, view_of<const T>(k, "k"), view_of<const T>(v, "v"),
-                                  stream_of(stream)));
-        });
+        check(of.cache.append(layer, keys, values, stream_of(stream)));
     });
 }
 
@@ -303,8 +298,8 @@ kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq
     return guard([&] {
         device_state& of = *get(cache, "cache").state;
         const kvq_cuda_attend_options o = read_optional(options, "options");
-        expect_dtype(q, of.cache.options().type, "q");
-        expect_dtype(out, of.cache.options().type, "out");
+        const auto queries = query_of(q, of.cache.options().type, "q");
+        const auto to = output_of(out, of.cache.options().type, "out");
         const device_call call(of);
         expect_modifiers(o, of.alibi);
         const int rows = of.step.rows;
@@ -312,10 +307,7 @@ kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq
                " rows of the step");
         kvq::cuda::attention_options a = attention_of(o);
         a.query_tokens = q->tokens / rows;
-        with_type(of.cache.options().type, [&]<class T>(T) {
-            const auto to = view_of<T>(out, "out");
-            attend_layer(of, layer, view_of<const T>(q, "q"), to, a, o, stream_of(stream));
-        });
+        attend_layer(of, layer, queries, to, a, o, stream_of(stream));
     });
 }
 
@@ -325,32 +317,27 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
     return guard([&] {
         device_state& of = *get(cache, "cache").state;
         const kvq_cuda_attend_options o = read_optional(options, "options");
-        expect_dtype(k, of.cache.options().type, "k");
-        expect_dtype(v, of.cache.options().type, "v");
-        expect_dtype(q, of.cache.options().type, "q");
-        expect_dtype(out, of.cache.options().type, "out");
+        const auto type = of.cache.options().type;
+        const auto keys = input_of(k, type, "k"), values = input_of(v, type, "v");
+        const auto queries = query_of(q, type, "q");
+        const auto to = output_of(out, type, "out");
         const device_call call(of);
-        with_type(of.cache.options().type, [&]<class T>(T) {
-            const auto keys = view_of<const T>(k, "k"), values = view_of<const T>(v, "v"),
-                       queries = view_of<const T>(q, "q");
-            const auto to = view_of<T>(out, "out");
-            expect_queries(of, queries, to);
-            if (of.step.prompt) {
-                expect(!of.alibi && o.alibi_slopes == nullptr, KVQ_ERROR_UNSUPPORTED,
-                       "kernels of prompts know no ALiBi: take steps of up to step_tokens tokens");
-                expect(o.ancestors == nullptr, KVQ_ERROR_ARGUMENT, "a prompt has no tree of drafted tokens");
-                return check(
-                    of.cache.prefill(layer, keys, values, queries, to, prefill_of(o), stream_of(stream)));
-            }
-            expect_modifiers(o, of.alibi);
-            expect(queries.tokens == keys.tokens, KVQ_ERROR_ARGUMENT, "q has ", queries.tokens,
-                   " tokens and k ", keys.tokens);
-            kvq::cuda::attention_options a = attention_of(o);
-            a.query_tokens = of.step.new_tokens;
-            a.early = true;  // what it fetches early is older than the launches of append
-            check(of.cache.append(layer, keys, values, stream_of(stream)));
-            attend_layer(of, layer, queries, to, a, o, stream_of(stream));
-        });
+        expect_queries(of, queries, to);
+        if (of.step.prompt) {
+            expect(!of.alibi && o.alibi_slopes == nullptr, KVQ_ERROR_UNSUPPORTED,
+                   "kernels of prompts know no ALiBi: take steps of up to step_tokens tokens");
+            expect(o.ancestors == nullptr, KVQ_ERROR_ARGUMENT, "a prompt has no tree of drafted tokens");
+            return check(
+                of.cache.prefill(layer, keys, values, queries, to, prefill_of(o), stream_of(stream)));
+        }
+        expect_modifiers(o, of.alibi);
+        expect(queries.tokens == keys.tokens, KVQ_ERROR_ARGUMENT, "q has ", queries.tokens, " tokens and k ",
+               keys.tokens);
+        kvq::cuda::attention_options a = attention_of(o);
+        a.query_tokens = of.step.new_tokens;
+        a.early = true;  // what it fetches early is older than the launches of append
+        check(of.cache.append(layer, keys, values, stream_of(stream)));
+        attend_layer(of, layer, queries, to, a, o, stream_of(stream));
     });
 }
 

@@ -28,13 +28,16 @@ __global__ void __launch_bounds__(sink_threads)
     if (threadIdx.x == 0) sum = top + logf(total);
 }
 
-template <class T>
-void add_learned_sinks(const token_view<T>& out, const float* sinks, float* lse, cudaStream_t stream) {
+/// out: of the type of a window.
+inline void add_learned_sinks(const output_view& out, const float* sinks, float* lse, cudaStream_t stream) {
     if (out.tokens == 0 || out.heads == 0) return;
-    check(cuda::detail::launch("launching learned sinks", cuda::detail::overlap::no,
-                               add_learned_sinks_kernel<T>,
-                               dim3(static_cast<unsigned>(out.tokens), static_cast<unsigned>(out.heads)),
-                               sink_threads, 0, stream, out, sinks, lse));
+    const auto add = [&]<class T>(const token_view<T>& rows) {
+        check(cuda::detail::launch(
+            "launching learned sinks", cuda::detail::overlap::no, add_learned_sinks_kernel<T>,
+            dim3(static_cast<unsigned>(rows.tokens), static_cast<unsigned>(rows.heads)), sink_threads, 0,
+            stream, rows, sinks, lse));
+    };
+    out.type == float_type::fp16 ? add(out.as<float16>()) : add(out.as<bfloat16>());
 }
 
 /// What attention by append() and attend() needs for them, and for ALiBi.

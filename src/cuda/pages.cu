@@ -160,7 +160,7 @@ kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_
         static_assert(sizeof(long long) == sizeof(int64_t));
         const kvq::cuda::device_format& of = get(kernels, "kernels").format;
         expect_data(to, "to");
-        const auto keys = untyped_of(k, of.type, "k"), values = untyped_of(v, of.type, "v");
+        const auto keys = input_of(k, of.type, "k"), values = input_of(v, of.type, "v");
         expect_data(slots, "slots");
         expect(
             to->format == nullptr || number_of(of, to->format, "to.format") < 0, KVQ_ERROR_ARGUMENT,
@@ -219,7 +219,7 @@ kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv
         const int number = number_of(of, from->pages.format, "from.format");
         expect(number >= 0, KVQ_ERROR_ARGUMENT,
                "from.format is that of the window: there is nothing to dequantize");
-        const auto keys = untyped_of(k, of.type, "k"), values = untyped_of(v, of.type, "v");
+        const auto keys = output_of(k, of.type, "k"), values = output_of(v, of.type, "v");
         kvq::cuda::detail::layer_view l{};
         l.quantized[number] = {memory_of(of, from->pages, number, kv_heads, "from"),
                                from->table,
@@ -244,7 +244,8 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
         const kvq::cuda::device_format& of = get(kernels, "kernels").format;
         const kvq_cuda_layer given = read_struct(layer, "layer");
         const kvq_cuda_attend_options o = read_optional(options, "options");
-        const auto queries = untyped_of(q, of.type, "q"), to = untyped_of(out, of.type, "out");
+        const auto queries = query_of(q, of.type, "q");
+        const auto to = output_of(out, of.type, "out");
         expect_modifiers(o, false);
         const auto l = view_of_layer(of, given);
         expect(q->tokens % l.sequences == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ",
@@ -253,10 +254,7 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
         a.query_tokens = q->tokens / l.sequences;
         static const kvq::cuda::unmodified plain{};
         check(of.functions->attend(l, queries, to, a, workspace, workspace_bytes, stream_of(stream), &plain));
-        if (o.sink_logits != nullptr)
-            with_type(of.type, [&]<class T>(T) {
-                add_learned_sinks(to.as<T>(), o.sink_logits, o.lse, stream_of(stream));
-            });
+        if (o.sink_logits != nullptr) add_learned_sinks(to, o.sink_logits, o.lse, stream_of(stream));
     });
 }
 
@@ -268,8 +266,9 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
         const kvq::cuda::device_format& of = get(kernels, "kernels").format;
         const kvq_cuda_layer given = read_struct(layer, "layer");
         const kvq_cuda_attend_options o = read_optional(options, "options");
-        const auto keys = untyped_of(k, of.type, "k"), values = untyped_of(v, of.type, "v"),
-                   queries = untyped_of(q, of.type, "q"), to = untyped_of(out, of.type, "out");
+        const auto keys = input_of(k, of.type, "k"), values = input_of(v, of.type, "v");
+        const auto queries = query_of(q, of.type, "q");
+        const auto to = output_of(out, of.type, "out");
         expect_data(starts, "starts");
         expect(o.ancestors == nullptr && o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
                "a prompt has no tree of drafted tokens and no ALiBi");

@@ -1085,6 +1085,7 @@ void check_refusals() {
     refused(c.gpu.append(0, c.rows(c.k, 0, 2), kv, c.stream), "the step has 1 x 1");
     const token_view<const float> other(nullptr, 1, heads, dim);
     refused(c.gpu.append(0, other, other, c.stream), "another type");
+    refused(c.gpu.append(0, kv, other, c.stream), "another type");
     CHECK(c.gpu.append(0, kv, kv, c.stream), "append");
     refused(c.gpu.attend(0, token_view<const float16>(c.q.get(), 1, 3, dim),
                          token_view<float16>(c.out.get(), 1, 3, dim), {}, c.stream),

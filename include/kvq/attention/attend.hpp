@@ -17,8 +17,8 @@
 #include <cmath>
 #include <limits>
 
+#include "../core/row_view.hpp"
 #include "page_choice.hpp"
-#include "query_view.hpp"
 #include "rotary.hpp"
 #include "softmax_state.hpp"
 #include "tile_sessions.hpp"

@@ -10,9 +10,9 @@
 #include <optional>
 
 #include "../attention/masks.hpp"
-#include "../attention/query_view.hpp"
 #include "../attention/score_modifiers.hpp"
 #include "../attention/token_tree.hpp"
+#include "../core/row_view.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 

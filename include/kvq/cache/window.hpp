@@ -6,9 +6,9 @@
 
 #include <cstring>
 
-#include "../attention/query_view.hpp"
 #include "../attention/rotary.hpp"
 #include "../core/float_environment.hpp"
+#include "../core/row_view.hpp"
 #include "../format/format.hpp"
 #include "../page/page.hpp"
 #include "../schemes/full.hpp"

@@ -21,8 +21,8 @@
 #include <utility>
 #include <vector>
 
-#include "../attention/query_view.hpp"
 #include "../cache/requantize.hpp"
+#include "../core/row_view.hpp"
 #include "../quant/calibration.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -62,20 +62,8 @@ public:
     void add_queries(int layer, const query_view& q) {
         if (number_ >= 0) return;
         detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
-        const auto add = [&]<class T>(T) {
-            const auto size = static_cast<std::ptrdiff_t>(sizeof(T));
-            statistics_.add_queries(
-                layer, token_view<const T>(static_cast<const T*>(q.data), q.tokens, q.heads, q.dim,
-                                           q.token_bytes / size, q.head_bytes / size));
-        };
-        switch (q.type) {
-            case float_type::fp32:
-                return add(float{});
-            case float_type::fp16:
-                return add(float16{});
-            case float_type::bf16:
-                return add(bfloat16{});
-        }
+        detail::visit_float_type(q.type,
+                                 [&]<class T>(T) { statistics_.add_queries(layer, q.as<const T>()); });
     }
 
     /// make(const calibration&) -> format: the format of keys. Returns true once it is in use; the first call that finds enough tokens

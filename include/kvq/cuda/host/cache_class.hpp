@@ -4,6 +4,7 @@
 // and sends words that change. Row b of a table is that of the step's sequence b; it stays while the same sequence stands there.
 #pragma once
 
+#include <initializer_list>
 #include <span>
 
 #include "../../page/page_changes.hpp"
@@ -67,10 +68,8 @@ public:
                 cudaStream_t stream);
     /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer, layer 0 first: it also quantizes the pages that leave
     /// the windows of all layers. T: options().type.
-    template <class T>
-    status append(int layer, const token_view<const T>& k, const token_view<const T>& v,
-                  cudaStream_t stream) {
-        if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+    status append(int layer, const input_view& k, const input_view& v, cudaStream_t stream) {
+        if (status s = check_layer(layer, {k.type, v.type}); !s) return s;
         if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
         const int tokens = step_.rows * step_.new_tokens;
         if (k.tokens != tokens || v.tokens != tokens)
@@ -79,59 +78,54 @@ public:
         if (step_.prompt) return append_prompt(layer, k, v, stream);
         if (!step_.draft)
             if (status s = commit_step(layer, stream); !s) return s;
-        return format_.functions->store_new(view(layer), detail::untyped_view(k), detail::untyped_view(v),
-                                            step_.new_tokens, stream);
+        return format_.functions->store_new(view(layer), k, v, step_.new_tokens, stream);
     }
     /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the window, in 16 bit, and quantized pages
     /// as they are, without scratch memory (prefill.cuh). After begin_prompt(). q, out: [new_tokens][q_heads][head_dim].
-    template <class T>
-    status prefill(int layer, const token_view<const T>& k, const token_view<const T>& v,
-                   const token_view<const T>& q, const token_view<T>& out, const prefill_options& options,
-                   cudaStream_t stream) {
-        if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+    status prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
+                   const output_view& out, const prefill_options& options, cudaStream_t stream) {
+        if (status s = check_layer(layer, {k.type, v.type, q.type, out.type}); !s) return s;
         if (!step_.prompt)
             return detail::bad_value("prefill is for the tokens of begin_prompt(): append, then attend");
         if (q.tokens != step_.new_tokens || k.tokens != step_.new_tokens || v.tokens != step_.new_tokens ||
             out.tokens != step_.new_tokens)
             return detail::bad_value("q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d",
                                      q.tokens, k.tokens, v.tokens, out.tokens, step_.new_tokens);
-        if (status s = format_.functions->prefill(
-                view_before_prompt(layer), detail::untyped_view(k), detail::untyped_view(v),
-                detail::untyped_view(q), detail::untyped_view(out), words_.as<int>() + prompt_at() + 2,
-                step_.new_tokens, options, stream);
+        if (status s = format_.functions->prefill(view_before_prompt(layer), k, v, q, out,
+                                                  words_.as<int>() + prompt_at() + 2, step_.new_tokens,
+                                                  options, stream);
             !s)
             return s;
         return append_prompt(layer, k, v, stream);
     }
     /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any number of them, or none, then also
     /// after a begin_step() of one sequence. options.lead says which of them a query sees. Before append().
-    template <class T>
-    status prefill_part(int layer, const token_view<const T>& k, const token_view<const T>& v,
-                        const token_view<const T>& q, const prefill_options& options, cudaStream_t stream) {
-        if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+    status prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
+                        const prefill_options& options, cudaStream_t stream) {
+        if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
         if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
             return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens",
                                      step_.rows, k.tokens, step_.prompt ? step_.new_tokens : 0);
-        return format_.functions->prefill(
-            step_.prompt ? view_before_prompt(layer) : view(layer), detail::untyped_view(k),
-            detail::untyped_view(v), detail::untyped_view(q),
-            detail::untyped_view(token_view<const T>(nullptr, q.tokens, q.heads, q.dim)), nullptr, q.tokens,
-            options, stream);
+        const auto nowhere = kvq::detail::visit_float_type(q.type, [&]<class T>(T) -> output_view {
+            return token_view<T>(nullptr, q.tokens, q.heads, q.dim);
+        });
+        return format_.functions->prefill(step_.prompt ? view_before_prompt(layer) : view(layer), k, v, q,
+                                          nowhere, nullptr, q.tokens, options, stream);
     }
     /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch.
     /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim. Score: that of make_scored_format().
-    template <class T, class Score = unmodified>
-    status attend(int layer, const token_view<const T>& q, const token_view<T>& out,
-                  attention_options options, cudaStream_t stream, const Score& score = {}) {
-        if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+    template <class Score = unmodified>
+    status attend(int layer, const query_view& q, const output_view& out, attention_options options,
+                  cudaStream_t stream, const Score& score = {}) {
+        if (status s = check_layer(layer, {q.type, out.type}); !s) return s;
         if (format_.functions->score != detail::score_mark::of<Score>())
             return detail::bad_value(
                 "the cache was opened with kernels for another score modifier: add make_scored_format<its "
                 "type, ...>()");
         if (step_.prompt) options.early = false;  // pages were requantized right before
         if (options.drafted == 0) options.drafted = step_.draft;
-        return format_.functions->attend(view(layer), detail::untyped_view(q), detail::untyped_view(out),
-                                         options, workspace_.as<>(), workspace_.bytes(), stream, &score);
+        return format_.functions->attend(view(layer), q, out, options, workspace_.as<>(), workspace_.bytes(),
+                                         stream, &score);
     }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the capture: it depends on the
     /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
@@ -252,16 +246,17 @@ private:
         if (is_here(id)) return {};
         return detail::bad_value("sequence %d is not one of this cache, or was freed", id.index);
     }
-    status check_layer(int layer, float_type type) const {
+    status check_layer(int layer, std::initializer_list<float_type> types) const {
         if (!step_.begun)
             return detail::bad_value("no step has begun since the sequences of the cache were changed");
         if (layer < 0 || layer >= shape_.layers)
             return detail::bad_value("layer %d is not among the %d layers of the cache", layer,
                                      shape_.layers);
-        if (type != format_.type)
-            return detail::bad_value(
-                "the cache takes another type; open it with options.type, and add make_device_format<that "
-                "type, ...>()");
+        for (const float_type type : types)
+            if (type != format_.type)
+                return detail::bad_value(
+                    "the cache takes another type; open it with options.type, and add "
+                    "make_device_format<that type, ...>()");
         return {};
     }
     status check_batch(std::span<const sequence_id> ids, bool holes);
@@ -285,15 +280,10 @@ private:
     void grow_row(int b, sequence_id id, int new_tokens, bool draft, detail::word_writer& to);
     status send_step(std::span<const sequence_id> batch, int new_tokens, bool draft, cudaStream_t stream);
     void empty_row(int b, detail::word_writer& to);
-    status append_prompt(int layer, const detail::untyped_view& k, const detail::untyped_view& v,
+    status append_prompt(int layer, const detail::input_rows& k, const detail::input_rows& v,
                          cudaStream_t stream);
     /// Quantizes what leaves the windows of a step, in all layers, with layer 0.
     status commit_step(int layer, cudaStream_t stream);
-    template <class T>
-    status append_prompt(int layer, const token_view<const T>& k, const token_view<const T>& v,
-                         cudaStream_t stream) {
-        return append_prompt(layer, detail::untyped_view(k), detail::untyped_view(v), stream);
-    }
     /// Does going from one format to another make pages smaller, and neither K nor V larger?
     bool shrinks(int from, int to) const noexcept {
         const device_format::kind &a = format_.kinds[static_cast<std::size_t>(from)],

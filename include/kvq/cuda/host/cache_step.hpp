@@ -254,15 +254,13 @@ inline status cache::commit_step(int layer, cudaStream_t stream) {
     return {};
 }
 
-inline status cache::append_prompt(int layer, const detail::untyped_view& k, const detail::untyped_view& v,
+inline status cache::append_prompt(int layer, const detail::input_rows& k, const detail::input_rows& v,
                                    cudaStream_t stream) {
     const detail::layer_view l = view(layer);
     const detail::prompt_ranges& r = step_.ranges;
-    const std::size_t size = size_of(format_.type);
-    const auto slice = [&](const detail::untyped_view& x, int first, int count) {
-        detail::untyped_view part = x;
-        part.data = static_cast<const std::byte*>(x.data) +
-                    first * x.token_stride * static_cast<std::ptrdiff_t>(size);
+    const auto slice = [&](const detail::input_rows& x, int first, int count) {
+        detail::input_rows part = x;
+        part.data = x.at(first, 0);
         part.tokens = count;
         return part;
     };

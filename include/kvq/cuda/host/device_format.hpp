@@ -13,8 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "../../core/float_type.hpp"
-#include "../../core/token_view.hpp"
+#include "../../core/row_view.hpp"
 #include "../../quant/calibration.hpp"
 #include "../decode/attention_options.hpp"
 #include "../layout/page_cuts.hpp"
@@ -84,25 +83,9 @@ private:
     const char* mark_;
 };
 
-/// Rows of T that the caller of a device_format has checked the type of.
-struct untyped_view {
-    const void* data;
-    int tokens, heads, dim;
-    std::ptrdiff_t token_stride, head_stride;
-
-    template <class T>
-    explicit untyped_view(const token_view<T>& v) noexcept
-        : data(v.data),
-          tokens(v.tokens),
-          heads(v.heads),
-          dim(v.dim),
-          token_stride(v.token_stride),
-          head_stride(v.head_stride) {}
-    template <class T>
-    token_view<T> as() const noexcept {
-        return {static_cast<T*>(const_cast<void*>(data)), tokens, heads, dim, token_stride, head_stride};
-    }
-};
+/// Rows of T of a device_format, whose caller has checked the type.
+using input_rows = kvq::detail::row_view<const void>;
+using output_rows = kvq::detail::row_view<void>;
 
 /// What keys that were made from statistics need on the device: [layers][kv_heads] plans and matrices, or nothing.
 struct key_state {
@@ -120,22 +103,21 @@ struct device_functions {
     status (*commit)(std::span<const layer_view>, int target, int new_tokens, const int* counts,
                      cudaStream_t);
     status (*keep)(const keep_args&, int sequences, int layers, cudaStream_t);
-    status (*store_new)(const layer_view&, const untyped_view& k, const untyped_view& v, int new_tokens,
+    status (*store_new)(const layer_view&, const input_rows& k, const input_rows& v, int new_tokens,
                         cudaStream_t);
-    status (*store)(const layer_view&, const layer_memory&, bool sinks, const untyped_view& k,
-                    const untyped_view& v, const long long* slot_list, cudaStream_t);
+    status (*store)(const layer_view&, const layer_memory&, bool sinks, const input_rows& k,
+                    const input_rows& v, const long long* slot_list, cudaStream_t);
     /// from: a format of this entry, or -1 for 16-bit pages in window_pages.
     status (*requantize)(const layer_view&, int from, const layer_memory& window_pages, int to,
                          const int* from_pages, const int* to_pages, int count, cudaStream_t);
     /// Tokens of format `part` to rows starts[sequence] + token; no sinks, no plans.
-    status (*dequantize)(const layer_view&, int part, const untyped_view& keys, const untyped_view& values,
+    status (*dequantize)(const layer_view&, int part, const output_rows& keys, const output_rows& values,
                          const int* starts, cudaStream_t);
-    status (*attend)(const layer_view&, const untyped_view& q, const untyped_view& out,
-                     const attention_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t,
-                     const void* score);
+    status (*attend)(const layer_view&, const input_rows& q, const output_rows& out, const attention_options&,
+                     void* workspace, std::size_t workspace_bytes, cudaStream_t, const void* score);
     /// Sequences as they are before their new tokens. starts: [sequences + 1], device memory.
-    status (*prefill)(const layer_view&, const untyped_view& k, const untyped_view& v, const untyped_view& q,
-                      const untyped_view& out, const int* starts, int new_tokens, const prefill_options&,
+    status (*prefill)(const layer_view&, const input_rows& k, const input_rows& v, const input_rows& q,
+                      const output_rows& out, const int* starts, int new_tokens, const prefill_options&,
                       cudaStream_t);
     score_mark score;
     std::size_t (*workspace_bytes)(int group, int query_tokens);

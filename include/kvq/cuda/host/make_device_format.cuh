@@ -140,13 +140,13 @@ struct device_table {
     static status keep(const keep_args& a, int sequences, int layers, cudaStream_t stream) {
         return keep_tokens<window_pair, sinks_pair>(a, sequences, layers, stream);
     }
-    static status store_new(const layer_view& l, const untyped_view& k, const untyped_view& v, int new_tokens,
+    static status store_new(const layer_view& l, const input_rows& k, const input_rows& v, int new_tokens,
                             cudaStream_t stream) {
         return store_new_tokens(window(l), sinks(l), k.as<const T>(), v.as<const T>(), new_tokens, nullptr,
                                 stream);
     }
-    static status store(const layer_view& l, const layer_memory& pages, bool in_sinks, const untyped_view& k,
-                        const untyped_view& v, const long long* slot_list, cudaStream_t stream) {
+    static status store(const layer_view& l, const layer_memory& pages, bool in_sinks, const input_rows& k,
+                        const input_rows& v, const long long* slot_list, cudaStream_t stream) {
         if (in_sinks)
             return cuda::store(ref<sinks_pair>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
                                slot_list, nullptr, stream);
@@ -169,21 +169,21 @@ struct device_table {
             });
         });
     }
-    static status dequantize(const layer_view& l, int part, const untyped_view& keys,
-                             const untyped_view& values, const int* starts, cudaStream_t stream) {
+    static status dequantize(const layer_view& l, int part, const output_rows& keys,
+                             const output_rows& values, const int* starts, cudaStream_t stream) {
         return with_pair(part, [&]<class Pair>(std::type_identity<Pair>) {
             return dequantize_tokens(quantized<Pair>(l, part, l.quantized[part].table), keys.as<T>(),
                                      values.as<T>(), starts, stream);
         });
     }
-    static status attend(const layer_view& l, const untyped_view& q, const untyped_view& out,
+    static status attend(const layer_view& l, const input_rows& q, const output_rows& out,
                          const attention_options& options, void* workspace, std::size_t bytes,
                          cudaStream_t stream, const void* score) {
         return cuda::attend<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace, bytes,
                                stream, *static_cast<const Score*>(score));
     }
-    static status prefill(const layer_view& l, const untyped_view& k, const untyped_view& v,
-                          const untyped_view& q, const untyped_view& out, const int* starts, int new_tokens,
+    static status prefill(const layer_view& l, const input_rows& k, const input_rows& v, const input_rows& q,
+                          const output_rows& out, const int* starts, int new_tokens,
                           const prefill_options& options, cudaStream_t stream) {
         constexpr const char* reason = no_prefill<window_pair, Pairs...>;
         if constexpr (reason == nullptr)

@@ -1,5 +1,6 @@
 // The rows that a step reads (keys, values, queries) and writes (outputs), in the float type of the engine: float, float16
-// or bfloat16. Any token_view converts to these views. The type is known only at run time, so that kernels are compiled once.
+// or bfloat16, in host or device memory. Any token_view converts to these views. The type is known only at run time, so that kernels are
+// compiled once.
 //
 //   query = float(q)     out = T(output), rounded once
 //
@@ -8,8 +9,8 @@
 
 #include <type_traits>
 
-#include "../core/float_type.hpp"
-#include "../core/token_view.hpp"
+#include "float_type.hpp"
+#include "token_view.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -39,6 +40,12 @@ struct row_view {
     /// Distance from one token to the next, in values.
     std::ptrdiff_t token_stride() const noexcept {
         return token_bytes / static_cast<std::ptrdiff_t>(size_of(type));
+    }
+    /// The same rows; T: the type that they have.
+    template <class T>
+    token_view<T> as() const noexcept {
+        constexpr auto size = static_cast<std::ptrdiff_t>(sizeof(T));
+        return {static_cast<T*>(data), tokens, heads, dim, token_bytes / size, head_bytes / size};
     }
     template <class T>
     static constexpr float_type row_type() noexcept {
