@@ -78,20 +78,13 @@ public:
             const int queries = next_query_block(layout_.n - first);
             for (int rg = 0; rg < rows.groups(); ++rg) {
                 const int set = columns_ ? rg : 0;
-                const std::uint32_t* const x = block_words + static_cast<std::size_t>(set) *
-                                                                 static_cast<std::size_t>(layout_.set_words) *
-                                                                 static_cast<std::size_t>(layout_.n);
-                for (int tile = 0; tile < rows.group_slots(rg); tile += tile_layout::tile_rows) {
-                    const int height = detail::smaller(tile_layout::tile_rows, rows.group_slots(rg) - tile);
-                    const position at{first,
-                                      queries,
-                                      set,
-                                      rows.group_begin(rg) + tile,
-                                      height,
-                                      rows.group_size(rg) - tile,
-                                      rg * rows.group + tile};
-                    run_tile(at, x, y, y_stride, add, ahead);
-                }
+                const std::uint32_t* x = block_words + static_cast<std::size_t>(set) *
+                                                           static_cast<std::size_t>(layout_.set_words) *
+                                                           static_cast<std::size_t>(layout_.n);
+                const fold_scalars* scalars = scalars_ + set * layout_.parts.groups() * layout_.n + first;
+                for (int p = 0; p < layout_.parts.groups(); ++p, scalars += layout_.n)
+                    x += run_part(p, rg, queries, x, scalars, y + first * y_stride, y_stride, add || p > 0,
+                                  ahead);
             }
             block_words += layout_.set_words * queries;
             first += queries;
@@ -101,47 +94,40 @@ public:
 private:
     using planes = code_planes<Bits>;
 
-    /// One tile for one query block.
-    struct position {
-        int first_query, queries, set;
-        int slot;    // first row slot of the tile
-        int height;  // slots
-        int rows;    // rows from `row` to the end of the group
-        int row;     // first row
-    };
-
-    void run_tile(const position& at, const std::uint32_t* x, float* y, std::ptrdiff_t y_stride, bool add,
-                  std::ptrdiff_t ahead) const {
-        for (int part = 0; part < at.height;) {
-            const int slot_count = at.height - part;
-            const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
-            const std::uint32_t* group_x = x;
-            for (int p = 0; p < layout_.parts.groups(); ++p) {
-                const int from = layout_.first_step(p), steps = layout_.last_step(p) - from;
-                const std::ptrdiff_t vector_bytes = at.height * 4;
-                const std::byte* first[planes::count];
-                find_part(at.slot, at.height, part, p, first);
-                const code_part what{
-                    first,      vector_bytes, ahead,   steps, codes_.quads() - from * planes::quads_per_step,
-                    slot_count, group_x,      entries_};
-                const std::ptrdiff_t line = layout_.group_of(p) * line_ + at.slot + part;
-                const code_target to{
-                    y + at.first_query * y_stride + at.row + part,
-                    y_stride,
-                    at.rows - part,
-                    scales_ ? scales_ + line : nullptr,
-                    biases_ ? biases_ + line : nullptr,
-                    scalars_ + (at.set * layout_.parts.groups() + p) * layout_.n + at.first_query,
-                    add || p > 0};
+    /// The rows of a row group times a part of the columns, for `queries` operands whose words of the part are
+    /// at x. Returns the number of these words.
+    std::ptrdiff_t run_part(int p, int rg, int queries, const std::uint32_t* x, const fold_scalars* scalars,
+                            float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead) const {
+        const grouped_axis& rows = codes_.rows();
+        const int from = layout_.first_step(p), steps = layout_.last_step(p) - from,
+                  slots_of_rows = rows.group_slots(rg);
+        const std::byte* first[planes::count];
+        code_part what{first, 0, ahead,   steps, codes_.quads() - from * planes::quads_per_step,
+                       0,     x, entries_};
+        code_target to{y + rg * rows.group, y_stride, rows.group_size(rg), nullptr, nullptr, scalars, add};
+        std::ptrdiff_t line = layout_.group_of(p) * line_ + rows.group_begin(rg);
+        for (int tile = 0; tile < slots_of_rows; tile += tile_layout::tile_rows) {
+            what.slot_count = detail::smaller(tile_layout::tile_rows, slots_of_rows - tile);
+            what.vector_bytes = what.slot_count * 4;
+            find_part(rows.group_begin(rg) + tile, what.slot_count, p, first);
+            while (what.slot_count > 0) {
+                if (scales_) to.row_scale = scales_ + line;
+                if (biases_) to.row_bias = biases_ + line;
                 // Slots are a multiple of 4: registers of 4 lanes are always full.
+                const bool several = what.slot_count >= Lanes::row_vectors * Lanes::width;
                 if (several)
-                    multiply<Lanes::row_vectors, false>(at.queries, what, to);
+                    multiply<Lanes::row_vectors, false>(queries, what, to);
                 else
-                    multiply<1, (Lanes::width > 4)>(at.queries, what, to);
-                group_x += steps * planes::quads_per_step * at.queries * 2;
+                    multiply<1, (Lanes::width > 4)>(queries, what, to);
+                const int done = several ? Lanes::row_vectors * Lanes::width : Lanes::width;
+                for (const std::byte*& plane : first) plane += done * 4;
+                what.slot_count -= done;
+                line += done;
+                to.y += done;
+                to.rows -= done;
             }
-            part += several ? Lanes::row_vectors * Lanes::width : Lanes::width;
         }
+        return std::ptrdiff_t{steps} * planes::quads_per_step * queries * 2;
     }
 
     /// The functions that multiply_in_tiles calls.
@@ -159,7 +145,7 @@ private:
             const std::ptrdiff_t vector_bytes = step.height * 4;
             if (step.part == 0) {
                 left_ = p_.quads_of(step.group);
-                p_.find_part(step.slot, step.height, 0, step.group, planes_);
+                p_.find_part(step.slot, step.height, step.group, planes_);
             }
             const int quads = detail::smaller(left_, step_quads);
             unpack_codes<Lanes, Bits, 0, Codes>(
@@ -194,12 +180,10 @@ private:
         return detail::smaller((layout_.last_step(part) - from) * planes::quads_per_step,
                                codes_.quads() - from * planes::quads_per_step);
     }
-    /// Finds each plane's vector of the first step of a part of the columns, at a row of the tile.
-    void find_part(int slot, int height, int row, int part, const std::byte** first) const {
-        const std::byte* const begin =
-            block_ +
-            4 * (static_cast<std::size_t>(slot) * static_cast<std::size_t>(codes_.tiles.words_per_row) +
-                 static_cast<std::size_t>(row));
+    /// Finds each plane's vector of the first step of a part of the columns, for a tile of `height` slots.
+    void find_part(int slot, int height, int part, const std::byte** first) const {
+        const std::byte* const begin = block_ + 4 * static_cast<std::size_t>(slot) *
+                                                    static_cast<std::size_t>(codes_.tiles.words_per_row);
         const int from = layout_.first_step(part);
         for (int i = 0; i < planes::count; ++i)
             first[i] = begin + (planes::first_vector(i, codes_.quads()) +
