@@ -85,7 +85,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
     v.first_token = l.sink_tokens;
     // A format that has no part has no page: its range is empty.
     for (cuda::detail::layer_view::part& p : v.quantized)
-        p = {v.window, l.window_table, l.window_table, l.committed, l.committed, nullptr, nullptr};
+        p = {v.window, l.window_table, l.window_table, l.committed, l.committed};
     if (l.part_count == 0) v.columns = l.window_columns;
     bool seen[cuda::detail::most_formats] = {};
     for (std::int32_t i = 0; i < l.part_count; ++i) {
@@ -96,13 +96,9 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
                std::string(part.pages.format));
         seen[number] = true;
         expect_data(part.table, "the table of a part");
-        v.quantized[number] = {memory_of(kernels, part.pages, number, l.kv_heads, "a part"),
-                               part.table,
-                               part.table,
-                               part.first_page,
-                               part.end_page != nullptr ? part.end_page : l.committed,
-                               nullptr,
-                               nullptr};
+        v.quantized[number] = {memory_of(kernels, part.pages, number, l.kv_heads, "a part"), part.table,
+                               part.table, part.first_page,
+                               part.end_page != nullptr ? part.end_page : l.committed};
     }
     return v;
 }
@@ -194,7 +190,6 @@ kvq_status kvq_cuda_pages_requantize(const kvq_cuda_kernels* kernels, int32_t kv
         kvq::cuda::detail::layer_view l{};
         l.kv_heads = kv_heads;
         l.not_finite = not_finite;
-        for (auto& p : l.quantized) p = {};
         const auto source_memory = memory_of(of, *from, source, kv_heads, "from");
         if (source >= 0) l.quantized[source].pages = source_memory;
         l.quantized[target].pages = memory_of(of, *to, target, kv_heads, "to");
@@ -221,13 +216,7 @@ kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv
                "from.format is that of the window: there is nothing to dequantize");
         const auto keys = output_of(k, of.type, "k"), values = output_of(v, of.type, "v");
         kvq::cuda::detail::layer_view l{};
-        l.quantized[number] = {memory_of(of, from->pages, number, kv_heads, "from"),
-                               from->table,
-                               nullptr,
-                               nullptr,
-                               nullptr,
-                               nullptr,
-                               nullptr};
+        l.quantized[number] = {memory_of(of, from->pages, number, kv_heads, "from"), from->table};
         l.tokens = tokens;
         l.sequences = sequences;
         l.columns = columns;

@@ -238,9 +238,7 @@ inline detail::layer_view cache::view(int layer) const noexcept {
                           words + first_at(f, 0),
                           words + end_at(f, 0),
                           of_layer(keys.plans, static_cast<const std::uint16_t*>(nullptr)),
-                          of_layer(keys.feedback, static_cast<const float*>(nullptr)),
-                          {},
-                          {}};
+                          of_layer(keys.feedback, static_cast<const float*>(nullptr))};
         for (int role = 0; role < 2; ++role)
             if (const auto& all = keys.rotations[role]; all.bytes() > 0) {
                 const std::size_t half = all.bytes() / sizeof(float) / 2,

@@ -44,12 +44,13 @@ inline constexpr int most_formats = 4;
 struct layer_view {
     struct part {
         layer_memory pages;
-        const int *table,
-            *commit_table;  // [sequences][columns]; commit_table: without pages that are quantized already
-        const int *first_page, *end_page;  // [sequences]: pages outside of them are not of this format
-        const std::uint16_t* key_plans;    // of the layer, or null
-        const float* key_feedback;
-        const float *columns[2], *rows[2];  // of the layer's rotations of K and V, or null
+        // [sequences][columns]; commit_table: without pages that are quantized already
+        const int *table = nullptr, *commit_table = nullptr;
+        // [sequences]: pages outside of them are not of this format
+        const int *first_page = nullptr, *end_page = nullptr;
+        const std::uint16_t* key_plans = nullptr;  // of the layer, or null
+        const float* key_feedback = nullptr;
+        const float *columns[2] = {}, *rows[2] = {};  // of the layer's rotations of K and V, or null
     };
     part quantized[most_formats];
     layer_memory window, sinks;
