@@ -63,3 +63,9 @@ const kvq::group_functions* kvq::library_groups(const codec_spec& codec) {
             return k.groups;
     return nullptr;
 }
+
+const kvq::channel_functions* kvq::library_channels(const codec_spec& codec) {
+    for (const codec_kernels& k : all_kernels())
+        if (k.channels && same_widths(k.of, codec)) return k.channels;
+    return nullptr;
+}

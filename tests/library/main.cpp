@@ -205,6 +205,8 @@ TEST_CASE("formats of schemes of the program have the library's kernels, and say
     const kvq::format listed = kvq::find_format("affine-4-g64", kvq::tensor::key);
     const kvq::block_shape shape{kvq::tensor::key, 128, 128};
     using of_library = kvq::affine<4, kvq::per_channel<48>, kvq::params<kvq::bfloat16>>;
+    CHECK(kvq::make_format<kvq::low2::keys>().describe(shape).all());
+    CHECK(kvq::make_format<kvq::std4::values>().describe({kvq::tensor::value, 128, 128}).all());
     for (const kvq::format& f :
          {kvq::make_format<of_library>(), kvq::make_format<kvq::hadamard<of_library>>(),
           kvq::make_format<kvq::full<kvq::bfloat16>>()}) {

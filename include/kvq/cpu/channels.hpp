@@ -11,11 +11,11 @@
 #include "product/product_blocks.hpp"
 #include "registry.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
+namespace kvq { inline namespace v0_3 {
 
 struct channel_blocks {
-    grouped_axis rows, cols;  ///< of codes
-    grouped_axis tokens;      ///< and their groups
+    int row_group, col_group;  ///< of codes
+    int token_group;           ///< tokens that share parameters
     std::size_t bytes;
     bool scaled;  ///< have tokens scales?
     parameter_source source;
@@ -23,14 +23,38 @@ struct channel_blocks {
     const int* order;                                ///< the channel at every place; null: its own
 };
 
+struct channel_encoding {
+    /// Stores n parameters of a group, and replaces them by what is stored.
+    using store = void (*)(std::byte* at, int groups, int slot_count, int group, float* p, int n);
+
+    grid_fits fits;
+    bool keeps;             ///< grids on which the values already lie, and near token scales
+    bool corrects_mean;     ///< then biases are stored again
+    const float* feedback;  ///< weights of the error of a channel for those before it, [dim][dim]; null: none
+    store biases, scales, corrected_biases;
+    void (*token_scales)(std::byte* at, int first, float* scales, int n);
+};
+
+}}  // namespace kvq
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
+
+/// With the axes of the codes, and of tokens.
+struct channel_axes {
+    grouped_axis rows, cols, tokens;
+
+    channel_axes(const channel_blocks& of, const block_shape& s)
+        : rows(s.rows(), of.row_group), cols(s.cols(), of.col_group), tokens(s.tokens, of.token_group) {}
+};
+
 /// block: to dequantize, else null. order: room for that of a plan.
 template <class Backend, class Scheme>
 channel_blocks channel_blocks_of(const Scheme& scheme, const block_shape& shape, const block_id& id,
                                  const std::byte* block, [[maybe_unused]] int (&order)[most_channels]) {
     const block_layout at = scheme.layout();
-    channel_blocks b{at.rows(shape),
-                     at.cols(shape),
-                     at.cut(shape),
+    channel_blocks b{at.rows(shape).group,
+                     at.cols(shape).group,
+                     at.cut(shape).group,
                      at.bytes(shape),
                      at.codec.has_token_scales(),
                      parameters_of<Backend>(scheme, shape),
@@ -54,18 +78,6 @@ channel_blocks channel_blocks_of(const Scheme& scheme, const block_shape& shape,
     }
     return b;
 }
-
-struct channel_encoding {
-    /// Stores n parameters of a group, and replaces them by what is stored.
-    using store = void (*)(std::byte* at, int groups, int slot_count, int group, float* p, int n);
-
-    detail::grid_fits fits;
-    bool keeps;             ///< grids on which the values already lie, and near token scales
-    bool corrects_mean;     ///< then biases are stored again
-    const float* feedback;  ///< weights of the error of a channel for those before it, [dim][dim]; null: none
-    store biases, scales, corrected_biases;
-    void (*token_scales)(std::byte* at, int first, float* scales, int n);
-};
 
 /// The rounding is a constant: as a value it takes 2 % of the time of keys with 4 bits.
 template <class Parameters, parameter_rounding Rounding>
@@ -114,7 +126,7 @@ constexpr int rows_of_part(int size, int part) {
 
 /// Codes of the places of a segment: tokens are rows.
 template <int Bits>
-code_layout<Bits> segment_codes(const channel_blocks& of, const code_segment& segment) {
+code_layout<Bits> segment_codes(const channel_axes& of, const code_segment& segment) {
     return {of.rows, {segment.columns, segment.columns}};
 }
 /// Calls f.operator()<Bits>(segment) for every width of which there are places.

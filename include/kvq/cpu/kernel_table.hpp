@@ -53,6 +53,17 @@ struct group_functions {
                        const std::byte* block, float_type, void* out, std::ptrdiff_t stride, float* scratch);
 };
 
+struct channel_blocks;
+struct channel_encoding;
+
+/// Kernels of codecs that are taken channel by channel (channels.hpp), of some widths of codes.
+struct channel_functions {
+    /// values: overwritten. token_scales: those of the values' last block, or null.
+    bool (*quantize)(const channel_blocks&, const channel_encoding&, float* values, const float* token_scales,
+                     std::byte* block);
+    void (*dequantize)(const channel_blocks&, float_type, void* out, std::ptrdiff_t stride, float* scratch);
+};
+
 struct backend_functions;
 
 struct kernel_vectors {
@@ -76,11 +87,12 @@ struct kernel_vectors {
 };
 
 /// Kernels of the codecs that are equal to `of` in what these depend on: products on the reading, the widths
-/// and the kind of levels; groups on width, levels and axis. Null: none.
+/// and the kind of levels; groups on width, levels and axis; channels on the widths. Null: none.
 struct codec_kernels {
     codec_spec of;
     const product_functions* product;
     const group_functions* groups;
+    const channel_functions* channels;
     const kernel_vectors* vectors;
 };
 
@@ -89,5 +101,6 @@ struct codec_kernels {
 KVQ_EXPORT const kernel_vectors& library_vectors();
 KVQ_EXPORT const product_functions* library_product(const codec_spec& codec);
 KVQ_EXPORT const group_functions* library_groups(const codec_spec& codec);
+KVQ_EXPORT const channel_functions* library_channels(const codec_spec& codec);
 
 }}  // namespace kvq

@@ -6,11 +6,13 @@
 // A file compiles what depends on a type alone: portable code of the scheme, for blocks and values that
 // kernels leave, and loads of parameters of one's own. The library has kernels of the codecs of its formats:
 // products with codes of 1 to 8 bits, of tables, and of the widths of its presets; quantizing and
-// dequantizing of asymmetric codes of 1 to 8 bits, and symmetric ones of 8. What it lacks is done by portable
+// dequantizing of asymmetric codes of 1 to 8 bits, and symmetric ones of 8, group by group; channel by channel
+// those of 2 to 6 and of 8 bits, and of the widths of its presets. What it lacks is done by portable
 // code, and format::describe says so; a file that defines KVQ_HEADER_ONLY compiles kernels of its own.
 // Contract: the same bytes and results as the other backends.
 #pragma once
 
+#include "channels.hpp"
 #include "quantize/fit.hpp"
 #include "vector_backend.hpp"
 
@@ -56,11 +58,13 @@ struct library : vector_backend<library> {
         constexpr codec_spec codec = codec_of<Scheme>();
         constexpr kernels::quantizer quantizer = kernels::quantizer_of(codec);
         constexpr kernels::dequantizer dequantizer = kernels::dequantizer_of(codec);
-        const bool groups = library_groups(codec) != nullptr;
+        const bool groups = library_groups(codec) != nullptr, channels = library_channels(codec) != nullptr;
+        const auto lacks = [&](bool by_groups, bool by_channels) {
+            return (by_groups && !groups) || (by_channels && !channels);
+        };
         return {
-            quantizer == kernels::quantizer::channels || (quantizer == kernels::quantizer::ranges && !groups),
-            dequantizer == kernels::dequantizer::channels ||
-                (dequantizer == kernels::dequantizer::groups && !groups),
+            lacks(quantizer == kernels::quantizer::ranges, quantizer == kernels::quantizer::channels),
+            lacks(dequantizer == kernels::dequantizer::groups, dequantizer == kernels::dequantizer::channels),
             !reads<Scheme>()};
     }
     static bool read_window(float_type type, const block_shape& shape, const std::byte* from, float* values) {
@@ -91,14 +95,25 @@ struct library : vector_backend<library> {
         return found && found->quantize(codec, parameters_of<Scheme>(), shape, values, block);
     }
     template <kernels::channel_scheme Scheme>
-    static bool quantize_channels(const Scheme&, const block_shape&, const block_id&, float*, std::byte*,
-                                  bool, float*) {
-        return false;
+    static bool quantize_channels(const Scheme& scheme, const block_shape& shape, block_id id, float* values,
+                                  std::byte* block, bool again, const float* token_scales) {
+        static const channel_functions* const found = library_channels(codec_of<Scheme>());
+        if (found == nullptr) return false;
+        int order[kernels::most_channels];
+        return found->quantize(kernels::channel_blocks_of<library>(scheme, shape, id, nullptr, order),
+                               kernels::channel_encoding_of(scheme, shape, id, again), values, token_scales,
+                               block);
     }
     template <kernels::dequantized_by_channels Scheme>
-    static bool dequantize_channels(const Scheme&, const block_shape&, const block_id&, const std::byte*,
-                                    float_type, void*, std::ptrdiff_t, float*) {
-        return false;
+    static bool dequantize_channels(const Scheme& scheme, const block_shape& shape, block_id id,
+                                    const std::byte* block, float_type type, void* out, std::ptrdiff_t stride,
+                                    float* values) {
+        static const channel_functions* const found = library_channels(codec_of<Scheme>());
+        if (found == nullptr) return false;
+        int order[kernels::most_channels];
+        found->dequantize(kernels::channel_blocks_of<library>(scheme, shape, id, block, order), type, out,
+                          stride, values);
+        return true;
     }
     template <kernels::composed_scheme Scheme>
     static bool dequantize_groups(const codec_spec& codec, const block_shape& shape, const std::byte* block,

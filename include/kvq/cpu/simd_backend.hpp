@@ -6,9 +6,8 @@
 #pragma once
 
 #include "arch/lanes.hpp"
-#include "dequantize/dequantize_channels.hpp"
+#include "channel_kernels.hpp"
 #include "group_kernels.hpp"
-#include "quantize/quantize_channels.hpp"
 #include "vector_backend.hpp"
 #include "window/tokens.hpp"
 
@@ -104,10 +103,9 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
                                   std::byte* block, bool again, const float* token_scales) {
         int order[kernels::most_channels];
         const auto of = kernels::channel_blocks_of<simd>(scheme, shape, id, nullptr, order);
-        const kernels::channel_encoding encoding = kernels::channel_encoding_of(scheme, shape, id, again);
+        const channel_encoding encoding = kernels::channel_encoding_of(scheme, shape, id, again);
         return with_widths<Scheme>([&]<int... Widths>() {
-            return kernels::channel_quantizer<lanes, Widths...>(of, encoding, values, block)
-                .run(token_scales);
+            return kernels::quantize_channels<lanes, Widths...>(of, encoding, values, token_scales, block);
         });
     }
     template <kernels::dequantized_by_channels Scheme>
@@ -116,20 +114,9 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
                                     float* values) {
         int order[kernels::most_channels];
         const auto of = kernels::channel_blocks_of<simd>(scheme, shape, id, block, order);
-        const auto run = [&]<class T>(T* to, std::ptrdiff_t to_stride) {
-            with_widths<Scheme>([&]<int... Widths>() {
-                kernels::channel_dequantizer<lanes, Widths...>(of).run(
-                    kernels::token_rows<lanes, T>(to, to_stride));
-            });
-        };
-        if (type == float_type::fp16)
-            run(static_cast<float16*>(out), stride);
-        else if (type == float_type::fp32)
-            run(static_cast<float*>(out), stride);
-        else {
-            run(values, shape.dim);
-            round_tokens(shape, values, type, out, stride);
-        }
+        with_widths<Scheme>([&]<int... Widths>() {
+            kernels::dequantize_channels<lanes, Widths...>(of, type, out, stride, values);
+        });
         return true;
     }
 

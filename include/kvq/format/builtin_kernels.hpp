@@ -4,6 +4,7 @@
 //   add_kernels<Backend, Part>(list, add)      calls add(list, &entry) for every entry of a part
 #pragma once
 
+#include "../cpu/channel_kernels.hpp"
 #include "../cpu/group_kernels.hpp"
 #include "make_format.hpp"
 
@@ -52,13 +53,22 @@ inline constexpr group_functions functions_of_groups{
     &kernels::quantize_ranges<Lanes, Levels, Bits>,
     &kernels::dequantize_groups<Lanes, Levels, Bits, PerToken>};
 
+template <class Lanes, int... Widths>
+inline constexpr channel_functions functions_of_channels{&kernels::quantize_channels<Lanes, Widths...>,
+                                                         &kernels::dequantize_channels<Lanes, Widths...>};
+template <class Lanes, int... Widths>
+constexpr const channel_functions* channels_of(const code_widths<Widths...>*) {
+    return &functions_of_channels<Lanes, Widths...>;
+}
+
 template <class Backend, int Part, class Add>
 void add_kernels(void* list, Add* add) {
     using lanes = typename Backend::lanes;
     using kernels::product_table;
     [[maybe_unused]] const auto entry = [&](const codec_spec& of, const product_functions* product,
-                                            const group_functions* groups = nullptr) {
-        const codec_kernels all{of, product, groups, &vectors_of<Backend>::functions};
+                                            const group_functions* groups = nullptr,
+                                            const channel_functions* channels = nullptr) {
+        const codec_kernels all{of, product, groups, channels, &vectors_of<Backend>::functions};
         add(list, &all);
     };
     if constexpr (Part == 0) {
@@ -84,10 +94,20 @@ void add_kernels(void* list, Add* add) {
         table.levels = level_kind::table;
         entry(table, &product_table<kernels::code_block_product<Backend, 4, true>>::functions);
     }
+    // The widths of presets.
+    if constexpr (Part == 9) {
+        entry(codec_of<std4::values>(), nullptr, nullptr, &functions_of_channels<lanes, 4>);
+        entry(codec_of<std5::values>(), nullptr, nullptr, &functions_of_channels<lanes, 5>);
+        entry(codec_of<hi6::values>(), nullptr, nullptr, &functions_of_channels<lanes, 6>);
+        entry(codec_of<ref8::values>(), nullptr, nullptr, &functions_of_channels<lanes, 8>);
+    }
     if constexpr (Part == 10) {
+        entry(codec_of<low2::values>(), nullptr, nullptr, &functions_of_channels<lanes, 2>);
+        entry(codec_of<low3::values>(), nullptr, nullptr, &functions_of_channels<lanes, 3>);
         const auto segments = [&]<class Preset>(Preset) {
             using scheme = typename Preset::keys;
-            entry(codec_of<scheme>(), &product_table<kernels::block_product<Backend, scheme>>::functions);
+            entry(codec_of<scheme>(), &product_table<kernels::block_product<Backend, scheme>>::functions,
+                  nullptr, channels_of<lanes>(static_cast<const typename scheme::width_list*>(nullptr)));
         };
         segments(low2{});
         segments(low3{});

@@ -11,7 +11,7 @@
 #include "encoders.hpp"
 #include "error_feedback.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
+namespace kvq { inline namespace v0_3 {
 
 /// range: the range; search: the best of shrink_search's candidates; squares: that candidate, refitted by least squares.
 enum class grid_fit : unsigned char { range, search, squares };
@@ -20,10 +20,16 @@ enum class grid_fit : unsigned char { range, search, squares };
 struct grid_fits {
     grid_fit narrow, wide;
 
-    KVQ_HD constexpr grid_fit of(int top) const noexcept { return top < 7 ? narrow : wide; }
-    KVQ_HD constexpr bool any(grid_fit least) const noexcept { return narrow >= least || wide >= least; }
-    friend constexpr bool operator==(const grid_fits&, const grid_fits&) = default;
+    KVQ_HD KVQ_NO_COPY constexpr grid_fit of(int top) const noexcept { return top < 7 ? narrow : wide; }
+    KVQ_HD KVQ_NO_COPY constexpr bool any(grid_fit least) const noexcept {
+        return narrow >= least || wide >= least;
+    }
+    KVQ_NO_COPY friend constexpr bool operator==(const grid_fits&, const grid_fits&) noexcept = default;
 };
+
+}}  // namespace kvq
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 template <class Encoder>
 struct encoder_traits {

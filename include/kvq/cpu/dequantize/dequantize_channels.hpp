@@ -20,7 +20,11 @@ template <class Lanes, int... Widths>
 class channel_dequantizer {
 public:
     explicit channel_dequantizer(const channel_blocks& of)
-        : of_(of), shape_(of.source.shape), tokens_(of.tokens), from_(of.source.block) {}
+        : of_(of),
+          shape_(of.source.shape),
+          axes_(of, shape_),
+          tokens_(axes_.tokens),
+          from_(of.source.block) {}
 
     /// Writes x^ of all tokens.
     template <class T>
@@ -88,26 +92,34 @@ private:
         return Lanes::add(Lanes::rounded_product(scale, Lanes::to_floats(code)), bias);
     }
 
+    /// Writes channels of one token after the other. (No lambda: compilers disagree on where `mutable` stands.)
+    template <bool Scaled, class T>
+    struct put_tokens {
+        T* to;
+        std::ptrdiff_t stride;
+        const float* token_scale;
+        floats scale, bias;
+        int n;
+
+        KVQ_INLINE void operator()(int, ints code) {
+            floats x = value(code, scale, bias);
+            if constexpr (Scaled) x = Lanes::multiply(x, Lanes::splat_float(*token_scale++));
+            token_rows<Lanes, T>::put(to, x, n);
+            to += stride;
+        }
+    };
     /// Rows are channels, columns tokens.
     template <bool Scaled, int Bits, class T>
     void values(int g, const token_rows<Lanes, T>& out) const {
-        const code_layout<Bits> layout(of_.rows, of_.cols);
+        const code_layout<Bits> layout(axes_.rows, axes_.cols);
         const int first = tokens_.group_begin(g) / 4, end = first + tokens_.group_slots(g) / 4;
         for (int c = 0; c < shape_.dim; c += width) {
             const int n = detail::smaller(width, shape_.dim - c);
             const floats scale =
                              n == width ? Lanes::load_floats(scale_ + c) : Lanes::load_floats(scale_ + c, n),
                          bias = n == width ? Lanes::load_floats(bias_ + c) : Lanes::load_floats(bias_ + c, n);
-            // One token after the other.
-            T* to = out.at(4 * first, c);
-            const std::ptrdiff_t stride = out.stride();
-            [[maybe_unused]] const float* token_scale = token_scale_ + 4 * first;
-            auto put = [=](int, ints code) mutable KVQ_INLINE_LAMBDA {
-                floats x = value(code, scale, bias);
-                if constexpr (Scaled) x = Lanes::multiply(x, Lanes::splat_float(*token_scale++));
-                token_rows<Lanes, T>::put(to, x, n);
-                to += stride;
-            };
+            put_tokens<Scaled, T> put{
+                out.at(4 * first, c), out.stride(), token_scale_ + 4 * first, scale, bias, n};
             if (n == width)
                 each_column<false>(layout, from_, c, n, first, end, put);
             else
@@ -159,7 +171,7 @@ private:
         };
         each_segment<Widths...>(of_, [&]<int Bits>(const code_segment& segment) KVQ_INLINE_LAMBDA {
             if constexpr (Bits > 0)
-                each_column<Partial>(segment_codes<Bits>(of_, segment), from_ + segment.offset, row, n, 0,
+                each_column<Partial>(segment_codes<Bits>(axes_, segment), from_ + segment.offset, row, n, 0,
                                      segment.columns / 4, from_place(segment.first));
             else
                 for (int place = segment.first; place < segment.first + segment.columns; ++place)
@@ -169,6 +181,7 @@ private:
 
     const channel_blocks& of_;
     const block_shape shape_;
+    const channel_axes axes_;
     const grouped_axis tokens_;
     const std::byte* const from_;
     int place_[most];

@@ -34,8 +34,8 @@ public:
     }
 
     /// First and last values of the grids. keep: channels that already lie on a grid keep it, as in detail::grid_keeper.
-    grids fit(const detail::grid_fits& fits, bool keep = false) {
-        using detail::grid_fit;
+    grids fit(const grid_fits& fits, bool keep = false) {
+        using kvq::grid_fit;
         const grids range = range_of();
         bool means = false;
         for (int i = 0; i < width; ++i) means = means || top_[i] == 0;

@@ -37,7 +37,8 @@ protected:
         : of_(of),
           encoding_(encoding),
           shape_(of.source.shape),
-          tokens_(of.tokens),
+          axes_(of, of.source.shape),
+          tokens_(axes_.tokens),
           values_(values),
           to_(block) {}
 
@@ -190,6 +191,7 @@ protected:
     const channel_blocks& of_;
     const channel_encoding& encoding_;
     const block_shape shape_;
+    const channel_axes axes_;
     const grouped_axis tokens_;
     float* const values_;
     std::byte* const to_;
@@ -275,7 +277,7 @@ private:
     template <int Bits, bool Whole, bool Sum>
     void quantize_channels(int g, int c, int n, double* errors) const {
         constexpr int step_quads = code_planes<Bits>::quads_per_step;
-        const code_layout<Bits> layout(of_.rows, of_.cols);
+        const code_layout<Bits> layout(this->axes_.rows, this->axes_.cols);
         const auto load = [&](const float* p) {
             return Whole ? Lanes::load_floats(p) : Lanes::load_floats(p, n);
         };
@@ -329,7 +331,7 @@ private:
         each_segment<Widths...>(of_, [&, this]<int Bits>(const code_segment& segment) {
             if constexpr (Bits > 0) {
                 constexpr int step_quads = code_planes<Bits>::quads_per_step, vector = 4 * Lanes::width;
-                const auto layout = segment_codes<Bits>(this->of_, segment);
+                const auto layout = segment_codes<Bits>(this->axes_, segment);
                 const std::byte* const codes = columns + segment.first * vector;
                 for (int q = 0; 4 * q < segment.columns; q += step_quads)
                     put_step(layout, this->to_ + segment.offset, row, n, q / step_quads, segment.columns / 4,

@@ -14,8 +14,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
+using kvq::grid_fit;
 using kvq::detail::encoder_traits;
-using kvq::detail::grid_fit;
 
 /// Does the encoder fit some channels so, or with more effort?
 template <class Encoder>
