@@ -59,6 +59,8 @@ struct product_blocks {
     /// Blocks that are dequantized first.
     void (*dequantize)(const void* owner, const block_shape&, block_id, const std::byte* block,
                        float* values);
+
+    KVQ_NO_COPY product_blocks() noexcept = default;
 };
 
 }}  // namespace kvq
@@ -141,7 +143,7 @@ parameter_source parameters_of(const Scheme& scheme, const block_shape& shape) {
 template <class Backend, class Scheme>
 product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
                                  [[maybe_unused]] const block_id& id) {
-    product_blocks b;  // segments are set where there are some: estimates make one of these for every block
+    product_blocks b;
     b.segment_count = 0;
     b.dequantize = nullptr;
     if constexpr (foldable<Scheme>) {
@@ -161,7 +163,6 @@ product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
         b.parameters = columns.parameters;
         b.bytes = scheme.block_bytes(shape);
         b.segment_count = Scheme::width_list::count;
-        for (int w = 0; w < b.segment_count; ++w) b.segments[w] = {};
         scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
             int w = 0;
             while (Scheme::width_list::values[w] != Bits) ++w;
