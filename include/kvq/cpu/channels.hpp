@@ -1,8 +1,9 @@
-// What quantizing and dequantizing channel by channel take of a scheme (registry.hpp: which blocks), so that schemes with the same widths of
-// codes share kernels: where codes and parameters lie, and how grids are found and stored.
+// What quantizing and dequantizing channel by channel take of a scheme (registry.hpp: which blocks), so that
+// schemes with the same widths of codes share kernels: where codes and parameters lie, and how grids are
+// found and stored.
 //
-//   channel_blocks_of<Backend>(scheme, shape, id, block, order)     of the blocks of one layer and head
-//   channel_encoding_of(scheme, shape, id, again)                   again: for values that were quantized before, as Scheme::requantize
+//   channel_blocks_of<Backend>(scheme, shape, id, block, order)    of the blocks of one layer and head
+//   channel_encoding_of(scheme, shape, id, again)                  again: as Scheme::requantize
 #pragma once
 
 #include "../quant/encoder_traits.hpp"

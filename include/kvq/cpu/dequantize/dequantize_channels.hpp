@@ -4,8 +4,9 @@
 //   V   a lane is a channel, as in the output
 //   K   a lane is a token: channels are dequantized in the order of the plan, and transposed in their own
 //
-// Compiled for an instruction set, and widths of codes. Contract: the bits of scheme::dequantize, rounded once to the type of the output (tests/conformance), for blocks that the registry
-// admits.
+// Compiled for an instruction set, and widths of codes.
+// Contract: the bits of scheme::dequantize, rounded once to the type of the output (tests/conformance), for
+// blocks that the registry admits.
 #pragma once
 
 #include <utility>
@@ -169,7 +170,7 @@ private:
                     value(code, Lanes::splat_float(scale[c]), Lanes::splat_float(bias[c])));
             };
         };
-        each_segment<Widths...>(of_, [&]<int Bits>(const code_segment& segment) KVQ_INLINE_LAMBDA {
+        each_segment<Widths...>(of_, [=, this]<int Bits>(const code_segment& segment) {
             if constexpr (Bits > 0)
                 each_column<Partial>(segment_codes<Bits>(axes_, segment), from_ + segment.offset, row, n, 0,
                                      segment.columns / 4, from_place(segment.first));

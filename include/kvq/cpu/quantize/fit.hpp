@@ -18,9 +18,10 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Fits n groups with extremes lo and hi, and writes their parameters: scales at `to`, biases `section` bytes behind them. bias, inverse
-/// (1 / scale, or 0): output, which may replace lo and hi. All four are whole vectors. most: the largest parameters that were wanted so
-/// far. steps: steps of the grid on one side of zero.
+/// Fits n groups with extremes lo and hi, and writes their parameters: scales at `to`, biases `section` bytes
+/// behind them. bias, inverse (1 / scale, or 0): output, which may replace lo and hi. All four are whole
+/// vectors. most: the largest parameters that were wanted so far. steps: steps of the grid on one side of
+/// zero.
 using range_fit = void (*)(const float* lo, const float* hi, int n, float steps, std::byte* to,
                            std::size_t section, float* bias, float* inverse, float* most);
 

@@ -83,8 +83,9 @@ private:
     struct fitted_rows {
         alignas(64) float bias[most_fitted * width], inverse[most_fitted * width];
     };
-    /// Those of a strip. bias_of(c), inverse_of(c): of column c, a row in every lane; of the first group. of_pair(c)(i, v): of row i, a
-    /// column in every lane, of vector v of two from c on. Columns are counted from the first group on.
+    /// Those of a strip. bias_of(c), inverse_of(c): of column c of the first group, a row in every lane.
+    /// of_pair(c)(i, v): of row i, a column in every lane, of vector v of two from c on. Columns are counted
+    /// from the first group on.
     struct row_parameters {
         const float *bias, *inverse;
         int group, next;  // columns of a group, floats to the next one
@@ -135,7 +136,8 @@ private:
         return {values_.strip(group * tiles.rows.group + part, n), to_ + 4 * word,
                 4 * detail::smaller(tile_layout::tile_rows, tiles.rows.group_slots(group) - tile)};
     }
-    /// Calls f(strip) for all rows of a group. Tiles of codes begin with the group, those of values with the block.
+    /// Calls f(strip) for all rows of a group. Tiles of codes begin with the group, those of values with the
+    /// block.
     template <class F>
     KVQ_INLINE void each_strip(int group, F&& f) const {
         constexpr int tile = tile_layout::tile_rows;
@@ -191,7 +193,8 @@ private:
         for (; c + some <= columns; c += some) code_squares<squares, true>(at, first, c, columns, p);
         for (; c < columns; c += some) code_squares<squares, false>(at, first, c, columns, p);
     }
-    /// Columns from c on, counted from step `first`, of which `columns` are coded. Whole: all columns of the squares exist.
+    /// Columns from c on, counted from step `first`, of which `columns` are coded. Whole: all columns of the
+    /// squares exist.
     template <int Squares, bool Whole, class Parameters>
     KVQ_INLINE void code_squares(const strip& at, int first, int c, int columns, const Parameters& p) const {
         // Copies: what is stored cannot change them.
@@ -265,8 +268,8 @@ private:
     void code_all_rows() {
         const grouped_axis &rows = of_.codes.rows(), &cols = of_.codes.cols;
         const int whole = steps_line_up_ && !clamp_ ? rows.size / width * width : 0;
-        // Some groups of some strips: their values stay in L1, and one fit need not wait for another. Where the columns of a strip are
-        // far apart, one group, and strips enough for whole cache lines.
+        // Some groups of some strips: their values stay in L1, and one fit need not wait for another. Where
+        // the columns of a strip are far apart, one group, and strips enough for whole cache lines.
         const bool apart = values_.by_column();
         const int some = apart ? 1 : detail::smaller(most_fitted, cols.groups());
         const int strips = detail::smaller(

@@ -7,8 +7,9 @@
 //   5. feedback    of K, from the last channel to the first, a few channels at a time: the weighted errors of later channels
 //                  are summed in registers                                                (quant/error_feedback.hpp)
 //
-// Compiled for an instruction set, and widths of codes: steps 4 and 5 alone know of these. Contract: the same bytes as scheme::quantize (tests/conformance), for blocks that the registry admits. For values that are not finite or
-// above 2^100 run() returns false and has changed nothing but the block.
+// Compiled for an instruction set, and widths of codes: steps 4 and 5 alone know of these.
+// Contract: the same bytes as scheme::quantize (tests/conformance), for blocks that the registry admits. For
+// values that are not finite or above 2^100 run() returns false and has changed nothing but the block.
 #pragma once
 
 #include <cstring>
