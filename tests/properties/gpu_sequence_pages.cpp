@@ -93,7 +93,7 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                                random.one_in(3) ? 0 : random.between(1, 40),
                                0};
         const int drafts = random.one_in(2) ? 0 : random.between(1, page);
-        // As cache::open() chooses it (window_columns of mixed_cache.cuh).
+        // As cache::open() chooses it (window_columns of cuda/layout/window_columns.hpp).
         g.ring = std::max((g.recent + g.rollback + drafts + page - 2) / page,
                           (g.recent + step + page - 2) / page) +
                  1;

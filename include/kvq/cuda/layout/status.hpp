@@ -13,14 +13,7 @@
 
 #include "../../config.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED {
-
-namespace detail {
-}
-namespace cuda {
-
-/// kvq::detail, which with KVQ_COMPILED is the name of two namespaces.
-namespace common = KVQ_TAGGED::detail;
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 struct [[nodiscard]] status {
     cudaError_t code = cudaSuccess;
@@ -55,5 +48,4 @@ inline status runtime_error(cudaError_t code, const char* what) noexcept {
 }
 
 }  // namespace detail
-}
-}}  // namespace kvq::cuda
+}}}  // namespace kvq::cuda
