@@ -106,7 +106,7 @@ public:
         if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
             return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens",
                                      step_.rows, k.tokens, step_.prompt ? step_.new_tokens : 0);
-        const auto nowhere = kvq::detail::visit_float_type(q.type, [&]<class T>(T) -> output_view {
+        const auto nowhere = common::visit_float_type(q.type, [&]<class T>(T) -> output_view {
             return token_view<T>(nullptr, q.tokens, q.heads, q.dim);
         });
         return format_.functions->prefill(step_.prompt ? view_before_prompt(layer) : view(layer), k, v, q,

@@ -85,8 +85,8 @@ private:
 };
 
 /// Rows of T of a device_format, whose caller has checked the type.
-using input_rows = kvq::detail::row_view<const void>;
-using output_rows = kvq::detail::row_view<void>;
+using input_rows = common::row_view<const void>;
+using output_rows = common::row_view<void>;
 
 /// What keys that were made from statistics need on the device: [layers][kv_heads] plans and matrices, or nothing.
 struct key_state {
