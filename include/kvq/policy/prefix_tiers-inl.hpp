@@ -9,6 +9,7 @@
 
 #include "../core/error.hpp"
 #include "../io/file.hpp"
+#include "../io/scheme_identity.hpp"
 #include "prefix_tiers.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {

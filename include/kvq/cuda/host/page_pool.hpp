@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "../../core/allocate.hpp"
+#include "../../core/bits.hpp"
 #include "../layout/status.hpp"
 #include "../store/page_memory.hpp"
 #include "free_pages.hpp"
