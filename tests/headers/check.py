@@ -9,7 +9,7 @@ With g++ and clang++: every *.hpp by itself, included twice, after macros that o
 --together leaves this out: what a header forgets to include, a second compiler misses as well.
 With nvcc: everything that must be usable from device code in one translation unit, and by themselves headers for NCCL and
 the one with the instructions of devices (ptx.cuh). The other *.cuh are compiled by themselves with clang++, and tests/gpu/emulated
-in place of ptx.cuh: nvcc takes longer. So are *.hpp that include the toolkit.
+in place of ptx.cuh: nvcc takes longer. So are *.hpp that include the toolkit, and once more with KVQ_COMPILED.
 "By itself": headers are compiled in chains. Each header of a chain includes the one before it, and therefore sees nothing
 that it does not include. A chain is one translation unit. A few headers are precompiled (PRECOMPILED), and chains of headers
 that include one of them begin with it: all takes two thirds of the time.
@@ -234,6 +234,10 @@ def main():
                 group = [header for header in device_headers if not header.startswith(THIRD_PARTY["nccl"])]
                 # Before the flags, which may name the folder of the toolkit's own headers.
                 jobs += submit_chains(pool, graph, group, [compiler, *extra, *flags, "-I", str(emulated)], folder)
+                # Programs without nvcc have them with kvq::library.
+                group = [header for header in group if header.endswith(".hpp")]
+                compiled = [compiler, *extra, *flags, "-DKVQ_COMPILED", "-I", str(emulated)]
+                jobs += submit_chains(pool, graph, group, compiled, folder)
             extra = WHOLE_PROCESSOR.get(machine, [])
             jobs.append(pool.submit(compile_poisoned, compiler, [*flags, *extra], include, together, folder))
         results = [job.result() for job in jobs]
