@@ -37,19 +37,21 @@ struct simd : library {
 };
 #endif
 
+// Inlined, so that the linker has no copy to merge of files with and without KVQ_COMPILED, whose backends differ.
+
 /// A format on the best architecture of this build.
 template <class Scheme>
-[[nodiscard]] format make_format() {
+[[nodiscard]] KVQ_NO_COPY format make_format() {
     return make_format<Scheme, simd<>>();
 }
 /// A format of a scheme with state; the format keeps the state.
 template <kv_scheme Scheme>
-[[nodiscard]] format make_format(Scheme scheme) {
+[[nodiscard]] KVQ_NO_COPY format make_format(Scheme scheme) {
     return make_format<simd<>>(std::move(scheme));
 }
 /// Formats of a pair such as kivi<4> or a preset; or of one scheme for both tensors.
 template <class Pair>
-[[nodiscard]] format_pair make_formats() {
+[[nodiscard]] KVQ_NO_COPY format_pair make_formats() {
     return make_formats<Pair, simd<>>();
 }
 
