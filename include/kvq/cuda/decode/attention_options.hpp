@@ -52,7 +52,7 @@ struct prefill_options {
 ///   __device__ float score(float score, int q_head, int q_pos, int k_pos) const    scores are scaled and behind softcap, positions those of
 ///                                                                                  the sequence; -infinity hides a key
 ///   __device__ float sink_logit(int q_head) const                                  as learned_sinks
-/// It travels in the parameters of the launch.
+/// It travels in the parameters of the launch. A cache tells types of modifiers apart by a static `const char* name`, if they have one.
 struct unmodified {
     static constexpr const char* name = "no score modifier";
 };
