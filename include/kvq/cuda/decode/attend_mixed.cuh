@@ -31,10 +31,10 @@ struct own_sinks {
 template <class Pair>
 struct own_sinks<Pair, false> {};
 
-/// A call, for what is rare: a launch fetches all of its instructions.
+/// shown_at(), but a call, for what is rare: a launch fetches all of its instructions.
 template <int = 0>
-__device__ __noinline__ shown_tokens shown_at(const page_cuts& cuts, int sequence, const sequence_cut& cut,
-                                              int paged, int count) {
+__device__ __noinline__ shown_tokens call_shown_at(const page_cuts& cuts, int sequence,
+                                                   const sequence_cut& cut, int paged, int count) {
     return shown_at(cuts, sequence, cut, paged, count);
 }
 
@@ -320,7 +320,7 @@ struct part_feed : unit_ring<Memory, Pair, T> {
     __device__ __forceinline__ shown_tokens shown(int token, const lane_id& id) const {
         constexpr int count = smaller(Memory::tokens, Pair::page_tokens);
         const int half = keys::joined && 4 * id.g >= count ? count : 0;
-        shown_tokens s = shown_at(job.cuts, sequence, cut(), token + half + a.cache.first_token, count);
+        shown_tokens s = call_shown_at(job.cuts, sequence, cut(), token + half + a.cache.first_token, count);
         s.begin += half;
         s.end += half;
         return s;
