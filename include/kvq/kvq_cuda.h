@@ -222,7 +222,8 @@ KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_seq
 // ---- pages in device memory of the caller ----------------------------------------------------------------------------
 // For engines that have pools and tables of their own. Nothing is kept between calls, nothing is allocated, and calls run on the current
 // device. Every pointer to tables, lengths and lists is to device memory, of the caller, and must live until the stream has passed the call.
-// Pages have the bytes of kvq_format_quantize; their memory is zero before its first use. Formats are those without statistics.
+// Pages have the bytes of kvq_format_quantize; their memory is zero before its first use. Formats are those without
+// statistics, and without transforms (std4-h): signs depend on the layer, which these calls do not know.
 
 /// Kernels of an entry of kvq_cuda_format_list.
 typedef struct kvq_cuda_kernels kvq_cuda_kernels;

@@ -21,6 +21,9 @@ int number_of(const cuda::device_format& kernels, const char* name, const char* 
     const int number = kernels.find(name);
     expect(number >= 0, KVQ_ERROR_ARGUMENT, what, " is ", std::string(name),
            ", none of the formats that the kernels were found for");
+    const auto& transforms = kernels.kinds[static_cast<std::size_t>(number)].fingerprints;
+    expect(transforms[0] == 0 && transforms[1] == 0, KVQ_ERROR_UNSUPPORTED, what, " is ", std::string(name),
+           ": its signs depend on the layer, which pages in your memory do not say; use a kvq_cuda_cache");
     return number;
 }
 
@@ -117,9 +120,11 @@ kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t 
         place(out, "out");
         const kvq::float_type type = window_type(window);
         expect_kernels();
-        *out = make<kvq_cuda_kernels>(find_compiled(listed_names(formats, "formats"), head_dim,
-                                                    page_tokens == 0 ? kvq::default_page_tokens : page_tokens,
-                                                    type, false));
+        const std::vector<std::string> names = listed_names(formats, "formats");
+        const auto& found = find_compiled(
+            names, head_dim, page_tokens == 0 ? kvq::default_page_tokens : page_tokens, type, false);
+        for (const std::string& name : names) (void)number_of(found, name.c_str(), "one of the formats");
+        *out = make<kvq_cuda_kernels>(found);
     });
 }
 
