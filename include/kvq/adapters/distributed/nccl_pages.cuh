@@ -290,7 +290,8 @@ struct transfer_access {
             if (f < 0) f = c.format_.find(offer.names[wire]);
             if (f < 0) return bad_value("%.60s is not a format of the receiving cache", offer.names[wire]);
             if (c.keys_[static_cast<std::size_t>(f)].fingerprint() != offer.fingerprints[wire])
-                return bad_value("keys of %.60s were made from other statistics", offer.names[wire]);
+                return bad_value("%.60s was made from other statistics, or is rotated by other matrices",
+                                 offer.names[wire]);
             return {};
         };
         if (status r = map(offer.target); !r) return r;
