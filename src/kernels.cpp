@@ -1,5 +1,6 @@
 // The kernels of kvq::library for schemes of a program (cpu/library_kernels.hpp), of the instruction set that
 // builtin_formats.cpp takes, too.
+#include <kvq/core/error.hpp>
 #include <kvq/cpu/arch/arch.hpp>
 #include <kvq/cpu/kernel_table.hpp>
 #include <vector>
@@ -44,7 +45,12 @@ bool same_widths(const kvq::codec_spec& a, const kvq::codec_spec& b) {
 }  // namespace
 
 // Every library has formats of values, and with them the first part.
-const kvq::kernel_vectors& kvq::library_vectors() { return *all_kernels().front().vectors; }
+const kvq::kernel_vectors& kvq::library_vectors() {
+    common::expect(!all_kernels().empty(),
+                   "kvq::library has no kernels for this CPU: build it with a weaker instruction set in "
+                   "KVQ_LIBRARY_LEVELS");
+    return *all_kernels().front().vectors;
+}
 
 const kvq::product_functions* kvq::library_product(const codec_spec& codec) {
     const auto is_table = [](const codec_spec& c) { return c.levels == level_kind::table; };
