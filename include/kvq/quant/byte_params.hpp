@@ -63,15 +63,16 @@ struct small_float {
     }
     /// Unit for which `x` is at most the largest code.
     KVQ_HD static constexpr bfloat16 unit_for(float x) noexcept {
-        if (!(x > 0.0f)) return bfloat16(0.0f);
+        if (!(x > 0.0f)) return {};
         return round_up_to<bfloat16>(larger(rounded_quotient(x, largest) * (1.0f + 0x1p-22f), 0x1p-100f));
     }
     /// The least power of two for which `x` is stored as the nearest value. Such units share one set of values.
     KVQ_HD static constexpr bfloat16 settled_unit_for(float x) noexcept {
-        if (!(x > 0.0f)) return bfloat16(0.0f);
+        if (!(x > 0.0f)) return {};
         const float unit = power_below(larger(x, 0x1p-100f));
         // The next value above `largest` would be 2: a value nearer to 2 belongs to the next octave.
-        return bfloat16(x > unit * (largest + 0x1p-6f) ? 2.0f * unit : unit);
+        const bfloat16 settled(x > unit * (largest + 0x1p-6f) ? 2.0f * unit : unit);
+        return settled;
     }
 };
 /// Scales of channels: 32 steps an octave, 8 octaves. (A wider range would cost resolution, and a
