@@ -168,6 +168,7 @@ measured run(const char* name, const shape& s, settings& set) {
     cache.sequences = s.batch;
     cache.table_columns = columns;
     cache.kv_heads = s.kv_heads;
+    cache.set_transform(tensor::key, 0);
     const std::size_t blocks = pages * static_cast<std::size_t>(s.kv_heads);
     bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory),
                                         pages * (key_page + value_page) / 4, 17u);

@@ -96,6 +96,7 @@ struct page_pool {
         auto ref = first;
         ref.key_pages += static_cast<std::size_t>(layer) * layer_bytes();
         ref.value_pages += static_cast<std::size_t>(layer) * layer_bytes();
+        ref.set_transform(tensor::key, layer);
         return ref;
     }
 

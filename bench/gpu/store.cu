@@ -108,6 +108,7 @@ cuda::cache_ref<Format> pages_at(std::byte* keys, int pages) {
     cache.value_page_bytes = cuda::cache_ref<Format>::dense_value_page(heads);
     cache.key_pages = keys;
     cache.value_pages = keys + static_cast<std::size_t>(pages) * cache.key_page_bytes;
+    cache.set_transform(tensor::key, 0);
     return cache;
 }
 template <class Format>

@@ -295,6 +295,11 @@ status check_transform([[maybe_unused]] const cache_ref<Pair>& c) noexcept {
             return bad_value(
                 "%s are rotated, but no matrices were given (cache::rotate(), cache_ref::set_transform())",
                 Role == tensor::key ? "keys" : "values");
+        if (t.what.kind == transform_kind::hadamard && t.what.seed != 0 && t.layer < 0)
+            return bad_value(
+                "%s have the random signs of their layer, but the layer was not given "
+                "(cache_ref::set_transform())",
+                Role == tensor::key ? "keys" : "values");
     }
     return {};
 }

@@ -14,7 +14,7 @@ namespace cuda {
 /// The transform of the blocks of one layer.
 struct device_transform {
     token_transform what;
-    int layer = 0;  ///< signs depend on it
+    int layer = -1;  ///< signs depend on it; -1: not said
     /// Of a rotation, in device memory: [kv_heads][dim][dim] of this layer, rotation::columns() and rotation::rows().
     const float *columns = nullptr, *rows = nullptr;
 };
