@@ -13,6 +13,7 @@
 
 #include <unistd.h>
 
+#include "../../cuda/decode/merge.cuh"
 #include "nccl_attention.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
