@@ -19,7 +19,7 @@ library_format_list library_device_formats() noexcept {
         KVQ_CUDA_ENTRIES(KVQ_ADD)
         return list;
     }();
-    return {all.data(), all.size()};
+    return {all.data(), all.size(), sizeof(all[0])};
 }
 
 }  // namespace v0_3

@@ -48,7 +48,7 @@ kvq::library_format_list kvq::library_device_formats() noexcept {
         list.push_back(turned);
         return list;
     }();
-    return {all.data(), all.size()};
+    return {all.data(), all.size(), sizeof(all[0])};
 }
 
 namespace {

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../../core/error.hpp"
 #include "../../core/row_view.hpp"
 #include "../../quant/calibration.hpp"
 #include "../decode/attention_options.hpp"
@@ -23,10 +24,10 @@
 namespace kvq {
 inline namespace v0_3 {
 
-/// Values of cuda::device_format of the library, and how many.
+/// Values of cuda::device_format of the library, how many, and the size of one.
 struct library_format_list {
     const void* formats;
-    std::size_t count;
+    std::size_t count, format_bytes;
 };
 /// Defined by kvq::library with KVQ_LIBRARY_CUDA. Read it by cuda::library_formats().
 KVQ_EXPORT library_format_list library_device_formats() noexcept;
@@ -176,8 +177,12 @@ inline const device_format* find_device_format(std::span<const device_format> co
 
 /// What kvq::library was compiled with: the formats, head sizes and page sizes of its CMake options KVQ_CUDA_FORMATS, KVQ_CUDA_HEAD_DIMS
 /// and KVQ_CUDA_PAGE_TOKENS. cache::open() takes the list; a program that links the library needs no nvcc and compiles no kernel.
-inline std::span<const device_format> library_formats() noexcept {
+/// Raises kvq::error if the library was built with another C++ standard library.
+inline std::span<const device_format> library_formats() {
     const library_format_list list = library_device_formats();
+    common::expect(list.format_bytes == sizeof(device_format), "a device_format has ", list.format_bytes,
+                   " bytes in kvq::library but ", sizeof(device_format),
+                   " here: both need the same C++ standard library");
     return {static_cast<const device_format*>(list.formats), list.count};
 }
 
