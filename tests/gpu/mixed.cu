@@ -379,6 +379,21 @@ void check_single(const char* name, Score score) {
 template <class T, int Dim, int Page>
 using full_pages = cuda::block_pair<full<T>, full<T>, Dim, Page>;
 
+/// A batch; a draft through a window that keeps sinks; softcap with `group` query heads per kv head.
+[[maybe_unused]] std::vector<mixed_case> batch_draft_and_softcap(int group) {
+    return {mixed_case{.group = 4, .lengths = {700, 0, 1, 90, 133}},
+            mixed_case{.kv_heads = 1,
+                       .group = 8,
+                       .query_tokens = 3,
+                       .window = 70,
+                       .sinks = 20,
+                       .recent = 32,
+                       .lengths = {600, 90, 2},
+                       .drafted = 5,
+                       .window_sinks = true},
+            mixed_case{.kv_heads = 1, .group = group, .softcap = 4.0f, .lengths = {500, 60}}};
+}
+
 }  // namespace
 
 int main() {
@@ -409,18 +424,7 @@ int main() {
     using with_plan = cuda::preset_pair<low2, 64, 32>;
     test::rng random(12);
     double error = 0.0;
-    for (const mixed_case& c :
-         {mixed_case{.group = 4, .lengths = {700, 0, 1, 90, 133}},
-          mixed_case{.kv_heads = 1,
-          .group = 8,
-          .query_tokens = 3,
-          .window = 70,
-          .sinks = 20,
-          .recent = 32,
-          .lengths = {600, 90, 2},
-          .drafted = 5,
-          .window_sinks = true},
-          mixed_case{.kv_heads = 1, .group = 2, .softcap = 4.0f, .lengths = {500, 60}}}) {
+    for (const mixed_case& c : batch_draft_and_softcap(2)) {
         using window = full_pages<float16, 64, 32>;
         using sinks = full_pages<float16, 64, 16>;
         check_mix<float16, turned, turned, window, sinks>(random, c, "behind transforms", &error);
@@ -435,18 +439,7 @@ int main() {
     test::rng r(11);
     double worst = 0.0;
     const tilted score{{0.0f, 0.005f, 0.05f, 0.5f}, 3};
-    for (const mixed_case& c :
-         {mixed_case{.group = 4, .lengths = {700, 0, 1, 90, 133}},
-          mixed_case{.kv_heads = 1,
-          .group = 8,
-          .query_tokens = 3,
-          .window = 70,
-          .sinks = 20,
-          .recent = 32,
-          .lengths = {600, 90, 2},
-          .drafted = 5,
-          .window_sinks = true},
-          mixed_case{.kv_heads = 1, .group = 16, .softcap = 4.0f, .lengths = {500, 60}}})
+    for (const mixed_case& c : batch_draft_and_softcap(16))
         check_mix<float16, small, small, window, full_pages<float16, 64, 16>>(r, c, "score modifier, kivi4",
                                                                               &worst, score);
     for (const mixed_case& c :

@@ -7,11 +7,13 @@
 // Contract: every sequence gets the same outputs and pages as alone, bit for bit.
 #pragma once
 
+#include <cstddef>
 #include <optional>
 
 #include "../attention/masks.hpp"
 #include "../attention/score_modifiers.hpp"
 #include "../attention/token_tree.hpp"
+#include "../core/error.hpp"
 #include "../core/row_view.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
@@ -43,4 +45,15 @@ struct step_request {
     std::optional<mods_view> mods = {};  ///< as in attention_request
 };
 
+namespace detail {
+
+/// Sequence i of a list is none of those before it. sequence_of(j): sequence j. O(i)
+template <class SequenceOf>
+void expect_distinct(std::size_t i, const char* list, const SequenceOf& sequence_of) {
+    for (std::size_t j = 0; j < i; ++j)
+        expect(sequence_of(j) != sequence_of(i), "sequence ", i, " of the ", list, " is sequence ", j,
+               " again");
+}
+
+}  // namespace detail
 }}  // namespace kvq

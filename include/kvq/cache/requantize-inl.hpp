@@ -5,6 +5,7 @@
 
 #include "../core/error.hpp"
 #include "../page/page_changes.hpp"
+#include "batch.hpp"
 #include "convert.hpp"
 #include "requantize.hpp"
 #include "sequence_access.hpp"
@@ -15,8 +16,7 @@ namespace detail {
 
 inline void expect_distinct(std::span<const sequence* const> sequences) {
     for (std::size_t i = 0; i < sequences.size(); ++i)
-        for (std::size_t j = 0; j < i; ++j)
-            expect(sequences[i] != sequences[j], "sequence ", i, " of the request is sequence ", j, " again");
+        expect_distinct(i, "request", [&](std::size_t j) { return sequences[j]; });
 }
 
 /// A request on its way: which pages of which sequences change, and the run over them.

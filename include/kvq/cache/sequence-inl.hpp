@@ -29,14 +29,6 @@ attention_items items_of(std::span<const Request> batch, int layer) {
             }};
 }
 
-/// The sequence of request i is none of those before it.
-template <class Request>
-void expect_distinct(std::span<const Request> batch, std::size_t i) {
-    for (std::size_t j = 0; j < i; ++j)
-        expect(batch[j].sequence != batch[i].sequence, "sequence ", i, " of the batch is sequence ", j,
-               " again");
-}
-
 }  // namespace detail
 
 KVQ_FUNC sequence::sequence(sequence&&) noexcept = default;
@@ -379,7 +371,7 @@ KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, 
     for (std::size_t i = 0; i < batch.size(); ++i) {
         const prefill_request& r = batch[i];
         check_member(r.sequence, i);
-        detail::expect_distinct(batch, i);
+        detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
         r.sequence->check_chunk(layer, r.k, r.v);
         check_attention(layer, r.sequence->tokens(layer) + r.k.tokens, r.q, r.out, r.mods ? *r.mods : mods);
     }
@@ -465,7 +457,7 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
     for (std::size_t i = 0; i < batch.size(); ++i) {
         const step_request& r = batch[i];
         check_member(r.sequence, i);
-        detail::expect_distinct(batch, i);
+        detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
         for (const detail::page_table& table : r.sequence->tables_) {
             r.sequence->check_added(table, r.tokens);
             sequence::check_no_draft(table);

@@ -17,7 +17,6 @@ bool quantize_channels(const channel_blocks& of, const channel_encoding& encodin
     return channel_quantizer<Lanes, Widths...>(of, encoding, values, block).run(token_scales);
 }
 
-/// To bfloat16 through floats, so that fewer kernels are compiled.
 template <class Lanes, int... Widths>
 void dequantize_channels(const channel_blocks& of, float_type type, void* out, std::ptrdiff_t stride,
                          float* scratch) {
@@ -25,14 +24,7 @@ void dequantize_channels(const channel_blocks& of, float_type type, void* out, s
         channel_dequantizer<Lanes, Widths...>(of).run(token_rows<Lanes, T>(to, to_stride));
     };
     const block_shape& shape = of.source.shape;
-    if (type == float_type::fp16)
-        run(static_cast<float16*>(out), stride);
-    else if (type == float_type::fp32)
-        run(static_cast<float*>(out), stride);
-    else {
-        run(scratch, shape.dim);
-        round_tokens<Lanes>(shape, scratch, static_cast<bfloat16*>(out), stride);
-    }
+    run_in_type<Lanes>(shape, type, out, stride, scratch, run);
 }
 
 }}}  // namespace kvq::kernels

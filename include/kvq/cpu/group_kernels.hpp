@@ -34,7 +34,6 @@ bool quantize_ranges(const codec_spec& codec, const parameter_functions& paramet
     return false;
 }
 
-/// To bfloat16 through floats, so that fewer kernels are compiled.
 template <class Lanes, class Levels, int Bits, bool PerToken>
 bool dequantize_groups(const codec_spec& codec, const parameter_functions& parameters,
                        const block_shape& shape, const std::byte* block, float_type type, void* out,
@@ -47,14 +46,7 @@ bool dequantize_groups(const codec_spec& codec, const parameter_functions& param
         block_dequantizer<Lanes, Levels, Bits, PerToken>(of, shape, block)
             .run(token_rows<Lanes, T>(to, to_stride));
     };
-    if (type == float_type::fp16)
-        run(static_cast<float16*>(out), stride);
-    else if (type == float_type::fp32)
-        run(static_cast<float*>(out), stride);
-    else {
-        run(scratch, shape.dim);
-        round_tokens<Lanes>(shape, scratch, static_cast<bfloat16*>(out), stride);
-    }
+    run_in_type<Lanes>(shape, type, out, stride, scratch, run);
     return true;
 }
 

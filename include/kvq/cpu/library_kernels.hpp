@@ -8,7 +8,7 @@
 // products with codes of 1 to 8 bits, of tables, and of the widths of its presets; quantizing and
 // dequantizing of asymmetric codes of 1 to 8 bits, and symmetric ones of 8, group by group; channel by channel
 // those of 2 to 6 and of 8 bits, and of the widths of its presets. What it lacks is done by portable
-// code, and format::describe says so; a file that defines KVQ_HEADER_ONLY compiles kernels of its own.
+// code, and format::describe gives that as the reason; a file that defines KVQ_HEADER_ONLY compiles kernels of its own.
 // Contract: the same bytes and results as the other backends.
 #pragma once
 

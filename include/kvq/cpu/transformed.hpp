@@ -59,5 +59,18 @@ void round_tokens(const block_shape& shape, const float* values, T* out, std::pt
         for (; c < shape.dim; ++c) out[c] = T(values[c]);
     }
 }
+/// Calls run(to, stride) with the rows of the output. To bfloat16 through floats in `scratch`, so that fewer kernels are compiled.
+template <class Lanes, class Run>
+void run_in_type(const block_shape& shape, float_type type, void* out, std::ptrdiff_t stride, float* scratch,
+                 const Run& run) {
+    if (type == float_type::fp16)
+        run(static_cast<float16*>(out), stride);
+    else if (type == float_type::fp32)
+        run(static_cast<float*>(out), stride);
+    else {
+        run(scratch, shape.dim);
+        round_tokens<Lanes>(shape, scratch, static_cast<bfloat16*>(out), stride);
+    }
+}
 
 }}}  // namespace kvq::kernels

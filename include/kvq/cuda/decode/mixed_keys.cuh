@@ -172,7 +172,7 @@ struct mixed_warp_tile {
             return small_halves<kvq::detail::scale_float>(exponent == 0 ? 0u : codes, exponent * 0x04000400u)
                 .floats();
         } else {
-            if (exponent == 0) return {0.0f, 0.0f, 0.0f, 0.0f};  // whatever the page has there
+            if (exponent == 0) return {0.0f, 0.0f, 0.0f, 0.0f};  // the page may hold anything there
             const float4 s = load_parameters<parameter>(at);
             const float factor = __uint_as_float(exponent << 23);
             return {s.x * factor, s.y * factor, s.z * factor, s.w * factor};

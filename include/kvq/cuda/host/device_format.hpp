@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <span>
 #include <string>
 #include <string_view>
@@ -71,7 +72,9 @@ class score_mark {
 public:
     template <class Score>
     static constexpr score_mark of() noexcept {
-        if constexpr (requires { Score::name; })
+        if constexpr (requires {
+                          { Score::name } -> std::convertible_to<const char*>;
+                      })
             return score_mark(Score::name);
         else
             return score_mark(&type_mark<Score>);
