@@ -59,7 +59,7 @@ def _functions() -> types.SimpleNamespace:
     return _loaded
 
 
-_PASSED = (_cuda_abi._handles, _cuda_abi._tensor, _cuda_abi._attend)
+_PASSED = tuple(ctypes.POINTER(t) for t in (_cuda_abi.handle, _abi.kvq_tensor, _cuda_abi.kvq_cuda_attend_options))
 
 
 def _raw_stream(device: int) -> int:
