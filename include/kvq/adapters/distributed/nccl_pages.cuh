@@ -146,11 +146,17 @@ struct transfer_access {
                                    : c.quantized_[static_cast<std::size_t>(kind)];
     }
 
+    static status check_name(const std::string& name) {
+        if (name.size() < most_name) return {};
+        return bad_value("the name of format %.60s has %zu bytes, a message takes %zu", name.c_str(),
+                         name.size(), most_name - 1);
+    }
     static status make_request(const cache& c, std::string_view format, transfer_request& r) {
         if (c.format_.functions == nullptr) return bad_value("the cache is not open");
         const std::string name(format);
-        if (!name.empty() && (c.format_.find(name) < 0 || name.size() >= sizeof r.format))
+        if (!name.empty() && c.format_.find(name) < 0)
             return bad_value("%.60s is not a format of the receiving cache", name.c_str());
+        if (status f = check_name(name); !f) return f;
         r.layers = c.shape_.layers;
         r.kv_heads = c.shape_.kv_heads;
         r.head_dim = c.shape_.head_dim;
@@ -231,7 +237,9 @@ struct transfer_access {
         for (int i = s.first_in_window(); i < pages; ++i) offer.bytes_as_is += c.window_.page_bytes();
         offer.bytes_as_is += s.sinks.size() * c.sinks_.page_bytes();
         for (std::size_t f = 0; f < c.format_.kinds.size(); ++f) {
-            std::snprintf(offer.names[f], sizeof offer.names[f], "%s", c.format_.kinds[f].name.c_str());
+            const std::string& name = c.format_.kinds[f].name;
+            if (status r = check_name(name); !r) return r;
+            std::memcpy(offer.names[f], name.data(), name.size());
             offer.fingerprints[f] = c.keys_[f].fingerprint();
         }
         offer.formats_checksum = host_checksum(plan.formats.data(), plan.formats.size());

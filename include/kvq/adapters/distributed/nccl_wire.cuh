@@ -84,20 +84,22 @@ inline std::uint64_t host_checksum(const void* data, std::size_t bytes) noexcept
     return sum;
 }
 
+inline constexpr std::size_t most_name = 128;  ///< bytes of a format's name, its end included
+
 struct transfer_request {
-    static constexpr std::uint64_t right_magic = 0x31717266'6e61726bULL;
+    static constexpr std::uint64_t right_magic = 0x32717266'6e61726bULL;
     std::uint64_t magic = right_magic;
     std::int32_t layers = 0, kv_heads = 0, head_dim = 0, value_dim = 0, type = 0, page_tokens = 0;
     std::int32_t sinks = 0, recent = 0, rollback = 0, ring = 0;
-    char format[64] = {};
+    char format[most_name] = {};
     std::uint64_t checksum = 0;
 };
 struct transfer_offer {
-    static constexpr std::uint64_t right_magic = 0x32666f66'6e61726bULL;
+    static constexpr std::uint64_t right_magic = 0x33666f66'6e61726bULL;
     std::uint64_t magic = right_magic;
     std::int32_t tokens = 0, committed = 0, first_copy = 0, target = 0;
     std::int32_t cut_pages = 0, unused = 0;  ///< pages that hide tokens
-    char names[most_formats][64] = {};
+    char names[most_formats][most_name] = {};
     std::uint64_t fingerprints[most_formats] = {};
     std::uint64_t bytes = 0, bytes_as_is = 0, formats_checksum = 0;
     char refusal[192] = {};
