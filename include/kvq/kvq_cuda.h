@@ -223,7 +223,7 @@ KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_seq
 // For engines that have pools and tables of their own. Nothing is kept between calls, nothing is allocated, and calls run on the current
 // device. Every pointer to tables, lengths and lists is to device memory, of the caller, and must live until the stream has passed the call.
 // Pages have the bytes of kvq_format_quantize; their memory is zero before its first use. Formats are those without
-// statistics, and without transforms (std4-h): signs depend on the layer, which these calls do not know.
+// statistics. Signs of a transform (std4-h) depend on the layer: kvq_cuda_pages says it.
 
 /// Kernels of an entry of kvq_cuda_format_list.
 typedef struct kvq_cuda_kernels kvq_cuda_kernels;
@@ -238,7 +238,7 @@ typedef struct kvq_cuda_pages {
     void *keys, *values;              // multiples of 16
     size_t key_stride, value_stride;  // multiples of 16; 0: kvq_cuda_kernels_page_bytes
     int32_t page_tokens;              // 0: that of the kernels; or 16, for sinks in the window's type
-    int32_t reserved;
+    int32_t layer;  // of the model, counted from 1: formats with a transform (std4-h) need it; or 0
 } kvq_cuda_pages;
 
 /// Bytes from a page of keys, and of values, to the next: the blocks of all kv heads, up to a multiple of 16.

@@ -21,10 +21,20 @@ int number_of(const cuda::device_format& kernels, const char* name, const char* 
     const int number = kernels.find(name);
     expect(number >= 0, KVQ_ERROR_ARGUMENT, what, " is ", std::string(name),
            ", none of the formats that the kernels were found for");
-    const auto& transforms = kernels.kinds[static_cast<std::size_t>(number)].fingerprints;
-    expect(transforms[0] == 0 && transforms[1] == 0, KVQ_ERROR_UNSUPPORTED, what, " is ", std::string(name),
-           ": its signs depend on the layer, which pages in your memory do not say; use a kvq_cuda_cache");
     return number;
+}
+
+/// The layer of pages in format `number`, from 0. layer: of other pages of the same call, or -1.
+int layer_of(const cuda::device_format& kernels, const kvq_cuda_pages& p, int number, int layer,
+             const char* name) {
+    if (number < 0) return layer;
+    const cuda::device_format::kind& kind = kernels.kinds[static_cast<std::size_t>(number)];
+    if (kind.fingerprints[0] == 0 && kind.fingerprints[1] == 0) return layer;
+    expect(p.layer >= 1, KVQ_ERROR_ARGUMENT, name, " has layer ", p.layer, ": signs of ", kind.name,
+           " depend on the layer of the model, counted from 1");
+    expect(layer < 0 || layer == p.layer - 1, KVQ_ERROR_ARGUMENT, name, " is of layer ", p.layer,
+           ", other pages of this call of layer ", layer + 1);
+    return p.layer - 1;
 }
 
 /// A page of all heads, up to the next 16 bytes, as the pages of a pool follow each other.
@@ -90,6 +100,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
     for (cuda::detail::layer_view::part& p : v.quantized)
         p = {v.window, l.window_table, l.window_table, l.committed, l.committed};
     if (l.part_count == 0) v.columns = l.window_columns;
+    v.layer = -1;
     bool seen[cuda::detail::most_formats] = {};
     for (std::int32_t i = 0; i < l.part_count; ++i) {
         const kvq_cuda_part& part = l.parts[i];
@@ -99,6 +110,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
                std::string(part.pages.format));
         seen[number] = true;
         expect_data(part.table, "the table of a part");
+        v.layer = layer_of(kernels, part.pages, number, v.layer, "a part");
         v.quantized[number] = {memory_of(kernels, part.pages, number, l.kv_heads, "a part"), part.table,
                                part.table, part.first_page,
                                part.end_page != nullptr ? part.end_page : l.committed};
@@ -123,7 +135,6 @@ kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t 
         const std::vector<std::string> names = listed_names(formats, "formats");
         const auto& found = find_compiled(
             names, head_dim, page_tokens == 0 ? kvq::default_page_tokens : page_tokens, type, false);
-        for (const std::string& name : names) (void)number_of(found, name.c_str(), "one of the formats");
         *out = make<kvq_cuda_kernels>(found);
     });
 }
@@ -194,6 +205,7 @@ kvq_status kvq_cuda_pages_requantize(const kvq_cuda_kernels* kernels, int32_t kv
                "to.format is that of the window: kvq_cuda_pages_dequantize writes tensors in it");
         kvq::cuda::detail::layer_view l{};
         l.kv_heads = kv_heads;
+        l.layer = layer_of(of, *to, target, layer_of(of, *from, source, -1, "from"), "to");
         l.not_finite = not_finite;
         const auto source_memory = memory_of(of, *from, source, kv_heads, "from");
         if (source >= 0) l.quantized[source].pages = source_memory;
@@ -221,6 +233,7 @@ kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv
                "from.format is that of the window: there is nothing to dequantize");
         const auto keys = output_of(k, of.type, "k"), values = output_of(v, of.type, "v");
         kvq::cuda::detail::layer_view l{};
+        l.layer = layer_of(of, from->pages, number, -1, "from");
         l.quantized[number] = {memory_of(of, from->pages, number, kv_heads, "from"), from->table};
         l.tokens = tokens;
         l.sequences = sequences;

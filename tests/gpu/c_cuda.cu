@@ -26,7 +26,9 @@ const builtin_format* builtin_formats(std::size_t* count) {
         KVQ_TAGGED::detail::builtin_entry<scalar, kivi4::keys>("kivi-4-g64", true, false, 64),
         KVQ_TAGGED::detail::builtin_entry<scalar, kivi4::values>("kivi-4-g64", false, true, 64),
         KVQ_TAGGED::detail::builtin_entry<scalar, mix4::keys>("mix4", true, false),
-        KVQ_TAGGED::detail::builtin_entry<scalar, mix4::values>("mix4", false, true)};
+        KVQ_TAGGED::detail::builtin_entry<scalar, mix4::values>("mix4", false, true),
+        KVQ_TAGGED::detail::builtin_entry<scalar, std4_h::keys>("std4-h", true, false),
+        KVQ_TAGGED::detail::builtin_entry<scalar, std4_h::values>("std4-h", false, true)};
     *count = sizeof(all) / sizeof(all[0]);
     return all;
 }
@@ -34,20 +36,12 @@ const builtin_format* builtin_formats(std::size_t* count) {
 
 kvq::library_format_list kvq::library_device_formats() noexcept {
     using of = named<64, 64>;
-    static const device_formats all = [] {
-        device_formats list = {
-            kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
-            kvq::cuda::make_device_format<kvq::float16, of::mix4>(),
-            kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16,
-                                          keys_and_values<named<64>::int8, named<64>::kivi_4_g64>>()};
-        // By name alone: no call of this program gets as far as its kernels.
-        kvq::cuda::device_format turned = list[1];
-        turned.kinds[0].name = "std4-h";
-        turned.kinds[0].key_names = turned.kinds[0].value_names = {"std4-h"};
-        turned.kinds[0].fingerprints[0] = kvq::cuda::detail::scheme_fingerprint<kvq::std4_h::keys>();
-        list.push_back(turned);
-        return list;
-    }();
+    static const device_formats all = {
+        kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
+        kvq::cuda::make_device_format<kvq::float16, of::mix4>(),
+        kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16,
+                                      keys_and_values<named<64>::int8, named<64>::kivi_4_g64>>(),
+        kvq::cuda::make_device_format<kvq::float16, of::std4_h>()};
     return {all.data(), all.size(), sizeof(all[0])};
 }
 
@@ -836,8 +830,6 @@ void pages_of_the_caller() {
     REFUSED(kvq_cuda_kernels_find("int8", dim, 0, nullptr, &none), KVQ_ERROR_ARGUMENT,
             "none for 64 and 128; build it with KVQ_CUDA_PAGE_TOKENS=128");
     REFUSED(kvq_cuda_kernels_find(nullptr, dim, page, nullptr, &none), KVQ_ERROR_HANDLE, "formats is NULL");
-    REFUSED(kvq_cuda_kernels_find("std4-h", dim, page, nullptr, &none), KVQ_ERROR_UNSUPPORTED,
-            "its signs depend on the layer");
     REFUSED(kvq_cuda_kernels_find("int8", dim, page, "fp32", &none), KVQ_ERROR_ARGUMENT,
             "neither fp16 nor bf16");
     std::size_t n = 0;
@@ -876,6 +868,139 @@ void pages_of_the_caller() {
     OK(kvq_cache_free(cpu));
     OK(kvq_cuda_kernels_free(kernels));
     REFUSED(kvq_cuda_kernels_free(kernels), KVQ_ERROR_HANDLE, "was freed");
+}
+
+/// Pages whose signs depend on the layer: those of the second layer are the CPU's, and no other layer's.
+void pages_with_signs() {
+    test::rng r{6};
+    cudaStream_t const stream = nullptr;
+    constexpr int page = 64, length = 2 * page, many = 5;
+    kvq_cuda_kernels* kernels = nullptr;
+    OK(kvq_cuda_kernels_find("std4-h", dim, page, nullptr, &kernels));
+    kvq_cache_options h = host_options();
+    h.keys = "std4-h";
+    h.sinks = h.recent = h.rollback = KVQ_NONE;
+    kvq_cache* cpu = nullptr;
+    kvq_sequence* host = nullptr;
+    OK(kvq_cache_create(&h, &cpu));
+    OK(kvq_sequence_create(cpu, &host));
+    const auto random = [&](int tokens, int heads) {
+        std::vector<kvq::float16> x(static_cast<std::size_t>(tokens * heads * dim));
+        for (kvq::float16& y : x) y = kvq::float16(test::normal(r));
+        return x;
+    };
+    const std::vector<kvq::float16> k = random(length, kv_heads), v = random(length, kv_heads),
+                                    q = random(1, q_heads), k2 = random(many, kv_heads),
+                                    v2 = random(many, kv_heads), q2 = random(many, q_heads);
+    const uploaded<kvq::float16> dk(k), dv(v), dq(q), dk2(k2), dv2(v2), dq2(q2);
+    const kvq_tensor hk = tensor_of(k.data(), length, kv_heads), hv = tensor_of(v.data(), length, kv_heads);
+    for (int layer = 0; layer < layers; ++layer) OK(kvq_sequence_append(host, layer, &hk, &hv));
+
+    std::size_t keys = 0, values = 0, window_keys = 0, window_values = 0, bytes = 0;
+    OK(kvq_cuda_kernels_page_bytes(kernels, "std4-h", 0, kv_heads, &keys, &values));
+    OK(kvq_cuda_kernels_page_bytes(kernels, "fp16", 0, kv_heads, &window_keys, &window_values));
+    const uploaded<std::byte> coded_keys(std::vector<std::byte>(2 * keys)),
+        coded_values(std::vector<std::byte>(2 * values)), plain_keys(std::vector<std::byte>(2 * window_keys)),
+        plain_values(std::vector<std::byte>(2 * window_values));
+    kvq_cuda_pages coded{"std4-h", coded_keys.get(), coded_values.get(), 0, 0, 0, 0};
+    const kvq_cuda_pages plain{"fp16", plain_keys.get(), plain_values.get(), 0, 0, 0, 0};
+    std::vector<std::int64_t> slots(length);
+    for (int t = 0; t < length; ++t) slots[static_cast<std::size_t>(t)] = t;
+    const uploaded<std::int64_t> all(slots);
+    const uploaded<std::int32_t> both_pages({0, 1}), tokens({length}), committed({2}), zero({0});
+    const kvq_tensor tk = tensor_of(dk.get(), length, kv_heads), tv = tensor_of(dv.get(), length, kv_heads);
+    OK(kvq_cuda_pages_store(kernels, &plain, &tk, &tv, all.get(), stream));
+    const auto quantize = [&] {
+        return kvq_cuda_pages_requantize(kernels, kv_heads, &plain, both_pages.get(), &coded,
+                                         both_pages.get(), 2, nullptr, stream);
+    };
+    REFUSED(quantize(), KVQ_ERROR_ARGUMENT,
+            "to has layer 0: signs of std4-h depend on the layer of the model, counted from 1");
+    coded.layer = 2;
+    OK(quantize());
+    CUDA_OK(cudaStreamSynchronize(stream));
+    const auto same = [&](int layer) {
+        const auto got_keys = coded_keys.download(), got_values = coded_values.download();
+        kvq_page p[4];
+        int count = 0;
+        OK(kvq_sequence_get_pages(host, layer, p, 4, &count));
+        CHECK(count == 2, "%d pages", count);
+        bool equal = true;
+        for (std::size_t i = 0; i < 2; ++i)
+            equal = equal && std::memcmp(p[i].keys, got_keys.data() + i * keys, keys) == 0 &&
+                    std::memcmp(p[i].values, got_values.data() + i * values, values) == 0;
+        return equal;
+    };
+    CHECK(same(1), "the bytes of layer 2 are not the CPU's");
+    CHECK(!same(0), "layers 1 and 2 have the same signs");
+
+    kvq_cuda_part part{coded, both_pages.get(), nullptr, nullptr};
+    test::device_buffer<kvq::float16> yk(k.size()), yv(v.size()),
+        out(static_cast<std::size_t>(many * q_heads * dim));
+    const kvq_tensor to_k = tensor_of(yk.get(), length, kv_heads),
+                     to_v = tensor_of(yv.get(), length, kv_heads);
+    OK(kvq_cuda_pages_dequantize(kernels, kv_heads, &part, 1, 2, tokens.get(), &to_k, &to_v, zero.get(),
+                                 stream));
+    CUDA_OK(cudaStreamSynchronize(stream));
+    const std::vector<kvq::float16> got[] = {yk.download(), yv.download()};
+    for (const kvq_role role : {KVQ_KEY, KVQ_VALUE}) {
+        std::vector<kvq::float16> want(k.size());
+        const kvq_tensor to_host = tensor_of(want.data(), length, kv_heads);
+        OK(kvq_sequence_dequantize(host, 1, role, 0, &to_host));
+        double error = 0.0, size = 0.0;
+        for (std::size_t i = 0; i < want.size(); ++i) {
+            const double a = static_cast<double>(static_cast<float>(want[i]));
+            const double e = a - static_cast<double>(static_cast<float>(got[role][i]));
+            error += e * e;
+            size += a * a;
+        }
+        CHECK(std::sqrt(error / size) < 1e-3, "dequantized values of role %d: %.3g", role,
+              std::sqrt(error / size));
+    }
+
+    kvq_cuda_layer layer;
+    KVQ_INIT(layer);
+    layer.sequences = 1;
+    layer.kv_heads = kv_heads;
+    layer.tokens = tokens.get();
+    layer.committed = committed.get();
+    layer.parts = &part;
+    layer.part_count = 1;
+    layer.columns = 2;
+    layer.window = plain;
+    layer.window_table = zero.get();
+    layer.window_columns = 1;
+    OK(kvq_cuda_kernels_workspace_bytes(kernels, q_heads, kv_heads, 1, &bytes));
+    const uploaded<std::byte> workspace{std::vector<std::byte>(bytes + 16)};
+    const kvq_tensor tq = tensor_of(dq.get(), 1, q_heads), to_device = tensor_of(out.get(), 1, q_heads);
+    const auto attend = [&] {
+        return kvq_cuda_pages_attend(kernels, &layer, &tq, &to_device, nullptr, workspace.get(), bytes,
+                                     stream);
+    };
+    OK(attend());
+    CUDA_OK(cudaStreamSynchronize(stream));
+    std::vector<float> want(q_heads * dim);
+    const kvq_tensor hq = tensor_of(q.data(), 1, q_heads), ho = tensor_of(want.data(), 1, q_heads, KVQ_FP32);
+    OK(kvq_sequence_attend(host, 1, &hq, &ho, nullptr));
+    CHECK(error_of(out.download(), 0, want) <= 2e-3, "attention: %.3g", error_of(out.download(), 0, want));
+
+    const uploaded<std::int32_t> starts({0, many});
+    const kvq_tensor tk2 = tensor_of(dk2.get(), many, kv_heads), tv2 = tensor_of(dv2.get(), many, kv_heads),
+                     tq2 = tensor_of(dq2.get(), many, q_heads), to2 = tensor_of(out.get(), many, q_heads);
+    OK(kvq_cuda_pages_prefill(kernels, &layer, &tk2, &tv2, &tq2, &to2, starts.get(), many, nullptr, stream));
+    CUDA_OK(cudaStreamSynchronize(stream));
+    want.resize(static_cast<std::size_t>(many * q_heads * dim));
+    const kvq_tensor hk2 = tensor_of(k2.data(), many, kv_heads), hv2 = tensor_of(v2.data(), many, kv_heads),
+                     hq2 = tensor_of(q2.data(), many, q_heads),
+                     ho2 = tensor_of(want.data(), many, q_heads, KVQ_FP32);
+    OK(kvq_sequence_prefill(host, 1, &hk2, &hv2, &hq2, &ho2, nullptr));
+    CHECK(error_of(out.download(), 0, want) <= 3e-3, "a prompt: %.3g", error_of(out.download(), 0, want));
+
+    part.pages.layer = 0;
+    REFUSED(attend(), KVQ_ERROR_ARGUMENT, "a part has layer 0: signs of std4-h depend on the layer");
+    OK(kvq_sequence_free(host));
+    OK(kvq_cache_free(cpu));
+    OK(kvq_cuda_kernels_free(kernels));
 }
 
 /// What callers get wrong.
@@ -1092,6 +1217,7 @@ int main() {
     alibi();
     graphs();
     pages_of_the_caller();
+    pages_with_signs();
     bad_input();
     return test::report("c_cuda");
 }

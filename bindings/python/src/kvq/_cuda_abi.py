@@ -57,7 +57,7 @@ class kvq_cuda_tier(Struct):
 
 class kvq_cuda_pages(Struct):
     _fields_ = [("format", c_char_p), ("keys", c_void_p), ("values", c_void_p), ("key_stride", c_size_t),
-                ("value_stride", c_size_t), ("page_tokens", c_int32), ("reserved", c_int32)]
+                ("value_stride", c_size_t), ("page_tokens", c_int32), ("layer", c_int32)]
 
 
 class kvq_cuda_part(Struct):
