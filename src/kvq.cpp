@@ -27,12 +27,16 @@
 #include <kvq/io/page_transfer-inl.hpp>
 #include <kvq/io/page_wire-inl.hpp>
 #include <kvq/io/scheme_identity-inl.hpp>
+#include <kvq/io/state_wire-inl.hpp>
 #include <kvq/page/layer_pages-inl.hpp>
 #include <kvq/page/page-inl.hpp>
 #include <kvq/page/page_arena-inl.hpp>
 #include <kvq/page/page_table-inl.hpp>
 #include <kvq/policy/prefix_cache-inl.hpp>
 #include <kvq/quant/calibration-inl.hpp>
+#include <kvq/state/recurrent_state-inl.hpp>
+#include <kvq/state/snapshot_codec-inl.hpp>
+#include <kvq/state/state_layout-inl.hpp>
 #if KVQ_HAS_JSON
 #include <kvq/io/file-inl.hpp>
 #include <kvq/io/restore-inl.hpp>

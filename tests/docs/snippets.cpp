@@ -20,6 +20,7 @@
 #include <kvq/policy/prefix_tiers.hpp>
 #include <kvq/policy/ring.hpp>
 #include <kvq/policy/self_calibration.hpp>
+#include <kvq/state/recurrent_state.hpp>
 #include <string>
 #include <vector>
 
@@ -178,6 +179,26 @@ void eigen(kvq::sequence& sequence, int layer, int heads, int q_heads, const Eig
     sequence.prefill(layer, kvq::tokens_of(k, heads), kvq::tokens_of(v, heads), kvq::tokens_of(q, q_heads),
                      kvq::tokens_of(out, q_heads));
     sequence.dequantize(layer, kvq::tensor::key, 0, kvq::tokens_of(half_matrix, heads));
+}
+
+void state(kvq::cache& cache, kvq::sequence& sequence, int layer, int n, bool prompt_ends,
+           void (*step)(std::span<float>, std::span<kvq::bfloat16>)) {
+    std::vector<std::vector<kvq::state_part>> layers(64);
+    for (int i = 0; i < 64; ++i)
+        if (i % 4 != 3)
+            layers[i] = {{.name = "recurrent",
+                          .heads = 48,
+                          .rows = 128,
+                          .columns = 128,
+                          .snapshot = kvq::snapshot_type::int8_columns},
+                         {.name = "convolution", .type = kvq::float_type::bf16, .rows = 10240, .columns = 3}};
+    const kvq::state_layout layout(layers);
+    kvq::recurrent_state state(layout, cache.pool(), {.every = 1024, .most_bytes = std::size_t{1} << 30});
+    step(state.values<float>(layer, 0), state.values<kvq::bfloat16>(layer, 1));
+    state.advance(n, prompt_ends);
+    const int again = state.trim(n);
+    sequence.trim(n - again);
+    auto other = state.fork();
 }
 
 void ring(kvq::cache& cache, int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n) {

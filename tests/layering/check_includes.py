@@ -17,7 +17,7 @@ FORMAT = BASE | {"core", "format/format", "format/format_names", "format/bounds"
 KERNELS = CODES | FORMAT
 DEVICE = CODES | {"cuda/arch", "cuda/layout"}
 # The quantizers' limits and the layout of 16-bit pages; no scheme is a template argument here.
-CACHE = CODES | FORMAT | {"format/format_table", "page", "attention", "cache"}
+CACHE = CODES | FORMAT | {"format/format_table", "page", "state", "attention", "cache"}
 CUDA = DEVICE | {"cuda/decode", "cuda/prefill", "cuda/store", "cuda/quantize", "cuda/host"}
 # Ranks over NCCL, above the cache on the device.
 NCCL = CACHE | CUDA | {"adapters/distributed/nccl"}
@@ -36,6 +36,7 @@ ALLOWED = {
     "format/bounds": FORMAT,
     "format/builtin_format": FORMAT,
     "page": BASE | {"core"},
+    "state": BASE | {"core", "page"},
     "cpu": CODES,
     "cpu/arch": BASE | {"core"},
     "cpu/product": CODES,

@@ -1,0 +1,280 @@
+// Definitions of recurrent_state.hpp.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "recurrent_state.hpp"
+#include "snapshot_codec.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+KVQ_FUNC recurrent_state::recurrent_state(const state_layout& layout, page_pool& pool,
+                                          const snapshot_policy& policy)
+    : layout_(&layout),
+      pool_(&pool),
+      policy_(policy),
+      live_(pool.memory()),
+      pages_(pool.memory()),
+      marks_(pool.memory()) {
+    detail::expect(policy.every >= 0, "snapshots every ", policy.every, " tokens");
+    detail::expect((policy.every == 0 && !policy.prompt_end) || policy.most_bytes >= layout.snapshot_bytes(),
+                   "snapshots of at most ", policy.most_bytes, " bytes: one has ", layout.snapshot_bytes());
+    live_.resize(layers());
+}
+
+KVQ_FUNC recurrent_state::recurrent_state(recurrent_state&&) noexcept = default;
+KVQ_FUNC recurrent_state::~recurrent_state() = default;
+
+KVQ_FUNC recurrent_state& recurrent_state::operator=(recurrent_state&& other) noexcept {
+    // Assignment member by member would keep the memory resource of the former pool.
+    if (this != &other) {
+        this->~recurrent_state();
+        ::new (this) recurrent_state(std::move(other));
+    }
+    return *this;
+}
+
+KVQ_FUNC recurrent_state::recurrent_state(const recurrent_state& other, int)
+    : layout_(other.layout_),
+      pool_(other.pool_),
+      policy_(other.policy_),
+      tokens_(other.tokens_),
+      clock_(other.clock_),
+      live_(other.live_.begin(), other.live_.end(), pool_->memory()),
+      pages_(other.pages_.begin(), other.pages_.end(), pool_->memory()),
+      marks_(other.marks_.begin(), other.marks_.end(), pool_->memory()) {}
+
+KVQ_FUNC recurrent_state recurrent_state::fork() const { return {*this, 0}; }
+
+KVQ_FUNC page_ref recurrent_state::new_page(std::size_t layer, detail::state_form form) const {
+    const detail::state_layer& l = layout_->layers()[layer];
+    page_ref p = pool_->allocate(l.page_bytes(form), static_cast<int>(form), 0);
+    // Between parts, so that the bytes of a page are those of its values.
+    for (std::size_t i = 0; i < l.parts.size(); ++i) {
+        const detail::state_place& place = l.place(form, i);
+        std::memset(p->data() + place.offset + place.bytes, 0,
+                    detail::round_up(place.bytes, detail::state_alignment) - place.bytes);
+    }
+    return p;
+}
+
+KVQ_FUNC void recurrent_state::make_live(std::size_t layer, const page_ref& from, page& to) const noexcept {
+    const detail::state_layer& l = layout_->layers()[layer];
+    if (!from || form_of(*from) == detail::state_form::live) {
+        if (from)
+            std::memcpy(to.data(), from->data(), to.bytes);
+        else
+            std::memset(to.data(), 0, to.bytes);
+        return;
+    }
+    for (std::size_t i = 0; i < l.parts.size(); ++i)
+        detail::dequantize_part(l.parts[i], from->data() + l.place(detail::state_form::snapshot, i).offset,
+                                to.data() + l.place(detail::state_form::live, i).offset);
+}
+
+KVQ_FUNC std::byte* recurrent_state::own(std::size_t layer) {
+    page_ref& p = live_[layer];
+    if (!p || form_of(*p) != detail::state_form::live || p.shared()) {
+        page_ref fresh = new_page(layer, detail::state_form::live);
+        make_live(layer, p, *fresh);
+        p = std::move(fresh);
+    }
+    return p->data();
+}
+
+KVQ_FUNC std::span<std::byte> recurrent_state::part(int layer, int part) {
+    const std::size_t at = layout_->index(layer);
+    const detail::state_layer& l = layout_->layers()[at];
+    detail::expect(part >= 0 && static_cast<std::size_t>(part) < l.parts.size(), "layer ", layer,
+                   " has no part ", part, ": it has ", l.parts.size());
+    const detail::state_place& place = l.place(detail::state_form::live, static_cast<std::size_t>(part));
+    return {own(at) + place.offset, place.bytes};
+}
+
+KVQ_FUNC void recurrent_state::reserve(executor_view executor) {
+    executor.parallel_for(static_cast<int>(layers()), [&](int i) { own(static_cast<std::size_t>(i)); });
+}
+
+KVQ_FUNC bool recurrent_state::advance(int n, bool prompt_ends, executor_view executor) {
+    detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - tokens_, "a step of ", n,
+                   " tokens behind ", tokens_);
+    const int before = std::exchange(tokens_, tokens_ + n);
+    if (!detail::is_due(policy_, before, tokens_, prompt_ends)) return false;
+    const bool taken = detail::has_memory([&] { snapshot(tokens_, executor); });
+    skipped_ += taken ? 0 : 1;
+    return taken;
+}
+
+KVQ_FUNC void recurrent_state::snapshot(int tokens, executor_view executor) {
+    detail::expect(tokens == tokens_, "a snapshot at token ", tokens, ": the state has taken ", tokens_,
+                   " tokens");
+    resource_vector<page_ref> taken(live_.begin(), live_.end(), pool_->memory());
+    std::size_t bytes = 0;
+    for (std::size_t i = 0; i < taken.size(); ++i) {
+        if (!taken[i]) continue;
+        if (form_of(*taken[i]) == detail::state_form::live && !layout_->layers()[i].is_exact)
+            taken[i] = new_page(i, detail::state_form::snapshot);
+        bytes += page_pool::allocation(taken[i]->bytes);
+    }
+    detail::expect(bytes <= policy_.most_bytes, "a snapshot of ", bytes, " bytes: the policy has room for ",
+                   policy_.most_bytes);
+    // One at the same token is the last one, and goes.
+    const std::size_t others = marks_.size() - (!marks_.empty() && marks_.back().tokens == tokens ? 1 : 0);
+    const std::uint64_t last =
+        detail::last_to_drop(std::span(marks_).first(others), bytes, policy_.most_bytes);
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < others; ++i) kept += marks_[i].used > last ? 1 : 0;
+    marks_.reserve(kept + 1);
+    pages_.reserve((kept + 1) * layers());
+
+    executor.parallel_for(static_cast<int>(layers()), [&](int task) {
+        const auto i = static_cast<std::size_t>(task);
+        if (!taken[i] || taken[i].get() == live_[i].get()) return;
+        const detail::state_layer& l = layout_->layers()[i];
+        for (std::size_t part = 0; part < l.parts.size(); ++part)
+            detail::quantize_part(l.parts[part],
+                                  live_[i]->data() + l.place(detail::state_form::live, part).offset,
+                                  taken[i]->data() + l.place(detail::state_form::snapshot, part).offset);
+    });
+
+    erase_snapshots(others, marks_.size());
+    for (std::size_t i = others; i-- > 0;)
+        if (marks_[i].used <= last) erase_snapshots(i, i + 1);
+    marks_.push_back({tokens, ++clock_, bytes});
+    for (page_ref& p : taken) pages_.push_back(std::move(p));
+}
+
+KVQ_FUNC void recurrent_state::erase_snapshots(std::size_t first, std::size_t last) noexcept {
+    const auto at = [](auto& v, std::size_t i) { return v.begin() + static_cast<std::ptrdiff_t>(i); };
+    pages_.erase(at(pages_, first * layers()), at(pages_, last * layers()));
+    marks_.erase(at(marks_, first), at(marks_, last));
+}
+
+KVQ_FUNC std::size_t recurrent_state::count_to(int n) const noexcept {
+    const auto after = std::upper_bound(marks_.begin(), marks_.end(), n,
+                                        [](int t, const snapshot_mark& m) { return t < m.tokens; });
+    return static_cast<std::size_t>(after - marks_.begin());
+}
+
+KVQ_FUNC int recurrent_state::reach(int n) const noexcept {
+    if (n >= tokens_) return tokens_;
+    const std::size_t count = count_to(n);
+    return count == 0 ? 0 : marks_[count - 1].tokens;
+}
+
+KVQ_FUNC void recurrent_state::touch(int n) noexcept {
+    const std::size_t count = count_to(reach(n));
+    if (count > 0) marks_[count - 1].used = ++clock_;
+}
+
+KVQ_FUNC int recurrent_state::trim(int n) {
+    detail::expect(n >= 0, "cannot trim a state to ", n, " tokens: it has taken ", tokens_);
+    if (n >= tokens_) return 0;
+    erase_snapshots(count_to(n), marks_.size());
+    go_to_last_snapshot();
+    return n - tokens_;
+}
+
+KVQ_FUNC void recurrent_state::go_to_last_snapshot() noexcept {
+    const bool none = marks_.empty();
+    for (std::size_t i = 0; i < layers(); ++i) live_[i] = none ? page_ref() : pages_of(marks_.size() - 1)[i];
+    tokens_ = none ? 0 : marks_.back().tokens;
+    if (!none) marks_.back().used = ++clock_;
+}
+
+KVQ_FUNC void recurrent_state::drop_live() {
+    detail::expect(!marks_.empty() && marks_.back().tokens == tokens_, "the live state of token ", tokens_,
+                   " has no snapshot to continue from: the last of ", marks_.size(), " is at token ",
+                   marks_.empty() ? 0 : marks_.back().tokens);
+    go_to_last_snapshot();
+}
+
+KVQ_FUNC void recurrent_state::drop_snapshots() noexcept { erase_snapshots(0, marks_.size()); }
+
+namespace detail {
+
+/// Adds what quantizing did to a part in a page of a snapshot.
+KVQ_FUNC void add_sums(snapshot_sums& to, const state_layer& l, const page_ref& p,
+                       std::size_t part) noexcept {
+    if (!p || static_cast<state_form>(p->format) == state_form::live ||
+        l.parts[part].snapshot == snapshot_type::exact)
+        return;
+    const snapshot_sums sums =
+        sums_of_part(l.parts[part], p->data() + l.place(state_form::snapshot, part).offset);
+    to.error += sums.error;
+    to.values += sums.values;
+    to.not_finite += sums.not_finite;
+}
+KVQ_FUNC double relative_error(const snapshot_sums& s) noexcept {
+    return s.values > 0 ? std::sqrt(s.error / s.values) : 0.0;
+}
+
+}  // namespace detail
+
+KVQ_FUNC double recurrent_state::snapshot_error(std::size_t i, int layer, int part) const {
+    const std::size_t at = layout_->index(layer);
+    const detail::state_layer& l = layout_->layers()[at];
+    detail::expect(i < marks_.size() && part >= 0 && static_cast<std::size_t>(part) < l.parts.size(),
+                   "snapshot ", i, " of ", marks_.size(), ", part ", part, " of ", l.parts.size(),
+                   " of layer ", layer, ": out of range");
+    detail::snapshot_sums sums;
+    detail::add_sums(sums, l, pages_of(i)[at], static_cast<std::size_t>(part));
+    return detail::relative_error(sums);
+}
+
+KVQ_FUNC double recurrent_state::snapshot_error(std::size_t i) const {
+    detail::expect(i < marks_.size(), "snapshot ", i, " of ", marks_.size(), ": out of range");
+    detail::snapshot_sums sums;
+    for (std::size_t layer = 0; layer < layers(); ++layer)
+        for (std::size_t part = 0; part < layout_->layers()[layer].parts.size(); ++part)
+            detail::add_sums(sums, layout_->layers()[layer], pages_of(i)[layer], part);
+    return detail::relative_error(sums);
+}
+
+KVQ_FUNC state_usage recurrent_state::usage() const noexcept {
+    state_usage u;
+    u.skipped = skipped_;
+    for (std::size_t layer = 0; layer < layers(); ++layer) {
+        const detail::state_layer& l = layout_->layers()[layer];
+        // Holders of a page are neighbours, the live state behind the snapshots: a page that was left never
+        // comes back.
+        for (std::size_t i = 0; i <= marks_.size();) {
+            const bool is_live = i == marks_.size();
+            const page_ref& p = is_live ? live_[layer] : pages_of(i)[layer];
+            std::uint32_t holders = 0;
+            do ++holders, ++i;
+            while (i <= marks_.size() &&
+                   (i == marks_.size() ? live_[layer] : pages_of(i)[layer]).get() == p.get());
+            if (!p) continue;
+            (is_live ? u.live : u.snapshots) += p->bytes;
+            u.shared += p.references() > holders ? p->bytes : 0;
+            ++u.pages;
+            detail::snapshot_sums sums;
+            for (std::size_t part = 0; part < l.parts.size(); ++part) detail::add_sums(sums, l, p, part);
+            u.not_finite += static_cast<std::size_t>(sums.not_finite);
+        }
+    }
+    u.bookkeeping = u.pages * sizeof(page) + (live_.capacity() + pages_.capacity()) * sizeof(page_ref) +
+                    marks_.capacity() * sizeof(snapshot_mark);
+    u.bytes = u.live + u.snapshots + u.bookkeeping;
+    return u;
+}
+
+KVQ_FUNC state_usage recurrent_state::footprint(const state_layout& layout, int snapshots) {
+    detail::expect(snapshots >= 0, "a footprint with ", snapshots, " snapshots");
+    const std::size_t layers = layout.layers().size(), n = static_cast<std::size_t>(snapshots);
+    const std::size_t headers = layers * sizeof(page);
+    state_usage u;
+    u.live = layout.live_bytes() - headers;
+    u.snapshots = n * (layout.snapshot_bytes() - headers);
+    u.pages = (n + 1) * layers;
+    u.bookkeeping = (n + 1) * (headers + layers * sizeof(page_ref)) + n * sizeof(snapshot_mark);
+    u.bytes = u.live + u.snapshots + u.bookkeeping;
+    return u;
+}
+
+}}

@@ -1,0 +1,169 @@
+// The recurrent state of a sequence: what an engine reads and writes in place, and its snapshots.
+//
+//   kvq::recurrent_state state(layout, pool, {.every = 1024, .most_bytes = std::size_t{1} << 30});
+//   float* s = state.values<float>(layer, 0).data();   the engine's kernel runs on it
+//   state.advance(n, prompt_ends);                  the step is done in all layers; takes a snapshot if it is due
+//   int again = state.trim(900);                    goes to the newest snapshot at or before token 900:
+//                                                   the last `again` of these 900 tokens must run again
+//   kvq::recurrent_state other = state.fork();      shares everything until one of the two writes
+//
+// State cannot be cut as keys and values can: after token n it is one sum over all tokens before. So a
+// snapshot is kept at some tokens.
+//
+//   live      a page per layer: values as the engine has them; none: zeros; after a trim that of a snapshot
+//   snapshot  a page per layer: that of the live state, or a quantized one where the layout says so
+//
+// A page with several holders is copied, or dequantized, by the next access to the live state of its layer.
+// So a trim, a fork and an exact snapshot copy no state. A layer that has not changed since a quantized
+// snapshot is not quantized again.
+// Guarantees: arguments are checked and memory is taken before anything changes. Memory is that of the pool,
+// within its budget.
+// Thread safety: const members may run together; one writer per state; different states are independent, also
+// those that share pages. Parts of different layers may be asked for by several threads at once. The layout
+// and the pool outlive the state.
+#pragma once
+
+#include <span>
+
+#include "../core/error.hpp"
+#include "../core/executor.hpp"
+#include "../core/resource_vector.hpp"
+#include "../page/page.hpp"
+#include "snapshot_policy.hpp"
+#include "state_layout.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+struct state_access;
+}
+
+/// Bytes of a recurrent_state. Pages that other sequences hold, too, count in each of them.
+struct state_usage {
+    std::size_t live = 0;         ///< data of live pages that no snapshot holds
+    std::size_t snapshots = 0;    ///< data of pages of snapshots
+    std::size_t bookkeeping = 0;  ///< page headers and tables
+    std::size_t bytes = 0;        ///< sum of the above
+    std::size_t shared = 0;       ///< part of `live` and `snapshots` that other sequences hold as well
+    std::size_t pages = 0;
+    std::size_t not_finite = 0;  ///< NaN and infinities that quantized snapshots lost
+    std::size_t skipped = 0;     ///< snapshots that were due and had no memory
+};
+
+class recurrent_state {
+public:
+    /// All zeros, 0 tokens. Takes no page. Raises kvq::error for a policy that is out of range, or under
+    /// which no snapshot fits.
+    recurrent_state(const state_layout& layout, page_pool& pool, const snapshot_policy& policy = {});
+    recurrent_state(recurrent_state&&) noexcept;
+    recurrent_state& operator=(recurrent_state&& other) noexcept;
+    recurrent_state(const recurrent_state&) = delete;  // use fork()
+    ~recurrent_state();
+
+    const state_layout& layout() const noexcept { return *layout_; }
+    const snapshot_policy& policy() const noexcept { return policy_; }
+
+    /// The bytes of a part of a layer, [heads][rows][columns], to read and to write, until the next call that
+    /// is not a part() or a const one. At a multiple of 64 bytes. The first access after a snapshot, fork or
+    /// trim takes a page for the layer and copies or dequantizes it: kvq::out_of_memory or std::bad_alloc,
+    /// and nothing changes; else O(log layers).
+    std::span<std::byte> part(int layer, int part);
+    /// The same as values. T: float, float16 or bfloat16, as the layout says.
+    template <float_format T>
+    std::span<T> values(int layer, int part) {
+        const std::span<const state_part> parts = layout_->parts(layer);
+        detail::expect(part >= 0 && static_cast<std::size_t>(part) < parts.size() &&
+                           parts[static_cast<std::size_t>(part)].type == float_type_of<T>,
+                       "part ", part, " of layer ", layer, " is not one of its ", parts.size(),
+                       " parts with values of this type");
+        const std::span<std::byte> bytes = this->part(layer, part);
+        return {reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T)};
+    }
+    /// Every layer gets a live page of its own, so that a step takes no memory. Layers are tasks.
+    void reserve(executor_view executor = serial_executor{});
+
+    /// Tokens that the live state has taken.
+    int tokens() const noexcept { return tokens_; }
+    /// A step of n tokens is done: the live state of all layers has taken them. Takes a snapshot where the
+    /// policy says so, and returns whether it did: without memory for it none is taken (usage().skipped
+    /// counts them), and the step counts all the same.
+    bool advance(int n, bool prompt_ends = false, executor_view executor = serial_executor{});
+    /// Tokens to the next snapshot by policy().every, where a prompt is best cut; 0: there is none.
+    int tokens_to_snapshot() const noexcept {
+        return policy_.every > 0 ? policy_.every - tokens_ % policy_.every : 0;
+    }
+
+    /// Takes a snapshot of the live state. tokens must be tokens(): within a step some layers are further
+    /// than others. Replaces one at the same token. Then drops others, down to policy().most_bytes. Layers
+    /// are tasks. Strong exception guarantee.
+    void snapshot(int tokens, executor_view executor = serial_executor{});
+    /// Ascending by tokens. Valid until the state changes.
+    std::span<const snapshot_mark> snapshots() const noexcept { return marks_; }
+    /// sqrt(sum (x - x^)^2 / sum x^2) over the finite values of a part of a layer in snapshots()[i]; 0 where
+    /// it is exact.
+    double snapshot_error(std::size_t i, int layer, int part) const;
+    /// The same over all quantized parts of all layers.
+    double snapshot_error(std::size_t i) const;
+
+    /// The token to which trim(n) goes: tokens() if n is not less, else that of the newest snapshot at or
+    /// before n, or 0. O(log snapshots)
+    int reach(int n) const noexcept;
+    /// Goes back to token reach(n), and drops later snapshots. Returns n - reach(n), or 0 if the state has
+    /// not more than n tokens: how many tokens before n must run again. Takes no memory. Raises kvq::error
+    /// for n < 0. O(layers)
+    int trim(int n);
+    /// Counts as a use of the snapshot to which trim(n) goes: for who trims forks of this state, as a store of
+    /// prefixes does. O(log snapshots)
+    void touch(int n) noexcept;
+    /// The same tokens, snapshots and live state; shares all pages. O(layers * snapshots)
+    [[nodiscard]] recurrent_state fork() const;
+
+    /// Gives the live pages back: the state continues from the snapshot at tokens(), which must exist. For
+    /// sequences that are stored, and after a step that failed when some layers had taken it.
+    void drop_live();
+    /// Gives all snapshots back.
+    void drop_snapshots() noexcept;
+
+    /// O(layers * snapshots)
+    [[nodiscard]] state_usage usage() const noexcept;
+    /// usage() with the live state of all layers and so many snapshots that were taken before the last step:
+    /// the bytes that the pool and its memory resource have given. Raises kvq::error for snapshots < 0.
+    [[nodiscard]] static state_usage footprint(const state_layout& layout, int snapshots);
+
+private:
+    friend struct detail::state_access;
+
+    recurrent_state(const recurrent_state& other, int);
+
+    std::size_t layers() const noexcept { return layout_->layers().size(); }
+    const page_ref* pages_of(std::size_t snapshot) const noexcept {
+        return pages_.data() + snapshot * layers();
+    }
+    detail::state_form form_of(const page& p) const noexcept {
+        return static_cast<detail::state_form>(p.format);
+    }
+    page_ref new_page(std::size_t layer, detail::state_form form) const;
+    /// The live page of a layer, with no other holder, in the form that the engine has.
+    std::byte* own(std::size_t layer);
+    void make_live(std::size_t layer, const page_ref& from, page& to) const noexcept;
+    void erase_snapshots(std::size_t first, std::size_t last) noexcept;
+    void go_to_last_snapshot() noexcept;
+    /// Snapshots at or before token n.
+    std::size_t count_to(int n) const noexcept;
+
+    const state_layout* layout_;
+    page_pool* pool_;
+    snapshot_policy policy_;
+    int tokens_ = 0;
+    std::size_t skipped_ = 0;
+    std::uint64_t clock_ = 0;
+    resource_vector<page_ref> live_;   // of layers; null: zeros
+    resource_vector<page_ref> pages_;  // of snapshots, layer by layer; null: zeros
+    resource_vector<snapshot_mark> marks_;
+};
+
+}}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "recurrent_state-inl.hpp"
+#endif
