@@ -7,6 +7,7 @@
 #include <kvq/attention/selection-inl.hpp>
 #include <kvq/cache/cache-inl.hpp>
 #include <kvq/cache/chunk-inl.hpp>
+#include <kvq/cache/layers-inl.hpp>
 #include <kvq/cache/page_list-inl.hpp>
 #include <kvq/cache/page_stock-inl.hpp>
 #include <kvq/cache/preset_options-inl.hpp>

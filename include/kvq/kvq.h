@@ -329,6 +329,15 @@ typedef struct kvq_layer_formats {
     const char *keys, *values;
 } kvq_layer_formats;
 
+enum { KVQ_FULL_ATTENTION = 0 };  // what a layer holds: all of its tokens
+
+/// One layer of a model whose layers differ.
+typedef struct kvq_layer {
+    int32_t kind;  // KVQ_FULL_ATTENTION
+    int32_t kv_heads, head_dim;
+    int32_t value_dim;  // 0: head_dim
+} kvq_layer;
+
 typedef struct kvq_cache_options {
     size_t size;
     int32_t layers, kv_heads, head_dim;
@@ -352,6 +361,7 @@ typedef struct kvq_cache_options {
         preallocate;  // 1: byte_budget is allocated when the cache is made; pages take multiples of 64 bytes of it
     float
         repack;  // cuts repack pages that show less than this part of their tokens, at most 0.5; 0: 0.25; below 0: never
+    const kvq_layer* layer_list;  // NULL, or [layers]; kv_heads, head_dim and value_dim are 0 then
 } kvq_cache_options;
 
 /// Takes no memory for pages yet, unless `preallocate` is 1. KVQ_ERROR_ARGUMENT for an impossible size, an unknown name, or a format that cannot hold such blocks.
@@ -361,7 +371,7 @@ KVQ_API kvq_status kvq_cache_free(kvq_cache* cache);
 /// The options in force, defaults filled in.
 typedef struct kvq_cache_info {
     size_t size;
-    int32_t layers, kv_heads, head_dim, value_dim;
+    int32_t layers, kv_heads, head_dim, value_dim;  // 0 where layers differ
     int32_t page_tokens, sinks, recent, rollback;
     size_t byte_budget;   // SIZE_MAX: none
     size_t bytes_in_use;  // of all pages of all sequences, each counted once, headers included
@@ -369,6 +379,8 @@ typedef struct kvq_cache_info {
     size_t bytes_held;  // for pages: byte_budget if it was allocated at once, else bytes_in_use
 } kvq_cache_info;
 KVQ_API kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* info);
+/// Kind and shape of a layer, value_dim filled in.
+KVQ_API kvq_status kvq_cache_get_layer(const kvq_cache* cache, int32_t layer, kvq_layer* out);
 
 /// Adds a format under a name that the cache does not list yet. name: NULL for the name by which the format was found. No other call
 /// on the cache or its sequences may run at the same time.

@@ -25,6 +25,10 @@ rotary_embedding rotary_of(const kvq_rotary& r) {
     return e;
 }
 
+kvq_layer layer_of(const cache_shape& s) noexcept {
+    return {KVQ_FULL_ATTENTION, s.kv_heads, s.head_dim, s.dim(tensor::value)};
+}
+
 }  // namespace
 
 int cache_state::list(tensor role, const std::string& name, format_list& formats,
@@ -71,8 +75,24 @@ cache_options cache_state::read(const kvq_cache_options& o) {
     return c;
 }
 
-cache_state::cache_state(const kvq_cache_options& o)
-    : memory(o.allocator), cache({o.layers, o.kv_heads, o.head_dim, o.value_dim}, read(o)) {}
+std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
+    if (o.layer_list == nullptr) return detail::equal_layers({o.layers, o.kv_heads, o.head_dim, o.value_dim});
+    expect(
+        o.kv_heads == 0 && o.head_dim == 0 && o.value_dim == 0, KVQ_ERROR_ARGUMENT,
+        "layer_list says the shape of each layer, so that kv_heads, head_dim and value_dim must be 0, not ",
+        o.kv_heads, ", ", o.head_dim, " and ", o.value_dim);
+    expect(o.layers >= 1, KVQ_ERROR_ARGUMENT, "a cache needs at least 1 layer, got ", o.layers);
+    std::vector<layer> all;
+    for (std::int32_t i = 0; i < o.layers; ++i) {
+        const kvq_layer& l = o.layer_list[i];
+        expect(l.kind == KVQ_FULL_ATTENTION, KVQ_ERROR_ARGUMENT, "layer ", i, " has kind ", l.kind,
+               ", not KVQ_FULL_ATTENTION");
+        all.push_back(full_attention({l.kv_heads, l.head_dim, l.value_dim}));
+    }
+    return all;
+}
+
+cache_state::cache_state(const kvq_cache_options& o) : memory(o.allocator), cache(layers_of(o), read(o)) {}
 
 int cache_state::listed(tensor role, const char* name) const {
     place(name, "the name of a format");
@@ -116,11 +136,26 @@ kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* info) {
     return guard([&] {
         const kvq::cache& of = get(cache, "cache").state->cache;
         expect_struct(info, "info");
-        const kvq::cache_shape& s = of.shape();
+        kvq_layer all = layer_of(of.shape(0));
+        for (int i = 1; i < of.layer_count(); ++i) {
+            const kvq_layer own = layer_of(of.shape(i));
+            for (const auto number : {&kvq_layer::kv_heads, &kvq_layer::head_dim, &kvq_layer::value_dim})
+                if (own.*number != all.*number) all.*number = 0;
+        }
         const kvq::cache_options& o = of.options();
-        write_struct(info, kvq_cache_info{0, s.layers, s.kv_heads, s.head_dim, s.dim(kvq::tensor::value),
+        write_struct(info, kvq_cache_info{0, of.layer_count(), all.kv_heads, all.head_dim, all.value_dim,
                                           o.page_tokens, o.sinks, o.recent, o.rollback, o.byte_budget,
                                           of.bytes_in_use(), of.pool().pages_in_use(), of.bytes_held()});
+    });
+}
+
+kvq_status kvq_cache_get_layer(const kvq_cache* cache, int32_t layer, kvq_layer* out) {
+    return guard([&] {
+        const kvq::cache& of = get(cache, "cache").state->cache;
+        place(out, "out");
+        expect(layer >= 0 && layer < of.layer_count(), KVQ_ERROR_ARGUMENT, "layer ", layer,
+               " is not among the ", of.layer_count(), " layers of the cache");
+        *out = layer_of(of.shape(layer));
     });
 }
 
@@ -173,7 +208,8 @@ kvq_status kvq_cache_get_format(const kvq_cache* cache, kvq_role role, int32_t i
         const auto first =
             std::find_if(names.begin(), names.end(), [&](const auto& n) { return n.listed == index - 1; });
         if (first != names.end()) name = first->name;
-        *out = make<kvq_format>(table[index], name, state.cache.shape());
+        *out = make<kvq_format>(table[index], name,
+                                state.cache.has_one_shape() ? state.cache.shape() : kvq::cache_shape{});
     });
 }
 

@@ -135,7 +135,7 @@ kvq_status kvq_get_budget(const kvq_cache_options* options, const kvq_budget_que
         kvq::cache_options given = state.cache.options();
         given.preallocate = preallocate;
         *bytes =
-            kvq::budget(given, state.cache.shape(),
+            kvq::budget(given, state.cache.layers(),
                         {q.tokens, q.sequences == 0 ? 1 : q.sequences, q.chunk == 0 ? 1 : q.chunk, q.cuts});
     });
 }

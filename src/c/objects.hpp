@@ -88,6 +88,7 @@ struct cache_state {
     int listed(tensor role, const char* name) const;
 
 private:
+    static std::vector<layer> layers_of(const kvq_cache_options& o);
     cache_options read(const kvq_cache_options& o);
     int list(tensor role, const std::string& name, format_list& formats, const calibration* statistics);
 };

@@ -973,4 +973,60 @@ TEST_CASE("the list of formats, descriptions, the options of a cache, frequencie
     CHECK(kvq_abi_version() == KVQ_ABI_VERSION);
 }
 
+TEST_CASE("a list of layers in C is the list in C++") {
+    const kvq_layer list[] = {{KVQ_FULL_ATTENTION, 4, 64, 0}, {KVQ_FULL_ATTENTION, 1, 128, 96}};
+    const kvq_layer_formats formats[] = {{"std4", nullptr}, {"int8", "int8"}};
+    auto o = init<kvq_cache_options>();
+    o.layers = 2;
+    o.layer_list = list;
+    o.layer_formats = formats;
+    o.keys = "std4";
+    o.page_tokens = 32;
+    kvq_cache* c = nullptr;
+    kvq_sequence* s = nullptr;
+    OK(kvq_cache_create(&o, &c));
+    OK(kvq_sequence_create(c, &s));
+    auto info = init<kvq_cache_info>();
+    OK(kvq_cache_get_info(c, &info));
+    CHECK(info.layers == 2);
+    CHECK(info.kv_heads == 0);
+    CHECK(info.head_dim == 0);
+    CHECK(info.value_dim == 0);
+    kvq_layer found{};
+    OK(kvq_cache_get_layer(c, 1, &found));
+    CHECK(found.kind == KVQ_FULL_ATTENTION);
+    CHECK(found.kv_heads == 1);
+    CHECK(found.head_dim == 128);
+    CHECK(found.value_dim == 96);
+
+    kvq::cache_options same = kvq::preset_options();
+    for (const char* name : {"std4", "int8"}) {
+        same.keys.push_back(kvq::find_format(name, kvq::tensor::key));
+        same.values.push_back(kvq::find_format(name, kvq::tensor::value));
+    }
+    same.page_tokens = 32;
+    kvq::cache cpp(
+        {kvq::full_attention({4, 64}),
+         kvq::full_attention({.kv_heads = 1, .head_dim = 128, .value_dim = 96, .formats = {1, 1}})},
+        same);
+    kvq::sequence sequence = cpp.new_sequence();
+    test::generator random(11);
+    for (int layer = 0; layer < 2; ++layer) {
+        const kvq::cache_shape& of = cpp.shape(layer);
+        rows<float> k(random, 100, of.kv_heads, of.head_dim),
+            v(random, 100, of.kv_heads, of.dim(kvq::tensor::value));
+        const kvq_tensor ck = k.c(), cv = v.c();
+        OK(kvq_sequence_append(s, layer, &ck, &cv));
+        sequence.append(layer, k.view(), v.view());
+    }
+    twins::check_equal(s, sequence);
+    auto query = init<kvq_budget_query>();
+    query.tokens = 1000;
+    std::size_t bytes = 0;
+    OK(kvq_get_budget(&o, &query, &bytes));
+    CHECK(bytes == kvq::budget(same, cpp.layers(), {.tokens = 1000}));
+    OK(kvq_sequence_free(s));
+    OK(kvq_cache_free(c));
+}
+
 }  // namespace behaviour_tests

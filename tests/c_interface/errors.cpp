@@ -261,6 +261,7 @@ TEST_CASE(
     callbacks.concurrency = 1;
     callbacks.parallel_for = [](void*, std::int32_t, kvq_task, void*) { return 0; };
     auto info = init<kvq_cache_info>();
+    kvq_layer layer_found{};
     auto usage = init<kvq_usage>();
     auto query = init<kvq_footprint_query>();
     auto budget = init<kvq_budget_query>();
@@ -299,6 +300,7 @@ TEST_CASE(
     REFUSES(kvq_cache_create, MAY_BE_NULL(), &f.options, &f.made_cache);
     REFUSES(kvq_cache_free, MAY_BE_NULL(0), f.cache);
     REFUSES(kvq_cache_get_info, MAY_BE_NULL(), f.cache, &info);
+    REFUSES(kvq_cache_get_layer, MAY_BE_NULL(), f.cache, 0, &layer_found);
     REFUSES(kvq_cache_add_format, MAY_BE_NULL(3), f.cache, KVQ_KEY, f.format, "another");
     REFUSES(kvq_cache_commit_to, MAY_BE_NULL(), f.cache, KVQ_KEY, "int8", 0, 0);
     REFUSES(kvq_cache_find_format, MAY_BE_NULL(), f.cache, KVQ_KEY, "int8", &f.n);
@@ -549,6 +551,18 @@ TEST_CASE("numbers out of range, names that nobody knows") {
             "rotates 7 channels");
     rotary[0].layout = 5;
     refused([&](auto& o) { o.rotary = rotary, o.rotary_count = 1; }, KVQ_ERROR_ARGUMENT, "layout");
+    kvq_layer list[layers] = {};
+    refused([&](auto& o) { o.layer_list = list; }, KVQ_ERROR_ARGUMENT, "must be 0");
+    const auto listed = [&](auto& o) {
+        o.layer_list = list;
+        o.kv_heads = o.head_dim = o.value_dim = 0;
+    };
+    refused(listed, KVQ_ERROR_ARGUMENT, "layer 0, full attention of 0 x 0");
+    list[0].kind = 77;
+    refused(listed, KVQ_ERROR_ARGUMENT, "layer 0 has kind 77");
+    refused([&](auto& o) { listed(o), o.layers = -1; }, KVQ_ERROR_ARGUMENT, "at least 1 layer, got -1");
+    kvq_layer found{};
+    CHECK_REFUSED(kvq_cache_get_layer(f.cache, layers, &found), KVQ_ERROR_ARGUMENT, "is not among the");
     auto allocator = init<kvq_allocator>();
     refused([&](auto& o) { o.allocator = &allocator; }, KVQ_ERROR_HANDLE, "both functions");
 

@@ -163,9 +163,10 @@ TEST_CASE("foreign files are called what they are") {
     refused(file_of({{}, {{"format", "kvq sequence"}, {"format_version", "4"}}}), "no seal");
     refused(file_of({{}, {{"format", "kvq sequence"}, {"format_version", "one"}}}), "no number: one");
     refused(edited(f.bytes, R"("format_version":"4")", R"("format_version":"2")"),
-            "version 2, this library reads versions 3 to 4");
-    refused(edited(f.bytes, R"("format_version":"4")", R"("format_version":"5")"),
-            "version 5, this library reads versions 3 to 4");
+            "version 2, this library reads versions 3 to 5");
+    refused(edited(f.bytes, R"("format_version":"4")", R"("format_version":"6")"),
+            "version 6, this library reads versions 3 to 5");
+    refused(edited(f.bytes, R"("format_version":"4")", R"("format_version":"5")"), "shapes I32 [2, 4]");
     refused(edited(f.bytes, R"("format_version":"4")", R"("format_version":"3")"), "spans I32");
 }
 

@@ -932,7 +932,8 @@ TEST_CASE("bad input is named in one sentence, and changes nothing") {
     refused([&] { s.shift(0, 21, std::int64_t{1} << 41); }, "cannot move by 2199023255552 positions");
     refused([&] { s.splice(s, 3, 22); }, "cannot splice tokens 3 to 22: the other sequence holds 21");
     refused([&] { s.splice(other.new_sequence(), 0, 0); },
-            "a sequence of another cache cannot be spliced: it has 2 layers of 2 x 8, this one 2 of 1 x 8");
+            "a sequence of another cache cannot be spliced: it has 2 layers, the first one of 2 x 8, this "
+            "one 2, of 1 x 8");
     refused([&] { s.splice(unmovable, 0, 3); }, "a sequence of another cache cannot be spliced");
     refused([&] { unmovable.erase(3, 5); }, "keys cannot move by -2 positions: set cache_options::rotary");
     refused([&] { unmovable.shift(3, 5, 1); }, "keys cannot move by 1 positions");

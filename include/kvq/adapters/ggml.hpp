@@ -26,7 +26,7 @@ class ggml_memory {
 public:
     /// A memory of sequences 0 to ids - 1. The cache outlives it, and it outlives its graphs. Its layers are those of the cache.
     ggml_memory(kvq::cache& of, int ids) : table_(of, ids), space_(of.pool().memory()) {
-        for (int layer = 0; layer < of.shape().layers; ++layer) nodes_.push_back({this, layer, every_key()});
+        for (int layer = 0; layer < of.layer_count(); ++layer) nodes_.push_back({this, layer, every_key()});
     }
     ggml_memory(const ggml_memory&) = delete;
     ggml_memory& operator=(const ggml_memory&) = delete;
@@ -39,9 +39,10 @@ public:
     /// kvq::error for tensors that do not fit the cache. One such node per layer in a graph.
     ggml_tensor* attend(ggml_context* context, int layer, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
                         const mods_view& mods = every_key()) {
-        const cache_shape& shape = table_.storage().shape();
-        detail::expect(layer >= 0 && layer < shape.layers, "layer ", layer, " is not among the ",
-                       shape.layers, " layers of the cache");
+        const int layers = table_.storage().layer_count();
+        detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
+                       " layers of the cache");
+        const cache_shape& shape = table_.storage().shape(layer);
         check(q, "q", shape.head_dim, 0);
         check(k, "k", shape.head_dim, shape.kv_heads);
         check(v, "v", shape.dim(tensor::value), shape.kv_heads);

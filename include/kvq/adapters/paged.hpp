@@ -76,8 +76,9 @@ void check_paged(const paged_view<T>& x, const char* name, int heads, int dim) {
 
 /// K and V of one cache share their tables.
 template <class T>
-void check_paged_pair(const paged_view<T>& keys, const paged_view<T>& values, const sequence& s) {
-    const cache_shape& shape = sequence_access::cache(s).shape();
+void check_paged_pair(const paged_view<T>& keys, const paged_view<T>& values, const sequence& s, int layer) {
+    (void)s.tokens(layer);  // checks the layer
+    const cache_shape& shape = sequence_access::cache(s).shape(layer);
     check_paged(keys, "keys", shape.kv_heads, shape.dim(tensor::key));
     check_paged(values, "values", shape.kv_heads, shape.dim(tensor::value));
     expect(keys.blocks == values.blocks && keys.block_tokens == values.block_tokens, "keys have ",
@@ -108,7 +109,7 @@ token_view<const T> gather_blocks(const paged_view<T>& from, std::span<const std
 template <class Slot, class T>
 void write_slots(const sequence& s, int layer, int first, std::span<const Slot> mapping,
                  const paged_view<T>& keys, const paged_view<T>& values) {
-    check_paged_pair(keys, values, s);
+    check_paged_pair(keys, values, s, layer);
     const int held = s.tokens(layer);
     expect(first >= 0 && first <= held && mapping.size() <= static_cast<std::size_t>(held - first),
            "cannot write ", mapping.size(), " tokens from token ", first, " of layer ", layer, ": it holds ",
@@ -148,12 +149,11 @@ void write_slots(const sequence& s, int layer, int first, std::span<const Slot> 
 template <class T>
 void append_from_blocks(sequence& s, int layer, const paged_view<T>& keys, const paged_view<T>& values,
                         std::span<const std::int32_t> table, int tokens) {
-    detail::check_paged_pair(keys, values, s);
+    detail::check_paged_pair(keys, values, s, layer);
     const int per_block = keys.block_tokens;
     detail::expect(tokens >= 0, "cannot gather ", tokens, " tokens");
     // In 64 bits: the rounded-up sum may overflow an int.
     const std::int64_t used = (std::int64_t{tokens} + per_block - 1) / per_block;
-    (void)s.tokens(layer);  // checks the layer before tokens are gathered
     detail::expect(used <= static_cast<std::int64_t>(table.size()), tokens, " tokens lie in ", used,
                    " blocks of ", per_block, " but the table has ", table.size());
     bool neighbours = true;

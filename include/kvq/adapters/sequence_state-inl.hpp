@@ -39,7 +39,7 @@ struct sequence_table::access {
         put(sink, &h, sizeof h);
         detail::sent_pages pages;
         for (const saved& s : all)
-            for (int layer = 0; layer < table.cache_->shape().layers; ++layer) pages.add(s.of->tokens, layer);
+            for (int layer = 0; layer < table.cache_->layer_count(); ++layer) pages.add(s.of->tokens, layer);
         for (const saved& s : all) {
             crc32c sum;
             const auto summed = [&](const void* data, std::size_t bytes) {
@@ -60,7 +60,7 @@ struct sequence_table::access {
                 if (sent++ % 3 == 0) put(sink, &page_follows, sizeof page_follows);
                 put(sink, data, bytes);
             };
-            for (int layer = 0; layer < table.cache_->shape().layers; ++layer)
+            for (int layer = 0; layer < table.cache_->layer_count(); ++layer)
                 detail::send_pages(shown, layer, detail::held_sink<decltype(send)>{send}, pages);
             put(sink, &no_page_follows, sizeof no_page_follows);
         }

@@ -86,12 +86,16 @@ KVQ_FUNC void sequence_table::begin(const token_batch& batch, int q_heads, int t
     for (const part& p : parts)
         p.of->positions.reserve(
             detail::larger(2 * p.of->positions.size(), p.of->positions.size() + p.rows.size()));
-    const cache_shape& shape = cache_->shape();
-    const int wide = shape.dim(tensor::key) + shape.dim(tensor::value);
     const auto heads = static_cast<std::size_t>(detail::larger(q_heads, 0));
-    // With a log-sum-exp for every row of an output.
-    std::vector<float> gathered(
-        rows * (static_cast<std::size_t>(wide) * (static_cast<std::size_t>(shape.kv_heads) + heads) + heads));
+    std::size_t floats = 0;  // of the layer that needs most, with a log-sum-exp for every row of an output
+    for (int layer = 0; layer < cache_->layer_count(); ++layer) {
+        const cache_shape& shape = cache_->shape(layer);
+        const int wide = shape.dim(tensor::key) + shape.dim(tensor::value);
+        floats = detail::larger(
+            floats,
+            static_cast<std::size_t>(wide) * (static_cast<std::size_t>(shape.kv_heads) + heads) + heads);
+    }
+    std::vector<float> gathered(rows * floats);
     batch_.reserve(parts.size());
     cache_->reserve(requests, q_heads, threads, space, mods);
     // Nothing below fails.
@@ -173,7 +177,7 @@ KVQ_FUNC void sequence_table::prefill(int layer, const input_view& k, const inpu
 KVQ_FUNC void sequence_table::end() {
     int missing = -1;
     for (const part& p : parts_)
-        for (int layer = cache_->shape().layers - 1; layer >= 0; --layer)
+        for (int layer = cache_->layer_count() - 1; layer >= 0; --layer)
             if (p.of->tokens.tokens(layer) != static_cast<int>(p.of->positions.size())) missing = layer;
     if (missing >= 0) take_back();
     forget_step();
@@ -391,7 +395,7 @@ KVQ_FUNC std::vector<sequence_table::part> sequence_table::parts_of(const token_
 KVQ_FUNC void sequence_table::settle() noexcept {
     bool complete = true;
     for (const part& p : parts_)
-        for (int layer = 0; layer < cache_->shape().layers; ++layer)
+        for (int layer = 0; layer < cache_->layer_count(); ++layer)
             complete = complete && p.of->tokens.tokens(layer) == p.of->size();
     if (complete)
         forget_step();

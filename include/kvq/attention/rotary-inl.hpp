@@ -1,8 +1,10 @@
 // Definitions of rotary.hpp.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <functional>
 
 #include "../core/bits.hpp"
 #include "rotary.hpp"
@@ -141,11 +143,18 @@ KVQ_FUNC void rotation::operator()(float* row, int rows, int dim, std::int64_t b
     }
 }
 
-KVQ_FUNC rotation_table::rotation_table(const std::vector<rotary_embedding>& list, int layers, int head_dim) {
-    expect(list.size() <= 1 || static_cast<int>(list.size()) == layers, "rotary embeddings are given for ",
-           list.size(), " layers of a cache with ", layers);
-    for (std::size_t i = 0; i < list.size(); ++i)
-        of_.emplace_back(list[i], head_dim, "the rotary embedding of layer " + std::to_string(i));
+KVQ_FUNC rotation_table::rotation_table(const std::vector<rotary_embedding>& list,
+                                        const std::vector<int>& head_dims) {
+    const std::size_t layers = head_dims.size();
+    expect(list.size() <= 1 || list.size() == layers, "rotary embeddings are given for ", list.size(),
+           " layers of a cache with ", layers);
+    if (list.empty()) return;
+    // One of all layers is held once, unless head sizes differ.
+    const bool alike =
+        std::adjacent_find(head_dims.begin(), head_dims.end(), std::not_equal_to<>()) == head_dims.end();
+    for (std::size_t i = 0; i < (alike ? list.size() : layers); ++i)
+        of_.emplace_back(list[list.size() == 1 ? 0 : i], head_dims[i],
+                         "the rotary embedding of layer " + std::to_string(i));
 }
 
 KVQ_FUNC bool rotation_table::any() const noexcept {

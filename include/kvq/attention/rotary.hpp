@@ -101,7 +101,8 @@ class rotation_table {
 public:
     rotation_table() = default;
     /// list: empty, one for all layers, or one per layer.
-    rotation_table(const std::vector<rotary_embedding>& list, int layers, int head_dim);
+    /// head_dims: of each layer.
+    rotation_table(const std::vector<rotary_embedding>& list, const std::vector<int>& head_dims);
 
     /// False: cache_options::rotary is empty.
     bool known() const noexcept { return !of_.empty(); }

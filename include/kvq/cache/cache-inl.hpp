@@ -1,6 +1,7 @@
 // Definitions of cache.hpp.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -12,15 +13,19 @@
 namespace kvq { inline namespace KVQ_COMMON {
 
 KVQ_FUNC cache::cache(const cache_shape& shape, const cache_options& options)
-    : shape_(shape),
-      options_(checked(shape, options)),
+    : cache(detail::equal_layers(shape), options) {}
+
+KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
+    : layers_(with_formats(std::move(layers), options)),
+      shapes_(layers_),
+      options_(checked(shapes_, options)),
       keys_(tensor::key, window_of(options), options.keys),
       values_(tensor::value, window_of(options), options.values.empty() ? options.keys : options.values),
-      rotations_(options.rotary, shape.layers, shape.head_dim),
+      rotations_(rotations_of(layers_, options)),
       pool_(options.memory, options.byte_budget, options.preallocate) {
-    for (const layer_format& f : options.layers) {
-        expect_listed(tensor::key, f.key);
-        expect_listed(tensor::value, f.value);
+    for (const layer& l : layers_) {
+        expect_listed(tensor::key, l.formats.key);
+        expect_listed(tensor::value, l.formats.value);
     }
     for (const tensor role : {tensor::key, tensor::value})
         for (int i = 0; i < table(role).listed(); ++i) {
@@ -55,29 +60,78 @@ KVQ_FUNC int cache::add_format(tensor role, const format& f) {
 KVQ_FUNC void cache::commit_to(tensor role, int listed, int first_layer, int last_layer) {
     expect_listed(role, listed);
     detail::expect(first_layer >= 0 && first_layer <= last_layer &&
-                       (last_layer <= shape_.layers || last_layer == requantize_request::all),
-                   "layers ", first_layer, " to ", last_layer, " are not a range of the ", shape_.layers,
+                       (last_layer <= layer_count() || last_layer == requantize_request::all),
+                   "layers ", first_layer, " to ", last_layer, " are not a range of the ", layer_count(),
                    " layers of the cache");
-    options_.layers.resize(static_cast<std::size_t>(shape_.layers));
-    for (int i = first_layer; i < detail::smaller(last_layer, shape_.layers); ++i) {
-        layer_format& f = options_.layers[static_cast<std::size_t>(i)];
+    options_.layers.reserve(layers_.size());
+    for (int i = first_layer; i < detail::smaller(last_layer, layer_count()); ++i) {
+        layer_format& f = layers_[static_cast<std::size_t>(i)].formats;
         (role == tensor::key ? f.key : f.value) = listed;
     }
+    options_.layers.clear();
+    for (const layer& l : layers_) options_.layers.push_back(l.formats);
 }
 
 KVQ_FUNC int cache::target_format(tensor role, int layer) const {
-    const layer_format f =
-        options_.layers.empty() ? layer_format{} : options_.layers[static_cast<std::size_t>(layer)];
+    const layer_format f = layers_[static_cast<std::size_t>(layer)].formats;
     return table(role).index_of(role == tensor::key ? f.key : f.value);
 }
 
-KVQ_FUNC std::size_t cache::page_bytes(tensor role, int index, int tokens) const {
-    return table(role).block_bytes(index, {role, tokens, shape_.dim(role)}) *
-           static_cast<std::size_t>(shape_.kv_heads);
+KVQ_FUNC const cache_shape& cache::shape() const {
+    const std::vector<int>& kinds = shapes_.distinct();
+    const auto text = [&](std::size_t i) {
+        return detail::describe_layer(kinds[i], layers_[static_cast<std::size_t>(kinds[i])]);
+    };
+    if (!has_one_shape())
+        detail::fail("the layers of the cache have several shapes: ", text(0), "; ", text(1));
+    return shapes_[0];
 }
 
-KVQ_FUNC const cache_options& cache::checked(const cache_shape& shape, const cache_options& options) {
-    detail::check_shape(shape);
+KVQ_FUNC std::size_t cache::page_bytes(tensor role, int layer, int index, int tokens) const {
+    return table(role).block_bytes(index, {role, tokens, shape(layer).dim(role)}) *
+           static_cast<std::size_t>(shape(layer).kv_heads);
+}
+
+KVQ_FUNC std::size_t cache::page_bytes(tensor role, int index, int tokens) const {
+    (void)shape();
+    return page_bytes(role, 0, index, tokens);
+}
+
+KVQ_FUNC std::vector<layer> cache::with_formats(std::vector<layer> layers, const cache_options& options) {
+    if (options.layers.empty()) return layers;
+    detail::expect(options.layers.size() == layers.size(), "formats are given for ", options.layers.size(),
+                   " layers of a cache with ", layers.size());
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+        layer_format &own = layers[i].formats, other = options.layers[i];
+        detail::expect(own == layer_format{} || own == other,
+                       detail::describe_layer(static_cast<int>(i), layers[i]), ": it has formats ", own.key,
+                       " and ", own.value, ", cache_options::layers gives it ", other.key, " and ",
+                       other.value);
+        own = other;
+    }
+    return layers;
+}
+
+KVQ_FUNC detail::rotation_table cache::rotations_of(const std::vector<layer>& layers,
+                                                    const cache_options& options) {
+    std::vector<int> dims;
+    std::vector<rotary_embedding> said;
+    for (const layer& l : layers) {
+        dims.push_back(l.head_dim);
+        if (l.rotary) said.push_back(*l.rotary);
+    }
+    if (said.empty()) return {options.rotary, dims};
+    detail::expect(options.rotary.empty(), "layers and cache_options::rotary both say how keys are rotated");
+    const auto first = std::find_if(layers.begin(), layers.end(), [](const layer& l) { return !l.rotary; });
+    const auto i = static_cast<std::size_t>(first - layers.begin());
+    if (i < layers.size())
+        detail::fail(detail::describe_layer(static_cast<int>(i), layers[i]),
+                     ": it does not say how keys are rotated, but ", said.size(), " other layers do");
+    return {said, dims};
+}
+
+KVQ_FUNC const cache_options& cache::checked(const detail::layer_shapes& shapes,
+                                             const cache_options& options) {
     detail::expect(options.memory != nullptr, "a cache needs a memory resource");
     detail::expect(options.sinks >= 0, "sinks must not be negative, got ", options.sinks);
     detail::expect(options.recent >= 0, "recent must not be negative, got ", options.recent);
@@ -93,10 +147,9 @@ KVQ_FUNC const cache_options& cache::checked(const cache_shape& shape, const cac
     detail::expect(options.repack >= 0.0f && options.repack <= 0.5f, "repack ", options.repack,
                    " must be 0, for never, or at most 0.5");
     const page_geometry g{options.sinks, options.recent, options.page_tokens};
-    for (const tensor role : {tensor::key, tensor::value})
-        detail::check_page(g.longest_page(), shape.dim(role));
-    detail::expect(options.layers.empty() || static_cast<int>(options.layers.size()) == shape.layers,
-                   "formats are given for ", options.layers.size(), " layers of a cache with ", shape.layers);
+    for (const int layer : shapes.distinct())
+        for (const tensor role : {tensor::key, tensor::value})
+            detail::check_page(g.longest_page(), shapes[layer].dim(role));
     detail::expect(!options.keys.empty(), "a cache needs a format for its keys, such as fp16");
     for (const format_list* list : {&options.keys, &options.values})
         for (const format& f : *list) detail::expect(static_cast<bool>(f), "a format of the cache is empty");
@@ -111,8 +164,10 @@ KVQ_FUNC const format& cache::window_of(const cache_options& options) {
 }
 
 KVQ_FUNC void cache::check(tensor role, const format& f, int number) const {
-    detail::check_format(f, shape_, role, options_.page_tokens,
-                         std::string(detail::name_of(role)) + " format " + std::to_string(number));
+    std::string what = std::string(detail::name_of(role)) + " format " + std::to_string(number);
+    for (const int layer : shapes_.distinct())
+        detail::check_format(f, shape(layer), role, options_.page_tokens,
+                             has_one_shape() ? what : what + " in layer " + std::to_string(layer));
 }
 
 KVQ_FUNC void cache::expect_listed(tensor role, int number) const {
@@ -122,13 +177,14 @@ KVQ_FUNC void cache::expect_listed(tensor role, int number) const {
 
 KVQ_FUNC void cache::check_attention(int layer, int held, const query_view& q, const output_view& out,
                                      const mods_view& mods) const {
-    detail::expect(q.heads >= 1 && q.heads % shape_.kv_heads == 0, "q has ", q.heads,
-                   " heads, not a multiple of the ", shape_.kv_heads, " kv heads");
-    detail::expect(q.dim == shape_.dim(tensor::key), "q has head_dim ", q.dim, " but keys have ",
-                   shape_.dim(tensor::key));
-    detail::expect(out.tokens == q.tokens && out.heads == q.heads && out.dim == shape_.dim(tensor::value),
+    const cache_shape& of = shape(layer);
+    detail::expect(q.heads >= 1 && q.heads % of.kv_heads == 0, "q has ", q.heads,
+                   " heads, not a multiple of the ", of.kv_heads, " kv heads");
+    detail::expect(q.dim == of.dim(tensor::key), "q has head_dim ", q.dim, " but keys have ",
+                   of.dim(tensor::key));
+    detail::expect(out.tokens == q.tokens && out.heads == q.heads && out.dim == of.dim(tensor::value),
                    "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
-                   q.heads, " x ", shape_.dim(tensor::value));
+                   q.heads, " x ", of.dim(tensor::value));
     const int most = mods.has_query_positions() ? held : (std::numeric_limits<int>::max)() / q.heads;
     detail::expect(q.tokens >= 0 && q.tokens <= most, "q has ", q.tokens, " tokens but layer ", layer,
                    " holds ", held);
@@ -139,8 +195,18 @@ KVQ_FUNC void cache::check_attention(int layer, int held, const query_view& q, c
 }
 
 KVQ_FUNC std::size_t cache::scratch_floats() const noexcept {
-    return static_cast<std::size_t>(options_.page_tokens) *
-           static_cast<std::size_t>(detail::larger(shape_.dim(tensor::key), shape_.dim(tensor::value)));
+    int dim = 0;
+    for (const int layer : shapes_.distinct())
+        for (const tensor role : {tensor::key, tensor::value})
+            dim = detail::larger(dim, shape(layer).dim(role));
+    return static_cast<std::size_t>(options_.page_tokens) * static_cast<std::size_t>(dim);
+}
+
+KVQ_FUNC void cache::expect_query_heads(const char* what, int q_heads) const {
+    for (const int layer : shapes_.distinct())
+        detail::expect(q_heads >= 1 && q_heads % shape(layer).kv_heads == 0, what, q_heads,
+                       " query heads, not a multiple of the ", shape(layer).kv_heads, " kv heads of layer ",
+                       layer);
 }
 
 KVQ_FUNC std::size_t cache::scratch_bytes() const noexcept {

@@ -31,13 +31,22 @@ public:
     /// Raises kvq::error when a size is impossible, or when a format is missing, listed twice or unable to hold such blocks, or when
     /// a rotary embedding does not fit a head.
     explicit cache(const cache_shape& shape, const cache_options& options);
+    /// Layers of several shapes and formats (cache/layers.hpp). Every listed format must be able to hold blocks of every layer.
+    cache(std::vector<layer> layers, const cache_options& options);
     ~cache();
     cache(const cache&) = delete;
     cache& operator=(const cache&) = delete;
 
     [[nodiscard]] sequence new_sequence();
 
-    const cache_shape& shape() const noexcept { return shape_; }
+    /// Formats are those that sequences get from now on (commit_to); rotary embeddings as they were given.
+    const std::vector<layer>& layers() const noexcept { return layers_; }
+    int layer_count() const noexcept { return shapes_.count(); }
+    bool has_one_shape() const noexcept { return shapes_.distinct().size() == 1; }
+    /// The shape of all layers. Raises kvq::error if they differ.
+    const cache_shape& shape() const;
+    /// The shape of one layer; its `layers` is the number of all.
+    const cache_shape& shape(int layer) const noexcept { return shapes_[layer]; }
     const cache_options& options() const noexcept { return options_; }
     page_geometry geometry() const noexcept;
     page_pool& pool() noexcept { return pool_; }
@@ -46,6 +55,8 @@ public:
     /// Formats of K or V: index 0 is the window, listed format i has index i + 1.
     const detail::format_table& table(tensor role) const noexcept;
     const format& window() const noexcept { return keys_.window(); }
+    /// Floats that quantizing a block of any layer takes as scratch.
+    std::size_t scratch_floats() const noexcept;
     /// How keys of a layer are rotated when they move.
     const detail::rotation_table& rotations() const noexcept { return rotations_; }
     /// Adds one format. Returns its index among the listed formats, which layer_format, requantize_request and tiers take. A format that
@@ -67,11 +78,14 @@ public:
     /// Index of the format that a layer's pages are quantized to; 0 if they stay in the window format.
     int target_format(tensor role, int layer) const;
 
-    /// Bytes of data of a page of `tokens` tokens in format `index`.
+    /// Bytes of data of a layer's page of `tokens` tokens in format `index`.
+    [[nodiscard]] std::size_t page_bytes(tensor role, int layer, int index, int tokens) const;
+    /// The same for all layers. Raises kvq::error if their shapes differ.
     [[nodiscard]] std::size_t page_bytes(tensor role, int index, int tokens) const;
 
     /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads. mods: those of
-    /// the call, of which only selected_pages and skipped_values take memory (and a little more for every cut of a sequence).
+    /// the call, of which only selected_pages and skipped_values take memory (and a little more for every cut of a sequence). Of the
+    /// layer that needs most.
     [[nodiscard]] std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1, int threads = 1,
                                                   const mods_view& mods = causal{}) const;
 
@@ -117,7 +131,10 @@ public:
 private:
     friend class page_list;
 
-    static const cache_options& checked(const cache_shape& shape, const cache_options& options);
+    static const cache_options& checked(const detail::layer_shapes& shapes, const cache_options& options);
+    static std::vector<layer> with_formats(std::vector<layer> layers, const cache_options& options);
+    static detail::rotation_table rotations_of(const std::vector<layer>& layers,
+                                               const cache_options& options);
     static const format& window_of(const cache_options& options);
     void check(tensor role, const format& f, int number) const;
     void expect_listed(tensor role, int number) const;
@@ -125,14 +142,14 @@ private:
     /// held: tokens of the layer, those of the call included.
     void check_attention(int layer, int held, const query_view& q, const output_view& out,
                          const mods_view& mods) const;
-    /// Floats that quantizing one block takes as scratch.
-    std::size_t scratch_floats() const noexcept;
+    void expect_query_heads(const char* what, int q_heads) const;
     /// Scratch of one thread that quantizes.
     std::size_t scratch_bytes() const noexcept;
     void attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
                       executor_view executor, workspace& space) const;
 
-    cache_shape shape_;
+    std::vector<layer> layers_;
+    detail::layer_shapes shapes_;
     cache_options options_;
     detail::format_table keys_;
     detail::format_table values_;

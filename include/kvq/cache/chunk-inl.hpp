@@ -10,24 +10,25 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
-KVQ_FUNC page_ref new_page(cache& of, int role, int format, int tokens, page_stock* stock) {
-    const std::size_t bytes = of.page_bytes(static_cast<tensor>(role), format, tokens);
+KVQ_FUNC page_ref new_page(cache& of, int layer, int role, int format, int tokens, page_stock* stock) {
+    const std::size_t bytes = of.page_bytes(static_cast<tensor>(role), layer, format, tokens);
     if (stock)
         if (page_ref p = stock->take(bytes, format, tokens)) return p;
     return of.pool().allocate(bytes, format, tokens);
 }
 
-KVQ_FUNC page_ref new_window_page(cache& of, int role, int tokens, page_stock* stock) {
-    page_ref p = new_page(of, role, 0, tokens, stock);
+KVQ_FUNC page_ref new_window_page(cache& of, int layer, int role, int tokens, page_stock* stock) {
+    page_ref p = new_page(of, layer, role, 0, tokens, stock);
     std::memset(p->data(), 0, p->bytes);
     return p;
 }
 
-KVQ_FUNC page_ref shorter_page(cache& of, const page& from, int role, int tokens, page_stock* stock) {
+KVQ_FUNC page_ref shorter_page(cache& of, int layer, const page& from, int role, int tokens,
+                               page_stock* stock) {
     const auto tensor_of = static_cast<tensor>(role);
-    page_ref p = new_window_page(of, role, tokens, stock);
-    copy_tokens(of.table(tensor::key).window_type(), from, *p, tensor_of, of.shape().dim(tensor_of),
-                of.shape().kv_heads, tokens);
+    page_ref p = new_window_page(of, layer, role, tokens, stock);
+    copy_tokens(of.table(tensor::key).window_type(), from, *p, tensor_of, of.shape(layer).dim(tensor_of),
+                of.shape(layer).kv_heads, tokens);
     return p;
 }
 
@@ -114,13 +115,13 @@ KVQ_FUNC void chunk::move_keys(float* scratch) {
     const rotation* const rotate = cache_->rotations().at(layer_);
     if (s.shift == 0 || !rotate) return;
     rotate_tokens(cache_->table(tensor::key).window_type(), *s.pages[0], *rotate, -s.shift,
-                  cache_->shape().dim(tensor::key), cache_->shape().kv_heads, before_ - s.first_token,
-                  s.end() - before_, scratch);
+                  shape().dim(tensor::key), shape().kv_heads, before_ - s.first_token, s.end() - before_,
+                  scratch);
 }
 
 KVQ_FUNC void chunk::write(tensor tensor_of, const input_view& source, float* scratch) {
     const auto role = static_cast<std::size_t>(tensor_of);
-    const int dim = cache_->shape().dim(tensor_of);
+    const int dim = shape().dim(tensor_of);
     for (int i = first_written_; i < table_->size(); ++i) {
         const page_span& s = (*table_)[i];
         const int from = larger(s.first_token, before_);
@@ -129,20 +130,20 @@ KVQ_FUNC void chunk::write(tensor tensor_of, const input_view& source, float* sc
         write_tokens(cache_->window(), to, tensor_of, dim, source, from - before_, s.end() - from,
                      from - s.first_token);
         if (!s.pages[role])
-            convert_page(cache_->table(tensor_of), cache_->shape(), layer_, to, *quantized(i, role), scratch);
+            convert_page(cache_->table(tensor_of), shape(), layer_, to, *quantized(i, role), scratch);
     }
 }
 
 KVQ_FUNC void chunk::quantize(int job, float* scratch) {
-    const int heads = cache_->shape().kv_heads, head = job % heads;
+    const int heads = shape().kv_heads, head = job % heads;
     int index = job / heads;
     for (std::size_t at = 0; at < quantized_.size(); ++at) {
         const int i = table_->committed + static_cast<int>(at / 2);
         const page_ref& from = shorter_[at] ? shorter_[at] : (*table_)[i].pages[at % 2];
         if (!quantized_[at] || quantized_[at]->format == 0 || !from || index-- > 0) continue;
         page& to = *quantized_[at];
-        const std::uint32_t found = convert_block(cache_->table(static_cast<tensor>(at % 2)), cache_->shape(),
-                                                  layer_, *from, to, head, scratch);
+        const std::uint32_t found = convert_block(cache_->table(static_cast<tensor>(at % 2)), shape(), layer_,
+                                                  *from, to, head, scratch);
         add_not_finite(to, found);
         return;
     }
@@ -173,19 +174,19 @@ KVQ_FUNC void chunk::commit() noexcept {
     stock_->end_step();
 }
 
-KVQ_FUNC chunk::needs chunk::needs_of(const cache& of, const page_table& table, int tokens,
+KVQ_FUNC chunk::needs chunk::needs_of(const cache& of, int layer, const page_table& table, int tokens,
                                       chunk_pages when) {
     needs n;
     for_each_need(
-        of, table, tokens, when, [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); },
+        of, layer, table, tokens, when, [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); },
         [&](std::size_t bytes) { n.returned += page_pool::allocation(bytes); });
     return n;
 }
 
-KVQ_FUNC std::size_t chunk::count_reserved(const cache& of, const page_table& table, int n,
+KVQ_FUNC std::size_t chunk::count_reserved(const cache& of, int layer, const page_table& table, int n,
                                            page_stock& stock) {
     return for_each_need(
-        of, table, n, chunk_pages::after_attend, [&](std::size_t bytes) { stock.takes(bytes); },
+        of, layer, table, n, chunk_pages::after_attend, [&](std::size_t bytes) { stock.takes(bytes); },
         [&](std::size_t bytes) { stock.gives_back(bytes); });
 }
 
@@ -235,7 +236,7 @@ KVQ_FUNC void chunk::stage_open_span() {
         page& now = *s.pages[role];
         const auto tensor_of = static_cast<tensor>(role);
         const float_type window = cache_->table(tensor::key).window_type();
-        const int dim = cache_->shape().dim(tensor_of), heads = cache_->shape().kv_heads;
+        const int dim = shape().dim(tensor_of), heads = shape().kv_heads;
         if (!needs_copy(s, role, tokens, cache_->geometry())) {
             now.not_finite = held_not_finite(window, now, tensor_of, dim, heads, s.tokens);
             continue;
@@ -268,14 +269,14 @@ KVQ_FUNC void chunk::stage_commit(int i) {
         shorter_.emplace_back();
         page_ref shorter;
         if (s.pages[role] && s.pages[role]->tokens != s.room)
-            shorter = shorter_page(*cache_, *s.pages[role], role, s.room, stock_);
+            shorter = shorter_page(*cache_, layer_, *s.pages[role], role, s.room, stock_);
         if (target == 0) {
             quantized_.back() = std::move(shorter);
             continue;
         }
         shorter_.back() = std::move(shorter);
-        quantized_.back() = new_page(*cache_, role, target, s.room, stock_);
-        jobs_ += s.pages[role] ? cache_->shape().kv_heads : 0;
+        quantized_.back() = new_page(*cache_, layer_, role, target, s.room, stock_);
+        jobs_ += s.pages[role] ? shape().kv_heads : 0;
     }
 }
 

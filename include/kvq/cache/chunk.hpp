@@ -22,11 +22,12 @@ enum class chunk_pages : bool {
     after_attend,  ///< prefill: the whole chunk is 16 bit until commit()
 };
 
-page_ref new_page(cache& of, int role, int format, int tokens, page_stock* stock = nullptr);
-page_ref new_window_page(cache& of, int role, int tokens, page_stock* stock = nullptr);
+page_ref new_page(cache& of, int layer, int role, int format, int tokens, page_stock* stock = nullptr);
+page_ref new_window_page(cache& of, int layer, int role, int tokens, page_stock* stock = nullptr);
 
 /// A copy of the first tokens of a 16-bit page, with memory for so many.
-page_ref shorter_page(cache& of, const page& from, int role, int tokens, page_stock* stock = nullptr);
+page_ref shorter_page(cache& of, int layer, const page& from, int role, int tokens,
+                      page_stock* stock = nullptr);
 
 class chunk {
 public:
@@ -63,18 +64,19 @@ public:
     struct needs {
         std::size_t taken = 0, returned = 0;
     };
-    static needs needs_of(const cache& of, const page_table& table, int tokens, chunk_pages when);
+    static needs needs_of(const cache& of, int layer, const page_table& table, int tokens, chunk_pages when);
     /// Adds the pages that a reserved step of n tokens takes for this layer to a stock. Returns the number of spans that are committed.
-    static std::size_t count_reserved(const cache& of, const page_table& table, int n, page_stock& stock);
+    static std::size_t count_reserved(const cache& of, int layer, const page_table& table, int n,
+                                      page_stock& stock);
     /// Calls take(bytes of data) for every page that stage() takes, and give_back(bytes) for those of them that commit() gives back.
     /// Returns the number of spans that are committed.
     template <class Take, class GiveBack>
-    static std::size_t for_each_need(const cache& of, const page_table& table, int tokens, chunk_pages when,
-                                     Take&& take, GiveBack&& give_back) {
+    static std::size_t for_each_need(const cache& of, int layer, const page_table& table, int tokens,
+                                     chunk_pages when, Take&& take, GiveBack&& give_back) {
         const page_geometry g = of.geometry();
         const int after = table.tokens + tokens;
         const auto bytes_of = [&](int role, int format, int n) {
-            return of.page_bytes(static_cast<tensor>(role), format, n);
+            return of.page_bytes(static_cast<tensor>(role), layer, format, n);
         };
         std::size_t commits = 0;
         bool temporary[2] = {};
@@ -130,7 +132,10 @@ private:
     void return_staged() noexcept;
     /// The stock gets its lists back.
     void end_lists() noexcept;
-    page_ref window_page(int role, int tokens) { return new_window_page(*cache_, role, tokens, stock_); }
+    page_ref window_page(int role, int tokens) {
+        return new_window_page(*cache_, layer_, role, tokens, stock_);
+    }
+    const cache_shape& shape() const noexcept { return cache_->shape(layer_); }
     page_ref& quantized(int i, std::size_t role);
 
     /// Makes room for more tokens in the last span: in its own pages, in larger pages, or in copies of shared pages.

@@ -27,19 +27,23 @@ constexpr int draft_room(int tokens) noexcept { return round_up(tokens, page_geo
 
 /// Upper bound of the bytes of drafts of n tokens in all layers. A page that becomes too short is held until the longer one is written.
 inline std::size_t draft_pages_bytes(const cache& of, int n) {
-    const auto pages = [&](int tokens) {
-        std::size_t bytes = 0;
-        for (const tensor role : {tensor::key, tensor::value})
-            bytes += tokens == 0 ? 0 : page_pool::allocation(of.page_bytes(role, 0, tokens));
-        return bytes;
-    };
-    const int room = draft_room(n);
-    return static_cast<std::size_t>(of.shape().layers) * pages(room) +
-           (room > page_geometry::window_step ? pages(room - page_geometry::window_step) : 0);
+    const int room = draft_room(n), shorter = larger(0, room - page_geometry::window_step);
+    std::size_t all = 0, most_shorter = 0;
+    for (int layer = 0; layer < of.layer_count(); ++layer) {
+        const auto pages = [&](int tokens) {
+            std::size_t bytes = 0;
+            for (const tensor role : {tensor::key, tensor::value})
+                bytes += tokens == 0 ? 0 : page_pool::allocation(of.page_bytes(role, layer, 0, tokens));
+            return bytes;
+        };
+        all += pages(room);
+        most_shorter = larger(most_shorter, pages(shorter));
+    }
+    return all + most_shorter;
 }
 
 /// Adds k.tokens tokens to the draft of a layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], checked by the caller.
-inline void append_draft(cache& of, page_table& table, const input_view& k, const input_view& v) {
+inline void append_draft(cache& of, int layer, page_table& table, const input_view& k, const input_view& v) {
     const bool begins = table.draft == 0;
     const int drafted = table.draft + k.tokens;
     page_span span{table.tokens - table.draft, drafted, drafted, {}, {}};
@@ -49,10 +53,10 @@ inline void append_draft(cache& of, page_table& table, const input_view& k, cons
         // This reference is the second one of a page that only this sequence holds.
         if (held && held.references() == 2 && held->tokens >= drafted) continue;
         const auto tensor_of = static_cast<tensor>(role);
-        page_ref larger_page = new_window_page(of, static_cast<int>(role), draft_room(drafted));
+        page_ref larger_page = new_window_page(of, layer, static_cast<int>(role), draft_room(drafted));
         if (held)
             copy_tokens(of.table(tensor_of).window_type(), *held, *larger_page, tensor_of,
-                        of.shape().dim(tensor_of), of.shape().kv_heads, table.draft);
+                        of.shape(layer).dim(tensor_of), of.shape(layer).kv_heads, table.draft);
         held = std::move(larger_page);
     }
     if (begins) {
@@ -93,7 +97,10 @@ public:
         drafts_.reserve(static_cast<std::size_t>(drafts));
         chunks_.reserve(static_cast<std::size_t>(drafts));
         for (const tensor role : {tensor::key, tensor::value}) {
-            const std::size_t values = static_cast<std::size_t>(most) * row_values(role);
+            std::size_t row = 0;
+            for (std::size_t layer = 0; layer < tables.size(); ++layer)
+                if (tables[layer].draft > 0) row = larger(row, row_values(static_cast<int>(layer), role));
+            const std::size_t values = static_cast<std::size_t>(most) * row;
             rows_[static_cast<std::size_t>(role)].resize(values * size_of(type()));
             scratch_.resize(larger(scratch_.size(), values));
         }
@@ -164,15 +171,15 @@ private:
     };
 
     float_type type() const noexcept { return cache_->table(tensor::key).window_type(); }
-    std::size_t row_values(tensor role) const noexcept {
-        return static_cast<std::size_t>(cache_->shape().kv_heads) *
-               static_cast<std::size_t>(cache_->shape().dim(role));
+    std::size_t row_values(int layer, tensor role) const noexcept {
+        return static_cast<std::size_t>(cache_->shape(layer).kv_heads) *
+               static_cast<std::size_t>(cache_->shape(layer).dim(role));
     }
     /// The accepted rows of a draft, in the type of the window: exactly what its pages hold.
     template <class Window>
     input_view rows(const draft& d, tensor role, std::span<const int> path) {
         const page& from = *d.span.pages[static_cast<std::size_t>(role)];
-        const int dim = cache_->shape().dim(role), heads = cache_->shape().kv_heads;
+        const int dim = cache_->shape(d.layer).dim(role), heads = cache_->shape(d.layer).kv_heads;
         const block_shape block{role, from.tokens, dim};
         const format& window = cache_->table(role)[0];
         const std::size_t bytes = window.block_bytes(block);
@@ -183,7 +190,7 @@ private:
             window.functions().dequantize(window.scheme(), block, block_id{d.layer, h},
                                           from.data() + bytes * static_cast<std::size_t>(h), type(),
                                           all.at(0, h), all.token_stride, scratch_.data());
-        const std::size_t row_bytes = row_values(role) * sizeof(Window);
+        const std::size_t row_bytes = row_values(d.layer, role) * sizeof(Window);
         for (std::size_t i = 0; i < path.size(); ++i)
             std::memmove(static_cast<void*>(all.at(static_cast<int>(i), 0)), all.at(path[i], 0), row_bytes);
         return all.slice(0, static_cast<int>(path.size()));

@@ -11,14 +11,9 @@
 #include "../attention/rotary.hpp"
 #include "../format/format.hpp"
 #include "../page/layer_pages.hpp"
+#include "layers.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
-
-/// Indices of the listed formats to which a layer's pages are quantized, 0-based in cache_options::keys and values.
-struct layer_format {
-    int key = 0;
-    int value = 0;
-};
 
 struct cache_options {
     format_list keys = {};    ///< formats of K pages; at least one
@@ -32,9 +27,10 @@ struct cache_options {
     /// Allocates byte_budget when the cache is made, at once; pages take multiples of 64 bytes of it. Pages of several sizes
     /// may leave free ranges that fit none of them: then kvq::out_of_memory comes before the budget is used up.
     bool preallocate = false;
-    std::vector<layer_format> layers = {};  ///< empty: the first listed format everywhere
+    std::vector<layer_format> layers =
+        {};  ///< one per layer; empty: layer::formats, the first listed ones by default
     /// How the model rotates keys before they are appended: once for all layers, or once per layer; a layer without positions has a
-    /// rotary_embedding{}. Empty: not known, so that keys cannot move (sequence::erase, shift and splice).
+    /// rotary_embedding{}. Empty: layer::rotary, and if no layer says it, not known, so that keys cannot move (sequence::erase, shift and splice).
     std::vector<rotary_embedding> rotary = {};
     /// Pages that show less than this part of the tokens that their bytes could hold are repacked after an erase, shift, splice or a trim deeper
     /// than `rollback`: their tokens are quantized once more, in shorter pages (cache/repack.hpp). 0 to 0.5; 0: never, codes stay for ever.

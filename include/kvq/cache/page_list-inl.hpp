@@ -9,8 +9,8 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 KVQ_FUNC page_list::page_list(const cache& of, int layer)
     : cache_(of), layer_(layer), headers_(of.pool().memory()), spans_(of.pool().memory()) {
-    detail::expect(layer >= 0 && layer < of.shape().layers, "layer ", layer, " is not among the ",
-                   of.shape().layers, " layers of the cache");
+    detail::expect(layer >= 0 && layer < of.layer_count(), "layer ", layer, " is not among the ",
+                   of.layer_count(), " layers of the cache");
 }
 
 KVQ_FUNC void page_list::add(const borrowed_pages& p) {
@@ -57,7 +57,7 @@ KVQ_FUNC page_ref page_list::header(tensor role, const borrowed_pages& p, std::s
     made.references = 2;  // so that no reference of a span frees it
     made.format = format;
     made.tokens = capacity;
-    made.bytes = cache_.page_bytes(role, format, capacity);
+    made.bytes = cache_.page_bytes(role, layer_, format, capacity);
     made.memory = const_cast<std::byte*>(data);
     return page_ref(&made);
 }

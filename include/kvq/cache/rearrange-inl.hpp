@@ -59,10 +59,11 @@ private:
                 const auto tensor_of = static_cast<tensor>(role);
                 const int target = s.sinks ? 0 : table_.targets[role];
                 if (s.pages[role]->tokens != s.room)
-                    s.pages[role] = shorter_page(cache_, *s.pages[role], role, s.room);
+                    s.pages[role] = shorter_page(cache_, layer_, *s.pages[role], role, s.room);
                 if (target == 0) continue;
-                page_ref p = new_page(cache_, role, target, s.room);
-                convert_page(cache_.table(tensor_of), cache_.shape(), layer_, *s.pages[role], *p, scratch);
+                page_ref p = new_page(cache_, layer_, role, target, s.room);
+                convert_page(cache_.table(tensor_of), cache_.shape(layer_), layer_, *s.pages[role], *p,
+                             scratch);
                 s.pages[role] = std::move(p);
             }
         }
@@ -74,9 +75,10 @@ private:
             const auto tensor_of = static_cast<tensor>(role);
             const page_ref from = s.pages[role];
             const page_geometry g = cache_.geometry();
-            s.pages[role] = new_window_page(cache_, role, g.window_tokens(s.tokens, g.capacity(s.sinks)));
+            s.pages[role] =
+                new_window_page(cache_, layer_, role, g.window_tokens(s.tokens, g.capacity(s.sinks)));
             move_tokens(cache_.table(tensor::key).window_type(), *from, skip, *s.pages[role], 0, tensor_of,
-                        cache_.shape().dim(tensor_of), cache_.shape().kv_heads, s.tokens);
+                        cache_.shape(layer_).dim(tensor_of), cache_.shape(layer_).kv_heads, s.tokens);
         }
     }
 
@@ -144,10 +146,10 @@ KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
 }
 
 KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
-    const cache_shape &mine = shape(), &theirs = other.shape();
+    const cache_shape &mine = shape(0), &theirs = other.shape(0);
     detail::expect(other.cache_ == cache_, "a sequence of another cache cannot be spliced: it has ",
-                   theirs.layers, " layers of ", theirs.kv_heads, " x ", theirs.head_dim, ", this one ",
-                   mine.layers, " of ", mine.kv_heads, " x ", mine.head_dim);
+                   theirs.layers, " layers, the first one of ", theirs.kv_heads, " x ", theirs.head_dim,
+                   ", this one ", mine.layers, ", of ", mine.kv_heads, " x ", mine.head_dim);
     const int held = tokens(), theirs_held = other.tokens();
     detail::expect_range("splice", first, last, "other sequence", theirs_held);
     for (int layer = 0; layer < mine.layers; ++layer) {

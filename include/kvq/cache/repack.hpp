@@ -24,7 +24,7 @@ public:
 
 private:
     std::size_t bytes(std::size_t piece, int format, int tokens) const override {
-        return page_pool::allocation(cache_.page_bytes(static_cast<tensor>(piece), format, tokens));
+        return page_pool::allocation(cache_.page_bytes(static_cast<tensor>(piece), layer_, format, tokens));
     }
 
     void repack(bool committed) {
@@ -49,8 +49,8 @@ private:
     page_ref page_of(const repack_group& g, int role, int format, int rows, std::int64_t shift) {
         const auto tensor_of = static_cast<tensor>(role);
         const format_table& table = cache_.table(tensor_of);
-        const int dim = cache_.shape().dim(tensor_of);
-        page_ref p = new_page(cache_, role, format, rows);
+        const int dim = cache_.shape(layer_).dim(tensor_of);
+        page_ref p = new_page(cache_, layer_, role, format, rows);
         std::memset(p->data(), 0, p->bytes);
         std::uint32_t counted = 0, found = 0;  // not finite: in the pages, among the values
         for (int i = g.first; i < g.last; ++i)
@@ -67,7 +67,7 @@ private:
         const block_shape block{tensor_of, rows, dim};
         const std::size_t bytes = table[format].block_bytes(block);
         const default_arithmetic arithmetic;
-        for (int h = 0; h < cache_.shape().kv_heads; ++h) {
+        for (int h = 0; h < cache_.shape(layer_).kv_heads; ++h) {
             const block_id id{layer_, h};
             bool scales_known = true;
             int at = 0;

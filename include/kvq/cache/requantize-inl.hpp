@@ -43,7 +43,7 @@ public:
         };
         check("key", request.key, cache_->table(tensor::key).size());
         check("value", request.value, cache_->table(tensor::value).size());
-        const int layers = cache_->shape().layers;
+        const int layers = cache_->layer_count();
         expect(request.first_layer >= 0 && request.first_layer <= request.last_layer &&
                    (request.last_layer <= layers || request.last_layer == requantize_request::all),
                "layers ", request.first_layer, " to ", request.last_layer, " are not a range of the ", layers,
@@ -66,9 +66,7 @@ public:
             for (const page_table& table : sequence_access::tables(*s))
                 pages += 2 * static_cast<std::size_t>(table.committed);
         const auto workers = smaller(pages, static_cast<std::size_t>(larger(1, threads)));
-        const cache_shape& shape = cache_->shape();
-        scratch_floats_ = static_cast<std::size_t>(cache_->options().page_tokens) *
-                          static_cast<std::size_t>(larger(shape.dim(tensor::key), shape.dim(tensor::value)));
+        scratch_floats_ = cache_->scratch_floats();
         report_.workspace = workers * scratch_floats_ * sizeof(float);
         if (!dry_) scratch_ = reinterpret_cast<float*>(space->reserve(report_.workspace));
         resource_vector<job> batch(cache_->pool().memory());
@@ -112,24 +110,24 @@ private:
     page_table& table_of(const job& j, const held_span& at) const {
         return table_of(*sequences_[static_cast<std::size_t>(at.table)], j.layer);
     }
-    int last_layer() const { return smaller(request_.last_layer, cache_->shape().layers); }
+    int last_layer() const { return smaller(request_.last_layer, cache_->layer_count()); }
     /// Index in the table of formats, or -1: pages do not change.
     int wanted(tensor role) const {
         const int listed = role == tensor::key ? request_.key : request_.value;
         return listed < 0 ? -1 : cache_->table(role).index_of(listed);
     }
     /// Of a page in the format that takes the place of `held`.
-    std::size_t data_bytes(tensor role, int format, const page& held) const {
-        return cache_->page_bytes(role, format, held.tokens);
+    std::size_t data_bytes(tensor role, int layer, int format, const page& held) const {
+        return cache_->page_bytes(role, layer, format, held.tokens);
     }
     /// Is there a format whose whole pages have more than so many bytes?
-    bool some_larger(tensor role, std::size_t bytes) const {
+    bool some_larger(tensor role, int layer, std::size_t bytes) const {
         for (int format = 0; format < cache_->table(role).size(); ++format)
-            if (whole_bytes(role, format) > bytes) return true;
+            if (whole_bytes(role, layer, format) > bytes) return true;
         return false;
     }
-    std::size_t whole_bytes(tensor role, int format) const {
-        return cache_->page_bytes(role, format, cache_->options().page_tokens);
+    std::size_t whole_bytes(tensor role, int layer, int format) const {
+        return cache_->page_bytes(role, layer, format, cache_->options().page_tokens);
     }
 
     void set_targets() {
@@ -149,12 +147,13 @@ private:
             for (const tensor role : {tensor::key, tensor::value}) {
                 const int format = wanted(role);
                 if (format < 0) continue;
-                const std::size_t bytes = whole_bytes(role, format);
-                if (request_.only_smaller && !some_larger(role, bytes)) continue;
+                const std::size_t bytes = whole_bytes(role, layer, format);
+                if (request_.only_smaller && !some_larger(role, layer, bytes)) continue;
                 const auto changes = [&](const page& p) {
                     if (p.format == format) return false;
                     const bool whole = p.tokens == cache_->options().page_tokens;
-                    return !request_.only_smaller || (whole ? bytes : data_bytes(role, format, p)) < p.bytes;
+                    return !request_.only_smaller ||
+                           (whole ? bytes : data_bytes(role, layer, format, p)) < p.bytes;
                 };
                 changes_.for_each(static_cast<std::size_t>(role), changes,
                                   [&](const page_change& change) { f(layer, role, format, change); });
@@ -166,7 +165,7 @@ private:
         std::size_t added = 0;
         for (job& j : batch) {
             const page& held = *old_page(j);
-            const std::size_t bytes = data_bytes(j.role, j.format, held);
+            const std::size_t bytes = data_bytes(j.role, j.layer, j.format, held);
             if (!dry_) j.fresh = cache_->pool().allocate(bytes, j.format, held.tokens);
             added += page_pool::allocation(bytes);
         }
@@ -177,7 +176,7 @@ private:
                 const job& j = batch[static_cast<std::size_t>(i)];
                 const page& from = *old_page(j);
                 float* const scratch = scratch_ + static_cast<std::size_t>(i) * scratch_floats_;
-                convert_page(cache_->table(j.role), cache_->shape(), j.layer, from, *j.fresh, scratch);
+                convert_page(cache_->table(j.role), cache_->shape(j.layer), j.layer, from, *j.fresh, scratch);
             });
         for (job& j : batch) replace(j);
         report_.pages += batch.size();

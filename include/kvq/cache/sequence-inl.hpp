@@ -74,7 +74,7 @@ KVQ_FUNC void sequence::append_draft(int layer, const input_view& k, const input
     detail::expect(k.tokens <= detail::most_drafted - table.draft, "a draft has at most ",
                    detail::most_drafted, " tokens: layer ", layer, " holds ", table.draft,
                    " and cannot take ", k.tokens, " more");
-    if (k.tokens > 0) detail::append_draft(*cache_, table, k, v);
+    if (k.tokens > 0) detail::append_draft(*cache_, layer, table, k, v);
 }
 
 KVQ_FUNC void sequence::keep(std::span<const int> path) {
@@ -133,10 +133,13 @@ KVQ_FUNC std::size_t sequence::draft_bytes(int n) const {
     std::size_t most = 0;
     for (int accepted = 1; accepted <= n; ++accepted) {
         std::size_t kept = 0;  // of all layers at once
-        for (const detail::page_table& table : tables_) {
+        for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
+            const detail::page_table& table = tables_[layer];
             check_added(table, n);
             check_no_draft(table);
-            kept += detail::chunk::needs_of(*cache_, table, accepted, detail::chunk_pages::at_once).taken;
+            kept += detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, accepted,
+                                            detail::chunk_pages::at_once)
+                        .taken;
         }
         most = detail::larger(most, kept);
     }
@@ -163,11 +166,12 @@ KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const outp
     detail::expect(first >= 0 && out.tokens >= 0 && out.tokens <= held && first <= held - out.tokens,
                    "cannot dequantize ", out.tokens, " tokens from ", first, " on of layer ", layer,
                    ": it holds ", held);
-    detail::expect(out.heads == shape().kv_heads && out.dim == shape().dim(role), "out is ", out.heads, " x ",
-                   out.dim, " but blocks are ", shape().kv_heads, " x ", shape().dim(role));
+    detail::expect(out.heads == shape(layer).kv_heads && out.dim == shape(layer).dim(role), "out is ",
+                   out.heads, " x ", out.dim, " but blocks are ", shape(layer).kv_heads, " x ",
+                   shape(layer).dim(role));
     detail::expect(out.data != nullptr || out.tokens == 0, "out has no data for ", out.tokens, " tokens");
     const layer_pages all = pages(layer);
-    const int dim = shape().dim(role);
+    const int dim = shape(layer).dim(role);
     const auto longest = static_cast<std::size_t>(geometry().longest_page());
     resource_vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
     // Pages of which only a part is wanted, and keys that moved, are dequantized here first.
@@ -188,7 +192,7 @@ KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const outp
         const float_type type = moved ? float_type::fp32 : out.type;
         const std::size_t row = static_cast<std::size_t>(dim) * size_of(type);
         if (!all_of_it) some.resize(longest * row);
-        for (int h = 0; h < shape().kv_heads; ++h) {
+        for (int h = 0; h < shape(layer).kv_heads; ++h) {
             f.functions().dequantize(f.scheme(), block, block_id{layer, h},
                                      p.data() + bytes * static_cast<std::size_t>(h), type,
                                      all_of_it ? out.at(from - first, h) : some.data(),
@@ -213,7 +217,9 @@ KVQ_FUNC usage_report sequence::usage() const {
     usage_report u;
     u.workspace = scratch_.capacity() * sizeof(float);
     u.bookkeeping = tables_.capacity() * sizeof(detail::page_table);
-    for (const detail::page_table& table : tables_) {
+    for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
+        const detail::page_table& table = tables_[layer];
+        const cache_shape& of = shape(static_cast<int>(layer));
         u.tokens = detail::larger(u.tokens, table.tokens);
         u.repacked += table.repacked;
         u.bookkeeping += table.spans.capacity() * sizeof(page_span);
@@ -223,9 +229,9 @@ KVQ_FUNC usage_report sequence::usage() const {
         for (int i = table.committed; i < table.size(); ++i)  // a trim or an erase may have hidden tokens
             for (const tensor role : {tensor::key, tensor::value}) {
                 const page& p = *table[i].pages[static_cast<std::size_t>(role)];
-                u.not_finite -= p.not_finite - detail::held_not_finite(cache_->table(role).window_type(), p,
-                                                                       role, shape().dim(role),
-                                                                       shape().kv_heads, table[i].tokens);
+                u.not_finite -=
+                    p.not_finite - detail::held_not_finite(cache_->table(role).window_type(), p, role,
+                                                           of.dim(role), of.kv_heads, table[i].tokens);
             }
     }
     u.reserved = stock_.page_bytes() + stock_.list_bytes();
@@ -242,8 +248,8 @@ KVQ_FUNC layer_pages sequence::pages(int layer) const {
 
 KVQ_FUNC sequence::sequence(cache& of)
     : cache_(&of), tables_(memory()), scratch_(memory()), stock_(memory()) {
-    tables_.reserve(static_cast<std::size_t>(shape().layers));
-    for (int i = 0; i < shape().layers; ++i)
+    tables_.reserve(static_cast<std::size_t>(cache_->layer_count()));
+    for (int i = 0; i < cache_->layer_count(); ++i)
         tables_.emplace_back(memory(), of.target_format(tensor::key, i), of.target_format(tensor::value, i));
     reserve_scratch();
 }
@@ -255,11 +261,7 @@ KVQ_FUNC sequence::sequence(const sequence& other, int)
     reserve_scratch();
 }
 
-KVQ_FUNC void sequence::reserve_scratch() {
-    scratch_.resize(
-        static_cast<std::size_t>(page_tokens()) *
-        static_cast<std::size_t>(detail::larger(shape().dim(tensor::key), shape().dim(tensor::value))));
-}
+KVQ_FUNC void sequence::reserve_scratch() { scratch_.resize(cache_->scratch_floats()); }
 
 KVQ_FUNC void sequence::check_layer(int layer) const {
     const auto layers = static_cast<int>(tables_.size());  // none after a move
@@ -279,8 +281,8 @@ KVQ_FUNC void sequence::check_no_draft(const detail::page_table& table) {
 
 KVQ_FUNC void sequence::check_rows(int layer, const input_view& k, const input_view& v) const {
     check_layer(layer);
-    check_input(k, "k", shape().dim(tensor::key));
-    check_input(v, "v", shape().dim(tensor::value));
+    check_input(k, "k", layer, tensor::key);
+    check_input(v, "v", layer, tensor::value);
     detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
     check_added(tables_[static_cast<std::size_t>(layer)], k.tokens);
 }
@@ -290,10 +292,11 @@ KVQ_FUNC void sequence::check_chunk(int layer, const input_view& k, const input_
     check_no_draft(tables_[static_cast<std::size_t>(layer)]);
 }
 
-KVQ_FUNC void sequence::check_input(const input_view& x, const char* name, int dim) const {
+KVQ_FUNC void sequence::check_input(const input_view& x, const char* name, int layer, tensor role) const {
+    const cache_shape& of = shape(layer);
     detail::expect(x.tokens >= 0, name, " has ", x.tokens, " tokens");
-    detail::expect(x.heads == shape().kv_heads && x.dim == dim, name, " is ", x.heads, " heads x ", x.dim,
-                   " channels but the cache holds ", shape().kv_heads, " x ", dim);
+    detail::expect(x.heads == of.kv_heads && x.dim == of.dim(role), name, " is ", x.heads, " heads x ", x.dim,
+                   " channels but the cache holds ", of.kv_heads, " x ", of.dim(role));
     detail::expect(x.data != nullptr || x.tokens == 0, name, " has no data for ", x.tokens, " tokens");
 }
 
@@ -303,11 +306,12 @@ KVQ_FUNC detail::chunk sequence::new_chunk(int layer, int n, detail::chunk_pages
 
 KVQ_FUNC std::size_t sequence::added_bytes(int n, detail::chunk_pages when) const {
     std::size_t held = 0, most = 0;
-    for (const detail::page_table& table : tables_) {
+    for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
+        const detail::page_table& table = tables_[layer];
         check_added(table, n);
         check_no_draft(table);
         if (n == 0) continue;
-        const auto needs = detail::chunk::needs_of(*cache_, table, n, when);
+        const auto needs = detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, n, when);
         most = detail::larger(most, held + needs.taken);
         held += needs.taken - needs.returned;
     }
@@ -327,19 +331,23 @@ KVQ_FUNC std::size_t cache::attention_workspace(int tokens, int q_heads, int q_t
         tokens >= 0 && tokens <= (std::numeric_limits<int>::max)() - options_.page_tokens && q_tokens >= 0 &&
             (q_heads < 1 || q_tokens <= (std::numeric_limits<int>::max)() / q_heads),
         "a workspace for ", q_tokens, " query tokens of ", q_heads, " heads over ", tokens, " tokens");
-    detail::expect(q_heads >= 1 && q_heads % shape_.kv_heads == 0, "a workspace for ", q_heads,
-                   " query heads, not a multiple of the ", shape_.kv_heads, " kv heads");
+    expect_query_heads("a workspace for ", q_heads);
     detail::expect(threads >= 1, "a workspace for ", threads, " threads");
     layer_pages pages;
     pages.geometry = geometry();
     pages.tokens = tokens;
-    const token_view<float> rows(nullptr, q_tokens, q_heads, shape_.dim(tensor::key));
-    const detail::attention_item item{pages, rows, rows, nullptr};
-    const detail::attention_items items{&item, 0, 1, [](const void* of, int, int) {
-                                            return *static_cast<const detail::attention_item*>(of);
-                                        }};
-    return detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items, mods)
-        .bytes(threads);
+    std::size_t most = 0;
+    for (const int layer : shapes_.distinct()) {
+        const token_view<float> rows(nullptr, q_tokens, q_heads, shape(layer).dim(tensor::key));
+        const detail::attention_item item{pages, rows, rows, nullptr};
+        const detail::attention_items items{&item, layer, 1, [](const void* of, int, int) {
+                                                return *static_cast<const detail::attention_item*>(of);
+                                            }};
+        most = detail::larger(
+            most, detail::attention_batch(keys_, values_, shape(layer), geometry(), rotations_, items, mods)
+                      .bytes(threads));
+    }
+    return most;
 }
 
 KVQ_FUNC void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
@@ -352,7 +360,7 @@ KVQ_FUNC void cache::attend_items(int layer, const detail::attention_items& item
     detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
     if (rows == 0) return;
     const int threads = executor.concurrency();
-    const detail::attention_batch all(keys_, values_, shape_, geometry(), rotations_, items, mods);
+    const detail::attention_batch all(keys_, values_, shape(layer), geometry(), rotations_, items, mods);
     all.run(layer, executor, threads, space.reserve(all.bytes(threads)));
 }
 
@@ -392,7 +400,7 @@ KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, 
         chunk.stage();
         jobs += chunk.jobs();
     }
-    const int heads = shape_.kv_heads;
+    const int heads = shape(layer).kv_heads;
     detail::expect(batch.size() <= static_cast<std::size_t>((std::numeric_limits<int>::max)() / (2 * heads)),
                    "a batch of ", batch.size(), " sequences with ", heads, " kv heads");
     const int writes = static_cast<int>(batch.size()) * 2 * heads;
@@ -438,8 +446,10 @@ KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, 
 
 KVQ_FUNC void sequence::reserve_step(int n) {
     detail::page_stock fresh(memory());
-    for (const detail::page_table& table : tables_) {
-        const std::size_t commits = detail::chunk::count_reserved(*cache_, table, n, fresh);
+    for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
+        const detail::page_table& table = tables_[layer];
+        const std::size_t commits =
+            detail::chunk::count_reserved(*cache_, static_cast<int>(layer), table, n, fresh);
         const std::size_t capacity =
             detail::table_capacity(static_cast<std::size_t>(table.size_after(n, geometry())));
         fresh.end_layer(capacity > table.spans.capacity() ? capacity : 0, commits);
@@ -450,8 +460,7 @@ KVQ_FUNC void sequence::reserve_step(int n) {
 
 KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space,
                              const mods_view& mods) {
-    detail::expect(q_heads >= 1 && q_heads % shape_.kv_heads == 0, "a step with ", q_heads,
-                   " query heads, not a multiple of the ", shape_.kv_heads, " kv heads");
+    expect_query_heads("a step with ", q_heads);
     detail::expect(threads >= 1, "a step on ", threads, " threads");
     long long rows = 0;
     for (std::size_t i = 0; i < batch.size(); ++i) {
@@ -477,7 +486,7 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
     } all{batch};
     for (const step_request& r : batch) r.sequence->release_reserved();
     std::size_t bytes = static_cast<std::size_t>(threads) * scratch_bytes();
-    for (int layer = 0; layer < shape_.layers; ++layer) {
+    for (int layer = 0; layer < layer_count(); ++layer) {
         struct step {
             std::span<const step_request> batch;
             int q_heads;
@@ -491,13 +500,13 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
                 pages.count =
                     r.sequence->tables_[static_cast<std::size_t>(at)].size_after(r.tokens, pages.geometry);
                 const token_view<float> q(nullptr, r.q_tokens, step_of.q_heads,
-                                          r.sequence->shape().dim(tensor::key));
+                                          r.sequence->shape(at).dim(tensor::key));
                 return detail::attention_item{pages, q, q, r.mods ? &*r.mods : nullptr};
             }};
         if (rows > 0)
-            bytes = detail::larger(
-                bytes, detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items, mods)
-                           .bytes(threads));
+            bytes = detail::larger(bytes, detail::attention_batch(keys_, values_, shape(layer), geometry(),
+                                                                  rotations_, items, mods)
+                                              .bytes(threads));
     }
     space.reserve(bytes);
     for (const step_request& r : batch)

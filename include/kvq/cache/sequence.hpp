@@ -135,7 +135,7 @@ private:
     sequence(const sequence& other, int);
     void reserve_scratch();
 
-    const cache_shape& shape() const noexcept { return cache_->shape(); }
+    const cache_shape& shape(int layer) const noexcept { return cache_->shape(layer); }
     page_geometry geometry() const noexcept { return cache_->geometry(); }
     int page_tokens() const noexcept { return cache_->options().page_tokens; }
     std::pmr::memory_resource* memory() const noexcept { return cache_->pool().memory(); }
@@ -145,7 +145,7 @@ private:
     static void check_no_draft(const detail::page_table& table);
     void check_rows(int layer, const input_view& k, const input_view& v) const;
     void check_chunk(int layer, const input_view& k, const input_view& v) const;
-    void check_input(const input_view& x, const char* name, int dim) const;
+    void check_input(const input_view& x, const char* name, int layer, tensor role) const;
 
     detail::chunk new_chunk(int layer, int n, detail::chunk_pages when) noexcept;
     /// Fills the stock for prefill() of n tokens in every layer; strong guarantee.

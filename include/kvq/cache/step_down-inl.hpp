@@ -51,7 +51,7 @@ private:
         request.key = policy_.tiers[index].format.key;
         request.value = policy_.tiers[index].format.value;
         request.first_layer = policy_.first_layers_kept;
-        request.last_layer = cache_.shape().layers - policy_.last_layers_kept;
+        request.last_layer = cache_.layer_count() - policy_.last_layers_kept;
         request.first_token = range.first_token;
         request.last_token = range.last_token;
         request.only_smaller = true;
@@ -74,7 +74,7 @@ private:
 };
 
 KVQ_FUNC void check_policy(const cache& of, const step_down_policy& policy) {
-    const int layers = of.shape().layers, key_formats = of.table(tensor::key).listed(),
+    const int layers = of.layer_count(), key_formats = of.table(tensor::key).listed(),
               value_formats = of.table(tensor::value).listed();
     expect(policy.first_layers_kept >= 0 && policy.last_layers_kept >= 0 &&
                policy.first_layers_kept <= layers &&

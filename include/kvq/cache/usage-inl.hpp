@@ -9,10 +9,10 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 KVQ_FUNC std::vector<usage_row> usage_rows(const sequence& s) {
     const cache& of = detail::sequence_access::cache(s);
-    const cache_shape& shape = of.shape();
     std::vector<usage_row> rows;
-    for (int layer = 0; layer < shape.layers; ++layer)
+    for (int layer = 0; layer < of.layer_count(); ++layer)
         for (const tensor role : {tensor::key, tensor::value}) {
+            const cache_shape& shape = of.shape(layer);
             const detail::format_table& formats = of.table(role);
             std::vector<usage_row> by_format(static_cast<std::size_t>(formats.size()));
             const auto add = [&](const detail::held_page& p) {

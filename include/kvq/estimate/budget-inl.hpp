@@ -26,13 +26,14 @@ public:
           rollback_(of.options().rollback),
           multiple_(multiple),
           stock_(of.pool().memory()) {
-        for (int layer = 0; layer < of.shape().layers; ++layer) {
+        for (int layer = 0; layer < of.layer_count(); ++layer) {
             const std::array<int, 2> targets{of.target_format(tensor::key, layer),
                                              of.target_format(tensor::value, layer)};
-            const auto known = std::find_if(kinds_.begin(), kinds_.end(),
-                                            [&](const kind& k) { return k.targets == targets; });
+            const auto known = std::find_if(kinds_.begin(), kinds_.end(), [&](const kind& k) {
+                return k.targets == targets && alike(k.layer, layer);
+            });
             if (known == kinds_.end())
-                kinds_.push_back({targets, 1});
+                kinds_.push_back({targets, layer, 1});
             else
                 ++known->layers;
         }
@@ -48,25 +49,30 @@ public:
             for (std::size_t role = 0; role < 2; ++role)
                 most += static_cast<std::size_t>(smaller(use_.cuts, use_.tokens)) *
                         static_cast<std::size_t>(k.layers) *
-                        (page(role, 0, larger(g_.page_tokens, g_.sinks)) +
-                         (k.targets[role] == 0 ? 0 : page(role, k.targets[role], g_.page_tokens)));
+                        (page(k, role, 0, larger(g_.page_tokens, g_.sinks)) +
+                         (k.targets[role] == 0 ? 0 : page(k, role, k.targets[role], g_.page_tokens)));
         return most;
     }
 
 private:
-    /// Layers with the same formats.
+    /// Layers with the same formats and shapes.
     struct kind {
         std::array<int, 2> targets;
-        int layers;
+        int layer, layers;  // the first of them, and their number
     };
+    bool alike(int a, int b) const noexcept {
+        const cache_shape &x = of_.shape(a), &y = of_.shape(b);
+        return x.kv_heads == y.kv_heads && x.head_dim == y.head_dim &&
+               x.dim(tensor::value) == y.dim(tensor::value);
+    }
     /// After so many tokens pages lie alike among the steps of 16-bit pages again.
     std::int64_t period() const noexcept {
         return std::lcm(std::int64_t{g_.page_tokens}, std::int64_t{page_geometry::window_step});
     }
     /// Tokens among which some are not committed or have copies, and two periods.
     std::int64_t reach() const noexcept { return 2 * period() + first_ + g_.recent + rollback_; }
-    std::size_t page(std::size_t role, int format, int tokens) const {
-        return allocation(of_.page_bytes(static_cast<tensor>(role), format, tokens));
+    std::size_t page(const kind& k, std::size_t role, int format, int tokens) const {
+        return allocation(of_.page_bytes(static_cast<tensor>(role), k.layer, format, tokens));
     }
     std::size_t allocation(std::size_t bytes) const noexcept {
         return round_up(page_pool::allocation(bytes), multiple_);
@@ -95,7 +101,7 @@ private:
     std::size_t stock(const std::vector<page_table>& tables, int added) {
         stock_.clear();
         for (std::size_t i = 0; i < kinds_.size(); ++i) {
-            chunk::count_reserved(of_, tables[i], added, stock_);
+            chunk::count_reserved(of_, kinds_[i].layer, tables[i], added, stock_);
             stock_.end_layer(0, 0, kinds_[i].layers);
         }
         return stock_.bytes_to_fill(multiple_);
@@ -108,7 +114,7 @@ private:
             for (std::size_t role = 0; role < 2; ++role)
                 for_each_alike(g_, first_, n, rollback_, k.targets[role], {}, [&](const alike_pages& p) {
                     bytes += static_cast<std::size_t>(k.layers) * static_cast<std::size_t>(p.count) *
-                             page(role, p.format, p.tokens);
+                             page(k, role, p.format, p.tokens);
                 });
         return bytes;
     }
@@ -175,10 +181,15 @@ private:
 }  // namespace detail
 
 KVQ_FUNC std::size_t budget(const cache_options& options, const cache_shape& shape, const budget_use& use) {
+    return budget(options, detail::equal_layers(shape), use);
+}
+
+KVQ_FUNC std::size_t budget(const cache_options& options, const std::vector<layer>& layers,
+                            const budget_use& use) {
     cache_options plain = options;
     plain.byte_budget = page_pool::no_budget;
     plain.preallocate = false;
-    const cache of(shape, plain);
+    const cache of(layers, plain);
     detail::expect(use.tokens >= 0, "a budget needs at least 0 tokens, got ", use.tokens);
     detail::expect(use.tokens <= (std::numeric_limits<int>::max)() - of.options().page_tokens,
                    "a budget for ", use.tokens, " tokens: no sequence takes that many");

@@ -31,6 +31,9 @@ struct budget_use {
 /// as long.
 [[nodiscard]] std::size_t budget(const cache_options& options, const cache_shape& shape,
                                  const budget_use& use);
+/// The same for layers of several shapes.
+[[nodiscard]] std::size_t budget(const cache_options& options, const std::vector<layer>& layers,
+                                 const budget_use& use);
 
 }}  // namespace kvq
 

@@ -24,10 +24,12 @@ KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int
     const page_geometry g = of.geometry();
     const int target = of.target_format(role, layer);
     const int pages = g.pages(tokens), committed = g.committed(tokens);
-    const auto bytes = [&](int format, int page_tokens) { return of.page_bytes(role, format, page_tokens); };
+    const auto bytes = [&](int format, int page_tokens) {
+        return of.page_bytes(role, layer, format, page_tokens);
+    };
     const std::size_t window_page = bytes(0, g.page_tokens);
     std::vector<changed_pages> changes;
-    if (layer >= policy.first_layers_kept && layer < of.shape().layers - policy.last_layers_kept)
+    if (layer >= policy.first_layers_kept && layer < of.layer_count() - policy.last_layers_kept)
         for (const tier& t : policy.tiers) {
             // A page only ever shrinks.
             const int now = changes.empty() ? target : changes.back().format,
@@ -65,9 +67,8 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
                    tokens, " tokens: no sequence takes that many");
     detail::expect(use.chunk >= 0, "a chunk of ", use.chunk, " tokens");
     detail::expect(sequences >= 0, "a footprint needs at least 0 sequences, got ", sequences);
-    const cache_shape& shape = of.shape();
     footprint_report f;
-    for (int layer = 0; layer < shape.layers; ++layer) {
+    for (int layer = 0; layer < of.layer_count(); ++layer) {
         detail::add_layer(of, tensor::key, layer, tokens, use.chunk, policy, f);
         detail::add_layer(of, tensor::value, layer, tokens, use.chunk, policy, f);
     }
@@ -79,12 +80,10 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
     constexpr std::size_t most = std::size_t{1} << 60;
     detail::expect(f.transient <= most / 4, "a footprint of ", tokens, " tokens is larger than memory");
     f.transient = 2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
-    f.bookkeeping = detail::bounded_sum(
-        f.bookkeeping,
-        detail::bounded_product(static_cast<std::size_t>(shape.layers), sizeof(detail::page_table) + table));
-    f.workspace = static_cast<std::size_t>(of.options().page_tokens) *
-                  static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
-                  sizeof(float);
+    f.bookkeeping =
+        detail::bounded_sum(f.bookkeeping, detail::bounded_product(static_cast<std::size_t>(of.layer_count()),
+                                                                   sizeof(detail::page_table) + table));
+    f.workspace = of.scratch_floats() * sizeof(float);
     for (std::size_t* part : {&f.quantized, &f.window, &f.rollback, &f.bookkeeping, &f.workspace}) {
         detail::expect(
             *part <= most && (sequences == 0 || *part <= most / static_cast<std::size_t>(sequences)),

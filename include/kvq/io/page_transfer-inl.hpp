@@ -28,7 +28,7 @@ KVQ_FUNC std::pair<std::uint32_t, bool> sent_pages::number_of(const page& p) {
 
 KVQ_FUNC void send_pages(const sequence& s, int layer, const sink_view& write, sent_pages& sent) {
     const cache& of = sequence_access::cache(s);
-    const cache_shape& shape = of.shape();
+    const cache_shape& shape = of.shape(layer);
     const page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
     page_pool scratch(of.pool().memory());
     for (const tensor role : {tensor::key, tensor::value}) {
@@ -70,7 +70,7 @@ KVQ_FUNC void send_pages(const sequence& s, int layer, const sink_view& write, s
 }
 
 KVQ_FUNC void send_layer(const sequence& s, int layer, const sink_view& write) {
-    const int layers = sequence_access::cache(s).shape().layers;
+    const int layers = sequence_access::cache(s).layer_count();
     expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
            " layers of the cache");
     sent_pages sent;
@@ -81,7 +81,7 @@ KVQ_FUNC void send_layer(const sequence& s, int layer, const sink_view& write) {
 }  // namespace detail
 
 KVQ_FUNC page_receiver::page_receiver(cache& of)
-    : cache_(of), received_(2 * static_cast<std::size_t>(of.shape().layers)), known_(received_.size()) {}
+    : cache_(of), received_(2 * static_cast<std::size_t>(of.layer_count())), known_(received_.size()) {}
 
 KVQ_FUNC void page_receiver::accept(const page_message& m) { accept_as(m, m.role); }
 
@@ -121,13 +121,13 @@ KVQ_FUNC sequence page_receiver::finish() {
 KVQ_FUNC void page_receiver::keep_pages() noexcept { keeps_ = true; }
 
 KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) {
-    const cache_shape& shape = cache_.shape();
+    detail::expect(m.layer >= 0 && m.layer < cache_.layer_count(), "a page of layer ", m.layer,
+                   " does not belong to a cache of ", cache_.layer_count(), " layers");
+    const cache_shape& shape = cache_.shape(m.layer);
     const page_geometry g = cache_.geometry();
-    detail::expect(m.layer >= 0 && m.layer < shape.layers && m.kv_heads == shape.kv_heads &&
-                       m.dim == shape.dim(tensor_of),
-                   "a page of layer ", m.layer, ", ", m.kv_heads, " heads x ", m.dim,
-                   " channels does not belong to a cache of ", shape.layers, " layers, ", shape.kv_heads,
-                   " x ", shape.dim(tensor_of));
+    detail::expect(m.kv_heads == shape.kv_heads && m.dim == shape.dim(tensor_of), "a page of layer ", m.layer,
+                   ", ", m.kv_heads, " heads x ", m.dim, " channels does not belong to a cache of ",
+                   shape.layers, " layers, ", shape.kv_heads, " x ", shape.dim(tensor_of));
     const auto layer = static_cast<std::size_t>(m.layer), role = static_cast<std::size_t>(tensor_of);
     const int capacity = g.capacity(m.sinks);
     const page_span span{m.first_token, m.used, m.room == 0 ? capacity : m.room, {}, {}, m.skip,
@@ -149,7 +149,7 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
                         : format == 0 || (m.committed && !m.sinks),
                    detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
                    " is quantized or copied, but not committed");
-    const std::size_t bytes = cache_.page_bytes(tensor_of, format, m.tokens);
+    const std::size_t bytes = cache_.page_bytes(tensor_of, m.layer, format, m.tokens);
     detail::expect(m.is_elsewhere || bytes == m.data.size(), detail::layer_text(layer, tensor_of),
                    ": a page of ", format_text(cache_.table(tensor_of)[format]), " has ", m.data.size(),
                    " bytes, here it would have ", bytes);

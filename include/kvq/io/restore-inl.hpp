@@ -15,14 +15,14 @@ public:
         : cache_(of), options_(options), source_(read), index_(source_), scratch_(of.pool().memory()) {
         check_cache();
         for (const tensor role : {tensor::key, tensor::value}) find_formats(role);
-        for (int layer = 0; layer < of.shape().layers; ++layer)
+        for (int layer = 0; layer < of.layer_count(); ++layer)
             for (const tensor role : {tensor::key, tensor::value}) expect_tensors(role, layer);
         index_.expect_no_more();
     }
 
     sequence run() {
         sequence s = cache_.new_sequence();
-        for (int layer = 0; layer < cache_.shape().layers; ++layer) {
+        for (int layer = 0; layer < cache_.layer_count(); ++layer) {
             if (same_layout_) {
                 page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
                 table.spans.reserve(table_capacity(saved(layer).spans.size()));
@@ -57,11 +57,20 @@ private:
         const auto same = [](const char* name, int theirs, int mine) {
             expect(theirs == mine, "the saved sequence has ", name, " ", theirs, ", the cache ", mine);
         };
-        const cache_shape& shape = cache_.shape();
-        same("layers", file.shape.layers, shape.layers);
-        same("kv_heads", file.shape.kv_heads, shape.kv_heads);
-        same("head_dim", file.shape.head_dim, shape.head_dim);
-        same("value_dim", file.shape.dim(tensor::value), shape.dim(tensor::value));
+        const int layers = cache_.layer_count();
+        same("layers", file.layers, layers);
+        for (int layer = 0; layer < layers; ++layer) {
+            const saved_shape theirs = file.shape_of(layer),
+                              mine = saved_shape::of(cache_.layers()[static_cast<std::size_t>(layer)]);
+            const auto same_in_layer = [&](const char* name, int their_number, int my_number) {
+                if (their_number != my_number)
+                    fail("the saved sequence has ", name, " ", their_number, ", the cache ", my_number,
+                         ", in ", describe_layer(layer, cache_.layers()[static_cast<std::size_t>(layer)]));
+            };
+            same_in_layer("kv_heads", theirs.kv_heads, mine.kv_heads);
+            same_in_layer("head_dim", theirs.head_dim, mine.head_dim);
+            same_in_layer("value_dim", theirs.value_dim, mine.value_dim);
+        }
 
         const auto same_option = [&](const char* name, int theirs, int mine) {
             expect(options_.convert || theirs == mine, "the saved sequence has ", name, " ", theirs,
@@ -76,7 +85,7 @@ private:
         expect(options_.convert || file.window == mine, "the saved sequence has a window of ", file.window,
                ", the cache one of ", mine, "; restore_options::convert allows that");
         same_layout_ = same_layout_ && file.window == mine;
-        for (int layer = 0; layer < shape.layers; ++layer) {
+        for (int layer = 0; layer < layers; ++layer) {
             const auto said = file.rotary.find(layer);
             for (const page_span& s : saved(layer).spans)
                 expect_moved_alike(cache_.rotations(), layer, s.shift,
@@ -99,7 +108,7 @@ private:
                 cache_.table(role), identity(role, static_cast<std::size_t>(table.target)),
                 layer_text(static_cast<std::size_t>(layer), role) + " of the saved sequence is to be");
         const page_geometry& g = index_.description().geometry;
-        const auto heads = static_cast<std::uint64_t>(cache_.shape().kv_heads);
+        const auto heads = static_cast<std::uint64_t>(cache_.shape(layer).kv_heads);
         const auto expect_pages = [&](const std::string& name, std::size_t count, std::uint32_t format,
                                       int tokens) {
             if (count == 0) return;
@@ -121,7 +130,7 @@ private:
     }
 
     std::size_t block_bytes(tensor role, int layer, std::uint32_t format, int tokens) const {
-        const block_shape shape{role, tokens, cache_.shape().dim(role)};
+        const block_shape shape{role, tokens, cache_.shape(layer).dim(role)};
         const int index = mapped(role, format);
         if (index >= 0) return cache_.table(role)[index].block_bytes(shape);
         return visit_float_type(other_window(role, layer, format),
@@ -152,8 +161,8 @@ private:
     }
     page_ref read_page(tensor role, int layer, const saved_page& row, page_pool& pool) {
         const auto tokens = static_cast<int>(row.tokens);
-        const std::size_t bytes =
-            block_bytes(role, layer, row.format, tokens) * static_cast<std::size_t>(cache_.shape().kv_heads);
+        const std::size_t bytes = block_bytes(role, layer, row.format, tokens) *
+                                  static_cast<std::size_t>(cache_.shape(layer).kv_heads);
         page_ref p = pool.allocate(bytes, mapped(role, row.format), tokens);
         read_page(role, layer, row, *p);
         return p;
@@ -208,10 +217,10 @@ private:
     }
     page_ref converted(tensor role, int layer, const page& from, int target) {
         const int tokens = from.tokens;
-        page_ref to = cache_.pool().allocate(cache_.page_bytes(role, target, tokens), target, tokens);
+        page_ref to = cache_.pool().allocate(cache_.page_bytes(role, layer, target, tokens), target, tokens);
         numbers_.resize(static_cast<std::size_t>(tokens) *
-                        static_cast<std::size_t>(cache_.shape().dim(role)));
-        convert_page(cache_.table(role), cache_.shape(), layer, from, *to, numbers_.data());
+                        static_cast<std::size_t>(cache_.shape(layer).dim(role)));
+        convert_page(cache_.table(role), cache_.shape(layer), layer, from, *to, numbers_.data());
         return to;
     }
 
@@ -239,8 +248,8 @@ private:
     /// x^ of the tokens that a span shows, [head][token][channel], at their positions.
     token_view<const float> dequantize(tensor role, int layer, const page& p, std::uint32_t format,
                                        const page_span& span, std::vector<float>& values) {
-        const block_shape shape{role, p.tokens, cache_.shape().dim(role)};
-        const int heads = cache_.shape().kv_heads;
+        const block_shape shape{role, p.tokens, cache_.shape(layer).dim(role)};
+        const int heads = cache_.shape(layer).kv_heads;
         values.resize(shape.values() * static_cast<std::size_t>(heads));
         const std::size_t bytes = block_bytes(role, layer, format, p.tokens);
         const int index = mapped(role, format);

@@ -16,7 +16,12 @@ class sequence_writer {
 public:
     sequence_writer(const sequence& s, const save_options& options)
         : sequence_(s), cache_(sequence_access::cache(s)), scratch_(cache_.pool().memory()) {
-        header_.metadata = describe(cache_, s, options).to_metadata();
+        const saved_description d = describe(cache_, s, options);
+        header_.metadata = d.to_metadata();
+        if (d.version > version_of_equal_layers) {
+            shapes_ = d.shapes;
+            add_tensor("shapes", "I32", {layers(), saved_shape::columns});
+        }
         add_tensor("tokens", "I32", {layers()});
         add_tensor("committed", "I32", {layers()});
         add_tensor("targets", "I32", {layers(), 2});
@@ -28,7 +33,7 @@ public:
         add_tensor("spans", "I32", {spans_.size(), saved_span::columns});
         add_tensor("index", "U32", {0, saved_page::columns});
         add_tensor("seal", "U32", {1});
-        const std::size_t index = 4;
+        const std::size_t index = header_.tensors.size() - 2;
         for_each_page([&](const saved_page& row, const page& p) {
             index_.push_back(row);
             index_.back().checksum = crc32c::of(p.data(), p.bytes);
@@ -53,6 +58,7 @@ public:
         };
         using one = std::array<std::int32_t, 1>;
         using two = std::array<std::int32_t, 2>;
+        if (!shapes_.empty()) sealed(shapes_.data(), shapes_.size() * sizeof(saved_shape));
         numbers([](const page_table& t) { return one{t.tokens}; });
         numbers([](const page_table& t) { return one{t.committed}; });
         numbers([](const page_table& t) { return two{t.targets[0], t.targets[1]}; });
@@ -64,7 +70,7 @@ public:
     }
 
 private:
-    std::uint64_t layers() const { return static_cast<std::uint64_t>(cache_.shape().layers); }
+    std::uint64_t layers() const { return static_cast<std::uint64_t>(cache_.layer_count()); }
 
     static saved_description describe(const cache& of, const sequence& s, const save_options& options) {
         saved_description d;
@@ -72,8 +78,11 @@ private:
         d.library = std::to_string(KVQ_VERSION_MAJOR) + "." + std::to_string(KVQ_VERSION_MINOR) + "." +
                     std::to_string(KVQ_VERSION_PATCH);
         d.window = of.window().name();
-        d.shape = of.shape();
-        d.shape.value_dim = d.shape.dim(tensor::value);
+        d.layers = of.layer_count();
+        for (const layer& l : of.layers()) {
+            d.shapes.push_back(saved_shape::of(l));
+            if (d.shapes.back() != d.shapes.front()) d.version = saved_format_version;
+        }
         d.geometry = of.geometry();
         d.rollback = of.options().rollback;
         expect(d.geometry.sinks <= saved_description::most_sinks, "a sequence with ", d.geometry.sinks,
@@ -81,7 +90,7 @@ private:
         for (const tensor role : {tensor::key, tensor::value})
             for (int i = 0; i < of.table(role).size(); ++i)
                 d.schemes[static_cast<std::size_t>(role)].push_back(identity_of(of.table(role)[i]));
-        for (int layer = 0; layer < d.shape.layers; ++layer)
+        for (int layer = 0; layer < d.layers; ++layer)
             for (const page_span& span : sequence_access::tables(s)[static_cast<std::size_t>(layer)].spans)
                 if (span.shift != 0) d.rotary[layer] = of.rotations().identity(layer);
         return d;
@@ -97,7 +106,7 @@ private:
         const std::string name = static_cast<page_kind>(row.kind) == page_kind::copy
                                      ? copies_name(layer, role, row.tokens, cache_.geometry())
                                      : pages_name(layer, role, row.format, row.tokens, cache_.geometry());
-        const auto heads = static_cast<std::uint64_t>(cache_.shape().kv_heads);
+        const auto heads = static_cast<std::uint64_t>(cache_.shape(layer).kv_heads);
         if (header_.tensors.back().name != name) add_tensor(name, "U8", {0, heads, p.bytes / heads});
         ++header_.tensors.back().shape[0];
     }
@@ -110,7 +119,8 @@ private:
                 const page_table& table = sequence_access::tables(sequence_)[layer];
                 page_extents extents;
                 extents.add(table, role, cache_.geometry());
-                const written_pages pages(cache_.window(), table, role, cache_.shape(), scratch_, extents);
+                const written_pages pages(cache_.window(), table, role, cache_.shape(static_cast<int>(layer)),
+                                          scratch_, extents);
                 std::vector<std::pair<saved_page, std::size_t>> rows;
                 for (const written_pages::entry& e : pages.all())
                     rows.push_back({{static_cast<std::uint32_t>(layer), static_cast<std::uint32_t>(role),
@@ -138,6 +148,7 @@ private:
     const cache& cache_;
     page_pool scratch_;
     safetensors_header header_;
+    std::vector<saved_shape> shapes_;  // if they differ
     std::vector<saved_span> spans_;
     std::vector<std::size_t> first_spans_;  // of the layers
     std::vector<saved_page> index_;

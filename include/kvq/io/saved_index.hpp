@@ -45,7 +45,7 @@ public:
                oldest_saved_version, " to ", saved_format_version);
         version_ = version;
         read_sealed(source);
-        description_ = saved_description::from_metadata(metadata);
+        description_ = saved_description::from_metadata(metadata, version);
         read_layers();
     }
 
@@ -109,7 +109,9 @@ private:
     }
 
     void read_layers() {
-        const auto n = static_cast<std::uint64_t>(description_.shape.layers);
+        const auto n = static_cast<std::uint64_t>(description_.layers);
+        if (version_ > version_of_equal_layers)
+            description_.set_shapes(take<saved_shape>("shapes", "I32", {n, saved_shape::columns}));
         const auto tokens = take<std::int32_t>("tokens", "I32", {n});
         const auto committed = take<std::int32_t>("committed", "I32", {n});
         const auto targets = take<std::int32_t>("targets", "I32", {n, 2});

@@ -1,6 +1,7 @@
 // The description of a saved sequence: the metadata and the index of the file (docs/reference/files.md).
 //
-//   metadata     format, versions, model, shapes, options, window, schemes and rotary embeddings with their fingerprints: all as text
+//   metadata     format, versions, model, shape, options, window, schemes and rotary embeddings with their fingerprints: all as text
+//   shapes       I32 [layers, 4]   version 5: kind, kv heads, channels of a key and of a value of each layer
 //   tokens       I32 [layers]       committed     I32 [layers]
 //   targets      I32 [layers, 2]                                        (K, V)
 //   spans        I32 [spans, 11]    one row per span, layer by layer: layer, tokens that it shows, tokens of its pages that it may
@@ -15,6 +16,7 @@
 #include <array>
 #include <charconv>
 
+#include "../cache/layers.hpp"
 #include "../page/page_table.hpp"
 #include "../version.hpp"
 #include "page_kind.hpp"
@@ -24,8 +26,10 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 inline constexpr const char* saved_format_name = "kvq sequence";
-/// Changes whenever a reader of the version before would misread the file, page bytes included.
-inline constexpr int saved_format_version = 4;
+/// Changes whenever a reader of the version before would misread the file, page bytes included. A file has the oldest version whose readers
+/// understand it: 4 says one shape of all layers, 5 the shape of each layer.
+inline constexpr int saved_format_version = 5;
+inline constexpr int version_of_equal_layers = 4;
 /// The oldest one that is read. It says neither how keys were rotated nor which spans share a page.
 inline constexpr int oldest_saved_version = 3;
 
@@ -60,6 +64,21 @@ struct saved_span {
     }
 };
 static_assert(sizeof(saved_span) == 4 * saved_span::columns);
+
+/// What a layer is, in version 5.
+struct saved_shape {
+    std::int32_t kind = 0;  ///< layer_kind
+    std::int32_t kv_heads = 0, head_dim = 0, value_dim = 0;
+
+    static constexpr std::size_t columns = 4;
+
+    static saved_shape of(const layer& l) noexcept {
+        return {static_cast<std::int32_t>(l.kind), l.kv_heads, l.head_dim,
+                l.value_dim == 0 ? l.head_dim : l.value_dim};
+    }
+    friend bool operator==(const saved_shape&, const saved_shape&) = default;
+};
+static_assert(sizeof(saved_shape) == 4 * saved_shape::columns);
 
 /// One row of the index.
 struct saved_page {
@@ -96,7 +115,9 @@ inline std::string pages_name(int layer, tensor role, std::uint32_t format, std:
 /// The metadata, parsed.
 struct saved_description {
     std::string model, library, window;
-    cache_shape shape;
+    int version = version_of_equal_layers;
+    int layers = 0;
+    std::vector<saved_shape> shapes;  // of the layers, or the one of all
     page_geometry geometry;
     int rollback = 0;
     std::array<std::vector<scheme_identity>, 2> schemes;  // K, V
@@ -106,14 +127,19 @@ private:
     template <class Description>
     static auto numbers(Description& d) {
         using number = decltype(&d.rollback);
-        return std::array<std::pair<const char*, number>, 8>{{{"layers", &d.shape.layers},
-                                                              {"kv_heads", &d.shape.kv_heads},
-                                                              {"head_dim", &d.shape.head_dim},
-                                                              {"value_dim", &d.shape.value_dim},
+        return std::array<std::pair<const char*, number>, 5>{{{"layers", &d.layers},
                                                               {"sinks", &d.geometry.sinks},
                                                               {"recent", &d.geometry.recent},
                                                               {"page_tokens", &d.geometry.page_tokens},
                                                               {"rollback", &d.rollback}}};
+    }
+
+    /// Of all layers, up to version 4.
+    template <class Shape>
+    static auto numbers_of(Shape& s) {
+        using number = decltype(&s.kv_heads);
+        return std::array<std::pair<const char*, number>, 3>{
+            {{"kv_heads", &s.kv_heads}, {"head_dim", &s.head_dim}, {"value_dim", &s.value_dim}}};
     }
 
     static std::string scheme_key(tensor role, std::size_t i) {
@@ -126,11 +152,13 @@ public:
     std::map<std::string, std::string> to_metadata() const {
         std::map<std::string, std::string> m;
         m["format"] = saved_format_name;
-        m["format_version"] = std::to_string(saved_format_version);
+        m["format_version"] = std::to_string(version);
         m["kvq_version"] = library;
         m["model"] = model;
         m["window"] = window;
         for (const auto& [name, number] : numbers(*this)) m[name] = std::to_string(*number);
+        if (version == version_of_equal_layers)
+            for (const auto& [name, number] : numbers_of(shapes[0])) m[name] = std::to_string(*number);
         for (const tensor role : {tensor::key, tensor::value}) {
             const auto& list = schemes[static_cast<std::size_t>(role)];
             for (std::size_t i = 0; i < list.size(); ++i) {
@@ -146,21 +174,27 @@ public:
         return m;
     }
 
-    static saved_description from_metadata(const std::map<std::string, std::string>& m) {
+    /// Without the shapes of version 5: then set_shapes().
+    static saved_description from_metadata(const std::map<std::string, std::string>& m, int version) {
         saved_description d;
+        d.version = version;
         d.library = text(m, "kvq_version");
         d.model = text(m, "model");
         d.window = text(m, "window");
         for (const auto& [name, number] : numbers(d)) *number = parse<int>(name, text(m, name), 10);
-        check_shape(d.shape);
+        expect(d.layers >= 1, "a cache needs at least 1 layer, got ", d.layers);
         const page_geometry& g = d.geometry;
         expect(g.sinks >= 0 && g.recent >= 0 && d.rollback >= 0 && g.page_tokens >= 1 &&
                    g.page_tokens <= 65536 && g.sinks <= most_sinks && g.recent <= most_recent &&
                    d.rollback <= most_recent,
                "a saved sequence has impossible options: ", g.sinks, " sinks, ", g.recent, " recent, ",
                g.page_tokens, " page_tokens, ", d.rollback, " rollback");
-        for (const tensor role : {tensor::key, tensor::value})
-            check_page(g.longest_page(), d.shape.dim(role));
+        if (version <= version_of_equal_layers) {
+            saved_shape shape;
+            for (const auto& [name, number] : numbers_of(shape))
+                *number = parse<int>(name, text(m, name), 10);
+            d.set_shapes({shape});
+        }
         for (const tensor role : {tensor::key, tensor::value}) {
             auto& list = d.schemes[static_cast<std::size_t>(role)];
             for (std::size_t i = 0; m.count(scheme_key(role, i)); ++i) {
@@ -172,13 +206,31 @@ public:
             expect(!list.empty() && list[0] == scheme_identity{d.window, std::nullopt},
                    "the first scheme of a saved sequence is not its window, ", d.window);
         }
-        for (int layer = 0; layer < d.shape.layers; ++layer) {
+        for (int layer = 0; layer < d.layers; ++layer) {
             const auto said = m.find(rotary_key(layer));
             if (said == m.end()) continue;
             const std::string key = rotary_key(layer) + ".fingerprint";
             d.rotary[layer] = {said->second, parse<std::uint64_t>(key, text(m, key), 16)};
         }
         return d;
+    }
+
+    const saved_shape& shape_of(int layer) const noexcept {
+        return shapes[shapes.size() == 1 ? 0 : static_cast<std::size_t>(layer)];
+    }
+    /// Raises kvq::error for impossible shapes.
+    void set_shapes(std::vector<saved_shape> of) {
+        const auto least = static_cast<std::int32_t>(version <= version_of_equal_layers ? 0 : 1);
+        for (std::size_t i = 0; i < of.size(); ++i) {
+            saved_shape& s = of[i];
+            expect(s.kind == static_cast<std::int32_t>(layer_kind::full), "layer ", i,
+                   " of the saved sequence is of kind ", s.kind, ", which this library does not know");
+            expect(s.value_dim >= least, "layer ", i, " of the saved sequence has value_dim ", s.value_dim);
+            check_shape({layers, s.kv_heads, s.head_dim, s.value_dim});
+            if (s.value_dim == 0) s.value_dim = s.head_dim;
+            for (const int dim : {s.head_dim, s.value_dim}) check_page(geometry.longest_page(), dim);
+        }
+        shapes = std::move(of);
     }
 
     /// Sinks are one page; this keeps its size from overflowing.

@@ -56,7 +56,7 @@ KVQ_FUNC store_outcome prefix_cache::store(token_ids tokens, const kvq::sequence
     detail::expect(&detail::sequence_access::cache(sequence) == cache_,
                    "a sequence belongs to another cache");
     detail::expect(!tokens.empty(), "an entry needs at least 1 token");
-    for (int layer = 0; layer < cache_->shape().layers; ++layer)
+    for (int layer = 0; layer < cache_->layer_count(); ++layer)
         detail::expect(tokens.size() <= static_cast<std::size_t>(sequence.tokens(layer)), "an entry of ",
                        tokens.size(), " tokens cannot be made: layer ", layer, " holds ",
                        sequence.tokens(layer));

@@ -166,7 +166,7 @@ private:
 
     int sinks() const noexcept { return geometry().sinks; }
     page_geometry geometry() const noexcept { return detail::sequence_access::cache(sequence_).geometry(); }
-    int layers() const noexcept { return detail::sequence_access::cache(sequence_).shape().layers; }
+    int layers() const noexcept { return detail::sequence_access::cache(sequence_).layer_count(); }
 
     /// Raises kvq::error unless every token that a query at position n attends to is held.
     void check_window(std::int64_t n, const char* what) const {

@@ -30,7 +30,7 @@ namespace kvq { inline namespace KVQ_TAGGED {
 /// Adds the keys of tokens [first, first + n) of one layer of a sequence to statistics of the same shape: x^ of its pages, the rows
 /// themselves where they are 16 bit. Raises kvq::error for tokens that it does not hold. O(n * kv_heads * head_dim)
 inline void add_keys(calibration& to, const cache& of, const sequence& s, int layer, int first, int n) {
-    const cache_shape& shape = of.shape();
+    const cache_shape& shape = of.shape(layer);
     const int held = s.tokens(layer);
     detail::expect(first >= 0 && n >= 0 && n <= held && first <= held - n, "cannot add the keys of ", n,
                    " tokens from ", first, " on of layer ", layer, ": it holds ", held);
@@ -79,7 +79,7 @@ public:
         if (number_ < 0) {
             if (!has_tokens(sequences)) return false;
             calibration all = statistics_;
-            for (int layer = 0; layer < cache_->shape().layers; ++layer) {
+            for (int layer = 0; layer < cache_->layer_count(); ++layer) {
                 add_keys(sequences, layer, all);
                 if (all.keys(layer, 0) < calibration::group) return false;
             }
@@ -107,7 +107,7 @@ public:
 
 private:
     bool has_tokens(std::span<sequence* const> sequences) const {
-        for (int layer = 0; layer < cache_->shape().layers; ++layer) {
+        for (int layer = 0; layer < cache_->layer_count(); ++layer) {
             std::int64_t held = 0;
             for (const sequence* s : sequences) held += s->tokens(layer);
             if (held < tokens_) return false;

@@ -28,6 +28,7 @@ PAGE_SOME = 1
 PAGE_ALL = 2
 HALF_SPLIT = 0
 INTERLEAVED = 1
+FULL_ATTENTION = 0
 MATCH_EXACT = 0
 MATCH_SUPERSEQUENCE = 1
 MATCH_PREFIX = 2
@@ -133,6 +134,10 @@ class kvq_layer_formats(Struct):
     _fields_ = [("keys", c_char_p), ("values", c_char_p)]
 
 
+class kvq_layer(Struct):
+    _fields_ = [("kind", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("value_dim", c_int32)]
+
+
 class kvq_cache_options(Struct):
     _fields_ = [("size", c_size_t), ("layers", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
                 ("value_dim", c_int32), ("keys", c_char_p), ("values", c_char_p), ("window", c_char_p),
@@ -140,7 +145,7 @@ class kvq_cache_options(Struct):
                 ("byte_budget", c_size_t), ("layer_formats", POINTER(kvq_layer_formats)),
                 ("rotary", POINTER(kvq_rotary)), ("rotary_count", c_int32), ("reserved", c_int32),
                 ("statistics", handle), ("allocator", POINTER(kvq_allocator)), ("preallocate", c_int32),
-                ("repack", c_float)]
+                ("repack", c_float), ("layer_list", POINTER(kvq_layer))]
 
 
 class kvq_cache_info(Struct):
@@ -262,6 +267,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cache_create": [POINTER(kvq_cache_options), POINTER(handle)],
     "kvq_cache_free": [handle],
     "kvq_cache_get_info": [handle, POINTER(kvq_cache_info)],
+    "kvq_cache_get_layer": [handle, c_int32, POINTER(kvq_layer)],
     "kvq_cache_add_format": [handle, c_int32, handle, c_char_p],
     "kvq_cache_commit_to": [handle, c_int32, c_char_p, c_int32, c_int32],
     "kvq_cache_find_format": [handle, c_int32, c_char_p, POINTER(c_int32)],

@@ -32,6 +32,7 @@ pub const KVQ_PAGE_SOME: i32 = 1;
 pub const KVQ_PAGE_ALL: i32 = 2;
 pub const KVQ_HALF_SPLIT: i32 = 0;
 pub const KVQ_INTERLEAVED: i32 = 1;
+pub const KVQ_FULL_ATTENTION: i32 = 0;
 pub const KVQ_MATCH_EXACT: i32 = 0;
 pub const KVQ_MATCH_SUPERSEQUENCE: i32 = 1;
 pub const KVQ_MATCH_PREFIX: i32 = 2;
@@ -280,6 +281,15 @@ pub struct kvq_layer_formats {
 }
 
 #[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct kvq_layer {
+    pub kind: i32,
+    pub kv_heads: i32,
+    pub head_dim: i32,
+    pub value_dim: i32,
+}
+
+#[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvq_cache_options {
     pub size: usize,
@@ -303,6 +313,7 @@ pub struct kvq_cache_options {
     pub allocator: *const kvq_allocator,
     pub preallocate: i32,
     pub repack: f32,
+    pub layer_list: *const kvq_layer,
 }
 
 #[repr(C)]
@@ -565,6 +576,7 @@ extern "C" {
     pub fn kvq_cache_create(options: *const kvq_cache_options, out: *mut *mut kvq_cache) -> kvq_status;
     pub fn kvq_cache_free(cache: *mut kvq_cache) -> kvq_status;
     pub fn kvq_cache_get_info(cache: *const kvq_cache, info: *mut kvq_cache_info) -> kvq_status;
+    pub fn kvq_cache_get_layer(cache: *const kvq_cache, layer: i32, out: *mut kvq_layer) -> kvq_status;
     pub fn kvq_cache_add_format(cache: *mut kvq_cache, role: kvq_role, format: *const kvq_format, name: *const c_char)
         -> kvq_status;
     pub fn kvq_cache_commit_to(cache: *mut kvq_cache, role: kvq_role, name: *const c_char, first_layer: i32,

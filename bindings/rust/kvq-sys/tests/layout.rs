@@ -48,9 +48,10 @@ fn layouts() {
         selected_tokens, skipped_mass, reserved, selection, skipping);
     layout!(lines, kvq_rotary: dims, first_channel, layout, frequency_count, base, frequencies, rotate, user);
     layout!(lines, kvq_layer_formats: keys, values);
+    layout!(lines, kvq_layer: kind, kv_heads, head_dim, value_dim);
     layout!(lines, kvq_cache_options: size, layers, kv_heads, head_dim, value_dim, keys, values, window, page_tokens,
         sinks, recent, rollback, byte_budget, layer_formats, rotary, rotary_count, reserved, statistics, allocator,
-        preallocate, repack);
+        preallocate, repack, layer_list);
     layout!(lines, kvq_cache_info: size, layers, kv_heads, head_dim, value_dim, page_tokens, sinks, recent, rollback,
         byte_budget, bytes_in_use, pages_in_use, bytes_held);
     layout!(lines, kvq_attend_options: size, mods, executor, workspace, lse);
@@ -80,8 +81,8 @@ fn layouts() {
     constants!(lines, KVQ_OK, KVQ_ERROR_ARGUMENT, KVQ_ERROR_HANDLE, KVQ_ERROR_STRUCT, KVQ_ERROR_MEMORY, KVQ_ERROR_DATA,
         KVQ_ERROR_CALLBACK, KVQ_ERROR_UNSUPPORTED, KVQ_ERROR_INTERNAL, KVQ_KEY, KVQ_VALUE, KVQ_FP32, KVQ_FP16, KVQ_BF16,
         KVQ_CAUSAL, KVQ_BIDIRECTIONAL, KVQ_CROSS, KVQ_PAGE_NONE, KVQ_PAGE_SOME, KVQ_PAGE_ALL, KVQ_HALF_SPLIT,
-        KVQ_INTERLEAVED, KVQ_MATCH_EXACT, KVQ_MATCH_SUPERSEQUENCE, KVQ_MATCH_PREFIX, KVQ_MATCH_LCP, KVQ_MISS,
-        KVQ_MISS_SHORT_PREFIX, KVQ_MISS_SHORT_LCP, KVQ_STORED, KVQ_STORE_DUPLICATE, KVQ_STORE_TOO_LARGE,
+        KVQ_INTERLEAVED, KVQ_FULL_ATTENTION, KVQ_MATCH_EXACT, KVQ_MATCH_SUPERSEQUENCE, KVQ_MATCH_PREFIX, KVQ_MATCH_LCP,
+        KVQ_MISS, KVQ_MISS_SHORT_PREFIX, KVQ_MISS_SHORT_LCP, KVQ_STORED, KVQ_STORE_DUPLICATE, KVQ_STORE_TOO_LARGE,
         KVQ_ABI_VERSION, KVQ_NONE, KVQ_ALL_LAYERS);
     let known: Vec<_> = ABI.lines().filter(|l| !l.starts_with("function ")).collect();
     assert_eq!(lines, known);

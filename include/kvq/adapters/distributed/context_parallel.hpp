@@ -49,6 +49,7 @@ public:
             "the cache of rank ", me(), " has ", have.sinks, " sinks, ", have.recent,
             " recent tokens and pages of ", have.page_tokens, ", its part of the context has ", want.sinks,
             ", ", want.recent, " and ", want.page_tokens);
+        (void)cache_.shape();  // refuses layers of several shapes
         check_complete();
     }
 
@@ -118,7 +119,7 @@ private:
 
     int me() const { return channel_.rank(); }
     void check_complete() const {
-        for (int layer = 0; layer < cache_.shape().layers; ++layer)
+        for (int layer = 0; layer < cache_.layer_count(); ++layer)
             detail::expect(sequence_.tokens(layer) == split_.tokens(me()), "layer ", layer, " of rank ", me(),
                            " holds ", sequence_.tokens(layer), " tokens, its part of the context has ",
                            split_.tokens(me()));

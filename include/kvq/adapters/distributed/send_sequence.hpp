@@ -133,8 +133,8 @@ public:
     /// step, when they have different numbers.
     transfer_report finish(const sequence& s) {
         detail::transfer_guard<Transport> guard{channel_, "the layers of a sequence were not all sent"};
-        detail::expect(layer_ == cache_.shape().layers, "a sequence ends after ", layer_, " of ",
-                       cache_.shape().layers, " layers");
+        detail::expect(layer_ == cache_.layer_count(), "a sequence ends after ", layer_, " of ",
+                       cache_.layer_count(), " layers");
         report_.tokens = s.tokens();
         for (int layer = 0; layer < layer_; ++layer)
             detail::expect(s.tokens(layer) == report_.tokens,
@@ -242,7 +242,7 @@ public:
 
     /// The sequence, complete. Raises kvq::error otherwise; its pages are then freed with the receiver.
     [[nodiscard]] received_sequence receive() {
-        while (layer_ < cache_.shape().layers) receive_layer();
+        while (layer_ < cache_.layer_count()) receive_layer();
         detail::transfer_guard<Transport> guard{channel_, "a sequence was not received completely"};
         message m = channel_.receive(from_, message_kind::report);
         const auto report = m.take<transfer_report>();

@@ -1,0 +1,49 @@
+// Definitions of layers.hpp.
+#pragma once
+
+#include "../core/error.hpp"
+#include "layers.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
+
+KVQ_FUNC const char* name_of(layer_kind) noexcept { return "full attention"; }
+
+KVQ_FUNC std::string describe_layer(int i, const layer& of) {
+    std::string text = "layer " + std::to_string(i) + ", " + name_of(of.kind) + " of " +
+                       std::to_string(of.kv_heads) + " x " + std::to_string(of.head_dim);
+    if (of.value_dim != 0 && of.value_dim != of.head_dim) text += " and " + std::to_string(of.value_dim);
+    return text;
+}
+
+KVQ_FUNC std::vector<layer> equal_layers(const cache_shape& shape) {
+    check_shape(shape);
+    return std::vector<layer>(static_cast<std::size_t>(shape.layers),
+                              full_attention({shape.kv_heads, shape.head_dim, shape.value_dim}));
+}
+
+KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
+    const auto n = static_cast<int>(layers.size());
+    expect(n >= 1, "a cache needs at least 1 layer, got 0");
+    of_.reserve(layers.size());
+    for (int i = 0; i < n; ++i) {
+        const layer& l = layers[static_cast<std::size_t>(i)];
+        const cache_shape shape{n, l.kv_heads, l.head_dim, l.value_dim};
+        const auto impossible = [](int number, int least, int most) {
+            return number < least || number > most;
+        };
+        expect(!impossible(l.kv_heads, 1, most_heads) && !impossible(l.head_dim, 1, most_head_dim) &&
+                   !impossible(l.value_dim, 0, most_head_dim),
+               describe_layer(i, l), ": a layer has 1 to ", most_heads, " kv heads of 1 to ", most_head_dim,
+               " channels");
+        bool known = false;
+        for (const int other : distinct_) {
+            const cache_shape& o = of_[static_cast<std::size_t>(other)];
+            known = known || (o.kv_heads == shape.kv_heads && o.head_dim == shape.head_dim &&
+                              o.dim(tensor::value) == shape.dim(tensor::value));
+        }
+        if (!known) distinct_.push_back(i);
+        of_.push_back(shape);
+    }
+}
+
+}}}

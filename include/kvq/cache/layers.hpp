@@ -1,0 +1,88 @@
+// The layers of a cache: what each of them holds, and of which shape.
+//
+//   kvq::cache cache({.layers = 32, .kv_heads = 8, .head_dim = 128}, options);      layers of one shape
+//
+//   std::vector<kvq::layer> layers;                                                 any model
+//   for (int i = 0; i < 60; ++i)
+//       layers.push_back(i % 6 == 5 ? kvq::full_attention({.kv_heads = 4, .head_dim = 512})
+//                                   : kvq::full_attention({.kv_heads = 16, .head_dim = 256}));
+//   kvq::cache cache(layers, options);
+//
+// The first way is short for a list of equal layers. Sinks, recent window, page size and rollback are those of the cache.
+// Contract: cache() checks the list, and names the layer and its kind in an error.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../attention/rotary.hpp"
+#include "../core/shape.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+/// Indices of the listed formats to which a layer's pages are quantized, 0-based in cache_options::keys and values.
+struct layer_format {
+    int key = 0;
+    int value = 0;
+
+    friend bool operator==(const layer_format&, const layer_format&) = default;
+};
+
+/// What a layer holds, what it frees by itself, and how far a trim can reach.
+enum class layer_kind : unsigned char {
+    full  ///< full attention: all tokens; a trim reaches any token
+};
+
+/// One layer of a model. Made by the function of its kind.
+struct layer {
+    int kv_heads = 0;
+    int head_dim = 0;
+    int value_dim = 0;  ///< channels of a value; 0: as head_dim
+    /// Where cache_options::layers does not say it.
+    layer_format formats = {};
+    /// How keys are rotated before they are appended, where cache_options::rotary does not say it; a layer without positions has a
+    /// rotary_embedding{}. Empty: not known. All layers say it, or none.
+    std::optional<rotary_embedding> rotary = {};
+    layer_kind kind = layer_kind::full;
+};
+
+/// A layer that holds all of its tokens.
+[[nodiscard]] inline layer full_attention(layer of) {
+    of.kind = layer_kind::full;
+    return of;
+}
+
+namespace detail {
+
+/// "full attention".
+const char* name_of(layer_kind kind) noexcept;
+/// "layer 3, full attention of 8 x 128": kv heads x channels of a key, and of a value where they differ.
+std::string describe_layer(int i, const layer& of);
+
+/// The list of a cache of equal layers. Raises kvq::error for an impossible shape.
+std::vector<layer> equal_layers(const cache_shape& shape);
+
+/// The shapes of the layers of a cache.
+class layer_shapes {
+public:
+    /// Raises kvq::error for an empty list, or an impossible layer.
+    explicit layer_shapes(const std::vector<layer>& layers);
+
+    int count() const noexcept { return static_cast<int>(of_.size()); }
+    /// Of one layer; its `layers` is the number of all.
+    const cache_shape& operator[](int i) const noexcept { return of_[static_cast<std::size_t>(i)]; }
+    /// One layer of each shape, in the order of the list.
+    const std::vector<int>& distinct() const noexcept { return distinct_; }
+
+private:
+    std::vector<cache_shape> of_;
+    std::vector<int> distinct_;
+};
+
+}  // namespace detail
+}}  // namespace kvq
+
+#if !defined(KVQ_COMPILED)
+#include "layers-inl.hpp"
+#endif
