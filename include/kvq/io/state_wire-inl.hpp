@@ -16,7 +16,7 @@ struct state_wire_header {
     std::uint32_t version, header_bytes;
     std::uint64_t data_bytes;
     std::int32_t tokens;
-    std::uint32_t pages, layers, snapshots, checksum, zero;
+    std::uint32_t pages, layers, snapshots, checksum, accessed;
 };
 static_assert(sizeof(state_wire_header) == 48 && std::is_trivially_copyable_v<state_wire_header>);
 
@@ -127,6 +127,7 @@ struct state_access {
         h.version = state_wire_version;
         h.header_bytes = static_cast<std::uint32_t>(sizeof(h) + description.size());
         h.tokens = s.tokens_;
+        h.accessed = s.accessed_ ? 1 : 0;
         h.pages = static_cast<std::uint32_t>(pages.size());
         h.layers = static_cast<std::uint32_t>(s.layers());
         h.snapshots = static_cast<std::uint32_t>(s.marks_.size());
@@ -227,12 +228,14 @@ struct state_access {
         const std::uint32_t checksum = state_header_checksum(h, description);
         expect(checksum == h.checksum, "the state is damaged: its header has checksum ", checksum, ", not ",
                h.checksum);
-        expect(h.tokens >= 0 && h.zero == 0, "the state is impossible: ", h.tokens, " tokens");
+        expect(h.tokens >= 0 && h.accessed <= 1, "the state is impossible: ", h.tokens, " tokens, step ",
+               h.accessed);
         description_reader from(description);
         const state_layout theirs = read_layout(from, h.layers, layout);
         recurrent_state s(layout, pool, policy);
         read_marks(from, h, s);
         s.tokens_ = h.tokens;
+        s.accessed_ = h.accessed == 1;
 
         const std::size_t columns = std::size_t{h.snapshots} + 1;
         from.expect_room(std::uint64_t{h.layers} * columns, 1, "the pages of layers");

@@ -8,7 +8,7 @@
 //    0  "kvqstat" and a zero                         32  layers with state, L
 //    8  version, 1                                   36  snapshots, S
 //   12  bytes of header and description, H           40  CRC32C of header and description, with zeros here
-//   16  bytes of data, D (64 bits)                   44  zero
+//   16  bytes of data, D (64 bits)                   44  1: a step was under way; else 0
 //   24  tokens of the live state                     48  description; zeros to a multiple of 16
 //   28  pages, P                                      H  data: the pages (state/state_layout.hpp)
 //

@@ -43,6 +43,7 @@ KVQ_FUNC recurrent_state::recurrent_state(const recurrent_state& other, int)
       pool_(other.pool_),
       policy_(other.policy_),
       tokens_(other.tokens_),
+      accessed_(other.accessed_),
       clock_(other.clock_),
       live_(other.live_.begin(), other.live_.end(), pool_->memory()),
       pages_(other.pages_.begin(), other.pages_.end(), pool_->memory()),
@@ -92,7 +93,9 @@ KVQ_FUNC std::span<std::byte> recurrent_state::part(int layer, int part) {
     detail::expect(part >= 0 && static_cast<std::size_t>(part) < l.parts.size(), "layer ", layer,
                    " has no part ", part, ": it has ", l.parts.size());
     const detail::state_place& place = l.place(detail::state_form::live, static_cast<std::size_t>(part));
-    return {own(at) + place.offset, place.bytes};
+    std::byte* const data = own(at) + place.offset;
+    accessed_ = true;
+    return {data, place.bytes};
 }
 
 KVQ_FUNC void recurrent_state::reserve(executor_view executor) {
@@ -103,6 +106,7 @@ KVQ_FUNC bool recurrent_state::advance(int n, bool prompt_ends, executor_view ex
     detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - tokens_, "a step of ", n,
                    " tokens behind ", tokens_);
     const int before = std::exchange(tokens_, tokens_ + n);
+    accessed_ = false;
     if (!detail::is_due(policy_, before, tokens_, prompt_ends)) return false;
     const bool taken = detail::has_memory([&] { snapshot(tokens_, executor); });
     skipped_ += taken ? 0 : 1;
@@ -141,6 +145,7 @@ KVQ_FUNC void recurrent_state::snapshot(int tokens, executor_view executor) {
                                   taken[i]->data() + l.place(detail::state_form::snapshot, part).offset);
     });
 
+    accessed_ = false;
     erase_snapshots(others, marks_.size());
     for (std::size_t i = others; i-- > 0;)
         if (marks_[i].used <= last) erase_snapshots(i, i + 1);
@@ -161,28 +166,30 @@ KVQ_FUNC std::size_t recurrent_state::count_to(int n) const noexcept {
 }
 
 KVQ_FUNC int recurrent_state::reach(int n) const noexcept {
-    if (n >= tokens_) return tokens_;
+    if (n >= tokens_ && !accessed_) return tokens_;
     const std::size_t count = count_to(n);
     return count == 0 ? 0 : marks_[count - 1].tokens;
 }
 
 KVQ_FUNC void recurrent_state::touch(int n) noexcept {
-    const std::size_t count = count_to(reach(n));
+    const std::size_t count = count_to(n);
     if (count > 0) marks_[count - 1].used = ++clock_;
 }
 
 KVQ_FUNC int recurrent_state::trim(int n) {
     detail::expect(n >= 0, "cannot trim a state to ", n, " tokens: it has taken ", tokens_);
-    if (n >= tokens_) return 0;
+    const int wanted = detail::smaller(n, tokens_);
+    if (reach(n) == tokens_ && !accessed_) return 0;
     erase_snapshots(count_to(n), marks_.size());
     go_to_last_snapshot();
-    return n - tokens_;
+    return wanted - tokens_;
 }
 
 KVQ_FUNC void recurrent_state::go_to_last_snapshot() noexcept {
     const bool none = marks_.empty();
     for (std::size_t i = 0; i < layers(); ++i) live_[i] = none ? page_ref() : pages_of(marks_.size() - 1)[i];
     tokens_ = none ? 0 : marks_.back().tokens;
+    accessed_ = false;
     if (!none) marks_.back().used = ++clock_;
 }
 

@@ -19,8 +19,7 @@
 // Guarantees: arguments are checked and memory is taken before anything changes. Memory is that of the pool,
 // within its budget.
 // Thread safety: const members may run together; one writer per state; different states are independent, also
-// those that share pages. Parts of different layers may be asked for by several threads at once. The layout
-// and the pool outlive the state.
+// those that share pages. The layout and the pool outlive the state.
 #pragma once
 
 #include <span>
@@ -66,7 +65,8 @@ public:
     /// The bytes of a part of a layer, [heads][rows][columns], to read and to write, until the next call that
     /// is not a part() or a const one. At a multiple of 64 bytes. The first access after a snapshot, fork or
     /// trim takes a page for the layer and copies or dequantizes it: kvq::out_of_memory or std::bad_alloc,
-    /// and nothing changes; else O(log layers).
+    /// and nothing changes; else O(log layers). From an access until advance() or snapshot() the state counts as
+    /// one in the middle of a step: a trim goes back to a snapshot, since no other bytes are those of one token.
     std::span<std::byte> part(int layer, int part);
     /// The same as values. T: float, float16 or bfloat16, as the layout says.
     template <float_format T>
@@ -105,12 +105,11 @@ public:
     /// The same over all quantized parts of all layers.
     double snapshot_error(std::size_t i) const;
 
-    /// The token to which trim(n) goes: tokens() if n is not less, else that of the newest snapshot at or
-    /// before n, or 0. O(log snapshots)
+    /// The token to which trim(n) goes: tokens() if n is not less and no step is under way, else that of the
+    /// newest snapshot at or before n, or 0. O(log snapshots)
     int reach(int n) const noexcept;
-    /// Goes back to token reach(n), and drops later snapshots. Returns n - reach(n), or 0 if the state has
-    /// not more than n tokens: how many tokens before n must run again. Takes no memory. Raises kvq::error
-    /// for n < 0. O(layers)
+    /// Goes back to token reach(n), and drops later snapshots. Returns how many tokens before n, of those that
+    /// the state had taken, must run again. Takes no memory. Raises kvq::error for n < 0. O(layers)
     int trim(int n);
     /// Counts as a use of the snapshot to which trim(n) goes: for who trims forks of this state, as a store of
     /// prefixes does. O(log snapshots)
@@ -155,6 +154,7 @@ private:
     page_pool* pool_;
     snapshot_policy policy_;
     int tokens_ = 0;
+    bool accessed_ = false;  // since the end of the last step
     std::size_t skipped_ = 0;
     std::uint64_t clock_ = 0;
     resource_vector<page_ref> live_;   // of layers; null: zeros
