@@ -20,7 +20,6 @@
 #include <kvq/policy/prefix_tiers.hpp>
 #include <kvq/policy/ring.hpp>
 #include <kvq/policy/self_calibration.hpp>
-#include <kvq/state/recurrent_state.hpp>
 #include <string>
 #include <vector>
 
@@ -181,26 +180,28 @@ void eigen(kvq::sequence& sequence, int layer, int heads, int q_heads, const Eig
     sequence.dequantize(layer, kvq::tensor::key, 0, kvq::tokens_of(half_matrix, heads));
 }
 
-void state(kvq::cache& cache, kvq::sequence& sequence, int layer, int n, bool prompt_ends,
-           void (*step)(std::span<float>, std::span<kvq::bfloat16>)) {
-    std::vector<std::vector<kvq::state_part>> layers(64);
+void state(int layer, int n, bool prompt_ends, void (*step)(std::span<float>, std::span<kvq::bfloat16>)) {
+    std::vector<kvq::layer> model;
     for (int i = 0; i < 64; ++i)
-        if (i % 4 != 3)
-            layers[i] = {{.name = "recurrent",
-                          .heads = 48,
-                          .rows = 128,
-                          .columns = 128,
-                          .snapshot = kvq::snapshot_type::int8_columns},
-                         {.name = "convolution", .type = kvq::float_type::bf16, .rows = 10240, .columns = 3}};
-    const kvq::state_layout layout(layers);
-    kvq::recurrent_state state(layout, cache.pool(), {.every = 1024, .most_bytes = std::size_t{1} << 30});
+        model.push_back(
+            i % 4 == 3
+                ? kvq::full_attention({.kv_heads = 4, .head_dim = 256})
+                : kvq::state_layer(
+                      {{.name = "recurrent",
+                        .heads = 48,
+                        .rows = 128,
+                        .columns = 128,
+                        .snapshot = kvq::snapshot_type::int8_columns},
+                       {.name = "convolution", .type = kvq::float_type::bf16, .rows = 10240, .columns = 3}}));
+    auto options = kvq::preset("std4");
+    options.snapshots = {.every = 1024, .most_bytes = std::size_t{1} << 30};
+    kvq::cache cache(model, options);
+    auto sequence = cache.new_sequence();
+    auto& state = sequence.state();
     step(state.values<float>(layer, 0), state.values<kvq::bfloat16>(layer, 1));
     state.advance(n, prompt_ends);
-    const int again = state.trim(n);
-    sequence.trim(n - again);
-    auto other = state.fork();
+    const int again = sequence.trim(900);
 }
-
 void layers_that_differ() {
     std::vector<kvq::layer> model;
     for (int i = 0; i < 60; ++i)

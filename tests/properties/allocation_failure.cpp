@@ -188,7 +188,10 @@ TEST_CASE("append and trim leave everything as it was when a scheme runs out of 
             const auto before = contents(cache, sequence);
             const auto in_use = cache.bytes_in_use();
             const auto work = [&](auto& x) {
-                longer ? x.append(0, s.k.slice(held, n), s.v.slice(held, n)) : x.trim(n);
+                if (longer)
+                    x.append(0, s.k.slice(held, n), s.v.slice(held, n));
+                else
+                    x.trim(n);
             };
             for (int i = 0;; ++i) {
                 hungry_scheme::calls = 0;

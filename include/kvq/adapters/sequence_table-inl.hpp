@@ -6,6 +6,7 @@
 #include <functional>
 #include <limits>
 
+#include "../cache/sequence_access.hpp"
 #include "../core/error.hpp"
 #include "sequence_table.hpp"
 
@@ -13,6 +14,7 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 KVQ_FUNC sequence_table::sequence_table(cache& of, int ids)
     : cache_(&of), held_(static_cast<std::size_t>(detail::larger(ids, 0))) {
+    detail::sequence_access::expect_no_state(of, "a table of sequences");
     detail::expect(ids >= 1, "a table of sequences needs at least 1 id, got ", ids);
 }
 

@@ -8,9 +8,25 @@
 
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
+#include "../state/recurrent_state.hpp"
 #include "cache.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+/// The parts of layers with state, if there are any.
+KVQ_FUNC std::optional<state_layout> state_of(const std::vector<layer>& layers) {
+    std::vector<std::vector<state_part>> parts;
+    bool some = false;
+    for (const layer& l : layers) {
+        parts.push_back(l.parts);
+        some = some || l.kind == layer_kind::state;
+    }
+    return some ? std::optional<state_layout>(parts) : std::nullopt;
+}
+
+}  // namespace detail
 
 KVQ_FUNC cache::cache(const cache_shape& shape, const cache_options& options)
     : cache(detail::equal_layers(shape), options) {}
@@ -18,6 +34,7 @@ KVQ_FUNC cache::cache(const cache_shape& shape, const cache_options& options)
 KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
     : layers_(with_formats(std::move(layers), options)),
       shapes_(layers_),
+      state_(detail::state_of(layers_)),
       options_(checked(shapes_, options)),
       keys_(tensor::key, window_of(options), options.keys),
       values_(tensor::value, window_of(options), options.values.empty() ? options.keys : options.values),
@@ -36,6 +53,7 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
                            ": list a format once");
         }
     detail::check_backends(keys_, values_);
+    if (state_) (void)recurrent_state(*state_, pool_, options.snapshots);  // checks the policy
 }
 
 KVQ_FUNC cache::~cache() = default;
@@ -82,9 +100,11 @@ KVQ_FUNC const cache_shape& cache::shape() const {
     const auto text = [&](std::size_t i) {
         return detail::describe_layer(kinds[i], layers_[static_cast<std::size_t>(kinds[i])]);
     };
+    if (kinds.empty())
+        detail::fail("no layer of the cache holds keys and values: ", detail::describe_layer(0, layers_[0]));
     if (!has_one_shape())
         detail::fail("the layers of the cache have several shapes: ", text(0), "; ", text(1));
-    return shapes_[0];
+    return shapes_[kinds[0]];
 }
 
 KVQ_FUNC std::size_t cache::page_bytes(tensor role, int layer, int index, int tokens) const {
@@ -94,7 +114,7 @@ KVQ_FUNC std::size_t cache::page_bytes(tensor role, int layer, int index, int to
 
 KVQ_FUNC std::size_t cache::page_bytes(tensor role, int index, int tokens) const {
     (void)shape();
-    return page_bytes(role, 0, index, tokens);
+    return page_bytes(role, shapes_.distinct()[0], index, tokens);
 }
 
 KVQ_FUNC std::vector<layer> cache::with_formats(std::vector<layer> layers, const cache_options& options) {
@@ -116,13 +136,19 @@ KVQ_FUNC detail::rotation_table cache::rotations_of(const std::vector<layer>& la
                                                     const cache_options& options) {
     std::vector<int> dims;
     std::vector<rotary_embedding> said;
+    const auto keyless = [](const layer& l) { return l.kind == layer_kind::state; };
+    const auto keys = std::find_if_not(layers.begin(), layers.end(), keyless);
+    bool some = false;
     for (const layer& l : layers) {
-        dims.push_back(l.head_dim);
-        if (l.rotary) said.push_back(*l.rotary);
+        // Layers without keys count as layers without positions.
+        dims.push_back(keyless(l) && keys != layers.end() ? keys->head_dim : l.head_dim);
+        if (l.rotary || keyless(l)) said.push_back(l.rotary.value_or(rotary_embedding{}));
+        some = some || l.rotary;
     }
-    if (said.empty()) return {options.rotary, dims};
+    if (!some) return {keys == layers.end() ? std::vector<rotary_embedding>{} : options.rotary, dims};
     detail::expect(options.rotary.empty(), "layers and cache_options::rotary both say how keys are rotated");
-    const auto first = std::find_if(layers.begin(), layers.end(), [](const layer& l) { return !l.rotary; });
+    const auto first =
+        std::find_if(layers.begin(), layers.end(), [&](const layer& l) { return !l.rotary && !keyless(l); });
     const auto i = static_cast<std::size_t>(first - layers.begin());
     if (i < layers.size())
         detail::fail(detail::describe_layer(static_cast<int>(i), layers[i]),
@@ -175,8 +201,15 @@ KVQ_FUNC void cache::expect_listed(tensor role, int number) const {
                    " is not among the ", table(role).listed(), " listed ones");
 }
 
+KVQ_FUNC void cache::expect_tokens(int layer) const {
+    if (holds_tokens(layer)) return;
+    detail::fail(detail::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]),
+                 ": it holds no keys and values");
+}
+
 KVQ_FUNC void cache::check_attention(int layer, int held, const query_view& q, const output_view& out,
                                      const mods_view& mods) const {
+    expect_tokens(layer);
     const cache_shape& of = shape(layer);
     detail::expect(q.heads >= 1 && q.heads % of.kv_heads == 0, "q has ", q.heads,
                    " heads, not a multiple of the ", of.kv_heads, " kv heads");

@@ -8,12 +8,14 @@
 // Thread safety: every const member and new_sequence() may be called from any thread. A cache outlives its sequences.
 #pragma once
 
+#include <optional>
 #include <span>
 
 #include "../core/executor.hpp"
 #include "../core/workspace.hpp"
 #include "../format/format_table.hpp"
 #include "../page/layer_pages.hpp"
+#include "../state/state_layout.hpp"
 #include "batch.hpp"
 #include "options.hpp"
 #include "requantize_request.hpp"
@@ -47,6 +49,12 @@ public:
     const cache_shape& shape() const;
     /// The shape of one layer; its `layers` is the number of all.
     const cache_shape& shape(int layer) const noexcept { return shapes_[layer]; }
+    /// The parts of layers with state; null if there are none.
+    const kvq::state_layout* state_layout() const noexcept { return state_ ? &*state_ : nullptr; }
+    /// Does a layer hold keys and values, of tokens?
+    bool holds_tokens(int layer) const noexcept {
+        return layers_[static_cast<std::size_t>(layer)].kind != layer_kind::state;
+    }
     const cache_options& options() const noexcept { return options_; }
     page_geometry geometry() const noexcept;
     page_pool& pool() noexcept { return pool_; }
@@ -130,6 +138,7 @@ public:
 
 private:
     friend class page_list;
+    friend class sequence;
 
     static const cache_options& checked(const detail::layer_shapes& shapes, const cache_options& options);
     static std::vector<layer> with_formats(std::vector<layer> layers, const cache_options& options);
@@ -143,6 +152,7 @@ private:
     void check_attention(int layer, int held, const query_view& q, const output_view& out,
                          const mods_view& mods) const;
     void expect_query_heads(const char* what, int q_heads) const;
+    void expect_tokens(int layer) const;
     /// Scratch of one thread that quantizes.
     std::size_t scratch_bytes() const noexcept;
     void attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
@@ -150,6 +160,7 @@ private:
 
     std::vector<layer> layers_;
     detail::layer_shapes shapes_;
+    std::optional<kvq::state_layout> state_;
     cache_options options_;
     detail::format_table keys_;
     detail::format_table values_;

@@ -6,11 +6,14 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
-KVQ_FUNC const char* name_of(layer_kind) noexcept { return "full attention"; }
+KVQ_FUNC const char* name_of(layer_kind kind) noexcept {
+    return kind == layer_kind::state ? "state" : "full attention";
+}
 
 KVQ_FUNC std::string describe_layer(int i, const layer& of) {
-    std::string text = "layer " + std::to_string(i) + ", " + name_of(of.kind) + " of " +
-                       std::to_string(of.kv_heads) + " x " + std::to_string(of.head_dim);
+    std::string text = "layer " + std::to_string(i) + ", " + name_of(of.kind) + " of ";
+    if (of.kind == layer_kind::state) return text + std::to_string(of.parts.size()) + " parts";
+    text += std::to_string(of.kv_heads) + " x " + std::to_string(of.head_dim);
     if (of.value_dim != 0 && of.value_dim != of.head_dim) text += " and " + std::to_string(of.value_dim);
     return text;
 }
@@ -31,6 +34,14 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
         const auto impossible = [](int number, int least, int most) {
             return number < least || number > most;
         };
+        of_.push_back(shape);
+        if (l.kind == layer_kind::state) {
+            expect(!l.parts.empty() && l.kv_heads == 0 && l.head_dim == 0 && l.value_dim == 0,
+                   describe_layer(i, l), ": a state has at least 1 part, and no heads (", l.kv_heads, " x ",
+                   l.head_dim, ")");
+            continue;
+        }
+        expect(l.parts.empty(), describe_layer(i, l), ": it has no parts of a state, got ", l.parts.size());
         expect(!impossible(l.kv_heads, 1, most_heads) && !impossible(l.head_dim, 1, most_head_dim) &&
                    !impossible(l.value_dim, 0, most_head_dim),
                describe_layer(i, l), ": a layer has 1 to ", most_heads, " kv heads of 1 to ", most_head_dim,
@@ -42,7 +53,6 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
                               o.dim(tensor::value) == shape.dim(tensor::value));
         }
         if (!known) distinct_.push_back(i);
-        of_.push_back(shape);
     }
 }
 

@@ -18,6 +18,7 @@
 
 #include "../attention/rotary.hpp"
 #include "../core/shape.hpp"
+#include "../state/state_part.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -31,7 +32,9 @@ struct layer_format {
 
 /// What a layer holds, what it frees by itself, and how far a trim can reach.
 enum class layer_kind : unsigned char {
-    full  ///< full attention: all tokens; a trim reaches any token
+    full = 0,  ///< full attention: all tokens; a trim reaches any token
+    state =
+        5  ///< recurrent state in place of keys and values: a trim reaches snapshots (state/recurrent_state.hpp)
 };
 
 /// One layer of a model. Made by the function of its kind.
@@ -45,6 +48,7 @@ struct layer {
     /// rotary_embedding{}. Empty: not known. All layers say it, or none.
     std::optional<rotary_embedding> rotary = {};
     layer_kind kind = layer_kind::full;
+    std::vector<state_part> parts = {};  ///< of a layer with state, which has no heads and channels
 };
 
 /// A layer that holds all of its tokens.
@@ -53,11 +57,19 @@ struct layer {
     return of;
 }
 
+/// A layer whose state the engine reads and writes in place, in sequence::state().
+[[nodiscard]] inline layer state_layer(std::vector<state_part> parts) {
+    layer of;
+    of.kind = layer_kind::state;
+    of.parts = std::move(parts);
+    return of;
+}
+
 namespace detail {
 
 /// "full attention".
 const char* name_of(layer_kind kind) noexcept;
-/// "layer 3, full attention of 8 x 128": kv heads x channels of a key, and of a value where they differ.
+/// "layer 3, full attention of 8 x 128": kv heads x channels of a key, and of a value where they differ. "layer 4, state of 2 parts".
 std::string describe_layer(int i, const layer& of);
 
 /// The list of a cache of equal layers. Raises kvq::error for an impossible shape.
@@ -72,7 +84,7 @@ public:
     int count() const noexcept { return static_cast<int>(of_.size()); }
     /// Of one layer; its `layers` is the number of all.
     const cache_shape& operator[](int i) const noexcept { return of_[static_cast<std::size_t>(i)]; }
-    /// One layer of each shape, in the order of the list.
+    /// One layer of each shape, in the order of the list; of layers with keys and values.
     const std::vector<int>& distinct() const noexcept { return distinct_; }
 
 private:

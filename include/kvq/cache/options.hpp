@@ -11,6 +11,7 @@
 #include "../attention/rotary.hpp"
 #include "../format/format.hpp"
 #include "../page/layer_pages.hpp"
+#include "../state/snapshot_policy.hpp"
 #include "layers.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
@@ -35,6 +36,7 @@ struct cache_options {
     /// Pages that show less than this part of the tokens that their bytes could hold are repacked after an erase, shift, splice or a trim deeper
     /// than `rollback`: their tokens are quantized once more, in shorter pages (cache/repack.hpp). 0 to 0.5; 0: never, codes stay for ever.
     float repack = 0.25f;
+    snapshot_policy snapshots = {};                                        ///< of layers with state
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
 };
 

@@ -11,6 +11,7 @@ KVQ_FUNC page_list::page_list(const cache& of, int layer)
     : cache_(of), layer_(layer), headers_(of.pool().memory()), spans_(of.pool().memory()) {
     detail::expect(layer >= 0 && layer < of.layer_count(), "layer ", layer, " is not among the ",
                    of.layer_count(), " layers of the cache");
+    of.expect_tokens(layer);
 }
 
 KVQ_FUNC void page_list::add(const borrowed_pages& p) {

@@ -119,10 +119,14 @@ KVQ_FUNC void expect_range(const char* verb, int first, int last, const char* wh
 }  // namespace detail
 
 KVQ_FUNC void sequence::erase(int first, int last) {
+    expect_no_state("erase");
     const int held = tokens();
     detail::expect_range("erase", first, last, "sequence", held);
     if (first == last) return;
-    if (last == held) return trim(first);
+    if (last == held) {
+        trim(first);
+        return;
+    }
     const std::int64_t by = std::int64_t{first} - last;
     detail::expect_rotary(*cache_, by);
     detail::rearrange(*this, scratch_.data(),
@@ -133,6 +137,7 @@ KVQ_FUNC void sequence::erase(int first, int last) {
 }
 
 KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
+    expect_no_state("shift");
     const int held = tokens();
     detail::expect_range("shift", first, last, "sequence", held);
     detail::expect_rotary(*cache_, by);
@@ -146,6 +151,7 @@ KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
 }
 
 KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
+    expect_no_state("splice");
     const cache_shape &mine = shape(0), &theirs = other.shape(0);
     detail::expect(other.cache_ == cache_, "a sequence of another cache cannot be spliced: it has ",
                    theirs.layers, " layers, the first one of ", theirs.kv_heads, " x ", theirs.head_dim,

@@ -106,8 +106,10 @@ KVQ_FUNC void sequence::attend(int layer, const query_view& q, const output_view
     cache_->attend(layer, std::span(&one, 1), mods, executor, space);
 }
 
-KVQ_FUNC void sequence::trim(int n) {
-    detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ", tokens());
+KVQ_FUNC int sequence::trim(int wanted) {
+    detail::expect(wanted >= 0 && wanted <= tokens(), "cannot trim to ", wanted,
+                   " tokens: the sequence holds ", tokens());
+    const int n = reach(wanted);
     for (const detail::page_table& table : tables_)
         detail::expect(n <= table.tokens - table.draft || n >= table.tokens || table.draft == 0,
                        "cannot trim to ", n, " tokens: the draft of a layer is tokens ",
@@ -117,7 +119,17 @@ KVQ_FUNC void sequence::trim(int n) {
         if (n < table.tokens) table.drop_draft();
         if (table.trim(n, geometry())) detail::repacker(*cache_, table, static_cast<int>(layer)).run(true);
     }
+    if (state_) state_->trim(wanted);
+    return wanted - n;
 }
+
+KVQ_FUNC recurrent_state& sequence::state() {
+    detail::expect(state_.has_value(),
+                   "no layer of the cache has state: a list of layers says it (kvq::state_layer)");
+    return *state_;
+}
+
+KVQ_FUNC const recurrent_state& sequence::state() const { return const_cast<sequence*>(this)->state(); }
 
 KVQ_FUNC std::size_t sequence::append_bytes(int n) const {
     return added_bytes(n, detail::chunk_pages::at_once);
@@ -135,6 +147,7 @@ KVQ_FUNC std::size_t sequence::draft_bytes(int n) const {
         std::size_t kept = 0;  // of all layers at once
         for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
             const detail::page_table& table = tables_[layer];
+            if (!cache_->holds_tokens(static_cast<int>(layer))) continue;
             check_added(table, n);
             check_no_draft(table);
             kept += detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, accepted,
@@ -152,11 +165,11 @@ KVQ_FUNC void sequence::drop_copies() noexcept {
 
 KVQ_FUNC int sequence::tokens(int layer) const {
     check_layer(layer);
-    return tables_[static_cast<std::size_t>(layer)].tokens;
+    return cache_->holds_tokens(layer) ? tables_[static_cast<std::size_t>(layer)].tokens : state_->tokens();
 }
 
 KVQ_FUNC int sequence::tokens() const noexcept {
-    int n = 0;
+    int n = state_ ? state_->tokens() : 0;
     for (const detail::page_table& table : tables_) n = detail::larger(n, table.tokens);
     return n;
 }
@@ -236,12 +249,22 @@ KVQ_FUNC usage_report sequence::usage() const {
     }
     u.reserved = stock_.page_bytes() + stock_.list_bytes();
     u.bookkeeping += u.pages * sizeof(page);
+    if (state_) {
+        const state_usage held = state_->usage();
+        u.state = held.live + held.snapshots;
+        u.bookkeeping += held.bookkeeping;
+        u.shared += held.shared;
+        u.pages += held.pages;
+        u.not_finite += held.not_finite;
+        u.tokens = detail::larger(u.tokens, state_->tokens());
+    }
     detail::add_up(u);
     return u;
 }
 
 KVQ_FUNC layer_pages sequence::pages(int layer) const {
     check_layer(layer);
+    cache_->expect_tokens(layer);
     const detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
     return {geometry(), table.tokens, table.spans.data(), table.size()};
 }
@@ -251,6 +274,7 @@ KVQ_FUNC sequence::sequence(cache& of)
     tables_.reserve(static_cast<std::size_t>(cache_->layer_count()));
     for (int i = 0; i < cache_->layer_count(); ++i)
         tables_.emplace_back(memory(), of.target_format(tensor::key, i), of.target_format(tensor::value, i));
+    if (of.state_layout()) state_.emplace(*of.state_layout(), of.pool(), of.options().snapshots);
     reserve_scratch();
 }
 
@@ -258,6 +282,7 @@ KVQ_FUNC sequence::sequence(const sequence& other, int)
     : cache_(other.cache_), tables_(memory()), scratch_(memory()), stock_(memory()) {
     tables_.reserve(other.tables_.size());
     for (const detail::page_table& table : other.tables_) tables_.emplace_back(table, memory());
+    if (other.state_) state_.emplace(other.state_->fork());
     reserve_scratch();
 }
 
@@ -279,8 +304,16 @@ KVQ_FUNC void sequence::check_no_draft(const detail::page_table& table) {
                    " tokens: keep() a part of it first, or trim() to ", table.tokens - table.draft);
 }
 
+KVQ_FUNC void sequence::expect_no_state(const char* verb) const {
+    if (!state_) return;
+    const int layer = cache_->state_layout()->layers()[0].number;
+    detail::fail(detail::describe_layer(layer, cache_->layers()[static_cast<std::size_t>(layer)]),
+                 ": cannot ", verb, " tokens of a state; a trim goes back to a snapshot of it");
+}
+
 KVQ_FUNC void sequence::check_rows(int layer, const input_view& k, const input_view& v) const {
     check_layer(layer);
+    cache_->expect_tokens(layer);
     check_input(k, "k", layer, tensor::key);
     check_input(v, "v", layer, tensor::value);
     detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
@@ -310,7 +343,7 @@ KVQ_FUNC std::size_t sequence::added_bytes(int n, detail::chunk_pages when) cons
         const detail::page_table& table = tables_[layer];
         check_added(table, n);
         check_no_draft(table);
-        if (n == 0) continue;
+        if (n == 0 || !cache_->holds_tokens(static_cast<int>(layer))) continue;
         const auto needs = detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, n, when);
         most = detail::larger(most, held + needs.taken);
         held += needs.taken - needs.returned;
@@ -376,6 +409,7 @@ KVQ_FUNC void cache::attend(int layer, std::span<const attention_request> batch,
 
 KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
                              executor_view executor, workspace& space) {
+    if (batch.empty()) return;
     for (std::size_t i = 0; i < batch.size(); ++i) {
         const prefill_request& r = batch[i];
         check_member(r.sequence, i);
@@ -448,14 +482,21 @@ KVQ_FUNC void sequence::reserve_step(int n) {
     detail::page_stock fresh(memory());
     for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
         const detail::page_table& table = tables_[layer];
+        if (!cache_->holds_tokens(static_cast<int>(layer))) {
+            fresh.end_layer(0, 0);
+            continue;
+        }
         const std::size_t commits =
             detail::chunk::count_reserved(*cache_, static_cast<int>(layer), table, n, fresh);
         const std::size_t capacity =
             detail::table_capacity(static_cast<std::size_t>(table.size_after(n, geometry())));
         fresh.end_layer(capacity > table.spans.capacity() ? capacity : 0, commits);
     }
+    if (state_) state_->reserve();
     fresh.fill(cache_->pool());
     stock_.swap(fresh);
+    for (int layer = 0; layer < cache_->layer_count(); ++layer)
+        if (!cache_->holds_tokens(layer)) stock_.end_step();  // no call of the step is for this layer
 }
 
 KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space,
@@ -487,6 +528,7 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
     for (const step_request& r : batch) r.sequence->release_reserved();
     std::size_t bytes = static_cast<std::size_t>(threads) * scratch_bytes();
     for (int layer = 0; layer < layer_count(); ++layer) {
+        if (!holds_tokens(layer)) continue;
         struct step {
             std::span<const step_request> batch;
             int q_heads;

@@ -20,6 +20,7 @@
 #include <span>
 
 #include "../core/resource_vector.hpp"
+#include "../state/recurrent_state.hpp"
 #include "chunk.hpp"
 #include "page_stock.hpp"
 
@@ -75,7 +76,15 @@ public:
     /// tokens restores the sequence as it was before those tokens. Where a deeper trim cuts a quantized page, the remaining tokens
     /// keep their codes and the page keeps its bytes, unless less than cache_options::repack of it is left: then these tokens are quantized
     /// once more, in a shorter page. The next tokens begin a new page. Needs no memory: without any, nothing is repacked. O(spans).
-    void trim(int n);
+    /// With layers with state all layers go to token reach(n). Returns n - reach(n): how many tokens before n must run again.
+    int trim(int n);
+    /// The token to which trim(n) goes: n, or where layers have state the newest snapshot at or before it (recurrent_state::reach).
+    [[nodiscard]] int reach(int n) const noexcept { return state_ ? state_->reach(n) : n; }
+
+    /// The recurrent state of the layers that have it: their parts to read and write in place, advance(), snapshots. trim() and fork() of the
+    /// sequence are those of its state as well. Raises kvq::error where no layer of the cache has state.
+    [[nodiscard]] recurrent_state& state();
+    [[nodiscard]] const recurrent_state& state() const;
 
     /// Removes tokens [first, last) of all layers (of shorter layers, those that they have); the tokens behind them move to the front,
     /// positions of the keys included: the next token is token tokens(), and its key and query are rotated for this position. Quantized
@@ -113,7 +122,7 @@ public:
     /// A sequence with the same tokens that shares every page.
     [[nodiscard]] sequence fork() const;
 
-    /// Tokens of one layer.
+    /// Tokens of one layer; of one with state those that it has taken.
     [[nodiscard]] int tokens(int layer) const;
     /// Tokens of the longest layer.
     [[nodiscard]] int tokens() const noexcept;
@@ -142,6 +151,8 @@ private:
 
     void check_layer(int layer) const;
     void check_added(const detail::page_table& table, int n) const;
+    /// Refuses `verb` in a cache with state, from which nothing can be removed in the middle.
+    void expect_no_state(const char* verb) const;
     static void check_no_draft(const detail::page_table& table);
     void check_rows(int layer, const input_view& k, const input_view& v) const;
     void check_chunk(int layer, const input_view& k, const input_view& v) const;
@@ -157,6 +168,7 @@ private:
     resource_vector<float> scratch_;
     detail::page_stock stock_;             // of the next step, if it was reserved
     std::optional<detail::chunk> staged_;  // during cache::prefill
+    std::optional<recurrent_state> state_;
 };
 
 }}  // namespace kvq

@@ -16,6 +16,13 @@ struct sequence_access {
         for (const page_table& table : s.tables_) sequence::check_no_draft(table);
         return s.tables_;
     }
+    /// Raises kvq::error for a cache with state: `what` holds keys and values alone.
+    static void expect_no_state(const kvq::cache& of, const char* what) {
+        if (!of.state_layout()) return;
+        const int layer = of.state_layout()->layers()[0].number;
+        fail(describe_layer(layer, of.layers()[static_cast<std::size_t>(layer)]), ": ", what,
+             " has layers with keys and values only");
+    }
     static kvq::cache& cache(const sequence& s) noexcept { return *s.cache_; }
 };
 

@@ -27,6 +27,7 @@ public:
           multiple_(multiple),
           stock_(of.pool().memory()) {
         for (int layer = 0; layer < of.layer_count(); ++layer) {
+            if (!of.holds_tokens(layer)) continue;
             const std::array<int, 2> targets{of.target_format(tensor::key, layer),
                                              of.target_format(tensor::value, layer)};
             const auto known = std::find_if(kinds_.begin(), kinds_.end(), [&](const kind& k) {
@@ -178,6 +179,18 @@ private:
     int first_ = 0;  // where pages begin
 };
 
+/// Upper bound of the bytes of recurrent state: live pages, the snapshots that cache_options::snapshots keeps, and one more that is taken
+/// before another one goes. Sizes of pages are multiples of page_arena::alignment.
+KVQ_FUNC std::size_t state_budget(const cache& of, const budget_use& use) {
+    if (!of.state_layout() || use.tokens == 0) return 0;
+    const snapshot_policy& policy = of.options().snapshots;
+    const std::size_t one = of.state_layout()->snapshot_bytes(),
+                      due = (policy.every == 0 ? 0 : static_cast<std::size_t>(use.tokens / policy.every)) +
+                            (policy.prompt_end ? 1 : 0),
+                      kept = smaller(due, policy.most_bytes / one);
+    return bounded_sum(of.state_layout()->live_bytes(), bounded_product(due == 0 ? 0 : kept + 1, one));
+}
+
 }  // namespace detail
 
 KVQ_FUNC std::size_t budget(const cache_options& options, const cache_shape& shape, const budget_use& use) {
@@ -197,7 +210,8 @@ KVQ_FUNC std::size_t budget(const cache_options& options, const std::vector<laye
     detail::expect(use.chunk >= 1, "a budget for chunks of ", use.chunk, " tokens");
     detail::expect(use.cuts >= 0, "a budget needs at least 0 cuts, got ", use.cuts);
     const std::size_t multiple = options.preallocate ? detail::page_arena::alignment : 1;
-    const std::size_t bytes = detail::budget_search(of, use, multiple).of_sequence();
+    const std::size_t bytes = detail::bounded_sum(detail::budget_search(of, use, multiple).of_sequence(),
+                                                  detail::state_budget(of, use));
     detail::expect(
         use.sequences == 0 || bytes <= (std::size_t{1} << 60) / static_cast<std::size_t>(use.sequences),
         "a budget for ", use.sequences, " sequences with ", bytes, " bytes each is too large");

@@ -57,6 +57,21 @@ KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int
     f.transient = larger(f.transient, bounded_product(held, page_pool::allocation(window_page)));
 }
 
+/// The recurrent state of a sequence of so many tokens, after steps of one token. Returns the bytes of its tables.
+KVQ_FUNC std::size_t add_state(const cache& of, int tokens, footprint_report& f) {
+    const state_layout& layout = *of.state_layout();
+    const snapshot_policy& policy = of.options().snapshots;
+    const std::size_t due = policy.every == 0 ? 0 : static_cast<std::size_t>(tokens / policy.every),
+                      kept = smaller(due, policy.most_bytes / layout.snapshot_bytes());
+    const state_usage u = recurrent_state::footprint(layout, static_cast<int>(kept));
+    const std::size_t headers = u.pages * sizeof(page);
+    if (tokens > 0) {
+        f.state = u.live + u.snapshots;
+        f.bookkeeping = bounded_sum(f.bookkeeping, headers);
+    }
+    return u.bookkeeping - headers;
+}
+
 }
 
 KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, const attention_use& use,
@@ -69,9 +84,11 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
     detail::expect(sequences >= 0, "a footprint needs at least 0 sequences, got ", sequences);
     footprint_report f;
     for (int layer = 0; layer < of.layer_count(); ++layer) {
+        if (!of.holds_tokens(layer)) continue;
         detail::add_layer(of, tensor::key, layer, tokens, use.chunk, policy, f);
         detail::add_layer(of, tensor::value, layer, tokens, use.chunk, policy, f);
     }
+    const std::size_t state_tables = of.state_layout() ? detail::add_state(of, tokens, f) : 0;
     const std::size_t headers = f.bookkeeping;
     // The capacity of the table of spans, and the lists of a chunk.
     const auto spans = static_cast<std::size_t>(of.geometry().spans(tokens));
@@ -80,11 +97,13 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
     constexpr std::size_t most = std::size_t{1} << 60;
     detail::expect(f.transient <= most / 4, "a footprint of ", tokens, " tokens is larger than memory");
     f.transient = 2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
-    f.bookkeeping =
-        detail::bounded_sum(f.bookkeeping, detail::bounded_product(static_cast<std::size_t>(of.layer_count()),
-                                                                   sizeof(detail::page_table) + table));
+    const auto layers = static_cast<std::size_t>(of.layer_count()),
+               keyless = of.state_layout() ? of.state_layout()->layers().size() : 0;
+    for (const std::size_t more : {detail::bounded_product(layers, sizeof(detail::page_table)),
+                                   detail::bounded_product(layers - keyless, table), state_tables})
+        f.bookkeeping = detail::bounded_sum(f.bookkeeping, more);
     f.workspace = of.scratch_floats() * sizeof(float);
-    for (std::size_t* part : {&f.quantized, &f.window, &f.rollback, &f.bookkeeping, &f.workspace}) {
+    for (std::size_t* part : {&f.quantized, &f.window, &f.rollback, &f.state, &f.bookkeeping, &f.workspace}) {
         detail::expect(
             *part <= most && (sequences == 0 || *part <= most / static_cast<std::size_t>(sequences)),
             "a footprint of ", sequences, " sequences with ", *part, " bytes each is too large");
@@ -95,10 +114,11 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
                                              use.mods ? *use.mods : mods_view(causal{}));
     if (of.options().preallocate) {
         const std::size_t used =
-            f.quantized + f.window + f.rollback + headers * static_cast<std::size_t>(sequences);
+            f.quantized + f.window + f.rollback + f.state + headers * static_cast<std::size_t>(sequences);
         f.unused = of.options().byte_budget - detail::smaller(used, of.options().byte_budget);
     }
-    f.total = f.quantized + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention + f.unused;
+    f.total =
+        f.quantized + f.window + f.rollback + f.state + f.bookkeeping + f.workspace + f.attention + f.unused;
     return f;
 }
 

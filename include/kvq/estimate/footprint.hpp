@@ -33,9 +33,11 @@ struct footprint_report {
     std::size_t rollback = 0;     ///< 16-bit copies of committed pages
     std::size_t bookkeeping = 0;  ///< page headers and tables
     std::size_t workspace = 0;    ///< scratch for quantizing
-    std::size_t attention = 0;    ///< workspace of one attention call
-    std::size_t unused = 0;       ///< of the byte budget, if it is allocated up front: bytes without a page
-    std::size_t total = 0;        ///< the sum of the above
+    std::size_t state =
+        0;  ///< recurrent state: live pages, and snapshots that cache_options::snapshots takes every so many tokens
+    std::size_t attention = 0;  ///< workspace of one attention call
+    std::size_t unused = 0;     ///< of the byte budget, if it is allocated up front: bytes without a page
+    std::size_t total = 0;      ///< the sum of the above
     /// Upper bound of the bytes that a call adds temporarily, to those held before or after it.
     std::size_t transient = 0;
 };

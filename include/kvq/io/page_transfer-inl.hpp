@@ -73,6 +73,9 @@ KVQ_FUNC void send_layer(const sequence& s, int layer, const sink_view& write) {
     const int layers = sequence_access::cache(s).layer_count();
     expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
            " layers of the cache");
+    if (!sequence_access::cache(s).holds_tokens(layer))
+        fail(describe_layer(layer, sequence_access::cache(s).layers()[static_cast<std::size_t>(layer)]),
+             ": it has no pages of tokens, write_recurrent_state(write, sequence.state()) sends all state");
     sent_pages sent;
     sent.add(s, layer);
     send_pages(s, layer, write, sent);
@@ -85,8 +88,14 @@ KVQ_FUNC page_receiver::page_receiver(cache& of)
 
 KVQ_FUNC void page_receiver::accept(const page_message& m) { accept_as(m, m.role); }
 
+KVQ_FUNC void page_receiver::accept(recurrent_state state) {
+    detail::expect(cache_.state_layout() == &state.layout(), "a state of another cache was received");
+    state_.emplace(std::move(state));
+}
+
 KVQ_FUNC sequence page_receiver::finish(int tokens) {
     for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
+        if (!cache_.holds_tokens(static_cast<int>(layer))) continue;
         const int came = check(layer, 0).tokens;
         detail::expect(came == tokens, detail::layer_text(layer, tensor::key), ": ", came,
                        " tokens were received, not ", tokens);
@@ -95,6 +104,7 @@ KVQ_FUNC sequence page_receiver::finish(int tokens) {
 }
 
 KVQ_FUNC sequence page_receiver::finish() {
+    detail::expect(!cache_.state_layout() || state_, "the state of the layers was not received");
     sequence s = cache_.new_sequence();
     auto& tables = detail::sequence_access::tables(s);
     for (std::size_t layer = 0; layer < tables.size(); ++layer) {
@@ -115,6 +125,8 @@ KVQ_FUNC sequence page_receiver::finish() {
         received_[i].clear();
     }
     says_all_ = true;
+    if (state_) s.state() = std::move(*state_);
+    state_.reset();
     return s;
 }
 

@@ -55,6 +55,9 @@ public:
     /// Copies a page into the cache. Raises kvq::error if it does not fit the cache; nothing changes then.
     void accept(const page_message& m);
 
+    /// Takes the state of a sequence of a cache with state, which read_recurrent_state() has read.
+    void accept(recurrent_state state);
+
     /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise). The receiver is then empty.
     /// Only this check detects that all pages of a layer are lost.
     [[nodiscard]] sequence finish(int tokens);
@@ -107,7 +110,8 @@ private:
 
     cache& cache_;
     std::vector<received_pages> received_;  // [layer][K, V]
-    std::vector<numbered_pages> known_;     // of sequences before, by list
+    std::optional<recurrent_state> state_;
+    std::vector<numbered_pages> known_;  // of sequences before, by list
     bool keeps_ = false;
     bool says_all_ = true;  // which spans share a page
 };

@@ -6,6 +6,7 @@
 #include "../schemes/full.hpp"
 #include "restore.hpp"
 #include "saved_index.hpp"
+#include "state_wire.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
@@ -17,6 +18,7 @@ public:
         for (const tensor role : {tensor::key, tensor::value}) find_formats(role);
         for (int layer = 0; layer < of.layer_count(); ++layer)
             for (const tensor role : {tensor::key, tensor::value}) expect_tensors(role, layer);
+        if (of.state_layout()) state_bytes_ = index_.take_state();
         index_.expect_no_more();
     }
 
@@ -34,6 +36,7 @@ public:
                 append_again(s, layer);
             }
         }
+        if (cache_.state_layout()) read_state(s);
         return s;
     }
 
@@ -67,6 +70,7 @@ private:
                     fail("the saved sequence has ", name, " ", their_number, ", the cache ", my_number,
                          ", in ", describe_layer(layer, cache_.layers()[static_cast<std::size_t>(layer)]));
             };
+            same_in_layer("kind", theirs.kind, mine.kind);
             same_in_layer("kv_heads", theirs.kv_heads, mine.kv_heads);
             same_in_layer("head_dim", theirs.head_dim, mine.head_dim);
             same_in_layer("value_dim", theirs.value_dim, mine.value_dim);
@@ -224,6 +228,18 @@ private:
         return to;
     }
 
+    void read_state(sequence& s) {
+        const std::size_t before = source_.position();
+        const auto read = [](void* source, void* to, std::size_t bytes) {
+            static_cast<exact_source*>(source)->read(to, bytes, "the state");
+            return bytes;
+        };
+        s.state() = read_recurrent_state_from({&source_, read}, *cache_.state_layout(), cache_.pool(),
+                                              cache_.options().snapshots);
+        expect(source_.position() - before == state_bytes_, "the state of the saved sequence has ",
+               source_.position() - before, " bytes, not ", state_bytes_);
+    }
+
     // ---- a cache with another page layout ----
 
     /// Pages of a layer's K or V, by span. A 16-bit copy replaces its quantized page.
@@ -291,6 +307,7 @@ private:
     std::vector<int> formats_[2];
     std::vector<float> numbers_;
     bool same_layout_ = true;
+    std::uint64_t state_bytes_ = 0;
 };
 
 KVQ_FUNC sequence restore_from(cache& of, const source_view& read, const restore_options& options) {

@@ -6,6 +6,7 @@
 #include "../cache/sequence_access.hpp"
 #include "save.hpp"
 #include "saved_sequence.hpp"
+#include "state_wire.hpp"
 #include "written_pages.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
@@ -40,6 +41,7 @@ public:
             add_page(row, p);
         });
         header_.tensors[index].shape[0] = index_.size();
+        if (cache_.state_layout()) add_tensor("state", "U8", {written_bytes(s.state())});
     }
 
     void write(const sink_view& sink) {
@@ -67,6 +69,7 @@ public:
         const std::uint32_t checksum = seal.value();
         sink(&checksum, sizeof(checksum));
         for_each_page([&](const saved_page&, const page& p) { sink(p.data(), p.bytes); });
+        if (cache_.state_layout()) write_recurrent_state_to(sink, sequence_.state());
     }
 
 private:
@@ -81,7 +84,8 @@ private:
         d.layers = of.layer_count();
         for (const layer& l : of.layers()) {
             d.shapes.push_back(saved_shape::of(l));
-            if (d.shapes.back() != d.shapes.front()) d.version = saved_format_version;
+            if (d.shapes.back() != d.shapes.front() || l.kind != layer_kind::full)
+                d.version = saved_format_version;
         }
         d.geometry = of.geometry();
         d.rollback = of.options().rollback;

@@ -61,6 +61,13 @@ public:
         expect(t.name == name && t.dtype == dtype && t.shape == shape, "the saved sequence has tensor ",
                text(t.name, t.dtype, t.shape), " where ", text(name, dtype, shape), " was expected");
     }
+    /// Bytes of the next tensor, which must be the recurrent state.
+    std::uint64_t take_state() {
+        const bool is_there = next_ < header_.tensors.size() && header_.tensors[next_].shape.size() == 1;
+        const std::uint64_t bytes = is_there ? header_.tensors[next_].shape[0] : 0;
+        expect_tensor("state", "U8", {bytes});
+        return bytes;
+    }
     void expect_no_more() const {
         expect(next_ == header_.tensors.size(), "the saved sequence has ", header_.tensors.size(),
                " tensors instead of ", next_);

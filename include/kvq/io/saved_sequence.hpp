@@ -116,7 +116,7 @@ inline std::string pages_name(int layer, tensor role, std::uint32_t format, std:
 struct saved_description {
     std::string model, library, window;
     int version = version_of_equal_layers;
-    int layers = 0;
+    int layers = 0, layers_with_state = 0;
     std::vector<saved_shape> shapes;  // of the layers, or the one of all
     page_geometry geometry;
     int rollback = 0;
@@ -220,9 +220,16 @@ public:
     }
     /// Raises kvq::error for impossible shapes.
     void set_shapes(std::vector<saved_shape> of) {
+        layers_with_state = 0;
         const auto least = static_cast<std::int32_t>(version <= version_of_equal_layers ? 0 : 1);
         for (std::size_t i = 0; i < of.size(); ++i) {
             saved_shape& s = of[i];
+            if (s.kind == static_cast<std::int32_t>(layer_kind::state)) {
+                expect(s.kv_heads == 0 && s.head_dim == 0 && s.value_dim == 0, "layer ", i,
+                       " of the saved sequence is a state of ", s.kv_heads, " x ", s.head_dim);
+                ++layers_with_state;
+                continue;
+            }
             expect(s.kind == static_cast<std::int32_t>(layer_kind::full), "layer ", i,
                    " of the saved sequence is of kind ", s.kind, ", which this library does not know");
             expect(s.value_dim >= least, "layer ", i, " of the saved sequence has value_dim ", s.value_dim);

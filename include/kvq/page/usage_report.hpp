@@ -23,6 +23,7 @@ struct usage_report {
     std::size_t workspace =
         0;  ///< scratch for quantizing; of a whole cache on a GPU: for attention and prompts
     std::size_t reserved = 0;  ///< for the next step (cache::reserve), or a draft; on a GPU also free pages
+    std::size_t state = 0;     ///< recurrent state: live pages, and those of snapshots
     std::size_t bytes = 0;     ///< sum of all of the above except `slack`
     std::size_t not_finite =
         0;                     ///< NaN and infinities that were appended; on a GPU: cuda::cache::not_finite()
@@ -60,7 +61,7 @@ inline void add_page(usage_report& u, const held_page& p) noexcept {
 }
 /// When all parts are there.
 inline void add_up(usage_report& u) noexcept {
-    u.bytes = u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace + u.reserved;
+    u.bytes = u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace + u.reserved + u.state;
 }
 
 }  // namespace detail

@@ -62,6 +62,7 @@ private:
                     f(*span.pages[role]);
                     if (span.copies[role]) f(*span.copies[role]);
                 }
+        if (sequence_access::cache(s).state_layout()) s.state().for_each_page(f);
     }
 
     counts held_;

@@ -11,6 +11,34 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
+namespace detail {
+
+/// The tokens that an entry can hold: with state up to the last snapshot at or before the end.
+KVQ_FUNC token_ids entry_tokens(token_ids tokens, const sequence& s) {
+    const auto n =
+        static_cast<int>(smaller(tokens.size(), static_cast<std::size_t>((std::numeric_limits<int>::max)())));
+    const int held = s.reach(n);
+    if (held == 0) {
+        const cache& of = sequence_access::cache(s);
+        const int layer = of.state_layout()->layers()[0].number;
+        fail("an entry of ", n,
+             " tokens cannot be made: ", describe_layer(layer, of.layers()[static_cast<std::size_t>(layer)]),
+             ", has no snapshot at or before it");
+    }
+    return held < n ? tokens.first(static_cast<std::size_t>(held)) : tokens;
+}
+
+/// Trims a fork to the tokens of its entry. Of state an entry holds snapshots.
+KVQ_FUNC void make_entry(sequence& s, int tokens) {
+    s.trim(tokens);
+    const state_layout* const layout = sequence_access::cache(s).state_layout();
+    if (!layout || layout->snapshot_bytes() > s.state().policy().most_bytes) return;
+    s.state().snapshot(tokens);
+    s.state().drop_live();
+}
+
+}  // namespace detail
+
 KVQ_FUNC prefix_cache::prefix_cache(cache& of, const prefix_cache_options& options)
     : cache_(&of), options_(options) {
     detail::expect(options.max_entries >= 1, "max_entries must be at least 1, got ", options.max_entries);
@@ -56,6 +84,7 @@ KVQ_FUNC store_outcome prefix_cache::store(token_ids tokens, const kvq::sequence
     detail::expect(&detail::sequence_access::cache(sequence) == cache_,
                    "a sequence belongs to another cache");
     detail::expect(!tokens.empty(), "an entry needs at least 1 token");
+    tokens = detail::entry_tokens(tokens, sequence);
     for (int layer = 0; layer < cache_->layer_count(); ++layer)
         detail::expect(tokens.size() <= static_cast<std::size_t>(sequence.tokens(layer)), "an entry of ",
                        tokens.size(), " tokens cannot be made: layer ", layer, " holds ",
@@ -70,7 +99,7 @@ KVQ_FUNC store_outcome prefix_cache::store(token_ids tokens, const kvq::sequence
         if (common > 0) nearest = (m.extension ? m.extension : m.prefix)->value->sequence;
     }
     const auto kept = std::make_shared<kvq::sequence>(sequence.fork());
-    kept->trim(static_cast<int>(tokens.size()));
+    detail::make_entry(*kept, static_cast<int>(tokens.size()));
     (void)detail::sequence_access::tables(*kept);  // raises the error of a draft, which share() must not
     if (options_.format && static_cast<int>(tokens.size()) >= options_.min_quantize_tokens) quantize(*kept);
     if (nearest) {
@@ -181,14 +210,21 @@ KVQ_FUNC void prefix_cache::reset_statistics() {
 KVQ_FUNC prefix_cache::found prefix_cache::find(token_ids tokens) const noexcept {
     const auto m = tree_.find(tokens);
     const int common = static_cast<int>(m.tokens);
-    if (m.exact) return {{prefix_match::exact, common}, m.exact};
+    if (m.exact) return answered(prefix_match::exact, common, m.exact);
     if (common == 0) return {};
-    if (m.tokens == tokens.size()) return {{prefix_match::supersequence, common}, m.extension};
+    if (m.tokens == tokens.size()) return answered(prefix_match::supersequence, common, m.extension);
     const bool whole = m.prefix && m.prefix->tokens().size() == m.tokens;
     if (common < options_.min_prefix_tokens)
         return {{whole ? prefix_match::miss_short_prefix : prefix_match::miss_short_lcp, 0}, nullptr};
-    if (whole) return {{prefix_match::prefix, common}, m.prefix};
-    return {{prefix_match::lcp, common}, m.extension};
+    return whole ? answered(prefix_match::prefix, common, m.prefix)
+                 : answered(prefix_match::lcp, common, m.extension);
+}
+
+KVQ_FUNC prefix_cache::found prefix_cache::answered(prefix_match match, int tokens,
+                                                    const typename tree::node* node) const noexcept {
+    const int held = node->value->sequence->reach(tokens);
+    if (held > 0) return {{match, held}, node};
+    return {};
 }
 
 KVQ_FUNC bool prefix_cache::is_duplicate(token_ids tokens) {

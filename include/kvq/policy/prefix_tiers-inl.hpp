@@ -73,8 +73,8 @@ KVQ_FUNC prefix_tiers::fetch_result prefix_tiers::fetch(token_ids tokens) {
         const attempted how = read(at, found);
         if (how == attempted::no_memory) too_large = pages;
         if (how != attempted::done) continue;
-        if (found->tokens() > in_file) found->trim(in_file);
-        return {kind, in_file, std::move(*found), prefix_tier::file};
+        const int again = found->tokens() > in_file ? found->trim(in_file) : 0;
+        return {kind, in_file - again, std::move(*found), prefix_tier::file};
     }
     auto [match, n, sequence] = memory_.fetch(tokens);
     return {match, n, std::move(sequence), is_hit(match) ? prefix_tier::memory : prefix_tier::none};
@@ -85,7 +85,8 @@ KVQ_FUNC store_outcome prefix_tiers::store(token_ids tokens, const kvq::sequence
     const store_outcome outcome = memory_.store(tokens, sequence);
     if (outcome != store_outcome::too_large) return outcome;
     kvq::sequence kept = sequence.fork();
-    kept.trim(static_cast<int>(tokens.size()));
+    tokens = detail::entry_tokens(tokens, sequence);
+    detail::make_entry(kept, static_cast<int>(tokens.size()));
     return write(tokens, kept) ? store_outcome::stored : store_outcome::too_large;
 }
 

@@ -50,6 +50,7 @@ public:
             options.sinks == sink_positions::in_text ||
                 detail::sequence_access::cache(sequence_).rotations().known(),
             "the sinks of a ring cannot move: set cache_options::rotary to say how keys are rotated");
+        detail::sequence_access::expect_no_state(detail::sequence_access::cache(sequence_), "a ring");
         const page_geometry g = geometry();
         for (int layer = 1; layer < layers(); ++layer)
             detail::expect(sequence_.tokens(layer) == sequence_.tokens(0), "layer ", layer, " holds ",

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "../cache/requantize.hpp"
+#include "../cache/sequence_access.hpp"
 #include "../core/row_view.hpp"
 #include "../quant/calibration.hpp"
 
@@ -47,6 +48,7 @@ public:
     /// feedback needs: head_dim^2 doubles per layer and kv head until the format is made.
     explicit self_calibration(cache& of, int tokens = 512, bool products = true)
         : cache_(&of), tokens_(tokens), statistics_(of.shape(), products) {
+        detail::sequence_access::expect_no_state(of, "a cache that calibrates itself");
         detail::expect(tokens >= calibration::group, "a cache calibrates from at least ", calibration::group,
                        " tokens, not ", tokens);
     }

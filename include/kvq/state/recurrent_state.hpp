@@ -125,6 +125,13 @@ public:
 
     /// O(layers * snapshots)
     [[nodiscard]] state_usage usage() const noexcept;
+    /// Calls f(const page&) for every holder of a page: layers of the live state and of snapshots.
+    template <class F>
+    void for_each_page(F&& f) const {
+        for (const resource_vector<page_ref>* list : {&live_, &pages_})
+            for (const page_ref& p : *list)
+                if (p) f(std::as_const(*p));
+    }
     /// usage() with the live state of all layers and so many snapshots that were taken before the last step:
     /// the bytes that the pool and its memory resource have given. Raises kvq::error for snapshots < 0.
     [[nodiscard]] static state_usage footprint(const state_layout& layout, int snapshots);

@@ -50,6 +50,7 @@ public:
             " recent tokens and pages of ", have.page_tokens, ", its part of the context has ", want.sinks,
             ", ", want.recent, " and ", want.page_tokens);
         (void)cache_.shape();  // refuses layers of several shapes
+        detail::sequence_access::expect_no_state(cache_, "a context divided among ranks");
         check_complete();
     }
 
