@@ -329,14 +329,32 @@ typedef struct kvq_layer_formats {
     const char *keys, *values;
 } kvq_layer_formats;
 
-enum { KVQ_FULL_ATTENTION = 0 };  // what a layer holds: all of its tokens
+enum { KVQ_FULL_ATTENTION = 0, KVQ_STATE = 5 };  // what a layer holds: all of its tokens; a recurrent state
 
 /// One layer of a model whose layers differ.
 typedef struct kvq_layer {
-    int32_t kind;  // KVQ_FULL_ATTENTION
-    int32_t kv_heads, head_dim;
-    int32_t value_dim;  // 0: head_dim
+    int32_t kind;                // KVQ_FULL_ATTENTION, KVQ_STATE
+    int32_t kv_heads, head_dim;  // 0 of KVQ_STATE
+    int32_t value_dim;           // 0: head_dim
 } kvq_layer;
+
+/// How snapshots hold a part of a state: as it is; int8 with a scale per head and row, or per head and column; FP8 with one per head and 32
+/// rows.
+enum {
+    KVQ_SNAPSHOT_EXACT = 0,
+    KVQ_SNAPSHOT_INT8_ROWS = 1,
+    KVQ_SNAPSHOT_INT8_COLUMNS = 2,
+    KVQ_SNAPSHOT_E4M3 = 3
+};
+
+/// A part of the state of a layer: values [heads][rows][columns].
+typedef struct kvq_state_part {
+    const char* name;  // of its own within the layer
+    int32_t layer;     // of kind KVQ_STATE
+    kvq_dtype dtype;
+    int32_t heads, rows, columns;
+    int32_t snapshot;  // KVQ_SNAPSHOT_EXACT, ...
+} kvq_state_part;
 
 typedef struct kvq_cache_options {
     size_t size;
@@ -361,7 +379,12 @@ typedef struct kvq_cache_options {
         preallocate;  // 1: byte_budget is allocated when the cache is made; pages take multiples of 64 bytes of it
     float
         repack;  // cuts repack pages that show less than this part of their tokens, at most 0.5; 0: 0.25; below 0: never
-    const kvq_layer* layer_list;  // NULL, or [layers]; kv_heads, head_dim and value_dim are 0 then
+    const kvq_layer* layer_list;        // NULL, or [layers]; kv_heads, head_dim and value_dim are 0 then
+    const kvq_state_part* state_parts;  // NULL, or [state_part_count]: of all layers of kind KVQ_STATE
+    size_t snapshot_bytes;              // at most, for the snapshots of a sequence; 0: no limit
+    int32_t state_part_count;
+    int32_t snapshot_every;       // tokens from one snapshot to the next; 0: none along the way
+    int32_t snapshot_prompt_end;  // one at the end of a prompt; 0: 1; KVQ_NONE
 } kvq_cache_options;
 
 /// Takes no memory for pages yet, unless `preallocate` is 1. KVQ_ERROR_ARGUMENT for an impossible size, an unknown name, or a format that cannot hold such blocks.
@@ -441,7 +464,7 @@ KVQ_API kvq_status kvq_sequence_append_draft(kvq_sequence* sequence, int32_t lay
 /// Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every layer with a draft.
 KVQ_API kvq_status kvq_sequence_keep(kvq_sequence* sequence, const int32_t* path, int32_t count);
 
-/// Removes every token from position `tokens` on, in all layers.
+/// Removes every token from position `tokens` on, in all layers. With layers of kind KVQ_STATE all layers go back to kvq_sequence_reach.
 KVQ_API kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens);
 /// Gives back the 16-bit copies of quantized pages (kvq_usage.rollback). A trim into pages that are quantized now then keeps their codes, as
 /// one by more than `rollback` tokens does. With kvq_sequence_fork: a sequence to save or send without copies.
@@ -478,6 +501,7 @@ typedef struct kvq_usage {
     int32_t tokens;      // of the longest layer
     size_t reserved;     // for the next step: kvq_cache_reserve
     size_t repacked;     // tokens that cuts quantized once more, summed over layers
+    size_t state;        // recurrent state and its snapshots; part of `bytes`
 } kvq_usage;
 KVQ_API kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage);
 
@@ -485,6 +509,33 @@ KVQ_API kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usag
 /// entries; count gets the number of all. pages may be NULL if capacity is 0.
 KVQ_API kvq_status kvq_sequence_get_pages(const kvq_sequence* sequence, int32_t layer, kvq_page* pages,
                                           int32_t capacity, int32_t* count);
+
+// ---- recurrent state -------------------------------------------------------------------------------------------------
+// Of layers of kind KVQ_STATE (Gated DeltaNet, Mamba, RWKV): the caller's kernels read and write it in place. It cannot be cut, so a
+// trim goes back to a snapshot, and the tokens behind it must run again. KVQ_ERROR_ARGUMENT where no layer has state.
+
+/// The bytes of part number `part` of a layer, at a multiple of 64 bytes, until the next call that changes the sequence; zeros at first. From
+/// this call until kvq_sequence_advance a step is under way: a trim then goes back to a snapshot, also to the present token.
+KVQ_API kvq_status kvq_sequence_state(kvq_sequence* sequence, int32_t layer, int32_t part, void** data,
+                                      size_t* bytes);
+/// The state of all layers has taken n more tokens. Takes a snapshot if one is due; taken: 1 if it did, else 0, also where one was due and
+/// had no memory.
+KVQ_API kvq_status kvq_sequence_advance(kvq_sequence* sequence, int32_t n, int32_t prompt_ends,
+                                        kvq_executor* executor, int32_t* taken);
+/// Takes a snapshot. tokens: those that the state has taken.
+KVQ_API kvq_status kvq_sequence_snapshot(kvq_sequence* sequence, int32_t tokens, kvq_executor* executor);
+/// The token to which a trim to `tokens` goes: tokens - *reached tokens must run again.
+KVQ_API kvq_status kvq_sequence_reach(const kvq_sequence* sequence, int32_t tokens, int32_t* reached);
+
+typedef struct kvq_snapshot {
+    int32_t tokens;
+    int32_t reserved;
+    size_t bytes;  // of its pages, headers included
+    double error;  // sqrt(sum (x - x^)^2 / sum x^2) over the quantized parts
+} kvq_snapshot;
+/// Ascending by tokens. Writes at most `capacity` of them; count gets the number of all. snapshots may be NULL if capacity is 0.
+KVQ_API kvq_status kvq_sequence_get_snapshots(const kvq_sequence* sequence, kvq_snapshot* snapshots,
+                                              int32_t capacity, int32_t* count);
 
 // ---- batches ---------------------------------------------------------------------------------------------------------
 // Many sequences of one cache in one call: all threads share one list of tasks. Every sequence gets the bits that it gets alone.
@@ -609,6 +660,7 @@ typedef struct kvq_footprint {
     size_t total;                                                // the sum of the above, and of `unused`
     size_t transient;  // upper bound of what a call adds temporarily
     size_t unused;     // of a byte budget that was allocated at once: bytes without a page
+    size_t state;  // as kvq_usage, with the snapshots of kvq_cache_options.snapshot_every; part of `total`
 } kvq_footprint;
 
 /// Bytes of sequences of `tokens` tokens, equal to what will be allocated. query may be NULL.
@@ -659,7 +711,8 @@ KVQ_API kvq_status kvq_sequence_restore(kvq_cache* cache, const kvq_save_options
 KVQ_API kvq_status kvq_sequence_restore_file(kvq_cache* cache, const kvq_save_options* options,
                                              const char* path, kvq_sequence** out);
 
-/// Writes the pages of a layer, one message per call of `write`, to a process that decodes on.
+/// Writes the pages of a layer, one message per call of `write`, to a process that decodes on. The first layer of kind KVQ_STATE sends the
+/// state of all of them, as one message.
 KVQ_API kvq_status kvq_sequence_send_pages(const kvq_sequence* sequence, int32_t layer, kvq_write write,
                                            void* user);
 /// Collects the messages of one sequence, in any order. Not for several threads at once.

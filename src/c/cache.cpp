@@ -25,8 +25,10 @@ rotary_embedding rotary_of(const kvq_rotary& r) {
     return e;
 }
 
-kvq_layer layer_of(const cache_shape& s) noexcept {
-    return {KVQ_FULL_ATTENTION, s.kv_heads, s.head_dim, s.dim(tensor::value)};
+kvq_layer layer_of(const kvq::cache& of, int i) noexcept {
+    const cache_shape& s = of.shape(i);
+    return {of.holds_tokens(i) ? KVQ_FULL_ATTENTION : KVQ_STATE, s.kv_heads, s.head_dim,
+            s.dim(tensor::value)};
 }
 
 }  // namespace
@@ -71,11 +73,16 @@ cache_options cache_state::read(const kvq_cache_options& o) {
                             f.values ? list(tensor::value, f.values, c.values, statistics) : 0});
     }
     for (std::int32_t i = 0; i < o.rotary_count; ++i) c.rotary.push_back(rotary_of(o.rotary[i]));
+    c.snapshots.every = o.snapshot_every;
+    c.snapshots.prompt_end = o.snapshot_prompt_end != KVQ_NONE;
+    if (o.snapshot_bytes != 0) c.snapshots.most_bytes = o.snapshot_bytes;
     c.memory = &memory;
     return c;
 }
 
 std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
+    expect(o.layer_list != nullptr || o.state_part_count == 0, KVQ_ERROR_ARGUMENT, "there are ",
+           o.state_part_count, " parts of state, but no layer_list that says which layers have state");
     if (o.layer_list == nullptr) return detail::equal_layers({o.layers, o.kv_heads, o.head_dim, o.value_dim});
     expect(
         o.kv_heads == 0 && o.head_dim == 0 && o.value_dim == 0, KVQ_ERROR_ARGUMENT,
@@ -85,9 +92,23 @@ std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
     std::vector<layer> all;
     for (std::int32_t i = 0; i < o.layers; ++i) {
         const kvq_layer& l = o.layer_list[i];
-        expect(l.kind == KVQ_FULL_ATTENTION, KVQ_ERROR_ARGUMENT, "layer ", i, " has kind ", l.kind,
-               ", not KVQ_FULL_ATTENTION");
+        expect(l.kind == KVQ_FULL_ATTENTION || l.kind == KVQ_STATE, KVQ_ERROR_ARGUMENT, "layer ", i,
+               " has kind ", l.kind, ", not KVQ_FULL_ATTENTION or KVQ_STATE");
         all.push_back(full_attention({l.kv_heads, l.head_dim, l.value_dim}));
+        if (l.kind == KVQ_STATE) all.back().kind = layer_kind::state;
+    }
+    expect_list(o.state_parts, o.state_part_count, "state_parts");
+    for (std::int32_t i = 0; i < o.state_part_count; ++i) {
+        const kvq_state_part& p = o.state_parts[i];
+        expect(p.layer >= 0 && p.layer < o.layers, KVQ_ERROR_ARGUMENT, "state_parts[", i, "] is of layer ",
+               p.layer, " of ", o.layers);
+        expect(p.snapshot >= KVQ_SNAPSHOT_EXACT && p.snapshot <= KVQ_SNAPSHOT_E4M3, KVQ_ERROR_ARGUMENT,
+               "state_parts[", i, "] has snapshot ", p.snapshot,
+               ", not KVQ_SNAPSHOT_EXACT to KVQ_SNAPSHOT_E4M3");
+        place(p.name, "the name of a part of a state");
+        all[static_cast<std::size_t>(p.layer)].parts.push_back({p.name, type_of(p.dtype, "a part of a state"),
+                                                                p.heads, p.rows, p.columns,
+                                                                static_cast<snapshot_type>(p.snapshot)});
     }
     return all;
 }
@@ -136,9 +157,9 @@ kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* info) {
     return guard([&] {
         const kvq::cache& of = get(cache, "cache").state->cache;
         expect_struct(info, "info");
-        kvq_layer all = layer_of(of.shape(0));
+        kvq_layer all = layer_of(of, 0);
         for (int i = 1; i < of.layer_count(); ++i) {
-            const kvq_layer own = layer_of(of.shape(i));
+            const kvq_layer own = layer_of(of, i);
             for (const auto number : {&kvq_layer::kv_heads, &kvq_layer::head_dim, &kvq_layer::value_dim})
                 if (own.*number != all.*number) all.*number = 0;
         }
@@ -155,7 +176,7 @@ kvq_status kvq_cache_get_layer(const kvq_cache* cache, int32_t layer, kvq_layer*
         place(out, "out");
         expect(layer >= 0 && layer < of.layer_count(), KVQ_ERROR_ARGUMENT, "layer ", layer,
                " is not among the ", of.layer_count(), " layers of the cache");
-        *out = layer_of(of.shape(layer));
+        *out = layer_of(of, layer);
     });
 }
 

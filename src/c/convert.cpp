@@ -109,8 +109,9 @@ kvq_status kvq_cache_get_footprint(const kvq_cache* cache, int32_t tokens, const
         expect_struct(footprint, "footprint");
         const estimate e(query, state);
         const kvq::footprint_report f = kvq::footprint(state.cache, tokens, e.sequences, e.use, e.policy);
-        write_struct(footprint, kvq_footprint{0, f.quantized, f.window, f.rollback, f.bookkeeping,
-                                              f.workspace, f.attention, f.total, f.transient, f.unused});
+        write_struct(footprint,
+                     kvq_footprint{0, f.quantized, f.window, f.rollback, f.bookkeeping, f.workspace,
+                                   f.attention, f.total, f.transient, f.unused, f.state});
     });
 }
 

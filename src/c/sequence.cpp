@@ -97,6 +97,59 @@ kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens) {
     return guard([&] { get(sequence, "sequence").sequence.trim(tokens); });
 }
 
+kvq_status kvq_sequence_state(kvq_sequence* sequence, int32_t layer, int32_t part, void** data,
+                              size_t* bytes) {
+    return guard([&] {
+        kvq::sequence& s = get(sequence, "sequence").sequence;
+        place(data, "data");
+        place(bytes, "bytes");
+        const std::span<std::byte> found = s.state().part(layer, part);
+        *data = found.data();
+        *bytes = found.size();
+    });
+}
+
+kvq_status kvq_sequence_advance(kvq_sequence* sequence, int32_t n, int32_t prompt_ends,
+                                kvq_executor* executor, int32_t* taken) {
+    return guard([&] {
+        kvq::sequence& s = get(sequence, "sequence").sequence;
+        const kvq::executor_view threads = executor_of(executor);
+        place(taken, "taken");
+        *taken = s.state().advance(n, prompt_ends != 0, threads) ? 1 : 0;
+    });
+}
+
+kvq_status kvq_sequence_snapshot(kvq_sequence* sequence, int32_t tokens, kvq_executor* executor) {
+    return guard([&] {
+        kvq::sequence& s = get(sequence, "sequence").sequence;
+        const kvq::executor_view threads = executor_of(executor);
+        s.state().snapshot(tokens, threads);
+    });
+}
+
+kvq_status kvq_sequence_reach(const kvq_sequence* sequence, int32_t tokens, int32_t* reached) {
+    return guard([&] {
+        const kvq::sequence& s = get(sequence, "sequence").sequence;
+        place(reached, "reached");
+        expect(tokens >= 0 && tokens <= s.tokens(), KVQ_ERROR_ARGUMENT, "cannot trim to ", tokens,
+               " tokens: the sequence holds ", s.tokens());
+        *reached = s.reach(tokens);
+    });
+}
+
+kvq_status kvq_sequence_get_snapshots(const kvq_sequence* sequence, kvq_snapshot* snapshots, int32_t capacity,
+                                      int32_t* count) {
+    return guard([&] {
+        const kvq::sequence& s = get(sequence, "sequence").sequence;
+        expect_list(snapshots, capacity, "snapshots");
+        place(count, "count");
+        const auto marks = s.state().snapshots();
+        *count = static_cast<std::int32_t>(marks.size());
+        for (std::size_t i = 0; i < marks.size() && i < static_cast<std::size_t>(capacity); ++i)
+            snapshots[i] = {marks[i].tokens, 0, marks[i].bytes, s.state().snapshot_error(i)};
+    });
+}
+
 kvq_status kvq_sequence_drop_copies(kvq_sequence* sequence) {
     return guard([&] { get(sequence, "sequence").sequence.drop_copies(); });
 }
@@ -147,8 +200,9 @@ kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage
         const kvq::sequence& s = get(sequence, "sequence").sequence;
         expect_struct(usage, "usage");
         const kvq::usage_report u = s.usage();
-        write_struct(usage, kvq_usage{0, u.quantized, u.window, u.slack, u.rollback, u.bookkeeping,
-                                      u.workspace, u.bytes, u.not_finite, u.tokens, u.reserved, u.repacked});
+        write_struct(usage,
+                     kvq_usage{0, u.quantized, u.window, u.slack, u.rollback, u.bookkeeping, u.workspace,
+                               u.bytes, u.not_finite, u.tokens, u.reserved, u.repacked, u.state});
     });
 }
 

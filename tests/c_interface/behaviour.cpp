@@ -1029,4 +1029,92 @@ TEST_CASE("a list of layers in C is the list in C++") {
     OK(kvq_cache_free(c));
 }
 
+TEST_CASE("layers with state in C: read and written in place, trimmed to snapshots, saved and sent") {
+    const kvq_layer list[] = {{KVQ_FULL_ATTENTION, 2, 16, 0}, {KVQ_STATE, 0, 0, 0}, {KVQ_STATE, 0, 0, 0}};
+    const kvq_state_part parts[] = {{"recurrent", 1, KVQ_FP32, 2, 3, 4, KVQ_SNAPSHOT_EXACT},
+                                    {"convolution", 1, KVQ_BF16, 1, 5, 3, KVQ_SNAPSHOT_EXACT},
+                                    {"recurrent", 2, KVQ_FP32, 2, 8, 8, KVQ_SNAPSHOT_INT8_COLUMNS}};
+    auto o = init<kvq_cache_options>();
+    o.layers = 3;
+    o.layer_list = list;
+    o.keys = "fp16";
+    o.state_parts = parts;
+    o.state_part_count = 3;
+    o.snapshot_every = 8;
+    kvq_cache* c = nullptr;
+    kvq_sequence* s = nullptr;
+    OK(kvq_cache_create(&o, &c));
+    OK(kvq_sequence_create(c, &s));
+    kvq_layer found{};
+    OK(kvq_cache_get_layer(c, 2, &found));
+    CHECK(found.kind == KVQ_STATE);
+    test::generator random(5);
+    const auto fill = [&](float x) {
+        for (const kvq_state_part& p : parts) {
+            void* data = nullptr;
+            std::size_t bytes = 0;
+            const std::int32_t number = &p == &parts[1] ? 1 : 0;
+            OK(kvq_sequence_state(s, p.layer, number, &data, &bytes));
+            CHECK(bytes ==
+                  static_cast<std::size_t>(p.heads * p.rows * p.columns) * (p.dtype == KVQ_FP32 ? 4 : 2));
+            if (p.dtype == KVQ_FP32) std::fill_n(static_cast<float*>(data), bytes / 4, x);
+        }
+    };
+    const auto value_of = [&](kvq_sequence* of, std::int32_t layer) {
+        void* data = nullptr;
+        std::size_t bytes = 0;
+        OK(kvq_sequence_state(of, layer, 0, &data, &bytes));
+        return *static_cast<float*>(data);
+    };
+    std::int32_t taken = 0, n = 0;
+    for (int step = 1; step <= 5; ++step) {
+        rows<float> k(random, 4, 2, 16);
+        const kvq_tensor ck = k.c();
+        OK(kvq_sequence_append(s, 0, &ck, &ck));
+        fill(static_cast<float>(step));
+        OK(kvq_sequence_advance(s, 4, step == 1, nullptr, &taken));
+        CHECK(taken == (step == 1 || step % 2 == 0 ? 1 : 0));
+    }
+    kvq_snapshot marks[3];
+    OK(kvq_sequence_get_snapshots(s, marks, 3, &n));
+    CHECK(n == 3);
+    CHECK(marks[2].tokens == 16);
+    CHECK(marks[2].bytes > 0);
+    CHECK(marks[2].error < 0.01);
+    auto usage = init<kvq_usage>();
+    OK(kvq_sequence_get_usage(s, &usage));
+    CHECK(usage.state > 0);
+    CHECK(usage.tokens == 20);
+    auto footprint = init<kvq_footprint>();
+    OK(kvq_cache_get_footprint(c, 20, nullptr, &footprint));
+    CHECK(footprint.state > 0);
+
+    // Messages.
+    kvq_receiver* receiver = nullptr;
+    OK(kvq_receiver_create(c, &receiver));
+    kvq_sequence* other = nullptr;
+    for (std::int32_t layer = 0; layer < 3; ++layer)
+        OK(kvq_sequence_send_pages(
+            s, layer,
+            [](void* user, const void* data, std::size_t bytes) {
+                return kvq_receiver_accept(static_cast<kvq_receiver*>(user), data, bytes);
+            },
+            receiver));
+    OK(kvq_receiver_finish(receiver, 20, &other));
+    for (kvq_sequence* one : {s, other}) {
+        OK(kvq_sequence_reach(one, 18, &n));
+        CHECK(n == 16);
+        OK(kvq_sequence_trim(one, 18));
+        OK(kvq_sequence_tokens(one, 0, &n));
+        CHECK(n == 16);
+        CHECK(value_of(one, 1) == 4.0f);
+        CHECK(value_of(one, 2) == doctest::Approx(4.0f).epsilon(0.01));
+    }
+    OK(kvq_sequence_snapshot(s, 16, nullptr));
+    OK(kvq_receiver_free(receiver));
+    OK(kvq_sequence_free(other));
+    OK(kvq_sequence_free(s));
+    OK(kvq_cache_free(c));
+}
+
 }  // namespace behaviour_tests

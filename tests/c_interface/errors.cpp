@@ -85,6 +85,8 @@ std::size_t read_nothing(void*, void*, std::size_t) { return 0; }
 struct fixture {
     kvq_cache *cache = nullptr, *other_cache = nullptr;
     kvq_sequence *s = nullptr, *foreign = nullptr, *made = nullptr;
+    void* state_data = nullptr;
+    kvq_snapshot snapshot{};
     kvq_format *format = nullptr, *made_format = nullptr;
     kvq_statistics *statistics = nullptr, *made_statistics = nullptr;
     kvq_workspace *workspace = nullptr, *made_workspace = nullptr;
@@ -316,6 +318,11 @@ TEST_CASE(
     REFUSES(kvq_sequence_append_draft, MAY_BE_NULL(), f.s, 0, &f.q.t, &f.q.t);
     REFUSES(kvq_sequence_keep, MAY_BE_NULL(), f.s, f.ids, 1);
     REFUSES(kvq_sequence_trim, MAY_BE_NULL(), f.s, 10);
+    REFUSES(kvq_sequence_state, MAY_BE_NULL(), f.s, 0, 0, &f.state_data, &f.bytes);
+    REFUSES(kvq_sequence_advance, MAY_BE_NULL(3), f.s, 1, 0, f.executor, &f.n);
+    REFUSES(kvq_sequence_snapshot, MAY_BE_NULL(2), f.s, 0, f.executor);
+    REFUSES(kvq_sequence_reach, MAY_BE_NULL(), f.s, 0, &f.n);
+    REFUSES(kvq_sequence_get_snapshots, MAY_BE_NULL(), f.s, &f.snapshot, 1, &f.n);
     REFUSES(kvq_sequence_drop_copies, MAY_BE_NULL(), f.s);
     REFUSES(kvq_sequence_erase, MAY_BE_NULL(), f.s, 10, 20);
     REFUSES(kvq_sequence_shift, MAY_BE_NULL(), f.s, 10, 20, std::int64_t{1});
@@ -560,6 +567,27 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     refused(listed, KVQ_ERROR_ARGUMENT, "layer 0, full attention of 0 x 0");
     list[0].kind = 77;
     refused(listed, KVQ_ERROR_ARGUMENT, "layer 0 has kind 77");
+    list[0].kind = KVQ_STATE;
+    refused(listed, KVQ_ERROR_ARGUMENT, "layer 0, state of 0 parts: a state has at least 1 part");
+    for (int i = 1; i < layers; ++i) list[i] = {KVQ_FULL_ATTENTION, 1, 16, 0};
+    kvq_state_part part{"s", 0, KVQ_FP32, 1, 0, 1, 0};
+    const auto with_part = [&](auto& o) { listed(o), o.state_parts = &part, o.state_part_count = 1; };
+    refused(with_part, KVQ_ERROR_ARGUMENT, "part s of layer 0 has 1 heads of 0 rows");
+    part.layer = layers;
+    refused(with_part, KVQ_ERROR_ARGUMENT, "state_parts[0] is of layer");
+    part = {"s", 0, 9, 1, 1, 1, 0};
+    refused(with_part, KVQ_ERROR_ARGUMENT, "a part of a state");
+    part = {"s", 0, KVQ_FP32, 1, 1, 1, 4};
+    refused(with_part, KVQ_ERROR_ARGUMENT, "state_parts[0] has snapshot 4");
+    part = {nullptr, 0, KVQ_FP32, 1, 1, 1, 0};
+    refused(with_part, KVQ_ERROR_HANDLE, "the name of a part of a state");
+    refused([&](auto& o) { o.state_parts = &part, o.state_part_count = 1; }, KVQ_ERROR_ARGUMENT,
+            "no layer_list");
+    refused([&](auto& o) { with_part(o), o.state_part_count = -1; }, KVQ_ERROR_ARGUMENT, "state_parts");
+    list[0].kind = 77;
+    CHECK_REFUSED(kvq_sequence_advance(f.s, 1, 0, nullptr, &f.n), KVQ_ERROR_ARGUMENT,
+                  "no layer of the cache has state");
+    CHECK_REFUSED(kvq_sequence_reach(f.s, -1, &f.n), KVQ_ERROR_ARGUMENT, "cannot trim to -1");
     refused([&](auto& o) { listed(o), o.layers = -1; }, KVQ_ERROR_ARGUMENT, "at least 1 layer, got -1");
     kvq_layer found{};
     CHECK_REFUSED(kvq_cache_get_layer(f.cache, layers, &found), KVQ_ERROR_ARGUMENT, "is not among the");

@@ -29,6 +29,11 @@ PAGE_ALL = 2
 HALF_SPLIT = 0
 INTERLEAVED = 1
 FULL_ATTENTION = 0
+STATE = 5
+SNAPSHOT_EXACT = 0
+SNAPSHOT_INT8_ROWS = 1
+SNAPSHOT_INT8_COLUMNS = 2
+SNAPSHOT_E4M3 = 3
 MATCH_EXACT = 0
 MATCH_SUPERSEQUENCE = 1
 MATCH_PREFIX = 2
@@ -138,6 +143,11 @@ class kvq_layer(Struct):
     _fields_ = [("kind", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("value_dim", c_int32)]
 
 
+class kvq_state_part(Struct):
+    _fields_ = [("name", c_char_p), ("layer", c_int32), ("dtype", c_int32), ("heads", c_int32), ("rows", c_int32),
+                ("columns", c_int32), ("snapshot", c_int32)]
+
+
 class kvq_cache_options(Struct):
     _fields_ = [("size", c_size_t), ("layers", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
                 ("value_dim", c_int32), ("keys", c_char_p), ("values", c_char_p), ("window", c_char_p),
@@ -145,7 +155,9 @@ class kvq_cache_options(Struct):
                 ("byte_budget", c_size_t), ("layer_formats", POINTER(kvq_layer_formats)),
                 ("rotary", POINTER(kvq_rotary)), ("rotary_count", c_int32), ("reserved", c_int32),
                 ("statistics", handle), ("allocator", POINTER(kvq_allocator)), ("preallocate", c_int32),
-                ("repack", c_float), ("layer_list", POINTER(kvq_layer))]
+                ("repack", c_float), ("layer_list", POINTER(kvq_layer)), ("state_parts", POINTER(kvq_state_part)),
+                ("snapshot_bytes", c_size_t), ("state_part_count", c_int32), ("snapshot_every", c_int32),
+                ("snapshot_prompt_end", c_int32)]
 
 
 class kvq_cache_info(Struct):
@@ -163,7 +175,12 @@ class kvq_attend_options(Struct):
 class kvq_usage(Struct):
     _fields_ = [("size", c_size_t), ("quantized", c_size_t), ("window", c_size_t), ("slack", c_size_t),
                 ("rollback", c_size_t), ("bookkeeping", c_size_t), ("workspace", c_size_t), ("bytes", c_size_t),
-                ("not_finite", c_size_t), ("tokens", c_int32), ("reserved", c_size_t), ("repacked", c_size_t)]
+                ("not_finite", c_size_t), ("tokens", c_int32), ("reserved", c_size_t), ("repacked", c_size_t),
+                ("state", c_size_t)]
+
+
+class kvq_snapshot(Struct):
+    _fields_ = [("tokens", c_int32), ("reserved", c_int32), ("bytes", c_size_t), ("error", c_double)]
 
 
 class kvq_attend_request(Struct):
@@ -216,7 +233,7 @@ class kvq_footprint_query(Struct):
 class kvq_footprint(Struct):
     _fields_ = [("size", c_size_t), ("quantized", c_size_t), ("window", c_size_t), ("rollback", c_size_t),
                 ("bookkeeping", c_size_t), ("workspace", c_size_t), ("attention", c_size_t), ("total", c_size_t),
-                ("transient", c_size_t), ("unused", c_size_t)]
+                ("transient", c_size_t), ("unused", c_size_t), ("state", c_size_t)]
 
 
 class kvq_budget_query(Struct):
@@ -294,6 +311,11 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_sequence_dequantize": [handle, c_int32, c_int32, c_int32, POINTER(kvq_tensor)],
     "kvq_sequence_get_usage": [handle, POINTER(kvq_usage)],
     "kvq_sequence_get_pages": [handle, c_int32, POINTER(kvq_page), c_int32, POINTER(c_int32)],
+    "kvq_sequence_state": [handle, c_int32, c_int32, c_void_p, POINTER(c_size_t)],
+    "kvq_sequence_advance": [handle, c_int32, c_int32, handle, POINTER(c_int32)],
+    "kvq_sequence_snapshot": [handle, c_int32, handle],
+    "kvq_sequence_reach": [handle, c_int32, POINTER(c_int32)],
+    "kvq_sequence_get_snapshots": [handle, POINTER(kvq_snapshot), c_int32, POINTER(c_int32)],
     "kvq_cache_reserve": [handle, POINTER(kvq_step_request), c_int32, c_int32, POINTER(kvq_attend_options)],
     "kvq_sequence_release_reserved": [handle],
     "kvq_cache_attend": [handle, c_int32, POINTER(kvq_attend_request), c_int32, POINTER(kvq_attend_options)],

@@ -33,6 +33,11 @@ pub const KVQ_PAGE_ALL: i32 = 2;
 pub const KVQ_HALF_SPLIT: i32 = 0;
 pub const KVQ_INTERLEAVED: i32 = 1;
 pub const KVQ_FULL_ATTENTION: i32 = 0;
+pub const KVQ_STATE: i32 = 5;
+pub const KVQ_SNAPSHOT_EXACT: i32 = 0;
+pub const KVQ_SNAPSHOT_INT8_ROWS: i32 = 1;
+pub const KVQ_SNAPSHOT_INT8_COLUMNS: i32 = 2;
+pub const KVQ_SNAPSHOT_E4M3: i32 = 3;
 pub const KVQ_MATCH_EXACT: i32 = 0;
 pub const KVQ_MATCH_SUPERSEQUENCE: i32 = 1;
 pub const KVQ_MATCH_PREFIX: i32 = 2;
@@ -291,6 +296,18 @@ pub struct kvq_layer {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+pub struct kvq_state_part {
+    pub name: *const c_char,
+    pub layer: i32,
+    pub dtype: kvq_dtype,
+    pub heads: i32,
+    pub rows: i32,
+    pub columns: i32,
+    pub snapshot: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 pub struct kvq_cache_options {
     pub size: usize,
     pub layers: i32,
@@ -314,6 +331,11 @@ pub struct kvq_cache_options {
     pub preallocate: i32,
     pub repack: f32,
     pub layer_list: *const kvq_layer,
+    pub state_parts: *const kvq_state_part,
+    pub snapshot_bytes: usize,
+    pub state_part_count: i32,
+    pub snapshot_every: i32,
+    pub snapshot_prompt_end: i32,
 }
 
 #[repr(C)]
@@ -359,6 +381,16 @@ pub struct kvq_usage {
     pub tokens: i32,
     pub reserved: usize,
     pub repacked: usize,
+    pub state: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct kvq_snapshot {
+    pub tokens: i32,
+    pub reserved: i32,
+    pub bytes: usize,
+    pub error: f64,
 }
 
 #[repr(C)]
@@ -483,6 +515,7 @@ pub struct kvq_footprint {
     pub total: usize,
     pub transient: usize,
     pub unused: usize,
+    pub state: usize,
 }
 
 #[repr(C)]
@@ -613,6 +646,14 @@ extern "C" {
         out: *const kvq_tensor) -> kvq_status;
     pub fn kvq_sequence_get_usage(sequence: *const kvq_sequence, usage: *mut kvq_usage) -> kvq_status;
     pub fn kvq_sequence_get_pages(sequence: *const kvq_sequence, layer: i32, pages: *mut kvq_page, capacity: i32,
+        count: *mut i32) -> kvq_status;
+    pub fn kvq_sequence_state(sequence: *mut kvq_sequence, layer: i32, part: i32, data: *mut *mut c_void,
+        bytes: *mut usize) -> kvq_status;
+    pub fn kvq_sequence_advance(sequence: *mut kvq_sequence, n: i32, prompt_ends: i32, executor: *mut kvq_executor,
+        taken: *mut i32) -> kvq_status;
+    pub fn kvq_sequence_snapshot(sequence: *mut kvq_sequence, tokens: i32, executor: *mut kvq_executor) -> kvq_status;
+    pub fn kvq_sequence_reach(sequence: *const kvq_sequence, tokens: i32, reached: *mut i32) -> kvq_status;
+    pub fn kvq_sequence_get_snapshots(sequence: *const kvq_sequence, snapshots: *mut kvq_snapshot, capacity: i32,
         count: *mut i32) -> kvq_status;
     pub fn kvq_cache_reserve(cache: *mut kvq_cache, requests: *const kvq_step_request, count: i32, q_heads: i32,
         options: *const kvq_attend_options) -> kvq_status;
