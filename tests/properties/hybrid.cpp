@@ -274,10 +274,61 @@ TEST_CASE("the footprint of a model with state is what is allocated, and a budge
             REQUIRE(s.usage().bytes == memory.bytes());
             REQUIRE(kvq::footprint(cache, n).total == memory.bytes());
             REQUIRE(kvq::footprint(cache, n).state == s.usage().state);
-            if (n < longest) model.run(s, text, n, n + 1, 1, false);
+            if (n == longest) break;
+            model.layers(s, text, n, 1, cache.layer_count());
+            memory.reset_peak();
+            s.state().advance(1);
+            REQUIRE(memory.peak() <=
+                    kvq::footprint(cache, n + 1).total + kvq::footprint(cache, n + 1).transient);
         }
         REQUIRE(s.state().usage().skipped == 0);
     }
+}
+
+TEST_CASE(
+    "a prefix cache gives as many tokens as pages and a snapshot have, and its entries hold no live state") {
+    const std::vector<kvq::layer> list{
+        kvq::full_attention({1, 8}),
+        kvq::state_layer(
+            {{.name = "s", .rows = 64, .columns = 16, .snapshot = kvq::snapshot_type::int8_rows}})};
+    kvq::cache cache(list,
+                     {.keys = {fp16()}, .page_tokens = 16, .snapshots = {.every = 32, .prompt_end = false}});
+    const engine model(cache);
+    kvq::prefix_cache store(cache, {.min_prefix_tokens = 10});
+    ids text(100, 1);
+    {
+        auto s = cache.new_sequence();
+        model.run(s, text, 0, 100, 8, true);
+        CHECK(s.state().snapshots().size() == 3);  // at 32, 64 and 96
+        CHECK(store.store(text, s) == kvq::store_outcome::stored);
+    }
+    // Its own snapshot at token 100, and those before.
+    const std::size_t pages = 2 * (7 * 16 * 8 * 2 + 7 * 64) + 4 * cache.state_layout()->snapshot_bytes();
+    CHECK(store.bytes() <= pages);
+    CHECK(store.bytes() > 4 * cache.state_layout()->snapshot_bytes());
+    CHECK(cache.bytes_in_use() == store.bytes());
+    const auto asked = [&](int common, int n) {
+        ids other(text.begin(), text.begin() + common);
+        other.resize(static_cast<std::size_t>(n), 2);
+        auto [match, tokens, sequence] = store.fetch(other);
+        CHECK(sequence.tokens() == tokens);
+        CHECK(sequence.tokens(0) == tokens);
+        return std::pair(match, tokens);
+    };
+    CHECK(asked(100, 100) == std::pair(kvq::prefix_match::exact, 100));
+    CHECK(asked(100, 120) == std::pair(kvq::prefix_match::prefix, 100));
+    CHECK(asked(99, 120) == std::pair(kvq::prefix_match::lcp, 96));
+    CHECK(asked(70, 70) == std::pair(kvq::prefix_match::supersequence, 64));
+    CHECK(asked(40, 50) == std::pair(kvq::prefix_match::lcp, 32));
+    CHECK(asked(31, 50) == std::pair(kvq::prefix_match::miss, 0));
+    kvq::prefix_cache strict(cache, {.min_prefix_tokens = 33});
+    {
+        auto s = store.fetch(text).sequence;
+        CHECK(strict.store(text, s) == kvq::store_outcome::stored);
+    }
+    text.resize(40);
+    text.resize(60, 2);
+    CHECK(strict.lookup(text).match == kvq::prefix_match::miss_short_lcp);  // 40 tokens, a snapshot at 32
 }
 
 TEST_CASE("a step of a model with state that was reserved takes no memory") {

@@ -97,6 +97,9 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
     constexpr std::size_t most = std::size_t{1} << 60;
     detail::expect(f.transient <= most / 4, "a footprint of ", tokens, " tokens is larger than memory");
     f.transient = 2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
+    // A snapshot is taken before another one goes, and beside copies of the tables.
+    if (of.state_layout() && of.options().snapshots.every > 0)
+        f.transient = detail::larger(f.transient, of.state_layout()->snapshot_bytes() + 2 * state_tables);
     const auto layers = static_cast<std::size_t>(of.layer_count()),
                keyless = of.state_layout() ? of.state_layout()->layers().size() : 0;
     for (const std::size_t more : {detail::bounded_product(layers, sizeof(detail::page_table)),

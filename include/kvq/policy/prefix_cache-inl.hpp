@@ -210,21 +210,18 @@ KVQ_FUNC void prefix_cache::reset_statistics() {
 KVQ_FUNC prefix_cache::found prefix_cache::find(token_ids tokens) const noexcept {
     const auto m = tree_.find(tokens);
     const int common = static_cast<int>(m.tokens);
-    if (m.exact) return answered(prefix_match::exact, common, m.exact);
     if (common == 0) return {};
-    if (m.tokens == tokens.size()) return answered(prefix_match::supersequence, common, m.extension);
-    const bool whole = m.prefix && m.prefix->tokens().size() == m.tokens;
-    if (common < options_.min_prefix_tokens)
+    const bool is_all = m.exact || m.tokens == tokens.size();
+    const bool whole = !is_all && m.prefix && m.prefix->tokens().size() == m.tokens;
+    const auto* const node = m.exact ? m.exact : whole ? m.prefix : m.extension;
+    // With state fewer tokens than the entry has in common.
+    const int held = node->value->sequence->reach(common);
+    if (held == 0) return {};
+    if (m.exact) return {{prefix_match::exact, held}, node};
+    if (is_all) return {{prefix_match::supersequence, held}, node};
+    if (held < options_.min_prefix_tokens)
         return {{whole ? prefix_match::miss_short_prefix : prefix_match::miss_short_lcp, 0}, nullptr};
-    return whole ? answered(prefix_match::prefix, common, m.prefix)
-                 : answered(prefix_match::lcp, common, m.extension);
-}
-
-KVQ_FUNC prefix_cache::found prefix_cache::answered(prefix_match match, int tokens,
-                                                    const typename tree::node* node) const noexcept {
-    const int held = node->value->sequence->reach(tokens);
-    if (held > 0) return {{match, held}, node};
-    return {};
+    return {{whole ? prefix_match::prefix : prefix_match::lcp, held}, node};
 }
 
 KVQ_FUNC bool prefix_cache::is_duplicate(token_ids tokens) {

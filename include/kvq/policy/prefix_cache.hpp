@@ -178,8 +178,6 @@ private:
     };
 
     found find(token_ids tokens) const noexcept;
-    /// The result of a request that an entry answers up to the token that it can go back to.
-    found answered(prefix_match match, int tokens, const typename tree::node* node) const noexcept;
 
     bool is_duplicate(token_ids tokens);
     void touch(position e) noexcept;
