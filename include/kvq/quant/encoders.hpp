@@ -162,16 +162,22 @@ struct least_squares {
 
     static constexpr int turns = 4;
     /// The best grid for codes of n values: sums of codes c, values y, squares of codes cc and products cy. False: no such grid.
-    KVQ_HD static bool refit(int n, double c, double y, double cc, double cy, int top,
-                             grid_range& r) noexcept {
+    KVQ_HD static bool refit(int n, double c, double y, double cc, double cy, int top, double& first,
+                             double& last) noexcept {
         const double spread =
             detail::rounded_product(static_cast<double>(n), cc) - detail::rounded_product(c, c);
         if (!(spread > 0.0)) return false;
         const double scale =
             (detail::rounded_product(static_cast<double>(n), cy) - detail::rounded_product(c, y)) / spread;
-        const double bias = (y - detail::rounded_product(scale, c)) / n;
-        r = {static_cast<float>(bias),
-             static_cast<float>(bias + detail::rounded_product(scale, static_cast<double>(top)))};
+        first = (y - detail::rounded_product(scale, c)) / n;
+        last = first + detail::rounded_product(scale, static_cast<double>(top));
+        return true;
+    }
+    KVQ_HD static bool refit(int n, double c, double y, double cc, double cy, int top,
+                             grid_range& r) noexcept {
+        double first = 0.0, last = 0.0;
+        if (!refit(n, c, y, cc, cy, top, first, last)) return false;
+        r = {static_cast<float>(first), static_cast<float>(last)};
         return r.last > r.first;
     }
 

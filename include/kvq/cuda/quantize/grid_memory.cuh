@@ -39,7 +39,7 @@ struct grid_memory {
                          groups = typename S::layout_type{}.cut(shape).groups();
     static constexpr int slot_count = typename S::layout_type{}.cut(shape).padded_size();
     static constexpr int lines = groups * dim;
-    static constexpr bool has_sums = may_search<encoder> || encoder::corrects_mean;
+    static constexpr bool has_sums = encoder::corrects_mean;
 
     // Offsets; doubles first, what is read 16 bytes at a time on multiples of 16.
     static constexpr int sums = 0;

@@ -265,73 +265,55 @@ private:
                 numbers() + c * numbers_stride(slot_count) + axis().group_begin(group)};
     }
 
-    /// Grids of `count` places from `first` on, into biases (first value) and scales (last value).
+    /// Grids of `count` places from `first` on, into biases (first value) and scales (last value). Ends with a barrier.
     __device__ __forceinline__ void fit(int first, int count, bool dirty) const {
+        constexpr int most = groups * memory::fit_channels;
+        constexpr int lanes = Threads >= 4 * most ? 4 : Threads >= 2 * most ? 2 : 1;
         const int lines = groups * count;
         const bool feedback = memory::feedback && matrix_ != nullptr;
-        for (int i = thread(); i < lines; i += Threads) {
-            const line_place l = line_at(i, first, count);
-            const int size = axis().group_size(l.group);
-            int n = size;
+        for_each_line<Threads, lanes>(lines, [&](int i, int q) {
+            const bool real = i < lines;
+            const line_place l = line_at(real ? i : 0, first, count);
+            grid_line line;
+            line.x = l.x;
+            line.top = top(l.place);
+            int n = real ? axis().group_size(l.group) : 0;
             if (dirty) {
-                n = 0;
-                for (int t = 0; t < size; ++t) {
-                    const float x = l.x[t];
-                    if (kvq::detail::is_finite(x)) l.x[n++] = x;
-                }
+                int finite = 0;
+                if (q == 0)
+                    for (int t = 0; t < n; ++t) {
+                        const float x = l.x[t];
+                        if (kvq::detail::is_finite(x)) l.x[finite++] = x;
+                    }
+                n = __shfl_sync(~0u, finite, 0, lanes);  // and a barrier of the warp
             }
-            grid_range r;
-            if (top(l.place) > 0) {
-                float lo = n > 0 ? l.x[0] : 0.0f, hi = lo;
-                int t = 0;
-                for (; t + 4 <= n; t += 4) {
-                    const auto v = *reinterpret_cast<const float4*>(l.x + t);
-                    lo = fminf(fminf(lo, fminf(v.x, v.y)), fminf(v.z, v.w));
-                    hi = fmaxf(fmaxf(hi, fmaxf(v.x, v.y)), fmaxf(v.z, v.w));
-                }
-                for (; t < n; ++t) lo = fminf(lo, l.x[t]), hi = fmaxf(hi, l.x[t]);
-                r = {lo + 0.0f, hi + 0.0f};
-            } else if (n > 0) {
+            float lo = INFINITY, hi = -INFINITY;
+            visit_parts<lanes>(line.x, n, q, [&](float x, int) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
+#pragma unroll
+            for (int step = 1; step < lanes; step *= 2) {
+                lo = fminf(lo, __shfl_xor_sync(~0u, lo, step));
+                hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, step));
+            }
+            if (n > 0) line.range = {lo + 0.0f, hi + 0.0f};
+            if (codec<S>.several_widths() && line.top == 0 && n > 0) {
                 double sum = 0.0;
                 for (int t = 0; t < n; ++t) sum += static_cast<double>(l.x[t]);
-                r.first = r.last = static_cast<float>(sum / n);
+                line.range.first = line.range.last = static_cast<float>(sum / n);
             }
-            members()[l.line] = static_cast<std::uint16_t>(n);
-            biases()[l.line] = r.first;
-            scales()[l.line] = r.last;
-        }
+            if constexpr (may_search<encoder>) {
+                const grid_fit wanted =
+                    line.top == 0 ? grid_fit::range : fit_of<encoder>(line.top, feedback);
+                if (__any_sync(~0u, wanted >= grid_fit::search))
+                    line.range = fitted<lanes, may_refit<encoder>>(
+                        line, wanted >= grid_fit::search ? n : 0, q, wanted >= grid_fit::squares);
+            }
+            if (real && q == 0) {
+                members()[l.line] = static_cast<std::uint16_t>(n);
+                biases()[l.line] = line.range.first;
+                scales()[l.line] = line.range.last;
+            }
+        });
         __syncthreads();
-        const auto wanted = [&](int i, grid_fit least) {
-            const line_place l = line_at(i, first, count);
-            grid_line line;
-            const int highest = top(l.place);
-            if (highest == 0 || fit_of<encoder>(highest, feedback) < least) return line;
-            line.x = l.x;
-            line.n = members()[l.line];
-            line.top = highest;
-            line.range = {biases()[l.line], scales()[l.line]};
-            if constexpr (memory::has_sums) line.error = sums()[l.line];
-            return line;
-        };
-        const auto keep = [&](int i, const grid_range& r) {
-            const int line = line_at(i, first, count).line;
-            biases()[line] = r.first;
-            scales()[line] = r.last;
-        };
-        if constexpr (may_search<encoder>) {
-            search_grids<Threads>(
-                lines, [&](int i) { return wanted(i, grid_fit::search); },
-                [&](int i, const grid_range& r, double error) {
-                    keep(i, r);
-                    sums()[line_at(i, first, count).line] = error;
-                });
-            __syncthreads();
-        }
-        if constexpr (may_refit<encoder>) {
-            refit_grids<Threads>(
-                lines, [&](int i) { return wanted(i, grid_fit::squares); }, keep);
-            __syncthreads();
-        }
     }
 
     /// Calls f(group, line shared by its parameters): line(smallest, largest) over values(line number) of a
