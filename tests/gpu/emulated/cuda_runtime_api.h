@@ -122,6 +122,7 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

@@ -46,12 +46,27 @@ struct grid_line {
     grid_range range;
 };
 
-/// Sums over the lanes of a line.
+/// Lines that a warp has at a time. Lane l has line l % together and is lane l / together of it: lanes that read at the same time
+/// then meet no bank conflict, since lines start 4 banks apart.
+template <int Lanes>
+inline constexpr int lines_together = warp_size / Lanes;
+
+/// f over the lanes of a line.
+template <int Lanes, class T, class F>
+__device__ __forceinline__ T over_line(T x, const F& f) {
+#pragma unroll
+    for (int step = lines_together<Lanes>; step < warp_size; step *= 2)
+        x = f(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
 template <int Lanes, class T>
 __device__ __forceinline__ T line_sum(T x) {
-#pragma unroll
-    for (int step = 1; step < Lanes; step *= 2) x += __shfl_xor_sync(~0u, x, step);
-    return x;
+    return over_line<Lanes>(x, [](T a, T b) { return a + b; });
+}
+/// What the first lane of a line has.
+template <int Lanes, class T>
+__device__ __forceinline__ T of_first_lane(T x) {
+    return __shfl_sync(~0u, x, static_cast<int>(threadIdx.x) % lines_together<Lanes>);
 }
 /// A sum of eight parts of which lane q of a line has parts 8 q / Lanes and the following ones, in order, for all lanes.
 template <int Lanes>
@@ -62,7 +77,10 @@ __device__ __forceinline__ double ordered_total(const double (&part)[8 / Lanes])
         double here = sum;
 #pragma unroll
         for (const double p : part) here += p;
-        sum = Lanes == 1 ? here : __shfl_sync(~0u, here, k, Lanes);
+        constexpr int together = lines_together<Lanes>;
+        sum = Lanes == 1
+                  ? here
+                  : __shfl_sync(~0u, here, k * together + static_cast<int>(threadIdx.x) % together);
     }
     return sum;
 }
@@ -336,15 +354,15 @@ __device__ __forceinline__ grid_range fitted(const grid_line& line, int n, int q
     return r;
 }
 
-/// Calls f(line number, lane of the line), with a number of `lines` or above where there is none, for all lines: all lanes of a
-/// warp at the same time. Lines that lanes read together lie two apart, since rows of numbers lie 4 banks apart.
+/// Calls f(line number, lane of the line) for all lines, all lanes of a warp at the same time: with a number of `lines` or above
+/// where there is none.
 template <int Threads, int Lanes, class F>
 __device__ __forceinline__ void for_each_line(int lines, const F& f) {
-    constexpr int together = warp_size / Lanes, apart = Lanes == 1 ? 1 : 2;
+    constexpr int together = lines_together<Lanes>;
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
-    for (int set = warp; set * together < round_up(lines, together * apart); set += Threads / warp_size)
-        f(set / apart * apart * together + set % apart + lane / Lanes * apart, lane % Lanes);
+    for (int first = warp * together; first < lines; first += Threads / warp_size * together)
+        f(first + lane % together, lane / together);
 }
 
 }}}  // namespace kvq::cuda::detail

@@ -13,6 +13,11 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
+/// The low bytes of four words as one word.
+__device__ __forceinline__ std::uint32_t bytes_as_word(const std::uint32_t (&y)[4]) {
+    return __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
+}
+
 /// Writes the words of a matrix of codes for which wanted(row, first slot of the columns) holds. quad(row,
 /// slot): the codes of four columns from that slot on, as the bytes of a word. All threads of a block.
 template <int Threads, int Bits, class Wanted, class Quad>
@@ -22,23 +27,34 @@ __device__ __forceinline__ void pack_code_words(const code_layout<Bits>& layout,
     const int words_per_row = layout.tiles.words_per_row;
     const int words = static_cast<int>(layout.bytes() / 4);
     const grouped_axis& rows = layout.rows();
+    const bool whole = rows.size % tile_layout::tile_rows == 0 &&
+                       (rows.group % tile_layout::tile_rows == 0 || rows.groups() == 1);  // tiles
     for (int w = static_cast<int>(threadIdx.x); w < words; w += Threads) {
-        // slot of the first row of the tile, found from the tile's first word
-        const int group = w / (round_up(rows.group, 4) * words_per_row);
-        const int in_group = w - group * round_up(rows.group, 4) * words_per_row;
-        const int tile = in_group / (tile_layout::tile_rows * words_per_row);
-        const int in_tile = in_group - tile * tile_layout::tile_rows * words_per_row;
-        const int height =
-            smaller(tile_layout::tile_rows, rows.group_slots(group) - tile * tile_layout::tile_rows);
-        const int vector = in_tile / height;
-        const int row_in_group = tile * tile_layout::tile_rows + in_tile % height;
-        const int row = group * rows.group + row_in_group;
+        int row = 0, vector = 0;
+        bool real = true;
+        if (whole) {
+            constexpr int height = tile_layout::tile_rows;
+            const int tile = w / (height * words_per_row), in_tile = w - tile * (height * words_per_row);
+            row = tile * height + in_tile % height;
+            vector = in_tile / height;
+        } else {
+            // slot of the first row of the tile, found from the tile's first word
+            const int group = w / (round_up(rows.group, 4) * words_per_row);
+            const int in_group = w - group * round_up(rows.group, 4) * words_per_row;
+            const int tile = in_group / (tile_layout::tile_rows * words_per_row);
+            const int in_tile = in_group - tile * tile_layout::tile_rows * words_per_row;
+            const int height =
+                smaller(tile_layout::tile_rows, rows.group_slots(group) - tile * tile_layout::tile_rows);
+            const int row_in_group = tile * tile_layout::tile_rows + in_tile % height;
+            vector = in_tile / height;
+            row = group * rows.group + row_in_group;
+            real = row_in_group < rows.group_size(group);
+        }
         int plane = 0;
         while (plane + 1 < planes::count && vector >= planes::first_vector(plane + 1, layout.quads()))
             ++plane;
         const int width = planes::width(plane), per_word = planes::quads_per_word(plane);
         const int slot = (vector - planes::first_vector(plane, layout.quads())) * per_word * 4;
-        const bool real = row_in_group < rows.group_size(group);
         if (!wanted(real ? row : -1, slot)) continue;
         std::uint32_t word = 0;
         if (real) {

@@ -23,6 +23,24 @@ class grid_encoder {
     using parameters = typename S::parameters;
     static constexpr int dim = memory::dim, groups = memory::groups, slot_count = memory::slot_count;
     static constexpr int place_slots = kvq::detail::round_up(dim, 4);  // of the parameters
+    // Lanes that share a line.
+    static constexpr int most_lines = groups * memory::fit_channels,
+                         lanes = Threads >= 4 * most_lines ? 4 : Threads >= 2 * most_lines ? 2 : 1;
+    /// Four codes of a line as the bytes of a word: do they lie in registers until all of the block's are there?
+    static constexpr int line_quads = memory::group / (4 * lanes);
+    static constexpr bool has_quads = memory::whole && slot_count == memory::tokens &&
+                                      memory::tokens % memory::group == 0 && memory::group % (4 * lanes) == 0 &&
+                                      memory::lines * lanes <= Threads && line_quads <= 16;
+    /// Are token scales of few bits fitted in registers first?
+    static constexpr bool quick_scales = [] {
+        constexpr int warps = Threads / warp_size, channels = dim / warps, tokens = slot_count / warp_size;
+        if constexpr (has_token_scales<S>)
+            return std::is_same_v<typename S::token_scale_type, token_scales<byte_params>> && memory::whole &&
+                   slot_count == memory::tokens && slot_count % warp_size == 0 && dim % warps == 0 &&
+                   warps <= 16 && channels * tokens <= 32 && (channels & (channels - 1)) == 0 && channels <= 32;
+        else
+            return false;
+    }();
 
 public:
     __device__ __forceinline__ grid_encoder(const cache_ref<From>& source, int from,
@@ -69,7 +87,7 @@ public:
                 read<false>(0, dim, first, count, false);
                 if constexpr (has_token_scales<S>) divide(0, dim, count, first);
             }
-            code(first, count);
+            code(first, count, dirty);
         }
         if constexpr (encoder::corrects_mean) {
             for (int l = thread(); l < memory::lines; l += Threads)
@@ -195,12 +213,16 @@ private:
             constexpr int N = sizeof(x) / sizeof(float);
             const int place = place_of(channel) - first;
             if (!memory::whole && (place < 0 || place >= places)) return;
-            float y[N];
+            float y[N], size = 0.0f;
 #pragma unroll
-            for (int k = 0; k < N; ++k) {
-                const bool finite = kvq::detail::is_finite(x[k]);
-                y[k] = finite ? kvq::detail::bound_magnitude(x[k]) : Zeroed ? 0.0f : x[k];
-                bad += !finite && (k == 0 || k < n);
+            for (int k = 0; k < N; ++k) size += fabsf(y[k] = x[k]);
+            if (!(size < 0x1p99f)) {
+#pragma unroll
+                for (int k = 0; k < N; ++k) {
+                    const bool finite = kvq::detail::is_finite(x[k]);
+                    y[k] = finite ? kvq::detail::bound_magnitude(x[k]) : Zeroed ? 0.0f : x[k];
+                    bad += !finite && (k == 0 || k < n);
+                }
             }
             if constexpr (N == 4 && memory::whole && memory::tokens % 4 == 0 &&
                           (groups == 1 || memory::group % 4 == 0)) {
@@ -224,31 +246,54 @@ private:
             const int t = i % quads * 4;
             auto& x = *reinterpret_cast<float4*>(numbers() + i / quads * stride + t);
             const auto f = *reinterpret_cast<const float4*>(token_scales_.token_scale + slot + t);
-            x = {__fdiv_rn(x.x, f.x), __fdiv_rn(x.y, f.y), __fdiv_rn(x.z, f.z), __fdiv_rn(x.w, f.w)};
+            const auto r = *reinterpret_cast<const float4*>(token_scales_.inverse + slot + t);
+            x = {quotient(x.x, f.x, r.x), quotient(x.y, f.y, r.y), quotient(x.z, f.z, r.z),
+                 quotient(x.w, f.w, r.w)};
         }
         __syncthreads();
+    }
+    /// x / by, rounded, from 1 / by, rounded. Of numbers of ordinary size, remainders are exact: what is within one place of the
+    /// quotient is rounded by the second one (Markstein's theorem).
+    __device__ __forceinline__ float quotient(float x, float by, float inverse) const {
+        if (ordinary_) {
+            float q = __fmul_rn(x, inverse);
+            q = __fmaf_rn(__fmaf_rn(-q, by, x), inverse, q);
+            return __fmaf_rn(__fmaf_rn(-q, by, x), inverse, q);
+        } else {
+            return __fdiv_rn(x, by);
+        }
     }
 
     /// Returns whether any number is not finite.
     __device__ __forceinline__ bool fit_token_scales() {
+        bool dirty = false;
+        const auto store = [&](int slot, float token_scale) {
+            S::token_scale_type::store(block_ + typename S::layout_type{}.token_scale_offset(shape()), slot,
+                                       &token_scale, 1);
+            return token_scale;
+        };
+        if constexpr (memory::whole) dirty = read<true>(0, dim, 0, slot_count, true);
+        if constexpr (quick_scales)
+        {
+            const bool certain = quick_token_scales<Threads, slot_count, dim>(
+                token_scales_, numbers(), numbers_stride(slot_count), ordinary_, store);
+            ordinary_ = ordinary_ && !dirty;  // infinities are divided, too
+            if (certain) return dirty;
+        }
         for (int t = thread(); t < slot_count; t += Threads)
             token_scales_.inverse[t] = holds_token(t) ? 1.0f : 0.0f;
-        bool dirty = false;
+        __syncthreads();
         constexpr int iterations = 8;
         for (int i = 0; i < iterations; ++i) {
             for (int first = 0; first < dim; first += memory::fit_channels) {
                 const int count = smaller(memory::fit_channels, dim - first);
-                if (!memory::whole || i == 0) dirty |= read<true>(first, count, 0, slot_count, i == 0);
+                if constexpr (!memory::whole) dirty |= read<true>(first, count, 0, slot_count, i == 0);
                 add_squares<Threads, slot_count>(token_scales_, numbers(), numbers_stride(slot_count), first,
                                                  count, memory::tokens);
             }
             normalize_token_scales<Threads, slot_count>(
                 token_scales_, dim, holds_token, [&](int slot, float token_scale) {
-                    if (i == iterations - 1 && holds_token(slot))
-                        S::token_scale_type::store(
-                            block_ + typename S::layout_type{}.token_scale_offset(shape()), slot,
-                            &token_scale, 1);
-                    return token_scale;
+                    return i == iterations - 1 && holds_token(slot) ? store(slot, token_scale) : token_scale;
                 });
         }
         return dirty;
@@ -267,8 +312,6 @@ private:
 
     /// Grids of `count` places from `first` on, into biases (first value) and scales (last value). Ends with a barrier.
     __device__ __forceinline__ void fit(int first, int count, bool dirty) const {
-        constexpr int most = groups * memory::fit_channels;
-        constexpr int lanes = Threads >= 4 * most ? 4 : Threads >= 2 * most ? 2 : 1;
         const int lines = groups * count;
         const bool feedback = memory::feedback && matrix_ != nullptr;
         for_each_line<Threads, lanes>(lines, [&](int i, int q) {
@@ -285,15 +328,12 @@ private:
                         const float x = l.x[t];
                         if (kvq::detail::is_finite(x)) l.x[finite++] = x;
                     }
-                n = __shfl_sync(~0u, finite, 0, lanes);  // and a barrier of the warp
+                n = of_first_lane<lanes>(finite);  // and a barrier of the warp
             }
             float lo = INFINITY, hi = -INFINITY;
             visit_parts<lanes>(line.x, n, q, [&](float x, int) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
-#pragma unroll
-            for (int step = 1; step < lanes; step *= 2) {
-                lo = fminf(lo, __shfl_xor_sync(~0u, lo, step));
-                hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, step));
-            }
+            lo = over_line<lanes>(lo, [](float a, float b) { return fminf(a, b); });
+            hi = over_line<lanes>(hi, [](float a, float b) { return fmaxf(a, b); });
             if (n > 0) line.range = {lo + 0.0f, hi + 0.0f};
             if (codec<S>.several_widths() && line.top == 0 && n > 0) {
                 double sum = 0.0;
@@ -367,8 +407,90 @@ private:
             });
     }
 
+    /// Codes of all lines, whose numbers lie in memory and are finite; sums() of their errors. Ends with a barrier, behind which
+    /// quads of codes lie where numbers were.
+    __device__ __forceinline__ void code_quads() const {
+        constexpr int lines = memory::lines, together = lines_together<lanes>;
+        const int lane = thread() % warp_size, i = thread() / warp_size * together + lane % together,
+                  q = lane / together, l = i < lines ? i : 0, c = l % dim, g = l / dim;
+        const float* const x = numbers() + c * numbers_stride(slot_count) + axis().group_begin(g);
+        const float bias = biases()[l], scale = scales()[l], inverse = inverses()[l];
+        const auto largest = static_cast<float>(top(c));
+        std::uint32_t quads[line_quads];
+        double sum = 0.0;
+        float size = 0.0f;
+#pragma unroll
+        for (int j = 0; j < line_quads; ++j) {
+            const auto v = *reinterpret_cast<const float4*>(x + 4 * (q + lanes * j));
+            const float y[4] = {v.x, v.y, v.z, v.w};
+            std::uint32_t codes[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float position = __fmul_rn(y[k] - bias, inverse);
+                const float code = __fadd_rn(fminf(fmaxf(position, 0.0f), largest), 0x1p23f);
+                codes[k] = __float_as_uint(code);
+                if constexpr (encoder::corrects_mean) {
+                    const float error = y[k] - (__fmul_rn(scale, code - 0x1p23f) + bias);
+                    sum += static_cast<double>(error);
+                    size += fabsf(error);
+                }
+            }
+            quads[j] = bytes_as_word(codes);
+        }
+        if constexpr (encoder::corrects_mean) {
+            // The CPU adds one error after the other. Does the order matter to a mean that is rounded to a float?
+            constexpr int n = memory::group;
+            sum = line_sum<lanes>(sum);
+            size = line_sum<lanes>(size);
+            const double mean = static_cast<double>(bias) + sum / n,
+                         off = (static_cast<double>(size) + fabs(static_cast<double>(bias))) * 0x1p-48;
+            if (static_cast<float>(mean - off) != static_cast<float>(mean + off)) {
+                const stored_grid grid{bias, scale, inverse, top(c)};
+                sum = 0.0;
+                for (int t = 0; t < n; ++t) sum += static_cast<double>(grid.error(x[t], grid.code(x[t])));
+            }
+            if (i < lines && q == 0) sums()[l] = sum;
+        }
+        __syncthreads();
+        auto* const to = at<std::uint32_t>(memory::numbers) + c * quads_pitch + axis().group_begin(g) / 4;
+        if (i < lines)
+#pragma unroll
+            for (int j = 0; j < line_quads; ++j) to[q + lanes * j] = quads[j];
+        __syncthreads();
+    }
+    /// Words from one channel's quads to the next one's.
+    static constexpr int quads_pitch = numbers_stride(slot_count) / 4;
+
+    /// Writes the words of a block from quads of codes.
+    __device__ __forceinline__ void write_quads(const std::uint32_t* quads) const {
+        for_each_segment([&](auto bits, const code_segment& segment) {
+            constexpr int Bits = decltype(bits)::value;
+            if constexpr (Bits > 0)
+                pack_code_words<Threads>(
+                    layout_of<Bits>(segment), block_ + segment.offset, [](int, int) { return true; },
+                    [&](int row, int slot) {
+                        if constexpr (Role == tensor::value) {
+                            return quads[row * quads_pitch + slot / 4];
+                        } else {
+                            // Four channels of a token.
+                            std::uint32_t of[4];
+#pragma unroll
+                            for (int k = 0; k < 4; ++k)
+                                of[k] = (dim % 4 == 0 && !codec<S>.several_widths()) ||
+                                                slot + k < segment.columns
+                                            ? quads[(segment.first + slot + k) * quads_pitch + row / 4]
+                                            : 0u;
+                            const auto from = static_cast<std::uint32_t>(row % 4) * 0x11u + 0x40u;
+                            return __byte_perm(__byte_perm(of[0], of[1], from), __byte_perm(of[2], of[3], from),
+                                               0x5410);
+                        }
+                    });
+        });
+        __syncthreads();
+    }
+
     /// Codes `count` slots from `first` on, whose numbers lie in memory.
-    __device__ __forceinline__ void code(int first, int count) const {
+    __device__ __forceinline__ void code(int first, int count, bool dirty) const {
         const int stride = numbers_stride(count);
         if constexpr (memory::feedback)
             if (matrix_ != nullptr) {
@@ -384,9 +506,19 @@ private:
                     add_errors(first, count);
                     __syncthreads();
                 }
+                if constexpr (has_quads) {
+                    write_quads(reinterpret_cast<const std::uint32_t*>(codes));
+                    return;
+                }
                 write(first, count, [&](int place, int slot) {
                     return static_cast<std::uint32_t>(codes[place * stride + slot]);
                 });
+                return;
+            }
+        if constexpr (has_quads)
+            if (!dirty) {
+                code_quads();
+                write_quads(at<std::uint32_t>(memory::numbers));
                 return;
             }
         // Where errors are added up, a line belongs to one thread.
@@ -470,6 +602,7 @@ private:
     std::byte* shared_;
     token_scale_scratch token_scales_;
     unsigned not_finite_ = 0;
+    bool ordinary_ = false;  // is every number 0 or of an ordinary size?
     const float* matrix_ = nullptr;
     const std::uint16_t* plan_ = nullptr;
     struct no_quads {};
