@@ -9,14 +9,10 @@
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
+#include "../layout/code_words.cuh"
 #include "page_numbers.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
-
-/// The low bytes of four words as one word.
-__device__ __forceinline__ std::uint32_t bytes_as_word(const std::uint32_t (&y)[4]) {
-    return __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
-}
 
 /// Writes the words of a matrix of codes for which wanted(row, first slot of the columns) holds. quad(row,
 /// slot): the codes of four columns from that slot on, as the bytes of a word. All threads of a block.

@@ -37,7 +37,7 @@ class grid_encoder {
         if constexpr (has_token_scales<S>)
             return std::is_same_v<typename S::token_scale_type, token_scales<byte_params>> && memory::whole &&
                    slot_count == memory::tokens && slot_count % warp_size == 0 && dim % warps == 0 &&
-                   warps <= 16 && channels * tokens <= 32 && (channels & (channels - 1)) == 0 && channels <= 32;
+                   warps <= 16 && channels * tokens <= 64 && (channels & (channels - 1)) == 0 && channels <= 32;
         else
             return false;
     }();
