@@ -98,6 +98,7 @@ template <class T, int Half>
 float unpack_half(std::uint32_t word) {
     return static_cast<float>(T::from_bits(static_cast<std::uint16_t>(word >> 16 * Half)));
 }
+inline int clamped_sum(int a, int b, int top) { return a + b < 0 ? 0 : a + b < top ? a + b : top; }
 inline std::uint32_t opaque_factor(std::uint32_t factor) { return factor; }
 
 template <class T>

@@ -65,6 +65,9 @@ __device__ __forceinline__ std::uint32_t opaque_factor(std::uint32_t factor) {
     return same;
 }
 
+/// a + b, at most `top` and at least 0.
+__device__ __forceinline__ int clamped_sum(int a, int b, int top) { return __viaddmin_s32_relu(a, b, top); }
+
 /// Two floats as one word of two 16-bit floats, the first in the low half; round to nearest even.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack_halves(float low, float high) {

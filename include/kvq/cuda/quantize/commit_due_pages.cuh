@@ -61,7 +61,7 @@ __device__ __forceinline__ int page_due(const commit_args<Quantized, Window>& a,
 
 template <class Quantized, class Window>
 __global__ void __launch_bounds__(page_quantizer<Quantized>::threads,
-                                  1024 / page_quantizer<Quantized>::threads)
+                                  page_quantizer<Quantized>::blocks)
     commit_due_kernel(const __grid_constant__ commit_args<Quantized, Window> a) {
     constexpr int threads = page_quantizer<Quantized>::threads, warps = threads / warp_size;
     extern __shared__ __align__(16) std::byte page_memory[];
@@ -172,13 +172,13 @@ status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
     using read = detail::read_pair<Window>;
     using coded = detail::quantized_pair<Quantized>;
     auto* const kernel = detail::commit_due_kernel<coded, read>;
-    if (status s = detail::allow_shared_memory<coded>(kernel); !s) return s;
+    if (status s = detail::allow_shared_memory<coded, read>(kernel); !s) return s;
     int device = 0, multiprocessors = 0;
     cudaError_t code = cudaGetDevice(&device);
     if (code == cudaSuccess)
         code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (code != cudaSuccess) return detail::runtime_error(code, "asking for the device");
-    using quantizer = detail::page_quantizer<coded>;
+    using quantizer = detail::page_quantizer<coded, read>;
     constexpr int most_layers = detail::most_layers<coded>;
     for (std::size_t first = 0; first < quantized.size(); first += most_layers) {
         detail::commit_args<coded, read> a{detail::as_pair<coded>(quantized[0]),
@@ -200,7 +200,7 @@ status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
                 memory.values = quantized[i].own_values.transform;
         }
         const long long jobs = 2LL * a.layers * window[0].kv_heads * window[0].sequences,
-                        resident = static_cast<long long>(multiprocessors) * (1024 / quantizer::threads);
+                        resident = static_cast<long long>(multiprocessors) * quantizer::blocks;
         const dim3 blocks(static_cast<unsigned>(kvq::detail::smaller(jobs, resident)));
         if (status s = detail::launch("committing pages", detail::overlap::yes, kernel, blocks,
                                       quantizer::threads, quantizer::shared_bytes, stream, a);

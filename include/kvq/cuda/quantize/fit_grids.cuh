@@ -111,7 +111,7 @@ struct least_error {
 /// A bit for every candidate that may be the best one. Numbers of ordinary size.
 template <int Lanes>
 __device__ __forceinline__ unsigned best_candidates(const grid_line& line, int n, int q, least_error& least) {
-    constexpr int candidates = shrink_search::candidates, first_ones = 6;
+    constexpr int candidates = shrink_search::candidates, first_ones = 7;
     const float lo = line.range.first, range = line.range.last - lo, per_range = kvq::detail::rounded_quotient(1.0f, range);
     const auto top = static_cast<float>(line.top);
     const float per_top = kvq::detail::rounded_quotient(1.0f, top);
@@ -224,8 +224,7 @@ __device__ __forceinline__ refit_sums quick_sums(const grid_line& line, int n, c
     double products[8 / Lanes] = {};
     visit_parts<Lanes>(line.x, quick ? n : 0, q, [&](float x, int part) {
         const float position = __fmul_rn(x - grid.first, grid.inverse);
-        const int code =
-            larger(smaller(__float_as_int(__fadd_rn(position, whole)) - 0x4b400000, line.top), 0);
+        const int code = clamped_sum(__float_as_int(__fadd_rn(position, whole)), -0x4b400000, line.top);
         products[part] += __hiloint2double(code * unit + 0x3ff00000, 0) * static_cast<double>(x);
         s.codes += code;
         s.squares += code * code;

@@ -20,6 +20,7 @@
 
 #include "../../quant/token_scales.hpp"
 #include "../layout/warp_tile.cuh"
+#include "lane_halves.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -101,9 +102,10 @@ __device__ __forceinline__ void normalize_token_scales(const token_scale_scratch
 }
 
 /// Token scales of a page whose numbers lie at values[channel][stride], stored by store(token, token scale), which returns what is
-/// stored; s.token_scale and s.inverse of the stored ones. ordinary: is every number 0 or of an ordinary size? False: they have not
-/// certainly been stored as by the CPU. A lane has the same tokens of a few channels. All threads of a block.
-template <int Threads, int Tokens, int Dim, class F>
+/// stored; s.token_scale and s.inverse of the stored ones. Halves: numbers are half floats. ordinary: is every number 0 or of an
+/// ordinary size? False: they have not certainly been stored as by the CPU. A lane has the same tokens of a few channels. All
+/// threads of a block.
+template <int Threads, int Tokens, int Dim, bool Halves, class F>
 __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s, const float* values,
                                                    int stride, bool& ordinary, const F& store) {
     constexpr int warps = Threads / warp_size, channels = Dim / warps, tokens = Tokens / warp_size;
@@ -112,16 +114,21 @@ __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s,
     static_assert(tokens * warp_size == Tokens && channels * warps == Dim && warps <= 16);
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
     float x[channels][tokens];
-    bool usual = true;
+    std::uint32_t below = 0, above = ~0u;
 #pragma unroll
     for (int c = 0; c < channels; ++c)
 #pragma unroll
         for (int t = 0; t < tokens; ++t) {
-            const float number = fabsf(values[(warp * channels + c) * stride + lane * tokens + t]);
-            usual = usual && (number == 0.0f || (number >= 0x1p-30f && number <= 0x1p30f));
+            const float number = values[(warp * channels + c) * stride + lane * tokens + t];
             x[c][t] = number * number;
+            if constexpr (!Halves) {
+                const std::uint32_t size = __float_as_uint(fabsf(number));
+                below = larger(below, size);
+                above = smaller(above, size - 1u);  // 0 becomes the largest word
+            }
         }
-    ordinary = __syncthreads_and(usual) != 0;
+    ordinary = Halves || __syncthreads_and(below <= __float_as_uint(0x1p30f) &&
+                                           above >= __float_as_uint(0x1p-30f)) != 0;
     if (!ordinary) return false;
     float scale[tokens], inverse_square[tokens];
 #pragma unroll
@@ -138,26 +145,15 @@ __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s,
             for (int t = 0; t < tokens; ++t) sum[c] += x[c][t] * inverse_square[t];
         }
         // Half of the channels go to the other lane, until each has one.
-#pragma unroll
-        for (int half = channels / 2, step = 1; half > 0; half /= 2, step *= 2)
-#pragma unroll
-            for (int c = 0; c < half; ++c) {
-                const bool upper = (lane & step) != 0;
-                const float other = __shfl_xor_sync(~0u, upper ? sum[c] : sum[c + half], step);
-                sum[c] = (upper ? sum[c + half] : sum[c]) + other;
-            }
-#pragma unroll
-        for (int step = channels; step < warp_size; step *= 2) sum[0] += __shfl_xor_sync(~0u, sum[0], step);
+        reduce_over_lanes(sum, lane, [](float a, float b) { return a + b; });
         const float weight = sum[0] > 0.0f ? static_cast<float>(Tokens) * reciprocal(sum[0]) : 0.0f;
         float total[tokens] = {};
-#pragma unroll
-        for (int c = 0; c < channels; ++c) {
-            int from = 0;
-            for (int half = channels / 2, step = 1; half > 0; half /= 2, step *= 2) from += (c & half) != 0 ? step : 0;
+        static_for<channels>([&](auto channel) {
+            constexpr int c = decltype(channel)::value, from = lane_of_number<channels>(c);
             const float own = __shfl_sync(~0u, weight, from);
 #pragma unroll
             for (int t = 0; t < tokens; ++t) total[t] += x[c][t] * own;
-        }
+        });
 #pragma unroll
         for (int t = 0; t < tokens; ++t) partial[warp * Tokens + lane * tokens + t] = total[t];
         __syncthreads();

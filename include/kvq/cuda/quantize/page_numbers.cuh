@@ -36,16 +36,10 @@ __device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int pag
         constexpr int words = Role == tensor::value && per_row % 2 == 0 ? 2 : 1, count = words * per_word;
         const auto* const from = reinterpret_cast<const std::uint32_t*>(
             static_cast<const std::byte*>(cache.template block<Role>(page, head)));
-#pragma unroll 4
-        for (int i = thread; i < slot_count * per_row / words; i += Threads) {
-            const int tile = i / (height * per_row / words), in_tile = i - tile * (height * per_row / words);
-            const int rows = slot_count % height == 0 ? height : smaller(height, slot_count - tile * height);
-            const int vector = in_tile / rows * words, row = in_tile % rows;
-            const std::uint32_t* const at = from + tile * height * per_row + vector * rows + row;
-            float x[count];
+        const auto numbers_of = [](const std::uint32_t* at, int apart, float (&x)[count]) {
 #pragma unroll
             for (int w = 0; w < words; ++w) {
-                const std::uint32_t word = at[w * rows];
+                const std::uint32_t word = at[w * apart];
                 if constexpr (per_word == 2) {
                     x[2 * w] = unpack_half<T, 0>(word);
                     x[2 * w + 1] = unpack_half<T, 1>(word);
@@ -53,17 +47,45 @@ __device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int pag
                     x[w] = __uint_as_float(word);
                 }
             }
-            const int r = tile * height + row, col = vector * per_word;
-            if (slot_count != s.rows() && r >= s.rows()) continue;
+        };
+        const auto put_numbers = [&](int row, int col, const float (&x)[count], bool whole) {
             if constexpr (Role == tensor::key) {
 #pragma unroll
                 for (int k = 0; k < count; ++k) {
                     const float one[1] = {x[k]};
-                    if (s.cols() % count == 0 || col + k < s.cols()) put(col + k, r, one, 1);
+                    if (whole || s.cols() % count == 0 || col + k < s.cols()) put(col + k, row, one, 1);
                 }
             } else {
-                put(r, col, x, s.cols() % count == 0 ? count : smaller(count, s.cols() - col));
+                put(row, col, x, whole || s.cols() % count == 0 ? count : smaller(count, s.cols() - col));
             }
+        };
+        // Warps that have the same vectors of every tile find them at constant distances.
+        constexpr int warps = Threads / warp_size, vectors = per_row / words;
+        if constexpr (s.rows() % height == 0 && s.cols() % count == 0 && vectors % warps == 0) {
+            constexpr int turns = vectors / warps;
+            const int warp = thread / warp_size, lane = thread % warp_size;
+#pragma unroll 1
+            for (int tile = 0; tile < s.rows() / height; ++tile)
+#pragma unroll
+                for (int turn = 0; turn < turns; ++turn) {
+                    const int vector = turn * warps + warp;
+                    float x[count];
+                    numbers_of(from + (tile * vectors + vector) * words * height + lane, height, x);
+                    put_numbers(tile * height + lane, vector * count, x, true);
+                }
+            return;
+        }
+#pragma unroll 4
+        for (int i = thread; i < slot_count * per_row / words; i += Threads) {
+            const int tile = i / (height * per_row / words), in_tile = i - tile * (height * per_row / words);
+            const int rows = slot_count % height == 0 ? height : smaller(height, slot_count - tile * height);
+            const int vector = in_tile / rows * words, row = in_tile % rows;
+            const std::uint32_t* const at = from + tile * height * per_row + vector * rows + row;
+            float x[count];
+            numbers_of(at, rows, x);
+            const int r = tile * height + row, col = vector * per_word;
+            if (slot_count != s.rows() && r >= s.rows()) continue;
+            put_numbers(r, col, x, false);
         }
     } else {
         for (int i = thread; i < s.tokens * s.dim; i += Threads) {

@@ -15,6 +15,7 @@
 
 #include "../../core/token_view.hpp"
 #include "quantize_grid.cuh"
+#include "quantize_tiles.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -29,15 +30,31 @@ inline constexpr bool numbers_fit = [] {
         return false;
 }();
 
+/// Are pages of 16-bit numbers?
+template <class S>
+inline constexpr bool reads_tiles = [] {
+    if constexpr (full_precision<S>)
+        return sizeof(typename S::value_type) == 2;
+    else
+        return false;
+}();
+
 /// Threads of a block that quantizes one head of a page, and the shared memory that it takes for pages of From.
 template <class To, class From = To>
 struct page_quantizer {
     static constexpr bool grids = codes_grids<typename To::keys> || codes_grids<typename To::values>;
     static constexpr int values = To::page_tokens * larger(To::head_dim, To::value_dim);
-    static constexpr int threads = !grids ? 256 : values >= 16384 ? 512 : values >= 8192 ? 256 : 128;
+    /// Where warps have tiles in registers, these need more than 64.
+    static constexpr bool tiles = page_tiles<To, tensor::key>::fit && page_tiles<To, tensor::value>::fit;
+    static constexpr int threads = tiles ? 128 : !grids ? 256 : values >= 16384 ? 512 : values >= 8192 ? 256 : 128;
+    static constexpr int blocks = tiles ? 4 : 1024 / threads;  // of a multiprocessor
+    template <tensor Role>
+    static constexpr bool in_tiles = tiles && reads_tiles<scheme_of<Role, From>> && !turns<Role, From, To>;
     template <tensor Role>
     static constexpr int bytes_of() {
-        if constexpr (codes_grids<scheme_of<Role, To>>)
+        if constexpr (in_tiles<Role>)
+            return threads / warp_size * page_tiles<To, Role>::bytes;
+        else if constexpr (codes_grids<scheme_of<Role, To>>)
             return grid_memory<To, Role>::bytes;
         else if constexpr (numbers_fit<scheme_of<Role, To>, Role, To>)
             return composed_memory<To, Role>::bytes;
@@ -66,7 +83,19 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
         } else {
             constexpr block_shape shape = shape_of<Role, From>;
             std::byte* const block = target.template block<Role>(to, head);
-            if constexpr (numbers_fit<S, Role, To> || turns<Role, From, To>) {
+            bool done = false;
+            if constexpr (page_quantizer<To, From>::template in_tiles<Role>) {
+                using T = typename scheme_of<Role, From>::value_type;
+                const bool fine = quantize_tiles<T, To, Role, threads>(
+                    reinterpret_cast<const std::uint32_t*>(
+                        static_cast<const std::byte*>(source.template block<Role>(from, head))),
+                    block, shared);
+                done = __syncthreads_and(fine) != 0;
+            }
+            if (done) {
+                // Every number is finite.
+            } else if constexpr (!page_quantizer<To, From>::template in_tiles<Role> &&
+                                 (numbers_fit<S, Role, To> || turns<Role, From, To>)) {
                 constexpr int stride = numbers_stride(shape.tokens);
                 auto* const numbers = reinterpret_cast<float*>(shared);
                 visit_page<threads, Role>(
@@ -110,7 +139,7 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
 
 /// Values first (blockIdx.z): they take longer, and what is short fills the end of the launch.
 template <class From, class To>
-__global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quantizer<To>::threads)
+__global__ void __launch_bounds__(page_quantizer<To>::threads, page_quantizer<To>::blocks)
     requantize_kernel(const __grid_constant__ cache_ref<From> source,
                       const __grid_constant__ cache_ref<To> target, const int* from, const int* to,
                       unsigned* not_finite) {
@@ -138,7 +167,7 @@ __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cac
 /// Most steps have nothing to quantize, some one page, few many. So few blocks are launched: block x takes
 /// the x-th sequence that is due, the one gridDim.x further, and so on.
 template <class From, class To>
-__global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quantizer<To>::threads)
+__global__ void __launch_bounds__(page_quantizer<To>::threads, page_quantizer<To>::blocks)
     commit_kernel(const __grid_constant__ cache_ref<From> window,
                   const __grid_constant__ cache_ref<To> quantized, int recent, const int* fresh,
                   unsigned* not_finite) {
@@ -304,11 +333,11 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Quanti
         return detail::bad_value("tables must be those of the refs, and fresh pages must be given");
     using read = detail::read_pair<Window>;
     using coded = detail::quantized_pair<Quantized>;
-    using coder = detail::page_quantizer<coded>;
+    using coder = detail::page_quantizer<coded, read>;
     auto* const kernel = detail::commit_kernel<read, coded>;
     const auto source = detail::as_pair<read>(window);
     const auto target = detail::as_pair<coded>(quantized);
-    if (status s = detail::allow_shared_memory<coded>(kernel); !s) return s;
+    if (status s = detail::allow_shared_memory<coded, read>(kernel); !s) return s;
     const int columns = kvq::detail::smaller(window.sequences, kvq::detail::larger(1, 128 / window.kv_heads));
     const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(window.kv_heads), 2);
     if (status s = detail::launch("launching commit", detail::overlap::no, kernel, grid, coder::threads,

@@ -31,6 +31,13 @@ class grid_encoder {
     static constexpr bool has_quads = memory::whole && slot_count == memory::tokens &&
                                       memory::tokens % memory::group == 0 && memory::group % (4 * lanes) == 0 &&
                                       memory::lines * lanes <= Threads && line_quads <= 16;
+    /// Are numbers half floats?
+    static constexpr bool halves = [] {
+        if constexpr (full_precision<scheme_of<Role, From>> && !turns<Role, From, To>)
+            return std::is_same_v<typename scheme_of<Role, From>::value_type, float16>;
+        else
+            return false;
+    }();
     /// Are token scales of few bits fitted in registers first?
     static constexpr bool quick_scales = [] {
         constexpr int warps = Threads / warp_size, channels = dim / warps, tokens = slot_count / warp_size;
@@ -216,7 +223,11 @@ private:
             float y[N], size = 0.0f;
 #pragma unroll
             for (int k = 0; k < N; ++k) size += fabsf(y[k] = x[k]);
-            if (!(size < 0x1p99f)) {
+            if (halves && N == 1) {
+                const bool finite = size < INFINITY;
+                if (Zeroed && !finite) y[0] = 0.0f;
+                bad += !finite;
+            } else if (!(size < 0x1p99f)) {
 #pragma unroll
                 for (int k = 0; k < N; ++k) {
                     const bool finite = kvq::detail::is_finite(x[k]);
@@ -275,7 +286,7 @@ private:
         if constexpr (memory::whole) dirty = read<true>(0, dim, 0, slot_count, true);
         if constexpr (quick_scales)
         {
-            const bool certain = quick_token_scales<Threads, slot_count, dim>(
+            const bool certain = quick_token_scales<Threads, slot_count, dim, halves>(
                 token_scales_, numbers(), numbers_stride(slot_count), ordinary_, store);
             ordinary_ = ordinary_ && !dirty;  // infinities are divided, too
             if (certain) return dirty;

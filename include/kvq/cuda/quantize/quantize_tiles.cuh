@@ -1,0 +1,175 @@
+// 16-bit pages to codes of ranges, in registers: a warp quantizes rows of 32 lanes, whose words lie as lanes do.
+//
+//   rows are lines       (keys per token, values per channel)  a lane has a row of 32, and finds the range of its groups
+//   columns are lines    (values per token, keys per channel)  a lane has its row of every tile of 32 rows of a group; ranges go from
+//                        lane to lane, half of the columns to each, until a lane has one pair of columns
+//
+// A word of a 16-bit page is two neighbouring columns of a row. Ranges are packed minima and maxima, which are exact.
+// Contract: the bytes that quantize_block writes, where every number is finite and lies on its grid. Otherwise false is returned, and
+// bytes are not valid.
+#pragma once
+
+#include "lane_halves.cuh"
+#include "quantize.cuh"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+
+/// What a warp has in registers at a time of a block of To.
+template <class To, tensor Role>
+struct page_tiles {
+    using S = scheme_of<Role, To>;
+    static constexpr block_shape shape = shape_of<Role, To>;
+    static constexpr int rows = shape.rows(), cols = shape.cols();
+    static constexpr int step = [] {  // columns that fill a word of every plane of codes
+        if constexpr (codes_ranges<S>)
+            return 4 * word_traits<S>::units_per_step;
+        else
+            return 0;
+    }();
+    static constexpr bool on_rows = codec<S>.per_token == (Role == tensor::key);
+    static constexpr int line_length = on_rows ? cols : rows,
+                         group = codec<S>.group == 0 || codec<S>.group > line_length ? line_length : codec<S>.group;
+    /// Row tiles of a group, and columns; 64 words of two columns.
+    static constexpr int tiles = on_rows ? 1 : group / 32, most_columns = on_rows ? cols : 128 / larger(1, tiles),
+                         columns = smaller(smaller(cols, 64), most_columns);
+    static constexpr bool fit = codes_ranges<S> && step > 0 && rows % 32 == 0 && cols % 4 == 0 &&
+                                line_length % group == 0 &&
+                                (on_rows ? cols <= 128 && group % step == 0 && cols % step == 0
+                                         : group % 32 == 0 && tiles <= 8 && columns % larger(1, step) == 0 &&
+                                               cols % larger(1, columns) == 0 && (columns & (columns - 1)) == 0);
+    static constexpr int bytes = on_rows ? 0 : 8 * columns;  // of shared memory, of a warp
+};
+
+/// Does numbers [lo, hi] lie on the grid that is stored for them? parameters: bias, 1 / scale.
+template <class S>
+__device__ __forceinline__ bool store_range(const block_shape& s, std::byte* block, int group, int slot, float lo,
+                                            float hi, float2& parameters) {
+    const auto stored = fit_range<S>(lo, hi);
+    write_parameters<S>(s, block, group, slot, stored);
+    parameters = {to_float(stored.bias), inverse_scale(to_float(stored.scale))};
+    return lo > -INFINITY && hi < INFINITY && fits_grid<S>(lo, hi, parameters.x, parameters.y);
+}
+
+/// Codes the block from one of 16-bit numbers. Shared memory: page_tiles::bytes for each warp. All threads of a block; a barrier
+/// first. False: see above.
+template <class T, class To, tensor Role, int Threads>
+__device__ __forceinline__ bool quantize_tiles(const std::uint32_t* from, std::byte* block, std::byte* shared) {
+    using tiles = page_tiles<To, Role>;
+    using S = typename tiles::S;
+    using traits = word_traits<S>;
+    constexpr block_shape s = tiles::shape;
+    constexpr int rows = tiles::rows, cols = tiles::cols, step = tiles::step, units = cols / 4;
+    constexpr int from_words = cols / 2, to_words = traits::lines(units), warps = Threads / warp_size;
+    static_assert(value_layout<T>(s).tiles.words_per_row == from_words);
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
+    auto* const to = reinterpret_cast<std::uint32_t*>(block);
+    const auto layout = typename S::layout_type{}.codes(s);
+    const grouped_axis lines = tiles::on_rows ? layout.rows() : layout.cols;
+    // Padding between and behind the sections.
+    for (int i = static_cast<int>(layout.bytes() / 4) + thread;
+         i < static_cast<int>(typename S::layout_type{}.bytes(s) / 4); i += Threads)
+        to[i] = 0;
+    __syncthreads();
+    bool fine = true;
+    // Columns [first, first + step) of row 32 * tile + lane. word(i): numbers 2 i and 2 i + 1 of the step; parameters(k): of number k.
+    const auto code = [&](int tile, int first, const auto& word, const auto& parameters) {
+        std::uint32_t quads[step / 4];
+#pragma unroll
+        for (int q = 0; q < step / 4; ++q) {
+            float x[4], bias[4], inverse[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const std::uint32_t w = word(2 * q + k / 2);
+                x[k] = k % 2 ? unpack_half<T, 1>(w) : unpack_half<T, 0>(w);
+                const float2 p = parameters(4 * q + k);
+                bias[k] = p.x, inverse[k] = p.y;
+            }
+            quads[q] = quad_of_codes<S>(x, bias, inverse, true);
+        }
+        pack_step<S>(first / 4, units, quads, [&](int v, std::uint32_t packed) {
+            to[(tile * to_words + v) * warp_size + lane] = packed;
+        });
+    };
+    if constexpr (tiles::on_rows) {
+        constexpr int group = tiles::group;
+        for (int tile = warp; tile < rows / 32; tile += warps) {
+            const std::uint32_t* const at = from + tile * from_words * warp_size + lane;
+            std::uint32_t x[from_words];
+#pragma unroll
+            for (int i = 0; i < from_words; ++i) x[i] = at[i * warp_size];
+#pragma unroll
+            for (int g = 0; g < cols / group; ++g) {
+                std::uint32_t lo = x[g * group / 2], hi = lo;
+#pragma unroll
+                for (int i = 1; i < group / 2; ++i) {
+                    lo = min_halves<T>(lo, x[g * group / 2 + i]);
+                    hi = max_halves<T>(hi, x[g * group / 2 + i]);
+                }
+                lo = min_halves<T>(lo, lo >> 16), hi = max_halves<T>(hi, hi >> 16);
+                float2 p;
+                fine &= store_range<S>(s, block, g, lines.slot(tile * 32 + lane), unpack_half<T, 0>(lo),
+                                       unpack_half<T, 0>(hi), p);
+#pragma unroll
+                for (int first = g * group; first < (g + 1) * group; first += step)
+                    code(tile, first, [&](int i) { return x[first / 2 + i]; }, [&](int) { return p; });
+            }
+        }
+    } else {
+        constexpr int columns = tiles::columns, pairs = columns / 2, depth = tiles::tiles;
+        constexpr int jobs = rows / tiles::group * (cols / columns);
+        auto* const parameters = reinterpret_cast<float2*>(shared + warp * tiles::bytes);
+        for (int job = warp; job < jobs; job += warps) {
+            const int g = job / (cols / columns), begin = job % (cols / columns) * columns, tile = g * depth;
+            const std::uint32_t* const at = from + (tile * from_words + begin / 2) * warp_size + lane;
+            std::uint32_t x[depth][pairs], lo[pairs], hi[pairs];
+#pragma unroll
+            for (int t = 0; t < depth; ++t)
+#pragma unroll
+                for (int i = 0; i < pairs; ++i) x[t][i] = at[(t * from_words + i) * warp_size];
+#pragma unroll
+            for (int i = 0; i < pairs; ++i) {
+                lo[i] = hi[i] = x[0][i];
+#pragma unroll
+                for (int t = 1; t < depth; ++t) {
+                    lo[i] = min_halves<T>(lo[i], x[t][i]);
+                    hi[i] = max_halves<T>(hi[i], x[t][i]);
+                }
+            }
+            const auto smaller_ones = [](std::uint32_t a, std::uint32_t b) { return min_halves<T>(a, b); };
+            const auto larger_ones = [](std::uint32_t a, std::uint32_t b) { return max_halves<T>(a, b); };
+            reduce_over_lanes(lo, lane, smaller_ones);
+            reduce_over_lanes(hi, lane, larger_ones);
+            // Lanes that have the same pair take a column each, or both where there are no two.
+            const auto fit = [&](int k) {
+                const float low = k ? unpack_half<T, 1>(lo[0]) : unpack_half<T, 0>(lo[0]),
+                            high = k ? unpack_half<T, 1>(hi[0]) : unpack_half<T, 0>(hi[0]);
+                const int column = 2 * number_of_lane<pairs>(lane) + k;
+                fine &= store_range<S>(s, block, g, lines.slot(begin + column), low, high, parameters[column]);
+            };
+            __syncwarp();  // the last job's parameters have been read
+            if constexpr (pairs < warp_size) {
+                if (lane / pairs < 2) fit(lane / pairs);
+            } else {
+                fit(0);
+                fit(1);
+            }
+            __syncwarp();
+#pragma unroll
+            for (int first = 0; first < columns; first += step) {
+                float4 p[step / 2];
+#pragma unroll
+                for (int i = 0; i < step / 2; ++i)
+                    p[i] = *reinterpret_cast<const float4*>(parameters + first + 2 * i);
+#pragma unroll
+                for (int t = 0; t < depth; ++t)
+                    code(tile + t, begin + first, [&](int i) { return x[t][first / 2 + i]; },
+                         [&](int k) {
+                             return k % 2 ? float2{p[k / 2].z, p[k / 2].w} : float2{p[k / 2].x, p[k / 2].y};
+                         });
+            }
+        }
+    }
+    return fine;
+}
+
+}}}  // namespace kvq::cuda::detail
