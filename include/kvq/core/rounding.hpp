@@ -71,6 +71,14 @@ KVQ_HD KVQ_INLINE constexpr float rounded_quotient(float a, float b) noexcept {
 #endif
 }
 
+KVQ_HD KVQ_INLINE constexpr float rounded_inverse(float x) noexcept {
+#if defined(__CUDA_ARCH__)
+    return __frcp_rn(x);
+#else
+    return 1.0f / x;
+#endif
+}
+
 /// Nearest integer, ties to even, for 0 <= v < 2^23.
 KVQ_HD KVQ_INLINE constexpr int round_half_even(float v) noexcept {
 #if defined(__CUDA_ARCH__)

@@ -77,7 +77,7 @@ struct grid_steps {
     KVQ_HD grid_steps(const grid_range& r, int top) noexcept
         : first(r.first),
           scale(rounded_quotient(r.last - r.first, static_cast<float>(top))),
-          inverse(scale > 0.0f ? rounded_quotient(1.0f, scale) : 0.0f),
+          inverse(scale > 0.0f ? rounded_inverse(scale) : 0.0f),
           last_code(static_cast<float>(top)) {}
     KVQ_HD KVQ_INLINE float code(float x) const noexcept {
         const float position = product(x - first, inverse);

@@ -60,8 +60,7 @@ __device__ __forceinline__ int page_due(const commit_args<Quantized, Window>& a,
 }
 
 template <class Quantized, class Window>
-__global__ void __launch_bounds__(page_quantizer<Quantized>::threads,
-                                  page_quantizer<Quantized>::blocks)
+__global__ void __launch_bounds__(page_quantizer<Quantized>::threads, page_quantizer<Quantized>::blocks)
     commit_due_kernel(const __grid_constant__ commit_args<Quantized, Window> a) {
     constexpr int threads = page_quantizer<Quantized>::threads, warps = threads / warp_size;
     extern __shared__ __align__(16) std::byte page_memory[];

@@ -78,9 +78,8 @@ __device__ __forceinline__ double ordered_total(const double (&part)[8 / Lanes])
 #pragma unroll
         for (const double p : part) here += p;
         constexpr int together = lines_together<Lanes>;
-        sum = Lanes == 1
-                  ? here
-                  : __shfl_sync(~0u, here, k * together + static_cast<int>(threadIdx.x) % together);
+        sum = Lanes == 1 ? here
+                         : __shfl_sync(~0u, here, k * together + static_cast<int>(threadIdx.x) % together);
     }
     return sum;
 }
@@ -108,11 +107,13 @@ struct least_error {
     float root = INFINITY, slack = INFINITY;
 };
 
-/// A bit for every candidate that may be the best one. Numbers of ordinary size.
+/// A bit for every candidate that may be the best one. Numbers of ordinary size. own: the range of this lane's.
 template <int Lanes>
-__device__ __forceinline__ unsigned best_candidates(const grid_line& line, int n, int q, least_error& least) {
-    constexpr int candidates = shrink_search::candidates, first_ones = 7;
-    const float lo = line.range.first, range = line.range.last - lo, per_range = kvq::detail::rounded_quotient(1.0f, range);
+__device__ __forceinline__ unsigned best_candidates(const grid_line& line, int n, int q,
+                                                    const grid_range& own, least_error& least) {
+    constexpr int candidates = shrink_search::candidates, first_ones = 6;
+    const float lo = line.range.first, range = line.range.last - lo,
+                per_range = kvq::detail::rounded_quotient(1.0f, range);
     const auto top = static_cast<float>(line.top);
     const float per_top = kvq::detail::rounded_quotient(1.0f, top);
     float sum[candidates];
@@ -153,9 +154,12 @@ __device__ __forceinline__ unsigned best_candidates(const grid_line& line, int n
     compare(0, first_ones);
 #pragma unroll
     for (int i = first_ones; i < candidates; ++i) sum[i] = INFINITY;
-    // The smallest and the largest number alone have the cut as error.
+    // What other candidates cut off a few numbers is an error by itself.
     constexpr float cut = 0.025f * first_ones;
-    if (__any_sync(~0u, n > 0 && 1.99f * cut * cut <= bound)) {
+    const float low = fmaxf(cut - (own.first - lo) * per_range, 0.0f),
+                high = fmaxf((own.last - lo) * per_range - (1.0f - cut), 0.0f);
+    const float cut_off = line_sum<Lanes>(low * low + high * high);
+    if (__any_sync(~0u, n > 0 && 0.99f * cut_off <= bound)) {
         add_up(std::integral_constant<int, first_ones>{}, std::integral_constant<int, candidates>{});
         compare(first_ones, candidates);
     }
@@ -185,7 +189,8 @@ __device__ __forceinline__ double widened_code(float code) {
 
 /// The CPU's sums of the first n numbers at x (0: none) quantized on a grid. All lanes of a warp. Rarely called: not inlined.
 template <int Lanes>
-__device__ __noinline__ exact_sums exact_sums_at(const float* x, int n, int top, float first, float last, int q) {
+__device__ __noinline__ exact_sums exact_sums_at(const float* x, int n, int top, float first, float last,
+                                                 int q) {
     const kvq::detail::grid_steps grid({first, last}, top);
     double error[8 / Lanes] = {}, products[8 / Lanes] = {};
     float codes = 0.0f, squares = 0.0f;
@@ -255,7 +260,7 @@ __device__ __forceinline__ grid_range refitted(const grid_line& line, int n, int
                                                const least_error& least, bool ordinary) {
     double parts[8 / Lanes] = {};
     visit_parts<Lanes>(line.x, n, q, [&](float x, int part) { parts[part] += static_cast<double>(x); });
-    const double values = ordered_total<Lanes>(parts);
+    const double values = ordered_total<Lanes>(parts), per_n = 1.0 / larger(n, 1);
     const auto top = static_cast<float>(line.top);
     const float magnitude = fmaxf(fabsf(line.range.first), fabsf(line.range.last)),
                 numbers = static_cast<float>(n);
@@ -271,19 +276,29 @@ __device__ __forceinline__ grid_range refitted(const grid_line& line, int n, int
     for (int turn = 0; turn < least_squares::turns; ++turn) {
         grid_range next;
         double first = 0.0, last = 0.0;
-        bool fits = active && least_squares::refit(n, s.codes, values, s.squares, s.products, line.top, first, last);
-        // Would the CPU's products make the same floats?
+        // least_squares::refit without divisions.
         const double spread = static_cast<double>(n) * s.squares - static_cast<double>(s.codes) * s.codes;
-        double off = 4.0 * top * n * s.slack;
-        off = off + spread * 0x1p-47 * (magnitude + fabs(first) + fabs(last));
-        off = s.slack > 0.0f ? off * static_cast<double>(reciprocal(static_cast<float>(spread)) * 1.001f) : 0.0;
+        bool fits = active && spread > 0.0;
+        const float rough = reciprocal(static_cast<float>(spread));
+        double per_spread = static_cast<double>(rough);
+        per_spread += per_spread * (1.0 - spread * per_spread);
+        per_spread += per_spread * (1.0 - spread * per_spread);
+        const double step = (n * s.products - s.codes * values) * per_spread;
+        first = (values - step * s.codes) * per_n;
+        last = first + step * line.top;
+        // Would the CPU's products and divisions make the same floats?
+        const float size_of_ends =
+            magnitude + fabsf(static_cast<float>(first)) + fabsf(static_cast<float>(last));
+        const auto off =
+            static_cast<double>(4.1f * top * numbers * s.slack * rough + size_of_ends * 0x1p-46f);
         next = {static_cast<float>(first - off), static_cast<float>(last - off)};
-        const bool rounded = next.first == static_cast<float>(first + off) &&
+        const bool rounded = s.slack > 0.0f && next.first == static_cast<float>(first + off) &&
                              next.last == static_cast<float>(last + off);
         if (__any_sync(~0u, fits && !rounded)) {
             const exact_sums exact = sums_on_grid<Lanes>(line, fits && !rounded ? n : 0, range, q);
             if (fits && !rounded) {
-                fits = least_squares::refit(n, s.codes, values, s.squares, exact.products, line.top, first, last);
+                fits = least_squares::refit(n, s.codes, values, s.squares, exact.products, line.top, first,
+                                            last);
                 next = {static_cast<float>(first), static_cast<float>(last)};
             }
         }
@@ -294,7 +309,8 @@ __device__ __forceinline__ grid_range refitted(const grid_line& line, int n, int
         s = sums(next, active ? n : 0, next_scale);
         const double next_error = relative_error(next, next_scale, n, values, s);
         const float gain = static_cast<float>(error - next_error);
-        const float size = fmaxf(fabsf(range.first) + 2.0f * scale * top, fabsf(next.first) + 2.0f * next_scale * top),
+        const float size = fmaxf(fabsf(range.first) + 2.0f * scale * top,
+                                 fabsf(next.first) + 2.0f * next_scale * top),
                     all = magnitude + size, root = least.root + least.slack;
         const float off_root = sqrtf(numbers) * 0x1.02p-24f * size;
         const float unsure_below = 4.1f * off_root * (root + off_root) + 0x1p-21f * root * root +
@@ -317,9 +333,11 @@ __device__ __forceinline__ grid_range refitted(const grid_line& line, int n, int
     return range;
 }
 
-/// The best candidate of a search, or that one refitted. All lanes of a warp; n = 0: nothing to do.
+/// The best candidate of a search, or that one refitted. own: the range of this lane's numbers. All lanes of a warp; n = 0:
+/// nothing to do.
 template <int Lanes, bool Refits>
-__device__ __forceinline__ grid_range fitted(const grid_line& line, int n, int q, bool refits) {
+__device__ __forceinline__ grid_range fitted(const grid_line& line, int n, int q, const grid_range& own,
+                                             bool refits) {
     constexpr int candidates = shrink_search::candidates;
     const float range = line.range.last - line.range.first,
                 magnitude = fmaxf(fabsf(line.range.first), fabsf(line.range.last));
@@ -328,7 +346,7 @@ __device__ __forceinline__ grid_range fitted(const grid_line& line, int n, int q
     least_error least;
     unsigned possible = 1;
     if (__any_sync(~0u, n > 0 && ordinary))
-        possible = best_candidates<Lanes>(line, ordinary ? n : 0, q, least);
+        possible = best_candidates<Lanes>(line, ordinary ? n : 0, q, own, least);
     if (!ordinary) possible = (1u << candidates) - 1u, least = {};
     if (n == 0) possible = 1;
     int best = __ffs(static_cast<int>(possible)) - 1;
@@ -349,7 +367,8 @@ __device__ __forceinline__ grid_range fitted(const grid_line& line, int n, int q
     }
     const grid_range r = shrink_search::candidate(line.range, best);
     if constexpr (Refits)
-        if (__any_sync(~0u, refits && n > 0)) return refitted<Lanes>(line, refits ? n : 0, q, r, least, ordinary);
+        if (__any_sync(~0u, refits && n > 0))
+            return refitted<Lanes>(line, refits ? n : 0, q, r, least, ordinary);
     return r;
 }
 

@@ -7,12 +7,12 @@
 // in any order. u = 2^-24; distance of two vectors of token scales: the largest less the smallest log of their quotients.
 //
 //   an iteration        keeps vectors as near to each other as they were: it is homogeneous and monotone (a floor included)
-//   in floats           is within 2 * 21 u of the same in real arithmetic: a sum of squares of a channel is within 17 u of itself, its
-//                       inverse 20 u, a token's sum 36 u, its root 21 u
+//   in floats           is within 30 u of the same in real arithmetic: a sum of squares of a channel is within 13 u of itself, its
+//                       inverse 15 u, a token's sum 30 u, its root half of that, and two of them make a quotient
 //   on the CPU          within 2 * 7 u
 //   iterations left     change token scales by no more than the last one did, each
 //
-// So the result of the CPU's eight iterations is within 8 (42 + 14) u + left * change. Where a token scale within 480 u +
+// So the result of the CPU's eight iterations is within 8 (30 + 14) u + left * change. Where a token scale within 370 u +
 // left * change of that of the floats would be stored as another one, the block goes through the CPU's sums.
 //
 // Contract: the same token scales as on the CPU, bit for bit.
@@ -127,12 +127,14 @@ __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s,
                 above = smaller(above, size - 1u);  // 0 becomes the largest word
             }
         }
-    ordinary = Halves || __syncthreads_and(below <= __float_as_uint(0x1p30f) &&
-                                           above >= __float_as_uint(0x1p-30f)) != 0;
+    ordinary = Halves || __syncthreads_and(below <= __float_as_uint(0x1p20f) &&
+                                           above >= __float_as_uint(0x1p-20f)) != 0;
     if (!ordinary) return false;
-    float scale[tokens], inverse_square[tokens];
+    // Squares of token scales are relative to the largest one.
+    constexpr float floor = smallest_scale / largest_scale * (smallest_scale / largest_scale);
+    float square[tokens], inverse_square[tokens];
 #pragma unroll
-    for (int t = 0; t < tokens; ++t) scale[t] = inverse_square[t] = 1.0f;
+    for (int t = 0; t < tokens; ++t) square[t] = inverse_square[t] = 1.0f;
     auto* const partial = reinterpret_cast<float*>(s.parts);  // [warps][Tokens]
     int left = 8;
     float change = 0.0f;
@@ -161,41 +163,39 @@ __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s,
             float part[4] = {};
 #pragma unroll
             for (int w = 0; w < warps; ++w) part[w % 4] += partial[w * Tokens + t];
-            s.token_scale[t] = sqrtf((part[0] + part[1] + (part[2] + part[3])) * (1.0f / Dim));
+            s.token_scale[t] = part[0] + part[1] + (part[2] + part[3]);
         }
         __syncthreads();
         unsigned largest = 0, most = 0, least = ~0u;
-        float next[tokens];
 #pragma unroll
         for (int t = 0; t < tokens; ++t) {
-            next[t] = s.token_scale[lane * tokens + t];
-            largest = larger(largest, __float_as_uint(next[t]));
+            square[t] = s.token_scale[lane * tokens + t];
+            largest = larger(largest, __float_as_uint(square[t]));
         }
-        const float size = __uint_as_float(__reduce_max_sync(~0u, largest));
-        const float factor = size > 0.0f ? largest_scale * reciprocal(size) : 0.0f;
+        const float size = __uint_as_float(__reduce_max_sync(~0u, largest)), per_size = reciprocal(size);
 #pragma unroll
         for (int t = 0; t < tokens; ++t) {
-            next[t] = size > 0.0f ? fmaxf(next[t] * factor, smallest_scale) : largest_scale;
-            const float grown = next[t] * reciprocal(scale[t]), inverse = reciprocal(next[t]);
+            square[t] = size > 0.0f ? fmaxf(square[t] * per_size, floor) : 1.0f;
+            const float grown = square[t] * inverse_square[t];
             most = larger(most, __float_as_uint(grown));
             least = smaller(least, __float_as_uint(grown));
-            inverse_square[t] = inverse * inverse;
-            scale[t] = next[t];
+            inverse_square[t] = reciprocal(square[t]);
         }
         most = __reduce_max_sync(~0u, most);
         least = __reduce_min_sync(~0u, least);
-        change = __uint_as_float(most) * reciprocal(__uint_as_float(least)) - 1.0f + 0x1p-21f;
+        change = 0.5f * (__uint_as_float(most) * reciprocal(__uint_as_float(least)) - 1.0f) + 0x1p-21f;
         --left;
     } while (left > 0 && static_cast<float>(left) * change > 0x1p-17f);
-    const float slack = 480.0f * 0x1p-24f + static_cast<float>(left) * change;
+    const float slack = 370.0f * 0x1p-24f + static_cast<float>(left) * change;
     bool certain = true;
     __syncthreads();  // all have read s.token_scale
 #pragma unroll
     for (int t = 0; t < tokens; ++t)
         if (warp == t % warps) {
             const int token = lane * tokens + t;
-            const float stored = store(token, scale[t] * (1.0f + slack));
-            certain = certain && stored == store(token, scale[t] * (1.0f - slack));
+            const float scale = sqrtf(square[t]) * largest_scale,
+                        stored = store(token, scale * (1.0f + slack));
+            certain = certain && stored == store(token, scale * (1.0f - slack));
             s.token_scale[token] = stored;
             s.inverse[token] = __fdiv_rn(1.0f, stored);
         }

@@ -10,7 +10,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 template <int N>
 KVQ_HD constexpr int number_of_lane(int lane) noexcept {
     int number = 0;
-    for (int distance = 1; distance < N; distance *= 2) number += (lane & distance) != 0 ? N / distance / 2 : 0;
+    for (int distance = 1; distance < N; distance *= 2)
+        number += (lane & distance) != 0 ? N / distance / 2 : 0;
     return number;
 }
 /// The first lane that has a number.

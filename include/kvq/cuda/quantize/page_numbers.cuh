@@ -36,7 +36,7 @@ __device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int pag
         constexpr int words = Role == tensor::value && per_row % 2 == 0 ? 2 : 1, count = words * per_word;
         const auto* const from = reinterpret_cast<const std::uint32_t*>(
             static_cast<const std::byte*>(cache.template block<Role>(page, head)));
-        const auto numbers_of = [](const std::uint32_t* at, int apart, float (&x)[count]) {
+        const auto numbers_of = [](const std::uint32_t* at, int apart, float(&x)[count]) {
 #pragma unroll
             for (int w = 0; w < words; ++w) {
                 const std::uint32_t word = at[w * apart];
@@ -48,7 +48,7 @@ __device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int pag
                 }
             }
         };
-        const auto put_numbers = [&](int row, int col, const float (&x)[count], bool whole) {
+        const auto put_numbers = [&](int row, int col, const float(&x)[count], bool whole) {
             if constexpr (Role == tensor::key) {
 #pragma unroll
                 for (int k = 0; k < count; ++k) {
@@ -73,19 +73,21 @@ __device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int pag
                     numbers_of(from + (tile * vectors + vector) * words * height + lane, height, x);
                     put_numbers(tile * height + lane, vector * count, x, true);
                 }
-            return;
-        }
+        } else {
 #pragma unroll 4
-        for (int i = thread; i < slot_count * per_row / words; i += Threads) {
-            const int tile = i / (height * per_row / words), in_tile = i - tile * (height * per_row / words);
-            const int rows = slot_count % height == 0 ? height : smaller(height, slot_count - tile * height);
-            const int vector = in_tile / rows * words, row = in_tile % rows;
-            const std::uint32_t* const at = from + tile * height * per_row + vector * rows + row;
-            float x[count];
-            numbers_of(at, rows, x);
-            const int r = tile * height + row, col = vector * per_word;
-            if (slot_count != s.rows() && r >= s.rows()) continue;
-            put_numbers(r, col, x, false);
+            for (int i = thread; i < slot_count * per_row / words; i += Threads) {
+                const int tile = i / (height * per_row / words),
+                          in_tile = i - tile * (height * per_row / words);
+                const int rows =
+                    slot_count % height == 0 ? height : smaller(height, slot_count - tile * height);
+                const int vector = in_tile / rows * words, row = in_tile % rows;
+                const std::uint32_t* const at = from + tile * height * per_row + vector * rows + row;
+                float x[count];
+                numbers_of(at, rows, x);
+                const int r = tile * height + row, col = vector * per_word;
+                if (slot_count != s.rows() && r >= s.rows()) continue;
+                put_numbers(r, col, x, false);
+            }
         }
     } else {
         for (int i = thread; i < s.tokens * s.dim; i += Threads) {

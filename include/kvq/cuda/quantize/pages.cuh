@@ -46,10 +46,14 @@ struct page_quantizer {
     static constexpr int values = To::page_tokens * larger(To::head_dim, To::value_dim);
     /// Where warps have tiles in registers, these need more than 64.
     static constexpr bool tiles = page_tiles<To, tensor::key>::fit && page_tiles<To, tensor::value>::fit;
-    static constexpr int threads = tiles ? 128 : !grids ? 256 : values >= 16384 ? 512 : values >= 8192 ? 256 : 128;
+    static constexpr int threads = tiles             ? 128
+                                   : !grids          ? 256
+                                   : values >= 16384 ? 512
+                                   : values >= 8192  ? 256
+                                                     : 128;
     static constexpr int blocks = tiles ? 4 : 1024 / threads;  // of a multiprocessor
     template <tensor Role>
-    static constexpr bool in_tiles = tiles && reads_tiles<scheme_of<Role, From>> && !turns<Role, From, To>;
+    static constexpr bool in_tiles = tiles&& reads_tiles<scheme_of<Role, From>> && !turns<Role, From, To>;
     template <tensor Role>
     static constexpr int bytes_of() {
         if constexpr (in_tiles<Role>)
@@ -80,22 +84,15 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
         unsigned count = 0;
         if constexpr (codes_grids<S>) {
             count = grid_encoder<From, To, Role, threads>(source, from, target, to, head, shared).run();
+        } else if constexpr (page_quantizer<To, From>::template in_tiles<Role>) {
+            count = quantize_tiles<typename scheme_of<Role, From>::value_type, To, Role, threads>(
+                reinterpret_cast<const std::uint32_t*>(
+                    static_cast<const std::byte*>(source.template block<Role>(from, head))),
+                target.template block<Role>(to, head), shared);
         } else {
             constexpr block_shape shape = shape_of<Role, From>;
             std::byte* const block = target.template block<Role>(to, head);
-            bool done = false;
-            if constexpr (page_quantizer<To, From>::template in_tiles<Role>) {
-                using T = typename scheme_of<Role, From>::value_type;
-                const bool fine = quantize_tiles<T, To, Role, threads>(
-                    reinterpret_cast<const std::uint32_t*>(
-                        static_cast<const std::byte*>(source.template block<Role>(from, head))),
-                    block, shared);
-                done = __syncthreads_and(fine) != 0;
-            }
-            if (done) {
-                // Every number is finite.
-            } else if constexpr (!page_quantizer<To, From>::template in_tiles<Role> &&
-                                 (numbers_fit<S, Role, To> || turns<Role, From, To>)) {
+            if constexpr (numbers_fit<S, Role, To> || turns<Role, From, To>) {
                 constexpr int stride = numbers_stride(shape.tokens);
                 auto* const numbers = reinterpret_cast<float*>(shared);
                 visit_page<threads, Role>(

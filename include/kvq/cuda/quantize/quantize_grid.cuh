@@ -24,13 +24,18 @@ class grid_encoder {
     static constexpr int dim = memory::dim, groups = memory::groups, slot_count = memory::slot_count;
     static constexpr int place_slots = kvq::detail::round_up(dim, 4);  // of the parameters
     // Lanes that share a line.
-    static constexpr int most_lines = groups * memory::fit_channels,
-                         lanes = Threads >= 4 * most_lines ? 4 : Threads >= 2 * most_lines ? 2 : 1;
+    static constexpr int most_lines = groups * memory::fit_channels, lanes = Threads >= 4 * most_lines   ? 4
+                                                                             : Threads >= 2 * most_lines ? 2
+                                                                                                         : 1;
     /// Four codes of a line as the bytes of a word: do they lie in registers until all of the block's are there?
     static constexpr int line_quads = memory::group / (4 * lanes);
-    static constexpr bool has_quads = memory::whole && slot_count == memory::tokens &&
-                                      memory::tokens % memory::group == 0 && memory::group % (4 * lanes) == 0 &&
-                                      memory::lines * lanes <= Threads && line_quads <= 16;
+    static constexpr bool has_quads =
+        memory::whole && slot_count == memory::tokens && memory::tokens % memory::group == 0 &&
+        memory::group % (4 * lanes) == 0 && memory::lines * lanes <= Threads && line_quads <= 16;
+    /// Are numbers divided by token scales where ranges are found?
+    static constexpr bool divides_lines = has_token_scales<S> && memory::whole &&
+                                          slot_count == memory::tokens &&
+                                          memory::tokens % memory::group == 0 && memory::group % 8 == 0;
     /// Are numbers half floats?
     static constexpr bool halves = [] {
         if constexpr (full_precision<scheme_of<Role, From>> && !turns<Role, From, To>)
@@ -44,7 +49,8 @@ class grid_encoder {
         if constexpr (has_token_scales<S>)
             return std::is_same_v<typename S::token_scale_type, token_scales<byte_params>> && memory::whole &&
                    slot_count == memory::tokens && slot_count % warp_size == 0 && dim % warps == 0 &&
-                   warps <= 16 && channels * tokens <= 64 && (channels & (channels - 1)) == 0 && channels <= 32;
+                   warps <= 16 && channels * tokens <= 64 && (channels & (channels - 1)) == 0 &&
+                   channels <= 32;
         else
             return false;
     }();
@@ -76,7 +82,7 @@ public:
         bool dirty = false;  // are there NaN or infinities where numbers lie in memory?
         if constexpr (has_token_scales<S>) {
             dirty = fit_token_scales();
-            if (memory::whole && !dirty) divide(0, dim, slot_count);
+            if (memory::whole && !dirty && !divides_lines) divide(0, dim, slot_count);
         }
         for (int first = 0; first < dim; first += memory::fit_channels) {
             const int count = smaller(memory::fit_channels, dim - first);
@@ -263,6 +269,36 @@ private:
         }
         __syncthreads();
     }
+    /// The numbers of a lane of a line over the scales of their tokens, and their range.
+    __device__ __forceinline__ void divide_line(float* x, int group, bool real, int q, float& lo,
+                                                float& hi) const {
+        constexpr int parts = 8 / lanes, aligned = parts < 4 ? 4 * parts : 16;
+        const int first = axis().group_begin(group) + parts * q;
+        const float* const by = token_scales_.token_scale + first;
+        const float* const inverse = token_scales_.inverse + first;
+        float* const own = x + parts * q;
+        if (real)
+#pragma unroll 4
+            for (int i = 0; i < memory::group; i += 8) {
+                float v[parts], f[parts], r[parts];
+                __builtin_memcpy(v, __builtin_assume_aligned(own + i, aligned), sizeof v);
+                __builtin_memcpy(f, __builtin_assume_aligned(by + i, aligned), sizeof f);
+                __builtin_memcpy(r, __builtin_assume_aligned(inverse + i, aligned), sizeof r);
+#pragma unroll
+                for (int p = 0; p < parts; ++p) {
+                    v[p] = quotient(v[p], f[p], r[p]);
+                    lo = fminf(lo, v[p]);
+                    hi = fmaxf(hi, v[p]);
+                }
+                if constexpr (parts == 2)
+                    *reinterpret_cast<float2*>(own + i) = {v[0], v[1]};
+                else
+#pragma unroll
+                    for (int p = 0; p < parts; p += 4)
+                        *reinterpret_cast<float4*>(own + i + p) = {v[p], v[p + 1], v[p + 2], v[p + 3]};
+            }
+        __syncwarp();
+    }
     /// x / by, rounded, from 1 / by, rounded. Of numbers of ordinary size, remainders are exact: what is within one place of the
     /// quotient is rounded by the second one (Markstein's theorem).
     __device__ __forceinline__ float quotient(float x, float by, float inverse) const {
@@ -284,8 +320,7 @@ private:
             return token_scale;
         };
         if constexpr (memory::whole) dirty = read<true>(0, dim, 0, slot_count, true);
-        if constexpr (quick_scales)
-        {
+        if constexpr (quick_scales) {
             const bool certain = quick_token_scales<Threads, slot_count, dim, halves>(
                 token_scales_, numbers(), numbers_stride(slot_count), ordinary_, store);
             ordinary_ = ordinary_ && !dirty;  // infinities are divided, too
@@ -342,7 +377,11 @@ private:
                 n = of_first_lane<lanes>(finite);  // and a barrier of the warp
             }
             float lo = INFINITY, hi = -INFINITY;
-            visit_parts<lanes>(line.x, n, q, [&](float x, int) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
+            if (divides_lines && !dirty)
+                divide_line(l.x, l.group, real, q, lo, hi);
+            else
+                visit_parts<lanes>(line.x, n, q, [&](float x, int) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
+            const grid_range own{lo, hi};
             lo = over_line<lanes>(lo, [](float a, float b) { return fminf(a, b); });
             hi = over_line<lanes>(hi, [](float a, float b) { return fmaxf(a, b); });
             if (n > 0) line.range = {lo + 0.0f, hi + 0.0f};
@@ -352,11 +391,10 @@ private:
                 line.range.first = line.range.last = static_cast<float>(sum / n);
             }
             if constexpr (may_search<encoder>) {
-                const grid_fit wanted =
-                    line.top == 0 ? grid_fit::range : fit_of<encoder>(line.top, feedback);
+                const grid_fit wanted = line.top == 0 ? grid_fit::range : fit_of<encoder>(line.top, feedback);
                 if (__any_sync(~0u, wanted >= grid_fit::search))
-                    line.range = fitted<lanes, may_refit<encoder>>(
-                        line, wanted >= grid_fit::search ? n : 0, q, wanted >= grid_fit::squares);
+                    line.range = fitted<lanes, may_refit<encoder>>(line, wanted >= grid_fit::search ? n : 0,
+                                                                   q, own, wanted >= grid_fit::squares);
             }
             if (real && q == 0) {
                 members()[l.line] = static_cast<std::uint16_t>(n);
@@ -371,25 +409,28 @@ private:
     /// group's channels.
     template <class Values, class Line, class F>
     __device__ __forceinline__ void for_each_group(const Values& values, const Line& line, const F& f) const {
-        for (int g = 0; g < groups; ++g) {
+        using shared_line = decltype(line(0.0f, 0.0f));
+        __shared__ __align__(4) std::byte memory_of_lines[groups * sizeof(shared_line)];
+        auto* const shared_lines = reinterpret_cast<shared_line*>(memory_of_lines);
+        const int lane = thread() % warp_size;
+        for (int g = thread() / warp_size; g < groups; g += Threads / warp_size) {
             float lo = INFINITY, hi = -INFINITY;
             if constexpr (std::is_same_v<parameters, block_parameters<byte_params>>) {
-                for (int c = thread() % warp_size; c < dim; c += warp_size) {
+                for (int c = lane; c < dim; c += warp_size) {
                     const float x = values(g * dim + c);
                     lo = fminf(lo, x);
                     hi = fmaxf(hi, x);
                 }
-#pragma unroll
-                for (int step = 16; step > 0; step /= 2) {
-                    lo = fminf(lo, __shfl_xor_sync(~0u, lo, step));
-                    hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, step));
-                }
-                __syncthreads();
+                lo = over_line<warp_size>(lo, [](float a, float b) { return fminf(a, b); });
+                hi = over_line<warp_size>(hi, [](float a, float b) { return fmaxf(a, b); });
             }
-            const auto shared = line(lo, hi);
-            if (thread() == 0) parameters::store_line(parameter_section(), groups, place_slots, g, shared);
-            for (int c = thread(); c < dim; c += Threads) f(g, c, shared);
+            if (lane == 0) {
+                shared_lines[g] = line(lo, hi);
+                parameters::store_line(parameter_section(), groups, place_slots, g, shared_lines[g]);
+            }
         }
+        __syncthreads();
+        for (int i = thread(); i < groups * dim; i += Threads) f(i / dim, i % dim, shared_lines[i / dim]);
         __syncthreads();
     }
     __device__ __forceinline__ void store_biases(parameter_rounding rounding) const {
@@ -487,13 +528,13 @@ private:
                             std::uint32_t of[4];
 #pragma unroll
                             for (int k = 0; k < 4; ++k)
-                                of[k] = (dim % 4 == 0 && !codec<S>.several_widths()) ||
-                                                slot + k < segment.columns
-                                            ? quads[(segment.first + slot + k) * quads_pitch + row / 4]
-                                            : 0u;
+                                of[k] =
+                                    (dim % 4 == 0 && !codec<S>.several_widths()) || slot + k < segment.columns
+                                        ? quads[(segment.first + slot + k) * quads_pitch + row / 4]
+                                        : 0u;
                             const auto from = static_cast<std::uint32_t>(row % 4) * 0x11u + 0x40u;
-                            return __byte_perm(__byte_perm(of[0], of[1], from), __byte_perm(of[2], of[3], from),
-                                               0x5410);
+                            return __byte_perm(__byte_perm(of[0], of[1], from),
+                                               __byte_perm(of[2], of[3], from), 0x5410);
                         }
                     });
         });

@@ -4,9 +4,9 @@
 //   columns are lines    (values per token, keys per channel)  a lane has its row of every tile of 32 rows of a group; ranges go from
 //                        lane to lane, half of the columns to each, until a lane has one pair of columns
 //
-// A word of a 16-bit page is two neighbouring columns of a row. Ranges are packed minima and maxima, which are exact.
-// Contract: the bytes that quantize_block writes, where every number is finite and lies on its grid. Otherwise false is returned, and
-// bytes are not valid.
+// A word of a 16-bit page is two neighbouring columns of a row. Ranges are packed minima and maxima, which are exact. Where a number is
+// not finite, or does not lie on its grid, the warp reads its words again, one at a time.
+// Contract: the bytes that quantize_block writes (quantize.cuh).
 #pragma once
 
 #include "lane_halves.cuh"
@@ -24,36 +24,39 @@ struct page_tiles {
         if constexpr (codes_ranges<S>)
             return 4 * word_traits<S>::units_per_step;
         else
-            return 0;
+            return 4;
     }();
     static constexpr bool on_rows = codec<S>.per_token == (Role == tensor::key);
     static constexpr int line_length = on_rows ? cols : rows,
-                         group = codec<S>.group == 0 || codec<S>.group > line_length ? line_length : codec<S>.group;
+                         group = codec<S>.group == 0 || codec<S>.group > line_length ? line_length
+                                                                                     : codec<S>.group;
     /// Row tiles of a group, and columns; 64 words of two columns.
-    static constexpr int tiles = on_rows ? 1 : group / 32, most_columns = on_rows ? cols : 128 / larger(1, tiles),
+    static constexpr int tiles = on_rows ? 1 : group / 32,
+                         most_columns = on_rows ? cols : 128 / larger(1, tiles),
                          columns = smaller(smaller(cols, 64), most_columns);
-    static constexpr bool fit = codes_ranges<S> && step > 0 && rows % 32 == 0 && cols % 4 == 0 &&
-                                line_length % group == 0 &&
-                                (on_rows ? cols <= 128 && group % step == 0 && cols % step == 0
-                                         : group % 32 == 0 && tiles <= 8 && columns % larger(1, step) == 0 &&
-                                               cols % larger(1, columns) == 0 && (columns & (columns - 1)) == 0);
+    static constexpr bool fit =
+        codes_ranges<S> && rows % 32 == 0 && cols % 4 == 0 && line_length % group == 0 &&
+        (on_rows ? cols <= 128 && group % step == 0 && cols % step == 0
+                 : group % 32 == 0 && tiles <= 8 && columns > 0 && columns % step == 0 &&
+                       cols % larger(1, columns) == 0 && (columns & (columns - 1)) == 0);
     static constexpr int bytes = on_rows ? 0 : 8 * columns;  // of shared memory, of a warp
 };
 
 /// Does numbers [lo, hi] lie on the grid that is stored for them? parameters: bias, 1 / scale.
 template <class S>
-__device__ __forceinline__ bool store_range(const block_shape& s, std::byte* block, int group, int slot, float lo,
-                                            float hi, float2& parameters) {
+__device__ __forceinline__ bool store_range(const block_shape& s, std::byte* block, int group, int slot,
+                                            float lo, float hi, float2& parameters) {
     const auto stored = fit_range<S>(lo, hi);
     write_parameters<S>(s, block, group, slot, stored);
     parameters = {to_float(stored.bias), inverse_scale(to_float(stored.scale))};
     return lo > -INFINITY && hi < INFINITY && fits_grid<S>(lo, hi, parameters.x, parameters.y);
 }
 
-/// Codes the block from one of 16-bit numbers. Shared memory: page_tiles::bytes for each warp. All threads of a block; a barrier
-/// first. False: see above.
+/// Codes the block from one of 16-bit numbers. Shared memory: page_tiles::bytes for each warp. All threads of a block. Returns this
+/// thread's count of values that are not finite.
 template <class T, class To, tensor Role, int Threads>
-__device__ __forceinline__ bool quantize_tiles(const std::uint32_t* from, std::byte* block, std::byte* shared) {
+__device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, std::byte* block,
+                                                   std::byte* shared) {
     using tiles = page_tiles<To, Role>;
     using S = typename tiles::S;
     using traits = word_traits<S>;
@@ -70,21 +73,23 @@ __device__ __forceinline__ bool quantize_tiles(const std::uint32_t* from, std::b
          i < static_cast<int>(typename S::layout_type{}.bytes(s) / 4); i += Threads)
         to[i] = 0;
     __syncthreads();
-    bool fine = true;
+    unsigned not_finite = 0;
+    const auto number = [](std::uint32_t word, int k) {
+        return k % 2 ? unpack_half<T, 1>(word) : unpack_half<T, 0>(word);
+    };
     // Columns [first, first + step) of row 32 * tile + lane. word(i): numbers 2 i and 2 i + 1 of the step; parameters(k): of number k.
-    const auto code = [&](int tile, int first, const auto& word, const auto& parameters) {
+    const auto code = [&](int tile, int first, bool clean, const auto& word, const auto& parameters) {
         std::uint32_t quads[step / 4];
 #pragma unroll
         for (int q = 0; q < step / 4; ++q) {
             float x[4], bias[4], inverse[4];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const std::uint32_t w = word(2 * q + k / 2);
-                x[k] = k % 2 ? unpack_half<T, 1>(w) : unpack_half<T, 0>(w);
+                x[k] = number(word(2 * q + k / 2), k);
                 const float2 p = parameters(4 * q + k);
                 bias[k] = p.x, inverse[k] = p.y;
             }
-            quads[q] = quad_of_codes<S>(x, bias, inverse, true);
+            quads[q] = quad_of_codes<S>(x, bias, inverse, clean);
         }
         pack_step<S>(first / 4, units, quads, [&](int v, std::uint32_t packed) {
             to[(tile * to_words + v) * warp_size + lane] = packed;
@@ -107,11 +112,30 @@ __device__ __forceinline__ bool quantize_tiles(const std::uint32_t* from, std::b
                 }
                 lo = min_halves<T>(lo, lo >> 16), hi = max_halves<T>(hi, hi >> 16);
                 float2 p;
-                fine &= store_range<S>(s, block, g, lines.slot(tile * 32 + lane), unpack_half<T, 0>(lo),
-                                       unpack_half<T, 0>(hi), p);
+                const auto store = [&](float low, float high) {
+                    return store_range<S>(s, block, g, lines.slot(tile * 32 + lane), low, high, p);
+                };
+                if (__all_sync(~0u, store(number(lo, 0), number(hi, 0)))) {
 #pragma unroll
+                    for (int first = g * group; first < (g + 1) * group; first += step)
+                        code(
+                            tile, first, true, [&](int i) { return x[first / 2 + i]; },
+                            [&](int) { return p; });
+                    continue;
+                }
+                value_range range;
+#pragma unroll 1
+                for (int i = 0; i < group; ++i) {
+                    const float y = number(at[(g * group + i) / 2 * warp_size], i);
+                    not_finite += !kvq::detail::is_finite(y);
+                    range.add(y);
+                }
+                store(range.lo, range.hi);
+#pragma unroll 1
                 for (int first = g * group; first < (g + 1) * group; first += step)
-                    code(tile, first, [&](int i) { return x[first / 2 + i]; }, [&](int) { return p; });
+                    code(
+                        tile, first, false, [&](int i) { return at[(first / 2 + i) * warp_size]; },
+                        [&](int) { return p; });
             }
         }
     } else {
@@ -139,21 +163,50 @@ __device__ __forceinline__ bool quantize_tiles(const std::uint32_t* from, std::b
             const auto larger_ones = [](std::uint32_t a, std::uint32_t b) { return max_halves<T>(a, b); };
             reduce_over_lanes(lo, lane, smaller_ones);
             reduce_over_lanes(hi, lane, larger_ones);
-            // Lanes that have the same pair take a column each, or both where there are no two.
-            const auto fit = [&](int k) {
-                const float low = k ? unpack_half<T, 1>(lo[0]) : unpack_half<T, 0>(lo[0]),
-                            high = k ? unpack_half<T, 1>(hi[0]) : unpack_half<T, 0>(hi[0]);
-                const int column = 2 * number_of_lane<pairs>(lane) + k;
-                fine &= store_range<S>(s, block, g, lines.slot(begin + column), low, high, parameters[column]);
+            bool clean = true;
+            const auto store = [&](int column, float low, float high) {
+                clean &=
+                    store_range<S>(s, block, g, lines.slot(begin + column), low, high, parameters[column]);
             };
+            // Lanes that have the same pair take a column each, or both where there are no two.
+            const int own = 2 * number_of_lane<pairs>(lane);
             __syncwarp();  // the last job's parameters have been read
             if constexpr (pairs < warp_size) {
-                if (lane / pairs < 2) fit(lane / pairs);
+                const int k = lane / pairs;
+                if (k < 2) store(own + k, number(lo[0], k), number(hi[0], k));
             } else {
-                fit(0);
-                fit(1);
+                store(own, number(lo[0], 0), number(hi[0], 0));
+                store(own + 1, number(lo[0], 1), number(hi[0], 1));
             }
-            __syncwarp();
+            clean = __all_sync(~0u, clean);  // and a barrier of the warp
+            if (!clean) {
+#pragma unroll 1
+                for (int column = 0; column < columns; ++column) {
+                    float low = INFINITY, high = -INFINITY;
+#pragma unroll 1
+                    for (int t = 0; t < depth; ++t) {
+                        const float y = number(at[(t * from_words + column / 2) * warp_size], column);
+                        const bool finite = kvq::detail::is_finite(y);
+                        not_finite += !finite;
+                        if (finite) low = fminf(low, y), high = fmaxf(high, y);
+                    }
+                    for (int distance = 1; distance < warp_size; distance *= 2) {
+                        low = fminf(low, __shfl_xor_sync(~0u, low, distance));
+                        high = fmaxf(high, __shfl_xor_sync(~0u, high, distance));
+                    }
+                    if (lane == 0) store(column, low > high ? 0.0f : low, low > high ? 0.0f : high);
+                }
+                __syncwarp();
+#pragma unroll 1
+                for (int first = 0; first < columns; first += step)
+#pragma unroll 1
+                    for (int t = 0; t < depth; ++t)
+                        code(
+                            tile + t, begin + first, false,
+                            [&](int i) { return at[(t * from_words + first / 2 + i) * warp_size]; },
+                            [&](int k) { return parameters[first + k]; });
+                continue;
+            }
 #pragma unroll
             for (int first = 0; first < columns; first += step) {
                 float4 p[step / 2];
@@ -162,14 +215,15 @@ __device__ __forceinline__ bool quantize_tiles(const std::uint32_t* from, std::b
                     p[i] = *reinterpret_cast<const float4*>(parameters + first + 2 * i);
 #pragma unroll
                 for (int t = 0; t < depth; ++t)
-                    code(tile + t, begin + first, [&](int i) { return x[t][first / 2 + i]; },
-                         [&](int k) {
-                             return k % 2 ? float2{p[k / 2].z, p[k / 2].w} : float2{p[k / 2].x, p[k / 2].y};
-                         });
+                    code(
+                        tile + t, begin + first, true, [&](int i) { return x[t][first / 2 + i]; },
+                        [&](int k) {
+                            return k % 2 ? float2{p[k / 2].z, p[k / 2].w} : float2{p[k / 2].x, p[k / 2].y};
+                        });
             }
         }
     }
-    return fine;
+    return not_finite;
 }
 
 }}}  // namespace kvq::cuda::detail
