@@ -14,7 +14,7 @@ namespace {
 constexpr int layer = 1, layers = 2, heads = 2;
 unsigned seed = std::random_device{}();
 
-enum class numbers { ordinary, hostile, huge, tiny, flat, count };
+enum class numbers { ordinary, hostile, huge, tiny, flat, coarse, count };
 
 /// Numbers of one head of a page: [token][channel].
 std::vector<float> make_numbers(test::rng& r, numbers kind, int tokens, int dim) {
@@ -43,6 +43,15 @@ std::vector<float> make_numbers(test::rng& r, numbers kind, int tokens, int dim)
 #else
         for (float& v : x) v *= test::uniform(r, 0, 3) == 0 ? 1e-44f : 1e-38f;
 #endif
+    } else if (kind == numbers::coarse) {
+        // Few values, so that candidates of a search and turns of a refit are often equally good; some far from zero, where fits in
+        // float are the least certain.
+        const float step = test::uniform(r, 0, 1) == 0 ? 0.5f : 0.03125f;
+        for (int t = 0; t < tokens; ++t)
+            for (int c = 0; c < dim; ++c) {
+                float& v = at(t, c);
+                v = std::round(v / step) * step + (c % 3 == 0 ? 50.0f * static_cast<float>(c % 5) : 0.0f);
+            }
     } else if (kind == numbers::flat) {
         const int way = test::uniform(r, 0, 2);
         for (int t = 0; t < tokens; ++t)

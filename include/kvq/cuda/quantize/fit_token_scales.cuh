@@ -202,4 +202,44 @@ __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s,
     return __syncthreads_and(certain) != 0;
 }
 
+/// x / by, rounded, from 1 / by, rounded. Of numbers of ordinary size remainders are exact: what is within one place of the quotient
+/// is rounded by the second one (Markstein's theorem).
+__device__ __forceinline__ float quotient(float x, float by, float inverse, bool ordinary) {
+    if (!ordinary) return __fdiv_rn(x, by);
+    float q = __fmul_rn(x, inverse);
+    q = __fmaf_rn(__fmaf_rn(-q, by, x), inverse, q);
+    return __fmaf_rn(__fmaf_rn(-q, by, x), inverse, q);
+}
+
+/// The numbers of a lane of a line (fit_grids.cuh) over the scales of their tokens, and their range. slot: of the first number; n: a
+/// multiple of 8. A barrier of the warp at the end.
+template <int Lanes>
+__device__ __forceinline__ void divide_line(float* x, int n, int q, const token_scale_scratch& scales,
+                                            int slot, bool ordinary, float& lo, float& hi) {
+    constexpr int parts = 8 / Lanes, aligned = parts < 4 ? 4 * parts : 16;
+    float* const own = x + parts * q;
+    const float* const by = scales.token_scale + slot + parts * q;
+    const float* const inverse = scales.inverse + slot + parts * q;
+#pragma unroll 4
+    for (int i = 0; i < n; i += 8) {
+        float v[parts], f[parts], r[parts];
+        __builtin_memcpy(v, __builtin_assume_aligned(own + i, aligned), sizeof v);
+        __builtin_memcpy(f, __builtin_assume_aligned(by + i, aligned), sizeof f);
+        __builtin_memcpy(r, __builtin_assume_aligned(inverse + i, aligned), sizeof r);
+#pragma unroll
+        for (int p = 0; p < parts; ++p) {
+            v[p] = quotient(v[p], f[p], r[p], ordinary);
+            lo = fminf(lo, v[p]);
+            hi = fmaxf(hi, v[p]);
+        }
+        if constexpr (parts == 2)
+            *reinterpret_cast<float2*>(own + i) = {v[0], v[1]};
+        else
+#pragma unroll
+            for (int p = 0; p < parts; p += 4)
+                *reinterpret_cast<float4*>(own + i + p) = {v[p], v[p + 1], v[p + 2], v[p + 3]};
+    }
+    __syncwarp();
+}
+
 }}}  // namespace kvq::cuda::detail

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "../../core/rounding.hpp"
+#include "../layout/code_words.cuh"
 #include "grid_memory.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
@@ -26,6 +27,46 @@ struct stored_grid {
         return kvq::detail::is_finite(x) ? x - kvq::detail::affine_value(code, scale, bias) : 0.0f;
     }
 };
+
+/// Codes of a lane of a line of `Group` finite numbers (fit_grids.cuh), four neighbouring ones as the bytes of a word. Mean: returns the
+/// sum of the line's errors, for a mean that is added to the bias and rounded to a float. The CPU adds one error after the other;
+/// where the order could matter to that float, so does this.
+template <int Lanes, int Group, bool Mean, int Quads>
+__device__ __forceinline__ double code_line(const float* x, int q, const stored_grid& grid,
+                                            std::uint32_t (&quads)[Quads]) {
+    const auto top = static_cast<float>(grid.top);
+    double sum = 0.0;
+    float size = 0.0f;
+#pragma unroll
+    for (int j = 0; j < Quads; ++j) {
+        const auto v = *reinterpret_cast<const float4*>(x + 4 * (q + Lanes * j));
+        const float y[4] = {v.x, v.y, v.z, v.w};
+        std::uint32_t codes[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float position = __fmul_rn(y[k] - grid.bias, grid.inverse);
+            const float code = __fadd_rn(fminf(fmaxf(position, 0.0f), top), 0x1p23f);
+            codes[k] = __float_as_uint(code);
+            if constexpr (Mean) {
+                const float error = y[k] - (__fmul_rn(grid.scale, code - 0x1p23f) + grid.bias);
+                sum += static_cast<double>(error);
+                size += fabsf(error);
+            }
+        }
+        quads[j] = bytes_as_word(codes);
+    }
+    if constexpr (Mean) {
+        const auto bias = static_cast<double>(grid.bias);
+        sum = line_sum<Lanes>(sum);
+        const double mean = bias + sum / Group,
+                     off = (static_cast<double>(line_sum<Lanes>(size)) + fabs(bias)) * 0x1p-48;
+        if (static_cast<float>(mean - off) != static_cast<float>(mean + off)) {
+            sum = 0.0;
+            for (int t = 0; t < Group; ++t) sum += static_cast<double>(grid.error(x[t], grid.code(x[t])));
+        }
+    }
+    return sum;
+}
 
 /// matrix: [dim][dim], row c: what an error of channel c adds to those before it. rows: scratch of 2 * 8 *
 /// dim doubles. numbers, codes: [dim][stride]. grid(channel, slot): a stored_grid. All threads of a block;

@@ -264,53 +264,11 @@ private:
             auto& x = *reinterpret_cast<float4*>(numbers() + i / quads * stride + t);
             const auto f = *reinterpret_cast<const float4*>(token_scales_.token_scale + slot + t);
             const auto r = *reinterpret_cast<const float4*>(token_scales_.inverse + slot + t);
-            x = {quotient(x.x, f.x, r.x), quotient(x.y, f.y, r.y), quotient(x.z, f.z, r.z),
-                 quotient(x.w, f.w, r.w)};
+            x = {quotient(x.x, f.x, r.x, ordinary_), quotient(x.y, f.y, r.y, ordinary_),
+                 quotient(x.z, f.z, r.z, ordinary_), quotient(x.w, f.w, r.w, ordinary_)};
         }
         __syncthreads();
     }
-    /// The numbers of a lane of a line over the scales of their tokens, and their range.
-    __device__ __forceinline__ void divide_line(float* x, int group, bool real, int q, float& lo,
-                                                float& hi) const {
-        constexpr int parts = 8 / lanes, aligned = parts < 4 ? 4 * parts : 16;
-        const int first = axis().group_begin(group) + parts * q;
-        const float* const by = token_scales_.token_scale + first;
-        const float* const inverse = token_scales_.inverse + first;
-        float* const own = x + parts * q;
-        if (real)
-#pragma unroll 4
-            for (int i = 0; i < memory::group; i += 8) {
-                float v[parts], f[parts], r[parts];
-                __builtin_memcpy(v, __builtin_assume_aligned(own + i, aligned), sizeof v);
-                __builtin_memcpy(f, __builtin_assume_aligned(by + i, aligned), sizeof f);
-                __builtin_memcpy(r, __builtin_assume_aligned(inverse + i, aligned), sizeof r);
-#pragma unroll
-                for (int p = 0; p < parts; ++p) {
-                    v[p] = quotient(v[p], f[p], r[p]);
-                    lo = fminf(lo, v[p]);
-                    hi = fmaxf(hi, v[p]);
-                }
-                if constexpr (parts == 2)
-                    *reinterpret_cast<float2*>(own + i) = {v[0], v[1]};
-                else
-#pragma unroll
-                    for (int p = 0; p < parts; p += 4)
-                        *reinterpret_cast<float4*>(own + i + p) = {v[p], v[p + 1], v[p + 2], v[p + 3]};
-            }
-        __syncwarp();
-    }
-    /// x / by, rounded, from 1 / by, rounded. Of numbers of ordinary size, remainders are exact: what is within one place of the
-    /// quotient is rounded by the second one (Markstein's theorem).
-    __device__ __forceinline__ float quotient(float x, float by, float inverse) const {
-        if (ordinary_) {
-            float q = __fmul_rn(x, inverse);
-            q = __fmaf_rn(__fmaf_rn(-q, by, x), inverse, q);
-            return __fmaf_rn(__fmaf_rn(-q, by, x), inverse, q);
-        } else {
-            return __fdiv_rn(x, by);
-        }
-    }
-
     /// Returns whether any number is not finite.
     __device__ __forceinline__ bool fit_token_scales() {
         bool dirty = false;
@@ -378,7 +336,8 @@ private:
             }
             float lo = INFINITY, hi = -INFINITY;
             if (divides_lines && !dirty)
-                divide_line(l.x, l.group, real, q, lo, hi);
+                divide_line<lanes>(l.x, real ? memory::group : 0, q, token_scales_,
+                                   axis().group_begin(l.group), ordinary_, lo, hi);
             else
                 visit_parts<lanes>(line.x, n, q, [&](float x, int) { lo = fminf(lo, x), hi = fmaxf(hi, x); });
             const grid_range own{lo, hi};
@@ -465,44 +424,11 @@ private:
         constexpr int lines = memory::lines, together = lines_together<lanes>;
         const int lane = thread() % warp_size, i = thread() / warp_size * together + lane % together,
                   q = lane / together, l = i < lines ? i : 0, c = l % dim, g = l / dim;
-        const float* const x = numbers() + c * numbers_stride(slot_count) + axis().group_begin(g);
-        const float bias = biases()[l], scale = scales()[l], inverse = inverses()[l];
-        const auto largest = static_cast<float>(top(c));
         std::uint32_t quads[line_quads];
-        double sum = 0.0;
-        float size = 0.0f;
-#pragma unroll
-        for (int j = 0; j < line_quads; ++j) {
-            const auto v = *reinterpret_cast<const float4*>(x + 4 * (q + lanes * j));
-            const float y[4] = {v.x, v.y, v.z, v.w};
-            std::uint32_t codes[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float position = __fmul_rn(y[k] - bias, inverse);
-                const float code = __fadd_rn(fminf(fmaxf(position, 0.0f), largest), 0x1p23f);
-                codes[k] = __float_as_uint(code);
-                if constexpr (encoder::corrects_mean) {
-                    const float error = y[k] - (__fmul_rn(scale, code - 0x1p23f) + bias);
-                    sum += static_cast<double>(error);
-                    size += fabsf(error);
-                }
-            }
-            quads[j] = bytes_as_word(codes);
-        }
-        if constexpr (encoder::corrects_mean) {
-            // The CPU adds one error after the other. Does the order matter to a mean that is rounded to a float?
-            constexpr int n = memory::group;
-            sum = line_sum<lanes>(sum);
-            size = line_sum<lanes>(size);
-            const double mean = static_cast<double>(bias) + sum / n,
-                         off = (static_cast<double>(size) + fabs(static_cast<double>(bias))) * 0x1p-48;
-            if (static_cast<float>(mean - off) != static_cast<float>(mean + off)) {
-                const stored_grid grid{bias, scale, inverse, top(c)};
-                sum = 0.0;
-                for (int t = 0; t < n; ++t) sum += static_cast<double>(grid.error(x[t], grid.code(x[t])));
-            }
-            if (i < lines && q == 0) sums()[l] = sum;
-        }
+        const double sum = code_line<lanes, memory::group, encoder::corrects_mean>(
+            numbers() + c * numbers_stride(slot_count) + axis().group_begin(g), q,
+            {biases()[l], scales()[l], inverses()[l], top(c)}, quads);
+        if (encoder::corrects_mean && i < lines && q == 0) sums()[l] = sum;
         __syncthreads();
         auto* const to = at<std::uint32_t>(memory::numbers) + c * quads_pitch + axis().group_begin(g) / 4;
         if (i < lines)
