@@ -288,6 +288,7 @@ int main(int argc, char** argv) {
         const cuda::cache_ref<std4_format> std4_pages;
         const cuda::cache_ref<low3_format> low3_pages;
         const cuda::cache_ref<low2_format> low2_pages;
+        all(window, cuda::cache_ref<cuda::block_pair<int8, int8, dim, page_tokens>>(), "int8");
         all(window, cuda::cache_ref<kivi4_format>(), "kivi-4-g64");
         all(window, std4_pages, "std4");
         all(window, cuda::cache_ref<std4_h_format>(), "std4-h");

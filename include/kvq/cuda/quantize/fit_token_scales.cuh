@@ -7,13 +7,14 @@
 // in any order. u = 2^-24; distance of two vectors of token scales: the largest less the smallest log of their quotients.
 //
 //   an iteration        keeps vectors as near to each other as they were: it is homogeneous and monotone (a floor included)
-//   in floats           is within 30 u of the same in real arithmetic: a sum of squares of a channel is within 13 u of itself, its
-//                       inverse 15 u, a token's sum 30 u, its root half of that, and two of them make a quotient
+//   in floats           is within (18 + t + c + w / 4) u of the same in real arithmetic, where a lane has t tokens of c channels in one of w
+//                       warps: sums of squares of a channel are within (9 + t) u of themselves, their inverses 3 u more, a token's
+//                       sum (3 + c + w / 4) u more, the floor 3 u; scales are roots, and two of them make a quotient
 //   on the CPU          within 2 * 7 u
 //   iterations left     change token scales by no more than the last one did, each
 //
-// So the result of the CPU's eight iterations is within 8 (30 + 14) u + left * change. Where a token scale within 370 u +
-// left * change of that of the floats would be stored as another one, the block goes through the CPU's sums.
+// So the result of the CPU's eight iterations is within 8 times the sum of the first two, and left * change. Where a token scale of
+// the floats would be stored as another one within that distance, the block goes through the CPU's sums.
 //
 // Contract: the same token scales as on the CPU, bit for bit.
 #pragma once
@@ -131,7 +132,7 @@ __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s,
                                            above >= __float_as_uint(0x1p-20f)) != 0;
     if (!ordinary) return false;
     // Squares of token scales are relative to the largest one.
-    constexpr float floor = smallest_scale / largest_scale * (smallest_scale / largest_scale);
+    constexpr float smallest_square = smallest_scale / largest_scale * (smallest_scale / largest_scale);
     float square[tokens], inverse_square[tokens];
 #pragma unroll
     for (int t = 0; t < tokens; ++t) square[t] = inverse_square[t] = 1.0f;
@@ -175,7 +176,7 @@ __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s,
         const float size = __uint_as_float(__reduce_max_sync(~0u, largest)), per_size = reciprocal(size);
 #pragma unroll
         for (int t = 0; t < tokens; ++t) {
-            square[t] = size > 0.0f ? fmaxf(square[t] * per_size, floor) : 1.0f;
+            square[t] = size > 0.0f ? fmaxf(square[t] * per_size, smallest_square) : 1.0f;
             const float grown = square[t] * inverse_square[t];
             most = larger(most, __float_as_uint(grown));
             least = smaller(least, __float_as_uint(grown));
@@ -186,7 +187,8 @@ __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s,
         change = 0.5f * (__uint_as_float(most) * reciprocal(__uint_as_float(least)) - 1.0f) + 0x1p-21f;
         --left;
     } while (left > 0 && static_cast<float>(left) * change > 0x1p-17f);
-    const float slack = 370.0f * 0x1p-24f + static_cast<float>(left) * change;
+    constexpr int places = 8 * (18 + tokens + channels + ceil_div(warps, 4) + 14) + 8;  // 8 to store it
+    const float slack = static_cast<float>(places) * 0x1p-24f + static_cast<float>(left) * change;
     bool certain = true;
     __syncthreads();  // all have read s.token_scale
 #pragma unroll

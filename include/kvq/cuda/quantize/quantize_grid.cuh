@@ -269,6 +269,7 @@ private:
         }
         __syncthreads();
     }
+
     /// Returns whether any number is not finite.
     __device__ __forceinline__ bool fit_token_scales() {
         bool dirty = false;
@@ -332,7 +333,8 @@ private:
                         const float x = l.x[t];
                         if (kvq::detail::is_finite(x)) l.x[finite++] = x;
                     }
-                n = of_first_lane<lanes>(finite);  // and a barrier of the warp
+                n = of_first_lane<lanes>(finite);
+                __syncwarp();
             }
             float lo = INFINITY, hi = -INFINITY;
             if (divides_lines && !dirty)

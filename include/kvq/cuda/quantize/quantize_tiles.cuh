@@ -42,7 +42,7 @@ struct page_tiles {
     static constexpr int bytes = on_rows ? 0 : 8 * columns;  // of shared memory, of a warp
 };
 
-/// Does numbers [lo, hi] lie on the grid that is stored for them? parameters: bias, 1 / scale.
+/// Do numbers [lo, hi] lie on the grid that is stored for them? parameters: bias, 1 / scale.
 template <class S>
 __device__ __forceinline__ bool store_range(const block_shape& s, std::byte* block, int group, int slot,
                                             float lo, float hi, float2& parameters) {
@@ -178,7 +178,8 @@ __device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, st
                 store(own, number(lo[0], 0), number(hi[0], 0));
                 store(own + 1, number(lo[0], 1), number(hi[0], 1));
             }
-            clean = __all_sync(~0u, clean);  // and a barrier of the warp
+            clean = __all_sync(~0u, clean) != 0;
+            __syncwarp();
             if (!clean) {
 #pragma unroll 1
                 for (int column = 0; column < columns; ++column) {
