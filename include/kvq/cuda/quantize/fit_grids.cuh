@@ -1,18 +1,20 @@
 // Fitting grids to channels on the device: quant/encoders.hpp, many channels at a time.
 //
 //   line       the finite numbers of a channel and group, in shared memory; 1, 2 or 4 lanes share a line
-//   parts      number i of a line belongs to part i % 8, as on the CPU; a lane has 8, 4 or 2 neighbouring parts
-//   search     all candidates in one go, with sums of floats; those that cannot be told from the best one by these are compared
-//              again, by the CPU's sums of doubles
-//   refit      errors from sums of codes, squares and products, which the next grid needs anyway; where the error has not
-//              certainly changed, or a grid has not certainly been rounded as on the CPU, by the CPU's sums again
+//   parts      number i of a line belongs to part i % 8, as on the CPU; a lane has 8, 4 or 2 neighbouring
+//              parts
+//   search     all candidates in one go, with sums of floats; those that cannot be told from the best one by
+//              these are compared again, by the CPU's sums of doubles
+//   refit      errors from sums of codes, squares and products, which the next grid needs anyway; where the
+//              error has not certainly changed, or a grid has not certainly been rounded as on the CPU, by
+//              the CPU's sums again
 //
 // What makes a decision certain, u = 2^-24, R the range of a line of n numbers, M its largest magnitude:
-//   search     Errors of a candidate in real arithmetic, in code order, e, differ in size from the CPU's by at most u (24 R + 10 M),
-//              and from those of the sums of floats by 36 u R. So the roots of both sums differ by sqrt(n) u (60 R + 10 M), apart
-//              from the relative error of the sum, (n + 16) u.
-//   refit      The CPU's e and x - first - scale code differ by at most u (scale top + largest value of the grid) and u e. The latter's
-//              sum of squares is a polynomial in exact sums.
+//   search     Errors of a candidate in real arithmetic, in code order, e, differ in size from the CPU's by
+//              at most u (24 R + 10 M), and from those of the sums of floats by 36 u R. So the roots of both
+//              sums differ by sqrt(n) u (60 R + 10 M), apart from the relative error of the sum, (n + 16) u.
+//   refit      The CPU's e and x - first - scale code differ by at most u (scale top + largest value of the
+//              grid) and u e. The latter's sum of squares is a polynomial in exact sums.
 // Sums of codes and of their squares are integers and may be added in any order.
 // Contract: the same grids as on the CPU, bit for bit.
 #pragma once
@@ -46,8 +48,8 @@ struct grid_line {
     grid_range range;
 };
 
-/// Lines that a warp has at a time. Lane l has line l % together and is lane l / together of it: lanes that read at the same time
-/// then meet no bank conflict, since lines start 4 banks apart.
+/// Lines that a warp has at a time. Lane l has line l % together and is lane l / together of it: lanes that
+/// read at the same time then meet no bank conflict, since lines start 4 banks apart.
 template <int Lanes>
 inline constexpr int lines_together = warp_size / Lanes;
 
@@ -68,7 +70,8 @@ template <int Lanes, class T>
 __device__ __forceinline__ T of_first_lane(T x) {
     return __shfl_sync(~0u, x, static_cast<int>(threadIdx.x) % lines_together<Lanes>);
 }
-/// A sum of eight parts of which lane q of a line has parts 8 q / Lanes and the following ones, in order, for all lanes.
+/// A sum of eight parts of which lane q of a line has parts 8 q / Lanes and the following ones, in order, for
+/// all lanes.
 template <int Lanes>
 __device__ __forceinline__ double ordered_total(const double (&part)[8 / Lanes]) {
     double sum = 0.0;
@@ -107,7 +110,8 @@ struct least_error {
     float root = INFINITY, slack = INFINITY;
 };
 
-/// A bit for every candidate that may be the best one. Numbers of ordinary size. own: the range of this lane's.
+/// A bit for every candidate that may be the best one. Numbers of ordinary size. own: the range of this
+/// lane's.
 template <int Lanes>
 __device__ __forceinline__ unsigned best_candidates(const grid_line& line, int n, int q,
                                                     const grid_range& own, least_error& least) {
@@ -187,7 +191,8 @@ __device__ __forceinline__ double widened_code(float code) {
     return __hiloint2double(0x43300000, bits) - 0x1p52;
 }
 
-/// The CPU's sums of the first n numbers at x (0: none) quantized on a grid. All lanes of a warp. Rarely called: not inlined.
+/// The CPU's sums of the first n numbers at x (0: none) quantized on a grid. All lanes of a warp. Rarely
+/// called: not inlined.
 template <int Lanes>
 __device__ __noinline__ exact_sums exact_sums_at(const float* x, int n, int top, float first, float last,
                                                  int q) {
@@ -214,8 +219,9 @@ __device__ __forceinline__ exact_sums sums_on_grid(const grid_line& line, int n,
     return exact_sums_at<Lanes>(line.x, n, line.top, r.first, r.last, q);
 }
 
-/// The same codes, with products that may differ in their last bits: a code c is multiplied as 1 + c / (top + 1), a double that
-/// takes one instruction to make. values: the sum of the numbers. ordinary: are they of ordinary size?
+/// The same codes, with products that may differ in their last bits: a code c is multiplied as 1 + c / (top +
+/// 1), a double that takes one instruction to make. values: the sum of the numbers. ordinary: are they of
+/// ordinary size?
 template <int Lanes>
 __device__ __forceinline__ refit_sums quick_sums(const grid_line& line, int n, const grid_range& r,
                                                  const kvq::detail::grid_steps& grid, int q, double values,
@@ -333,8 +339,8 @@ __device__ __forceinline__ grid_range refitted(const grid_line& line, int n, int
     return range;
 }
 
-/// The best candidate of a search, or that one refitted. own: the range of this lane's numbers. All lanes of a warp; n = 0:
-/// nothing to do.
+/// The best candidate of a search, or that one refitted. own: the range of this lane's numbers. All lanes of
+/// a warp; n = 0: nothing to do.
 template <int Lanes, bool Refits>
 __device__ __forceinline__ grid_range fitted(const grid_line& line, int n, int q, const grid_range& own,
                                              bool refits) {
@@ -372,8 +378,8 @@ __device__ __forceinline__ grid_range fitted(const grid_line& line, int n, int q
     return r;
 }
 
-/// Calls f(line number, lane of the line) for all lines, all lanes of a warp at the same time: with a number of `lines` or above
-/// where there is none.
+/// Calls f(line number, lane of the line) for all lines, all lanes of a warp at the same time: with a number
+/// of `lines` or above where there is none.
 template <int Threads, int Lanes, class F>
 __device__ __forceinline__ void for_each_line(int lines, const F& f) {
     constexpr int together = lines_together<Lanes>;

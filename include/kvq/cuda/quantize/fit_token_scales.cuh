@@ -3,18 +3,22 @@
 //   channels   one thread adds up a channel's squares, token by token, as the CPU does
 //   tokens     one thread adds up one of the eight parts of two tokens' sums
 //
-// Stored token scales have 16 steps an octave, so mostly floats decide them (quick_token_scales), with squares in registers and sums
-// in any order. u = 2^-24; distance of two vectors of token scales: the largest less the smallest log of their quotients.
+// Stored token scales have 16 steps an octave, so mostly floats decide them (quick_token_scales), with
+// squares in registers and sums in any order. u = 2^-24; distance of two vectors of token scales: the largest
+// less the smallest log of their quotients.
 //
-//   an iteration        keeps vectors as near to each other as they were: it is homogeneous and monotone (a floor included)
-//   in floats           is within (18 + t + c + w / 4) u of the same in real arithmetic, where a lane has t tokens of c channels in one of w
-//                       warps: sums of squares of a channel are within (9 + t) u of themselves, their inverses 3 u more, a token's
-//                       sum (3 + c + w / 4) u more, the floor 3 u; scales are roots, and two of them make a quotient
+//   an iteration        keeps vectors as near to each other as they were: it is homogeneous and monotone (a
+//                       floor included)
+//   in floats           is within (18 + t + c + w / 4) u of the same in real arithmetic, where a lane has t
+//                       tokens of c channels in one of w warps: sums of squares of a channel are within (9 +
+//                       t) u of themselves, their inverses 3 u more, a token's sum (3 + c + w / 4) u more,
+//                       the floor 3 u; scales are roots, and two of them make a quotient
 //   on the CPU          within 2 * 7 u
 //   iterations left     change token scales by no more than the last one did, each
 //
-// So the result of the CPU's eight iterations is within 8 times the sum of the first two, and left * change. Where a token scale of
-// the floats would be stored as another one within that distance, the block goes through the CPU's sums.
+// So the result of the CPU's eight iterations is within 8 times the sum of the first two, and left * change.
+// Where a token scale of the floats would be stored as another one within that distance, the block goes
+// through the CPU's sums.
 //
 // Contract: the same token scales as on the CPU, bit for bit.
 #pragma once
@@ -76,8 +80,8 @@ __device__ __forceinline__ void add_squares(const token_scale_scratch& s, const 
     __syncthreads();
 }
 
-/// Token scales from the sums over all channels, replaced by f(slot, token scale), and s.inverse. valid(slot): is there a
-/// token? Ends with a barrier.
+/// Token scales from the sums over all channels, replaced by f(slot, token scale), and s.inverse.
+/// valid(slot): is there a token? Ends with a barrier.
 template <int Threads, int Slots, class Valid, class F>
 __device__ __forceinline__ void normalize_token_scales(const token_scale_scratch& s, int dim,
                                                        const Valid& valid, const F& f) {
@@ -102,10 +106,10 @@ __device__ __forceinline__ void normalize_token_scales(const token_scale_scratch
     __syncthreads();
 }
 
-/// Token scales of a page whose numbers lie at values[channel][stride], stored by store(token, token scale), which returns what is
-/// stored; s.token_scale and s.inverse of the stored ones. Halves: numbers are half floats. ordinary: is every number 0 or of an
-/// ordinary size? False: they have not certainly been stored as by the CPU. A lane has the same tokens of a few channels. All
-/// threads of a block.
+/// Token scales of a page whose numbers lie at values[channel][stride], stored by store(token, token scale),
+/// which returns what is stored; s.token_scale and s.inverse of the stored ones. Halves: numbers are half
+/// floats. ordinary: is every number 0 or of an ordinary size? False: they have not certainly been stored as
+/// by the CPU. A lane has the same tokens of a few channels. All threads of a block.
 template <int Threads, int Tokens, int Dim, bool Halves, class F>
 __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s, const float* values,
                                                    int stride, bool& ordinary, const F& store) {
@@ -204,8 +208,8 @@ __device__ __forceinline__ bool quick_token_scales(const token_scale_scratch& s,
     return __syncthreads_and(certain) != 0;
 }
 
-/// x / by, rounded, from 1 / by, rounded. Of numbers of ordinary size remainders are exact: what is within one place of the quotient
-/// is rounded by the second one (Markstein's theorem).
+/// x / by, rounded, from 1 / by, rounded. Of numbers of ordinary size remainders are exact: what is within
+/// one place of the quotient is rounded by the second one (Markstein's theorem).
 __device__ __forceinline__ float quotient(float x, float by, float inverse, bool ordinary) {
     if (!ordinary) return __fdiv_rn(x, by);
     float q = __fmul_rn(x, inverse);
@@ -213,8 +217,8 @@ __device__ __forceinline__ float quotient(float x, float by, float inverse, bool
     return __fmaf_rn(__fmaf_rn(-q, by, x), inverse, q);
 }
 
-/// The numbers of a lane of a line (fit_grids.cuh) over the scales of their tokens, and their range. slot: of the first number; n: a
-/// multiple of 8. A barrier of the warp at the end.
+/// The numbers of a lane of a line (fit_grids.cuh) over the scales of their tokens, and their range. slot: of
+/// the first number; n: a multiple of 8. A barrier of the warp at the end.
 template <int Lanes>
 __device__ __forceinline__ void divide_line(float* x, int n, int q, const token_scale_scratch& scales,
                                             int slot, bool ordinary, float& lo, float& hi) {

@@ -28,9 +28,9 @@ struct stored_grid {
     }
 };
 
-/// Codes of a lane of a line of `Group` finite numbers (fit_grids.cuh), four neighbouring ones as the bytes of a word. Mean: returns the
-/// sum of the line's errors, for a mean that is added to the bias and rounded to a float. The CPU adds one error after the other;
-/// where the order could matter to that float, so does this.
+/// Codes of a lane of a line of `Group` finite numbers (fit_grids.cuh), four neighbouring ones as the bytes of a
+/// word. Mean: returns the sum of the line's errors, for a mean that is added to the bias and rounded to a float.
+/// The CPU adds one error after the other; where the order could matter to that float, so does this.
 template <int Lanes, int Group, bool Mean, int Quads>
 __device__ __forceinline__ double code_line(const float* x, int q, const stored_grid& grid,
                                             std::uint32_t (&quads)[Quads]) {

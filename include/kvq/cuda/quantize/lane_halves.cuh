@@ -1,12 +1,14 @@
-// Reducing N numbers over the lanes of a warp so that lanes end with different ones: in every turn a lane gives half of its numbers to
-// another lane, whose other half it takes. N / 2 + N / 4 + ... + 1 exchanges in place of N for every turn.
+// Reducing N numbers over the lanes of a warp so that lanes end with different ones: in every turn a lane
+// gives half of its numbers to another lane, whose other half it takes. N / 2 + N / 4 + ... + 1 exchanges in
+// place of N for every turn.
 #pragma once
 
 #include "../layout/warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// The number that a lane has when all turns are over, in [0, N); N a power of two of at most 32. Lanes N apart have the same one.
+/// The number that a lane has when all turns are over, in [0, N); N a power of two of at most 32. Lanes N
+/// apart have the same one.
 template <int N>
 KVQ_HD constexpr int number_of_lane(int lane) noexcept {
     int number = 0;

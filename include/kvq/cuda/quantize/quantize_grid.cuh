@@ -23,11 +23,10 @@ class grid_encoder {
     using parameters = typename S::parameters;
     static constexpr int dim = memory::dim, groups = memory::groups, slot_count = memory::slot_count;
     static constexpr int place_slots = kvq::detail::round_up(dim, 4);  // of the parameters
-    // Lanes that share a line.
     static constexpr int most_lines = groups * memory::fit_channels, lanes = Threads >= 4 * most_lines   ? 4
                                                                              : Threads >= 2 * most_lines ? 2
                                                                                                          : 1;
-    /// Four codes of a line as the bytes of a word: do they lie in registers until all of the block's are there?
+    /// Do quads of codes lie in registers until all of the block's are there?
     static constexpr int line_quads = memory::group / (4 * lanes);
     static constexpr bool has_quads =
         memory::whole && slot_count == memory::tokens && memory::tokens % memory::group == 0 &&
@@ -315,7 +314,7 @@ private:
                 numbers() + c * numbers_stride(slot_count) + axis().group_begin(group)};
     }
 
-    /// Grids of `count` places from `first` on, into biases (first value) and scales (last value). Ends with a barrier.
+    /// Grids of `count` places from `first` on, into biases (first value) and scales (last). Then a barrier.
     __device__ __forceinline__ void fit(int first, int count, bool dirty) const {
         const int lines = groups * count;
         const bool feedback = memory::feedback && matrix_ != nullptr;
@@ -420,8 +419,8 @@ private:
             });
     }
 
-    /// Codes of all lines, whose numbers lie in memory and are finite; sums() of their errors. Ends with a barrier, behind which
-    /// quads of codes lie where numbers were.
+    /// Codes of all lines, whose numbers lie in memory and are finite; sums() of their errors. Ends with a
+    /// barrier, behind which quads of codes lie where numbers were.
     __device__ __forceinline__ void code_quads() const {
         constexpr int lines = memory::lines, together = lines_together<lanes>;
         const int lane = thread() % warp_size, i = thread() / warp_size * together + lane % together,

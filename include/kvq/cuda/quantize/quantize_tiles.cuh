@@ -1,11 +1,15 @@
-// 16-bit pages to codes of ranges, in registers: a warp quantizes rows of 32 lanes, whose words lie as lanes do.
+// 16-bit pages to codes of ranges, in registers: a warp quantizes rows of 32 lanes, whose words lie as lanes
+// do.
 //
-//   rows are lines       (keys per token, values per channel)  a lane has a row of 32, and finds the range of its groups
-//   columns are lines    (values per token, keys per channel)  a lane has its row of every tile of 32 rows of a group; ranges go from
-//                        lane to lane, half of the columns to each, until a lane has one pair of columns
+//   rows are lines       (keys per token, values per channel)  a lane has a row of 32, and finds the range of
+//                        its groups
+//   columns are lines    (values per token, keys per channel)  a lane has its row of every tile of 32 rows of
+//                        a group; ranges go from lane to lane, half of the columns to each, until a lane has
+//                        one pair of columns
 //
-// A word of a 16-bit page is two neighbouring columns of a row. Ranges are packed minima and maxima, which are exact. Where a number is
-// not finite, or does not lie on its grid, the warp reads its words again, one at a time.
+// A word of a 16-bit page is two neighbouring columns of a row. Ranges are packed minima and maxima, which
+// are exact. Where a number is not finite, or does not lie on its grid, the warp reads its words again, one
+// at a time.
 // Contract: the bytes that quantize_block writes (quantize.cuh).
 #pragma once
 
@@ -52,8 +56,8 @@ __device__ __forceinline__ bool store_range(const block_shape& s, std::byte* blo
     return lo > -INFINITY && hi < INFINITY && fits_grid<S>(lo, hi, parameters.x, parameters.y);
 }
 
-/// Codes the block from one of 16-bit numbers. Shared memory: page_tiles::bytes for each warp. All threads of a block. Returns this
-/// thread's count of values that are not finite.
+/// Codes the block from one of 16-bit numbers. Shared memory: page_tiles::bytes for each warp. All threads of
+/// a block. Returns this thread's count of values that are not finite.
 template <class T, class To, tensor Role, int Threads>
 __device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, std::byte* block,
                                                    std::byte* shared) {
@@ -77,7 +81,8 @@ __device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, st
     const auto number = [](std::uint32_t word, int k) {
         return k % 2 ? unpack_half<T, 1>(word) : unpack_half<T, 0>(word);
     };
-    // Columns [first, first + step) of row 32 * tile + lane. word(i): numbers 2 i and 2 i + 1 of the step; parameters(k): of number k.
+    // Columns [first, first + step) of row 32 * tile + lane. word(i): numbers 2 i and 2 i + 1 of the step;
+    // parameters(k): of number k.
     const auto code = [&](int tile, int first, bool clean, const auto& word, const auto& parameters) {
         std::uint32_t quads[step / 4];
 #pragma unroll
