@@ -42,9 +42,6 @@ inline constexpr bool takes_halves = [] {
 template <int Rows4>
 inline constexpr int column_tiles = Rows4 / 2;
 
-/// Codes are 2^-24 of themselves.
-inline constexpr float half_codes = 16777216.0f;
-
 /// 2 m: the largest code, or twice the zero of symmetric codes.
 template <class Values>
 inline constexpr int twice_middle = Values::traits::has_bias ? (1 << Values::scheme::code_bits) - 1
@@ -241,8 +238,9 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
     constexpr bool scaled = Values::scales_tokens;
     [[maybe_unused]] constexpr float codes = half_codes / Values::scale_lift;
     [[maybe_unused]] const auto line = line_of<Values>(slot, first, 0);
-    // Parameters of channels: output += scale * (product - rounded + m * total) + bias * total.
-    [[maybe_unused]] float total[Rows4], shift[Rows4], base[Rows4], slope[Rows4];
+    // Parameters of channels: output += scale * (product - rounded + m * total) + bias * total, where products
+    // start with what does not depend on the channel.
+    [[maybe_unused]] float total[Rows4], start[Rows4], slope[Rows4];
     static_for<sets>([&](auto set) {
         constexpr int S = decltype(set)::value;
         half_quad scale[units], bias[units] = {}, x[column_tiles][units];
@@ -298,18 +296,21 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
                 if constexpr (traits::has_bias) rest += fmaf(middle, dots[m][i], dots[m][2 + i]);
             } else {
                 total[n] = dots[m][i] * (1.0f / Values::scale_lift);
-                shift[n] = line.unit *
-                           fmaf(-0.5f * codes, rounded[m][i], traits::has_bias ? middle * total[n] : 0.0f);
+                start[n] = fmaf(-0.5f, rounded[m][i], traits::has_bias ? middle / codes * total[n] : 0.0f);
                 if constexpr (Values::has_byte_params) {
-                    slope[n] = total[n] * line.step;
-                    base[n] = fmaf(-raised, slope[n], total[n] * line.first);
+                    slope[n] = total[n] * (line.step * half_codes);
+                    state.rest[n][0] = fmaf(total[n], line.first, state.rest[n][0]);
                 }
             }
         }
         static_for<tiles_of_set>([&](auto in_set) {
             constexpr int T = S * tiles_of_set + decltype(in_set)::value;
             if constexpr (T < Values::tiles) {
-                [[maybe_unused]] float products[state_type::tiles][2][4] = {};
+                [[maybe_unused]] float products[state_type::tiles][2][4];
+                if constexpr (!Values::token_parameters)
+#pragma unroll
+                    for (int i = 0; i < 8 * state_type::tiles; ++i)
+                        products[i / 8][i / 4 % 2][i % 4] = start[2 * (i / 8) + i % 2];
                 Values::template for_half_units<T>(
                     slot, id, [&](auto unit, const uint4& even, const uint4& odd) {
                         constexpr int U = decltype(unit)::value;
@@ -324,21 +325,17 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
                 if constexpr (!Values::token_parameters) {
                     const channel_numbers parameters = channels_of<Values, T>(slot, id);
 #pragma unroll
-                    for (int n = 0; n < Rows4; ++n)
+                    for (int r = 0; r < 4; ++r) {
+                        const float scale = parameters.scale[r] * (codes * line.unit);
 #pragma unroll
-                        for (int r = 0; r < 4; ++r) {
-                            const int m = n / 2, i = 2 * (r % 2) + n % 2;
-                            float& output = state.output[T][m][r / 2][i];
-                            const float y = fmaf(products[m][r / 2][i], codes * line.unit, shift[n]);
-                            if constexpr (Values::has_byte_params)
-                                output = fmaf(parameters.bias[r], slope[n],
-                                              fmaf(y, parameters.scale[r], output + base[n]));
-                            else if constexpr (traits::has_bias)
-                                output =
-                                    fmaf(parameters.bias[r], total[n], fmaf(y, parameters.scale[r], output));
-                            else
-                                output = fmaf(y, parameters.scale[r], output);
+                        for (int n = 0; n < Rows4; ++n) {
+                            float& output = state.output[T][n / 2][r / 2][2 * (r % 2) + n % 2];
+                            output = fmaf(products[n / 2][r / 2][2 * (r % 2) + n % 2], scale, output);
+                            if constexpr (traits::has_bias)
+                                output = fmaf(parameters.bias[r],
+                                              Values::has_byte_params ? slope[n] : total[n], output);
                         }
+                    }
                 }
             }
         });

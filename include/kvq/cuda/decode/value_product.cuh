@@ -83,14 +83,17 @@ struct warp_state {
     float max[Rows4];
     float sum[Rows4];
     float bias[Rows4][weight_words<Values>::bias_sets + 1];
+    float rest[Rows4];                      // of 8-bit biases, what all channels have in common
     float output[Values::tiles][Rows4][4];  // channel 32 * tile + 4g + i of row n
 
     /// Multiplies the rows' sums of values.
     __device__ __forceinline__ void multiply(const float (&factor)[Rows4]) {
 #pragma unroll
-        for (int n = 0; n < Rows4; ++n)
+        for (int n = 0; n < Rows4; ++n) {
+            if constexpr (Values::has_byte_params) rest[n] *= factor[n];
 #pragma unroll
             for (int i = 0; i < weight_words<Values>::bias_sets; ++i) bias[n][i] *= factor[n];
+        }
 #pragma unroll
         for (int tile = 0; tile < Values::tiles; ++tile)
 #pragma unroll
@@ -102,7 +105,7 @@ struct warp_state {
 #pragma unroll
         for (int n = 0; n < Rows4; ++n) {
             max[n] = -INFINITY;
-            sum[n] = 0.0f;
+            sum[n] = rest[n] = 0.0f;
 #pragma unroll
             for (int i = 0; i < weight_words<Values>::bias_sets + 1; ++i) bias[n][i] = 0.0f;
 #pragma unroll
@@ -119,15 +122,16 @@ struct warp_state {
         for (int n = 0; n < Rows4; ++n) {
             rows.max[n] = max[n];
             rows.sum[n] = over_tokens(sum[n], add_floats{});
-            float of_bias[sets + 1] = {};
+            float of_bias[sets + 1] = {Values::has_byte_params ? rest[n] : 0.0f};
 #pragma unroll
             for (int i = 0; i < sets; ++i) of_bias[i] = over_tokens(bias[n][i], add_floats{});
 #pragma unroll
             for (int tile = 0; tile < Values::tiles; ++tile)
 #pragma unroll
                 for (int r = 0; r < 4; ++r)
-                    rows.output[tile][n][r] =
-                        sets > 0 ? output[tile][n][r] + of_bias[tile / tiles_of_set] : output[tile][n][r];
+                    rows.output[tile][n][r] = sets > 0 || Values::has_byte_params
+                                                  ? output[tile][n][r] + of_bias[tile / tiles_of_set]
+                                                  : output[tile][n][r];
         }
         return rows;
     }
@@ -382,7 +386,7 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
     });
 }
 
-/// Parameters of the lane's four channels of tile `Tile`; codes of 8-bit biases come raised.
+/// Parameters of the lane's four channels of tile `Tile`; of 8-bit biases 2^-24 of their codes.
 struct channel_numbers {
     float scale[4], bias[4];
 };
@@ -393,7 +397,7 @@ __device__ __forceinline__ channel_numbers channels_of(std::uint32_t slot, const
     const float4 s = Values::scales(slot, 0, channel);
     float4 b{0.0f, 0.0f, 0.0f, 0.0f};
     if constexpr (Values::has_byte_params)
-        b = raised_codes(Values::bias_bytes(slot, 0, channel));
+        b = byte_halves(Values::bias_bytes(slot, 0, channel)).floats();
     else if constexpr (Values::traits::has_bias)
         b = Values::biases(slot, 0, channel);
     return {{s.x, s.y, s.z, s.w}, {b.x, b.y, b.z, b.w}};
@@ -440,14 +444,14 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                 total[n] = 256 * both.high + both.low;
             }
         }
-        // 8-bit biases: total * (first + step * code) = base + slope * (raised + code).
-        [[maybe_unused]] float base[Rows4], slope[Rows4];
+        // 8-bit biases: total * (first + step * code) = rest + slope * code.
+        [[maybe_unused]] float slope[Rows4];
         if constexpr (Values::has_byte_params) {
 #pragma unroll
             for (int n = 0; n < Rows4; ++n) {
                 const float weight = static_cast<float>(total[n]) * factors.step[S][n];
-                slope[n] = weight * line.step;
-                base[n] = fmaf(-raised, slope[n], weight * line.first);
+                slope[n] = weight * (line.step * half_codes);
+                state.rest[n] = fmaf(weight, line.first, state.rest[n]);
             }
         }
         static_for<tiles_of_set>([&](auto in_set) {
@@ -494,8 +498,7 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                                 whole -= unit * traits::zero_code * total[n];
                             const float step = factors.step[S][n] * (line.unit * (1.0f / unit));
                             if constexpr (Values::has_byte_params) {
-                                output = fmaf(static_cast<float>(whole) * step, parameters.scale[r],
-                                              output + base[n]);
+                                output = fmaf(static_cast<float>(whole) * step, parameters.scale[r], output);
                                 output = fmaf(parameters.bias[r], slope[n], output);
                             } else if constexpr (channel_parameters) {
                                 output = fmaf(static_cast<float>(whole) * step, parameters.scale[r], output);

@@ -4,8 +4,8 @@
 //   P = byte_params                        bytes under three numbers of the group (quant/byte_params.hpp): scales come in units of
 //                                    group_line::unit, which folds into a product's last factor; biases = first + step * code
 //
-// Two bytes at a time are permuted and multiplied to where half floats have their bits (scales, token
-// scales), or each is put behind the point of 2^15, which is subtracted (biases).
+// Two bytes at a time are permuted to where half floats have their last bits (biases), and multiplied to
+// where these have their exponents (scales, token scales).
 // Contract: unit * scales and token scales are exactly those that the CPU dequantizes (the products are
 // exact, see byte_params.hpp); codes of biases are integers, and first + step * code is left to who adds them
 // up.
@@ -20,6 +20,9 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 KVQ_HD constexpr std::uint32_t half_power(int exponent) {
     return static_cast<std::uint32_t>(exponent + 15) * 0x04000400u;
 }
+
+/// Codes that lie in half floats as they are count 2^-24 of themselves.
+inline constexpr float half_codes = 16777216.0f;
 
 /// Four 16-bit fixed-point numbers (low halves of y) as a word of high bytes and a word of low bytes.
 struct byte_words {
@@ -66,6 +69,10 @@ struct half_quad {
                 unpack_half<float16, 1>(odd)};
     }
 };
+/// The bytes of a word as half floats, 2^-24 of themselves.
+__device__ __forceinline__ half_quad byte_halves(std::uint32_t bytes) {
+    return {__byte_perm(bytes, 0u, 0x4240), __byte_perm(bytes, 0u, 0x4341)};
+}
 /// The bytes of a word, codes of a small_float, as half floats; all times half_lift, where the smallest one
 /// would be subnormal.
 template <class SmallFloat>
@@ -82,15 +89,6 @@ small_halves(std::uint32_t codes, std::uint32_t lowest = half_power(half_lowest<
     return {__byte_perm(codes, 0u, 0x4240) * step + lowest, __byte_perm(codes, 0u, 0x4341) * step + lowest};
 }
 
-/// 2^15 + code for byte I of a word.
-inline constexpr float raised = 32768.0f;
-template <int I>
-__device__ __forceinline__ float raised_code(std::uint32_t word) {
-    return __uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | I << 4));
-}
-__device__ __forceinline__ float4 raised_codes(std::uint32_t word) {
-    return {raised_code<0>(word), raised_code<1>(word), raised_code<2>(word), raised_code<3>(word)};
-}
 /// Four neighbouring parameters of a float type.
 template <class P>
 __device__ __forceinline__ float4 load_parameters(std::uint32_t at) {
