@@ -122,12 +122,19 @@ struct mixed_memory {
                          end_warp_tiles = first::end_warp_tiles * 8;
     static constexpr int warp_bytes = part_bytes + notes_bytes;
     static constexpr int unit_bytes = 1024;
-    /// What the warp tiles of a step count: about their bytes.
+    /// What the warp tiles of a step count: about their bytes. From 8 query rows on, those of plans and those of
+    /// 128 tokens with 8-bit parameters take longer than that beside one of 16-bit tokens, and a team ends with
+    /// its slowest warp (docs/lab/gpu_experiments.md).
     template <class Pair>
     static constexpr int units = [] {
+        using keys = typename of<Pair>::keys;
         constexpr auto bytes = (Pair::key_block_bytes + Pair::value_block_bytes) *
                                static_cast<std::size_t>(of<Pair>::step_tokens) / Pair::page_tokens;
-        return kvq::detail::larger(1, static_cast<int>((bytes + unit_bytes / 2) / unit_bytes));
+        constexpr int least = Rows4 == 1 || keys::full                       ? 1
+                              : keys::tokens >= 128 && keys::has_byte_params ? 24
+                              : keys::mixed                                  ? 14
+                                                                             : 1;
+        return kvq::detail::larger(least, static_cast<int>((bytes + unit_bytes / 2) / unit_bytes));
     }();
     /// What the start of a part counts: its first warp tile is waited for, and its instructions are fetched.
     /// A warp tile of sinks takes longer than others of its bytes.
