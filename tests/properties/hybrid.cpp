@@ -419,6 +419,11 @@ TEST_CASE("what a layer with state cannot do is refused with the layer and its k
     refused(parts, "layer 1, full attention of 2 x 8: it has no parts of a state, got 2");
     says([&] { kvq::cache bad(list, {.keys = {fp16()}, .snapshots = {.most_bytes = 10}}); },
          "snapshots of at most 10 bytes");
+    auto moved = cache.new_sequence();
+    const auto owner = std::move(moved);
+    CHECK(moved.tokens() == 0);
+    CHECK(moved.usage().state == 0);
+    says([&] { (void)moved.state(); }, "a sequence that was moved from has no layers");
     // A model of state alone.
     kvq::cache recurrent({list[1]}, {.keys = {fp16()}});
     CHECK(contains(message_of([&] { (void)recurrent.shape(); }),

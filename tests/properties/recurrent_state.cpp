@@ -764,6 +764,12 @@ TEST_CASE("what is out of range is refused in one sentence with the numbers, and
     CHECK(contains(message_of([&] { (void)s.snapshot_error(0); }), "snapshot 0 of 0"));
     CHECK(contains(message_of([&] { (void)kvq::recurrent_state::footprint(layout, -1); }), "-1 snapshots"));
     CHECK(written(s) == before);
+    kvq::recurrent_state moved = s.fork();
+    const kvq::recurrent_state owner = std::move(moved);
+    CHECK(owner.tokens() == 5);
+    CHECK(moved.tokens() == 0);
+    CHECK(moved.usage().bytes == 0);
+    CHECK(contains(message_of([&] { (void)moved.part(0, 0); }), "moved from"));
     s.reserve();
     CHECK(contains(message_of([&] { s.snapshot(5); }), "the policy has room for 100"));
     CHECK(s.snapshots().empty());

@@ -124,6 +124,7 @@ KVQ_FUNC int sequence::trim(int wanted) {
 }
 
 KVQ_FUNC recurrent_state& sequence::state() {
+    detail::expect(!tables_.empty(), "a sequence that was moved from has no layers");
     detail::expect(state_.has_value(),
                    "no layer of the cache has state: a list of layers says it (kvq::state_layer)");
     return *state_;

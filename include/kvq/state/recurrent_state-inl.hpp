@@ -23,10 +23,20 @@ KVQ_FUNC recurrent_state::recurrent_state(const state_layout& layout, page_pool&
     detail::expect(policy.every >= 0, "snapshots every ", policy.every, " tokens");
     detail::expect((policy.every == 0 && !policy.prompt_end) || policy.most_bytes >= layout.snapshot_bytes(),
                    "snapshots of at most ", policy.most_bytes, " bytes: one has ", layout.snapshot_bytes());
-    live_.resize(layers());
+    live_.resize(layout.layers().size());
 }
 
-KVQ_FUNC recurrent_state::recurrent_state(recurrent_state&&) noexcept = default;
+KVQ_FUNC recurrent_state::recurrent_state(recurrent_state&& other) noexcept
+    : layout_(other.layout_),
+      pool_(other.pool_),
+      policy_(other.policy_),
+      tokens_(std::exchange(other.tokens_, 0)),
+      accessed_(std::exchange(other.accessed_, false)),
+      skipped_(other.skipped_),
+      clock_(other.clock_),
+      live_(std::move(other.live_)),
+      pages_(std::move(other.pages_)),
+      marks_(std::move(other.marks_)) {}
 KVQ_FUNC recurrent_state::~recurrent_state() = default;
 
 KVQ_FUNC recurrent_state& recurrent_state::operator=(recurrent_state&& other) noexcept {
@@ -92,6 +102,7 @@ KVQ_FUNC std::span<std::byte> recurrent_state::part(int layer, int part) {
     const detail::state_layer& l = layout_->layers()[at];
     detail::expect(part >= 0 && static_cast<std::size_t>(part) < l.parts.size(), "layer ", layer,
                    " has no part ", part, ": it has ", l.parts.size());
+    detail::expect(!live_.empty(), "a state that was moved from has no layers");
     const detail::state_place& place = l.place(detail::state_form::live, static_cast<std::size_t>(part));
     std::byte* const data = own(at) + place.offset;
     accessed_ = true;
@@ -249,16 +260,15 @@ KVQ_FUNC state_usage recurrent_state::usage() const noexcept {
         const detail::state_layer& l = layout_->layers()[layer];
         // Holders of a page are neighbours, the live state behind the snapshots: a page that was left never
         // comes back.
-        for (std::size_t i = 0; i <= marks_.size();) {
-            const bool is_live = i == marks_.size();
-            const page_ref& p = is_live ? live_[layer] : pages_of(i)[layer];
-            std::uint32_t holders = 0;
-            do ++holders, ++i;
-            while (i <= marks_.size() &&
-                   (i == marks_.size() ? live_[layer] : pages_of(i)[layer]).get() == p.get());
+        const auto page_of = [&](std::size_t i) -> const page_ref& {
+            return i < marks_.size() ? pages_of(i)[layer] : live_[layer];
+        };
+        for (std::size_t i = 0, end = 1; i <= marks_.size(); i = end++) {
+            const page_ref& p = page_of(i);
+            while (end <= marks_.size() && page_of(end).get() == p.get()) ++end;
             if (!p) continue;
-            (is_live ? u.live : u.snapshots) += p->bytes;
-            u.shared += p.references() > holders ? p->bytes : 0;
+            (i < marks_.size() ? u.snapshots : u.live) += p->bytes;
+            u.shared += p.references() > end - i ? p->bytes : 0;
             ++u.pages;
             detail::snapshot_sums sums;
             for (std::size_t part = 0; part < l.parts.size(); ++part) detail::add_sums(sums, l, p, part);

@@ -141,7 +141,8 @@ private:
 
     recurrent_state(const recurrent_state& other, int);
 
-    std::size_t layers() const noexcept { return layout_->layers().size(); }
+    /// With state; none after a move.
+    std::size_t layers() const noexcept { return live_.size(); }
     const page_ref* pages_of(std::size_t snapshot) const noexcept {
         return pages_.data() + snapshot * layers();
     }
