@@ -329,13 +329,18 @@ typedef struct kvq_layer_formats {
     const char *keys, *values;
 } kvq_layer_formats;
 
-enum { KVQ_FULL_ATTENTION = 0, KVQ_STATE = 5 };  // what a layer holds: all of its tokens; a recurrent state
+/// What a layer holds: all of its tokens; a sliding window; the tokens of the current chunk; a recurrent state. Windows and chunks free pages by
+/// themselves.
+enum { KVQ_FULL_ATTENTION = 0, KVQ_SLIDING_ATTENTION = 1, KVQ_CHUNKED_ATTENTION = 2, KVQ_STATE = 5 };
 
 /// One layer of a model whose layers differ.
 typedef struct kvq_layer {
-    int32_t kind;                // KVQ_FULL_ATTENTION, KVQ_STATE
+    int32_t kind;                // KVQ_FULL_ATTENTION, ...
     int32_t kv_heads, head_dim;  // 0 of KVQ_STATE
     int32_t value_dim;           // 0: head_dim
+    int32_t window;              // tokens of a sliding window or a chunk; 0 of other kinds
+    int32_t
+        sinks;  // first tokens that every query sees as well, at most those of the cache; 0 of other kinds
 } kvq_layer;
 
 /// How snapshots hold a part of a state: as it is; int8 with a scale per head and row, or per head and column; FP8 with one per head and 32
@@ -465,7 +470,10 @@ KVQ_API kvq_status kvq_sequence_append_draft(kvq_sequence* sequence, int32_t lay
 KVQ_API kvq_status kvq_sequence_keep(kvq_sequence* sequence, const int32_t* path, int32_t count);
 
 /// Removes every token from position `tokens` on, in all layers. With layers of kind KVQ_STATE all layers go back to kvq_sequence_reach.
+/// KVQ_ERROR_ARGUMENT below the limit of kvq_sequence_trim_limit; 0 is always possible.
 KVQ_API kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens);
+/// The least number of tokens from which on every trim is possible; 0, unless a layer with a window has freed tokens.
+KVQ_API kvq_status kvq_sequence_trim_limit(const kvq_sequence* sequence, int32_t* tokens);
 /// Gives back the 16-bit copies of quantized pages (kvq_usage.rollback). A trim into pages that are quantized now then keeps their codes, as
 /// one by more than `rollback` tokens does. With kvq_sequence_fork: a sequence to save or send without copies.
 KVQ_API kvq_status kvq_sequence_drop_copies(kvq_sequence* sequence);

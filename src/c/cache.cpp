@@ -25,10 +25,13 @@ rotary_embedding rotary_of(const kvq_rotary& r) {
     return e;
 }
 
+static_assert(static_cast<int>(layer_kind::sliding) == KVQ_SLIDING_ATTENTION);
+static_assert(static_cast<int>(layer_kind::chunked) == KVQ_CHUNKED_ATTENTION);
+static_assert(static_cast<int>(layer_kind::state) == KVQ_STATE);
 kvq_layer layer_of(const kvq::cache& of, int i) noexcept {
-    const cache_shape& s = of.shape(i);
-    return {of.holds_tokens(i) ? KVQ_FULL_ATTENTION : KVQ_STATE, s.kv_heads, s.head_dim,
-            s.dim(tensor::value)};
+    const layer& l = of.layers()[static_cast<std::size_t>(i)];
+    return {static_cast<std::int32_t>(l.kind), l.kv_heads, l.head_dim,
+            of.shape(i).dim(tensor::value),    l.window,   l.sinks};
 }
 
 }  // namespace
@@ -92,10 +95,13 @@ std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
     std::vector<layer> all;
     for (std::int32_t i = 0; i < o.layers; ++i) {
         const kvq_layer& l = o.layer_list[i];
-        expect(l.kind == KVQ_FULL_ATTENTION || l.kind == KVQ_STATE, KVQ_ERROR_ARGUMENT, "layer ", i,
-               " has kind ", l.kind, ", not KVQ_FULL_ATTENTION or KVQ_STATE");
-        all.push_back(full_attention({l.kv_heads, l.head_dim, l.value_dim}));
-        if (l.kind == KVQ_STATE) all.back().kind = layer_kind::state;
+        expect((l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_CHUNKED_ATTENTION) || l.kind == KVQ_STATE,
+               KVQ_ERROR_ARGUMENT, "layer ", i, " has kind ", l.kind, ", none of KVQ_FULL_ATTENTION, ...");
+        layer made{l.kv_heads, l.head_dim, l.value_dim};
+        made.kind = static_cast<layer_kind>(l.kind);
+        made.window = l.window;
+        made.sinks = l.sinks;
+        all.push_back(made);
     }
     expect_list(o.state_parts, o.state_part_count, "state_parts");
     for (std::int32_t i = 0; i < o.state_part_count; ++i) {
@@ -230,7 +236,7 @@ kvq_status kvq_cache_get_format(const kvq_cache* cache, kvq_role role, int32_t i
             std::find_if(names.begin(), names.end(), [&](const auto& n) { return n.listed == index - 1; });
         if (first != names.end()) name = first->name;
         *out = make<kvq_format>(table[index], name,
-                                state.cache.has_one_shape() ? state.cache.shape() : kvq::cache_shape{});
+                                state.cache.has_equal_layers() ? state.cache.shape() : kvq::cache_shape{});
     });
 }
 

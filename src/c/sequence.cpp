@@ -150,6 +150,13 @@ kvq_status kvq_sequence_get_snapshots(const kvq_sequence* sequence, kvq_snapshot
     });
 }
 
+kvq_status kvq_sequence_trim_limit(const kvq_sequence* sequence, int32_t* tokens) {
+    return guard([&] {
+        const kvq::sequence& s = get(sequence, "sequence").sequence;
+        place(tokens, "tokens") = s.trim_limit();
+    });
+}
+
 kvq_status kvq_sequence_drop_copies(kvq_sequence* sequence) {
     return guard([&] { get(sequence, "sequence").sequence.drop_copies(); });
 }

@@ -974,7 +974,8 @@ TEST_CASE("the list of formats, descriptions, the options of a cache, frequencie
 }
 
 TEST_CASE("a list of layers in C is the list in C++") {
-    const kvq_layer list[] = {{KVQ_FULL_ATTENTION, 4, 64, 0}, {KVQ_FULL_ATTENTION, 1, 128, 96}};
+    const kvq_layer list[] = {{KVQ_SLIDING_ATTENTION, 4, 64, 0, 20, 2},
+                              {KVQ_FULL_ATTENTION, 1, 128, 96, 0, 0}};
     const kvq_layer_formats formats[] = {{"std4", nullptr}, {"int8", "int8"}};
     auto o = init<kvq_cache_options>();
     o.layers = 2;
@@ -1005,9 +1006,10 @@ TEST_CASE("a list of layers in C is the list in C++") {
         same.values.push_back(kvq::find_format(name, kvq::tensor::value));
     }
     same.page_tokens = 32;
+    kvq::layer sliding = kvq::sliding_attention(20, {4, 64});
+    sliding.sinks = 2;
     kvq::cache cpp(
-        {kvq::full_attention({4, 64}),
-         kvq::full_attention({.kv_heads = 1, .head_dim = 128, .value_dim = 96, .formats = {1, 1}})},
+        {sliding, kvq::full_attention({.kv_heads = 1, .head_dim = 128, .value_dim = 96, .formats = {1, 1}})},
         same);
     kvq::sequence sequence = cpp.new_sequence();
     test::generator random(11);
@@ -1020,6 +1022,19 @@ TEST_CASE("a list of layers in C is the list in C++") {
         sequence.append(layer, k.view(), v.view());
     }
     twins::check_equal(s, sequence);
+    OK(kvq_cache_get_layer(c, 0, &found));
+    CHECK(found.kind == KVQ_SLIDING_ATTENTION);
+    CHECK(found.window == 20);
+    CHECK(found.sinks == 2);
+    std::int32_t limit = 0;
+    OK(kvq_sequence_trim_limit(s, &limit));
+    CHECK(limit == sequence.trim_limit());
+    CHECK(limit > 20);
+    CHECK(kvq_sequence_trim(s, limit - 1) == KVQ_ERROR_ARGUMENT);
+    CHECK(std::string(kvq_last_error()).find("layer 0, sliding window of 20, 4 x 64") != std::string::npos);
+    OK(kvq_sequence_trim(s, limit));
+    sequence.trim(limit);
+    twins::check_equal(s, sequence);
     auto query = init<kvq_budget_query>();
     query.tokens = 1000;
     std::size_t bytes = 0;
@@ -1030,7 +1045,8 @@ TEST_CASE("a list of layers in C is the list in C++") {
 }
 
 TEST_CASE("layers with state in C: read and written in place, trimmed to snapshots, saved and sent") {
-    const kvq_layer list[] = {{KVQ_FULL_ATTENTION, 2, 16, 0}, {KVQ_STATE, 0, 0, 0}, {KVQ_STATE, 0, 0, 0}};
+    const kvq_layer list[] = {
+        {KVQ_FULL_ATTENTION, 2, 16, 0, 0, 0}, {KVQ_STATE, 0, 0, 0, 0, 0}, {KVQ_STATE, 0, 0, 0, 0, 0}};
     const kvq_state_part parts[] = {{"recurrent", 1, KVQ_FP32, 2, 3, 4, KVQ_SNAPSHOT_EXACT},
                                     {"convolution", 1, KVQ_BF16, 1, 5, 3, KVQ_SNAPSHOT_EXACT},
                                     {"recurrent", 2, KVQ_FP32, 2, 8, 8, KVQ_SNAPSHOT_INT8_COLUMNS}};

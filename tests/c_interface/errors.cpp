@@ -317,6 +317,7 @@ TEST_CASE(
     REFUSES(kvq_sequence_attend, MAY_BE_NULL(4), f.s, 0, &f.q.t, &f.out.t, usual);
     REFUSES(kvq_sequence_append_draft, MAY_BE_NULL(), f.s, 0, &f.q.t, &f.q.t);
     REFUSES(kvq_sequence_keep, MAY_BE_NULL(), f.s, f.ids, 1);
+    REFUSES(kvq_sequence_trim_limit, MAY_BE_NULL(), f.s, &f.n);
     REFUSES(kvq_sequence_trim, MAY_BE_NULL(), f.s, 10);
     REFUSES(kvq_sequence_state, MAY_BE_NULL(), f.s, 0, 0, &f.state_data, &f.bytes);
     REFUSES(kvq_sequence_advance, MAY_BE_NULL(3), f.s, 1, 0, f.executor, &f.n);
@@ -569,7 +570,7 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     refused(listed, KVQ_ERROR_ARGUMENT, "layer 0 has kind 77");
     list[0].kind = KVQ_STATE;
     refused(listed, KVQ_ERROR_ARGUMENT, "layer 0, state of 0 parts: a state has at least 1 part");
-    for (int i = 1; i < layers; ++i) list[i] = {KVQ_FULL_ATTENTION, 1, 16, 0};
+    for (int i = 1; i < layers; ++i) list[i] = {KVQ_FULL_ATTENTION, 1, 16, 0, 0, 0};
     kvq_state_part part{"s", 0, KVQ_FP32, 1, 0, 1, 0};
     const auto with_part = [&](auto& o) { listed(o), o.state_parts = &part, o.state_part_count = 1; };
     refused(with_part, KVQ_ERROR_ARGUMENT, "part s of layer 0 has 1 heads of 0 rows");
@@ -588,6 +589,11 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK_REFUSED(kvq_sequence_advance(f.s, 1, 0, nullptr, &f.n), KVQ_ERROR_ARGUMENT,
                   "no layer of the cache has state");
     CHECK_REFUSED(kvq_sequence_reach(f.s, -1, &f.n), KVQ_ERROR_ARGUMENT, "cannot trim to -1");
+    list[0] = {KVQ_FULL_ATTENTION, 1, 8, 0, 3, 0};
+    refused(listed, KVQ_ERROR_ARGUMENT, "has a window of 3 tokens");
+    list[0] = {KVQ_SLIDING_ATTENTION, 1, 8, 0, 0, 0};
+    refused(listed, KVQ_ERROR_ARGUMENT, "layer 0, sliding window of 0, 1 x 8");
+    list[0].kind = 77;
     refused([&](auto& o) { listed(o), o.layers = -1; }, KVQ_ERROR_ARGUMENT, "at least 1 layer, got -1");
     kvq_layer found{};
     CHECK_REFUSED(kvq_cache_get_layer(f.cache, layers, &found), KVQ_ERROR_ARGUMENT, "is not among the");

@@ -206,7 +206,7 @@ void layers_that_differ() {
     std::vector<kvq::layer> model;
     for (int i = 0; i < 60; ++i)
         model.push_back(i % 6 == 5 ? kvq::full_attention({.kv_heads = 4, .head_dim = 512})
-                                   : kvq::full_attention({.kv_heads = 16, .head_dim = 256}));
+                                   : kvq::sliding_attention(1024, {.kv_heads = 16, .head_dim = 256}));
     kvq::cache cache(model, kvq::preset("std4"));
 }
 void ring(kvq::cache& cache, int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n) {

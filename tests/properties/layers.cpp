@@ -6,12 +6,16 @@
 #include <doctest/doctest.h>
 
 #include <cstdlib>
+#include <kvq/adapters/sequence_table.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
 #include <kvq/cache/usage.hpp>
 #include <kvq/estimate/budget.hpp>
 #include <kvq/io/page_transfer.hpp>
+#include <kvq/policy/prefix_cache.hpp>
+#include <kvq/policy/ring.hpp>
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -53,7 +57,7 @@ kvq::cache_options mixed_options(test::generator& random) {
     return o;
 }
 
-std::vector<kvq::layer> random_layers(test::generator& random) {
+std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool windows = true) {
     std::vector<kvq::layer> layers;
     const bool rotated = random.one_in(2);
     const int n = random.between(1, 4);
@@ -66,15 +70,32 @@ std::vector<kvq::layer> random_layers(test::generator& random) {
             if (!random.one_in(4)) l.rotary->dims = l.head_dim / random.between(1, 2);
             l.rotary->base = random.one_in(2) ? 10000.0 : 1000000.0;
         }
-        layers.push_back(kvq::full_attention(l));
+        const int window = random.one_in(3) ? random.between(1, 8) : random.between(9, 90);
+        if (windows && sinks > 0 && random.one_in(2)) l.sinks = random.between(1, sinks);
+        const int kind = windows ? random.between(0, 2) : 0;
+        if (kind == 0) l.sinks = 0;
+        layers.push_back(kind == 0   ? kvq::full_attention(l)
+                         : kind == 1 ? kvq::sliding_attention(window, l)
+                                     : kvq::chunked_attention(window, l));
     }
     return layers;
 }
 
-/// A cache of one layer of a list.
-std::unique_ptr<kvq::cache> alone(const kvq::layer& of, const kvq::cache_options& options) {
+/// A cache of one layer of a list, which holds all of its tokens.
+std::unique_ptr<kvq::cache> alone(kvq::layer of, const kvq::cache_options& options) {
+    of.kind = kvq::layer_kind::full;
+    of.window = of.sinks = 0;
     return std::make_unique<kvq::cache>(std::vector<kvq::layer>{of}, options);
 }
+
+/// The mask that attention over such a cache needs to see what the layer sees.
+struct seen_keys {
+    kvq::key_window of;
+    bool mask(int q_pos, int k_pos) const {
+        if (!of.chunked && of.tokens > 0) return k_pos > q_pos - of.tokens || k_pos < of.sinks;
+        return of.tokens == 0 || k_pos / of.tokens == q_pos / of.tokens || k_pos < of.sinks;
+    }
+};
 
 /// Sequences of a cache of several layers, and of the caches of its layers.
 class world {
@@ -82,6 +103,7 @@ public:
     world(test::generator& random, const std::vector<kvq::layer>& layers, const kvq::cache_options& options)
         : cache_(layers, options), random_(random) {
         for (const kvq::layer& of : layers) {
+            windows_ = windows_ || of.kind != kvq::layer_kind::full;
             const kvq::cache_shape shape{1, of.kv_heads, of.head_dim, of.value_dim};
             streams_.emplace_back(random, shape, longest + 64);
             apart_.push_back(alone(of, options));
@@ -108,12 +130,13 @@ public:
             case 4:
                 return grow(s);
             case 5:
-                return both(
-                    s, [n = random_.between(std::max(0, held - 40), held)](kvq::sequence& x) { x.trim(n); });
+                return trim(s, random_.one_in(8) ? random_.between(0, held)
+                                                 : random_.between(std::max(0, held - 40), held));
             case 6: {
                 const auto [a, b] = some(held);
-                if (!cache_.rotations().known() && b < held && a < b) return;
-                return both(s, [a = a, b = b](kvq::sequence& x) { x.erase(a, b); });
+                if (b == held) return trim(s, a);
+                if (!cache_.rotations().known() && a < b) return;
+                return erase(s, a, b);
             }
             case 7: {
                 const auto [a, b] = some(held);
@@ -125,7 +148,17 @@ public:
                 const int from = random_.between(0, 2);
                 const auto [a, b] = some(together_[from].tokens());
                 if (held + b - a > longest || (!cache_.rotations().known() && a != held)) return;
-                together_[s].splice(together_[from], a, b);
+                bool all = true;
+                for (int i = 0; i < cache_.layer_count(); ++i) all = all && together_[from].holds(i, a, b);
+                const std::string message =
+                    test::message_of([&, a = a, b = b] { together_[s].splice(together_[from], a, b); });
+                if (test::contains(message, "its sinks")) {
+                    REQUIRE(held < longest_sinks);
+                    return;
+                }
+                REQUIRE(message.empty() == all);
+                if (!all) REQUIRE(test::contains(message, "has freed tokens"));
+                if (!all) return;
                 for (std::size_t i = 0; i < apart_.size(); ++i) parts_[s][i].splice(parts_[from][i], a, b);
                 return;
             }
@@ -162,7 +195,7 @@ public:
                 const kvq::sequence& own = parts_[s][i];
                 CAPTURE(i);
                 REQUIRE(together_[s].tokens(i) == own.tokens());
-                same_pages(together_[s].pages(i), own.pages(0));
+                same_pages(together_[s].pages(i), own.pages(0), front(s, i));
                 const kvq::usage_report u = own.usage();
                 sum.quantized += u.quantized;
                 sum.window += u.window;
@@ -173,6 +206,11 @@ public:
                 sum.repacked += u.repacked;
             }
             const kvq::usage_report u = together_[s].usage();
+            if (windows_) {
+                REQUIRE(u.quantized <= sum.quantized);
+                REQUIRE(u.window <= sum.window);
+                continue;
+            }
             REQUIRE(u.quantized == sum.quantized);
             REQUIRE(u.window == sum.window);
             REQUIRE(u.slack == sum.slack);
@@ -189,11 +227,15 @@ public:
         const int heads = shape.kv_heads * random_.between(1, 2);
         const auto q = test::random_tensor(random_, n, heads, shape.head_dim);
         auto out = results(layer, n, heads), want = results(layer, n, heads);
-        together_[s].attend(layer, q.view(), out.view());
-        parts_[s][layer].attend(0, q.view(), want.view());
-        REQUIRE(out.values() == want.values());
+        const int seen = window(layer).first_seen(held - n);
+        const std::string message =
+            test::message_of([&] { together_[s].attend(layer, q.view(), out.view()); });
+        REQUIRE(message.empty() == (seen >= front(s, layer)));
+        parts_[s][layer].attend(0, q.view(), want.view(), seen_keys{window(layer)});
+        if (message.empty()) REQUIRE(out.values() == want.values());
         for (const tensor role : {tensor::key, tensor::value}) {
             const int first = random_.between(0, held - n);
+            if (!together_[s].holds(layer, first, first + n)) continue;
             test::tensor<float> x(n, shape.kv_heads, shape.dim(role)), y(n, shape.kv_heads, shape.dim(role));
             together_[s].dequantize(layer, role, first, x.view());
             parts_[s][layer].dequantize(0, role, first, y.view());
@@ -206,10 +248,18 @@ private:
         return {n, heads, cache_.shape(layer).dim(tensor::value)};
     }
 
-    static void same_pages(const kvq::layer_pages& a, const kvq::layer_pages& b) {
-        REQUIRE(a.entries() == b.entries());
+    const kvq::detail::page_table& table(int s, int layer) const {
+        return kvq::detail::sequence_access::tables(together_[s])[static_cast<std::size_t>(layer)];
+    }
+    int front(int s, int layer) const { return table(s, layer).front(); }
+    kvq::key_window window(int layer) const { return cache_.geometry(layer).window; }
+
+    /// a: without the spans in front of token `front` behind its sinks.
+    static void same_pages(const kvq::layer_pages& a, const kvq::layer_pages& b, int front) {
+        if (front == 0) REQUIRE(a.entries() == b.entries());
+        REQUIRE(a.entries() <= b.entries());
         for (int e = 0; e < a.entries(); ++e) {
-            const auto x = a.at(e), y = b.at(e);
+            const auto x = a.at(e), y = b.at(x.first_token < front ? e : b.entries() - a.entries() + e);
             REQUIRE(x.first_token == y.first_token);
             REQUIRE(x.tokens == y.tokens);
             REQUIRE(x.skip == y.skip);
@@ -220,6 +270,36 @@ private:
                 REQUIRE(std::memcmp(p->data(), q->data(), p->bytes) == 0);
             }
         }
+    }
+
+    void trim(int s, int n) {
+        const bool reached = together_[s].can_trim(n);
+        if (n >= together_[s].trim_limit()) REQUIRE(reached);
+        REQUIRE((together_[s].trim_limit() == 0 || !together_[s].can_trim(together_[s].trim_limit() - 1) ||
+                 together_[s].trim_limit() <= longest_sinks));
+        const std::string message = test::message_of([&] { together_[s].trim(n); });
+        REQUIRE(message.empty() == reached);
+        if (!reached) REQUIRE(test::contains(message, "the limit is"));
+        for (kvq::sequence& own : parts_[s])
+            if (reached) own.trim(n);
+    }
+
+    void erase(int s, int a, int b) {
+        // What each layer would hold afterwards, and what its next token would see.
+        bool all = true;
+        for (int i = 0; i < cache_.layer_count() && a < b; ++i) {
+            const int first = front(s, i), left = together_[s].tokens(i) - (b - a);
+            const int then = first == 0 ? 0 : first <= a ? first : first >= b ? first - (b - a) : a;
+            const int sinks = table(s, i).end_of_sinks();
+            const int sinks_then = std::max(0, std::min(sinks, b) - std::min(sinks, a));
+            all = all && sinks - sinks_then >= std::min(window(i).sinks, left);
+            all = all && (then <= sinks - sinks_then || (left > then && window(i).first_seen(left) >= then));
+        }
+        const std::string message = test::message_of([&] { together_[s].erase(a, b); });
+        REQUIRE(message.empty() == all);
+        if (!all) REQUIRE((test::contains(message, "are freed") || test::contains(message, "its sinks")));
+        for (kvq::sequence& own : parts_[s])
+            if (all) own.erase(a, b);
     }
 
     template <class Change>
@@ -261,10 +341,18 @@ private:
                     {&together_[other], k.slice(0, 0), v.slice(0, 0), q.view().slice(0, 0), none.view(), {}}};
                 cache_.prefill(i, requests, kvq::causal{}, kvq::serial_executor{}, space);
             }
-            own.prefill(0, k, v, q.view(), want.view());
+            own.prefill(0, k, v, q.view(), want.view(), seen_keys{window(i)}, kvq::serial_executor{}, space);
             REQUIRE(out.values() == want.values());
         }
         together_[s].release_reserved();
+        if (n == 0) return;
+        const int rollback = cache_.options().rollback;
+        for (int i = 0; i < cache_.layer_count(); ++i) {
+            const kvq::detail::page_table& of = table(s, i);
+            const int needed = cache_.geometry(i).first_needed(held + n, rollback);
+            for (const kvq::page_span& span : of.spans)
+                REQUIRE((span.end() <= of.end_of_sinks() || span.end() > needed));
+        }
     }
 
     void draft(int s) {
@@ -278,6 +366,11 @@ private:
             const auto k = streams_[layer].k.slice(at, n), v = streams_[layer].v.slice(at, n);
             together_[s].append_draft(i, k, v);
             parts_[s][layer].append_draft(0, k, v);
+            const auto q = test::random_tensor(random_, n, 6, cache_.shape(i).head_dim);
+            auto out = results(i, n, 6), want = results(i, n, 6);
+            together_[s].attend(i, q.view(), out.view());
+            parts_[s][layer].attend(0, q.view(), want.view(), seen_keys{window(i)});
+            REQUIRE(out.values() == want.values());
         }
         both(s, [&](kvq::sequence& x) { x.keep(path); });
     }
@@ -323,7 +416,9 @@ private:
         for (std::size_t i = 0; i < apart_.size(); ++i) sent(*apart_[i], parts_[s][i]);
     }
 
+    static constexpr int longest_sinks = 4;
     kvq::cache cache_;
+    bool windows_ = false;
     test::generator& random_;
     std::vector<test::stream> streams_;  // of the layers
     std::vector<std::unique_ptr<kvq::cache>> apart_;
@@ -339,8 +434,12 @@ TEST_CASE("layers that differ are caches of one layer each, side by side") {
         const auto seed = test::seed() + static_cast<std::uint64_t>(history);
         INFO("KVQ_SEED=", test::seed(), " KVQ_HISTORY=", history);
         test::generator random(seed);
-        const kvq::cache_options options = mixed_options(random);
-        world w(random, random_layers(random), options);
+        kvq::cache_options options = mixed_options(random);
+        const auto layers = random_layers(random, options.sinks, random.one_in(2));
+        // Repacking looks at all spans of a layer, and a window leaves some of them.
+        for (const kvq::layer& of : layers)
+            if (of.kind != kvq::layer_kind::full) options.repack = 0.0f;
+        world w(random, layers, options);
         for (int step = 0; step < 40; ++step) {
             CAPTURE(step);
             w.step();
@@ -357,7 +456,7 @@ TEST_CASE("footprint and budget of layers that differ are what is allocated") {
         CAPTURE(round);
         test::counting_resource memory;
         kvq::cache_options options = mixed_options(random);
-        const auto layers = random_layers(random);
+        const auto layers = random_layers(random, options.sinks);
         const kvq::budget_use use{.tokens = 90, .sequences = 1, .chunk = 30};
         options.byte_budget = kvq::budget(options, layers, use);
         options.memory = &memory;
@@ -371,12 +470,20 @@ TEST_CASE("footprint and budget of layers that differ are what is allocated") {
             n = std::min(random.between(1, use.chunk), use.tokens - sequence.tokens());
             const kvq::step_request step{&sequence, n, 0};
             cache.reserve(std::span(&step, 1), 6, 1, space);  // within the budget
+            memory.arm(0);                                    // the step itself takes nothing
+            const bool prompt = random.one_in(2);
             for (int i = 0; i < cache.layer_count(); ++i) {
                 const kvq::cache_shape& shape = cache.shape(i);
-                sequence.append(
-                    i, test::random_tensor(random, n, shape.kv_heads, shape.head_dim).view(),
-                    test::random_tensor(random, n, shape.kv_heads, shape.dim(tensor::value)).view());
+                const auto k = test::random_tensor(random, n, shape.kv_heads, shape.head_dim);
+                const auto v = test::random_tensor(random, n, shape.kv_heads, shape.dim(tensor::value));
+                test::tensor<float> none(0, shape.kv_heads, shape.dim(tensor::value));
+                if (prompt)
+                    sequence.prefill(i, k.view(), v.view(), k.slice(0, 0), none.view(), kvq::causal{},
+                                     kvq::serial_executor{}, space);
+                else
+                    sequence.append(i, k.view(), v.view());
             }
+            memory.arm(test::counting_resource::never);
         }
         REQUIRE(kvq::footprint(cache, use.tokens).total == memory.bytes());
         const auto q = test::random_tensor(random, 1, 6, cache.shape(0).head_dim);
@@ -401,6 +508,17 @@ TEST_CASE("a list that no cache can have is refused with the layer and the numbe
     refused({}, "at least 1 layer");
     refused({good, kvq::full_attention({0, 64})}, "layer 1, full attention of 0 x 64");
     refused({good, kvq::full_attention({1, 1 << 21})}, "layer 1, full attention of 1 x 2097152");
+    kvq::layer wrong = good;
+    wrong.window = 9;
+    refused({wrong}, "layer 0, full attention of 2 x 64: it has a window of 9 tokens and 0 sinks");
+    refused({good, kvq::sliding_attention(0, good)},
+            "layer 1, sliding window of 0, 2 x 64: a window has 1 to");
+    refused({good, kvq::chunked_attention(-3, good)}, "layer 1, chunks of -3, 2 x 64: a window has 1 to");
+    wrong = kvq::sliding_attention(9, good);
+    wrong.sinks = 1;
+    refused({wrong}, "layer 0, sliding window of 9, 2 x 64: its queries see 1 sinks, the cache has 0");
+    wrong.sinks = -1;
+    refused({wrong}, "it has a window of 9 tokens and -1 sinks");
     refused({good, kvq::full_attention({1, 8, -1})}, "layer 1, full attention of 1 x 8 and -1");
     refused({good, kvq::full_attention({.kv_heads = 1, .head_dim = 8, .formats = {2, 0}})},
             "key format 2 is not among the 2 listed ones");
@@ -446,6 +564,201 @@ TEST_CASE("a list that no cache can have is refused with the layer and the numbe
     raised([&] { test::restored(other, file); },
            "head_dim 32, the cache 40, in layer 1, full attention of 4 x 40");
     CHECK(test::restored(cache, file).tokens(0) == 3);
+}
+
+TEST_CASE("what a layer with a window cannot do is refused with its number, and changes nothing") {
+    kvq::cache_options options{.keys = {format_of<kvq::int8>()}, .sinks = 2, .page_tokens = 8, .rollback = 4};
+    options.rotary = {kvq::rotary_embedding{.dims = 8}};
+    kvq::cache cache(
+        {kvq::full_attention({1, 8}), kvq::sliding_attention(10, {1, 8}), kvq::chunked_attention(16, {1, 8})},
+        options);
+    test::generator random(2);
+    const auto x = test::random_tensor(random, 60, 1, 8);
+    auto s = cache.new_sequence();
+    for (int i = 0; i < 3; ++i) s.append(i, x.slice(0, 47), x.slice(0, 47));
+    // Whole pages of 8 behind 2 sinks: 47 - 1 - 4 - 10 + 1 = 33, and 32 is the last multiple of 16 up to 42.
+    CHECK_FALSE(s.holds(1, 25, 26));
+    CHECK(s.holds(1, 26, 47));
+    CHECK(s.holds(1, 0, 2));
+    CHECK_FALSE(s.holds(2, 25, 26));
+    CHECK(s.holds(2, 26, 47));
+    CHECK(s.holds(0, 0, 47));
+    CHECK(s.trim_limit() == 35);
+    CHECK(s.can_trim(35));
+    CHECK_FALSE(s.can_trim(34));
+    CHECK(s.can_trim(0));
+    const std::size_t bytes = s.usage().bytes;
+    const auto file = test::saved(s);
+    const auto refused = [&](auto&& call, const char* part) {
+        const std::string message = test::message_of(call);
+        INFO(message);
+        CHECK(test::contains(message, part));
+        CHECK(s.tokens() == 47);
+        CHECK(s.usage().bytes == bytes);
+        CHECK(test::saved(s) == file);
+    };
+    refused([&] { s.trim(34); },
+            "cannot trim to 34 tokens: layer 1, sliding window of 10, 1 x 8, holds tokens from 26 on of 47, "
+            "the next "
+            "token must see those from 25 on; the limit is 35");
+    refused([&] { s.erase(30, 45); }, "layer 1, sliding window of 10, 1 x 8");
+    refused([&] { s.splice(s, 3, 9); },
+            "cannot splice tokens 3 to 9: layer 1, sliding window of 10, 1 x 8, has freed tokens 2 to 26");
+    test::tensor<float> out(12, 1, 8);
+    refused([&] { s.dequantize(2, tensor::key, 20, out.view()); }, "layer 2, chunks of 16, 1 x 8, has freed");
+    refused([&] { s.attend(1, x.slice(0, 13), test::tensor<float>(13, 1, 8).view()); },
+            "layer 1, sliding window of 10, 1 x 8: a query at position 34 sees tokens from 25 on");
+    refused([&] { s.attend(1, x.slice(0, 12), out.view(), kvq::cross_attention{}); }, "need positions");
+    refused([&] { kvq::ring ring(s.fork(), {.window = 5}); },
+            "a ring needs layers that hold all of their tokens, not layer 1, sliding window of 10");
+    refused([&] { kvq::sequence_table table(cache, 2); }, "a table of sequences needs layers that hold all");
+    refused([&] { (void)cache.shape(); }, "not all layers of the cache hold all of their tokens: layer 1");
+    kvq::cache_options longer = options;
+    longer.page_tokens = 16;
+    kvq::cache other(cache.layers(), longer);
+    refused([&] { test::restored(other, file, {.convert = true}); },
+            "layer 1, sliding window of 10, 1 x 8, has freed tokens 2 to 26 of the saved sequence");
+    kvq::cache wider(
+        {kvq::full_attention({1, 8}), kvq::sliding_attention(11, {1, 8}), kvq::chunked_attention(16, {1, 8})},
+        options);
+    refused([&] { test::restored(wider, file); },
+            "window 10, the cache 11, in layer 1, sliding window of 11");
+    s.trim(35);
+    CHECK(s.tokens() == 35);
+    s.trim(0);
+    CHECK(s.tokens() == 0);
+    CHECK(s.trim_limit() == 0);
+}
+
+TEST_CASE(
+    "a file that says wrong shapes, or that freed what it did not, is refused even under a right seal") {
+    const kvq::cache_options options{
+        .keys = {format_of<kvq::int8>()}, .sinks = 2, .page_tokens = 8, .rollback = 4};
+    kvq::cache cache(
+        {kvq::full_attention({1, 8}), kvq::sliding_attention(10, {1, 8}), kvq::chunked_attention(16, {1, 8})},
+        options);
+    test::generator random(5);
+    const auto x = test::random_tensor(random, 47, 1, 8);
+    auto s = cache.new_sequence();
+    for (int i = 0; i < 3; ++i) s.append(i, x.view(), x.view());
+    const auto file = test::saved(s);
+    const std::size_t start = 8 + static_cast<std::size_t>(kvq::detail::load_as<std::uint64_t>(file.data()));
+    std::map<std::string, std::size_t> at;
+    std::map<std::string, std::size_t> bytes;
+    for (const auto& t : kvq::read_safetensors_header(test::memory_source{file}).tensors) {
+        at[t.name] = start + static_cast<std::size_t>(t.begin);
+        bytes[t.name] = static_cast<std::size_t>(t.end - t.begin);
+    }
+    const std::size_t pages = cache.pool().pages_in_use();
+    int refused = 0;
+    for (const char* name : {"shapes", "freed"})
+        for (std::size_t i = 0; i < bytes.at(name) / 4; ++i)
+            for (const std::int32_t n : {-1, 0, 1, 2, 3, 9, 17, 46, 47, 1 << 30, -(1 << 30)}) {
+                test::file_bytes changed = file;
+                std::byte* const place = changed.data() + at.at(name) + 4 * i;
+                if (kvq::detail::load_as<std::int32_t>(place) == n) continue;
+                kvq::detail::store_as(place, n);
+                kvq::detail::store_as(changed.data() + at.at("seal"),
+                                      kvq::crc32c::of(changed.data(), at.at("seal")));
+                INFO(name, " ", i, " ", n);
+                const std::string message = test::message_of([&] { test::restored(cache, changed); });
+                CHECK(!message.empty());
+                ++refused;
+            }
+    CHECK(refused > 200);
+    CHECK(cache.pool().pages_in_use() == pages);
+}
+
+TEST_CASE("a prefix cache finds what its entries can be trimmed to") {
+    const kvq::cache_options options{.keys = {format_of<kvq::int8>()}, .page_tokens = 8, .rollback = 2};
+    kvq::cache cache({kvq::full_attention({1, 8}), kvq::sliding_attention(10, {1, 8})}, options);
+    kvq::prefix_cache store(cache, {.min_prefix_tokens = 4});
+    test::generator random(3);
+    std::vector<kvq::token_id> ids(60);
+    for (kvq::token_id& id : ids) id = random.between(0, 9);
+    const auto x = test::random_tensor(random, 60, 1, 8);
+    const std::span<const kvq::token_id> all(ids);
+    for (const int n : {20, 50}) {
+        auto s = cache.new_sequence();
+        for (int i = 0; i < 2; ++i) s.append(i, x.slice(0, n), x.slice(0, n));
+        CHECK(store.store(all.first(static_cast<std::size_t>(n)), s) == kvq::store_outcome::stored);
+    }
+    CHECK(store.entries() == 2);  // the longer one cannot be trimmed to the shorter one
+    const auto fetched = [&](int n) {
+        auto f = store.fetch(all.first(static_cast<std::size_t>(n)));
+        CHECK(f.sequence.tokens() == f.tokens);
+        CHECK(store.lookup(all.first(static_cast<std::size_t>(n))).tokens == f.tokens);
+        return f.tokens;
+    };
+    CHECK(fetched(50) == 50);
+    CHECK(fetched(60) == 50);
+    CHECK(fetched(49) == 49);
+    CHECK(fetched(30) == 20);
+    CHECK(fetched(20) == 20);
+    CHECK(fetched(12) == 0);
+}
+
+TEST_CASE("bytes of a model of windows and full layers, by formula and by allocation") {
+    // 50 layers with windows and 10 full ones, as Gemma 4 31B has them, at an eighth of its heads and a short context.
+    test::counting_resource memory;
+    kvq::cache_options options{.keys = {format_of<kvq::int8>()}, .sinks = 4, .recent = 32, .page_tokens = 32};
+    options.memory = &memory;
+    std::vector<kvq::layer> layers;
+    for (int i = 0; i < 60; ++i)
+        layers.push_back(i % 6 == 5 ? kvq::full_attention({1, 64}) : kvq::sliding_attention(64, {2, 32}));
+    kvq::cache cache(layers, options);
+    auto s = cache.new_sequence();
+    test::generator random(4);
+    const auto wide = test::random_tensor(random, 500, 1, 64),
+               narrow = test::random_tensor(random, 500, 2, 32);
+    const int n = 1700;
+    for (int done = 0; done < n; done += 500)
+        for (int i = 0; i < 60; ++i) {
+            const auto rows = (i % 6 == 5 ? wide : narrow).slice(0, std::min(500, n - done));
+            s.append(i, rows, rows);
+        }
+    const kvq::footprint_report f = kvq::footprint(cache, n);
+    CHECK(f.total == memory.bytes());
+    CHECK(f.total == s.usage().bytes);
+    std::vector<kvq::layer> full = layers;
+    for (kvq::layer& l : full) l = kvq::full_attention({l.kv_heads, l.head_dim});
+    options.memory = std::pmr::get_default_resource();
+    const kvq::footprint_report all = kvq::footprint(kvq::cache(full, options), n);
+    CHECK(all.quantized > 4 * f.quantized);
+    // The model itself, with 131072 tokens, in 16 bit with all layers full, and in 4 bits.
+    std::vector<kvq::layer> model, no_windows;
+    for (int i = 0; i < 60; ++i) {
+        const kvq::layer shape{i % 6 == 5 ? 4 : 16, i % 6 == 5 ? 512 : 256};
+        no_windows.push_back(kvq::full_attention(shape));
+        model.push_back(i % 6 == 5 ? kvq::full_attention(shape) : kvq::sliding_attention(1024, shape));
+    }
+    const auto bytes_of = [](const std::vector<kvq::layer>& of, const kvq::format& keys,
+                             const kvq::format& values) {
+        kvq::cache_options o{.keys = {keys}, .values = {values}, .sinks = 4, .recent = 32};
+        return static_cast<double>(kvq::footprint(kvq::cache(of, o), 131072).total);
+    };
+    const kvq::format fp16 = format_of<kvq::full<kvq::float16>>();
+    const double std4 = bytes_of(model, format_of<kvq::std4::keys>(), format_of<kvq::std4::values>());
+    CHECK(bytes_of(no_windows, fp16, fp16) > 36.0 * std4);
+    CHECK(bytes_of(model, fp16, fp16) > 3.6 * std4);
+    // The longest context: every length up to it fits, and the next one does not.
+    const std::size_t budget = f.total * 3 / 2;
+    const int longest_fit = kvq::longest_context(cache, budget);
+    CHECK(longest_fit > n);
+    CHECK(kvq::footprint(cache, longest_fit).total <= budget);
+    // With chunks the longest lengths are those just before a chunk is freed.
+    kvq::cache chunks({kvq::full_attention({1, 16}), kvq::chunked_attention(256, {4, 32})},
+                      {.keys = {format_of<kvq::int8>()}, .recent = 8, .page_tokens = 32, .rollback = 4});
+    const auto holds = [&](int tokens, std::size_t bytes) {
+        const kvq::footprint_report of = kvq::footprint(chunks, tokens);
+        return of.total + (tokens > 0 ? of.transient : 0) <= bytes;
+    };
+    for (std::size_t bytes = 60000; bytes < 400000; bytes += 17000) {
+        CAPTURE(bytes);
+        int most = -1;
+        while (most < 3000 && holds(most + 1, bytes)) ++most;
+        if (most < 3000) CHECK(kvq::longest_context(chunks, bytes) == most);
+    }
 }
 
 }  // namespace layers_tests

@@ -114,10 +114,12 @@ void write_slots(const sequence& s, int layer, int first, std::span<const Slot> 
     expect(first >= 0 && first <= held && mapping.size() <= static_cast<std::size_t>(held - first),
            "cannot write ", mapping.size(), " tokens from token ", first, " of layer ", layer, ": it holds ",
            held);
+    const auto count = static_cast<int>(mapping.size());
+    expect(s.holds(layer, first, first + count), "cannot write tokens ", first, " to ", first + count,
+           ": layer ", layer, " has freed some of them");
     for (std::size_t i = 0; i < mapping.size(); ++i)
         expect(mapping[i] >= -1 && mapping[i] < keys.slot_count(), "entry ", i, " of the mapping is slot ",
                mapping[i], ", neither -1 nor one of ", keys.slot_count());
-    const auto count = static_cast<int>(mapping.size());
     resource_vector<T> memory(sequence_access::cache(s).pool().memory());
     const layer_pages pages = s.pages(layer);
     for (const tensor role : {tensor::key, tensor::value}) {

@@ -16,6 +16,7 @@ KVQ_FUNC sequence_table::sequence_table(cache& of, int ids)
     : cache_(&of), held_(static_cast<std::size_t>(detail::larger(ids, 0))) {
     detail::sequence_access::expect_no_state(of, "a table of sequences");
     detail::expect(ids >= 1, "a table of sequences needs at least 1 id, got ", ids);
+    of.expect_all_tokens("a table of sequences");  // it takes back steps of any length
 }
 
 KVQ_FUNC sequence_table::~sequence_table() = default;

@@ -32,7 +32,7 @@ public:
 
     const format_table& keys;
     const format_table& values;
-    const mods_view& mods;
+    mods_view mods;  // within the window of the layer
     layer_pages pages;
     attention_plan plan;
     int layer;

@@ -181,7 +181,9 @@ private:
                 query_rows_,
                 mods_of(of).skipping() != nullptr};
     }
-    const mods_view& mods_of(const attention_item& of) const noexcept { return of.mods ? *of.mods : mods_; }
+    mods_view mods_of(const attention_item& of) const noexcept {
+        return (of.mods ? *of.mods : mods_).within(geometry_.window);
+    }
 
     /// Estimates are compared with estimates only: one page of keys without decides for all pages of a sequence.
     bool lacks_estimates() const noexcept {

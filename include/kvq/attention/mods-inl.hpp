@@ -17,20 +17,32 @@ KVQ_FUNC float mods_view::scale(int head_dim) const {
     return scale_ ? scale_(object_, head_dim) : 1.0f / std::sqrt(static_cast<float>(head_dim));
 }
 
+KVQ_FUNC page_visibility mods_view::in_window(int first_q, int last_q, int first_k,
+                                              int end_k) const noexcept {
+    if (first_k >= window_.first_seen(last_q) || end_k <= window_.sinks) return page_visibility::all;
+    return first_k >= window_.sinks && end_k <= window_.first_seen(first_q) ? page_visibility::none
+                                                                            : page_visibility::some;
+}
+
 KVQ_FUNC page_visibility mods_view::page(int first_q, int last_q, int first_k, int end_k) const {
-    page_visibility seen = mask_row_ ? page_visibility::some : page_visibility::all;
+    page_visibility seen = window_ ? in_window(first_q, last_q, first_k, end_k) : page_visibility::all;
     if (is_causal_) {
         if (first_k > last_q) return page_visibility::none;
-        if (end_k - 1 > first_q) seen = page_visibility::some;
+        if (end_k - 1 > first_q) seen = detail::smaller(seen, page_visibility::some);
     }
-    if (!mask_page_) return seen;
-    const page_visibility own = mask_page_(object_, first_q, last_q, first_k, end_k);
-    return is_causal_ && end_k - 1 > first_q ? detail::smaller(own, seen) : own;
+    if (seen == page_visibility::none || !mask_row_) return seen;
+    const page_visibility own =
+        mask_page_ ? mask_page_(object_, first_q, last_q, first_k, end_k) : page_visibility::some;
+    return detail::smaller(own, seen);
 }
 
 KVQ_FUNC void mods_view::hide(float* scores, int n, int q_pos, int first_k) const {
     if (is_causal_)
         for (int t = detail::larger(0, q_pos + 1 - first_k); t < n; ++t) scores[t] = hidden_score;
+    if (window_)
+        for (int t = detail::larger(0, window_.sinks - first_k);
+             t < detail::smaller(n, window_.first_seen(q_pos) - first_k); ++t)
+            scores[t] = hidden_score;
     if (mask_row_) mask_row_(object_, scores, n, q_pos, first_k);
 }
 

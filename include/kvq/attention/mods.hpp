@@ -28,6 +28,7 @@
 
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
+#include "../page/key_window.hpp"
 #include "selection.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
@@ -344,6 +345,13 @@ public:
         if constexpr (detail::scoring<M>) score_row_ = &hooks::change;
     }
 
+    /// The same, within the window of a layer.
+    mods_view within(const key_window& window) const noexcept {
+        mods_view both = *this;
+        both.window_ = window;
+        return both;
+    }
+
     bool is_causal() const noexcept { return is_causal_; }
     bool has_query_positions() const noexcept { return has_query_positions_; }
     bool has_sink() const noexcept { return sink_logit_ != nullptr; }
@@ -357,16 +365,19 @@ public:
     void check(int q_heads) const;
     float scale(int head_dim) const;
     float sink_logit(int q_head) const { return sink_logit_(object_, q_head); }
-    /// What queries [first_q, last_q] see of keys [first_k, end_k), the causal mask included.
+    /// What queries [first_q, last_q] see of keys [first_k, end_k), the causal mask and the window included.
     page_visibility page(int first_q, int last_q, int first_k, int end_k) const;
-    /// Hides keys of one row, the causal mask included.
+    /// Hides keys of one row, the causal mask and the window included.
     void hide(float* scores, int n, int q_pos, int first_k) const;
     /// scores[t] = factor * modified score of key first_k + t, for n keys.
     void change_scores(float* scores, int n, int q_head, int q_pos, int first_k, float factor) const;
 
 private:
+    page_visibility in_window(int first_q, int last_q, int first_k, int end_k) const noexcept;
+
     const void* object_;
     bool is_causal_, has_query_positions_;
+    key_window window_ = {};
     const selected_pages* selection_ = nullptr;
     const skipped_values* skipping_ = nullptr;
     void (*check_)(const void*, int) = nullptr;

@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 
+#include "../attention/attention_batch.hpp"
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
 #include "../state/recurrent_state.hpp"
@@ -40,7 +41,10 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
       values_(tensor::value, window_of(options), options.values.empty() ? options.keys : options.values),
       rotations_(rotations_of(layers_, options)),
       pool_(options.memory, options.byte_budget, options.preallocate) {
-    for (const layer& l : layers_) {
+    for (int i = 0; i < layer_count(); ++i) {
+        const layer& l = layers_[static_cast<std::size_t>(i)];
+        detail::expect(l.sinks <= options_.sinks, detail::describe_layer(i, l), ": its queries see ", l.sinks,
+                       " sinks, the cache has ", options_.sinks);
         expect_listed(tensor::key, l.formats.key);
         expect_listed(tensor::value, l.formats.value);
     }
@@ -60,6 +64,12 @@ KVQ_FUNC cache::~cache() = default;
 
 KVQ_FUNC page_geometry cache::geometry() const noexcept {
     return {options_.sinks, options_.recent, options_.page_tokens};
+}
+
+KVQ_FUNC page_geometry cache::geometry(int layer) const noexcept {
+    page_geometry g = geometry();
+    g.window = layers_[static_cast<std::size_t>(layer)].sees();
+    return g;
 }
 
 KVQ_FUNC const detail::format_table& cache::table(tensor role) const noexcept {
@@ -96,15 +106,22 @@ KVQ_FUNC int cache::target_format(tensor role, int layer) const {
 }
 
 KVQ_FUNC const cache_shape& cache::shape() const {
+    const auto text = [&](int i) { return detail::describe_layer(i, layers_[static_cast<std::size_t>(i)]); };
     const std::vector<int>& kinds = shapes_.distinct();
-    const auto text = [&](std::size_t i) {
-        return detail::describe_layer(kinds[i], layers_[static_cast<std::size_t>(kinds[i])]);
-    };
-    if (kinds.empty())
-        detail::fail("no layer of the cache holds keys and values: ", detail::describe_layer(0, layers_[0]));
-    if (!has_one_shape())
-        detail::fail("the layers of the cache have several shapes: ", text(0), "; ", text(1));
+    if (kinds.empty()) detail::fail("no layer of the cache holds keys and values: ", text(0));
+    if (kinds.size() > 1)
+        detail::fail("the layers of the cache have several shapes: ", text(kinds[0]), "; ", text(kinds[1]));
+    for (int i = 0; i < layer_count(); ++i)
+        if (geometry(i).window)
+            detail::fail("not all layers of the cache hold all of their tokens: ", text(i));
     return shapes_[kinds[0]];
+}
+
+KVQ_FUNC void cache::expect_all_tokens(const char* who) const {
+    for (int i = 0; i < layer_count(); ++i)
+        if (geometry(i).window)
+            detail::fail(who, " needs layers that hold all of their tokens, not ",
+                         detail::describe_layer(i, layers_[static_cast<std::size_t>(i)]));
 }
 
 KVQ_FUNC std::size_t cache::page_bytes(tensor role, int layer, int index, int tokens) const {
@@ -192,8 +209,9 @@ KVQ_FUNC const format& cache::window_of(const cache_options& options) {
 KVQ_FUNC void cache::check(tensor role, const format& f, int number) const {
     std::string what = std::string(detail::name_of(role)) + " format " + std::to_string(number);
     for (const int layer : shapes_.distinct())
-        detail::check_format(f, shape(layer), role, options_.page_tokens,
-                             has_one_shape() ? what : what + " in layer " + std::to_string(layer));
+        detail::check_format(
+            f, shape(layer), role, options_.page_tokens,
+            shapes_.distinct().size() == 1 ? what : what + " in layer " + std::to_string(layer));
 }
 
 KVQ_FUNC void cache::expect_listed(tensor role, int number) const {
@@ -223,8 +241,36 @@ KVQ_FUNC void cache::check_attention(int layer, int held, const query_view& q, c
                    " holds ", held);
     detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
     detail::expect(out.data != nullptr || q.tokens == 0, "out has no data for ", out.tokens, " tokens");
+    if (layers_[static_cast<std::size_t>(layer)].kind != layer_kind::full && !mods.has_query_positions())
+        detail::fail(detail::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]),
+                     ": its queries need positions, which cross_attention and leading_keys do not give them");
     mods.check(q.heads);
     detail::expect(std::isfinite(mods.scale(q.dim)), "scores cannot be scaled by ", mods.scale(q.dim));
+}
+
+KVQ_FUNC std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tokens, int threads,
+                                                const mods_view& mods) const {
+    detail::expect(
+        tokens >= 0 && tokens <= (std::numeric_limits<int>::max)() - options_.page_tokens && q_tokens >= 0 &&
+            (q_heads < 1 || q_tokens <= (std::numeric_limits<int>::max)() / q_heads),
+        "a workspace for ", q_tokens, " query tokens of ", q_heads, " heads over ", tokens, " tokens");
+    expect_query_heads("a workspace for ", q_heads);
+    detail::expect(threads >= 1, "a workspace for ", threads, " threads");
+    layer_pages pages;
+    pages.geometry = geometry();
+    pages.tokens = tokens;
+    std::size_t most = 0;
+    for (const int layer : shapes_.distinct()) {
+        const token_view<float> rows(nullptr, q_tokens, q_heads, shape(layer).dim(tensor::key));
+        const detail::attention_item item{pages, rows, rows, nullptr};
+        const detail::attention_items items{&item, layer, 1, [](const void* of, int, int) {
+                                                return *static_cast<const detail::attention_item*>(of);
+                                            }};
+        most = detail::larger(
+            most, detail::attention_batch(keys_, values_, shape(layer), geometry(), rotations_, items, mods)
+                      .bytes(threads));
+    }
+    return most;
 }
 
 KVQ_FUNC std::size_t cache::scratch_floats() const noexcept {

@@ -44,8 +44,11 @@ public:
     /// Formats are those that sequences get from now on (commit_to); rotary embeddings as they were given.
     const std::vector<layer>& layers() const noexcept { return layers_; }
     int layer_count() const noexcept { return shapes_.count(); }
-    bool has_one_shape() const noexcept { return shapes_.distinct().size() == 1; }
-    /// The shape of all layers. Raises kvq::error if they differ.
+    /// Raises kvq::error if a layer frees tokens by itself. who: "a ring".
+    void expect_all_tokens(const char* who) const;
+    /// Are all layers full attention of one shape?
+    bool has_equal_layers() const noexcept { return shapes_.equal(); }
+    /// The shape of all layers. Raises kvq::error unless they are equal, so that code for equal layers is never silently wrong.
     const cache_shape& shape() const;
     /// The shape of one layer; its `layers` is the number of all.
     const cache_shape& shape(int layer) const noexcept { return shapes_[layer]; }
@@ -57,6 +60,8 @@ public:
     }
     const cache_options& options() const noexcept { return options_; }
     page_geometry geometry() const noexcept;
+    /// With the window of a layer.
+    page_geometry geometry(int layer) const noexcept;
     page_pool& pool() noexcept { return pool_; }
     const page_pool& pool() const noexcept { return pool_; }
 
@@ -88,7 +93,7 @@ public:
 
     /// Bytes of data of a layer's page of `tokens` tokens in format `index`.
     [[nodiscard]] std::size_t page_bytes(tensor role, int layer, int index, int tokens) const;
-    /// The same for all layers. Raises kvq::error if their shapes differ.
+    /// The same for all layers. Raises kvq::error unless layers are equal.
     [[nodiscard]] std::size_t page_bytes(tensor role, int index, int tokens) const;
 
     /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads. mods: those of

@@ -76,9 +76,8 @@ KVQ_FUNC chunk::~chunk() {
 
 KVQ_FUNC void chunk::stage() {
     page_table& table = *table_;
-    const page_geometry g = cache_->geometry();
-    const std::size_t capacity =
-        table_capacity(static_cast<std::size_t>(table.size_after(after_ - before_, g)));
+    const page_geometry g = geometry();
+    const std::size_t capacity = table.capacity_after(after_ - before_, g);
     if (stock_)
         stock_->grow(table.spans, static_cast<std::size_t>(layer_), capacity);
     else
@@ -124,6 +123,7 @@ KVQ_FUNC void chunk::write(tensor tensor_of, const input_view& source, float* sc
     const int dim = shape().dim(tensor_of);
     for (int i = first_written_; i < table_->size(); ++i) {
         const page_span& s = (*table_)[i];
+        if (!s.pages[role] && leaves(s)) continue;
         const int from = larger(s.first_token, before_);
         page& to = s.pages[role] ? *s.pages[role] : *temporary_[role];
         if (!s.pages[role]) to.not_finite = 0;  // of the page before
@@ -151,7 +151,7 @@ KVQ_FUNC void chunk::quantize(int job, float* scratch) {
 
 KVQ_FUNC void chunk::commit() noexcept {
     page_table& table = *table_;
-    const page_geometry g = cache_->geometry();
+    const page_geometry g = geometry();
     const int rollback = cache_->options().rollback;
     for (std::size_t at = 0; at < quantized_.size(); ++at) {
         if (!quantized_[at]) continue;
@@ -167,6 +167,9 @@ KVQ_FUNC void chunk::commit() noexcept {
     }
     table.committed += static_cast<int>(quantized_.size() / 2);
     table.drop_copies(g, rollback);
+    table.free_unseen(g, rollback, [this](page_ref p) {
+        if (stock_) stock_->give_back(std::move(p));
+    });
     table_ = nullptr;
     end_lists();
     if (!stock_) return;
@@ -237,11 +240,11 @@ KVQ_FUNC void chunk::stage_open_span() {
         const auto tensor_of = static_cast<tensor>(role);
         const float_type window = cache_->table(tensor::key).window_type();
         const int dim = shape().dim(tensor_of), heads = shape().kv_heads;
-        if (!needs_copy(s, role, tokens, cache_->geometry())) {
+        if (!needs_copy(s, role, tokens, geometry())) {
             now.not_finite = held_not_finite(window, now, tensor_of, dim, heads, s.tokens);
             continue;
         }
-        larger_pages[role] = window_page(role, cache_->geometry().window_tokens(tokens, s.room));
+        larger_pages[role] = window_page(role, geometry().window_tokens(tokens, s.room));
         copy_tokens(window, now, *larger_pages[role], tensor_of, dim, heads, s.tokens);
     }
     last_before_ = s;
@@ -250,7 +253,8 @@ KVQ_FUNC void chunk::stage_open_span() {
 }
 
 KVQ_FUNC void chunk::stage_span(page_span& s) {
-    const page_geometry g = cache_->geometry();
+    const page_geometry g = geometry();
+    if (when_ == chunk_pages::at_once && leaves(s)) return;
     const bool passes =
         when_ == chunk_pages::at_once && page_table::passes(s, after_, g, cache_->options().rollback);
     for (int role = 0; role < 2; ++role) {
@@ -267,6 +271,7 @@ KVQ_FUNC void chunk::stage_commit(int i) {
         const int target = s.sinks ? 0 : table_->targets[role];
         quantized_.emplace_back();
         shorter_.emplace_back();
+        if (leaves(s)) continue;
         page_ref shorter;
         if (s.pages[role] && s.pages[role]->tokens != s.room)
             shorter = shorter_page(*cache_, layer_, *s.pages[role], role, s.room, stock_);

@@ -5,7 +5,7 @@
 //   c.write(k, v, ...); writes the 16-bit values of the tokens; or, on any threads, c.write_head() for every head of K and V
 //                       prefill attends here: no token of the chunk is quantized yet
 //   c.quantize(i, ...)  for every i below c.jobs(), in any order, on any thread: quantizes pages that lie behind the recent window
-//   c.commit();         puts the quantized pages into their places; cannot fail
+//   c.commit();         puts the quantized pages into their places, and frees what has left the layer's window; cannot fail
 //
 // Contract: without a commit(), the destructor restores the previous state of the layer and of the stock. One layer, one writer.
 #pragma once
@@ -73,7 +73,7 @@ public:
     template <class Take, class GiveBack>
     static std::size_t for_each_need(const cache& of, int layer, const page_table& table, int tokens,
                                      chunk_pages when, Take&& take, GiveBack&& give_back) {
-        const page_geometry g = of.geometry();
+        const page_geometry g = of.geometry(layer);
         const int after = table.tokens + tokens;
         const auto bytes_of = [&](int role, int format, int n) {
             return of.page_bytes(static_cast<tensor>(role), layer, format, n);
@@ -85,8 +85,16 @@ public:
             const page_span whole{first, room, room, {}, {}, 0, sinks};
             const bool due = page_table::is_due(whole, after, g);
             const bool kept = page_table::keeps_copies(whole, after, g, of.options().rollback);
+            const bool leaves = page_table::leaves(whole, after, g, of.options().rollback);
             commits += due;
             for (int role = 0; role < 2; ++role) {
+                if (leaves) {
+                    if (!is_new || when == chunk_pages::at_once) continue;
+                    const std::size_t bytes = bytes_of(role, 0, g.window_tokens(room, room));
+                    take(bytes);
+                    give_back(bytes);
+                    continue;
+                }
                 const int target = due && !sinks ? table.targets[role] : 0;
                 if (target != 0) take(bytes_of(role, target, room));
                 if (due && held && held->pages[role]->tokens != room) {
@@ -143,6 +151,11 @@ private:
     /// Pages for a new span.
     void stage_span(page_span& s);
     void stage_commit(int i);
+    page_geometry geometry() const noexcept { return cache_->geometry(layer_); }
+    /// Is the span freed by commit()?
+    bool leaves(const page_span& s) const noexcept {
+        return page_table::leaves(s, after_, geometry(), cache_->options().rollback);
+    }
 
     cache* cache_;
     page_table* table_;

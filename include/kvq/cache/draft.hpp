@@ -62,7 +62,7 @@ inline void append_draft(cache& of, int layer, page_table& table, const input_vi
     }
     if (begins) {
         const std::size_t capacity = table.spans.capacity();
-        table.spans.reserve(table_capacity(table.spans.size() + 1));
+        table.spans.reserve(table_capacity(table.spans.size() + 1 + static_cast<std::size_t>(table.freed)));
         table.table_before = capacity;
         table.spans.emplace_back();
     }
@@ -134,8 +134,7 @@ public:
             // A table that only the draft made longer becomes as short as it was.
             std::size_t capacity = d.table_before;
             if (accepted > 0)
-                capacity = larger(capacity, table_capacity(static_cast<std::size_t>(
-                                                d.table->size_after(accepted, cache_->geometry()))));
+                capacity = larger(capacity, d.table->capacity_after(accepted, cache_->geometry()));
             d.shorter = capacity < d.table->spans.capacity();
             if (d.shorter) d.spans.reserve(capacity);
             if (accepted == 0) continue;

@@ -6,13 +6,21 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
-KVQ_FUNC const char* name_of(layer_kind kind) noexcept {
-    return kind == layer_kind::state ? "state" : "full attention";
-}
-
 KVQ_FUNC std::string describe_layer(int i, const layer& of) {
-    std::string text = "layer " + std::to_string(i) + ", " + name_of(of.kind) + " of ";
-    if (of.kind == layer_kind::state) return text + std::to_string(of.parts.size()) + " parts";
+    std::string text = "layer " + std::to_string(i) + ", ";
+    switch (of.kind) {
+        case layer_kind::full:
+            text += "full attention of ";
+            break;
+        case layer_kind::sliding:
+            text += "sliding window of " + std::to_string(of.window) + ", ";
+            break;
+        case layer_kind::chunked:
+            text += "chunks of " + std::to_string(of.window) + ", ";
+            break;
+        case layer_kind::state:
+            return text + "state of " + std::to_string(of.parts.size()) + " parts";
+    }
     text += std::to_string(of.kv_heads) + " x " + std::to_string(of.head_dim);
     if (of.value_dim != 0 && of.value_dim != of.head_dim) text += " and " + std::to_string(of.value_dim);
     return text;
@@ -23,6 +31,8 @@ KVQ_FUNC std::vector<layer> equal_layers(const cache_shape& shape) {
     return std::vector<layer>(static_cast<std::size_t>(shape.layers),
                               full_attention({shape.kv_heads, shape.head_dim, shape.value_dim}));
 }
+
+inline bool is_full(const layer& l) noexcept { return l.kind == layer_kind::full; }
 
 KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
     const auto n = static_cast<int>(layers.size());
@@ -39,6 +49,8 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
             expect(!l.parts.empty() && l.kv_heads == 0 && l.head_dim == 0 && l.value_dim == 0,
                    describe_layer(i, l), ": a state has at least 1 part, and no heads (", l.kv_heads, " x ",
                    l.head_dim, ")");
+            expect(l.window == 0 && l.sinks == 0, describe_layer(i, l), ": it has a window of ", l.window,
+                   " tokens and ", l.sinks, " sinks");
             continue;
         }
         expect(l.parts.empty(), describe_layer(i, l), ": it has no parts of a state, got ", l.parts.size());
@@ -46,6 +58,11 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
                    !impossible(l.value_dim, 0, most_head_dim),
                describe_layer(i, l), ": a layer has 1 to ", most_heads, " kv heads of 1 to ", most_head_dim,
                " channels");
+        expect(is_full(l) || (l.window >= 1 && l.window <= most_window), describe_layer(i, l),
+               ": a window has 1 to ", most_window, " tokens");
+        expect(l.sinks >= 0 && (!is_full(l) || (l.window == 0 && l.sinks == 0)), describe_layer(i, l),
+               ": it has a window of ", l.window, " tokens and ", l.sinks, " sinks");
+        full_ = full_ && is_full(l);
         bool known = false;
         for (const int other : distinct_) {
             const cache_shape& o = of_[static_cast<std::size_t>(other)];

@@ -5,10 +5,18 @@
 //   std::vector<kvq::layer> layers;                                                 any model
 //   for (int i = 0; i < 60; ++i)
 //       layers.push_back(i % 6 == 5 ? kvq::full_attention({.kv_heads = 4, .head_dim = 512})
-//                                   : kvq::full_attention({.kv_heads = 16, .head_dim = 256}));
+//                                   : kvq::sliding_attention(1024, {.kv_heads = 16, .head_dim = 256}));
 //   kvq::cache cache(layers, options);
 //
-// The first way is short for a list of equal layers. Sinks, recent window, page size and rollback are those of the cache.
+// The first way is short for a list of equal layers of full attention. Sinks, recent window, page size and rollback are those of the cache.
+//
+//   kind      holds                                                   a trim can reach
+//   full      all tokens                                              any token
+//   sliding   the sinks of the cache, the last W tokens and those of a rollback, in whole pages      tokens whose window is held
+//   chunked   the same with the tokens of the current chunk of W
+//
+// Attention over the last two hides what their window hides; masks and score modifiers of the caller come on top, with positions in the text.
+// Pages that no query can see any more are freed when tokens are appended. Positions stay.
 // Contract: cache() checks the list, and names the layer and its kind in an error.
 #pragma once
 
@@ -18,6 +26,7 @@
 
 #include "../attention/rotary.hpp"
 #include "../core/shape.hpp"
+#include "../page/key_window.hpp"
 #include "../state/state_part.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
@@ -32,9 +41,12 @@ struct layer_format {
 
 /// What a layer holds, what it frees by itself, and how far a trim can reach.
 enum class layer_kind : unsigned char {
-    full = 0,  ///< full attention: all tokens; a trim reaches any token
-    state =
-        5  ///< recurrent state in place of keys and values: a trim reaches snapshots (state/recurrent_state.hpp)
+    full = 0,     ///< full attention
+    sliding = 1,  ///< a query sees itself and the window - 1 tokens before it
+    chunked =
+        2,  ///< a query sees the tokens of its own chunk: from the last multiple of `window` on (Llama 4)
+    /// Recurrent state in place of keys and values: a trim reaches snapshots (state/recurrent_state.hpp)
+    state = 5
 };
 
 /// One layer of a model. Made by the function of its kind.
@@ -48,7 +60,13 @@ struct layer {
     /// rotary_embedding{}. Empty: not known. All layers say it, or none.
     std::optional<rotary_embedding> rotary = {};
     layer_kind kind = layer_kind::full;
+    int window = 0;  ///< tokens of a sliding window or a chunk
+    /// First tokens that every query sees as well, at most cache_options::sinks; of layers with a window.
+    int sinks = 0;
     std::vector<state_part> parts = {};  ///< of a layer with state, which has no heads and channels
+
+    /// What its queries see.
+    key_window sees() const noexcept { return {window, kind == layer_kind::chunked, sinks}; }
 };
 
 /// A layer that holds all of its tokens.
@@ -57,6 +75,18 @@ struct layer {
     return of;
 }
 
+/// A layer with a sliding window of `window` tokens, at least 1.
+[[nodiscard]] inline layer sliding_attention(int window, layer of) {
+    of.kind = layer_kind::sliding;
+    of.window = window;
+    return of;
+}
+/// A layer with attention within chunks of `window` tokens, at least 1.
+[[nodiscard]] inline layer chunked_attention(int window, layer of) {
+    of.kind = layer_kind::chunked;
+    of.window = window;
+    return of;
+}
 /// A layer whose state the engine reads and writes in place, in sequence::state().
 [[nodiscard]] inline layer state_layer(std::vector<state_part> parts) {
     layer of;
@@ -67,9 +97,7 @@ struct layer {
 
 namespace detail {
 
-/// "full attention".
-const char* name_of(layer_kind kind) noexcept;
-/// "layer 3, full attention of 8 x 128": kv heads x channels of a key, and of a value where they differ. "layer 4, state of 2 parts".
+/// "layer 3, sliding window of 1024, 8 x 128": kv heads x channels of a key, and of a value where they differ. "layer 4, state of 2 parts".
 std::string describe_layer(int i, const layer& of);
 
 /// The list of a cache of equal layers. Raises kvq::error for an impossible shape.
@@ -86,10 +114,14 @@ public:
     const cache_shape& operator[](int i) const noexcept { return of_[static_cast<std::size_t>(i)]; }
     /// One layer of each shape, in the order of the list; of layers with keys and values.
     const std::vector<int>& distinct() const noexcept { return distinct_; }
+    /// Are all of them full attention of one shape?
+    bool equal() const noexcept { return full_ && distinct_.size() == 1; }
 
 private:
+    static constexpr int most_window = 1 << 29;  // sums with other options fit in an int
     std::vector<cache_shape> of_;
     std::vector<int> distinct_;
+    bool full_ = true;
 };
 
 }  // namespace detail

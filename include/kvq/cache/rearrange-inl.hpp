@@ -27,7 +27,7 @@ public:
             expect(s.first_token >= last || s.end() <= first ||
                        (s.shift <= farthest_shift - by && s.shift >= -farthest_shift - by),
                    "keys cannot move from ", s.shift, " by ", by, " positions");
-        const page_table::cut_window cut = table_.take(from, first, last, by, cache_.geometry());
+        const page_table::cut_window cut = table_.take(from, first, last, by, geometry());
         if (cut.span >= 0) copy_tokens_behind(table_[cut.span], cut.skip);
     }
 
@@ -39,16 +39,26 @@ public:
     }
 
     page_table finish(float* scratch) {
-        const page_geometry g = cache_.geometry();
+        const page_geometry g = geometry();
+        const layer& of = cache_.layers()[static_cast<std::size_t>(layer_)];
+        if (const int seen = smaller(g.window.sinks, table_.tokens); table_.end_of_sinks() < seen)
+            fail(describe_layer(layer_, of), ": every query sees the first ", g.window.sinks,
+                 " tokens, its sinks: they cannot be erased, nor others take their place");
+        if (!table_.is_whole(table_.tokens, g))
+            fail("tokens cannot be taken out of ", describe_layer(layer_, of), ": token ", table_.tokens,
+                 " would see tokens from ", g.window.first_seen(table_.tokens),
+                 " on, but those before token ", table_.front(), " are freed");
         pack(false);
         commit(table_.due(table_.tokens, g), scratch);
         table_.uncommit(g);
         pack(true);
         table_.copies_from = table_.committed;
+        table_.free_unseen(g, cache_.options().rollback, [](const page_ref&) {});
         return std::move(table_);
     }
 
 private:
+    page_geometry geometry() const noexcept { return cache_.geometry(layer_); }
     void pack(bool committed) { repacker(cache_, table_, layer_).run(committed); }
 
     /// Commits the spans before `end`.
@@ -74,7 +84,7 @@ private:
         for (int role = 0; role < 2; ++role) {
             const auto tensor_of = static_cast<tensor>(role);
             const page_ref from = s.pages[role];
-            const page_geometry g = cache_.geometry();
+            const page_geometry g = geometry();
             s.pages[role] =
                 new_window_page(cache_, layer_, role, g.window_tokens(s.tokens, g.capacity(s.sinks)));
             move_tokens(cache_.table(tensor::key).window_type(), *from, skip, *s.pages[role], 0, tensor_of,
@@ -163,6 +173,7 @@ KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
                        "cannot splice in the middle of a step: layer ", layer, " holds ", tokens(layer),
                        " and ", other.tokens(layer), " tokens, other layers ", held, " and ", theirs_held);
         check_added(tables_[static_cast<std::size_t>(layer)], last - first);
+        other.check_held("splice", layer, first, last);
     }
     const std::int64_t by = std::int64_t{held} - first;
     if (first == last) return;

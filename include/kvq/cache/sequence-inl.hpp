@@ -114,6 +114,13 @@ KVQ_FUNC int sequence::trim(int wanted) {
         detail::expect(n <= table.tokens - table.draft || n >= table.tokens || table.draft == 0,
                        "cannot trim to ", n, " tokens: the draft of a layer is tokens ",
                        table.tokens - table.draft, " to ", table.tokens, ", keep() a part of it");
+    for (int layer = 0; n > 0 && layer < static_cast<int>(tables_.size()); ++layer) {
+        const detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
+        if (!table.reaches(n, cache_->geometry(layer)))
+            detail::fail("cannot trim to ", n, " tokens: ", describe(layer), ", holds tokens from ",
+                         table.front(), " on of ", table.tokens, ", the next token must see those from ",
+                         cache_->geometry(layer).window.first_seen(n), " on; the limit is ", trim_limit());
+    }
     for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
         detail::page_table& table = tables_[layer];
         if (n < table.tokens) table.drop_draft();
@@ -131,6 +138,44 @@ KVQ_FUNC recurrent_state& sequence::state() {
 }
 
 KVQ_FUNC const recurrent_state& sequence::state() const { return const_cast<sequence*>(this)->state(); }
+
+KVQ_FUNC int sequence::trim_limit() const noexcept {
+    int least = 0;
+    for (std::size_t layer = 0; layer < tables_.size(); ++layer)
+        least = detail::larger(least, tables_[layer].trim_limit(cache_->geometry(static_cast<int>(layer))));
+    return least;
+}
+
+KVQ_FUNC bool sequence::can_trim(int n) const noexcept {
+    bool all = n >= 0 && n <= tokens();
+    if (all) n = reach(n);
+    for (std::size_t layer = 0; n > 0 && layer < tables_.size(); ++layer)
+        all = all && tables_[layer].reaches(n, cache_->geometry(static_cast<int>(layer)));
+    return all;
+}
+
+KVQ_FUNC bool sequence::holds(int layer, int first, int last) const {
+    return first >= 0 && last <= tokens(layer) && tables_[static_cast<std::size_t>(layer)].holds(first, last);
+}
+
+KVQ_FUNC std::string sequence::describe(int layer) const {
+    return detail::describe_layer(layer, cache_->layers()[static_cast<std::size_t>(layer)]);
+}
+
+KVQ_FUNC void sequence::check_held(const char* verb, int layer, int first, int last) const {
+    const detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
+    if (!table.holds(first, last))
+        detail::fail("cannot ", verb, " tokens ", first, " to ", last, ": ", describe(layer),
+                     ", has freed tokens ", table.end_of_sinks(), " to ", table.front());
+}
+
+KVQ_FUNC void sequence::check_window(int layer, int first) const {
+    const detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
+    const key_window window = cache_->geometry(layer).window;
+    if (const int seen = window.first_seen(first); seen < table.front())
+        detail::fail(describe(layer), ": a query at position ", first, " sees tokens from ", seen,
+                     " on, but those before token ", table.front(), " are freed");
+}
 
 KVQ_FUNC std::size_t sequence::append_bytes(int n) const {
     return added_bytes(n, detail::chunk_pages::at_once);
@@ -180,6 +225,7 @@ KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const outp
     detail::expect(first >= 0 && out.tokens >= 0 && out.tokens <= held && first <= held - out.tokens,
                    "cannot dequantize ", out.tokens, " tokens from ", first, " on of layer ", layer,
                    ": it holds ", held);
+    check_held("dequantize", layer, first, first + out.tokens);
     detail::expect(out.heads == shape(layer).kv_heads && out.dim == shape(layer).dim(role), "out is ",
                    out.heads, " x ", out.dim, " but blocks are ", shape(layer).kv_heads, " x ",
                    shape(layer).dim(role));
@@ -359,31 +405,6 @@ KVQ_FUNC void cache::check_member(const sequence* s, std::size_t i) const {
                    " of the batch is not one of this cache");
 }
 
-KVQ_FUNC std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tokens, int threads,
-                                                const mods_view& mods) const {
-    detail::expect(
-        tokens >= 0 && tokens <= (std::numeric_limits<int>::max)() - options_.page_tokens && q_tokens >= 0 &&
-            (q_heads < 1 || q_tokens <= (std::numeric_limits<int>::max)() / q_heads),
-        "a workspace for ", q_tokens, " query tokens of ", q_heads, " heads over ", tokens, " tokens");
-    expect_query_heads("a workspace for ", q_heads);
-    detail::expect(threads >= 1, "a workspace for ", threads, " threads");
-    layer_pages pages;
-    pages.geometry = geometry();
-    pages.tokens = tokens;
-    std::size_t most = 0;
-    for (const int layer : shapes_.distinct()) {
-        const token_view<float> rows(nullptr, q_tokens, q_heads, shape(layer).dim(tensor::key));
-        const detail::attention_item item{pages, rows, rows, nullptr};
-        const detail::attention_items items{&item, layer, 1, [](const void* of, int, int) {
-                                                return *static_cast<const detail::attention_item*>(of);
-                                            }};
-        most = detail::larger(
-            most, detail::attention_batch(keys_, values_, shape(layer), geometry(), rotations_, items, mods)
-                      .bytes(threads));
-    }
-    return most;
-}
-
 KVQ_FUNC void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
                                   executor_view executor, workspace& space) const {
     long long rows = 0;
@@ -394,7 +415,7 @@ KVQ_FUNC void cache::attend_items(int layer, const detail::attention_items& item
     detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
     if (rows == 0) return;
     const int threads = executor.concurrency();
-    const detail::attention_batch all(keys_, values_, shape(layer), geometry(), rotations_, items, mods);
+    const detail::attention_batch all(keys_, values_, shape(layer), geometry(layer), rotations_, items, mods);
     all.run(layer, executor, threads, space.reserve(all.bytes(threads)));
 }
 
@@ -404,6 +425,7 @@ KVQ_FUNC void cache::attend(int layer, std::span<const attention_request> batch,
         check_member(batch[i].sequence, i);
         check_attention(layer, batch[i].sequence->tokens(layer), batch[i].q, batch[i].out,
                         batch[i].mods ? *batch[i].mods : mods);
+        batch[i].sequence->check_window(layer, batch[i].sequence->tokens(layer) - batch[i].q.tokens);
     }
     attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
 }
@@ -416,7 +438,9 @@ KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, 
         check_member(r.sequence, i);
         detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
         r.sequence->check_chunk(layer, r.k, r.v);
-        check_attention(layer, r.sequence->tokens(layer) + r.k.tokens, r.q, r.out, r.mods ? *r.mods : mods);
+        const int held = r.sequence->tokens(layer) + r.k.tokens;
+        check_attention(layer, held, r.q, r.out, r.mods ? *r.mods : mods);
+        r.sequence->check_window(layer, held - r.q.tokens);
     }
     // Chunks that are not committed put the former state back.
     struct staged_chunks {
@@ -489,8 +513,7 @@ KVQ_FUNC void sequence::reserve_step(int n) {
         }
         const std::size_t commits =
             detail::chunk::count_reserved(*cache_, static_cast<int>(layer), table, n, fresh);
-        const std::size_t capacity =
-            detail::table_capacity(static_cast<std::size_t>(table.size_after(n, geometry())));
+        const std::size_t capacity = table.capacity_after(n, geometry());
         fresh.end_layer(capacity > table.spans.capacity() ? capacity : 0, commits);
     }
     if (state_) state_->reserve();

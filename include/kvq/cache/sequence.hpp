@@ -18,6 +18,7 @@
 
 #include <optional>
 #include <span>
+#include <string>
 
 #include "../core/resource_vector.hpp"
 #include "../state/recurrent_state.hpp"
@@ -77,6 +78,7 @@ public:
     /// keep their codes and the page keeps its bytes, unless less than cache_options::repack of it is left: then these tokens are quantized
     /// once more, in a shorter page. The next tokens begin a new page. Needs no memory: without any, nothing is repacked. O(spans).
     /// With layers with state all layers go to token reach(n). Returns n - reach(n): how many tokens before n must run again.
+    /// Raises kvq::error if a layer with a window has freed tokens that the next one would see (trim_limit); 0 is always possible.
     int trim(int n);
     /// The token to which trim(n) goes: n, or where layers have state the newest snapshot at or before it (recurrent_state::reach).
     [[nodiscard]] int reach(int n) const noexcept { return state_ ? state_->reach(n) : n; }
@@ -85,13 +87,21 @@ public:
     /// sequence are those of its state as well. Raises kvq::error where no layer of the cache has state.
     [[nodiscard]] recurrent_state& state();
     [[nodiscard]] const recurrent_state& state() const;
+    /// The least n such that the sequence can be trimmed to n and to every number of tokens above; 0, unless a layer with a window has freed
+    /// tokens; cache_options::rollback tokens less than the longest length so far are always in reach. O(layers)
+    [[nodiscard]] int trim_limit() const noexcept;
+    /// Can it be trimmed to n tokens? O(layers)
+    [[nodiscard]] bool can_trim(int n) const noexcept;
+    /// Does a layer hold tokens [first, last)? O(sinks)
+    [[nodiscard]] bool holds(int layer, int first, int last) const;
 
     /// Removes tokens [first, last) of all layers (of shorter layers, those that they have); the tokens behind them move to the front,
     /// positions of the keys included: the next token is token tokens(), and its key and query are rotated for this position. Quantized
     /// pages that are cut keep their codes, and their bytes until they show less than cache_options::repack of their tokens: these are then
     /// quantized once more, in shorter pages. The page that is being filled goes on filling, with keys in its rotation. 16-bit copies for
     /// exact trims go: later trims are exact for tokens appended later. Defined in cache/rearrange.hpp, as the next two. O(spans).
-    /// Raises kvq::error for a range outside, and when tokens behind it would move in a cache without cache_options::rotary.
+    /// Raises kvq::error for a range outside, when tokens behind it would move in a cache without cache_options::rotary, and when a window would
+    /// then reach tokens that its layer has freed.
     void erase(int first, int last);
     /// Moves the rotary positions of the keys of tokens [first, last) by `by`. Order, masks and score modifiers stay: they count tokens.
     /// Otherwise as erase().
@@ -146,10 +156,14 @@ private:
 
     const cache_shape& shape(int layer) const noexcept { return cache_->shape(layer); }
     page_geometry geometry() const noexcept { return cache_->geometry(); }
+    std::string describe(int layer) const;
     int page_tokens() const noexcept { return cache_->options().page_tokens; }
     std::pmr::memory_resource* memory() const noexcept { return cache_->pool().memory(); }
 
     void check_layer(int layer) const;
+    void check_held(const char* verb, int layer, int first, int last) const;
+    /// Does the layer hold what queries from position `first` on see?
+    void check_window(int layer, int first) const;
     void check_added(const detail::page_table& table, int n) const;
     /// Refuses `verb` in a cache with state, from which nothing can be removed in the middle.
     void expect_no_state(const char* verb) const;

@@ -19,15 +19,20 @@ namespace detail {
 
 class budget_search {
 public:
-    budget_search(const cache& of, const budget_use& use, std::size_t multiple)
+    /// Of the layers with a window. A layer that has freed n whole pages takes the bytes of one that is so much shorter and has freed none.
+    budget_search(const cache& of, const budget_use& use, std::size_t multiple, const key_window& window)
         : of_(of),
           use_(use),
           g_(of.geometry()),
           rollback_(of.options().rollback),
           multiple_(multiple),
           stock_(of.pool().memory()) {
+        if (window)
+            use_.tokens = static_cast<int>(
+                smaller(std::int64_t{use.tokens},
+                        std::int64_t{g_.sinks} + window.tokens + rollback_ + 2 * g_.page_tokens + use.chunk));
         for (int layer = 0; layer < of.layer_count(); ++layer) {
-            if (!of.holds_tokens(layer)) continue;
+            if (!of.holds_tokens(layer) || of.geometry(layer).window != window) continue;
             const std::array<int, 2> targets{of.target_format(tensor::key, layer),
                                              of.target_format(tensor::value, layer)};
             const auto known = std::find_if(kinds_.begin(), kinds_.end(), [&](const kind& k) {
@@ -210,8 +215,14 @@ KVQ_FUNC std::size_t budget(const cache_options& options, const std::vector<laye
     detail::expect(use.chunk >= 1, "a budget for chunks of ", use.chunk, " tokens");
     detail::expect(use.cuts >= 0, "a budget needs at least 0 cuts, got ", use.cuts);
     const std::size_t multiple = options.preallocate ? detail::page_arena::alignment : 1;
-    const std::size_t bytes = detail::bounded_sum(detail::budget_search(of, use, multiple).of_sequence(),
-                                                  detail::state_budget(of, use));
+    std::vector<key_window> windows;
+    for (int layer = 0; layer < of.layer_count(); ++layer)
+        if (const key_window w = of.geometry(layer).window;
+            of.holds_tokens(layer) && std::find(windows.begin(), windows.end(), w) == windows.end())
+            windows.push_back(w);
+    std::size_t bytes = detail::state_budget(of, use);
+    for (const key_window& w : windows)
+        bytes = detail::bounded_sum(bytes, detail::budget_search(of, use, multiple, w).of_sequence());
     detail::expect(
         use.sequences == 0 || bytes <= (std::size_t{1} << 60) / static_cast<std::size_t>(use.sequences),
         "a budget for ", use.sequences, " sequences with ", bytes, " bytes each is too large");

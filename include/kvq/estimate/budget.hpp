@@ -31,7 +31,7 @@ struct budget_use {
 /// as long.
 [[nodiscard]] std::size_t budget(const cache_options& options, const cache_shape& shape,
                                  const budget_use& use);
-/// The same for layers of several shapes.
+/// The same for layers that differ. With a window an upper bound: each such layer counts at its longest, as if all were so at the same time.
 [[nodiscard]] std::size_t budget(const cache_options& options, const std::vector<layer>& layers,
                                  const budget_use& use);
 

@@ -1,6 +1,7 @@
 // Definitions of footprint.hpp.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -21,7 +22,7 @@ KVQ_FUNC int pages_of_age(const page_geometry& g, int age, int n) noexcept {
 
 KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int chunk,
                         const step_down_policy& policy, footprint_report& f) {
-    const page_geometry g = of.geometry();
+    const page_geometry g = of.geometry(layer);
     const int target = of.target_format(role, layer);
     const int pages = g.pages(tokens), committed = g.committed(tokens);
     const auto bytes = [&](int format, int page_tokens) {
@@ -129,14 +130,23 @@ KVQ_FUNC int longest_context(const cache& of, std::size_t budget, int sequences,
                              const step_down_policy& policy) {
     const page_geometry g = of.geometry();
     const int rollback = of.options().rollback;
+    std::vector<page_geometry> windows;
+    for (int layer = 0; layer < of.layer_count(); ++layer) {
+        const page_geometry own = of.geometry(layer);
+        const auto same = [&](const page_geometry& w) { return w.window == own.window; };
+        if (own.window && std::none_of(windows.begin(), windows.end(), same)) windows.push_back(own);
+    }
     // 16-bit pages grow in steps of positions: after so many tokens, pages lie alike among these steps again.
     const long long period = std::lcm(static_cast<long long>(g.page_tokens), page_geometry::window_step);
     const auto fits = [&](int n) {
         // Bytes fall when a page is quantized or steps down and when its 16-bit copy is freed. So the lengths just before such a fall
         // have the peaks; the lengths of the last period are enough.
         const auto falls = [&](int m) {
-            bool steps = g.committed(m + 1) > g.committed(m) ||
-                         g.committed(m + 1 - rollback) > g.committed(m - rollback);
+            bool steps = std::any_of(windows.begin(), windows.end(), [&](const page_geometry& w) {
+                return w.first_needed(m + 1, rollback) > w.first_needed(m, rollback);
+            });
+            steps = steps || g.committed(m + 1) > g.committed(m) ||
+                    g.committed(m + 1 - rollback) > g.committed(m - rollback);
             for (const tier& t : policy.tiers)
                 steps = steps || detail::pages_of_age(g, t.age, m + 1) > detail::pages_of_age(g, t.age, m);
             return steps;
@@ -147,8 +157,16 @@ KVQ_FUNC int longest_context(const cache& of, std::size_t budget, int sequences,
             if (of.options().preallocate) return f.total <= budget && more <= f.unused;
             return f.total + more <= budget;
         };
-        for (int m = static_cast<int>(detail::larger(0LL, n - period)); m <= n; ++m)
-            if ((m == n || falls(m)) && !holds(m)) return false;
+        const auto period_holds = [&](int end) {
+            for (int m = static_cast<int>(detail::larger(0LL, end - period)); m <= end; ++m)
+                if ((m == end || falls(m)) && !holds(m)) return false;
+            return true;
+        };
+        if (!period_holds(n)) return false;
+        // A layer with chunks holds most just before a trim by `rollback` tokens cannot reach its chunk any more.
+        for (const page_geometry& w : windows)
+            if (const int begins = w.first_needed(n, rollback); w.window.chunked && begins > 0)
+                if (!period_holds(begins + rollback)) return false;
         return true;
     };
     if (!fits(0)) return -1;

@@ -217,12 +217,13 @@ KVQ_FUNC page_ref page_receiver::page_of(const slot& s, std::size_t list, const 
 }
 
 KVQ_FUNC page_receiver::extent page_receiver::check(std::size_t layer, std::size_t role) const {
-    const page_geometry g = cache_.geometry();
+    const page_geometry g = cache_.geometry(static_cast<int>(layer));
     const std::size_t list = 2 * layer + role;
     const std::string me = text_of(list);
     const numbered_pages pages = numbered(list);
     extent found;
-    int expected = 0, target = -1;
+    int expected = 0, target = -1, front = 0;
+    bool in_sinks = true;
     std::vector<page_span> held;
     for (const auto& [first, r] : received_[list]) {
         const auto fits = [&, &r = r](const page_ref& p) {
@@ -231,7 +232,12 @@ KVQ_FUNC page_receiver::extent page_receiver::check(std::size_t layer, std::size
         };
         expected = detail::larger(expected, r.layer_tokens);
         const page_ref own = page_of(r.own, list, pages), copy = page_of(r.copy, list, pages);
-        detail::expect(own && (copy || !r.copy.came) && first == found.tokens, me, ": the page before token ",
+        // Behind its sinks a layer with a window may have freed some.
+        const bool follows =
+            first == found.tokens || (g.window && in_sinks && front == 0 && first > found.tokens);
+        in_sinks = in_sinks && r.span.sinks;
+        if (first > found.tokens) front = first;
+        detail::expect(own && (copy || !r.copy.came) && follows, me, ": the page before token ",
                        own ? first : r.span.end(), " is missing");
         detail::expect(!r.committed || found.committed == static_cast<int>(held.size()), me, ": the page at ",
                        first, " is committed, but not the one before");
@@ -243,8 +249,10 @@ KVQ_FUNC page_receiver::extent page_receiver::check(std::size_t layer, std::size
         target = r.target;
         held.push_back(r.span);
         found.committed += r.committed;
-        found.tokens += r.span.tokens;
+        found.tokens = r.span.end();
     }
+    detail::expect(g.window.first_seen(found.tokens) >= front, me, ": the page before token ", front,
+                   " is missing");
     for (const auto& [first, r] : received_[list])
         detail::expect(detail::page_table::is_possible(r.span, r.committed, r.span.end() == found.tokens, g),
                        me, " was received with ", found.tokens, " tokens, of which ", r.span.tokens, " from ",
@@ -259,7 +267,13 @@ KVQ_FUNC page_receiver::extent page_receiver::check(std::size_t layer, std::size
 }
 
 KVQ_FUNC void page_receiver::fill(detail::page_table& table, std::size_t layer) const {
-    table.spans.reserve(detail::table_capacity(received_[2 * layer].size()));
+    int freed = 0, at = 0;
+    for (const auto& [first, r] : received_[2 * layer]) {
+        if (first > at) freed = detail::page_table::freed_spans(first, cache_.geometry());
+        at = r.span.end();
+    }
+    table.spans.reserve(
+        detail::table_capacity(received_[2 * layer].size() + static_cast<std::size_t>(freed)));
     for (const auto& [first, r] : received_[2 * layer]) table.spans.push_back(r.span);
     for (std::size_t role = 0; role < 2; ++role) {
         const std::size_t list = 2 * layer + role;

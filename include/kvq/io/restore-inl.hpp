@@ -27,7 +27,9 @@ public:
         for (int layer = 0; layer < cache_.layer_count(); ++layer) {
             if (same_layout_) {
                 page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
-                table.spans.reserve(table_capacity(saved(layer).spans.size()));
+                table.spans.reserve(table_capacity(saved(layer).spans.size() +
+                                                   static_cast<std::size_t>(page_table::freed_spans(
+                                                       saved(layer).freed[1], cache_.geometry()))));
                 table.spans.assign(saved(layer).spans.begin(), saved(layer).spans.end());
                 for (const tensor role : {tensor::key, tensor::value}) place(role, layer, table);
                 table.restored(saved(layer).committed, cache_.geometry(), cache_.options().rollback,
@@ -74,6 +76,9 @@ private:
             same_in_layer("kv_heads", theirs.kv_heads, mine.kv_heads);
             same_in_layer("head_dim", theirs.head_dim, mine.head_dim);
             same_in_layer("value_dim", theirs.value_dim, mine.value_dim);
+            same_in_layer("kind", theirs.kind, mine.kind);
+            same_in_layer("window", theirs.window, mine.window);
+            same_in_layer("visible sinks", theirs.sinks, mine.sinks);
         }
 
         const auto same_option = [&](const char* name, int theirs, int mine) {
@@ -90,6 +95,10 @@ private:
                ", the cache one of ", mine, "; restore_options::convert allows that");
         same_layout_ = same_layout_ && file.window == mine;
         for (int layer = 0; layer < layers; ++layer) {
+            if (saved(layer).freed[1] > 0 && !same_layout_)
+                fail(describe_layer(layer, cache_.layers()[static_cast<std::size_t>(layer)]),
+                     ", has freed tokens ", saved(layer).freed[0], " to ", saved(layer).freed[1],
+                     " of the saved sequence: sinks, recent, page_tokens and window format must be the same");
             const auto said = file.rotary.find(layer);
             for (const page_span& s : saved(layer).spans)
                 expect_moved_alike(cache_.rotations(), layer, s.shift,

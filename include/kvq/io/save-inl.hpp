@@ -22,6 +22,7 @@ public:
         if (d.version > version_of_equal_layers) {
             shapes_ = d.shapes;
             add_tensor("shapes", "I32", {layers(), saved_shape::columns});
+            add_tensor("freed", "I32", {layers(), 2});
         }
         add_tensor("tokens", "I32", {layers()});
         add_tensor("committed", "I32", {layers()});
@@ -60,7 +61,12 @@ public:
         };
         using one = std::array<std::int32_t, 1>;
         using two = std::array<std::int32_t, 2>;
-        if (!shapes_.empty()) sealed(shapes_.data(), shapes_.size() * sizeof(saved_shape));
+        if (!shapes_.empty()) {
+            sealed(shapes_.data(), shapes_.size() * sizeof(saved_shape));
+            numbers([](const page_table& t) {
+                return t.front() == 0 ? two{0, 0} : two{t.end_of_sinks(), t.front()};
+            });
+        }
         numbers([](const page_table& t) { return one{t.tokens}; });
         numbers([](const page_table& t) { return one{t.committed}; });
         numbers([](const page_table& t) { return two{t.targets[0], t.targets[1]}; });

@@ -23,6 +23,7 @@ struct saved_table {
 struct saved_layer {
     int tokens = 0;
     int committed = 0;
+    std::array<std::int32_t, 2> freed{};  ///< tokens [first, last) were freed; 0, 0: none
     saved_table tables[2];
     std::vector<page_span> spans;  ///< without pages
 };
@@ -119,6 +120,8 @@ private:
         const auto n = static_cast<std::uint64_t>(description_.layers);
         if (version_ > version_of_equal_layers)
             description_.set_shapes(take<saved_shape>("shapes", "I32", {n, saved_shape::columns}));
+        const auto freed = version_ > version_of_equal_layers ? take<std::int32_t>("freed", "I32", {n, 2})
+                                                              : std::vector<std::int32_t>();
         const auto tokens = take<std::int32_t>("tokens", "I32", {n});
         const auto committed = take<std::int32_t>("committed", "I32", {n});
         const auto targets = take<std::int32_t>("targets", "I32", {n, 2});
@@ -138,6 +141,7 @@ private:
             saved_layer& layer = layers_[l];
             layer.tokens = tokens[l];
             layer.committed = committed[l];
+            if (!freed.empty()) layer.freed = {freed[2 * l], freed[2 * l + 1]};
             const std::size_t first_span = span;
             while (span < spans.size() && spans[span].layer == static_cast<std::int32_t>(l)) ++span;
             find_spans(static_cast<int>(l), layer,
@@ -172,8 +176,22 @@ private:
         const auto count = static_cast<int>(rows.size());
         expect(layer.committed >= 0 && layer.committed <= count, "layer ", l, " of the saved sequence has ",
                layer.committed, " committed spans of ", count);
+        const key_window window = description_.shape_of(l).sees();
         int at = 0;
+        const int gap = layer.freed[0], front = layer.freed[1];
+        const auto expect_gap = [&](bool possible) {
+            expect(possible, "layer ", l, " of the saved sequence has ", layer.tokens,
+                   " tokens, and has freed tokens ", gap, " to ", front, ", out of place");
+        };
+        bool found = gap == 0 && front == 0, in_sinks = true;
+        expect_gap(found || (gap >= 0 && gap < front && front < layer.tokens &&
+                             window.first_seen(layer.tokens) >= front));
         for (int i = 0; i < count; ++i) {
+            if (!found && in_sinks && at == gap) {
+                found = true;
+                at = front;
+            }
+            in_sinks = in_sinks && rows[static_cast<std::size_t>(i)].sinks != 0;
             const page_span s = rows[static_cast<std::size_t>(i)].at(at);
             const bool sinks = rows[static_cast<std::size_t>(i)].sinks == 0 ||
                                (rows[static_cast<std::size_t>(i)].sinks == 1 && g.sinks > 0);
@@ -185,6 +203,7 @@ private:
             layer.spans.push_back(s);
             at = s.end();
         }
+        expect_gap(found);
         expect(at == layer.tokens, "layer ", l, " of the saved sequence has ", layer.tokens,
                " tokens, its pages show ", at);
         const auto committed = static_cast<std::size_t>(layer.committed);

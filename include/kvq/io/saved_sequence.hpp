@@ -1,7 +1,8 @@
 // The description of a saved sequence: the metadata and the index of the file (docs/reference/files.md).
 //
 //   metadata     format, versions, model, shape, options, window, schemes and rotary embeddings with their fingerprints: all as text
-//   shapes       I32 [layers, 4]   version 5: kind, kv heads, channels of a key and of a value of each layer
+//   shapes       I32 [layers, 6]   version 5: kind, kv heads, channels of a key and of a value, window and visible sinks of each layer
+//   freed        I32 [layers, 2]   version 5: tokens [first, last) that a layer with a window has freed; 0, 0: none
 //   tokens       I32 [layers]       committed     I32 [layers]
 //   targets      I32 [layers, 2]                                        (K, V)
 //   spans        I32 [spans, 11]    one row per span, layer by layer: layer, tokens that it shows, tokens of its pages that it may
@@ -27,7 +28,7 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 inline constexpr const char* saved_format_name = "kvq sequence";
 /// Changes whenever a reader of the version before would misread the file, page bytes included. A file has the oldest version whose readers
-/// understand it: 4 says one shape of all layers, 5 the shape of each layer.
+/// understand it: 4 says one shape of all layers, which are full attention, 5 kind and shape of each layer.
 inline constexpr int saved_format_version = 5;
 inline constexpr int version_of_equal_layers = 4;
 /// The oldest one that is read. It says neither how keys were rotated nor which spans share a page.
@@ -69,12 +70,17 @@ static_assert(sizeof(saved_span) == 4 * saved_span::columns);
 struct saved_shape {
     std::int32_t kind = 0;  ///< layer_kind
     std::int32_t kv_heads = 0, head_dim = 0, value_dim = 0;
+    std::int32_t window = 0, sinks = 0;
 
-    static constexpr std::size_t columns = 4;
+    static constexpr std::size_t columns = 6;
 
     static saved_shape of(const layer& l) noexcept {
-        return {static_cast<std::int32_t>(l.kind), l.kv_heads, l.head_dim,
-                l.value_dim == 0 ? l.head_dim : l.value_dim};
+        return {static_cast<std::int32_t>(l.kind),           l.kv_heads, l.head_dim,
+                l.value_dim == 0 ? l.head_dim : l.value_dim, l.window,   l.sinks};
+    }
+    bool is_full() const noexcept { return kind == static_cast<std::int32_t>(layer_kind::full); }
+    key_window sees() const noexcept {
+        return {window, kind == static_cast<std::int32_t>(layer_kind::chunked), sinks};
     }
     friend bool operator==(const saved_shape&, const saved_shape&) = default;
 };
@@ -225,13 +231,19 @@ public:
         for (std::size_t i = 0; i < of.size(); ++i) {
             saved_shape& s = of[i];
             if (s.kind == static_cast<std::int32_t>(layer_kind::state)) {
-                expect(s.kv_heads == 0 && s.head_dim == 0 && s.value_dim == 0, "layer ", i,
-                       " of the saved sequence is a state of ", s.kv_heads, " x ", s.head_dim);
+                expect(
+                    s.kv_heads == 0 && s.head_dim == 0 && s.value_dim == 0 && s.window == 0 && s.sinks == 0,
+                    "layer ", i, " of the saved sequence is a state of ", s.kv_heads, " x ", s.head_dim);
                 ++layers_with_state;
                 continue;
             }
-            expect(s.kind == static_cast<std::int32_t>(layer_kind::full), "layer ", i,
+            expect(s.kind >= 0 && s.kind <= static_cast<std::int32_t>(layer_kind::chunked), "layer ", i,
                    " of the saved sequence is of kind ", s.kind, ", which this library does not know");
+            expect(s.is_full() ? s.window == 0 && s.sinks == 0
+                               : s.window >= 1 && s.window <= most_recent && s.sinks >= 0 &&
+                                     s.sinks <= geometry.sinks,
+                   "layer ", i, " of the saved sequence has a window of ", s.window, " tokens and ", s.sinks,
+                   " sinks");
             expect(s.value_dim >= least, "layer ", i, " of the saved sequence has value_dim ", s.value_dim);
             check_shape({layers, s.kv_heads, s.head_dim, s.value_dim});
             if (s.value_dim == 0) s.value_dim = s.head_dim;

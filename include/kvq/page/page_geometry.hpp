@@ -4,6 +4,8 @@
 //   page i    tokens [first_token(i), first_token(i + 1))              committed (quantized) from commit_at(i) tokens on
 //   window    the last `recent` tokens, and those of their pages       16 bit
 //
+//   left      pages that no query sees any more (key_window.hpp), from the next one on or after a trim by `rollback` tokens: freed. Sinks stay
+//
 // A layer that was cut has its pages at other positions: page_table.hpp. Contract: 0 <= sinks, 0 <= recent, 1 <= page_tokens, and
 // their sums with a number of tokens fit in an int.
 #pragma once
@@ -12,6 +14,7 @@
 #include <span>
 
 #include "../core/bits.hpp"
+#include "key_window.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -25,7 +28,12 @@ struct page_geometry {
     int sinks = 0;
     int recent = 0;
     int page_tokens = 0;
+    key_window window = {};
 
+    /// The first token behind the sinks that a layer of n tokens needs: the last token that a trim by `rollback` tokens leaves sees it.
+    constexpr int first_needed(int n, int rollback) const noexcept {
+        return window.first_seen(detail::larger(0, n - 1 - rollback));
+    }
     /// The most tokens of a page: 16-bit pages of sinks and of drafts may be longer than the others.
     constexpr int longest_page() const noexcept {
         return detail::larger(detail::larger(page_tokens, sinks), most_drafted);
@@ -74,7 +82,8 @@ struct changed_pages {
 };
 
 /// Calls f(alike_pages) for the pages of a layer of n tokens without cuts, whose pages behind the sinks begin at token `first`, are
-/// committed to format `target`, and have changed since: in the order of `changes`, always fewer of them. Estimates count by it.
+/// committed to format `target`, and have changed since: in the order of `changes`, always fewer of them. Pages that have left are not
+/// there. Estimates count by it.
 template <class F>
 constexpr void for_each_alike(const page_geometry& g, int first, int n, int rollback, int target,
                               std::span<const changed_pages> changes, F&& f) {
@@ -83,11 +92,12 @@ constexpr void for_each_alike(const page_geometry& g, int first, int n, int roll
     const int pages = behind.pages(n), committed = behind.committed(n);
     // Pages from here on have copies, if they were ever quantized: a trim within `rollback` may restore them.
     const int in_reach = behind.committed(n - rollback);
+    const int freed = larger(0, (g.first_needed(n, rollback) - first) / g.page_tokens);
     int format = target, left = committed;
     const auto take = [&](int older) {
-        f(alike_pages{left - older, format, g.page_tokens});
+        f(alike_pages{larger(0, left - larger(older, freed)), format, g.page_tokens});
         if (target != 0 || format != 0)
-            f(alike_pages{larger(0, left - larger(older, in_reach)), 0, g.page_tokens, true});
+            f(alike_pages{larger(0, left - larger(older, larger(in_reach, freed))), 0, g.page_tokens, true});
         left = older;
     };
     for (const changed_pages& c : changes) {
@@ -96,7 +106,7 @@ constexpr void for_each_alike(const page_geometry& g, int first, int n, int roll
     }
     take(0);
     if (pages == committed) return;
-    f(alike_pages{pages - committed - 1, 0, g.page_tokens});
+    f(alike_pages{larger(0, pages - larger(committed, freed) - 1), 0, g.page_tokens});
     f(alike_pages{1, 0, g.window_tokens(n - behind.first_token(pages - 1), g.page_tokens)});
 }
 

@@ -21,9 +21,11 @@ KVQ_FUNC page_table::page_table(const page_table& other, std::pmr::memory_resour
       rearranged(other.rearranged),
       repacked(other.repacked),
       spans(memory),
+      freed(other.freed),
       draft(other.draft),
-      table_before(draft == 0 ? 0 : table_capacity(other.spans.size() - 1)) {
-    spans.reserve(table_capacity(other.spans.size()));
+      table_before(draft == 0 ? 0
+                              : table_capacity(other.spans.size() - 1 + static_cast<std::size_t>(freed))) {
+    spans.reserve(table_capacity(other.spans.size() + static_cast<std::size_t>(freed)));
     spans.assign(other.spans.begin(), other.spans.end());
 }
 
@@ -53,6 +55,46 @@ KVQ_FUNC int page_table::size_after(int added, const page_geometry& g) const noe
         ++spans_after;
     }
     return spans_after + ceil_div(added, g.page_tokens);
+}
+
+KVQ_FUNC int page_table::leading_sinks() const noexcept {
+    int n = 0;
+    while (n < size() && (*this)[n].sinks && (*this)[n].first_token == (n == 0 ? 0 : (*this)[n - 1].end()))
+        ++n;
+    return n;
+}
+
+KVQ_FUNC int page_table::end_of_sinks() const noexcept {
+    const int n = leading_sinks();
+    return n == 0 ? 0 : (*this)[n - 1].end();
+}
+
+KVQ_FUNC int page_table::front() const noexcept {
+    const int n = leading_sinks();
+    const int first = n < size() ? (*this)[n].first_token : tokens;
+    return first > end_of_sinks() ? first : 0;
+}
+
+KVQ_FUNC bool page_table::is_whole(int n, const page_geometry& g) const noexcept {
+    const int first = front();
+    return first == 0 || n <= end_of_sinks() || (n > first && g.window.first_seen(n) >= first);
+}
+
+KVQ_FUNC int page_table::trim_limit(const page_geometry& g) const noexcept {
+    const int first = front(), w = g.window.tokens;
+    if (first == 0) return 0;
+    const std::int64_t least =
+        g.window.chunked ? ceil_div(std::int64_t{first}, std::int64_t{w}) * w : std::int64_t{first} + w - 1;
+    return static_cast<int>(smaller(larger(least, std::int64_t{first} + 1), std::int64_t{tokens}));
+}
+
+KVQ_FUNC void page_table::free_spans(int kept, int end) noexcept {
+    if (end == kept) return;
+    spans.erase(spans.begin() + kept, spans.begin() + end);
+    const auto without = [&](int n) { return n > end ? n - (end - kept) : smaller(n, kept); };
+    committed = without(committed);
+    copies_from = without(copies_from);
+    freed += end - kept;
 }
 
 KVQ_FUNC page_span page_table::next_span(int n, const page_geometry& g) const noexcept {
@@ -168,13 +210,15 @@ KVQ_FUNC page_table::cut_window page_table::take(const page_table& from, int fir
                                                  const page_geometry& g) {
     cut_window cut;
     rearranged = true;
+    last = smaller(last, from.tokens);
+    const int start = tokens;  // new position of token `first`
     for (int i = 0; i < from.size(); ++i) {
         const int begin = larger(first, from[i].first_token), end = smaller(last, from[i].end());
         if (begin >= end) continue;
         const bool is_committed = i < from.committed;
         page_span s = from[i];
         const int before = begin - s.first_token;
-        s.first_token = tokens;
+        s.first_token = start + begin - first;
         s.tokens = end - begin;
         s.shift += by;
         s.copies = {};
@@ -185,6 +229,7 @@ KVQ_FUNC page_table::cut_window page_table::take(const page_table& from, int fir
         if (!is_committed && before > 0) cut = {size(), before};
         add(std::move(s), is_committed);
     }
+    tokens = start + larger(0, last - first);
     return cut;
 }
 
@@ -220,6 +265,7 @@ KVQ_FUNC void page_table::find_rearranged() {
 KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, int rollback, bool says_all) {
     tokens = size() == 0 ? 0 : spans.back().end();
     committed = committed_spans;
+    freed = freed_spans(front(), g);
     drop_copies(g, rollback);
     find_rearranged();
     if (!rearranged || says_all) return;

@@ -2,6 +2,9 @@
 //
 //   spans   [sinks][page][page] ... [page]     the first `committed` of them are past the recent window
 //
+// A layer with a key_window frees spans behind the sinks that no query sees any more. The others keep their positions, so there is one gap:
+// behind the sinks. A table holds its last token always.
+//
 // The cache on the CPU has a table for each layer (cache/sequence.hpp), the cache on a GPU one for all layers (cuda/host/sequence_pages.hpp).
 // Both ask it what is committed, copied, restored, shared and given back, and carry that out: they allocate pages and fill them. A table
 // holds references to pages and writes no byte of them.
@@ -33,6 +36,7 @@ struct page_table {
     bool rearranged = false;   ///< after an erase, shift or splice: two spans may share a page
     std::size_t repacked = 0;  ///< tokens that were quantized once more (cache/repack.hpp)
     resource_vector<page_span> spans;
+    int freed = 0;                 ///< spans that have left; the vector has memory for them all the same
     int draft = 0;                 ///< tokens of the last span that wait for keep() (cache/draft.hpp)
     std::size_t table_before = 0;  ///< capacity of `spans` before the draft
 
@@ -63,6 +67,40 @@ struct page_table {
     bool begins_with_sinks(const page_geometry& g) const noexcept { return size() == 0 && g.sinks > 0; }
     /// Number of spans after `added` more tokens.
     int size_after(int added, const page_geometry& g) const noexcept;
+    /// Spans that the vector has memory for then.
+    std::size_t capacity_after(int added, const page_geometry& g) const noexcept {
+        return table_capacity(static_cast<std::size_t>(size_after(added, g) + freed));
+    }
+
+    /// The token behind the sinks.
+    int end_of_sinks() const noexcept;
+    /// The first token behind the gap; 0: there is none.
+    int front() const noexcept;
+    /// Does the table hold tokens [first, last)?
+    bool holds(int first, int last) const noexcept {
+        return first >= last || first >= front() || last <= end_of_sinks();
+    }
+    /// Can it be trimmed to n tokens? Yes, if it holds what the next token sees, and its last token.
+    bool reaches(int n, const page_geometry& g) const noexcept { return n >= tokens || is_whole(n, g); }
+    /// Does it hold the last one of n tokens, and what the next one sees?
+    bool is_whole(int n, const page_geometry& g) const noexcept;
+    /// The least n from which on it can be trimmed to any number of tokens.
+    int trim_limit(const page_geometry& g) const noexcept;
+    /// Does a span leave a layer of n tokens?
+    static bool leaves(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
+        return !s.sinks && s.end() <= g.first_needed(n, rollback);
+    }
+    /// Frees the spans that have left. give_back(page): takes each of their pages.
+    template <class GiveBack>
+    void free_unseen(const page_geometry& g, int rollback, GiveBack&& give_back) noexcept {
+        if (!g.window) return;
+        const int kept = leading_sinks(), needed = g.first_needed(tokens, rollback);
+        int end = kept;
+        for (; end < size() && (*this)[end].end() <= needed; ++end)
+            for (auto* const list : {&(*this)[end].pages, &(*this)[end].copies})
+                for (page_ref& p : *list) give_back(std::move(p));
+        free_spans(kept, end);
+    }
 
     /// The span of the next tokens in a growth to n tokens, when no span is open. Without pages.
     page_span next_span(int n, const page_geometry& g) const noexcept;
@@ -95,6 +133,11 @@ struct page_table {
     /// files and messages.
     static bool is_possible(const page_span& s, bool is_committed, bool last,
                             const page_geometry& g) noexcept;
+
+    /// Spans that have left a layer without cuts whose first token behind the gap is `front`; 0: there is no gap.
+    static int freed_spans(int front, const page_geometry& g) noexcept {
+        return larger(0, front - g.sinks) / g.page_tokens;
+    }
 
     /// May a page of a span, or its copy, have memory for so many tokens? Pages of a span that was closed had memory for a whole page once.
     static bool may_have_memory(const page_span& s, bool is_committed, int memory,
@@ -155,6 +198,10 @@ struct page_table {
     }
 
 private:
+    /// Number of spans in front that show sinks.
+    int leading_sinks() const noexcept;
+    /// Removes spans [kept, end), which have left.
+    void free_spans(int kept, int end) noexcept;
     /// May two spans share a page?
     void find_rearranged();
     std::vector<held_page> distinct_pages(std::size_t piece) const;

@@ -128,6 +128,7 @@ KVQ_FUNC store_outcome prefix_cache::store(token_ids tokens, const kvq::sequence
         held_.add(*kept, pages);
         ++statistics_.stored;
         while (auto* const shorter = node->shorter()) {
+            if (!kept->can_trim(static_cast<int>(shorter->tokens().size()))) break;
             ++statistics_.replaced;
             drop(shorter->value, dropped);
         }
@@ -209,16 +210,24 @@ KVQ_FUNC void prefix_cache::reset_statistics() {
 
 KVQ_FUNC prefix_cache::found prefix_cache::find(token_ids tokens) const noexcept {
     const auto m = tree_.find(tokens);
-    const int common = static_cast<int>(m.tokens);
+    int common = static_cast<int>(m.tokens);
     if (common == 0) return {};
     const bool is_all = m.exact || m.tokens == tokens.size();
-    const bool whole = !is_all && m.prefix && m.prefix->tokens().size() == m.tokens;
-    const auto* const node = m.exact ? m.exact : whole ? m.prefix : m.extension;
+    bool whole = !is_all && m.prefix && m.prefix->tokens().size() == m.tokens;
+    const auto* node = m.exact ? m.exact : whole ? m.prefix : m.extension;
+    const auto reaches = [&] { return node->value->sequence->can_trim(common); };
+    if (!reaches()) {
+        // A layer with a window has freed what the next token would see: only an entry that is a whole prefix is left.
+        node = m.prefix;
+        whole = true;
+        common = node ? static_cast<int>(node->tokens().size()) : 0;
+        if (!node || !reaches()) return {};
+    }
     // With state fewer tokens than the entry has in common.
     const int held = node->value->sequence->reach(common);
     if (held == 0) return {};
-    if (m.exact) return {{prefix_match::exact, held}, node};
-    if (is_all) return {{prefix_match::supersequence, held}, node};
+    if (node == m.exact) return {{prefix_match::exact, held}, node};
+    if (is_all && !whole) return {{prefix_match::supersequence, held}, node};
     if (held < options_.min_prefix_tokens)
         return {{whole ? prefix_match::miss_short_prefix : prefix_match::miss_short_lcp, 0}, nullptr};
     return {{whole ? prefix_match::prefix : prefix_match::lcp, held}, node};

@@ -10,7 +10,8 @@
 //                                 prefix           an entry that is a prefix of these tokens
 //                                 lcp              the entry with the longest common prefix, trimmed
 //                                 miss...          no entry, or less than min_prefix_tokens from one of the last two
-// in this order; lcp comes before prefix if it reuses more tokens.
+// in this order; lcp comes before prefix if it reuses more tokens. Where a layer with a window has freed what the next token would see
+// (sequence::can_trim), an entry cannot be trimmed, and the longest prefix among the entries is the result.
 //
 // Entries are forks: a write to one sequence never changes another. Pages that equal those of the nearest entry are shared with it, also
 // where tokens were computed again. Bytes are those of pages (headers included), each counted once; token ids and tables (about 4 bytes

@@ -73,6 +73,7 @@ KVQ_FUNC prefix_tiers::fetch_result prefix_tiers::fetch(token_ids tokens) {
         const attempted how = read(at, found);
         if (how == attempted::no_memory) too_large = pages;
         if (how != attempted::done) continue;
+        if (!found->can_trim(in_file)) break;  // to a snapshot of states, in front of what windows hold
         const int again = found->tokens() > in_file ? found->trim(in_file) : 0;
         return {kind, in_file - again, std::move(*found), prefix_tier::file};
     }
@@ -103,6 +104,10 @@ KVQ_FUNC prefix_tier_statistics prefix_tiers::statistics() const {
 KVQ_FUNC prefix_tiers::nearest prefix_tiers::nearest_of(token_ids tokens) const {
     const auto m = tree_.find(tokens);
     if (m.tokens == 0) return {};
+    if (!m.exact && m.extension && static_cast<int>(m.tokens) < m.extension->value->trim_limit) {
+        if (!m.prefix) return {};
+        return {m.prefix->tokens().size(), m.prefix->value, prefix_match::prefix};
+    }
     const prefix_match match = m.exact                     ? prefix_match::exact
                                : m.tokens == tokens.size() ? prefix_match::supersequence
                                : m.prefix && m.prefix->tokens().size() == m.tokens ? prefix_match::prefix
@@ -117,6 +122,7 @@ KVQ_FUNC prefix_tiers::nearest prefix_tiers::nearest_smaller(token_ids tokens, s
         const auto common = static_cast<std::size_t>(
             std::mismatch(own.begin(), own.end(), tokens.begin(), tokens.end()).first - own.begin());
         if (f->pages >= bytes || common <= best.tokens) continue;
+        if (common < own.size() && static_cast<int>(common) < f->trim_limit) continue;
         const prefix_match match = common < own.size() && common < tokens.size() ? prefix_match::lcp
                                    : common < own.size()                         ? prefix_match::supersequence
                                    : common < tokens.size()                      ? prefix_match::prefix
@@ -175,6 +181,7 @@ KVQ_FUNC bool prefix_tiers::write(token_ids tokens, const kvq::sequence& s) {
         std::error_code failed;
         f.bytes = static_cast<std::size_t>(std::filesystem::file_size(f.path, failed));
         detail::expect(!failed, "cannot see ", f.path, ": ", failed.message());
+        f.trim_limit = s.trim_limit();
         f.pages = detail::page_counts::bytes_of(detail::page_counts::of(s));
         if (f.bytes <= options_.file_bytes) node = tree_.insert(tokens).first;
     });
@@ -190,7 +197,10 @@ KVQ_FUNC bool prefix_tiers::write(token_ids tokens, const kvq::sequence& s) {
     ++statistics_.written;
     ++statistics_.files;
     statistics_.file_bytes += files_.front().bytes;
-    while (auto* const shorter = node->shorter()) drop(shorter->value);
+    while (auto* const shorter = node->shorter()) {
+        if (static_cast<int>(shorter->tokens().size()) < files_.front().trim_limit) break;
+        drop(shorter->value);
+    }
     while (statistics_.file_bytes > options_.file_bytes) drop(std::prev(files_.end()));
     return true;
 }

@@ -95,6 +95,7 @@ private:
     struct file {
         std::string path;
         std::size_t bytes = 0;
+        int trim_limit = 0;
         std::size_t pages = 0;  // bytes of its pages in memory
         typename tree::node* node = nullptr;
     };

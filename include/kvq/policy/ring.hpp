@@ -44,6 +44,7 @@ public:
     /// options out of range, for a position before the end of the sinks, and when s does not hold the whole window of the next token.
     ring(sequence s, const ring_options& options, std::int64_t first_token = 0)
         : sequence_(std::move(s)), options_(options) {
+        detail::sequence_access::cache(sequence_).expect_all_tokens("a ring");
         detail::expect(options.window >= 1, "a window has at least 1 token, got ", options.window);
         detail::expect(options.slack >= 0, "slack must not be negative, got ", options.slack);
         detail::expect(

@@ -29,6 +29,8 @@ PAGE_ALL = 2
 HALF_SPLIT = 0
 INTERLEAVED = 1
 FULL_ATTENTION = 0
+SLIDING_ATTENTION = 1
+CHUNKED_ATTENTION = 2
 STATE = 5
 SNAPSHOT_EXACT = 0
 SNAPSHOT_INT8_ROWS = 1
@@ -140,7 +142,8 @@ class kvq_layer_formats(Struct):
 
 
 class kvq_layer(Struct):
-    _fields_ = [("kind", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("value_dim", c_int32)]
+    _fields_ = [("kind", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("value_dim", c_int32),
+                ("window", c_int32), ("sinks", c_int32)]
 
 
 class kvq_state_part(Struct):
@@ -301,6 +304,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_sequence_append_draft": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor)],
     "kvq_sequence_keep": [handle, POINTER(c_int32), c_int32],
     "kvq_sequence_trim": [handle, c_int32],
+    "kvq_sequence_trim_limit": [handle, POINTER(c_int32)],
     "kvq_sequence_drop_copies": [handle],
     "kvq_sequence_erase": [handle, c_int32, c_int32],
     "kvq_sequence_shift": [handle, c_int32, c_int32, c_int64],

@@ -33,6 +33,8 @@ pub const KVQ_PAGE_ALL: i32 = 2;
 pub const KVQ_HALF_SPLIT: i32 = 0;
 pub const KVQ_INTERLEAVED: i32 = 1;
 pub const KVQ_FULL_ATTENTION: i32 = 0;
+pub const KVQ_SLIDING_ATTENTION: i32 = 1;
+pub const KVQ_CHUNKED_ATTENTION: i32 = 2;
 pub const KVQ_STATE: i32 = 5;
 pub const KVQ_SNAPSHOT_EXACT: i32 = 0;
 pub const KVQ_SNAPSHOT_INT8_ROWS: i32 = 1;
@@ -292,6 +294,8 @@ pub struct kvq_layer {
     pub kv_heads: i32,
     pub head_dim: i32,
     pub value_dim: i32,
+    pub window: i32,
+    pub sinks: i32,
 }
 
 #[repr(C)]
@@ -634,6 +638,7 @@ extern "C" {
         v: *const kvq_tensor) -> kvq_status;
     pub fn kvq_sequence_keep(sequence: *mut kvq_sequence, path: *const i32, count: i32) -> kvq_status;
     pub fn kvq_sequence_trim(sequence: *mut kvq_sequence, tokens: i32) -> kvq_status;
+    pub fn kvq_sequence_trim_limit(sequence: *const kvq_sequence, tokens: *mut i32) -> kvq_status;
     pub fn kvq_sequence_drop_copies(sequence: *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_erase(sequence: *mut kvq_sequence, first: i32, last: i32) -> kvq_status;
     pub fn kvq_sequence_shift(sequence: *mut kvq_sequence, first: i32, last: i32, by: i64) -> kvq_status;

@@ -41,7 +41,7 @@ struct cache_access {
     }
     static status check(const kvq::cache& cpu, const cache& gpu) {
         if (gpu.format_.functions == nullptr) return bad_value("the cache on the device is not open");
-        if (!cpu.has_one_shape()) return bad_value("the layers of the CPU's cache have several shapes");
+        if (!cpu.has_equal_layers()) return bad_value("the layers of the CPU's cache differ");
         if (cpu.state_layout()) return bad_value("the CPU's cache has layers with state");
         const kvq::cache_shape &a = cpu.shape(), &b = gpu.shape_;
         if (a.layers != b.layers || a.kv_heads != b.kv_heads || a.head_dim != b.head_dim ||
