@@ -305,7 +305,7 @@ struct part_feed : unit_ring<Memory, Pair, T> {
     template <tensor Role>
     __device__ __forceinline__ void issue(std::uint32_t ring, int slot, int lane) {
         if constexpr (reads_sinks)
-            copy_full<Role>(ring, slot);
+            copy_full<Role>(ring, slot, lane);
         else
             this->template copy_unit<Role>(ring, slot, lane);
         if constexpr (Role == tensor::value) advance();
@@ -336,17 +336,17 @@ struct part_feed : unit_ring<Memory, Pair, T> {
 private:
     __device__ __forceinline__ const sequence_cut& cut() const { return *job.cut; }
     template <tensor Role>
-    __device__ __forceinline__ void copy_full(std::uint32_t ring, int slot) {
+    __device__ __forceinline__ void copy_full(std::uint32_t ring, int slot, int lane) {
         const bool there = page >= 0 || second >= 0;
         this->present = there ? this->present | 1u << slot : this->present & ~(1u << slot);
-        if (there) {
-            const auto block = [&](const auto& cache, int number) -> const std::byte* {
-                return number < 0 ? nullptr : cache.template block<Role>(number, head);
+        const std::uint32_t to = ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes);
+        if (of_sinks) [[unlikely]] {
+            const auto block = [&](int number) -> const std::byte* {
+                return number < 0 ? nullptr : part.sinks.cache.template block<Role>(number, head);
             };
-            const auto& sinks = part.sinks.cache;
-            copy_window<Role, Pair>(ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes),
-                                    of_sinks ? block(sinks, page) : block(a.cache, page),
-                                    of_sinks ? block(sinks, second) : nullptr, first, of_sinks);
+            copy_sinks<Role, Pair>(to, block(page), block(second), lane);
+        } else if (there) {
+            copy_window<Role, Pair>(to, a.cache.template block<Role>(page, head), first, lane);
         }
         copy_commit();
     }
@@ -429,7 +429,10 @@ struct warp_share {
         const int share = item.to - item.from, before = larger(0, last_pair - item.from),
                   behind = item.to - kvq::detail::larger(last_pair, item.from);
         begin = item.from, end = item.to;
-        int member = team.member, warps = team.warps;
+        // Warps 4 apart have the same scheduler. The later teams of a block count their warps from the last one:
+        // otherwise two of four schedulers would have the windows of all teams, which take fewer instructions.
+        int member = team.index * team.warps % 8 < 4 ? team.member : team.warps - 1 - team.member,
+            warps = team.warps;
         if (before > 0 && behind > 0 && warps > 1) {
             const int others =
                 kvq::detail::smaller(larger(1, divide(behind * warps + share / 2, share)), warps - 1);

@@ -132,14 +132,15 @@ struct item_walk : walk_state {
         item.from = smaller(larger(share_begin - item.begin, 0), item.warp_tiles());
         item.to = smaller(share_end - item.begin, item.warp_tiles());
     }
-    /// Which warp tiles the item's sequence has.
+    /// Which warp tiles the item's sequence has. hint: while the previous launch may still write lengths.
     __device__ __forceinline__ void measure(bool hint = false) {
         const auto span = work.template warp_tiles<Tokens>(item.sequence, hint);
         item.first = span.first;
         item.real = span.real;
         item.count = item_size > 0 ? item_size : span.count + end_counts;
     }
-    __device__ __forceinline__ void next() {
+    /// hint: as measure().
+    __device__ __forceinline__ void next(bool hint = false) {
         item.begin += item.count;
         if (++item.row_block == work.row_blocks) {
             item.row_block = 0;
@@ -147,7 +148,8 @@ struct item_walk : walk_state {
         }
         if (++item.line == work.lines) {
             item.line = item.kv_head = 0;
-            if (++item.sequence < work.sequences) measure();
+            ++item.sequence;
+            if (!done() && item.sequence < work.sequences) measure(hint);
         }
         clip();
     }
@@ -284,7 +286,7 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
     };
     const auto skip_empty = [&] {
         if (item.from < item.warp_tiles()) return;  // otherwise the share before has them
-        walk.next();
+        walk.next(hint);
         if (walk.done()) walk.share_begin = walk.share_end;
     };
     walk.end_counts = 0;

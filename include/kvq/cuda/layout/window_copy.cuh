@@ -4,9 +4,8 @@
 //   keys     a line of 128 bytes is two channels of 32 tokens; of two pages of 16 tokens, its halves are 64 bytes of each
 //   values   a line is two tokens of 32 channels; the second page follows the first one
 //
-// What a warp needs of a window is a few warp tiles a launch: the copies of warp_tile.cuh and
-// joined_warp_tile.cuh, unrolled wherever a unit is asked for, would be five times the code of everything
-// else and take longer to fetch than to run. So this is a loop, and a function.
+// The copies of warp_tile.cuh and joined_warp_tile.cuh take any block. These take whole lines, so that a lane
+// adds constants to two addresses: a launch that fetches few warp tiles fetches each instruction for them.
 // Contract: as warp_tile.cuh, whose places in shared memory these are. Of a page that is null nothing is
 // read.
 #pragma once
@@ -35,34 +34,59 @@ inline constexpr bool copies_windows = [] {
     return false;
 }();
 
-/// Starts copying the warp tile that begins at token `first` of `page`, or two pages of sinks. All lanes of a
-/// warp.
+/// What a lane copies of a warp tile: vectors lane, lane + 32, ... of 16 bytes. A line has 8 of them.
 template <tensor Role, class Pair>
-__device__ __attribute__((noinline)) void copy_window(std::uint32_t to, const std::byte* page,
-                                                      const std::byte* second, int first, bool sinks) {
+struct window_vectors {
     using unit = code_warp_tile<Role, Pair, 32>;
-    constexpr int lines = unit::lines, of_line = 8, vectors = unit::tiles * lines * of_line;
-    constexpr int of_quarter = unit::lane_lines(0), last = unit::last_quarter(0);
-#pragma unroll 2
-    for (int i = static_cast<int>(threadIdx.x) % warp_size; i < vectors; i += warp_size) {
-        const int vector = i % of_line, line = i / of_line % lines, tile = i / (of_line * lines);
-        const std::byte* block = page;
-        int at;  // in units of 16 bytes
-        if (Role == tensor::key) {
-            at = (first / 32 * lines + line) * of_line + vector;
-            if (sinks) {
-                at = line * (of_line / 2) + vector % (of_line / 2);
-                if (vector >= of_line / 2) block = second;
-            }
-        } else {
-            at = (tile * unit::page_lines + first / 2 + line) * of_line + vector;
-            if (sinks) {
-                at = (tile * (lines / 2) + line % (lines / 2)) * of_line + vector;
-                if (line >= lines / 2) block = second;
-            }
-        }
-        const int turned = (line / of_quarter & last) << 5;
-        if (block != nullptr) copy_async(to + static_cast<std::uint32_t>((i * 16) ^ turned), block + at * 16);
+    static constexpr int lines = unit::lines, of_line = 8, of_tile = lines * of_line,
+                         steps = unit::tiles * of_tile / warp_size;
+    static_assert(of_tile % warp_size == 0);
+
+    /// Where vector lane + 32 * step goes, from the warp tile on: quarters of a tile are turned (warp_tile.cuh).
+    static __device__ __forceinline__ int place(int step, int lane) {
+        constexpr int of_quarter = unit::lane_lines(0), last = unit::last_quarter(0),
+                      at_once = warp_size / of_line;
+        const int first_line = step * at_once % lines;
+        const int quarter =
+            of_quarter % at_once == 0 ? first_line / of_quarter : (first_line + lane / of_line) / of_quarter;
+        return step * 16 * warp_size + ((16 * lane) ^ (quarter & last) << 5);
+    }
+};
+
+/// Starts copying the warp tile that begins at token `first` of `page`. All lanes of a warp.
+template <tensor Role, class Pair>
+__device__ __forceinline__ void copy_window(std::uint32_t to, const std::byte* page, int first, int lane) {
+    using vectors = window_vectors<Role, Pair>;
+    using unit = typename vectors::unit;
+    // Of values, tiles of 32 channels hold all tokens of the page.
+    constexpr int tile_bytes = 128 * (Role == tensor::key ? vectors::lines : unit::page_lines);
+    const std::byte* const from =
+        page + (Role == tensor::key ? first / 32 * tile_bytes : first / 2 * 128) + 16 * lane;
+#pragma unroll
+    for (int step = 0; step < vectors::steps; ++step) {
+        const int vector = step * warp_size, tile = vector / vectors::of_tile;
+        copy_async(to + static_cast<std::uint32_t>(vectors::place(step, lane)),
+                   from + tile * tile_bytes + vector % vectors::of_tile * 16);
+    }
+}
+
+/// The same from two pages of sinks: each has half of the tokens, or none where it is null. A call: it is rare.
+template <tensor Role, class Pair>
+__device__ __attribute__((noinline)) void copy_sinks(std::uint32_t to, const std::byte* page,
+                                                     const std::byte* second, int lane) {
+    using vectors = window_vectors<Role, Pair>;
+    constexpr int half = vectors::of_line / 2, lines = vectors::lines;
+#pragma unroll 1
+    for (int step = 0; step < vectors::steps; ++step) {
+        const int i = step * warp_size + lane, vector = i % vectors::of_line,
+                  line = i / vectors::of_line % lines, tile = i / vectors::of_tile;
+        const bool behind = Role == tensor::key ? vector >= half : line >= lines / 2;
+        const int at = Role == tensor::key
+                           ? line * half + vector % half
+                           : (tile * (lines / 2) + line % (lines / 2)) * vectors::of_line + vector;
+        const std::byte* const block = behind ? second : page;
+        if (block != nullptr)
+            copy_async(to + static_cast<std::uint32_t>(vectors::place(step, lane)), block + at * 16);
     }
 }
 
