@@ -19,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -34,6 +35,9 @@ inline constexpr int warp_size = 32, exchange_words = 12, barriers = 16;
 inline constexpr std::size_t most_shared_memory = 227 * 1024;
 /// What the device says that it has, and what launches may ask for: tests may set less.
 inline std::size_t device_shared_memory = most_shared_memory;
+/// What the launch before does to memory: called where a thread lets the next launch start (false) and behind its
+/// wait for the launch before (true).
+inline std::function<void(bool over)> predecessor;
 
 /// What a thread waits at. Threads of a warp must meet at the same.
 enum class meeting { none, shuffle, vote, warp, product, block };

@@ -293,7 +293,11 @@ void copy_wait() {
 }
 inline void prefetch_line(const void*) {}
 inline void prefetch_lines(const std::byte*, int, int) {}
-inline void launch_dependents() {}
-inline void wait_for_predecessor() {}
+inline void launch_dependents() {
+    if (emulated::predecessor) emulated::predecessor(false);
+}
+inline void wait_for_predecessor() {
+    if (emulated::predecessor) emulated::predecessor(true);
+}
 
 }}}  // namespace kvq::cuda::detail

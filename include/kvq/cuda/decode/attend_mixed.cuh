@@ -120,7 +120,7 @@ struct mixed_memory {
     static constexpr int output_stride = first::output_stride, output_part = first::output_part,
                          note_words = first::note_words, partial_words = first::partial_words,
                          end_warp_tiles = first::end_warp_tiles * 8;
-    static constexpr int warp_bytes = part_bytes + notes_bytes;
+    static constexpr int ring_bytes = part_bytes, warp_bytes = part_bytes + notes_bytes;
     static constexpr int unit_bytes = 1024;
     /// What the warp tiles of a step count: about their bytes. From 8 query rows on, those of plans and those of
     /// 128 tokens with 8-bit parameters take longer than that beside one of 16-bit tokens, and a team ends with
@@ -229,10 +229,8 @@ struct mixed_memory {
 
 /// Units of all parts of a sequence.
 template <int Rows4, bool Small, class T, class... Pairs>
-__device__ __forceinline__ int count_units(const mixed_args<T, Pairs...>& m, int b, bool hint) {
+__device__ __forceinline__ int count_units(const mixed_args<T, Pairs...>& m, int b, int length) {
     using memory = mixed_memory<Rows4, Small, Pairs...>;
-    const int* const tokens = get<0>(m.parts).a.work.tokens;
-    const int length = hint ? __ldcg(tokens + b) : tokens[b];
     const int skipped = m.skipped == nullptr ? 0 : __ldcg(m.skipped + b);
     int count = 0;
     static_for<static_cast<int>(sizeof...(Pairs))>([&](auto i) {
@@ -259,9 +257,24 @@ struct mixed_work {
         lines = work.lines;
         row_blocks = work.row_blocks;
     }
+    __device__ __forceinline__ int length(int b, bool hint) const {
+        return get<0>(args.parts).a.work.length(b, hint);
+    }
+    template <class F>
+    __device__ __forceinline__ void for_each_other(int b, F&& f) const {
+        const auto call = [&](const int* numbers) {
+            if (numbers != nullptr) f(__ldcg(numbers + b));
+        };
+        call(args.skipped);
+        static_for<static_cast<int>(sizeof...(Pairs))>([&](auto i) {
+            const auto& part = get<decltype(i)::value>(args.parts);
+            call(part.first_page);
+            call(part.end_page);
+        });
+    }
     template <int>
-    __device__ __forceinline__ work_shape::span warp_tiles(int b, bool hint = false) const {
-        const int count = count_units<Rows4, Small>(args, b, hint);
+    __device__ __forceinline__ work_shape::span warp_tiles(int b, int of_length) const {
+        const int count = count_units<Rows4, Small>(args, b, of_length);
         return {0, larger(1, count), count};
     }
 };
@@ -513,7 +526,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
     query_rows<memory, first_pair, T> query_part;
     bool asked = false;  // for the query of the first item
     const warp_team team = find_own_share<memory>(
-        work, walk, common_args.cut, common_args.early, warp, notes, id, [&] { asked = false; },
+        work, walk, common_args.cut, common_args.early, warp, notes, own_memory, id, [&] { asked = false; },
         [&](const warp_team& of_share) {
             wait_for_predecessor();
             asked = walk.share_begin < walk.share_end;

@@ -404,30 +404,26 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Pair, T>& a,
 }
 
 /// Sets `walk` to the team's share, and returns the team. Without `early` the share is found while the previous
-/// launch runs out, and it stays what it is if the numbers of warp tiles have not changed since. found(): what
-/// the caller knows of the share is out of date. meanwhile(team): waits for the previous launch; what it asks
-/// for comes while lengths are looked at again.
+/// launch runs out, and it stays what it is if the numbers that it was found from have not changed since.
+/// found(): what the caller knows of the share is out of date. meanwhile(team): waits for the previous launch;
+/// what it asks for comes while those numbers are looked at again. ring: of the warp, still empty.
 template <class Memory, int Tokens, class Work, class Found, class Meanwhile>
 __device__ __forceinline__ warp_team find_own_share(const Work& work, item_walk<Tokens, Work>& walk,
                                                     const item_shares& cut, bool early, int warp,
-                                                    warp_notes* notes, const lane_id& id, const Found& found,
-                                                    const Meanwhile& meanwhile) {
-    warp_team team;
-    batch_count before{};
+                                                    warp_notes* notes, std::byte* ring, const lane_id& id,
+                                                    const Found& found, const Meanwhile& meanwhile) {
+    const found_numbers numbers(ring, Memory::ring_bytes);
     for (bool waits = !early;; waits = false) {
-        if (before.same) walk.measure(waits);
-        const batch_count now = count_warp_tiles<Tokens>(work, waits);
-        if (!(before.same && now.same && now.first == before.first)) {
-            const int split = split_block(walk, cut, now);
-            team = warp_team(warp, Memory::warps, split);
-            const share_plan plan =
-                find_share(work, cut, team, Memory::end_warp_tiles >> split, now, walk, waits);
-            if (id.lane == 0) notes->plan = plan;
-            found();
-        }
+        const batch_count count = count_warp_tiles<Tokens>(work, waits, numbers);
+        const int split = split_block(walk, cut, count);
+        const warp_team team(warp, Memory::warps, split);
+        const share_plan plan =
+            find_share(work, cut, team, Memory::end_warp_tiles >> split, count, walk, waits);
+        if (id.lane == 0) notes->plan = plan;
+        found();
         if (!waits) return team;
-        before = now;
         meanwhile(team);
+        if (numbers.hold(work, count)) return team;
     }
 }
 
@@ -507,7 +503,7 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
     const int* entry = nullptr;  // of the first page, and what it says
     int first_page = -1;
     const warp_team team = find_own_share<memory>(
-        a.work, walk, a.cut, a.early, warp, notes, id,
+        a.work, walk, a.cut, a.early, warp, notes, warp_memory, id,
         [&] {
             entry = nullptr;
             asked = false;

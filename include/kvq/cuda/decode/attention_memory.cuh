@@ -116,8 +116,8 @@ struct attention_memory {
     }();
     static constexpr int warps = chosen.warps, slot_count = chosen.slot_count;
     // Of a warp: its ring, then its weights, scratch and notes.
-    static constexpr int weights_at = slot_count * slot_bytes, scratch_at = weights_at + weight_bytes,
-                         part_bytes = scratch_at + scratch_bytes;
+    static constexpr int ring_bytes = slot_count * slot_bytes, weights_at = ring_bytes,
+                         scratch_at = weights_at + weight_bytes, part_bytes = scratch_at + scratch_bytes;
     static constexpr int most_teams = chosen.parts;  // of a block: 2 or 4
     static_assert(warps % most_teams == 0);
     /// The end of an item, with masks for its last tokens, takes as long as so many warp tiles (measured with

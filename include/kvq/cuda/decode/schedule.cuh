@@ -50,13 +50,19 @@ struct work_shape {
     __device__ __forceinline__ int begin(int length) const {
         return window > 0 ? larger(0, length - query_tokens - window + 1 - first_token) : 0;
     }
-    /// Warp tiles of sequence b that hold a token that some query sees. hint: while the previous launch may
-    /// still write lengths; what is read then stays out of the first-level cache.
+    /// hint: while the previous launch may still write lengths; what is read then stays out of the first-level
+    /// cache.
+    __device__ __forceinline__ int length(int b, bool hint) const {
+        return hint ? __ldcg(tokens + b) : tokens[b];
+    }
+    /// Calls f with what warp tiles of a sequence depend on besides its length, if launches may write it.
+    template <class F>
+    __device__ __forceinline__ void for_each_other(int, F&&) const {}
+    /// Warp tiles of a sequence that hold a token that some query sees.
     template <int Tokens>
-    __device__ __forceinline__ span warp_tiles(int b, bool hint = false) const {
-        const int length = hint ? __ldcg(tokens + b) : tokens[b],
-                  end = smaller(length - first_token, capacity);
-        const int first = begin(length) / Tokens;
+    __device__ __forceinline__ span warp_tiles(int, int of_length) const {
+        const int end = smaller(of_length - first_token, capacity);
+        const int first = begin(of_length) / Tokens;
         const int real = ceil_div(larger(end, 0), Tokens) - first;
         return {first, larger(1, real), real};
     }
@@ -134,7 +140,7 @@ struct item_walk : walk_state {
     }
     /// Which warp tiles the item's sequence has. hint: while the previous launch may still write lengths.
     __device__ __forceinline__ void measure(bool hint = false) {
-        const auto span = work.template warp_tiles<Tokens>(item.sequence, hint);
+        const auto span = work.template warp_tiles<Tokens>(item.sequence, work.length(item.sequence, hint));
         item.first = span.first;
         item.real = span.real;
         item.count = item_size > 0 ? item_size : span.count + end_counts;
@@ -233,18 +239,53 @@ struct batch_count {
     int most;   // of the longest sequence
     bool same;  // are all alike?
 };
+/// The numbers from which a warp has found its share while the previous launch might still have written them:
+/// lengths, and what work.for_each_other() names. In shared memory of the warp.
+struct found_numbers {
+    int* of_lane;  // of the lane's sequences, 32 apart
+    int most;      // of a lane
+
+    __device__ __forceinline__ found_numbers(std::byte* memory, int bytes)
+        : of_lane(reinterpret_cast<int*>(memory) + static_cast<int>(threadIdx.x) % warp_size),
+          most(bytes / (4 * warp_size)) {}
+    __device__ __forceinline__ void keep(int number, int value) const {
+        if (number < most) of_lane[number * warp_size] = value;
+    }
+    /// Are they what they were? Where memory has no room for all: false. All lanes.
+    template <class Work>
+    __device__ __forceinline__ bool hold(const Work& work, const batch_count& n) const {
+        bool same = true;
+        int number = 0;
+        const auto compare = [&](int value) {
+            same = same && number < most && value == of_lane[number * warp_size];
+            ++number;
+        };
+#pragma unroll 2
+        for (int b = n.from; b < n.to; ++b) {
+            compare(work.length(b, true));
+            work.for_each_other(b, compare);
+        }
+        return __all_sync(~0u, same);
+    }
+};
+
 template <int Tokens, class Work>
-__device__ __forceinline__ batch_count count_warp_tiles(const Work& work, bool hint) {
+__device__ __forceinline__ batch_count count_warp_tiles(const Work& work, bool hint,
+                                                        const found_numbers& found) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int each = ceil_div(work.sequences, warp_size);
     batch_count n{};
     n.from = smaller(lane * each, work.sequences);
     n.to = smaller(n.from + each, work.sequences);
     int first = 0;  // of the lane's sequences
+    int number = 0;
     n.same = true;
 #pragma unroll 1
     for (int b = n.from; b < n.to; ++b) {
-        const int count = work.template warp_tiles<Tokens>(b, hint).count;
+        const int length = work.length(b, hint);
+        found.keep(number++, length);
+        work.for_each_other(b, [&](int value) { found.keep(number++, value); });
+        const int count = work.template warp_tiles<Tokens>(b, length).count;
         if (b == n.from) first = count;
         n.sum += count;
         n.most = larger(n.most, count);
@@ -334,7 +375,8 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
     if (mine) {
 #pragma unroll 1
         for (int b = n.from; b < n.to; ++b) {
-            const int count = work.template warp_tiles<Tokens>(b, hint).count + walk.end_counts;
+            const int count =
+                work.template warp_tiles<Tokens>(b, work.length(b, hint)).count + walk.end_counts;
             if (walk.share_begin < before + count * work.lines) {
                 sequence = b;
                 line = (walk.share_begin - before) / count;
