@@ -31,13 +31,6 @@ struct own_sinks {
 template <class Pair>
 struct own_sinks<Pair, false> {};
 
-/// shown_at(), but a call, for what is rare: a launch fetches all of its instructions.
-template <int = 0>
-__device__ __noinline__ shown_tokens call_shown_at(const page_cuts& cuts, int sequence,
-                                                   const sequence_cut& cut, int paged, int count) {
-    return shown_at(cuts, sequence, cut, paged, count);
-}
-
 /// A part as kernels see it. `a` has what is common to all parts as well.
 template <class Pair, class T>
 struct part_args {

@@ -40,6 +40,12 @@ __device__ __forceinline__ shown_tokens shown_at(const page_cuts& c, int sequenc
             kvq::detail::smaller(kvq::detail::larger(stop - in_page, 0), count),
             cut.skipped - (paged - in_page + begin - position)};
 }
+/// shown_at(), but a call, for what is rare: a launch fetches all of its instructions.
+template <int = 0>
+__device__ __noinline__ shown_tokens call_shown_at(const page_cuts& cuts, int sequence,
+                                                   const sequence_cut& cut, int paged, int count) {
+    return shown_at(cuts, sequence, cut, paged, count);
+}
 /// The paged position of the first token that a query sees who would see those from `paged` on if none
 /// before it were skipped.
 __device__ __forceinline__ int first_seen(const page_cuts& c, int sequence, int paged) {
