@@ -69,7 +69,8 @@ struct page_table {
     int size_after(int added, const page_geometry& g) const noexcept;
     /// Spans that the vector has memory for then.
     std::size_t capacity_after(int added, const page_geometry& g) const noexcept {
-        return table_capacity(static_cast<std::size_t>(size_after(added, g) + freed));
+        return table_capacity(static_cast<std::size_t>(size_after(added, g)) +
+                              static_cast<std::size_t>(freed));
     }
 
     /// The token behind the sinks.
