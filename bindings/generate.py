@@ -149,7 +149,9 @@ class Rust:
 
     def struct(self, s: Struct) -> str:
         plain = all(m.type and not m.type.pointers for m in s.members) and s.members[0].name != "size"
-        derive = "Clone, Copy, Debug, PartialEq, Eq" if plain else "Clone, Copy"
+        derive = "Clone, Copy, Debug, PartialEq" if plain else "Clone, Copy"
+        if plain and not any(m.type.base in ("float", "double") for m in s.members):
+            derive += ", Eq"
         return "\n".join([f"#[repr(C)]\n#[derive({derive})]\npub struct {s.name} {{", *map(self.member, s.members), "}"])
 
     def library(self) -> str:

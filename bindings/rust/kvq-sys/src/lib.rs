@@ -389,7 +389,7 @@ pub struct kvq_usage {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct kvq_snapshot {
     pub tokens: i32,
     pub reserved: i32,
