@@ -9,6 +9,10 @@
 #define KVQ_NAME_OF(prefix, level, part) prefix##_##level##_##part
 #define KVQ_NAME(prefix, level, part) KVQ_NAME_OF(prefix, level, part)
 
+#if KVQ_PART > 0 && !defined(KVQ_HAS_FIRST_PART)
+extern template struct kvq::detail::backend_table<kvq::simd<kvq::arch::KVQ_LEVEL>>;
+#endif
+
 // Its name says the part, since several parts may be one translation unit.
 static constexpr bool KVQ_NAME(kvq_wants, KVQ_LEVEL, KVQ_PART)(std::string_view name) {
 #if defined(KVQ_FORMATS)
@@ -33,3 +37,13 @@ extern "C" void KVQ_NAME(kvq_kernels, KVQ_LEVEL,
                          KVQ_PART)(void* list, void (*add)(void* list, const kvq::codec_kernels* entry)) {
     kvq::detail::add_kernels<kvq::simd<kvq::arch::KVQ_LEVEL>, KVQ_PART>(list, add);
 }
+
+// What all parts need is compiled with the first one, which every library has. Several parts may be one translation unit.
+#if KVQ_PART == 0
+#define KVQ_HAS_FIRST_PART
+template struct kvq::detail::backend_table<kvq::simd<kvq::arch::KVQ_LEVEL>>;
+
+extern "C" const kvq::kernel_vectors* KVQ_NAME(kvq_vectors, KVQ_LEVEL, KVQ_PART)() {
+    return &kvq::detail::vectors_of<kvq::simd<kvq::arch::KVQ_LEVEL>>::functions;
+}
+#endif

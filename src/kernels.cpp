@@ -12,27 +12,36 @@ using add_kernels = void (*)(void*, const kvq::codec_kernels*);
 #define KVQ_DECLARE_KERNELS_OF(level, part) extern "C" void kvq_kernels_##level##_##part(void*, add_kernels);
 #define KVQ_DECLARE_KERNELS(level) KVQ_PARTS(KVQ_DECLARE_KERNELS_OF, level)
 KVQ_LEVELS(KVQ_DECLARE_KERNELS)
+#define KVQ_DECLARE_VECTORS(level) extern "C" const kvq::kernel_vectors* kvq_vectors_##level##_0();
+KVQ_LEVELS(KVQ_DECLARE_VECTORS)
 
 namespace {
 
 using kernel_list = std::vector<kvq::codec_kernels>;
 
-const kernel_list& all_kernels() {
-    static const kernel_list all = [] {
-        kernel_list list;
+/// Of the best instruction set of the CPU.
+struct library_level {
+    const kvq::kernel_vectors* vectors = nullptr;
+    kernel_list kernels;
+};
+
+const library_level& best_level() {
+    static const library_level best = [] {
+        library_level of;
         const add_kernels add = [](void* to, const kvq::codec_kernels* entry) {
             static_cast<kernel_list*>(to)->push_back(*entry);
         };
-#define KVQ_ADD_KERNELS_OF(level, part) kvq_kernels_##level##_##part(&list, add);
-#define KVQ_ADD_KERNELS(level)               \
-    if (kvq::arch::level::available()) {     \
-        KVQ_PARTS(KVQ_ADD_KERNELS_OF, level) \
-        return list;                         \
+#define KVQ_ADD_KERNELS_OF(level, part) kvq_kernels_##level##_##part(&of.kernels, add);
+#define KVQ_ADD_KERNELS(level)                  \
+    if (kvq::arch::level::available()) {        \
+        of.vectors = kvq_vectors_##level##_0(); \
+        KVQ_PARTS(KVQ_ADD_KERNELS_OF, level)    \
+        return of;                              \
     }
         KVQ_LEVELS(KVQ_ADD_KERNELS)
-        return list;
+        return of;
     }();
-    return all;
+    return best;
 }
 
 bool same_widths(const kvq::codec_spec& a, const kvq::codec_spec& b) {
@@ -44,17 +53,16 @@ bool same_widths(const kvq::codec_spec& a, const kvq::codec_spec& b) {
 
 }  // namespace
 
-// Every library has formats of values, and with them the first part.
 const kvq::kernel_vectors& kvq::library_vectors() {
-    common::expect(!all_kernels().empty(),
+    common::expect(best_level().vectors != nullptr,
                    "kvq::library has no kernels for this CPU: build it with a weaker instruction set in "
                    "KVQ_LIBRARY_LEVELS");
-    return *all_kernels().front().vectors;
+    return *best_level().vectors;
 }
 
 const kvq::product_functions* kvq::library_product(const codec_spec& codec) {
     const auto is_table = [](const codec_spec& c) { return c.levels == level_kind::table; };
-    for (const codec_kernels& k : all_kernels())
+    for (const codec_kernels& k : best_level().kernels)
         if (k.product && k.of.reading == codec.reading && same_widths(k.of, codec) &&
             is_table(k.of) == is_table(codec) &&
             (codec.reading != block_reading::values || k.of.value_type == codec.value_type))
@@ -63,7 +71,7 @@ const kvq::product_functions* kvq::library_product(const codec_spec& codec) {
 }
 
 const kvq::group_functions* kvq::library_groups(const codec_spec& codec) {
-    for (const codec_kernels& k : all_kernels())
+    for (const codec_kernels& k : best_level().kernels)
         if (k.groups && same_widths(k.of, codec) && k.of.levels == codec.levels &&
             k.of.per_token == codec.per_token)
             return k.groups;
@@ -71,7 +79,7 @@ const kvq::group_functions* kvq::library_groups(const codec_spec& codec) {
 }
 
 const kvq::channel_functions* kvq::library_channels(const codec_spec& codec) {
-    for (const codec_kernels& k : all_kernels())
+    for (const codec_kernels& k : best_level().kernels)
         if (k.channels && same_widths(k.of, codec)) return k.channels;
     return nullptr;
 }

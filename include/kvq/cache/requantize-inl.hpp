@@ -1,7 +1,7 @@
 // Definitions of requantize.hpp.
 #pragma once
 
-#include <chrono>
+#include <mutex>  // and with it std::chrono::steady_clock: <chrono> alone reads <sstream>, a tenth of kvq.hpp
 
 #include "../core/error.hpp"
 #include "../page/page_changes.hpp"

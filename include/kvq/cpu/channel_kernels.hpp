@@ -21,7 +21,7 @@ template <class Lanes, int... Widths>
 void dequantize_channels(const channel_blocks& of, float_type type, void* out, std::ptrdiff_t stride,
                          float* scratch) {
     const auto run = [&]<class T>(T* to, std::ptrdiff_t to_stride) {
-        channel_dequantizer<Lanes, Widths...>(of).run(token_rows<Lanes, T>(to, to_stride));
+        channel_dequantizer<Lanes>(of).template run<Widths...>(token_rows<Lanes, T>(to, to_stride));
     };
     const block_shape& shape = of.source.shape;
     run_in_type<Lanes>(shape, type, out, stride, scratch, run);

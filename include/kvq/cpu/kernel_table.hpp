@@ -93,7 +93,6 @@ struct codec_kernels {
     const product_functions* product;
     const group_functions* groups;
     const channel_functions* channels;
-    const kernel_vectors* vectors;
 };
 
 // In kvq::library, for the best instruction set of the CPU. A codec: its group may be any. Null: there is

@@ -1,6 +1,7 @@
 // The kernels of one backend as plain functions, in the parts of builtin_schemes.hpp: what kvq::library gives
 // to programs that make formats of schemes of their own (cpu/library_kernels.hpp).
 //
+//   vectors_of<Backend>::functions             what does not depend on a codec, compiled with one of the parts
 //   add_kernels<Backend, Part>(list, add)      calls add(list, &entry) for every entry of a part
 #pragma once
 
@@ -68,7 +69,7 @@ void add_kernels(void* list, Add* add) {
     [[maybe_unused]] const auto entry = [&](const codec_spec& of, const product_functions* product,
                                             const group_functions* groups = nullptr,
                                             const channel_functions* channels = nullptr) {
-        const codec_kernels all{of, product, groups, channels, &vectors_of<Backend>::functions};
+        const codec_kernels all{of, product, groups, channels};
         add(list, &all);
     };
     if constexpr (Part == 0) {

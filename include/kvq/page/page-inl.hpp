@@ -21,8 +21,9 @@ KVQ_FUNC page_ref& page_ref::operator=(page_ref other) noexcept {
     return *this;
 }
 
-KVQ_FUNC void page_ref::release() noexcept {
-    if (page_ && page_->references.fetch_sub(1, std::memory_order_acq_rel) == 1) page_->owner->free(page_);
+/// Not inlined: it would be the larger part of all code that moves pages from list to list.
+KVQ_FUNC KVQ_NOINLINE void page_ref::release() noexcept {
+    if (page_->references.fetch_sub(1, std::memory_order_acq_rel) == 1) page_->owner->free(page_);
 }
 
 KVQ_FUNC page_pool::page_pool(std::pmr::memory_resource* memory, std::size_t budget, bool preallocate)

@@ -66,7 +66,9 @@ public:
     page_ref(const page_ref& other) noexcept;
     page_ref(page_ref&& other) noexcept;
     page_ref& operator=(page_ref other) noexcept;
-    ~page_ref() { release(); }
+    ~page_ref() {
+        if (page_) release();
+    }
 
     explicit operator bool() const noexcept { return page_ != nullptr; }
     page* operator->() const noexcept { return page_; }

@@ -130,14 +130,14 @@ private:
             found_.push_back({p, first, s, i});
         }
         if (one_page) return !found_.empty();
-        std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
+        sort_found([](const holder& a, const holder& b) {
             return a.held != b.held ? std::less<>{}(a.held, b.held) : a.index < b.index;
         });
         for (std::size_t k = 0; k < found_.size(); ++k)
             found_[k].first =
                 k > 0 && found_[k].held == found_[k - 1].held ? found_[k - 1].first : found_[k].index;
         // The order must not depend on addresses.
-        std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
+        sort_found([](const holder& a, const holder& b) {
             return a.first != b.first ? a.first < b.first : a.index < b.index;
         });
         return true;
@@ -164,10 +164,15 @@ private:
                     if (h.held == p) h.held = nullptr;
         }
         std::erase_if(found_, [](const holder& h) { return h.held == nullptr; });
-        std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
+        sort_found([](const holder& a, const holder& b) {
             if (a.first != b.first) return a.first < b.first;
             return a.index != b.index ? a.index < b.index : a.span < b.span;
         });
+    }
+
+    /// One sort for all orders: every file with a cache compiles it.
+    void sort_found(bool (*before)(const holder&, const holder&)) {
+        std::sort(found_.begin(), found_.end(), before);
     }
 
     /// Is the page of a change freed once all of these spans have the new page?

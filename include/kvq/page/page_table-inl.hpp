@@ -10,6 +10,23 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
+/// A reference of a table to a page. One type and one sort for all lists of them: every file with a cache compiles these.
+struct page_use {
+    const page* of;
+    page_ref* held = nullptr;
+    bool copy = false;
+    int shown = 0;  ///< tokens
+};
+inline void sort_uses(std::vector<page_use>& uses, bool (*before)(const page_use&, const page_use&)) {
+    std::sort(uses.begin(), uses.end(), before);
+}
+/// Uses of the same page side by side, copies last.
+inline void sort_by_page(std::vector<page_use>& uses) {
+    sort_uses(uses, [](const page_use& a, const page_use& b) {
+        return a.of != b.of ? std::less<>{}(a.of, b.of) : a.copy < b.copy;
+    });
+}
+
 KVQ_FUNC page_table::page_table(std::pmr::memory_resource* memory, int key_target, int value_target)
     : targets{key_target, value_target}, spans(memory) {}
 
@@ -250,16 +267,16 @@ KVQ_FUNC void page_table::join_spans(int first, int last, page_span s) noexcept 
 }
 
 KVQ_FUNC void page_table::find_rearranged() {
-    std::vector<const page*> held;
+    std::vector<page_use> uses;
     rearranged = false;
     for (const page_span& s : spans) {
         rearranged = rearranged || s.skip > 0 || s.shift != 0;
         for (const auto* list : {&s.pages, &s.copies})
             for (const page_ref& p : *list)
-                if (p) held.push_back(p.get());
+                if (p) uses.push_back({p.get()});
     }
-    std::sort(held.begin(), held.end());
-    rearranged = rearranged || std::adjacent_find(held.begin(), held.end()) != held.end();
+    sort_by_page(uses);
+    for (std::size_t i = 1; i < uses.size(); ++i) rearranged = rearranged || uses[i].of == uses[i - 1].of;
 }
 
 KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, int rollback, bool says_all) {
@@ -269,19 +286,25 @@ KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, 
     drop_copies(g, rollback);
     find_rearranged();
     if (!rearranged || says_all) return;
-    std::vector<page_ref*> held;
+    std::vector<page_use> uses;
     for (std::size_t role = 0; role < 2; ++role) {
-        held.clear();
-        for (int i = 0; i < committed; ++i) held.push_back(&(*this)[i].pages[role]);
-        const auto compare = [](const page& a, const page& b) {
-            if (a.format != b.format) return a.format < b.format ? -1 : 1;
-            if (a.bytes != b.bytes) return a.bytes < b.bytes ? -1 : 1;
-            return std::memcmp(a.data(), b.data(), a.bytes);
+        uses.clear();
+        for (int i = 0; i < committed; ++i) {
+            page_ref& p = (*this)[i].pages[role];
+            uses.push_back({p.get(), &p});
+        }
+        const auto before = [](const page_use& first, const page_use& second) {
+            const page &a = *first.of, &b = *second.of;
+            if (a.format != b.format) return a.format < b.format;
+            if (a.bytes != b.bytes) return a.bytes < b.bytes;
+            return std::memcmp(a.data(), b.data(), a.bytes) < 0;
         };
-        std::sort(held.begin(), held.end(),
-                  [&](const page_ref* a, const page_ref* b) { return compare(**a, **b) < 0; });
-        for (std::size_t i = 1; i < held.size(); ++i)
-            if (compare(**held[i - 1], **held[i]) == 0) *held[i] = *held[i - 1];
+        sort_uses(uses, before);
+        for (std::size_t i = 1; i < uses.size(); ++i)
+            if (!before(uses[i - 1], uses[i])) {
+                *uses[i].held = *uses[i - 1].held;
+                uses[i].of = uses[i - 1].of;
+            }
     }
 }
 
@@ -326,19 +349,12 @@ KVQ_FUNC void page_table::restore(int first, const page_geometry& g) noexcept {
 }
 
 KVQ_FUNC std::vector<held_page> page_table::distinct_pages(std::size_t piece) const {
-    struct use {
-        const page* of;
-        bool copy;
-        int shown;
-    };
-    std::vector<use> uses;
+    std::vector<page_use> uses;
     for (const page_span& s : spans) {
-        if (s.pages[piece]) uses.push_back({s.pages[piece].get(), false, s.tokens});
-        if (s.copies[piece]) uses.push_back({s.copies[piece].get(), true, 0});
+        if (s.pages[piece]) uses.push_back({s.pages[piece].get(), nullptr, false, s.tokens});
+        if (s.copies[piece]) uses.push_back({s.copies[piece].get(), nullptr, true});
     }
-    std::sort(uses.begin(), uses.end(), [](const use& a, const use& b) {
-        return a.of != b.of ? std::less<>{}(a.of, b.of) : a.copy < b.copy;
-    });
+    sort_by_page(uses);
     std::vector<held_page> distinct;
     for (std::size_t first = 0, end; first < uses.size(); first = end) {
         int shown = 0;

@@ -4,7 +4,7 @@
 //   V   a lane is a channel, as in the output
 //   K   a lane is a token: channels are dequantized in the order of the plan, and transposed in their own
 //
-// Compiled for an instruction set, and widths of codes.
+// Compiled for an instruction set; what reads codes, for each width.
 // Contract: the bits of scheme::dequantize, rounded once to the type of the output (tests/conformance), for
 // blocks that the registry admits.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-template <class Lanes, int... Widths>
+template <class Lanes>
 class channel_dequantizer {
 public:
     explicit channel_dequantizer(const channel_blocks& of)
@@ -27,37 +27,31 @@ public:
           tokens_(axes_.tokens),
           from_(of.source.block) {}
 
-    /// Writes x^ of all tokens.
-    template <class T>
-    KVQ_NOINLINE void run(const token_rows<Lanes, T>& out) {
-        if (shape_.role == tensor::key)
-            of_.scaled ? all<tensor::key, true>(out) : all<tensor::key, false>(out);
-        else if constexpr (sizeof...(Widths) == 1)
-            of_.scaled ? all<tensor::value, true>(out) : all<tensor::value, false>(out);
+    /// Writes x^ of all tokens. Widths: of the codes; V has one.
+    template <int... Widths, class T>
+    void run(const token_rows<Lanes, T>& out) {
+        const bool key = shape_.role == tensor::key;
+        const parameter_source& source = of_.source;
+        if (of_.scaled)
+            (key ? source.rows : source.columns)(source, 0, token_scale_, nullptr);
+        else if (!key)
+            for (int slot = 0; slot < tokens_.padded_size(); ++slot) token_scale_[slot] = 1.0f;
+        if (key)
+            for (int place = 0; place < shape_.dim; ++place)
+                place_[of_.order ? of_.order[place] : place] = place;
+        for (int g = 0; g < tokens_.groups(); ++g) {
+            (key ? source.columns : source.rows)(source, g, scale_, bias_);
+            if (key)
+                keys(g, &dequantize_columns<Widths...>, out);
+            else if constexpr (sizeof...(Widths) == 1)
+                values<Widths...>(g, out);
+        }
     }
 
 private:
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
     static constexpr int width = Lanes::width, most = most_channels;
-
-    /// Scaled: have tokens scales?
-    template <tensor Role, bool Scaled, class T>
-    void all(const token_rows<Lanes, T>& out) {
-        constexpr bool key = Role == tensor::key;
-        const parameter_source& source = of_.source;
-        if (Scaled) (key ? source.rows : source.columns)(source, 0, token_scale_, nullptr);
-        if (key)
-            for (int place = 0; place < shape_.dim; ++place)
-                place_[of_.order ? of_.order[place] : place] = place;
-        for (int g = 0; g < tokens_.groups(); ++g) {
-            (key ? source.columns : source.rows)(source, g, scale_, bias_);
-            if constexpr (key)
-                keys<Scaled>(g, out);
-            else
-                values<Scaled, Widths...>(g, out);
-        }
-    }
 
     /// Calls f(column, codes) for the columns of quads [first, end) of n rows; first begins a step.
     template <bool Partial, int Bits, class F>
@@ -94,7 +88,7 @@ private:
     }
 
     /// Writes channels of one token after the other. (No lambda: compilers disagree on where `mutable` stands.)
-    template <bool Scaled, class T>
+    template <class T>
     struct put_tokens {
         T* to;
         std::ptrdiff_t stride;
@@ -103,15 +97,14 @@ private:
         int n;
 
         KVQ_INLINE void operator()(int, ints code) {
-            floats x = value(code, scale, bias);
-            if constexpr (Scaled) x = Lanes::multiply(x, Lanes::splat_float(*token_scale++));
+            const floats x = Lanes::multiply(value(code, scale, bias), Lanes::splat_float(*token_scale++));
             token_rows<Lanes, T>::put(to, x, n);
             to += stride;
         }
     };
     /// Rows are channels, columns tokens.
-    template <bool Scaled, int Bits, class T>
-    void values(int g, const token_rows<Lanes, T>& out) const {
+    template <int Bits, class T>
+    KVQ_NOINLINE void values(int g, const token_rows<Lanes, T>& out) const {
         const code_layout<Bits> layout(axes_.rows, axes_.cols);
         const int first = tokens_.group_begin(g) / 4, end = first + tokens_.group_slots(g) / 4;
         for (int c = 0; c < shape_.dim; c += width) {
@@ -119,8 +112,7 @@ private:
             const floats scale =
                              n == width ? Lanes::load_floats(scale_ + c) : Lanes::load_floats(scale_ + c, n),
                          bias = n == width ? Lanes::load_floats(bias_ + c) : Lanes::load_floats(bias_ + c, n);
-            put_tokens<Scaled, T> put{
-                out.at(4 * first, c), out.stride(), token_scale_ + 4 * first, scale, bias, n};
+            put_tokens<T> put{out.at(4 * first, c), out.stride(), token_scale_ + 4 * first, scale, bias, n};
             if (n == width)
                 each_column<false>(layout, from_, c, n, first, end, put);
             else
@@ -128,20 +120,21 @@ private:
         }
     }
 
+    /// Dequantizes n rows, which are tokens, from `row` on: a vector of tokens for every place.
+    using columns_function = void(const channel_dequantizer&, int row, int n, floats token_scale,
+                                  std::byte* to);
+
     /// Rows are tokens, columns channels.
-    template <bool Scaled, class T>
-    void keys(int g, const token_rows<Lanes, T>& out) const {
+    template <class T>
+    KVQ_NOINLINE void keys(int g, columns_function* dequantize, const token_rows<Lanes, T>& out) const {
         const int size = tokens_.group_size(g), first = g * tokens_.group;
         const std::ptrdiff_t stride = out.stride();
         for (int part = 0; part < size;) {
             const int n = rows_of_part<width>(size, part), row = first + part;
-            alignas(64) std::byte columns[most * 4 * width];  // a vector of tokens for every place
+            alignas(64) std::byte columns[most * 4 * width];
             floats token_scale = Lanes::splat_float(1.0f);
-            if constexpr (Scaled) token_scale = Lanes::load_floats(token_scale_ + tokens_.slot(row), n);
-            if (n == width)
-                dequantize_columns<false, Scaled>(row, n, token_scale, columns);
-            else
-                dequantize_columns<true, Scaled>(row, n, token_scale, columns);
+            if (of_.scaled) token_scale = Lanes::load_floats(token_scale_ + tokens_.slot(row), n);
+            dequantize(*this, row, n, token_scale, columns);
             for (int c = 0; c < shape_.dim; c += width) {
                 const int channels = detail::smaller(width, shape_.dim - c);
                 ints square[width];
@@ -156,28 +149,38 @@ private:
         }
     }
 
-    template <bool Partial, bool Scaled>
-    KVQ_INLINE void dequantize_columns(int row, int n, floats token_scale, std::byte* columns) const {
-        const auto put = [=](std::byte* to, floats x) KVQ_INLINE_LAMBDA {
-            if constexpr (Scaled) x = Lanes::multiply(x, token_scale);
-            Lanes::store(to, Lanes::as_ints(x));
-        };
-        // Captures are values: a pointer that is captured by reference would be read again behind every store.
-        const auto from_place = [=, this](int place) KVQ_INLINE_LAMBDA {
-            return [=, scale = scale_ + place, bias = bias_ + place, to = columns + place * 4 * width](
-                       int c, ints code) KVQ_INLINE_LAMBDA {
-                put(to + c * 4 * width,
-                    value(code, Lanes::splat_float(scale[c]), Lanes::splat_float(bias[c])));
-            };
-        };
-        each_segment<Widths...>(of_, [=, this]<int Bits>(const code_segment& segment) {
-            if constexpr (Bits > 0)
-                each_column<Partial>(segment_codes<Bits>(axes_, segment), from_ + segment.offset, row, n, 0,
-                                     segment.columns / 4, from_place(segment.first));
-            else
+    template <int... Widths>
+    static void dequantize_columns(const channel_dequantizer& d, int row, int n, floats token_scale,
+                                   std::byte* to) {
+        each_segment<Widths...>(d.of_, [&]<int Bits>(const code_segment& segment) {
+            if constexpr (Bits > 0) {
+                if (n < width)
+                    d.columns_of<Bits, true, true>(segment, row, n, token_scale, to);
+                else if (d.of_.scaled)
+                    d.columns_of<Bits, false, true>(segment, row, n, token_scale, to);
+                else
+                    d.columns_of<Bits, false, false>(segment, row, n, token_scale, to);
+            } else {
                 for (int place = segment.first; place < segment.first + segment.columns; ++place)
-                    put(columns + place * 4 * width, Lanes::splat_float(bias_[place]));
+                    Lanes::store(
+                        to + place * 4 * width,
+                        Lanes::as_ints(Lanes::multiply(Lanes::splat_float(d.bias_[place]), token_scale)));
+            }
         });
+    }
+    /// Those of a segment. Partial: n is less than a vector.
+    template <int Bits, bool Partial, bool Scaled>
+    KVQ_NOINLINE void columns_of(const code_segment& segment, int row, int n, floats token_scale,
+                                 std::byte* to) const {
+        // Captures are values: a pointer that is captured by reference would be read again behind every store.
+        const auto put = [=, scale = scale_ + segment.first, bias = bias_ + segment.first,
+                          columns = to + segment.first * 4 * width](int c, ints code) KVQ_INLINE_LAMBDA {
+            floats x = value(code, Lanes::splat_float(scale[c]), Lanes::splat_float(bias[c]));
+            if constexpr (Scaled) x = Lanes::multiply(x, token_scale);
+            Lanes::store(columns + c * 4 * width, Lanes::as_ints(x));
+        };
+        each_column<Partial>(segment_codes<Bits>(axes_, segment), from_ + segment.offset, row, n, 0,
+                             segment.columns / 4, put);
     }
 
     const channel_blocks& of_;

@@ -257,9 +257,10 @@ KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
 
 /// One part of `Queries` operands, which share their loads of the parameters. Tiles: bytes are written in the
 /// layout of tiles. Widths of codes are no template parameter: code is the same for all.
-template <vector_form Form, bool Tiles, class Lanes, template <class> class Rounding>
+template <vector_form Form, bool Tiles, class Lanes>
 struct part_fold {
     fold_use use;
+    bool sums;           ///< sum_rounding; else nearest_rounding
     const float* scale;  ///< of the part's columns, where use.col_scale
     const float* bias;   ///< of the part's columns, where use.col_bias
     float* scratch;      ///< query_block rows, scratch_stride apart
@@ -297,10 +298,17 @@ private:
             scale_columns<Queries, true, false, false>(x, x_stride, s, inverse);
         else
             scale_columns<Queries, false, true, true>(x, x_stride, s, inverse);
-        if constexpr (Tiles)
-            write_rows<Queries>(out, inverse, s);
+        if (sums)
+            write<Queries, sum_rounding<Lanes>>(out, inverse, s);
         else
-            write_query_bytes<Queries>(out, inverse, s);
+            write<Queries, nearest_rounding<Lanes>>(out, inverse, s);
+    }
+    template <int Queries, class Rounding>
+    KVQ_INLINE void write(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
+        if constexpr (Tiles)
+            write_rows<Queries, Rounding>(out, inverse, s);
+        else
+            write_query_bytes<Queries, Rounding>(out, inverse, s);
     }
 
     using floats = typename Lanes::floats;
@@ -364,15 +372,15 @@ private:
             row[c] = 0.0f;
     }
 
-    template <int Queries>
+    template <int Queries, class Rounding>
     KVQ_INLINE void write_query_bytes(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
-        Rounding<Lanes> sums[Queries];
-        each<Queries>([&](auto i) KVQ_INLINE_LAMBDA { sums[i].begin(); });
+        Rounding rounding[Queries];
+        each<Queries>([&](auto i) KVQ_INLINE_LAMBDA { rounding[i].begin(); });
         for (int c = 0; c < before + size + after; c += Lanes::width) {
             ints fixed[Queries], high[Queries];
             each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
-                fixed[i] = sums[i].next(Lanes::load_floats(scratch + i * scratch_stride + c),
-                                        Lanes::splat_float(inverse[i]));
+                fixed[i] = rounding[i].next(Lanes::load_floats(scratch + i * scratch_stride + c),
+                                            Lanes::splat_float(inverse[i]));
                 high[i] = fixed[i];
                 if constexpr (Form == vector_form::two_bytes && !packs<Queries>)
                     high[i] = Lanes::template shift_right_signed<8>(Lanes::add(fixed[i], Lanes::splat(128)));
@@ -392,37 +400,37 @@ private:
             }
             out += Lanes::width / 4 * stride;
         }
-        write_sums<Queries>(sums, s);
+        write_sums<Queries>(rounding, s);
     }
 
     /// The sums beside the codes, of the same integers that the codes are multiplied with.
-    template <int Queries>
-    KVQ_INLINE void write_sums(const Rounding<Lanes>* sums, fold_scalars* s) const {
+    template <int Queries, class Rounding>
+    KVQ_INLINE void write_sums(const Rounding* rounding, fold_scalars* s) const {
         if (use.row_bias || zero_code != 0.0f)
             each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
-                s[i].sum = s[i].step * Lanes::sum(Lanes::to_floats(sums[i].rounded));
+                s[i].sum = s[i].step * Lanes::sum(Lanes::to_floats(rounding[i].rounded));
                 s[i].bias_dot -= zero_code * s[i].sum;
             });
     }
 
     /// Rows of tiles: 64 columns of one operand at a time.
-    template <int Queries>
+    template <int Queries, class Rounding>
     KVQ_INLINE void write_rows(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
         constexpr int vectors = tile_columns / Lanes::width;
         for (int i = 0; i < Queries; ++i) {
             const float* const row = scratch + i * scratch_stride;
             std::uint32_t* to = out + i * vector_words;
             const floats factor = Lanes::splat_float(inverse[i]);
-            Rounding<Lanes> sums;
-            sums.begin();
+            Rounding rounding;
+            rounding.begin();
             for (int c = 0; c < before + size + after; c += tile_columns, to += stride) {
                 ints fixed[vectors];
                 KVQ_UNROLL
                 for (int v = 0; v < vectors; ++v)
-                    fixed[v] = sums.next(Lanes::load_floats(row + c + v * Lanes::width), factor);
+                    fixed[v] = rounding.next(Lanes::load_floats(row + c + v * Lanes::width), factor);
                 store_row(reinterpret_cast<std::byte*>(to), fixed);
             }
-            write_sums<1>(&sums, s + i);
+            write_sums<1>(&rounding, s + i);
         }
     }
 
@@ -461,7 +469,7 @@ private:
 };
 
 /// Folds layout.n operands x[i] (cols floats each, x_stride apart) for products with the block of `source`.
-template <class Lanes, vector_form Form, bool Tiles, template <class> class Rounding>
+template <class Lanes, vector_form Form, bool Tiles>
 void fold_as(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
              const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
     const fold_use use = meaning.use;
@@ -477,7 +485,7 @@ void fold_as(const code_meaning& meaning, const fold_layout& layout, const param
     for (int set = 0; set < layout.sets; ++set) {
         if (use.columns()) source.columns(source, set, scale, bias);
         for (int first = 0; first < n;) {
-            using part_type = part_fold<Form, Tiles, Lanes, Rounding>;
+            using part_type = part_fold<Form, Tiles, Lanes>;
             const int block_n = next_query_block(n - first);
             // Operands of a tile lie side by side, also those of the next query block.
             const int beside =
@@ -495,6 +503,7 @@ void fold_as(const code_meaning& meaning, const fold_layout& layout, const param
                 const int to =
                     Tiles ? from + tile_columns * layout.tile_blocks(p) : step * layout.last_step(p);
                 const part_type part{use,
+                                     source.shape.role == tensor::value,
                                      scale + begin,
                                      bias + begin,
                                      bias + row_floats,
@@ -523,23 +532,13 @@ void fold_as(const code_meaning& meaning, const fold_layout& layout, const param
     }
 }
 
-template <class Lanes, class Backend, template <class> class Rounding>
-void fold_rounded(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
-                  const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
-    if constexpr (has_tiles<Lanes>)
-        if (layout.tile_query_bytes > 0)
-            return fold_as<Lanes, byte_form<Backend>, true, Rounding>(meaning, layout, source, x, x_stride,
-                                                                      memory);
-    fold_as<Lanes, form_of<Lanes, Backend>, false, Rounding>(meaning, layout, source, x, x_stride, memory);
-}
-
 template <class Lanes, class Backend>
 void fold(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
           const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
-    if (source.shape.role == tensor::key)
-        fold_rounded<Lanes, Backend, nearest_rounding>(meaning, layout, source, x, x_stride, memory);
-    else
-        fold_rounded<Lanes, Backend, sum_rounding>(meaning, layout, source, x, x_stride, memory);
+    if constexpr (has_tiles<Lanes>)
+        if (layout.tile_query_bytes > 0)
+            return fold_as<Lanes, byte_form<Backend>, true>(meaning, layout, source, x, x_stride, memory);
+    fold_as<Lanes, form_of<Lanes, Backend>, false>(meaning, layout, source, x, x_stride, memory);
 }
 
 }}}  // namespace kvq::kernels
