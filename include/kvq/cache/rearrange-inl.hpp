@@ -41,7 +41,7 @@ public:
     page_table finish(float* scratch) {
         const page_geometry g = geometry();
         const layer& of = cache_.layers()[static_cast<std::size_t>(layer_)];
-        if (const int seen = smaller(g.window.sinks, table_.tokens); table_.end_of_sinks() < seen)
+        if (!table_.shows_sinks(g.window.sinks))
             fail(describe_layer(layer_, of), ": every query sees the first ", g.window.sinks,
                  " tokens, its sinks: they cannot be erased, nor others take their place");
         if (!table_.is_whole(table_.tokens, g))

@@ -86,6 +86,14 @@ KVQ_FUNC int page_table::end_of_sinks() const noexcept {
     return n == 0 ? 0 : (*this)[n - 1].end();
 }
 
+KVQ_FUNC bool page_table::shows_sinks(int n) const noexcept {
+    const int end = end_of_sinks();
+    bool all = end >= n || tokens == 0 || (end == tokens && has_open_span());
+    for (int i = 0; i < size() && (*this)[i].first_token < n; ++i)
+        all = all && (*this)[i].skip == (*this)[i].first_token;
+    return all;
+}
+
 KVQ_FUNC int page_table::front() const noexcept {
     const int n = leading_sinks();
     const int first = n < size() ? (*this)[n].first_token : tokens;

@@ -75,6 +75,8 @@ struct page_table {
 
     /// The token behind the sinks.
     int end_of_sinks() const noexcept;
+    /// Are its first n tokens, those to come included, the first ones of its pages of sinks?
+    bool shows_sinks(int n) const noexcept;
     /// The first token behind the gap; 0: there is none.
     int front() const noexcept;
     /// Does the table hold tokens [first, last)?
