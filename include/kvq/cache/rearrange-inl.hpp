@@ -43,7 +43,8 @@ public:
         const layer& of = cache_.layers()[static_cast<std::size_t>(layer_)];
         if (!table_.shows_sinks(g.window.sinks))
             fail(describe_layer(layer_, of), ": every query sees the first ", g.window.sinks,
-                 " tokens, its sinks: they cannot be erased, nor others take their place");
+                 " tokens, its sinks: they cannot be erased or replaced, nor cut before all of them are "
+                 "there");
         if (!table_.is_whole(table_.tokens, g))
             fail("tokens cannot be taken out of ", describe_layer(layer_, of), ": token ", table_.tokens,
                  " would see tokens from ", g.window.first_seen(table_.tokens),
