@@ -13,10 +13,11 @@ from ._cache import Cache, Rotary
 from ._errors import (ArgumentError, CallbackError, CudaError, DataError, Error, HandleError, InternalError, OutOfMemoryError,
                       StructError, UnsupportedError)
 from ._formats import Format, FormatDescription, FormatEntry, Statistics, formats
+from ._layers import (Layer, StatePart, chunked_attention, full_attention, sliding_attention, state_layer)
 from ._library import library as _library
 from ._prefix_cache import Match, PrefixCache, PrefixCacheStatistics
-from ._reports import (CacheInfo, ChosenTokens, Footprint, RequantizeReport, SelectionReport, SkippingReport, StepDownPolicy,
-                       StepDownReport, Tier, Usage)
+from ._reports import (CacheInfo, ChosenTokens, Footprint, RequantizeReport, SelectionReport, SkippingReport, Snapshot,
+                       StepDownPolicy, StepDownReport, Tier, Usage)
 from ._sequence import Receiver, Ring, Sequence
 
 __version__: str = _library.kvq_version().decode()
@@ -24,8 +25,9 @@ __version__: str = _library.kvq_version().decode()
 
 __all__ = [
     "ArgumentError", "Cache", "CacheInfo", "CallbackError", "ChosenTokens", "CudaError", "DataError", "Error", "Footprint", "Format",
-    "FormatDescription", "FormatEntry", "HandleError", "InternalError", "Match", "Mods", "OutOfMemoryError",
+    "FormatDescription", "FormatEntry", "HandleError", "InternalError", "Layer", "Match", "Mods", "OutOfMemoryError",
     "PrefixCache", "PrefixCacheStatistics", "Receiver", "RequantizeReport", "Ring", "Rotary", "SelectionReport",
-    "Sequence", "SkippingReport", "Statistics", "StepDownPolicy", "StepDownReport", "StructError", "Threads", "Tier",
-    "UnsupportedError", "Usage", "Workspace", "formats",
+    "Sequence", "SkippingReport", "Snapshot", "StatePart", "Statistics", "StepDownPolicy", "StepDownReport", "StructError",
+    "Threads", "Tier", "UnsupportedError", "Usage", "Workspace", "chunked_attention", "formats", "full_attention",
+    "sliding_attention", "state_layer",
 ]

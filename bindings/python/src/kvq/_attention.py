@@ -147,7 +147,7 @@ class Mods:
         if mask_row is not None:
             row = mask_row
             c.mask_row = self._keep(_abi.mask_row_function(
-                lambda _, scores, n, query, key: self._run(lambda: row(view(scores, n), query, key), None)))
+                lambda _, scores, n, query, key: self._run(lambda: row(view(scores, (n,)), query, key), None)))
         if mask_page is not None:
             page = mask_page
             c.mask_page = self._keep(_abi.mask_page_function(
@@ -157,7 +157,7 @@ class Mods:
             change = score_row
             c.score_row = self._keep(_abi.score_row_function(
                 lambda _, scores, n, head, query, key: self._run(
-                    lambda: change(view(scores, n), head, query, key), None)))
+                    lambda: change(view(scores, (n,)), head, query, key), None)))
         self._c = c
 
     def report(self, most_runs: int = 0) -> Tuple[SelectionReport, SkippingReport]:

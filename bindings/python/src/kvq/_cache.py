@@ -9,6 +9,7 @@ from . import _abi
 from ._attention import Call, Mods, Threads, Workspace, choice
 from ._errors import ArgumentError
 from ._formats import Format, Statistics, from_c, role_of
+from ._layers import Layer, layer_from_c, layers_to_c
 from ._library import Handle, ask, count, handle_of, handles, library, limit, optional_handle, text
 from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, policy_to_c, query_to_c)
 from ._sequence import Attended, File, Sequence, save_options
@@ -16,6 +17,7 @@ from ._struct import in_range
 from ._tensors import Tensor, floats, tensor, view
 
 Names = Union[str, Iterable[str]]
+Layers = Union[int, Iterable[Layer]]
 _LAYOUTS = {"half_split": _abi.HALF_SPLIT, "interleaved": _abi.INTERLEAVED}
 
 
@@ -41,7 +43,7 @@ class Rotary:
             self._c.frequencies, self._c.frequency_count = held, len(held)
         if rotate is not None:
             f = rotate
-            self._c.rotate = _abi.rotate_function(lambda _, row, n, by: f(view(row, n), by))
+            self._c.rotate = _abi.rotate_function(lambda _, row, n, by: f(view(row, (n,)), by))
 
     @classmethod
     def llama3(cls, dims: int, *, base: float = 500000.0, factor: float = 8.0, low_freq_factor: float = 1.0,
@@ -72,20 +74,28 @@ def _names(names: Optional[Names]) -> Optional[str]:
     return ",".join(names)
 
 
-def _options(layers: int, kv_heads: int, head_dim: int, keys: Names = "std4", values: Optional[Names] = None, *,
+def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names = "std4", values: Optional[Names] = None, *,
              value_dim: Optional[int] = None, window: Optional[str] = None, page_tokens: Optional[int] = None,
              sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None,
              byte_budget: Optional[int] = None,
              layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
              rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
-             preallocate: bool = False, repack: Optional[float] = None) -> Tuple[_abi.kvq_cache_options, List[Rotary]]:
+             preallocate: bool = False, repack: Optional[float] = None, snapshot_every: Optional[int] = None,
+             snapshot_prompt_end: bool = True,
+             snapshot_bytes: Optional[int] = None) -> Tuple[_abi.kvq_cache_options, List[Rotary]]:
     """Options of a cache in C, and the embeddings whose callbacks they refer to."""
     o = _abi.kvq_cache_options(
-        layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=limit(value_dim, "value_dim"),
+        kv_heads=kv_heads, head_dim=head_dim, value_dim=limit(value_dim, "value_dim"),
         keys=text(_names(keys)), values=text(_names(values)), window=text(window),
         page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent, "recent"),
         rollback=count(rollback, "rollback"), byte_budget=limit(byte_budget, "byte_budget"), preallocate=int(preallocate),
-        repack=0.0 if repack is None else repack if repack != 0 else -1.0)
+        repack=0.0 if repack is None else repack if repack != 0 else -1.0,
+        snapshot_every=limit(snapshot_every, "snapshot_every"), snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
+        snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"))
+    if hasattr(layers, "__iter__"):
+        layers_to_c(list(layers), o)
+    else:
+        o.layers = layers
     o.statistics = optional_handle(statistics, Statistics, "statistics")
     if layer_formats is not None:
         formats = (_abi.kvq_layer_formats * max(o.layers, 0))()
@@ -104,7 +114,9 @@ def _options(layers: int, kv_heads: int, head_dim: int, keys: Names = "std4", va
 class Cache(Handle):
     """Keys and values of any number of sequences, in pages of quantized blocks.
 
-    layers, kv_heads, head_dim  of the model
+    layers         of a model whose layers differ: [full_attention(...), sliding_attention(...), state_layer(...), ...]; or the number of
+                   layers of full attention that have
+    kv_heads, head_dim  each; not given beside a list
     keys           formats by name: a str with commas, or several. Pages are quantized to the first one; requantize takes all
     values         None: as keys
     value_dim      channels of values; None: head_dim
@@ -119,23 +131,30 @@ class Cache(Handle):
     statistics     for all keys whose format takes them
     preallocate    byte_budget is allocated when the cache is made
     repack         cuts repack pages that show less than this part of their tokens, 0.5 at most; 0: never; None: 0.25
+    snapshot_every       Sequence.advance takes a snapshot of recurrent state every so many tokens; None: none along the way
+    snapshot_prompt_end  and one at the end of a prompt
+    snapshot_bytes       of all snapshots of a sequence, the least recently used ones go first; None: no limit
 
     Takes no memory for pages yet, unless `preallocate`. The memory of a closed cache stays until its last sequence is closed.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, keys: Names = "std4", values: Optional[Names] = None,
+    def __init__(self, layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names = "std4", values: Optional[Names] = None,
                  *, value_dim: Optional[int] = None, window: Optional[str] = None, page_tokens: Optional[int] = None,
                  sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None,
                  byte_budget: Optional[int] = None,
                  layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
                  rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
-                 preallocate: bool = False, repack: Optional[float] = None) -> None:
+                 preallocate: bool = False, repack: Optional[float] = None, snapshot_every: Optional[int] = None,
+                 snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None) -> None:
+        listed = list(layers) if hasattr(layers, "__iter__") else None
         o, self._rotary = _options(
-            layers, kv_heads, head_dim, keys, values, value_dim=value_dim, window=window, page_tokens=page_tokens,
+            layers if listed is None else listed, kv_heads, head_dim, keys, values, value_dim=value_dim, window=window, page_tokens=page_tokens,
             sinks=sinks, recent=recent, rollback=rollback, byte_budget=byte_budget, layer_formats=layer_formats,
-            rotary=rotary, statistics=statistics, preallocate=preallocate, repack=repack)  # callbacks of rotary are kept
+            rotary=rotary, statistics=statistics, preallocate=preallocate, repack=repack, snapshot_every=snapshot_every,
+            snapshot_prompt_end=snapshot_prompt_end, snapshot_bytes=snapshot_bytes)  # callbacks of rotary are kept
         super().__init__(ask(library.kvq_cache_create, ctypes.byref(o)), library.kvq_cache_free)
-        self.value_dim = self.info().value_dim
+        self.layers = tuple(layer_from_c(ask(library.kvq_cache_get_layer, self, i, out=_abi.kvq_layer),
+                                         () if listed is None else listed[i].parts) for i in range(o.layers))
 
     def info(self) -> CacheInfo:
         """The options in force, and bytes and pages in use."""
@@ -220,7 +239,7 @@ class Cache(Handle):
         call = Call(None if own else mods, threads, workspace, others=own)
         requests, results = (request * n)(), []
         for i, r in enumerate(requests):
-            a = Attended(self, q[i], None if out is None else out[i], None if lse is None else lse[i])
+            a = Attended(self, layer, q[i], None if out is None else out[i], None if lse is None else lse[i])
             r.sequence = handle_of(sequences[i], Sequence, f"sequences[{i}]")
             r.q, r.out, r.lse = a.q, a.out, a.lse
             for name, values in inputs.items():

@@ -15,6 +15,7 @@ class CacheInfo:
 
     layers: int
     kv_heads: int
+    """0 where layers differ, as the next two: Cache.layers says it of each."""
     head_dim: int
     value_dim: int
     page_tokens: int
@@ -46,7 +47,7 @@ class Usage:
     workspace: int
     """Scratch for quantizing."""
     bytes: int
-    """The sum of all of the above but `slack`, and `reserved`."""
+    """The sum of all of the above but `slack`, and `reserved` and `state`."""
     not_finite: int
     """Number of NaN and infinities that were quantized."""
     tokens: int
@@ -55,6 +56,8 @@ class Usage:
     """For the next step: Cache.reserve."""
     repacked: int
     """Tokens that cuts quantized once more, summed over layers."""
+    state: int
+    """Recurrent state and its snapshots."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,25 @@ class Footprint:
     attention: int
     """Workspace of one attention call."""
     total: int
-    """The sum of the above, and `unused`."""
+    """The sum of the above, and `unused` and `state`."""
     transient: int
     """Upper bound of what a call adds temporarily."""
     unused: int
     """Of a byte budget that was allocated at once: bytes without a page."""
+    state: int
+    """Recurrent state, with the snapshots of Cache(snapshot_every=...)."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Of the recurrent state of a sequence."""
+
+    tokens: int
+    """That the state had taken."""
+    bytes: int
+    """Of its pages, headers included."""
+    error: float
+    """sqrt(sum (x - x^)^2 / sum x^2) over the quantized parts."""
 
 
 @dataclass(frozen=True)

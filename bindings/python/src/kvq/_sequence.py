@@ -8,9 +8,10 @@ from typing import Any, BinaryIO, Iterable, List, Optional, Tuple, TYPE_CHECKING
 from . import _abi
 from ._attention import Call, Mods, Threads, Workspace
 from ._formats import from_c, messages, role_of, stream, written
-from ._library import Handle, ask, handle_of, library, text
-from ._reports import RequantizeReport, StepDownPolicy, StepDownReport, Usage
-from ._tensors import Tensor, empty_beside, integers, rows, tensor
+from ._errors import ArgumentError
+from ._library import Handle, ask, handle_of, library, optional_handle, text
+from ._reports import RequantizeReport, StepDownPolicy, StepDownReport, Snapshot, Usage
+from ._tensors import Tensor, empty_beside, integers, rows, tensor, view
 
 if TYPE_CHECKING:
     from ._cache import Cache
@@ -25,11 +26,13 @@ def save_options(model: Optional[str], convert: bool = False) -> Any:
 class Attended:
     """The tensors of an attention call as the library takes them."""
 
-    def __init__(self, cache: "Cache", q: Tensor, out: Optional[Tensor], lse: Optional[Tensor]) -> None:
+    def __init__(self, cache: "Cache", layer: int, q: Tensor, out: Optional[Tensor], lse: Optional[Tensor]) -> None:
         self.q = tensor(q, "q")
         self.result = out
         if out is None:
-            self.result = empty_beside(q, (self.q.tokens, self.q.heads, cache.value_dim))
+            known = 0 <= layer < len(cache.layers)  # else the call is refused
+            dim = cache.layers[layer].value_dim if known else None
+            self.result = empty_beside(q, (self.q.tokens, self.q.heads, dim or 0))
         self.out = tensor(self.result, "out", write=True)
         self.lse = rows(lse, (self.q.tokens, self.q.heads), "lse")
 
@@ -62,7 +65,7 @@ class TokenStore(Handle):
 
         Returns out, softmax(q K^T) V. On an error the sequence is unchanged.
         """
-        a = Attended(self.cache, q, out, lse)
+        a = Attended(self.cache, layer, q, out, lse)
         Call(mods, threads, workspace, a.lse).run(
             self._function("prefill"), self, layer, ctypes.byref(tensor(k, "k")), ctypes.byref(tensor(v, "v")),
             ctypes.byref(a.q), ctypes.byref(a.out))
@@ -76,7 +79,7 @@ class TokenStore(Handle):
                lse: Optional[Tensor] = None, threads: Optional[Threads] = None,
                workspace: Optional[Workspace] = None) -> Tensor:
         """softmax(q K^T) V for the last m tokens of a layer. q, out, lse: as of prefill. Returns out."""
-        a = Attended(self.cache, q, out, lse)
+        a = Attended(self.cache, layer, q, out, lse)
         Call(mods, threads, workspace, a.lse).run(
             self._function("attend"), self, layer, ctypes.byref(a.q), ctypes.byref(a.out))
         return a.result
@@ -89,10 +92,6 @@ class TokenStore(Handle):
         """Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every layer with a
         draft."""
         self._function("keep")(self, *integers(path, "path"))
-
-    def trim(self, tokens: int) -> None:
-        """Removes every token from position `tokens` on, in all layers. Within `rollback` tokens it is exact."""
-        self._function("trim")(self, tokens)
 
 
 class Sequence(TokenStore):
@@ -118,6 +117,19 @@ class Sequence(TokenStore):
         """Tokens of a layer; None: of the longest one."""
         return ask(library.kvq_sequence_tokens, self, _abi.ALL_LAYERS if layer is None else _layer(layer),
                    out=ctypes.c_int32)
+
+    def trim(self, tokens: int) -> int:
+        """Removes every token from position `tokens` on, in all layers. Within `rollback` tokens it is exact. Where layers have state, all
+        layers go to token reach(tokens). Returns how many tokens before `tokens` must run again: tokens - reach(tokens).
+
+        ArgumentError: a layer with a window has freed tokens that the next one would see; from trim_limit() on, and to 0, no trim is refused.
+        """
+        library.kvq_sequence_trim(self, tokens)
+        return tokens - self.tokens()
+
+    def trim_limit(self) -> int:
+        """The least number of tokens from which on every trim is possible: 0, unless a layer with a window has freed tokens."""
+        return ask(library.kvq_sequence_trim_limit, self, out=ctypes.c_int32)
 
     def drop_copies(self) -> None:
         """Gives back the 16-bit copies of quantized pages (usage().rollback). A trim into pages that are quantized now then keeps their
@@ -164,6 +176,52 @@ class Sequence(TokenStore):
         c = _abi.kvq_usage()
         library.kvq_sequence_get_usage(self, ctypes.byref(c))
         return from_c(Usage, c)
+
+    # ---- recurrent state, of layers made by state_layer ----
+
+    def state(self, layer: int, part: Union[int, str] = 0) -> Any:
+        """A part of a layer's live state, by number or name: a numpy array [heads][rows][columns] (bfloat16 as uint16 with the bits; without
+        numpy a memoryview) to read and to write, zeros at first. Valid until the next call that changes the sequence: ask for it in every
+        step. From this call until advance() a step is under way, and a trim goes back to a snapshot, also to the present token.
+
+        In torch: torch.from_numpy(x), and .view(torch.bfloat16) for bfloat16.
+        """
+        parts = self.cache.layers[layer].parts if 0 <= layer < len(self.cache.layers) else ()
+        number = part
+        if isinstance(part, str):
+            names = [p.name for p in parts]
+            if parts and part not in names:
+                raise ArgumentError(f"kvq: layer {layer} has no part {part!r} of its state, only {', '.join(names)}")
+            number = names.index(part) if parts else 0  # without parts the call is refused
+        data, size = ctypes.c_void_p(), ctypes.c_size_t()
+        library.kvq_sequence_state(self, layer, number, ctypes.byref(data), ctypes.byref(size))
+        p = parts[number]
+        return view(data.value, (p.heads, p.rows, p.columns), p.dtype, self)
+
+    def advance(self, n: int, prompt_ends: bool = False, threads: Optional[Threads] = None) -> bool:
+        """The state of all layers has taken n more tokens. Takes a snapshot if one is due: Cache(snapshot_every=...), or the end of a prompt.
+        Returns whether it did; False also where one was due and had no memory."""
+        executor = optional_handle(threads, Threads, "threads")
+        return ask(library.kvq_sequence_advance, self, n, int(prompt_ends), executor, out=ctypes.c_int32) != 0
+
+    def snapshot(self, threads: Optional[Threads] = None) -> None:
+        """Takes a snapshot of the state after all tokens of the sequence, which it must have taken."""
+        library.kvq_sequence_snapshot(self, self.tokens(), optional_handle(threads, Threads, "threads"))
+
+    def reach(self, tokens: int) -> int:
+        """The token to which trim(tokens) goes: `tokens`, or where layers have state that of the newest snapshot at or before it, or 0."""
+        return ask(library.kvq_sequence_reach, self, tokens, out=ctypes.c_int32)
+
+    @property
+    def snapshots(self) -> List[Snapshot]:
+        """Ascending by tokens."""
+        count = ctypes.c_int32()
+        library.kvq_sequence_get_snapshots(self, None, 0, ctypes.byref(count))
+        marks = (_abi.kvq_snapshot * count.value)()
+        library.kvq_sequence_get_snapshots(self, marks, count.value, ctypes.byref(count))
+        return [from_c(Snapshot, c) for c in marks]
+
+    # ---- formats and files ----
 
     def requantize(self, keys: Optional[str] = None, values: Optional[str] = None, **others: Any) -> RequantizeReport:
         """Cache.requantize for this sequence alone."""
@@ -237,6 +295,10 @@ class Ring(TokenStore):
         TokenStore.__init__(made, self.cache, ask(library.kvq_ring_fork, self))
         return made
 
+    def trim(self, tokens: int) -> None:
+        """Removes every token from position `tokens` on, in all layers. Within `rollback` tokens it is exact."""
+        library.kvq_ring_trim(self, tokens)
+
     def _tokens(self, layer: Optional[int]) -> Tuple[int, int]:
         tokens, first = ctypes.c_int64(), ctypes.c_int64()
         library.kvq_ring_tokens(self, _abi.ALL_LAYERS if layer is None else _layer(layer), ctypes.byref(tokens),
@@ -258,7 +320,5 @@ class Ring(TokenStore):
 
 def _layer(number: int) -> int:
     if number < 0:
-        from ._errors import ArgumentError
-
         raise ArgumentError(f"kvq: {number} is negative")
     return number

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import math
 import sys
 from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
 
@@ -132,11 +133,17 @@ def floats(values: Iterable[float], of: Any = ctypes.c_float) -> Any:
     return (of * len(held))(*held)
 
 
-def view(address: int, values: int) -> Any:
-    """Floats of the library: a numpy array if numpy is there, else a memoryview."""
-    memory = (ctypes.c_float * values).from_address(address)
+_VIEWS = {"float32": (ctypes.c_float, "f"), "float16": (ctypes.c_uint16, "H"), "bfloat16": (ctypes.c_uint16, "H")}
+
+
+def view(address: int, shape: Sequence[int], dtype: str = "float32", owner: Any = None) -> Any:
+    """Values of the library, to be written: a numpy array if numpy is there, else a memoryview, of 16-bit values by their bits. It keeps
+    `owner` alive."""
+    of, letter = _VIEWS[dtype]
+    memory = (of * math.prod(shape)).from_address(address)
+    memory.owner = owner
     try:
         import numpy
     except ImportError:
-        return memoryview(memory).cast("B").cast("f")
-    return numpy.frombuffer(memoryview(memory), dtype=numpy.float32)
+        return memoryview(memory).cast("B").cast(letter, shape)
+    return numpy.frombuffer(memory, dtype="float16" if dtype == "float16" else of).reshape(shape)

@@ -1,0 +1,102 @@
+"""The layers of a model: what each of them holds, and of which shape."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Iterable, List, Optional, Tuple
+
+from . import _abi
+from ._attention import choice
+from ._library import limit, text
+
+_KINDS = {"full": _abi.FULL_ATTENTION, "sliding": _abi.SLIDING_ATTENTION, "chunked": _abi.CHUNKED_ATTENTION,
+          "state": _abi.STATE}
+_NAMES = {number: name for name, number in _KINDS.items()}
+_DTYPES = {"float32": _abi.FP32, "float16": _abi.FP16, "bfloat16": _abi.BF16}
+_SNAPSHOTS = {"exact": _abi.SNAPSHOT_EXACT, "int8-rows": _abi.SNAPSHOT_INT8_ROWS,
+              "int8-columns": _abi.SNAPSHOT_INT8_COLUMNS, "e4m3": _abi.SNAPSHOT_E4M3}
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A tensor [heads][rows][columns] of the recurrent state of a layer. A vector has one row.
+
+    name      of its own within the layer
+    dtype     "float32", "float16" or "bfloat16"
+    snapshot  how snapshots hold it: "exact"; "int8-rows" with a scale per head and row, "int8-columns" with one per head and column (k
+              channels: the columns of a state [heads][v][k]); "e4m3" with one per head and 32 rows. Convolution rows stay exact
+    """
+
+    name: str
+    dtype: str = "float32"
+    heads: int = 1
+    rows: int = 1
+    columns: int = 1
+    snapshot: str = "exact"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model. Made by full_attention, sliding_attention, chunked_attention and state_layer.
+
+    kind       "full", "sliding", "chunked" or "state"
+    value_dim  channels of a value; None: head_dim
+    window     tokens of a sliding window or a chunk; 0 of other kinds
+    sinks      first tokens that every query sees as well
+    parts      of kind "state", which has no heads and channels
+    """
+
+    kind: str
+    kv_heads: int = 0
+    head_dim: int = 0
+    value_dim: Optional[int] = None
+    window: int = 0
+    sinks: int = 0
+    parts: Tuple[StatePart, ...] = ()
+
+
+def full_attention(kv_heads: int, head_dim: int, value_dim: Optional[int] = None) -> Layer:
+    """A layer that holds all of its tokens."""
+    return Layer("full", kv_heads, head_dim, value_dim)
+
+
+def sliding_attention(window: int, kv_heads: int, head_dim: int, value_dim: Optional[int] = None, *,
+                      sinks: int = 0) -> Layer:
+    """A layer whose queries see themselves and the window - 1 tokens before them, without Mods. It frees pages that no query sees any more.
+
+    window  tokens, at least 1
+    sinks   first tokens that every query sees as well, at most those of the cache
+    """
+    return Layer("sliding", kv_heads, head_dim, value_dim, window, sinks)
+
+
+def chunked_attention(window: int, kv_heads: int, head_dim: int, value_dim: Optional[int] = None, *,
+                      sinks: int = 0) -> Layer:
+    """The same with queries that see their own chunk: from the last multiple of `window` on (Llama 4)."""
+    return Layer("chunked", kv_heads, head_dim, value_dim, window, sinks)
+
+
+def state_layer(parts: Iterable[StatePart]) -> Layer:
+    """A layer with recurrent state in place of keys and values (Gated DeltaNet, Mamba, RWKV): Sequence.state."""
+    return Layer("state", parts=tuple(parts))
+
+
+def layers_to_c(layers: List[Any], o: _abi.kvq_cache_options) -> None:
+    """Makes this the list of layers of a cache."""
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, Layer):
+            raise TypeError(f"layers[{i}] is a {type(layer).__name__}, not a kvq.Layer")
+    o.layers = len(layers)
+    o.layer_list = (_abi.kvq_layer * len(layers))(*[
+        _abi.kvq_layer(kind=choice(_KINDS, l.kind, "kind"), kv_heads=l.kv_heads, head_dim=l.head_dim,
+                       value_dim=limit(l.value_dim, f"value_dim of layer {i}"), window=l.window, sinks=l.sinks)
+        for i, l in enumerate(layers)])
+    parts = [_abi.kvq_state_part(name=text(p.name), layer=i, dtype=choice(_DTYPES, p.dtype, "dtype"), heads=p.heads,
+                                 rows=p.rows, columns=p.columns, snapshot=choice(_SNAPSHOTS, p.snapshot, "snapshot"))
+             for i, l in enumerate(layers) for p in l.parts]
+    o.state_parts = (_abi.kvq_state_part * len(parts))(*parts)
+    o.state_part_count = len(parts)
+
+
+def layer_from_c(c: _abi.kvq_layer, parts: Tuple[StatePart, ...]) -> Layer:
+    """A layer of a cache."""
+    return Layer(_NAMES[c.kind], c.kv_heads, c.head_dim, c.value_dim or None, c.window, c.sinks, parts)
