@@ -662,6 +662,38 @@ TEST_CASE("what a layer with a window cannot do is refused with its number, and 
     CHECK(s.trim_limit() == 0);
 }
 
+TEST_CASE("the limit of trims counts the snapshots of layers with state") {
+    kvq::cache cache({kvq::sliding_attention(10, {1, 8}), kvq::state_layer({{.name = "s"}})},
+                     {.keys = {format_of<kvq::int8>()}, .sinks = 2, .page_tokens = 8, .rollback = 4});
+    INFO("KVQ_SEED=", test::seed());
+    test::generator random(test::seed());
+    const auto x = test::random_tensor(random, 60, 1, 8);
+    int limited = 0, none_in_reach = 0;
+    for (int turn = 0; turn < 200; ++turn) {
+        auto s = cache.new_sequence();
+        const auto compare = [&] {
+            int limit = s.tokens() + 1;
+            while (limit > 0 && s.can_trim(limit - 1)) --limit;
+            REQUIRE(s.trim_limit() == limit);
+            limited += limit > 0;
+            none_in_reach += limit > s.tokens();
+        };
+        while (s.tokens() < 48) {
+            const int n = random.between(1, 12);
+            s.append(0, x.slice(0, n), x.slice(0, n));
+            compare();
+            s.state().part(1, 0);
+            compare();
+            s.state().advance(n);
+            compare();
+            if (random.between(0, 3) == 0) s.state().snapshot(s.tokens());
+            compare();
+        }
+    }
+    CHECK(limited > 0);
+    CHECK(none_in_reach > 0);
+}
+
 TEST_CASE(
     "a file that says wrong shapes, or that freed what it did not, is refused even under a right seal") {
     const kvq::cache_options options{
