@@ -7,6 +7,7 @@ use crate::{
     error::{ask, check, count, handle, init, int, limit, Error, Result, Text},
     formats::Statistics,
     io::with_reader,
+    layers::Layer,
     options::{lse_of, AttendOptions, Call, Mods, Threads},
     reports::{
         BudgetQuery, CacheInfo, Footprint, FootprintQuery, Requantize, RequantizeReport, StepDownPolicy, StepDownReport,
@@ -73,11 +74,14 @@ impl Rotary {
 /// A cache to be made: `CacheOptions { values: Some("int8".into()), ..CacheOptions::new(32, 8, 128, "std4") }`.
 #[derive(Clone, Debug, Default)]
 pub struct CacheOptions {
+    /// Layers of full attention with kv_heads x head_dim each; 0 with a layer_list.
     pub layers: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
     /// Channels of values; None: head_dim.
     pub value_dim: Option<usize>,
+    /// Of a model whose layers differ; empty: the numbers above.
+    pub layer_list: Vec<Layer>,
     /// Names, separated by commas. Pages are quantized to the first one; requantize takes all.
     pub keys: String,
     /// None: as keys.
@@ -102,6 +106,12 @@ pub struct CacheOptions {
     pub preallocate: bool,
     /// Cuts repack pages that show less than this part of their tokens, 0.5 at most; 0: never; None: 0.25.
     pub repack: Option<f32>,
+    /// [`Sequence::advance`] takes a snapshot of recurrent state every so many tokens; None: none along the way.
+    pub snapshot_every: Option<usize>,
+    /// And one at the end of a prompt; None: true.
+    pub snapshot_prompt_end: Option<bool>,
+    /// Of all snapshots of a sequence; the least recently used ones go first. None: no limit.
+    pub snapshot_bytes: Option<usize>,
 }
 impl CacheOptions {
     pub fn new(layers: usize, kv_heads: usize, head_dim: usize, keys: &str) -> Self {
@@ -109,6 +119,14 @@ impl CacheOptions {
             layers,
             kv_heads,
             head_dim,
+            keys: keys.into(),
+            ..CacheOptions::default()
+        }
+    }
+    /// Of a model whose layers differ.
+    pub fn of_layers(layer_list: Vec<Layer>, keys: &str) -> Self {
+        CacheOptions {
+            layer_list,
             keys: keys.into(),
             ..CacheOptions::default()
         }
@@ -156,11 +174,18 @@ impl Cache {
             Text::optional(o.values.as_ref())?,
             Text::optional(o.window.as_ref())?,
         );
-        if !o.layer_formats.is_empty() && o.layer_formats.len() != o.layers {
+        if !o.layer_list.is_empty() && o.layers != 0 {
+            return Err(Error::argument(format!(
+                "layers is {}, not 0, beside a layer_list",
+                o.layers
+            )));
+        }
+        let layers = o.layers + o.layer_list.len();
+        if !o.layer_formats.is_empty() && o.layer_formats.len() != layers {
             let message = format!(
                 "layer_formats has {} entries for {} layers",
                 o.layer_formats.len(),
-                o.layers
+                layers
             );
             return Err(Error::argument(message));
         }
@@ -173,6 +198,16 @@ impl Cache {
                 values: v.as_ptr(),
             });
             texts.extend([k, v]);
+        }
+        let mut layer_list = Vec::new();
+        let mut state_parts = Vec::new();
+        for l in &o.layer_list {
+            for part in &l.parts {
+                let name = Text::new(&part.name)?;
+                state_parts.push(part.to_c(int(layer_list.len(), "layers")?, &name)?);
+                texts.push(name);
+            }
+            layer_list.push(l.to_c()?);
         }
         let mut rotary = Vec::new();
         for r in &o.rotary {
@@ -196,7 +231,7 @@ impl Cache {
             });
         }
         let c = init!(kvq_cache_options {
-            layers: int(o.layers, "layers")?,
+            layers: int(layers, "layers")?,
             kv_heads: int(o.kv_heads, "kv_heads")?,
             head_dim: int(o.head_dim, "head_dim")?,
             value_dim: int(o.value_dim.unwrap_or(0), "value_dim")?,
@@ -222,6 +257,20 @@ impl Cache {
             statistics: statistics.map_or(ptr::null(), |s| s.raw() as *const _),
             preallocate: o.preallocate as i32,
             repack: o.repack.map_or(0.0, |part| if part == 0.0 { -1.0 } else { part }),
+            layer_list: if layer_list.is_empty() {
+                ptr::null()
+            } else {
+                layer_list.as_ptr()
+            },
+            state_parts: state_parts.as_ptr(),
+            state_part_count: int(state_parts.len(), "state_parts")?,
+            snapshot_every: int(limit(o.snapshot_every, "snapshot_every")?, "snapshot_every")?,
+            snapshot_prompt_end: if o.snapshot_prompt_end == Some(false) {
+                sys::KVQ_NONE
+            } else {
+                0
+            },
+            snapshot_bytes: limit(o.snapshot_bytes, "snapshot_bytes")?,
         });
         f(&c)
     }

@@ -27,6 +27,7 @@ mod cache;
 mod error;
 mod formats;
 mod io;
+mod layers;
 mod options;
 mod prefix_cache;
 mod reports;
@@ -37,11 +38,12 @@ mod tensor;
 pub use cache::{AttendRequest, Cache, CacheOptions, PrefillRequest, Rotary, StepRequest};
 pub use error::{Error, Result, Status};
 pub use formats::{formats, Format, FormatDescription, FormatEntry, Role, Statistics};
+pub use layers::{DataType, Layer, LayerKind, SnapshotType, StatePart};
 pub use options::{AttendOptions, Direction, Mods, Threads, TokenRange, Workspace};
 pub use prefix_cache::{Match, MatchKind, Outcome, PrefixCache, PrefixCacheOptions, PrefixCacheStatistics};
 pub use reports::{
     BudgetQuery, CacheInfo, ChosenTokens, Footprint, FootprintQuery, Requantize, RequantizeReport, SelectionReport,
-    SkippingReport, StepDownPolicy, StepDownReport, Tier, Usage,
+    SkippingReport, Snapshot, StepDownPolicy, StepDownReport, Tier, Usage,
 };
 pub use ring::{Ring, RingOptions};
 pub use sequence::{Receiver, Sequence};

@@ -26,7 +26,10 @@ macro_rules! report {
 report!(
     /// The options in force, and what all sequences of a cache hold together.
     CacheInfo from kvq_cache_info {
-        layers, kv_heads, head_dim, value_dim, page_tokens, sinks, recent, rollback,
+        layers,
+        /// 0 where layers differ, as the next two.
+        kv_heads,
+        head_dim, value_dim, page_tokens, sinks, recent, rollback,
         /// usize::MAX: none.
         byte_budget,
         /// Of all pages, each counted once, headers included.
@@ -51,7 +54,7 @@ report!(
         bookkeeping,
         /// Scratch for quantizing.
         workspace,
-        /// The sum of all of the above but `slack`, and `reserved`.
+        /// The sum of all of the above but `slack`, and `reserved` and `state`.
         bytes,
         /// Number of NaN and infinities that were quantized.
         not_finite,
@@ -61,6 +64,8 @@ report!(
         reserved,
         /// Tokens that cuts quantized once more, summed over layers.
         repacked,
+        /// Recurrent state and its snapshots.
+        state,
     }
 );
 report!(
@@ -69,14 +74,36 @@ report!(
         quantized, window, rollback, bookkeeping, workspace,
         /// Workspace of one attention call.
         attention,
-        /// The sum of the above, and `unused`.
+        /// The sum of the above, and `unused` and `state`.
         total,
         /// Upper bound of what a call adds temporarily.
         transient,
         /// Of a byte budget that was allocated at once: bytes without a page.
         unused,
+        /// Recurrent state, with the snapshots of [`crate::CacheOptions::snapshot_every`].
+        state,
     }
 );
+/// A snapshot of the recurrent state of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Snapshot {
+    /// That the state had taken.
+    pub tokens: usize,
+    /// Of its pages, headers included.
+    pub bytes: usize,
+    /// sqrt(sum (x - x^)^2 / sum x^2) over the quantized parts.
+    pub error: f64,
+}
+impl Snapshot {
+    pub(crate) fn from_c(c: &sys::kvq_snapshot) -> Self {
+        Snapshot {
+            tokens: c.tokens as usize,
+            bytes: c.bytes,
+            error: c.error,
+        }
+    }
+}
 report!(
     RequantizeReport from kvq_requantize_report {
         /// That were converted, or would be.

@@ -1,5 +1,5 @@
 //! Sequences of a cache.
-use std::{io::Write, os::raw::c_void, path::Path};
+use std::{io::Write, mem::size_of, os::raw::c_void, path::Path, ptr, slice};
 
 use kvq_sys as sys;
 
@@ -8,8 +8,8 @@ use crate::{
     error::{ask, check, handle, init, int, Error, Result, Text},
     formats::Role,
     io::{with_callback, with_writer},
-    options::{AttendOptions, Call},
-    reports::Usage,
+    options::{AttendOptions, Call, Threads},
+    reports::{Snapshot, Usage},
     tensor::{Tensor, TensorMut, Value},
 };
 
@@ -94,9 +94,23 @@ impl Sequence {
         let n: i32 = ask(|out| unsafe { sys::kvq_sequence_tokens(self.raw(), layer, out) })?;
         Ok(n as usize)
     }
-    /// Removes every token from position `tokens` on, in all layers. Within `rollback` tokens it is exact.
-    pub fn trim(&mut self, tokens: usize) -> Result<()> {
-        check(unsafe { sys::kvq_sequence_trim(self.raw(), int(tokens, "tokens")?) })
+    /// Removes every token from position `tokens` on, in all layers. Within `rollback` tokens it is exact. Where layers have state, all
+    /// layers go to token [`Sequence::reach`]. Returns how many tokens before `tokens` must run again. Refused where a layer with a window
+    /// has freed tokens that the next one would see: from [`Sequence::trim_limit`] on, and to 0, it is always possible.
+    pub fn trim(&mut self, tokens: usize) -> Result<usize> {
+        check(unsafe { sys::kvq_sequence_trim(self.raw(), int(tokens, "tokens")?) })?;
+        Ok(tokens - self.tokens(None)?)
+    }
+    /// The least number of tokens from which on every trim is possible: 0, unless a layer with a window has freed tokens.
+    pub fn trim_limit(&self) -> Result<usize> {
+        let n: i32 = ask(|out| unsafe { sys::kvq_sequence_trim_limit(self.raw(), out) })?;
+        Ok(n as usize)
+    }
+    /// The token to which trim(tokens) goes: `tokens`, or where layers have state that of the newest snapshot at or before it, or 0.
+    pub fn reach(&self, tokens: usize) -> Result<usize> {
+        let tokens = int(tokens, "tokens")?;
+        let n: i32 = ask(|out| unsafe { sys::kvq_sequence_reach(self.raw(), tokens, out) })?;
+        Ok(n as usize)
     }
     /// Gives back the 16-bit copies of quantized pages ([`crate::Usage::rollback`]). A trim into pages that are quantized now then keeps
     /// their codes, as one by more than `rollback` tokens does. With [`Sequence::fork`]: a sequence to save or send without copies.
@@ -147,6 +161,55 @@ impl Sequence {
         let mut c = init!(kvq_usage {});
         check(unsafe { sys::kvq_sequence_get_usage(self.raw(), &mut c) })?;
         Ok(Usage::from_c(&c))
+    }
+
+    /// A part of the live state of a layer made by [`crate::Layer::state`], [heads][rows][columns], to read and to write; zeros at first.
+    /// From this call until advance a step is under way: a trim then goes back to a snapshot, also to the present token. T: the type
+    /// of the part; with another one the same bytes.
+    pub fn state<T: Value>(&mut self, layer: usize, part: usize) -> Result<&mut [T]> {
+        let (layer, part) = (int(layer, "layer")?, int(part, "part")?);
+        let (mut data, mut bytes) = (ptr::null_mut(), 0);
+        check(unsafe { sys::kvq_sequence_state(self.raw(), layer, part, &mut data, &mut bytes) })?;
+        if bytes % size_of::<T>() != 0 {
+            let message = format!(
+                "part {} of layer {} has {} bytes, no values of {}",
+                part,
+                layer,
+                bytes,
+                size_of::<T>()
+            );
+            return Err(Error::argument(message));
+        }
+        // Aligned to 64 bytes, and of this sequence alone until a call that changes it.
+        Ok(unsafe { slice::from_raw_parts_mut(data as *mut T, bytes / size_of::<T>()) })
+    }
+    /// The state of all layers has taken n more tokens. Takes a snapshot if one is due: [`crate::CacheOptions::snapshot_every`], or the end
+    /// of a prompt. Returns whether it did; false also where one was due and had no memory.
+    pub fn advance(&mut self, n: usize, prompt_ends: bool, threads: Option<&mut Threads>) -> Result<bool> {
+        let n = int(n, "n")?;
+        let executor = threads.map_or(ptr::null_mut(), |t| t.raw());
+        let taken: i32 =
+            ask(|out| unsafe { sys::kvq_sequence_advance(self.raw(), n, prompt_ends as i32, executor, out) })?;
+        Ok(taken != 0)
+    }
+    /// Takes a snapshot of the state after all tokens of the sequence, which it must have taken.
+    pub fn snapshot(&mut self, threads: Option<&mut Threads>) -> Result<()> {
+        let tokens = int(self.tokens(None)?, "tokens")?;
+        let executor = threads.map_or(ptr::null_mut(), |t| t.raw());
+        check(unsafe { sys::kvq_sequence_snapshot(self.raw(), tokens, executor) })
+    }
+    /// Ascending by tokens.
+    pub fn snapshots(&self) -> Result<Vec<Snapshot>> {
+        let n: i32 = ask(|out| unsafe { sys::kvq_sequence_get_snapshots(self.raw(), ptr::null_mut(), 0, out) })?;
+        let none = sys::kvq_snapshot {
+            tokens: 0,
+            reserved: 0,
+            bytes: 0,
+            error: 0.0,
+        };
+        let mut all = vec![none; n as usize];
+        ask::<i32>(|out| unsafe { sys::kvq_sequence_get_snapshots(self.raw(), all.as_mut_ptr(), n, out) })?;
+        Ok(all.iter().map(Snapshot::from_c).collect())
     }
 
     /// Writes a safetensors file, for [`Cache::restore`]. model: any text by which the model is recognized

@@ -748,6 +748,100 @@ fn formats_and_statistics() {
 }
 
 #[test]
+fn layers() {
+    let cache = |layer_list| {
+        Cache::new(&CacheOptions {
+            page_tokens: Some(32),
+            recent: Some(8),
+            snapshot_every: Some(64),
+            ..CacheOptions::of_layers(layer_list, "int8")
+        })
+    };
+    let append = |s: &mut Sequence, layer: usize, n: usize, dim: usize| {
+        let x = values(layer as u32, n * dim);
+        let x = Tensor::new(&x, n, 1, dim).unwrap();
+        s.append(layer, &x, &x).unwrap();
+    };
+    let parts = vec![
+        StatePart {
+            snapshot: SnapshotType::Int8Columns,
+            ..StatePart::new("recurrent", 2, 4, 8)
+        },
+        StatePart {
+            dtype: DataType::Bf16,
+            ..StatePart::new("conv", 1, 3, 5)
+        },
+    ];
+    let list = vec![
+        Layer::full_attention(1, 64),
+        Layer::sliding_attention(64, 1, 32),
+        Layer::state(parts),
+    ];
+    let of = cache(list.clone()).unwrap();
+    assert_eq!((of.info().unwrap().layers, of.info().unwrap().head_dim), (3, 0));
+    let mut s = of.new_sequence().unwrap();
+    for n in [64, 64, 64, 8] {
+        append(&mut s, 0, n, 64);
+        append(&mut s, 1, n, 32);
+        let at = s.tokens(Some(2)).unwrap();
+        s.state::<f32>(2, 0).unwrap().iter_mut().for_each(|x| *x += 1.0);
+        s.state::<Bf16>(2, 1).unwrap()[14].0 = at as u16;
+        assert_eq!(s.advance(n, false, None).unwrap(), n == 64);
+    }
+    let (usage, plan) = (
+        s.usage().unwrap(),
+        of.footprint(200, &FootprintQuery::default()).unwrap(),
+    );
+    assert!(usage.state > 0 && usage.tokens == 200 && plan.quantized == usage.quantized);
+    let tokens: Vec<_> = s.snapshots().unwrap().iter().map(|x| x.tokens).collect();
+    assert_eq!(tokens, [64, 128, 192]);
+    assert_eq!(s.trim_limit().unwrap(), 192);
+    refused(
+        s.trim(191),
+        Status::Argument,
+        "cannot trim to 128 tokens: layer 1, sliding window of 64",
+    );
+    let other = s.fork().unwrap();
+    let reached = s.reach(198).unwrap();
+    assert_eq!((reached, s.trim(198).unwrap(), s.tokens(None).unwrap()), (192, 6, 192));
+    assert!(s.state::<f32>(2, 0).unwrap().iter().all(|x| (x - 3.0).abs() < 0.01));
+    assert_eq!(s.state::<Bf16>(2, 1).unwrap()[14], Bf16(128));
+    assert_eq!(other.tokens(Some(2)).unwrap(), 200);
+    s.advance(1, false, Some(&mut Threads::new(2).unwrap())).unwrap();
+    s.snapshot(None).unwrap();
+    assert_eq!(s.snapshots().unwrap().last().unwrap().tokens, 193);
+
+    refused(s.state::<f32>(0, 0), Status::Argument, "layer 0 has no state");
+    refused(
+        s.state::<f32>(2, 2),
+        Status::Argument,
+        "layer 2 has no part 2: it has 2",
+    );
+    refused(s.state::<f32>(2, 1), Status::Argument, "part 1 of layer 2 has 30 bytes");
+    refused(
+        cache(vec![Layer::chunked_attention(0, 1, 32)]),
+        Status::Argument,
+        "layer 0, chunks of 0",
+    );
+    refused(
+        cache(vec![Layer::state(vec![])]),
+        Status::Argument,
+        "layer 0, state of 0 parts",
+    );
+    let both = CacheOptions {
+        layer_list: list,
+        ..CacheOptions::new(3, 1, 64, "int8")
+    };
+    refused(
+        Cache::new(&both),
+        Status::Argument,
+        "layers is 3, not 0, beside a layer_list",
+    );
+    let shaped = CacheOptions { layers: 0, ..both };
+    refused(Cache::new(&shaped), Status::Argument, "must be 0, not 1, 64 and 0");
+}
+
+#[test]
 fn lifetimes_and_threads() {
     fn is_send<T: Send>() {}
     fn is_sync<T: Sync>() {}
