@@ -472,7 +472,8 @@ KVQ_API kvq_status kvq_sequence_keep(kvq_sequence* sequence, const int32_t* path
 /// Removes every token from position `tokens` on, in all layers. With layers of kind KVQ_STATE all layers go back to kvq_sequence_reach.
 /// KVQ_ERROR_ARGUMENT below the limit of kvq_sequence_trim_limit; 0 is always possible.
 KVQ_API kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens);
-/// The least number of tokens from which on every trim is possible; 0, unless a layer with a window has freed tokens.
+/// The least number of tokens from which on every trim is possible; 0, unless a layer with a window has freed tokens. Where none is, but to
+/// 0: one more than the sequence has.
 KVQ_API kvq_status kvq_sequence_trim_limit(const kvq_sequence* sequence, int32_t* tokens);
 /// Gives back the 16-bit copies of quantized pages (kvq_usage.rollback). A trim into pages that are quantized now then keeps their codes, as
 /// one by more than `rollback` tokens does. With kvq_sequence_fork: a sequence to save or send without copies.

@@ -33,11 +33,12 @@ class _Package:
         for at in [module, *private]:
             for node in self.modules[at].body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
+                    fields = {f.target.id for f in node.body if isinstance(f, ast.AnnAssign)}  # of a dataclass
                     node = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
                 elif not (isinstance(node, ast.FunctionDef) and node.name == name):
                     continue
                 if node is None:
-                    return set()
+                    return fields
                 given = {a.arg for a in node.args.args + node.args.kwonlyargs}
                 return given | self.made_with if node.args.kwarg else given
         return set()

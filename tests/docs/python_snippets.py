@@ -14,6 +14,21 @@ def in_the_package(layer, k, v, q):
     return out
 
 
+def models_whose_layers_differ(n):
+    window, full = kvq.sliding_attention(1024, kv_heads=16, head_dim=256), kvq.full_attention(kv_heads=4, head_dim=512)
+    cache = kvq.Cache([full if i % 6 == 5 else window for i in range(60)], keys="std4")
+
+    delta = kvq.state_layer([kvq.StatePart("recurrent", "float32", heads=32, rows=128, columns=128, snapshot="int8-columns"),
+                             kvq.StatePart("conv", "bfloat16", rows=3, columns=8192)])
+    hybrid = kvq.Cache([kvq.full_attention(2, 256) if i % 4 == 3 else delta for i in range(48)], keys="std4", snapshot_every=1024)
+    sequence = hybrid.new_sequence()
+    s = sequence.state(0, "recurrent")                      # float32 [32][128][128], written in place
+    sequence.advance(n, prompt_ends=True)                   # all layers have taken n tokens; takes a snapshot if one is due
+    again = sequence.trim(900)                              # goes to the newest snapshot at or before token 900:
+                                                            # the last `again` of these 900 tokens must run again
+    return cache, s, again
+
+
 def on_a_gpu(n, k, v, q):
     cache = kvq.cuda.Cache(layers=32, kv_heads=8, head_dim=128, formats="std4", dtype=torch.bfloat16, max_batch=16)
     rows = [cache.new_sequence() for _ in range(16)]

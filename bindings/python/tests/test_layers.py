@@ -11,7 +11,8 @@ from support import SEED, attention, generator
 import kvq
 
 OPTIONS = {"page_tokens": 32, "recent": 16, "rollback": 8}
-PARTS = (kvq.StatePart("recurrent", heads=2, rows=8, columns=16), kvq.StatePart("conv", "bfloat16", rows=3, columns=40))
+PARTS = (kvq.StatePart("recurrent", heads=2, rows=8, columns=16),
+         kvq.StatePart("conv", "bfloat16", rows=3, columns=40))
 
 
 class Base(unittest.TestCase):
@@ -37,9 +38,11 @@ class Base(unittest.TestCase):
 
 class Shapes(Base):
     def test_one_cache_per_shape(self):
-        layers = [kvq.full_attention(2, 64), kvq.full_attention(kv_heads=1, head_dim=32, value_dim=64), kvq.full_attention(4, 32)]
+        layers = [kvq.full_attention(2, 64), kvq.full_attention(kv_heads=1, head_dim=32, value_dim=64),
+                  kvq.full_attention(4, 32)]
         mixed = kvq.Cache(layers, keys="std4", values="int8", **OPTIONS)
-        self.assertEqual([(l.kv_heads, l.head_dim, l.value_dim) for l in mixed.layers], [(2, 64, 64), (1, 32, 64), (4, 32, 32)])
+        self.assertEqual([(l.kv_heads, l.head_dim, l.value_dim) for l in mixed.layers],
+                         [(2, 64, 64), (1, 32, 64), (4, 32, 32)])
         self.assertEqual(mixed.layers, kvq.Cache(iter(mixed.layers), keys="int8").layers)
         self.assertEqual((mixed.info().layers, mixed.info().kv_heads, mixed.info().value_dim), (3, 0, 0))
         single = [kvq.Cache(1, l.kv_heads, l.head_dim, "std4", "int8", value_dim=l.value_dim, **OPTIONS) for l in layers]
@@ -64,12 +67,14 @@ class Shapes(Base):
         self.assertTrue((again.attend(1, q) == s.attend(1, q)).all())
 
     def test_short_way(self):
-        short, listed = kvq.Cache(3, 2, 32, "int8", **OPTIONS), kvq.Cache([kvq.full_attention(2, 32)] * 3, keys="int8", **OPTIONS)
+        short = kvq.Cache(3, 2, 32, "int8", **OPTIONS)
+        listed = kvq.Cache([kvq.full_attention(2, 32)] * 3, keys="int8", **OPTIONS)
         self.assertEqual(short.layers, listed.layers)
         self.assertEqual((short.info(), short.footprint(500)), (listed.info(), listed.footprint(500)))
 
     def test_layer_formats(self):
-        cache = kvq.Cache([kvq.full_attention(2, 64), kvq.full_attention(1, 32)], keys="std4", layer_formats={1: ("int8", None)}, **OPTIONS)
+        cache = kvq.Cache([kvq.full_attention(2, 64), kvq.full_attention(1, 32)], keys="std4",
+                          layer_formats={1: ("int8", None)}, **OPTIONS)
         s = cache.new_sequence()
         self.append(s, 100)
         parts = [kvq.Cache(1, 2, 64, "std4", **OPTIONS), kvq.Cache(1, 1, 32, "int8", "std4", **OPTIONS)]
@@ -85,12 +90,15 @@ class Shapes(Base):
         self.refused("layer 1, full attention of 2 x 0", kvq.Cache, [full, kvq.full_attention(2, 0)])
         self.refused("value_dim of layer 0 is 0", kvq.Cache, [kvq.full_attention(2, 64, 0)])
         self.refused("layer 1, sliding window of 0", kvq.Cache, [full, kvq.sliding_attention(0, 2, 64)])
-        self.refused("layer 0, .* its queries see 9 sinks, the cache has 4", kvq.Cache, [kvq.chunked_attention(64, 2, 64, sinks=9)])
+        self.refused("layer 0, .* its queries see 9 sinks, the cache has 4", kvq.Cache,
+                     [kvq.chunked_attention(64, 2, 64, sinks=9)])
         self.refused("kind is 'other', none of full, ", kvq.Cache, [kvq.Layer("other", 2, 64)])
-        self.refused("layer 0, full attention of 2 x 64: it has a window of 3", kvq.Cache, [kvq.Layer("full", 2, 64, window=3)])
+        self.refused("layer 0, full attention of 2 x 64: it has a window of 3", kvq.Cache,
+                     [kvq.Layer("full", 2, 64, window=3)])
         s = kvq.Cache([full, kvq.state_layer(PARTS)], keys="int8").new_sequence()
         x = self.tensor(1, 2, 64)
-        for layer, text in ((1, "layer 1, state of 2 parts: it holds no keys and values"), (2, "layer 2 is not among the 2"), (-1, "layer -1 is not")):
+        for layer, text in ((1, "layer 1, state of 2 parts: it holds no keys and values"),
+                            (2, "layer 2 is not among the 2"), (-1, "layer -1 is not")):
             self.refused(text, s.append, layer, x, x)
             self.refused(text, s.attend, layer, x)
             self.refused(text, s.cache.attend, layer, [s], [x])
@@ -110,11 +118,13 @@ class Windows(Base):
                 held[layer].append((self.tensor(n, of.kv_heads, of.head_dim), self.tensor(n, of.kv_heads, of.value_dim)))
                 q = self.tensor(n, 2, 32)
                 k, v = (np.concatenate(x) for x in zip(*held[layer]))
-                np.testing.assert_allclose(s.prefill(layer, *held[layer][-1], q), attention(q, k, v, visible=sees[layer])[0], atol=2e-6)
+                np.testing.assert_allclose(s.prefill(layer, *held[layer][-1], q),
+                                           attention(q, k, v, visible=sees[layer])[0], atol=2e-6)
 
     def test_pages_are_freed(self):
         full, window = kvq.full_attention(1, 32), kvq.sliding_attention(64, 1, 32)
-        s, all_full = (kvq.Cache(layers, keys="int8", **OPTIONS).new_sequence() for layers in ([full, window, window], [full] * 3))
+        s, all_full = (kvq.Cache(layers, keys="int8", **OPTIONS).new_sequence()
+                       for layers in ([full, window, window], [full] * 3))
         for of in (s, all_full):
             for _ in range(10):
                 self.append(of, 100)
@@ -134,12 +144,14 @@ class Windows(Base):
 
 class State(Base):
     def cache(self, parts=PARTS, **others):
-        return kvq.Cache([kvq.full_attention(1, 32), kvq.state_layer(parts), kvq.state_layer(parts)], keys="int8", **{**OPTIONS, **others})
+        return kvq.Cache([kvq.full_attention(1, 32), kvq.state_layer(parts), kvq.state_layer(parts)], keys="int8",
+                         **{**OPTIONS, **others})
 
     def test_arrays(self):
         s = self.cache().new_sequence()
         for layer in (1, 2):
-            for number, (name, shape, dtype) in enumerate((("recurrent", (2, 8, 16), np.float32), ("conv", (1, 3, 40), np.uint16))):
+            for number, (name, shape, dtype) in enumerate((("recurrent", (2, 8, 16), np.float32),
+                                                           ("conv", (1, 3, 40), np.uint16))):
                 x = s.state(layer, name)
                 self.assertEqual((x.shape, x.dtype, x.flags.writeable, x.any()), (shape, dtype, True, False))
                 x += 1
@@ -217,7 +229,8 @@ class State(Base):
                     self.assertTrue((looked_at.state(layer, part) == m.expected(layer, part)).all())
 
     def test_int8_snapshots(self):
-        s = self.cache([kvq.StatePart("s", heads=2, rows=16, columns=32, snapshot="int8-columns"), PARTS[1]]).new_sequence()
+        part = kvq.StatePart("s", heads=2, rows=16, columns=32, snapshot="int8-columns")
+        s = self.cache([part, PARTS[1]]).new_sequence()
         live = {layer: self.tensor(2, 16, 32) for layer in (1, 2)}
         for layer, x in live.items():
             s.state(layer, "s")[:] = x

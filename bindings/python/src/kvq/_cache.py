@@ -114,9 +114,8 @@ def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names =
 class Cache(Handle):
     """Keys and values of any number of sequences, in pages of quantized blocks.
 
-    layers         of a model whose layers differ: [full_attention(...), sliding_attention(...), state_layer(...), ...]; or the number of
-                   layers of full attention that have
-    kv_heads, head_dim  each; not given beside a list
+    layers, kv_heads, head_dim  of a model with layers of full attention. Of a model whose layers differ, a list instead of
+                   the three: [full_attention(...), sliding_attention(...), state_layer(...), ...]
     keys           formats by name: a str with commas, or several. Pages are quantized to the first one; requantize takes all
     values         None: as keys
     value_dim      channels of values; None: head_dim
@@ -131,7 +130,7 @@ class Cache(Handle):
     statistics     for all keys whose format takes them
     preallocate    byte_budget is allocated when the cache is made
     repack         cuts repack pages that show less than this part of their tokens, 0.5 at most; 0: never; None: 0.25
-    snapshot_every       Sequence.advance takes a snapshot of recurrent state every so many tokens; None: none along the way
+    snapshot_every       Sequence.advance takes a snapshot of recurrent state every so many tokens; None: none
     snapshot_prompt_end  and one at the end of a prompt
     snapshot_bytes       of all snapshots of a sequence, the least recently used ones go first; None: no limit
 
@@ -148,8 +147,8 @@ class Cache(Handle):
                  snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None) -> None:
         listed = list(layers) if hasattr(layers, "__iter__") else None
         o, self._rotary = _options(
-            layers if listed is None else listed, kv_heads, head_dim, keys, values, value_dim=value_dim, window=window, page_tokens=page_tokens,
-            sinks=sinks, recent=recent, rollback=rollback, byte_budget=byte_budget, layer_formats=layer_formats,
+            layers if listed is None else listed, kv_heads, head_dim, keys, values, value_dim=value_dim, window=window,
+            page_tokens=page_tokens, sinks=sinks, recent=recent, rollback=rollback, byte_budget=byte_budget, layer_formats=layer_formats,
             rotary=rotary, statistics=statistics, preallocate=preallocate, repack=repack, snapshot_every=snapshot_every,
             snapshot_prompt_end=snapshot_prompt_end, snapshot_bytes=snapshot_bytes)  # callbacks of rotary are kept
         super().__init__(ask(library.kvq_cache_create, ctypes.byref(o)), library.kvq_cache_free)

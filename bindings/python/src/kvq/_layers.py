@@ -22,8 +22,9 @@ class StatePart:
 
     name      of its own within the layer
     dtype     "float32", "float16" or "bfloat16"
-    snapshot  how snapshots hold it: "exact"; "int8-rows" with a scale per head and row, "int8-columns" with one per head and column (k
-              channels: the columns of a state [heads][v][k]); "e4m3" with one per head and 32 rows. Convolution rows stay exact
+    snapshot  how snapshots hold it: "exact"; "int8-rows" with a scale per head and row; "int8-columns" with one per head
+              and column (k channels are the columns of a state [heads][v][k]); "e4m3" with one per head and 32 rows. Keep
+              rows of a convolution exact
     """
 
     name: str
@@ -61,7 +62,8 @@ def full_attention(kv_heads: int, head_dim: int, value_dim: Optional[int] = None
 
 def sliding_attention(window: int, kv_heads: int, head_dim: int, value_dim: Optional[int] = None, *,
                       sinks: int = 0) -> Layer:
-    """A layer whose queries see themselves and the window - 1 tokens before them, without Mods. It frees pages that no query sees any more.
+    """A layer whose queries see themselves and the window - 1 tokens before them, without Mods. It frees pages that no query
+    sees any more.
 
     window  tokens, at least 1
     sinks   first tokens that every query sees as well, at most those of the cache

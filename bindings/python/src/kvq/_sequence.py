@@ -119,16 +119,18 @@ class Sequence(TokenStore):
                    out=ctypes.c_int32)
 
     def trim(self, tokens: int) -> int:
-        """Removes every token from position `tokens` on, in all layers. Within `rollback` tokens it is exact. Where layers have state, all
-        layers go to token reach(tokens). Returns how many tokens before `tokens` must run again: tokens - reach(tokens).
+        """Removes every token from position `tokens` on, in all layers. Within `rollback` tokens it is exact. Where layers have
+        state, all layers go to token reach(tokens). Returns how many tokens before `tokens` must run again.
 
-        ArgumentError: a layer with a window has freed tokens that the next one would see; from trim_limit() on, and to 0, no trim is refused.
+        ArgumentError: a layer with a window has freed tokens that the next one would see. From trim_limit() on, and to 0,
+        no trim is refused.
         """
         library.kvq_sequence_trim(self, tokens)
         return tokens - self.tokens()
 
     def trim_limit(self) -> int:
-        """The least number of tokens from which on every trim is possible: 0, unless a layer with a window has freed tokens."""
+        """The least number of tokens from which on every trim is possible; 0, unless a layer with a window has freed
+        tokens."""
         return ask(library.kvq_sequence_trim_limit, self, out=ctypes.c_int32)
 
     def drop_copies(self) -> None:
@@ -180,11 +182,13 @@ class Sequence(TokenStore):
     # ---- recurrent state, of layers made by state_layer ----
 
     def state(self, layer: int, part: Union[int, str] = 0) -> Any:
-        """A part of a layer's live state, by number or name: a numpy array [heads][rows][columns] (bfloat16 as uint16 with the bits; without
-        numpy a memoryview) to read and to write, zeros at first. Valid until the next call that changes the sequence: ask for it in every
-        step. From this call until advance() a step is under way, and a trim goes back to a snapshot, also to the present token.
+        """A part of a layer's live state, by number or name: a numpy array [heads][rows][columns] to read and to write, zeros at
+        first. It is memory of the sequence: ask for it in every step, and do not use it after a call that changes the
+        sequence. From this call until advance() a step is under way, and a trim goes back to a snapshot, also to the present
+        token.
 
-        In torch: torch.from_numpy(x), and .view(torch.bfloat16) for bfloat16.
+        bfloat16 is uint16 with the bits; in torch: torch.from_numpy(x).view(torch.bfloat16). Without numpy it is a
+        memoryview.
         """
         parts = self.cache.layers[layer].parts if 0 <= layer < len(self.cache.layers) else ()
         number = part
@@ -199,8 +203,8 @@ class Sequence(TokenStore):
         return view(data.value, (p.heads, p.rows, p.columns), p.dtype, self)
 
     def advance(self, n: int, prompt_ends: bool = False, threads: Optional[Threads] = None) -> bool:
-        """The state of all layers has taken n more tokens. Takes a snapshot if one is due: Cache(snapshot_every=...), or the end of a prompt.
-        Returns whether it did; False also where one was due and had no memory."""
+        """The state of all layers has taken n more tokens. Takes a snapshot if one is due: Cache(snapshot_every=...), or the end
+        of a prompt. Returns whether it did; False also where one was due and had no memory."""
         executor = optional_handle(threads, Threads, "threads")
         return ask(library.kvq_sequence_advance, self, n, int(prompt_ends), executor, out=ctypes.c_int32) != 0
 
@@ -209,7 +213,8 @@ class Sequence(TokenStore):
         library.kvq_sequence_snapshot(self, self.tokens(), optional_handle(threads, Threads, "threads"))
 
     def reach(self, tokens: int) -> int:
-        """The token to which trim(tokens) goes: `tokens`, or where layers have state that of the newest snapshot at or before it, or 0."""
+        """The token to which trim(tokens) goes: `tokens`, or where layers have state that of the newest snapshot at or before it,
+        or 0."""
         return ask(library.kvq_sequence_reach, self, tokens, out=ctypes.c_int32)
 
     @property

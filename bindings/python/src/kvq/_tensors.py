@@ -137,8 +137,8 @@ _VIEWS = {"float32": (ctypes.c_float, "f"), "float16": (ctypes.c_uint16, "H"), "
 
 
 def view(address: int, shape: Sequence[int], dtype: str = "float32", owner: Any = None) -> Any:
-    """Values of the library, to be written: a numpy array if numpy is there, else a memoryview, of 16-bit values by their bits. It keeps
-    `owner` alive."""
+    """Values of the library, to be written: a numpy array if numpy is there, else a memoryview, of 16-bit values by their
+    bits. It keeps `owner` alive."""
     of, letter = _VIEWS[dtype]
     memory = (of * math.prod(shape)).from_address(address)
     memory.owner = owner
