@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(page_quantizer<Quantized>::threads, page_quant
     commit_due_kernel(const __grid_constant__ commit_args<Quantized, Window> a) {
     constexpr int threads = page_quantizer<Quantized>::threads, warps = threads / warp_size;
     extern __shared__ __align__(16) std::byte page_memory[];
-    __shared__ int counts[warps], due_sequences[threads];
+    __shared__ due_list<threads> list;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
     launch_dependents();
     wait_for_predecessor();
@@ -75,19 +75,19 @@ __global__ void __launch_bounds__(page_quantizer<Quantized>::threads, page_quant
         const bool due = b < a.window.sequences && page_due(a, b) >= 0;
         if (__syncthreads_or(due) == 0) continue;
         const unsigned mask = __ballot_sync(~0u, due);
-        if (lane == 0) counts[warp] = __popc(mask);
+        if (lane == 0) list.counts[warp] = __popc(mask);
         __syncthreads();
         int before = 0, all = 0;
         for (int w = 0; w < warps; ++w) {
-            if (w < warp) before += counts[w];
-            all += counts[w];
+            if (w < warp) before += list.counts[w];
+            all += list.counts[w];
         }
-        if (due) due_sequences[before + __popc(mask & ((1u << lane) - 1u))] = b;
+        if (due) list.sequences[before + __popc(mask & ((1u << lane) - 1u))] = b;
         __syncthreads();
         const long long jobs = static_cast<long long>(all) * jobs_of_page;
         for (; job < jobs; job += gridDim.x) {
             // Values first: they take longer. Layers last: heads of a page lie side by side.
-            const int i = static_cast<int>(job % jobs_of_page), sequence = due_sequences[job / jobs_of_page];
+            const int i = static_cast<int>(job % jobs_of_page), sequence = list.sequences[job / jobs_of_page];
             const bool keys = i >= jobs_of_page / 2;
             const int layer = i / heads % a.layers, head = i % heads, page = page_due(a, sequence);
             const auto& memory = a.memory[layer];

@@ -1,8 +1,10 @@
 // Shared memory of a thread block that quantizes a block with parameters per channel, of one width or
 // several; and which blocks it takes in parts.
 //
-//   numbers    of the channels that are fitted together, all tokens; then of the tokens that are quantized together, all channels
-//   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members
+//   numbers    of the channels that are fitted together, all tokens; then of the tokens that are quantized
+//              together, all channels
+//   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members;
+//              what the parameters of a group share
 //   tokens     token scales and the sums that make them
 //   feedback   codes (errors take the place of numbers) and the matrix rows of eight channels, twice
 //
@@ -51,10 +53,11 @@ struct grid_memory {
     static constexpr int scales = biases + 4 * lines;
     static constexpr int inverses = scales + 4 * lines;
     static constexpr int members = inverses + 4 * lines;
-    static constexpr int tops = members + 2 * lines;
+    static constexpr int group_lines = round_up(members + 2 * lines, 4);  // what a group's parameters share
+    static constexpr int tops = group_lines + 4 * groups;
     static constexpr int numbers = round_up(tops + (codec<S>.several_widths() ? dim : 0), 16);
 
-    static constexpr int budget = common_budget<Pair>;
+    static constexpr int budget = quantizer_budget<Pair>;
     static constexpr int fit_bytes(int channels) { return 4 * channels * numbers_stride(slot_count); }
     static constexpr int code_bytes(int some) {
         return 4 * dim * numbers_stride(some) +

@@ -15,6 +15,17 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
+/// The list of sequences with a page that is due, in shared memory of kernels that commit: at most one for
+/// every thread of a block.
+template <int Threads>
+struct due_list {
+    int counts[Threads / warp_size];  // of each warp
+    int sequences[Threads];
+};
+/// Shared memory that quantizing a block may take, in bytes: what a thread block has, less such a list.
+template <class Pair>
+inline constexpr int quantizer_budget = common_budget<Pair> - static_cast<int>(sizeof(due_list<512>));
+
 KVQ_HD constexpr int numbers_stride(int slot_count) noexcept {
     return kvq::detail::round_up(slot_count, 8) + 4;
 }

@@ -39,7 +39,8 @@ inline constexpr bool reads_tiles = [] {
         return false;
 }();
 
-/// Threads of a block that quantizes one head of a page, and the shared memory that it takes for pages of From.
+/// Threads of a block that quantizes one head of a page, and the shared memory that it takes for pages of
+/// From.
 template <class To, class From = To>
 struct page_quantizer {
     static constexpr bool grids = codes_grids<typename To::keys> || codes_grids<typename To::values>;
@@ -67,7 +68,7 @@ struct page_quantizer {
     }
     static constexpr int shared_bytes = larger(bytes_of<tensor::key>(), bytes_of<tensor::value>());
     static_assert(
-        shared_bytes <= common_budget<To>,
+        threads <= 512 && shared_bytes <= quantizer_budget<To>,
         "kvq::cuda: a transform needs all channels of a page in shared memory: pages of fewer tokens "
         "have room");
 };
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(page_quantizer<To>::threads, page_quantizer<To
                   unsigned* not_finite) {
     constexpr int threads = page_quantizer<To>::threads, warps = threads / warp_size;
     extern __shared__ __align__(16) std::byte page_memory[];
-    __shared__ int counts[warps], mine[threads];
+    __shared__ due_list<threads> list;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
     const int blocks = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);
     int seen = 0;  // sequences before that are due
@@ -178,15 +179,15 @@ __global__ void __launch_bounds__(page_quantizer<To>::threads, page_quantizer<To
         const int b = first + thread;
         const bool due = b < window.sequences && due_page(window, quantized, recent, fresh, b) >= 0;
         const unsigned mask = __ballot_sync(~0u, due);
-        if (lane == 0) counts[warp] = __popc(mask);
+        if (lane == 0) list.counts[warp] = __popc(mask);
         if (__syncthreads_or(due) == 0) continue;
         int before = seen;
         for (int w = 0; w < warps; ++w) {
             if (w == warp && due) {
                 const int number = before + __popc(mask & ((1u << lane) - 1u));
-                if (number % blocks == own) mine[(number - seen) / blocks] = b;
+                if (number % blocks == own) list.sequences[(number - seen) / blocks] = b;
             }
-            before += counts[w];
+            before += list.counts[w];
         }
         // Of the numbers from `seen` on, those that are own modulo blocks.
         const int skipped = (own - seen % blocks + blocks) % blocks;
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(page_quantizer<To>::threads, page_quantizer<To
         seen = before;
         __syncthreads();
         for (int j = 0; j < jobs; ++j) {
-            const int sequence = mine[j], i = due_page(window, quantized, recent, fresh, sequence);
+            const int sequence = list.sequences[j], i = due_page(window, quantized, recent, fresh, sequence);
             requantize_block(window, quantized, window.block_table[window.table_entry(sequence, i)],
                              fresh[sequence], static_cast<int>(blockIdx.y), blockIdx.z != 0, not_finite,
                              page_memory);

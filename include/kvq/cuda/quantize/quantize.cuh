@@ -167,7 +167,7 @@ struct composed_memory {
                    : layout.cols.size * layout.rows().groups();
     }();
     static constexpr int parameters = 4 * shape.dim * numbers_stride(shape.tokens);
-    static constexpr bool fits = parameters + 8 * lines <= common_budget<Pair>;
+    static constexpr bool fits = parameters + 8 * lines <= quantizer_budget<Pair>;
     static constexpr int bytes = fits ? parameters + 8 * lines : 0;
 };
 

@@ -3,9 +3,9 @@
 //
 //   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words
 //
-// Formulas are those of quant/; sums of doubles go in the order that is part of the contract, each by one
-// thread after the other number. Where a page holds NaN or infinities, finite members move together for the
-// fit, and numbers are read again to be quantized.
+// Formulas are those of quant/. Where sums of other numbers, or in another order, do not certainly decide as
+// the CPU's do, the CPU's are added up in its order. Where a page holds NaN or infinities, finite members move
+// together for the fit, and numbers are read again to be quantized.
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
@@ -26,6 +26,8 @@ class grid_encoder {
     static constexpr int most_lines = groups * memory::fit_channels, lanes = Threads >= 4 * most_lines   ? 4
                                                                              : Threads >= 2 * most_lines ? 2
                                                                                                          : 1;
+    static_assert(!may_search<encoder> || kvq::detail::ceil_div(memory::group, lanes) * 255 * 255 < 1 << 24,
+                  "kvq::cuda: squares of a lane's codes are summed in floats (exact_sums_at)");
     /// Do quads of codes lie in registers until all of the block's are there?
     static constexpr int line_quads = memory::group / (4 * lanes);
     static constexpr bool has_quads =
@@ -81,13 +83,13 @@ public:
         bool dirty = false;  // are there NaN or infinities where numbers lie in memory?
         if constexpr (has_token_scales<S>) {
             dirty = fit_token_scales();
-            if (memory::whole && !dirty && !divides_lines) divide(0, dim, slot_count);
+            if (memory::whole && !dirty && !divides_lines) divide(dim, slot_count);
         }
         for (int first = 0; first < dim; first += memory::fit_channels) {
             const int count = smaller(memory::fit_channels, dim - first);
             if (!(has_token_scales<S> && memory::whole) || dirty) {
                 dirty = read<false>(first, count, 0, slot_count, !has_token_scales<S>);
-                if constexpr (has_token_scales<S>) divide(first, count, slot_count);
+                if constexpr (has_token_scales<S>) divide(count, slot_count);
             }
             fit(first, count, dirty);
         }
@@ -97,7 +99,7 @@ public:
             const int count = smaller(memory::code_slots, slot_count - first);
             if (!memory::whole || dirty) {
                 read<false>(0, dim, first, count, false);
-                if constexpr (has_token_scales<S>) divide(0, dim, count, first);
+                if constexpr (has_token_scales<S>) divide(dim, count, first);
             }
             code(first, count, dirty);
         }
@@ -256,7 +258,7 @@ private:
     }
 
     /// Values over the scales of their tokens. Begins and ends with a barrier.
-    __device__ __forceinline__ void divide(int, int places, int count, int slot = 0) const {
+    __device__ __forceinline__ void divide(int places, int count, int slot = 0) const {
         const int stride = numbers_stride(count), quads = count / 4;
         for (int i = thread(); i < places * quads; i += Threads) {
             const int t = i % quads * 4;
@@ -370,8 +372,8 @@ private:
     template <class Values, class Line, class F>
     __device__ __forceinline__ void for_each_group(const Values& values, const Line& line, const F& f) const {
         using shared_line = decltype(line(0.0f, 0.0f));
-        __shared__ __align__(4) std::byte memory_of_lines[groups * sizeof(shared_line)];
-        auto* const shared_lines = reinterpret_cast<shared_line*>(memory_of_lines);
+        static_assert(sizeof(shared_line) <= 4 && alignof(shared_line) <= 4);
+        auto* const shared_lines = at<shared_line>(memory::group_lines);
         const int lane = thread() % warp_size;
         for (int g = thread() / warp_size; g < groups; g += Threads / warp_size) {
             float lo = INFINITY, hi = -INFINITY;
