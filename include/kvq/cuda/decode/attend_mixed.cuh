@@ -115,9 +115,9 @@ struct mixed_memory {
                          end_warp_tiles = first::end_warp_tiles * 8;
     static constexpr int ring_bytes = part_bytes, warp_bytes = part_bytes + notes_bytes;
     static constexpr int unit_bytes = 1024;
-    /// What the warp tiles of a step count: about their bytes. From 8 query rows on, those of plans and those of
-    /// 128 tokens with 8-bit parameters take longer than that beside one of 16-bit tokens, and a team ends with
-    /// its slowest warp (docs/lab/gpu_experiments.md).
+    /// What the warp tiles of a step count: about their bytes. From 8 query rows on, those of plans and those
+    /// of 128 tokens with 8-bit parameters take longer than that beside one of 16-bit tokens, and a team ends
+    /// with its slowest warp (docs/lab/gpu_experiments.md).
     template <class Pair>
     static constexpr int units = [] {
         using keys = typename of<Pair>::keys;

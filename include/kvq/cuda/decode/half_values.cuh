@@ -238,8 +238,8 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
     constexpr bool scaled = Values::scales_tokens;
     [[maybe_unused]] constexpr float codes = half_codes / Values::scale_lift;
     [[maybe_unused]] const auto line = line_of<Values>(slot, first, 0);
-    // Parameters of channels: output += scale * (product - rounded + m * total) + bias * total, where products
-    // start with what does not depend on the channel.
+    // Parameters of channels: output += scale * (product - rounded + m * total) + bias * total. Products start
+    // with what does not depend on the channel.
     [[maybe_unused]] float total[Rows4], start[Rows4], slope[Rows4];
     static_for<sets>([&](auto set) {
         constexpr int S = decltype(set)::value;

@@ -52,8 +52,7 @@ inline status cache::choose_format(const cache_shape& shape, const cache_options
         for (const std::string& name : o.formats) names += (names.empty() ? "" : "+") + name;
         return detail::bad_value(
             "nothing was compiled for %.48s, head_dim %d, pages of %d: add make_device_format<%.8s, ...>(), "
-            "or "
-            "name it in KVQ_CUDA_FORMATS",
+            "or name it in KVQ_CUDA_FORMATS",
             names.c_str(), shape.head_dim, o.page_tokens,
             o.type == float_type::bf16 ? "bfloat16" : "float16");
     }

@@ -1,8 +1,8 @@
 // Codes of a channel's grid, and of many tokens with error feedback (quant/error_feedback.hpp) on the device.
 //
 //   one thread per token; eight channels at a time, from the last ones to the first
-//   carried from channels behind the eight: their errors times matrix rows, added from the last channel on, as the CPU adds them
-//   inside the eight: one after the other, in registers
+//   carried from channels behind the eight: their errors times matrix rows, added from the last channel on, as
+//   the CPU adds them; inside the eight: one after the other, in registers
 //
 // The matrix rows of the next eight channels are on their way while these are quantized.
 // Contract: the same codes as on the CPU; errors take the place of numbers, 0 where a number is not finite.
@@ -28,9 +28,9 @@ struct stored_grid {
     }
 };
 
-/// Codes of a lane of a line of `Group` finite numbers (fit_grids.cuh), four neighbouring ones as the bytes of a
-/// word. Mean: returns the sum of the line's errors, for a mean that is added to the bias and rounded to a float.
-/// The CPU adds one error after the other; where the order could matter to that float, so does this.
+/// Codes of a lane of a line of `Group` finite numbers (fit_grids.cuh), four neighbouring ones as the bytes of
+/// a word. Mean: returns the sum of the line's errors, for a mean that is added to the bias and rounded to a
+/// float. The CPU adds one error after the other; where the order could matter to that float, so does this.
 template <int Lanes, int Group, bool Mean, int Quads>
 __device__ __forceinline__ double code_line(const float* x, int q, const stored_grid& grid,
                                             std::uint32_t (&quads)[Quads]) {
