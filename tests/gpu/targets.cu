@@ -2,6 +2,8 @@
 #ifndef __CUDACC__  // emulated, see scripts/gpu-test; otherwise nvcc lists what it compiles for
 #define __CUDA_ARCH_LIST__ 800, 890
 #endif
+#include <kvq/cuda/quantize/pages.cuh>
+
 #include "attention_test.cuh"
 
 using namespace kvq;
@@ -18,6 +20,14 @@ template <class Format, int Rows4>
 constexpr int bytes_on_small = cuda::detail::attention_memory<Format, Rows4, true>::bytes;
 static_assert(bytes_on_small<eight_bits, 1> <= 99 * 1024 && bytes_on_small<preset, 2> <= 99 * 1024 &&
               cuda::detail::attention_memory<eight_bits, 1>::bytes > 99 * 1024);
+
+/// Kernels that commit pages have a list of sequences beside what quantizing takes.
+template <class Format>
+constexpr bool commits_on_small = cuda::detail::page_quantizer<Format>::shared_bytes + 4 * (16 + 512) <=
+                                  99 * 1024;
+static_assert(commits_on_small<cuda::preset_pair<std4, 256>> &&
+              commits_on_small<cuda::preset_pair<low2, 256>> &&
+              commits_on_small<cuda::preset_pair<hi6, 96, 256>>);
 
 /// Attention over a window and pages of this format: a block of 8 warps, which can be 4 teams.
 template <class Format, int Rows4>
