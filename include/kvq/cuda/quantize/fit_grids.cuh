@@ -175,6 +175,10 @@ __device__ __forceinline__ unsigned best_candidates(const grid_line& line, int n
     return possible;
 }
 
+/// Numbers of a line that a lane may have: squares of so many codes of 8 bits add up exactly in a float.
+inline constexpr int most_lane_numbers = 256;
+static_assert(most_lane_numbers * 255 * 255 < 1 << 24);
+
 /// Sums over the numbers of a line that its grid's codes are refitted with.
 struct refit_sums {
     double products = 0.0;

@@ -26,8 +26,7 @@ class grid_encoder {
     static constexpr int most_lines = groups * memory::fit_channels, lanes = Threads >= 4 * most_lines   ? 4
                                                                              : Threads >= 2 * most_lines ? 2
                                                                                                          : 1;
-    static_assert(!may_search<encoder> || kvq::detail::ceil_div(memory::group, lanes) * 255 * 255 < 1 << 24,
-                  "kvq::cuda: squares of a lane's codes are summed in floats (exact_sums_at)");
+    static_assert(!may_search<encoder> || ceil_div(memory::group, lanes) <= most_lane_numbers);
     /// Do quads of codes lie in registers until all of the block's are there?
     static constexpr int line_quads = memory::group / (4 * lanes);
     static constexpr bool has_quads =
