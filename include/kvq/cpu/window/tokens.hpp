@@ -10,6 +10,7 @@
 
 #include "../../config.hpp"
 #include "../../core/float_formats.hpp"
+#include "../../core/float_type.hpp"
 #include "../../pack/value_layout.hpp"
 #include "../special_values.hpp"
 
