@@ -387,6 +387,10 @@ TEST_CASE("what a layer with state cannot do is refused with the layer and its k
     says([&] { s.splice(s, 2, 4); }, "layer 1, state of 2 parts: cannot splice tokens of a state");
     says([&] { kvq::send_pages(s, 1, [](const void*, std::size_t) {}); },
          "layer 1, state of 2 parts: it has no pages of tokens");
+    kvq::page_message page;
+    page.layer = 1;
+    says([&] { kvq::page_receiver(cache).accept(page); },
+         "layer 1, state of 2 parts: it has no pages of tokens");
     says([&] { kvq::ring ring(s.fork(), {.window = 4}); },
          "layer 1, state of 2 parts: a ring has layers with keys and values only");
     says([&] { kvq::self_calibration own(cache); },

@@ -43,8 +43,8 @@ struct layer_format {
 enum class layer_kind : unsigned char {
     full = 0,     ///< full attention
     sliding = 1,  ///< a query sees itself and the window - 1 tokens before it
-    chunked =
-        2,  ///< a query sees the tokens of its own chunk: from the last multiple of `window` on (Llama 4)
+    /// A query sees the tokens of its own chunk: from the last multiple of `window` on (Llama 4).
+    chunked = 2,
     /// Recurrent state in place of keys and values: a trim reaches snapshots (state/recurrent_state.hpp)
     state = 5
 };

@@ -135,6 +135,9 @@ KVQ_FUNC void page_receiver::keep_pages() noexcept { keeps_ = true; }
 KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) {
     detail::expect(m.layer >= 0 && m.layer < cache_.layer_count(), "a page of layer ", m.layer,
                    " does not belong to a cache of ", cache_.layer_count(), " layers");
+    detail::expect(cache_.holds_tokens(m.layer),
+                   detail::describe_layer(m.layer, cache_.layers()[static_cast<std::size_t>(m.layer)]),
+                   ": it has no pages of tokens");
     const cache_shape& shape = cache_.shape(m.layer);
     const page_geometry g = cache_.geometry();
     detail::expect(m.kv_heads == shape.kv_heads && m.dim == shape.dim(tensor_of), "a page of layer ", m.layer,

@@ -46,8 +46,8 @@ struct page_message {
     int tokens = 0;  ///< capacity of the page
     int used = 0;    ///< shown tokens
     int skip = 0;    ///< tokens before the first shown one
-    int room =
-        0;  ///< tokens that may be shown (page_span::room); 0: all that the page has memory for when it is full
+    /// Tokens that may be shown (page_span::room); 0: all that the page has memory for when it is full.
+    int room = 0;
     bool sinks = false;      ///< a page of sinks
     std::int64_t shift = 0;  ///< by how much its keys moved (page_span::shift)
     int kv_heads = 0;
@@ -58,8 +58,8 @@ struct page_message {
     /// What later pages of the layer are quantized to, if the sender's cache would choose another format.
     std::optional<scheme_identity> target = {};
     std::optional<rotary_identity> rotary = {};  ///< of keys that moved
-    std::uint32_t number =
-        0;  ///< of the page in its layer and tensor, from 1 on; several spans may have it. 0: not said
+    /// Of the page in its layer and tensor, from 1 on; several spans may have it. 0: not said.
+    std::uint32_t number = 0;
     bool is_elsewhere = false;  ///< the data come with another message of this number
     std::span<const std::byte> data;
 };
