@@ -324,7 +324,8 @@ private:
             const int sinks = table(s, i).end_of_sinks();
             const int sinks_then = std::max(0, std::min(sinks, b) - std::min(sinks, a));
             all = all && sinks - sinks_then >= std::min(window(i).sinks, left);
-            all = all && (window(i).sinks == 0 || a >= window(i).sinks || table(s, i).committed == 0);
+            all = all &&
+                  (window(i).sinks == 0 || a >= window(i).sinks || (a == 0 && table(s, i).committed == 0));
             all = all && (then <= sinks - sinks_then || (left > then && window(i).first_seen(left) >= then));
         }
         const std::string message = test::message_of([&] { together_[s].erase(a, b); });

@@ -116,10 +116,16 @@ KVQ_FUNC int sequence::trim(int wanted) {
                        table.tokens - table.draft, " to ", table.tokens, ", keep() a part of it");
     for (int layer = 0; n > 0 && layer < static_cast<int>(tables_.size()); ++layer) {
         const detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
-        if (!table.reaches(n, cache_->geometry(layer)))
+        const page_geometry g = cache_->geometry(layer);
+        if (n < table.tokens && table.ends_in_cut_sinks(n, g))
+            detail::fail("cannot trim to ", n, " tokens: ", describe(layer), ": every query sees the first ",
+                         g.window.sinks,
+                         " tokens, and an earlier cut keeps new ones out of the page of token ", n - 1,
+                         "; the limit is ", trim_limit());
+        if (!table.reaches(n, g))
             detail::fail("cannot trim to ", n, " tokens: ", describe(layer), ", holds tokens from ",
                          table.front(), " on of ", table.tokens, ", the next token must see those from ",
-                         cache_->geometry(layer).window.first_seen(n), " on; the limit is ", trim_limit());
+                         g.window.first_seen(n), " on; the limit is ", trim_limit());
     }
     for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
         detail::page_table& table = tables_[layer];

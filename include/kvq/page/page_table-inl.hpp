@@ -105,9 +105,19 @@ KVQ_FUNC bool page_table::is_whole(int n, const page_geometry& g) const noexcept
     return first == 0 || n <= end_of_sinks() || (n > first && g.window.first_seen(n) >= first);
 }
 
+KVQ_FUNC bool page_table::ends_in_cut_sinks(int n, const page_geometry& g) const noexcept {
+    if (n >= g.window.sinks) return false;
+    return std::any_of(spans.begin(), spans.end(),
+                       [n](const page_span& s) { return s.first_token < n && n <= s.end() && s.skip > 0; });
+}
+
 KVQ_FUNC int page_table::trim_limit(const page_geometry& g) const noexcept {
     const int first = front(), w = g.window.tokens;
-    if (first == 0) return 0;
+    if (first == 0) {
+        int n = smaller(g.window.sinks, tokens) - 1;
+        while (n > 0 && !ends_in_cut_sinks(n, g)) --n;
+        return n > 0 ? n + 1 : 0;
+    }
     const std::int64_t least =
         g.window.chunked ? ceil_div(std::int64_t{first}, std::int64_t{w}) * w : std::int64_t{first} + w - 1;
     return static_cast<int>(smaller(larger(least, std::int64_t{first} + 1), std::int64_t{tokens}));

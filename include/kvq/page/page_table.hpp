@@ -83,8 +83,13 @@ struct page_table {
     bool holds(int first, int last) const noexcept {
         return first >= last || first >= front() || last <= end_of_sinks();
     }
+    /// Would a trim to n tokens end in sinks that a cut has left without the first tokens of their page? Such a page takes no more tokens,
+    /// but the next one must be a sink where every query sees more of them than n.
+    bool ends_in_cut_sinks(int n, const page_geometry& g) const noexcept;
     /// Can it be trimmed to n tokens? Yes, if it holds what the next token sees, and its last token.
-    bool reaches(int n, const page_geometry& g) const noexcept { return n >= tokens || is_whole(n, g); }
+    bool reaches(int n, const page_geometry& g) const noexcept {
+        return n >= tokens || (is_whole(n, g) && !ends_in_cut_sinks(n, g));
+    }
     /// Does it hold the last one of n tokens, and what the next one sees?
     bool is_whole(int n, const page_geometry& g) const noexcept;
     /// The least n from which on it can be trimmed to any number of tokens.
