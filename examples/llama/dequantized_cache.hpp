@@ -14,7 +14,7 @@ public:
     // The window must be fp16.
     dequantized_cache(const model_shape& shape, const kvq::cache_options& options)
         : shape_(shape),
-          cache_(quantized_cache_shape(shape), options),
+          cache_(cache_layers(shape), options),
           sequence_(cache_.new_sequence()),
           rows_(shape),
           quantized_(static_cast<std::size_t>(shape.layers), 0) {}
@@ -71,11 +71,21 @@ private:
         return 0;
     }
 
-    // Rows from `first` to before `end`.
+    // Rows of the pages from `first` to before `end` that the layer holds: one with a window has freed others.
     void dequantize(int layer, int first, int end) {
-        auto keys = rows_.keys(layer, first, end - first), values = rows_.values(layer, first, end - first);
-        sequence_.dequantize(layer, kvq::tensor::key, first, kvq::tokens_of(keys, shape_.kv_heads));
-        sequence_.dequantize(layer, kvq::tensor::value, first, kvq::tokens_of(values, shape_.kv_heads));
+        const kvq::layer_pages pages = sequence_.pages(layer);
+        for (int i = 0; i < pages.entries(); ++i) {
+            const auto entry = pages.at(i);
+            if (entry.first_token < first || entry.first_token >= end) {
+                continue;
+            }
+            auto keys = rows_.keys(layer, entry.first_token, entry.tokens),
+                 values = rows_.values(layer, entry.first_token, entry.tokens);
+            sequence_.dequantize(layer, kvq::tensor::key, entry.first_token,
+                                 kvq::tokens_of(keys, shape_.kv_heads));
+            sequence_.dequantize(layer, kvq::tensor::value, entry.first_token,
+                                 kvq::tokens_of(values, shape_.kv_heads));
+        }
     }
 
     model_shape shape_;

@@ -111,18 +111,12 @@ std::vector<std::shared_ptr<const mapped_file>> add_all_tensors(const std::files
     return files;
 }
 
-// `rope_scaling` (or `rope_parameters`, as newer files have it) of a config.
-rotary_scaling read_scaling(const json_object& config, int context) {
+// Frequencies are stretched as the members of an object say.
+rotary_scaling read_scaling(const json_object& rope, double context) {
     rotary_scaling scaling;
-    const char* const name = config.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
-    if (!config.has(name)) {
-        return scaling;
-    }
-    const json_object rope = config.object(name);
     scaling.type = rope.text("rope_type", rope.text("type", "default"));
     scaling.factor = rope.number("factor", 1.0);
-    scaling.original_context = rope.number("original_max_position_embeddings",
-                                           config.number("original_max_position_embeddings", context));
+    scaling.original_context = rope.number("original_max_position_embeddings", context);
     scaling.low_freq_factor = rope.number("low_freq_factor", 1.0);
     scaling.high_freq_factor = rope.number("high_freq_factor", 4.0);
     scaling.beta_fast = rope.number("beta_fast", 32.0);
@@ -130,13 +124,38 @@ rotary_scaling read_scaling(const json_object& config, int context) {
     scaling.amplitude = rope.number("attention_factor", 0.0);
     for (const char* const other : {"mscale", "mscale_all_dim", "short_factor", "long_factor"}) {
         if (rope.has(other)) {
-            config.refuse(std::string(name) + " has \"" + other + "\", which is not handled");
+            rope.refuse(std::string("the rotary embedding has \"") + other + "\", which is not handled");
         }
     }
     if (!rope.flag("truncate", true)) {
-        config.refuse(std::string(name) + " has \"truncate\": false, which is not handled");
+        rope.refuse("the rotary embedding has \"truncate\": false, which is not handled");
     }
     return scaling;
+}
+
+rotary_angles angles_of(const json_object& config, const model_shape& shape, double theta,
+                        const rotary_scaling& scaling) {
+    try {
+        return scaled_angles(shape.head_dim(), theta, scaling);
+    } catch (const std::exception& error) {
+        config.refuse(error.what());
+    }
+}
+
+// The rotary embedding of layers of one type. Newer files have it in `rope_parameters`, in an object for each type of layer where these
+// differ; older ones in `rope_scaling` and `rope_theta`. theta: 0, or in place of that of the file.
+rotary_angles read_rotary(const json_object& config, const model_shape& shape, const char* layer_type,
+                          double theta) {
+    const char* const name = config.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
+    const bool has_scaling = config.has(name);
+    json_object rope = has_scaling ? config.object(name) : config;
+    rope = rope.has(layer_type) ? rope.object(layer_type) : rope;
+    if (rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0) {
+        config.refuse("\"partial_rotary_factor\" is not 1, which is not handled");
+    }
+    theta = theta > 0.0 ? theta : rope.number("rope_theta", config.number("rope_theta", 10000.0));
+    const double context = config.number("original_max_position_embeddings", shape.context);
+    return angles_of(config, shape, theta, has_scaling ? read_scaling(rope, context) : rotary_scaling{});
 }
 
 void read_windows(const json_object& config, const architecture& kind, model_config& model) {
@@ -179,9 +198,6 @@ void refuse_unhandled(const json_object& config, const architecture& kind) {
             config.refuse(std::string("\"") + name + "\" is not handled");
         }
     }
-    if (config.number("partial_rotary_factor", 1.0) != 1.0) {
-        config.refuse("\"partial_rotary_factor\" is not 1, which is not handled");
-    }
     const std::string act =
         config.text("hidden_activation", config.text("hidden_act", kind.is_gemma ? "gelu" : "silu"));
     const bool handled =
@@ -217,20 +233,11 @@ model_config read_config(const json_object& config, const architecture& kind, do
             std::sqrt(static_cast<double>(shape.head_dim()) / config.number("query_pre_attn_scalar")));
     }
     read_windows(config, kind, model);
-    const bool has_parameters = config.has("rope_parameters");
-    const double theta =
-        rope_theta > 0.0 ? rope_theta
-        : has_parameters
-            ? config.object("rope_parameters").number("rope_theta", config.number("rope_theta", 10000.0))
-            : config.number("rope_theta", 10000.0);
-    try {
-        model.rotary = scaled_angles(shape.head_dim(), theta, read_scaling(config, shape.context));
-        if (kind.name == "gemma3_text") {
-            model.window_rotary =
-                scaled_angles(shape.head_dim(), config.number("rope_local_base_freq", 10000.0), {});
-        }
-    } catch (const std::exception& error) {
-        config.refuse(error.what());
+    model.rotary = read_rotary(config, shape, "full_attention", rope_theta);
+    if (config.has("rope_parameters") && config.object("rope_parameters").has("sliding_attention")) {
+        model.window_rotary = read_rotary(config, shape, "sliding_attention", 0.0);
+    } else if (kind.name == "gemma3_text") {
+        model.window_rotary = angles_of(config, shape, config.number("rope_local_base_freq", 10000.0), {});
     }
     const auto first_of = [&](const char* name) {
         nlohmann::json id = config.has(name) ? config.get(name) : nlohmann::json(0);

@@ -8,8 +8,15 @@
 
 namespace llama {
 
-inline kvq::cache_shape quantized_cache_shape(const model_shape& shape) {
-    return {.layers = shape.layers, .kv_heads = shape.kv_heads, .head_dim = shape.head_dim()};
+// Layers with a window free what no query sees any more.
+inline std::vector<kvq::layer> cache_layers(const model_shape& shape) {
+    const kvq::layer heads{.kv_heads = shape.kv_heads, .head_dim = shape.head_dim()};
+    std::vector<kvq::layer> layers;
+    for (int layer = 0; layer < shape.layers; ++layer) {
+        const int window = shape.window(layer);
+        layers.push_back(window > 0 ? kvq::sliding_attention(window, heads) : kvq::full_attention(heads));
+    }
+    return layers;
 }
 
 // The options without formats.
@@ -18,13 +25,14 @@ inline kvq::cache_options options_of(const cache_settings& settings) {
     options.sinks = settings.sinks;
     options.recent = settings.recent;
     options.page_tokens = settings.page_tokens;
+    options.rollback = settings.rollback;
     return options;
 }
 
 class kvq_cache : public kv_cache {
 public:
     kvq_cache(const model_shape& shape, const kvq::cache_options& options)
-        : shape_(shape), cache_(quantized_cache_shape(shape), options), sequence_(cache_.new_sequence()) {}
+        : shape_(shape), cache_(cache_layers(shape), options), sequence_(cache_.new_sequence()) {}
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
                  rows out, kvq::thread_pool& workers) override {
@@ -33,14 +41,8 @@ public:
                               kvq::tokens_of(values, shape_.kv_heads), kvq::tokens_of(queries, shape_.heads),
                               kvq::tokens_of(out, shape_.heads), mods, workers, workspace_);
         };
-        const kvq::softcap cap{shape_.attention_softcap};
-        const kvq::sliding_window window{shape_.window(layer)};
-        if (shape_.attention_softcap > 0.0F && shape_.window(layer) > 0) {
-            attend(kvq::mods{cap, window});
-        } else if (shape_.attention_softcap > 0.0F) {
-            attend(cap);
-        } else if (shape_.window(layer) > 0) {
-            attend(window);
+        if (shape_.attention_softcap > 0.0F) {
+            attend(kvq::softcap{shape_.attention_softcap});
         } else {
             attend(kvq::causal{});
         }

@@ -52,9 +52,13 @@ live_cache::live_cache(const model_shape& shape, const cache_settings& settings,
     }
     if (live.budget != kvq::page_pool::no_budget) {
         // Room for the tokens of one step in every layer, and for the page that is being requantized.
-        const std::size_t page =
-            cache_.page_bytes(kvq::tensor::key, 0, settings.page_tokens) + sizeof(kvq::page);
-        const std::size_t reserve = 2 * static_cast<std::size_t>(shape.layers) * page + 2 * page;
+        std::size_t largest = 0, reserve = 0;
+        for (int layer = 0; layer < shape.layers; ++layer) {
+            const std::size_t page = cache_.page_bytes(kvq::tensor::key, layer, 0, settings.page_tokens);
+            largest = std::max(largest, page + sizeof(kvq::page));
+            reserve += 2 * (page + sizeof(kvq::page));
+        }
+        reserve += 2 * largest;
         if (live.budget <= reserve) {
             throw std::invalid_argument("a budget of " + std::to_string(live.budget) +
                                         " bytes is less than the " + std::to_string(reserve) +

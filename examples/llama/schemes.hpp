@@ -3,6 +3,7 @@
 
 #include "kv_cache.hpp"
 
+#include <kvq/cache/options.hpp>
 #include <kvq/format/format.hpp>
 #include <kvq/quant/calibration.hpp>
 
@@ -18,6 +19,8 @@ struct cache_settings {
     int sinks = 0;
     int recent = 0;
     int page_tokens = kvq::default_page_tokens;
+    int rollback =
+        kvq::cache_options{}.rollback;  // tokens that a trim can take back where layers have windows
 };
 
 struct scheme_choice {

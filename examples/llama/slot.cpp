@@ -91,7 +91,10 @@ std::vector<slot_result> run_slot(const model& llama, std::span<const int> token
     std::vector<slot_result> results(schemes.size());
     progress_bar progress(static_cast<int>(schemes.size()) * settings.turns, settings.show_progress);
     kvq::thread_pool(settings.threads).parallel_for(static_cast<int>(schemes.size()), [&](int index) {
-        const scheme_choice& scheme = schemes[static_cast<std::size_t>(index)];
+        scheme_choice scheme = schemes[static_cast<std::size_t>(index)];
+        if (!llama.shape().windows.empty()) {
+            scheme.settings.rollback = settings.turn_tokens;
+        }
         slot_result& result = results[static_cast<std::size_t>(index)];
         result.scheme = scheme.label;
         slot seat(llama, prompt, scheme, settings.chunk);
