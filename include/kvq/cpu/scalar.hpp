@@ -81,19 +81,19 @@ struct scalar : detail::plain_loads {
     }
 
     template <class Window>
-    static std::uint32_t write_tokens(const block_shape& shape, std::byte* block, float_type type,
-                                      const void* tokens, std::ptrdiff_t stride, int count, int at) {
+    KVQ_NOINLINE static std::uint32_t write_tokens(const block_shape& shape, std::byte* block,
+                                                   float_type type, const void* tokens, std::ptrdiff_t stride,
+                                                   int count, int at) {
         const value_layout<Window> layout(shape);
         std::uint32_t not_finite = 0;
-        detail::visit_float_type(type, [&]<class T>(T) {
-            for (int t = 0; t < count; ++t)
-                for (int c = 0; c < shape.dim; ++c) {
-                    const Window x(static_cast<float>(static_cast<const T*>(tokens)[t * stride + c]));
-                    not_finite += !detail::is_finite(static_cast<float>(x));
-                    detail::store_as(block + sizeof(Window) * full<Window>::element(layout, shape, at + t, c),
-                                     x);
-                }
-        });
+        for (int t = 0; t < count; ++t)
+            for (int c = 0; c < shape.dim; ++c) {
+                const Window x(detail::visit_float_type(type, [&]<class T>(T) {
+                    return static_cast<float>(static_cast<const T*>(tokens)[t * stride + c]);
+                }));
+                not_finite += !detail::is_finite(static_cast<float>(x));
+                detail::store_as(block + sizeof(Window) * full<Window>::element(layout, shape, at + t, c), x);
+            }
         return not_finite;
     }
 };

@@ -69,7 +69,11 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
     template <class T>
     static std::uint32_t write_values(const block_shape& shape, std::byte* block, float_type type,
                                       const void* tokens, std::ptrdiff_t stride, int count, int at) {
-        return kernels::write_tokens<simd, T>(shape, block, type, tokens, stride, count, at);
+        const bool finite = detail::visit_float_type(type, [&]<class From>(From) {
+            return kernels::write_tokens<lanes, T>(shape, block, static_cast<const From*>(tokens), stride,
+                                                   count, at);
+        });
+        return finite ? 0 : scalar::write_tokens<T>(shape, block, type, tokens, stride, count, at);
     }
     static void round_tokens(const block_shape& shape, const float* values, float_type type, void* out,
                              std::ptrdiff_t stride) {
