@@ -23,6 +23,7 @@ constexpr architecture architectures[] = {
      .is_gemma = true,
      .output_norms = true,
      .full_attention_every = 6},
+    {.name = "qwen3_5_text", .needs_head_norms = true, .is_hybrid = true, .full_attention_every = 4},
 };
 
 std::string sizes_of(const std::vector<std::uint64_t>& sizes) {
@@ -70,6 +71,15 @@ public:
         row_vector values(size);
         stored.read_rows(0, 1, values.data());
         return values.array() + offset;
+    }
+
+    // A tensor as rows of `columns` numbers.
+    matrix take_matrix(std::string_view name, int layer, std::string_view suffix,
+                       const std::vector<std::uint64_t>& sizes) {
+        const stored_matrix stored = take(name, layer, suffix, sizes);
+        matrix values(stored.outputs, stored.inputs);
+        stored.read_rows(0, stored.outputs, values.data());
+        return values;
     }
 
     row_vector take_bias(std::string_view name, int layer, int size, bool needed) {
@@ -177,20 +187,39 @@ model_weights build_model(const architecture& kind, model_config config, const t
         };
         layer_weights of;
         of.attention_norm = norm(names.attention_norm, shape.dim);
-        of.query = taker.take_linear(names.query, layer, shape.query_dim(), shape.dim);
+        of.feed_forward_norm = norm(names.feed_forward_norm, shape.dim);
+        of.gate = taker.take_linear(names.gate, layer, shape.hidden_dim, shape.dim);
+        of.up = taker.take_linear(names.up, layer, shape.hidden_dim, shape.dim);
+        of.down = taker.take_linear(names.down, layer, shape.dim, shape.hidden_dim);
+        if (shape.is_recurrent(layer)) {
+            const delta_shape& delta = shape.delta;
+            const auto channels = static_cast<std::uint64_t>(delta.mixed_dim()),
+                       kernel = static_cast<std::uint64_t>(delta.kernel);
+            of.delta = {
+                .mixed = taker.take_linear(names.delta_mixed, layer, delta.mixed_dim(), shape.dim),
+                .gate = taker.take_linear(names.delta_gate, layer, delta.value_dim(), shape.dim),
+                .beta = taker.take_linear(names.delta_beta, layer, delta.value_heads, shape.dim),
+                .decay = taker.take_linear(names.delta_decay, layer, delta.value_heads, shape.dim),
+                .kernel = taker.take_matrix(names.delta_kernel, layer, ".weight", {channels, 1, kernel})
+                              .transpose(),
+                .decay_bias = taker.take_row(names.delta_decay_bias, layer, "", delta.value_heads),
+                .log_decay = taker.take_row(names.delta_log_decay, layer, "", delta.value_heads),
+                .norm = taker.take_row(names.delta_norm, layer, ".weight", delta.value_channels),
+                .output = taker.take_linear(names.delta_output, layer, shape.dim, delta.value_dim())};
+            model.layers.push_back(std::move(of));
+            continue;
+        }
+        const int gates = config.attention_gate ? 2 : 1;
+        of.query = taker.take_linear(names.query, layer, gates * shape.query_dim(), shape.dim);
         of.key = taker.take_linear(names.key, layer, shape.kv_dim(), shape.dim);
         of.value = taker.take_linear(names.value, layer, shape.kv_dim(), shape.dim);
         of.attention_output = taker.take_linear(names.attention_output, layer, shape.dim, shape.query_dim());
-        of.query_bias = taker.take_bias(names.query, layer, shape.query_dim(), kind.needs_biases);
+        of.query_bias = taker.take_bias(names.query, layer, gates * shape.query_dim(), kind.needs_biases);
         of.key_bias = taker.take_bias(names.key, layer, shape.kv_dim(), kind.needs_biases);
         of.value_bias = taker.take_bias(names.value, layer, shape.kv_dim(), kind.needs_biases);
         of.attention_output_bias = taker.take_bias(names.attention_output, layer, shape.dim, false);
         of.query_norm = maybe_norm(names.query_norm, shape.head_dim(), kind.needs_head_norms);
         of.key_norm = maybe_norm(names.key_norm, shape.head_dim(), kind.needs_head_norms);
-        of.feed_forward_norm = norm(names.feed_forward_norm, shape.dim);
-        of.gate = taker.take_linear(names.gate, layer, shape.hidden_dim, shape.dim);
-        of.up = taker.take_linear(names.up, layer, shape.hidden_dim, shape.dim);
-        of.down = taker.take_linear(names.down, layer, shape.dim, shape.hidden_dim);
         if (kind.output_norms) {
             of.attention_output_norm = norm(names.attention_output_norm, shape.dim);
             of.feed_forward_output_norm = norm(names.feed_forward_output_norm, shape.dim);

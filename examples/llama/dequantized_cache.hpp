@@ -31,14 +31,16 @@ public:
         quantize(layer, keys, values);
     }
 
+    kvq::recurrent_state* state() override { return shape_.has_state() ? &sequence_.state() : nullptr; }
     // A short trim restores tokens in 16 bit, so every row is read again.
-    void trim(int tokens) override {
-        sequence_.trim(tokens);
-        rows_.trim(tokens);
-        for (int layer = 0; layer < shape_.layers; ++layer) {
+    int trim(int tokens) override {
+        const int again = sequence_.trim(tokens);
+        rows_.trim(tokens - again);
+        for (const int layer : shape_.attention_layers()) {
             dequantize(layer, 0, sequence_.tokens(layer));
             quantized_[static_cast<std::size_t>(layer)] = end_of_quantized(layer);
         }
+        return again;
     }
 
     // Bytes of the pages; the dequantized rows do not count.

@@ -55,7 +55,8 @@ int dump(const model& llama, std::span<const int> tokens, const std::string& dir
         std::snprintf(name, sizeof name, "w%03d", written);
         const std::filesystem::path folder = std::filesystem::path(directory) / name;
         std::filesystem::create_directories(folder);
-        for (std::size_t layer = 0; layer < cache.layers().size(); ++layer) {
+        for (const int number : shape.attention_layers()) {
+            const auto layer = static_cast<std::size_t>(number);
             const auto& of = cache.layers()[layer];
             const int queries =
                 settings.queries > 0 ? std::min(settings.queries, settings.window) : settings.window;

@@ -27,7 +27,16 @@ constexpr tensor_names llama_names{.embedding = "model.embed_tokens",
                                    .feed_forward_norm = "model.layers.#.post_attention_layernorm",
                                    .gate = "model.layers.#.mlp.gate_proj",
                                    .up = "model.layers.#.mlp.up_proj",
-                                   .down = "model.layers.#.mlp.down_proj"};
+                                   .down = "model.layers.#.mlp.down_proj",
+                                   .delta_mixed = "model.layers.#.linear_attn.in_proj_qkv",
+                                   .delta_gate = "model.layers.#.linear_attn.in_proj_z",
+                                   .delta_beta = "model.layers.#.linear_attn.in_proj_b",
+                                   .delta_decay = "model.layers.#.linear_attn.in_proj_a",
+                                   .delta_kernel = "model.layers.#.linear_attn.conv1d",
+                                   .delta_decay_bias = "model.layers.#.linear_attn.dt_bias",
+                                   .delta_log_decay = "model.layers.#.linear_attn.A_log",
+                                   .delta_norm = "model.layers.#.linear_attn.norm",
+                                   .delta_output = "model.layers.#.linear_attn.out_proj"};
 
 tensor_names names_of(const architecture& kind) {
     tensor_names names = llama_names;
@@ -133,10 +142,10 @@ rotary_scaling read_scaling(const json_object& rope, double context) {
     return scaling;
 }
 
-rotary_angles angles_of(const json_object& config, const model_shape& shape, double theta,
+rotary_angles angles_of(const json_object& config, int channels, double theta,
                         const rotary_scaling& scaling) {
     try {
-        return scaled_angles(shape.head_dim(), theta, scaling);
+        return scaled_angles(channels, theta, scaling);
     } catch (const std::exception& error) {
         config.refuse(error.what());
     }
@@ -144,40 +153,81 @@ rotary_angles angles_of(const json_object& config, const model_shape& shape, dou
 
 // The rotary embedding of layers of one type. Newer files have it in `rope_parameters`, in an object for each type of layer where these
 // differ; older ones in `rope_scaling` and `rope_theta`. theta: 0, or in place of that of the file.
-rotary_angles read_rotary(const json_object& config, const model_shape& shape, const char* layer_type,
-                          double theta) {
+rotary_angles read_rotary(const json_object& config, const architecture& kind, const model_shape& shape,
+                          const char* layer_type, double theta) {
     const char* const name = config.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
     const bool has_scaling = config.has(name);
     json_object rope = has_scaling ? config.object(name) : config;
     rope = rope.has(layer_type) ? rope.object(layer_type) : rope;
-    if (rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0) {
+    const double share = rope.number("partial_rotary_factor",
+                                     config.number("partial_rotary_factor", kind.is_hybrid ? 0.25 : 1.0));
+    const int channels = share > 0.0 && share <= 1.0 ? static_cast<int>(shape.head_dim() * share) : 0;
+    if (kind.is_hybrid && (channels < 2 || channels % 2 != 0)) {
+        config.refuse("\"partial_rotary_factor\" is " + std::to_string(share) + ", of " +
+                      std::to_string(shape.head_dim()) + " channels an even number is rotated");
+    }
+    if (!kind.is_hybrid && share != 1.0) {
         config.refuse("\"partial_rotary_factor\" is not 1, which is not handled");
     }
     theta = theta > 0.0 ? theta : rope.number("rope_theta", config.number("rope_theta", 10000.0));
     const double context = config.number("original_max_position_embeddings", shape.context);
-    return angles_of(config, shape, theta, has_scaling ? read_scaling(rope, context) : rotary_scaling{});
+    return angles_of(config, channels, theta, has_scaling ? read_scaling(rope, context) : rotary_scaling{});
 }
 
-void read_windows(const json_object& config, const architecture& kind, model_config& model) {
+// Qwen3.5.
+void read_hybrid(const json_object& config, const architecture& kind, model_config& model) {
+    constexpr int many = 1 << 14;
+    model_shape& shape = model.shape;
+    shape.delta = {.key_heads = config.whole("linear_num_key_heads", 1, many, 16),
+                   .value_heads = config.whole("linear_num_value_heads", 1, many, 32),
+                   .key_channels = config.whole("linear_key_head_dim", 1, many, 128),
+                   .value_channels = config.whole("linear_value_head_dim", 1, many, 128),
+                   .kernel = config.whole("linear_conv_kernel_dim", 2, 64, 4)};
+    if (shape.delta.value_heads % shape.delta.key_heads != 0) {
+        config.refuse(std::to_string(shape.delta.value_heads) +
+                      " value heads of linear attention are no multiple of its " +
+                      std::to_string(shape.delta.key_heads) + " key heads");
+    }
+    if (!config.flag("attn_output_gate", true)) {
+        config.refuse("\"attn_output_gate\" is false, which is not handled");
+    }
+    model.attention_gate = true;
+    const int every = config.whole("full_attention_interval", 1, 1 << 12, kind.full_attention_every);
+    for (int layer = 0; layer < shape.layers; ++layer) {
+        shape.recurrent.push_back(layer % every != every - 1);
+    }
+}
+
+// What tokens the layers see.
+void read_layers(const json_object& config, const architecture& kind, model_config& model) {
     constexpr int large = 1 << 24;
     model_shape& shape = model.shape;
     int window = config.has("sliding_window") ? config.whole("sliding_window", 1, large) : 0;
     const bool is_qwen = kind.name == "qwen2" || kind.name == "qwen3";
-    if (kind.name == "llama" || (is_qwen && !config.flag("use_sliding_window", false))) {
+    if (kind.name == "llama" || kind.is_hybrid || (is_qwen && !config.flag("use_sliding_window", false))) {
         window = 0;
     }
     apply_architecture(kind, window, model);
-    if (window > 0 && config.has("layer_types")) {
+    if (kind.is_hybrid) {
+        read_hybrid(config, kind, model);
+    }
+    const std::string other = kind.is_hybrid ? "linear_attention" : "sliding_attention";
+    if ((window > 0 || kind.is_hybrid) && config.has("layer_types")) {
         const nlohmann::json& types = config.get("layer_types");
         if (!types.is_array() || std::ssize(types) != shape.layers) {
             config.refuse("\"layer_types\" is no list of " + std::to_string(shape.layers) + " layers");
         }
         for (std::size_t layer = 0; layer < types.size(); ++layer) {
-            if (types[layer] != "full_attention" && types[layer] != "sliding_attention") {
+            if (types[layer] != "full_attention" && types[layer] != other) {
                 config.refuse("layer " + std::to_string(layer) + " has the type " +
                               json_object::short_text(types[layer]) + ", which is not handled");
             }
-            shape.windows[layer] = types[layer] == "full_attention" ? 0 : window;
+            const bool is_full = types[layer] == "full_attention";
+            if (kind.is_hybrid) {
+                shape.recurrent[layer] = !is_full;
+            } else {
+                shape.windows[layer] = is_full ? 0 : window;
+            }
         }
     } else if (window > 0 && is_qwen) {
         const int full = config.whole("max_window_layers", 0, large, shape.layers);
@@ -220,7 +270,9 @@ model_config read_config(const json_object& config, const architecture& kind, do
     shape.kv_heads = config.whole("num_key_value_heads", 1, many, shape.heads);
     shape.vocab = config.whole("vocab_size", 1, large);
     shape.context = config.whole("max_position_embeddings", 1, large);
-    const int usual_head = kind.is_gemma ? 256 : kind.name == "qwen3" ? 128 : 0;  // the library's defaults
+    const int usual_head = kind.is_gemma || kind.is_hybrid ? 256
+                           : kind.name == "qwen3"          ? 128
+                                                           : 0;  // the library's defaults
     shape.head_channels = config.has("head_dim") ? config.whole("head_dim", 1, many) : usual_head;
     shape.attention_softcap = static_cast<float>(config.number("attn_logit_softcapping", 0.0));
     check_shape(shape, [&](const std::string& reason) { config.refuse(reason); });
@@ -232,12 +284,16 @@ model_config read_config(const json_object& config, const architecture& kind, do
         model.query_scale = static_cast<float>(
             std::sqrt(static_cast<double>(shape.head_dim()) / config.number("query_pre_attn_scalar")));
     }
-    read_windows(config, kind, model);
-    model.rotary = read_rotary(config, shape, "full_attention", rope_theta);
+    read_layers(config, kind, model);
+    if (shape.attention_layers().empty()) {
+        config.refuse("no layer has full attention, which is not handled");
+    }
+    model.rotary = read_rotary(config, kind, shape, "full_attention", rope_theta);
     if (config.has("rope_parameters") && config.object("rope_parameters").has("sliding_attention")) {
-        model.window_rotary = read_rotary(config, shape, "sliding_attention", 0.0);
+        model.window_rotary = read_rotary(config, kind, shape, "sliding_attention", 0.0);
     } else if (kind.name == "gemma3_text") {
-        model.window_rotary = angles_of(config, shape, config.number("rope_local_base_freq", 10000.0), {});
+        model.window_rotary =
+            angles_of(config, shape.head_dim(), config.number("rope_local_base_freq", 10000.0), {});
     }
     const auto first_of = [&](const char* name) {
         nlohmann::json id = config.has(name) ? config.get(name) : nlohmann::json(0);
@@ -256,8 +312,9 @@ model_weights load_folder_model(const std::string& path, double rope_theta) {
     const std::string name = config.text("model_type");
     const architecture* const kind = find_architecture(name);
     if (kind == nullptr || name == "gemma3") {  // gemma3 sees images, gemma3_text does not
-        config.refuse("its architecture is \"" + name +
-                      "\"; read are llama, mistral, qwen2, qwen3, gemma, gemma2 and gemma3_text");
+        config.refuse(
+            "its architecture is \"" + name +
+            "\"; read are llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text and qwen3_5_text");
     }
     model_config settings;
     try {
@@ -272,7 +329,7 @@ model_weights load_folder_model(const std::string& path, double rope_theta) {
         config.refuse("\"tie_word_embeddings\" is false, but the tensor \"lm_head.weight\" is missing");
     }
     model_weights model = build_model(
-        *kind, std::move(settings), tensors, names_of(*kind), kind->is_gemma ? 1.0F : 0.0F,
+        *kind, std::move(settings), tensors, names_of(*kind), kind->is_gemma || kind->is_hybrid ? 1.0F : 0.0F,
         [&](const std::string& reason) { throw std::runtime_error("model \"" + path + "\": " + reason); });
     model.files = std::move(files);
     return model;

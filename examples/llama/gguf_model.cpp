@@ -179,7 +179,7 @@ model_weights load_gguf_model(const std::string& path, double rope_theta) {
     const gguf_file& file = files.front();
     const std::string name(file.text("general.architecture"));
     const architecture* const kind = find_architecture(name);
-    if (kind == nullptr) {
+    if (kind == nullptr || kind->is_hybrid) {
         file.refuse("its architecture is \"" + name + "\"; read are " + architecture_names());
     }
     const hyperparameters values(file, name);

@@ -65,7 +65,7 @@ key_bias find_key_bias(const model_config& config, const kvq::calibration& stati
         any_slow = any_slow || slow(pair);
     }
     key_bias largest;
-    for (int layer = 0; layer < shape.layers; ++layer) {
+    for (const int layer : shape.attention_layers()) {
         for (int head = 0; head < shape.kv_heads; ++head) {
             std::vector<double> deviations;
             for (int c = 0; c < shape.head_dim(); ++c) {
@@ -99,12 +99,18 @@ std::vector<attention_error> attention_errors(const model_shape& shape, const re
                                               kvq::thread_pool& workers) {
     const int dim = shape.head_dim(), group = shape.heads / shape.kv_heads;
     const int heads = std::min(most_heads, shape.kv_heads);
+    const std::vector<int> layers = shape.attention_layers();
+    const auto recorded_in = [&](int layer) -> const recording_cache::recorded& {
+        return recorded.layers()[static_cast<std::size_t>(layer)];
+    };
     const int tokens =
-        std::min(most_tokens, static_cast<int>(recorded.layers().front().keys.size()) / shape.kv_dim());
-    std::vector<std::vector<bench::error_sums>> sums(static_cast<std::size_t>(shape.layers * heads));
-    workers.parallel_for(shape.layers * heads, [&](int job) {
-        const int layer = job / heads, head = job % heads * (shape.kv_heads / heads);
-        const auto& of = recorded.layers()[static_cast<std::size_t>(layer)];
+        std::min(most_tokens, static_cast<int>(recorded_in(layers.front()).keys.size()) / shape.kv_dim());
+    const int jobs = static_cast<int>(layers.size()) * heads;
+    std::vector<std::vector<bench::error_sums>> sums(static_cast<std::size_t>(jobs));
+    workers.parallel_for(jobs, [&](int job) {
+        const int layer = layers[static_cast<std::size_t>(job / heads)],
+                  head = job % heads * (shape.kv_heads / heads);
+        const auto& of = recorded_in(layer);
         const auto k = head_of(of.keys, shape.kv_heads, head, dim, tokens),
                    v = head_of(of.values, shape.kv_heads, head, dim, tokens),
                    q = head_of(of.queries, shape.heads, head * group, dim, tokens);
@@ -136,7 +142,8 @@ std::vector<attention_error> attention_errors(const model_shape& shape, const re
     std::vector<attention_error> errors;
     for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
         attention_error error{schemes[scheme].label};
-        error.bits = 16.0 * schemes[scheme].bytes_per_token(shape) / (4.0 * shape.layers * shape.kv_dim());
+        error.bits = 16.0 * schemes[scheme].bytes_per_token(shape) /
+                     (4.0 * static_cast<double>(layers.size()) * shape.kv_dim());
         for (const auto& of_head : sums) {
             const bench::error_sums& sum = of_head[scheme];
             const double relative = std::sqrt(sum.error / std::max(sum.power, 1e-300));

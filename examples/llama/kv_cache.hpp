@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvq/core/thread_pool.hpp>
+#include <kvq/state/recurrent_state.hpp>
 
 #include "matrix.hpp"
 #include "model_config.hpp"
@@ -10,6 +11,14 @@
 #include <limits>
 
 namespace llama {
+
+// The state of a recurrent layer.
+enum state_part { recurrent_part, convolution_part };
+inline std::vector<kvq::state_part> state_parts(const delta_shape& of) {
+    return {
+        {.name = "recurrent", .heads = of.value_heads, .rows = of.key_channels, .columns = of.value_channels},
+        {.name = "convolution", .rows = of.kernel - 1, .columns = of.mixed_dim()}};
+}
 
 class kv_cache {
 public:
@@ -27,15 +36,23 @@ public:
     // The same without queries: what prefill() leaves, without attention.
     virtual void append(int layer, const const_rows& keys, const const_rows& values) = 0;
 
-    // Removes every token from position `tokens` on, in all layers.
-    virtual void trim(int tokens) = 0;
+    // The state of recurrent layers, which the model reads and writes in place; null where there are none. Its parts: state_parts().
+    virtual kvq::recurrent_state* state() = 0;
+
+    // Removes every token from position `tokens` on, in all layers. With recurrent layers all go back to a snapshot: returns how many
+    // tokens before `tokens` must be read again (model::trim).
+    virtual int trim(int tokens) = 0;
 
     // Bytes that this sequence holds now, window included.
     virtual std::size_t bytes() const = 0;
 
-    // The model calls this when tokens have passed all layers: a cache may then requantize its pages. The cache gives the number
-    // of tokens that may pass in between.
-    virtual void end_of_step() {}
+    // The model calls this when `tokens` tokens have passed all layers: a cache may then requantize its pages. The state takes a snapshot
+    // behind several tokens, which are a part of a prompt. The cache gives the number of tokens that may pass in between.
+    virtual void end_of_step(int tokens) {
+        if (kvq::recurrent_state* const of = state()) {
+            of->advance(tokens, tokens > 1);
+        }
+    }
     virtual int step_tokens() const { return std::numeric_limits<int>::max(); }
 };
 

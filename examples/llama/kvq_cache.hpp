@@ -8,13 +8,15 @@
 
 namespace llama {
 
-// Layers with a window free what no query sees any more.
+// Layers with a window free what no query sees any more; recurrent ones have state.
 inline std::vector<kvq::layer> cache_layers(const model_shape& shape) {
     const kvq::layer heads{.kv_heads = shape.kv_heads, .head_dim = shape.head_dim()};
     std::vector<kvq::layer> layers;
     for (int layer = 0; layer < shape.layers; ++layer) {
         const int window = shape.window(layer);
-        layers.push_back(window > 0 ? kvq::sliding_attention(window, heads) : kvq::full_attention(heads));
+        layers.push_back(shape.is_recurrent(layer) ? kvq::state_layer(state_parts(shape.delta))
+                         : window > 0              ? kvq::sliding_attention(window, heads)
+                                                   : kvq::full_attention(heads));
     }
     return layers;
 }
@@ -53,7 +55,8 @@ public:
                          kvq::tokens_of(values, shape_.kv_heads));
     }
 
-    void trim(int tokens) override { sequence_.trim(tokens); }
+    kvq::recurrent_state* state() override { return shape_.has_state() ? &sequence_.state() : nullptr; }
+    int trim(int tokens) override { return sequence_.trim(tokens); }
 
     std::size_t bytes() const override { return sequence_.usage().bytes; }
 

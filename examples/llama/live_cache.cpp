@@ -53,7 +53,7 @@ live_cache::live_cache(const model_shape& shape, const cache_settings& settings,
     if (live.budget != kvq::page_pool::no_budget) {
         // Room for the tokens of one step in every layer, and for the page that is being requantized.
         std::size_t largest = 0, reserve = 0;
-        for (int layer = 0; layer < shape.layers; ++layer) {
+        for (const int layer : shape.attention_layers()) {
             const std::size_t page = cache_.page_bytes(kvq::tensor::key, layer, 0, settings.page_tokens);
             largest = std::max(largest, page + sizeof(kvq::page));
             reserve += 2 * (page + sizeof(kvq::page));
@@ -84,7 +84,8 @@ int live_cache::format_of(const std::string& scheme) {
     return cache_.add_format(kvq::tensor::key, formats.keys);
 }
 
-void live_cache::end_of_step() {
+void live_cache::end_of_step(int tokens) {
+    kvq_cache::end_of_step(tokens);
     if (live_.reload_at > 0 && !reloaded_ && sequence_.tokens() >= live_.reload_at) {
         reload();
         reloaded_ = true;

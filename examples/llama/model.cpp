@@ -74,12 +74,12 @@ void model::rotate(kv_cache::rows heads, Eigen::Index first_token, bool has_wind
     const matrix &cosines = space.cosines[kind], &sines = space.sines[kind];
     const Eigen::Index pairs = cosines.cols();
     const bool interleaved = weights_.config.pairs == kvq::rotary_layout::interleaved;
-    const Eigen::Index step = interleaved ? 2 : 1, other = interleaved ? 1 : pairs;
+    const Eigen::Index step = interleaved ? 2 : 1, other = interleaved ? 1 : pairs, dim = shape().head_dim();
     for (Eigen::Index token = 0; token < heads.rows(); ++token) {
         const float* const cosine = &cosines(first_token + token, 0);
         const float* const sine = &sines(first_token + token, 0);
         float* const begin = &heads(token, 0);
-        for (float* head = begin; head < begin + heads.cols(); head += 2 * pairs) {
+        for (float* head = begin; head < begin + heads.cols(); head += dim) {
             for (Eigen::Index pair = 0; pair < pairs; ++pair) {
                 float& first = head[step * pair];
                 float& second = head[step * pair + other];
@@ -142,15 +142,26 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
         states += output;
     };
 
-    int layer = 0;
-    for (const layer_weights& weights : weights_.layers) {
-        norm_states(weights.attention_norm);
-        weights.query.multiply(input, queries, workers);
+    const Eigen::Index head_dim = shape().head_dim();
+    // attention = that of the normed states
+    const auto attend = [&](int layer, const layer_weights& weights) {
+        if (config.attention_gate) {
+            matrix& both = space.gated_queries;
+            both.resize(count, 2 * shape().query_dim());
+            weights.query.multiply(input, both, workers);
+            add_bias(both, weights.query_bias);
+            for (Eigen::Index head = 0; head < shape().heads; ++head) {
+                queries.middleCols(head * head_dim, head_dim) =
+                    both.middleCols(2 * head * head_dim, head_dim);
+            }
+        } else {
+            weights.query.multiply(input, queries, workers);
+            add_bias(queries, weights.query_bias);
+        }
         weights.key.multiply(input, keys, workers);
         weights.value.multiply(input, values, workers);
         for_each_block([&](Eigen::Index first, Eigen::Index n) {
             auto q = queries.middleRows(first, n), k = keys.middleRows(first, n);
-            add_bias(q, weights.query_bias);
             add_bias(k, weights.key_bias);
             add_bias(values.middleRows(first, n), weights.value_bias);
             norm_heads(q, weights.query_norm, config.norm_epsilon);
@@ -167,8 +178,24 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
             cache.prefill(layer, keys.middleRows(first, n), values.middleRows(first, n),
                           queries.middleRows(first, n), attention.middleRows(first, n), workers);
         }
-        add_to_states(attention, weights.attention_output, weights.attention_output_bias,
-                      weights.attention_output_norm);
+        for (Eigen::Index head = 0; config.attention_gate && head < shape().heads; ++head) {
+            const auto gates = space.gated_queries.middleCols((2 * head + 1) * head_dim, head_dim).array();
+            attention.middleCols(head * head_dim, head_dim).array() /= 1.0F + (-gates).exp();
+        }
+    };
+
+    int layer = 0;
+    for (const layer_weights& weights : weights_.layers) {
+        norm_states(weights.attention_norm);
+        if (shape().is_recurrent(layer)) {
+            run_gated_delta(shape().delta, weights.delta, config.norm_epsilon, input, *cache.state(), layer,
+                            space.delta, space.mixed, workers);
+            add_to_states(space.mixed, weights.delta.output, {}, {});
+        } else {
+            attend(layer, weights);
+            add_to_states(attention, weights.attention_output, weights.attention_output_bias,
+                          weights.attention_output_norm);
+        }
         norm_states(weights.feed_forward_norm);
         weights.gate.multiply(input, gate, workers);
         weights.up.multiply(input, up, workers);
@@ -178,7 +205,7 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
         add_to_states(gate, weights.down, {}, weights.feed_forward_output_norm);
         ++layer;
     }
-    cache.end_of_step();
+    cache.end_of_step(static_cast<int>(count));
     norm(states, weights_.final_norm, config.norm_epsilon, input);
     return input;
 }
@@ -196,6 +223,14 @@ matrix model::read(std::span<const int> tokens, int first_position, kv_cache& ca
                     first_position + first, cache, chunk, space);
     }
     return states;
+}
+
+void model::trim(std::span<const int> text, kv_cache& cache, int chunk, activations& space) const {
+    const int again = cache.trim(static_cast<int>(text.size()));
+    if (again > 0) {
+        const auto lost = text.last(static_cast<std::size_t>(again));
+        read(lost, static_cast<int>(text.size() - lost.size()), cache, chunk, space);
+    }
 }
 
 void model::logits(const kv_cache::const_rows& states, matrix& out) const {

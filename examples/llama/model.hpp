@@ -1,6 +1,7 @@
 // The Llama forward pass. It is const and keeps no state: earlier tokens are in the cache alone.
 #pragma once
 
+#include "gated_delta.hpp"
 #include "kv_cache.hpp"
 #include "weights.hpp"
 
@@ -14,7 +15,10 @@ struct activations {
     explicit activations(int threads = 1) : workers(threads) {}
 
     matrix states, input, queries, keys, values, attention, output, gate, up;
-    matrix cosines[2], sines[2];  // [tokens][head_dim / 2]: of all layers, and of those with a window
+    matrix gated_queries;  // [tokens][heads][query, gate]
+    matrix mixed;          // [tokens][value_dim]: of recurrent layers, in place of attention
+    delta_space delta;
+    matrix cosines[2], sines[2];  // [tokens][pairs]: of all layers, and of those with a window
     kvq::thread_pool workers;
 };
 
@@ -39,6 +43,9 @@ public:
     // tokens.
     matrix read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                 activations& space) const;
+
+    // Trims a cache to `text`, which it holds the first tokens of, and reads again what its recurrent layers have lost.
+    void trim(std::span<const int> text, kv_cache& cache, int chunk, activations& space) const;
 
     // out: [rows][vocab]
     void logits(const kv_cache::const_rows& states, matrix& out) const;

@@ -32,13 +32,16 @@ public:
         add(of.values, values);
         exact_.append(layer, keys, values);
     }
-    void trim(int tokens) override {
-        exact_.trim(tokens);
+    kvq::recurrent_state* state() override { return exact_.state(); }
+    int trim(int tokens) override {
+        const int again = exact_.trim(tokens);
+        tokens -= again;
         for (recorded& of : layers_) {
             cut(of.keys, tokens, shape_.kv_dim());
             cut(of.values, tokens, shape_.kv_dim());
             cut(of.queries, tokens, shape_.query_dim());
         }
+        return again;
     }
     std::size_t bytes() const override { return exact_.bytes(); }
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <memory>
 #include <vector>
 
 namespace llama {
@@ -14,7 +15,11 @@ namespace llama {
 class reference_cache final : public kv_cache {
 public:
     explicit reference_cache(const model_shape& shape)
-        : shape_(shape), layers_(static_cast<std::size_t>(shape.layers)) {}
+        : shape_(shape), layers_(static_cast<std::size_t>(shape.layers)) {
+        if (shape.has_state()) {
+            state_ = std::make_unique<own_state>(shape);
+        }
+    }
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
                  rows out, kvq::thread_pool& workers) override {
@@ -28,13 +33,18 @@ public:
         add(rows_of.values, values);
     }
 
-    void trim(int tokens) override {
+    kvq::recurrent_state* state() override { return state_ ? &state_->live : nullptr; }
+
+    int trim(int tokens) override {
+        const int again = state_ ? state_->live.trim(tokens) : 0;
+        tokens -= again;
         for (layer_rows& rows_of : layers_) {
             const std::size_t floats =
                 static_cast<std::size_t>(tokens) * static_cast<std::size_t>(shape_.kv_dim());
             rows_of.keys.resize(std::min(rows_of.keys.size(), floats));
             rows_of.values.resize(std::min(rows_of.values.size(), floats));
         }
+        return again;
     }
 
     // Tokens first, first + 1, ... of one layer, for writing.
@@ -50,7 +60,7 @@ public:
         for (const layer_rows& rows_of : layers_) {
             floats += rows_of.keys.size() + rows_of.values.size();
         }
-        return floats * sizeof(float);
+        return floats * sizeof(float) + (state_ ? state_->pool.bytes_in_use() : 0);
     }
 
 private:
@@ -58,6 +68,25 @@ private:
 
     struct layer_rows {
         std::vector<float> keys, values;  // [tokens][kv_heads][head_dim]
+    };
+
+    struct own_state {
+        explicit own_state(const model_shape& shape)
+            : layout(parts_of(shape)), pool(std::pmr::get_default_resource()), live(layout, pool) {}
+
+        static std::vector<std::vector<kvq::state_part>> parts_of(const model_shape& shape) {
+            std::vector<std::vector<kvq::state_part>> parts(static_cast<std::size_t>(shape.layers));
+            for (int layer = 0; layer < shape.layers; ++layer) {
+                if (shape.is_recurrent(layer)) {
+                    parts[static_cast<std::size_t>(layer)] = state_parts(shape.delta);
+                }
+            }
+            return parts;
+        }
+
+        kvq::state_layout layout;
+        kvq::page_pool pool;
+        kvq::recurrent_state live;
     };
 
     static void add(std::vector<float>& to, const const_rows& from) {
@@ -112,6 +141,7 @@ private:
 
     model_shape shape_;
     std::vector<layer_rows> layers_;
+    std::unique_ptr<own_state> state_;
 };
 
 }  // namespace llama

@@ -167,12 +167,13 @@ double scheme_choice::bytes_per_token(const model_shape& shape) const {
         return std::numeric_limits<double>::quiet_NaN();  // depends on the length of the context
     }
     if (!formats.keys) {
-        return 2.0 * sizeof(float) * shape.layers * shape.kv_dim();
+        return 2.0 * sizeof(float) * static_cast<double>(shape.attention_layers().size()) * shape.kv_dim();
     }
     const int tokens = settings.page_tokens, dim = shape.head_dim();
     const std::size_t block = formats.keys.block_bytes({kvq::tensor::key, tokens, dim}) +
                               formats.values.block_bytes({kvq::tensor::value, tokens, dim});
-    return static_cast<double>(block) * shape.kv_heads * shape.layers / tokens;
+    return static_cast<double>(block) * shape.kv_heads *
+           static_cast<double>(shape.attention_layers().size()) / tokens;
 }
 
 void scheme_choice::give_statistics(const kvq::calibration& statistics) {

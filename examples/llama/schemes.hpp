@@ -37,7 +37,7 @@ struct scheme_choice {
     // Do queries see tokens that are not quantized as fp16 has them?
     bool has_fp16_window() const;
 
-    // Bytes of quantized pages of all layers and kv heads; NaN for a live cache.
+    // Bytes of quantized pages of all layers and kv heads that hold the token; NaN for a live cache.
     double bytes_per_token(const model_shape& shape) const;
 
     // Makes keys that can use statistics from these.

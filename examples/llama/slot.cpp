@@ -16,14 +16,14 @@ public:
     slot(const model& llama, std::span<const int> prompt, const scheme_choice& scheme, int chunk)
         : llama_(llama),
           cache_(scheme.make_cache(llama.shape())),
-          prompt_tokens_(static_cast<int>(prompt.size())),
+          prompt_(prompt.begin(), prompt.end()),
           chunk_(chunk),
           last_state_(llama.read(prompt, 0, *cache_, chunk, space_).bottomRows(1)) {}
 
     // Reads a text after the prompt and trims it again.
     matrix turn(std::span<const int> text) {
-        matrix states = llama_.read(text, prompt_tokens_, *cache_, chunk_, space_);
-        cache_->trim(prompt_tokens_);
+        matrix states = llama_.read(text, static_cast<int>(prompt_.size()), *cache_, chunk_, space_);
+        llama_.trim(prompt_, *cache_, chunk_, space_);
         return states;
     }
 
@@ -50,7 +50,8 @@ public:
 private:
     const model& llama_;
     std::unique_ptr<kv_cache> cache_;
-    int prompt_tokens_, chunk_;
+    std::vector<int> prompt_;
+    int chunk_;
     activations space_;
     matrix last_state_;  // after the prompt: it predicts the first token of a turn
 };

@@ -53,7 +53,8 @@ void model_weights::use(std::shared_ptr<product_device> device) {
     device_ = std::move(device);
     for (layer_weights& of : layers) {
         for (linear* const of_layer :
-             {&of.query, &of.key, &of.value, &of.attention_output, &of.gate, &of.up, &of.down}) {
+             {&of.query, &of.key, &of.value, &of.attention_output, &of.delta.mixed, &of.delta.gate,
+              &of.delta.beta, &of.delta.decay, &of.delta.output, &of.gate, &of.up, &of.down}) {
             of_layer->use(device_.get());
         }
     }

@@ -65,10 +65,23 @@ private:
     product_device* device_ = nullptr;  // the threads
 };
 
+// What a layer with Gated DeltaNet has in place of attention.
+struct delta_weights {
+    linear mixed;                      // [mixed_dim][dim]: queries, keys and values, before the convolution
+    linear gate;                       // [value_dim][dim]
+    linear beta, decay;                // [value_heads][dim]
+    matrix kernel;                     // [kernel][mixed_dim]: of the convolution, the newest token last
+    row_vector decay_bias, log_decay;  // [value_heads]
+    row_vector norm;                   // [value_channels], of every head
+    linear output;                     // [dim][value_dim]
+};
+
 // Empty rows: the model has none.
 struct layer_weights {
     row_vector attention_norm;  // [dim]
-    linear query, key, value, attention_output;
+    linear query, key, value,
+        attention_output;  // query: with a gate, its rows follow those of the query in every head
+    delta_weights delta;   // or these
     row_vector query_bias, key_bias, value_bias, attention_output_bias;
     row_vector query_norm, key_norm;      // [head_dim], of every head, before the rotation
     row_vector attention_output_norm;     // [dim], before the residual sum

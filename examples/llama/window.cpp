@@ -39,9 +39,10 @@ public:
     void append(int layer, const const_rows& keys, const const_rows& values) override {
         cache_.append(layer, keys, values);
     }
-    void trim(int tokens) override { cache_.trim(tokens); }
+    kvq::recurrent_state* state() override { return cache_.state(); }
+    int trim(int tokens) override { return cache_.trim(tokens); }
     std::size_t bytes() const override { return cache_.bytes(); }
-    void end_of_step() override { cache_.end_of_step(); }
+    void end_of_step(int tokens) override { cache_.end_of_step(tokens); }
     int step_tokens() const override { return cache_.step_tokens(); }
 
 private:
@@ -73,7 +74,8 @@ divergence_sums window_result::sums() const {
 
 double window::work(const model& llama, int tokens, int chunk, const scheme_choice& scheme,
                     bool is_baseline) {
-    const int known = is_baseline || !scheme.has_fp16_window() ? 0 : std::min(chunk, tokens);
+    const bool shares = scheme.has_fp16_window() && !llama.shape().has_state();
+    const int known = is_baseline || !shares ? 0 : std::min(chunk, tokens);
     return (tokens - known) * (reading_work(llama.shape()) + judging_work(llama.shape()));
 }
 
@@ -83,7 +85,7 @@ window::window(const model& llama, std::span<const int> text, const scheme_choic
       text_(text.begin(), text.end()),
       input_{llama.begin_of_text()},
       chunk_(std::min(chunk, static_cast<int>(text.size()))),
-      shares_first_chunk_(baseline.has_fp16_window()),
+      shares_first_chunk_(baseline.has_fp16_window() && !llama.shape().has_state()),
       space_(space),
       progress_(progress),
       first_keys_(static_cast<std::size_t>(llama.shape().layers)),

@@ -6,6 +6,8 @@
 #include <doctest/doctest.h>
 #include <kvq/cpu/scalar.hpp>
 #include <kvq/format/make_format.hpp>
+#include <kvq/io/restore.hpp>
+#include <kvq/io/save.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/presets.hpp>
 
@@ -25,6 +27,7 @@ public:
         kvq::cache_options options;
         options.page_tokens = 8;
         options.keys = options.values = options.window = kvq::make_format<kvq::full<float>, kvq::scalar>();
+        options.snapshots.every = 8;
         return options;
     }
 };
@@ -133,6 +136,63 @@ TEST_CASE("layers of Gemma 3 with a window free their pages, and the text stays 
     CHECK(continued(model, cache, longer, 95, 5) == std::vector<int>(expected.begin() + 7, expected.end()));
     CHECK(test::contains(test::message_of([&] { cache.trim(20); }), "sliding window of 3"));
     CHECK(cache.sequence().tokens() == 101);
+}
+
+TEST_CASE(
+    "a model with recurrent layers goes back to any token, or to a file, and goes on with the same text") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const test::temporary_folder folder;
+    test::tiny_model m = test::model_named("qwen3_5_text");
+    m.fill(random);
+    m.write_folder(folder, 1.0f);
+    const llama::model model(llama::load_model(folder.path()));
+    std::vector<int> text;
+    const int prompt = random.between(20, 40), steps = 30;
+    for (int i = 0; i < prompt; ++i) text.push_back(random.between(0, m.vocab - 1));
+    llama::reference_cache textbook(model.shape());
+    const std::vector<int> expected = continued(model, textbook, text, 0, steps);
+    open_cache cache(model.shape());
+    CHECK(continued(model, cache, text, 0, steps) == expected);
+    text.insert(text.end(), expected.begin(), expected.end());
+
+    llama::activations space;
+    const auto goes_on = [&](llama::kv_cache& of, int from) {
+        const int known = std::max(from + 1, prompt);
+        const std::vector<int> before(text.begin(), text.begin() + known);
+        return continued(model, of, before, from, prompt + steps - known) ==
+               std::vector<int>(text.begin() + known, text.end());
+    };
+    int again = 0;
+    for (int round = 0; round < 12; ++round) {
+        const int n = round == 0 ? 0 : random.between(1, prompt + steps - 2);
+        CAPTURE(n);
+        again += n - cache.sequence().reach(n);
+        const auto left = std::span<const int>(text).first(static_cast<std::size_t>(n));
+        model.trim(left, cache, 13, space);
+        CHECK(cache.sequence().tokens() == n);
+        CHECK(goes_on(cache, n));
+        model.trim(left, textbook, 13, space);
+        CHECK(goes_on(textbook, n));
+    }
+    CHECK(again > 0);
+
+    std::string file;
+    kvq::save(cache.sequence(), [&](const void* data, std::size_t bytes) {
+        file.append(static_cast<const char*>(data), bytes);
+    });
+    std::size_t at = 0;
+    open_cache other(model.shape());
+    other.sequence() = kvq::restore(other.cache(), [&](void* to, std::size_t bytes) {
+        bytes = std::min(bytes, file.size() - at);
+        std::memcpy(to, file.data() + at, bytes);
+        at += bytes;
+        return bytes;
+    });
+    const int n = prompt + steps / 2;
+    model.trim(std::span<const int>(text).first(static_cast<std::size_t>(n)), other, 13, space);
+    CHECK(goes_on(other, n));
 }
 
 // What the evaluation of schemes rests on: the first chunk of a window is read once, and other caches get its keys and values.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// A tiny model of each architecture, as GGUF files call it.
+// A tiny model of each architecture, as GGUF files call it; "qwen3_5_text" is for folders.
 #pragma once
 
 #include <kvq/attention/rotary.hpp>
@@ -42,6 +42,18 @@ inline tiny_model model_named(const std::string& name) {
         m.theta = 1e6f;
         m.frequencies.assign(7, local);
         m.frequencies[5] = kvq::rotary_frequencies(m.head_dim, 1e6);
+    }
+    if (name == "qwen3_5_text") {
+        m.head_norms = m.attention_gate = true;
+        m.dim = 64;
+        m.hidden_dim = 96;
+        m.head_dim = 32;
+        m.heads = 4;
+        m.rotated = 8;
+        m.epsilon = 1e-6f;
+        m.layers = 4;
+        m.recurrent = {true, true, true, false};
+        m.frequencies.assign(4, kvq::rotary_frequencies(m.rotated, 10000.0));
     }
     return m;
 }

@@ -108,6 +108,36 @@ TEST_CASE("every architecture has the logits of a textbook, from GGUF files and 
     }
 }
 
+TEST_CASE("a model with recurrent layers has the logits of a textbook, on any number of threads") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const test::temporary_folder folder;
+    for (int round = 0; round < 4; ++round) {
+        tiny_model m = model_named("qwen3_5_text");
+        m.layers = random.between(1, 4);
+        m.recurrent.clear();
+        for (int layer = 0; layer < m.layers; ++layer) m.recurrent.push_back(random.one_in(2));
+        m.recurrent[static_cast<std::size_t>(random.between(0, m.layers - 1))] = false;
+        m.key_heads = random.between(1, 3);
+        m.value_heads = m.key_heads * random.between(1, 3);
+        m.key_channels = random.between(1, 20);
+        m.value_channels = random.between(1, 20);
+        m.kernel = random.between(2, 6);
+        m.rotated = 2 * random.between(1, m.head_dim / 2);
+        m.frequencies.assign(static_cast<std::size_t>(m.layers), kvq::rotary_frequencies(m.rotated, 10000.0));
+        m.tied = random.one_in(2);
+        m.fill(random);
+        m.write_folder(folder, 1.0f);
+        const std::vector<int> tokens = some_tokens(random, random.between(1, 40), m.vocab);
+        const llama::model model(llama::load_model(folder.path()));
+        const std::vector<float> got = test::logits_of(model, tokens);
+        CHECK(test::distance(got, m.logits(tokens)) < 1e-4);
+        CHECK(test::logits_of(model, tokens, 3) == got);
+        CHECK(test::distance(test::logits_of(model, tokens, 1, 1), got) < 1e-5);
+    }
+}
+
 TEST_CASE("weights in every type have the logits of the same values in F32, on any number of threads") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

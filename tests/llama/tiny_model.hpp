@@ -140,6 +140,16 @@ struct tiny_model {
     std::vector<int> windows;                        // by layer
     std::vector<std::vector<double>> frequencies{};  // by layer; empty: of theta
     double amplitude = 1.0;
+    // Qwen3.5: by layer, whether it is recurrent; a gate behind attention; channels of a head that are rotated (0: all).
+    std::vector<bool> recurrent{};
+    bool attention_gate = false;
+    int rotated = 0;
+    int key_heads = 2, value_heads = 4, key_channels = 8, value_channels = 12, kernel = 4;
+
+    bool is_recurrent(int layer) const {
+        return !recurrent.empty() && recurrent[static_cast<std::size_t>(layer)];
+    }
+    int mixed_dim() const { return 2 * key_heads * key_channels + value_heads * value_channels; }
 
     /// By name in GGUF files. A matrix has sizes {inputs, outputs}.
     struct tensor {
@@ -185,14 +195,26 @@ struct tiny_model {
         for (int layer = 0; layer < layers; ++layer) {
             const std::string of = "blk." + std::to_string(layer) + ".";
             norm(of + "attn_norm", dim);
-            matrix(of + "attn_q", dim, heads * head_dim);
-            matrix(of + "attn_k", dim, kv_heads * head_dim);
-            matrix(of + "attn_v", dim, kv_heads * head_dim);
-            matrix(of + "attn_output", heads * head_dim, dim);
             norm(of + "ffn_norm", dim);
             matrix(of + "ffn_gate", dim, hidden_dim);
             matrix(of + "ffn_up", dim, hidden_dim);
             matrix(of + "ffn_down", hidden_dim, dim);
+            if (is_recurrent(layer)) {
+                matrix(of + "delta_mixed", dim, mixed_dim());
+                matrix(of + "delta_gate", dim, value_heads * value_channels);
+                matrix(of + "delta_beta", dim, value_heads);
+                matrix(of + "delta_decay", dim, value_heads);
+                add(of + "delta_kernel.weight", {kernel, 1, mixed_dim()}, 0.7f, llama::type_f32);
+                add(of + "delta_decay_bias", {value_heads}, 1.0f, llama::type_f32);
+                add(of + "delta_log_decay", {value_heads}, 1.0f, llama::type_f32);
+                norm(of + "delta_norm", value_channels);
+                matrix(of + "delta_output", value_heads * value_channels, dim);
+                continue;
+            }
+            matrix(of + "attn_q", dim, (attention_gate ? 2 : 1) * heads * head_dim);
+            matrix(of + "attn_k", dim, kv_heads * head_dim);
+            matrix(of + "attn_v", dim, kv_heads * head_dim);
+            matrix(of + "attn_output", heads * head_dim, dim);
             if (biases) {
                 add(of + "attn_q.bias", {heads * head_dim}, 0.5f, llama::type_f32);
                 add(of + "attn_k.bias", {kv_heads * head_dim}, 5.0f, llama::type_f32);
@@ -250,8 +272,8 @@ struct tiny_model {
             return x;
         };
         const auto rotate = [&](vector& x, std::size_t position, int layer) {
-            const auto pairs = static_cast<std::size_t>(head_dim) / 2;
-            for (std::size_t head = 0; head < x.size(); head += 2 * pairs)
+            const auto pairs = static_cast<std::size_t>(rotated > 0 ? rotated : head_dim) / 2;
+            for (std::size_t head = 0; head < x.size(); head += static_cast<std::size_t>(head_dim))
                 for (std::size_t p = 0; p < pairs; ++p) {
                     const double f = frequencies.empty()
                                          ? std::pow(static_cast<double>(theta),
@@ -280,10 +302,19 @@ struct tiny_model {
         }
         for (int layer = 0; layer < layers; ++layer) {
             const std::string of = "blk." + std::to_string(layer) + ".";
-            std::vector<vector> q, k, v;
-            for (std::size_t t = 0; t < states.size(); ++t) {
+            const auto n = static_cast<std::size_t>(head_dim);
+            std::vector<vector> q, k, v, gates;
+            if (is_recurrent(layer)) add_recurrent(layer, states, product, norm);
+            for (std::size_t t = 0; !is_recurrent(layer) && t < states.size(); ++t) {
                 const vector x = norm(of + "attn_norm", states[t]);
                 q.push_back(product(of + "attn_q", x));
+                gates.push_back({});
+                if (attention_gate) {
+                    const vector both = q[t];
+                    q[t].clear();
+                    for (std::size_t i = 0; i < both.size(); ++i)
+                        (i / n % 2 == 0 ? q[t] : gates[t]).push_back(both[i]);
+                }
                 k.push_back(product(of + "attn_k", x));
                 v.push_back(product(of + "attn_v", x));
                 if (head_norms) {
@@ -293,9 +324,8 @@ struct tiny_model {
                 rotate(q[t], t, layer);
                 rotate(k[t], t, layer);
             }
-            const auto n = static_cast<std::size_t>(head_dim);
             const int window = windows.empty() ? 0 : windows[static_cast<std::size_t>(layer)];
-            for (std::size_t t = 0; t < states.size(); ++t) {
+            for (std::size_t t = 0; !is_recurrent(layer) && t < states.size(); ++t) {
                 vector out(q[t].size());
                 for (std::size_t head = 0; head < static_cast<std::size_t>(heads); ++head) {
                     const std::size_t kv = head / static_cast<std::size_t>(heads / kv_heads);
@@ -315,9 +345,12 @@ struct tiny_model {
                         for (std::size_t i = 0; i < n; ++i)
                             out[head * n + i] += p[s - from] / sum * v[s][kv * n + i];
                 }
+                for (std::size_t i = 0; i < gates[t].size(); ++i) out[i] /= 1.0 + std::exp(-gates[t][i]);
                 vector y = product(of + "attn_output", out);
                 if (output_norms) y = norm(of + "post_attention_norm", y);
                 for (std::size_t i = 0; i < y.size(); ++i) states[t][i] += y[i];
+            }
+            for (std::size_t t = 0; t < states.size(); ++t) {
                 const vector x = norm(of + "ffn_norm", states[t]);
                 vector g = product(of + "ffn_gate", x), u = product(of + "ffn_up", x);
                 for (std::size_t i = 0; i < g.size(); ++i) {
@@ -327,7 +360,7 @@ struct tiny_model {
                                             : g[i] / (1.0 + std::exp(-g[i]));
                     g[i] = act * u[i];
                 }
-                y = product(of + "ffn_down", g);
+                vector y = product(of + "ffn_down", g);
                 if (output_norms) y = norm(of + "post_ffw_norm", y);
                 for (std::size_t i = 0; i < y.size(); ++i) states[t][i] += y[i];
             }
@@ -337,6 +370,70 @@ struct tiny_model {
             for (const double x : product(tied ? "token_embd" : "output", norm("output_norm", state)))
                 all.push_back(cap(x, logit_softcap));
         return all;
+    }
+
+    /// A recurrent layer: adds to the states what it makes of their norms, token by token.
+    template <class Product, class Norm>
+    void add_recurrent(int layer, std::vector<std::vector<double>>& states, const Product& product,
+                       const Norm& norm) const {
+        using vector = std::vector<double>;
+        const std::string of = "blk." + std::to_string(layer) + ".";
+        const auto weights = [&](const std::string& name) { return tensors.at(of + name).values; };
+        const auto taps = static_cast<std::size_t>(kernel), channels = static_cast<std::size_t>(mixed_dim()),
+                   keys = static_cast<std::size_t>(key_channels),
+                   values = static_cast<std::size_t>(value_channels);
+        const std::vector<float> conv = weights("delta_kernel.weight"), bias = weights("delta_decay_bias"),
+                                 log_decay = weights("delta_log_decay");
+        std::vector<vector> inputs;
+        std::vector<vector> memory(static_cast<std::size_t>(value_heads), vector(keys * values));
+        for (vector& state : states) {
+            const vector x = norm(of + "attn_norm", state), z = product(of + "delta_gate", x),
+                         b = product(of + "delta_beta", x), a = product(of + "delta_decay", x);
+            inputs.push_back(product(of + "delta_mixed", x));
+            vector mixed(channels);
+            for (std::size_t c = 0; c < channels; ++c) {
+                for (std::size_t back = 0; back < std::min(taps, inputs.size()); ++back)
+                    mixed[c] += static_cast<double>(conv[c * taps + taps - 1 - back]) *
+                                inputs[inputs.size() - 1 - back][c];
+                mixed[c] /= 1.0 + std::exp(-mixed[c]);
+            }
+            vector out;
+            for (std::size_t h = 0; h < memory.size(); ++h) {
+                const std::size_t of_keys = h / static_cast<std::size_t>(value_heads / key_heads) * keys,
+                                  all_keys = static_cast<std::size_t>(key_heads) * keys;
+                const auto unit = [&](std::size_t first) {
+                    vector u(mixed.begin() + static_cast<std::ptrdiff_t>(first),
+                             mixed.begin() + static_cast<std::ptrdiff_t>(first + keys));
+                    double squares = 1e-6;
+                    for (const double e : u) squares += e * e;
+                    for (double& e : u) e /= std::sqrt(squares);
+                    return u;
+                };
+                const vector q = unit(of_keys), k = unit(all_keys + of_keys);
+                const double rate = std::log1p(std::exp(a[h] + static_cast<double>(bias[h])));
+                const double kept = std::exp(-std::exp(static_cast<double>(log_decay[h])) * rate);
+                const double beta = 1.0 / (1.0 + std::exp(-b[h]));
+                vector heads_out(values);
+                for (std::size_t i = 0; i < values; ++i) {
+                    double known = 0.0;
+                    for (std::size_t c = 0; c < keys; ++c)
+                        known += (memory[h][c * values + i] *= kept) * k[c];
+                    const double change = beta * (mixed[2 * all_keys + h * values + i] - known);
+                    for (std::size_t c = 0; c < keys; ++c) {
+                        memory[h][c * values + i] += k[c] * change;
+                        heads_out[i] +=
+                            memory[h][c * values + i] * q[c] / std::sqrt(static_cast<double>(keys));
+                    }
+                }
+                heads_out = norm(of + "delta_norm", heads_out);
+                for (std::size_t i = 0; i < values; ++i) {
+                    const double gate = z[h * values + i];
+                    out.push_back(heads_out[i] * gate / (1.0 + std::exp(-gate)));
+                }
+            }
+            const vector y = product(of + "delta_output", out);
+            for (std::size_t i = 0; i < y.size(); ++i) state[i] += y[i];
+        }
     }
 
     // ---- files -------------------------------------------------------------------------------------------------------
@@ -410,6 +507,20 @@ struct tiny_model {
         if (logit_softcap > 0) json += ", \"final_logit_softcapping\": " + number(logit_softcap);
         if (!windows.empty())
             json += ", \"sliding_window\": " + number(*std::max_element(windows.begin(), windows.end()));
+        if (!recurrent.empty()) {
+            json += ", \"linear_num_key_heads\": " + number(key_heads) +
+                    ", \"linear_num_value_heads\": " + number(value_heads) +
+                    ", \"linear_key_head_dim\": " + number(key_channels) +
+                    ", \"linear_value_head_dim\": " + number(value_channels) +
+                    ", \"linear_conv_kernel_dim\": " + number(kernel) +
+                    ", \"rope_parameters\": {\"rope_theta\": " + number(theta) +
+                    ", \"partial_rotary_factor\": " + number(static_cast<double>(rotated) / head_dim) +
+                    "}, \"layer_types\": [";
+            for (int layer = 0; layer < layers; ++layer)
+                json += std::string(layer > 0 ? ", " : "") +
+                        (is_recurrent(layer) ? "\"linear_attention\"" : "\"full_attention\"");
+            json += "]";
+        }
         return json + more + "}";
     }
     /// The name of a tensor in Hugging Face's files.
@@ -427,13 +538,23 @@ struct tiny_model {
             {"post_ffw_norm", "post_feedforward_layernorm"},
             {"ffn_gate", "mlp.gate_proj"},
             {"ffn_up", "mlp.up_proj"},
-            {"ffn_down", "mlp.down_proj"}};
+            {"ffn_down", "mlp.down_proj"},
+            {"delta_mixed", "linear_attn.in_proj_qkv"},
+            {"delta_gate", "linear_attn.in_proj_z"},
+            {"delta_beta", "linear_attn.in_proj_b"},
+            {"delta_decay", "linear_attn.in_proj_a"},
+            {"delta_kernel", "linear_attn.conv1d"},
+            {"delta_decay_bias", "linear_attn.dt_bias"},
+            {"delta_log_decay", "linear_attn.A_log"},
+            {"delta_norm", "linear_attn.norm"},
+            {"delta_output", "linear_attn.out_proj"}};
         if (name == "token_embd.weight") return "model.embed_tokens.weight";
         if (name == "output_norm.weight") return "model.norm.weight";
         if (name == "output.weight") return "lm_head.weight";
         const std::size_t second = name.find('.', 4), third = name.find('.', second + 1);
         return "model.layers." + name.substr(4, second - 4) + "." +
-               names.at(name.substr(second + 1, third - second - 1)) + name.substr(third);
+               names.at(name.substr(second + 1, third - second - 1)) +
+               (third == std::string::npos ? "" : name.substr(third));
     }
     /// A safetensors file of some of the tensors. norm_offset: subtracted from the weights of norms.
     std::string safetensors(float norm_offset = 0.0f,
@@ -443,7 +564,8 @@ struct tiny_model {
         for (const auto& [name, t] : tensors) {
             if (wanted && !wanted(name)) continue;
             std::string bytes = t.bytes;
-            if (norm_offset != 0.0f && name.ends_with("norm.weight")) {
+            if (norm_offset != 0.0f && name.ends_with("norm.weight") &&
+                !name.ends_with("delta_norm.weight")) {
                 std::vector<float> values = t.values;
                 for (float& x : values) x -= norm_offset;
                 bytes.assign(reinterpret_cast<const char*>(values.data()), values.size() * 4);

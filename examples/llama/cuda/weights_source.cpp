@@ -2,6 +2,8 @@
 
 #include "../weights.hpp"
 
+#include <stdexcept>
+
 namespace llama {
 namespace {
 
@@ -16,6 +18,9 @@ std::vector<float> values_of(const row_vector& row) { return {row.data(), row.da
 }  // namespace
 
 weights_source source_of(const model_weights& weights) {
+    if (weights.config.shape.has_state()) {
+        throw std::invalid_argument("models with recurrent layers are for the CPU");
+    }
     weights_source source;
     source.config = weights.config;
     source.embedding = rows_of(weights.embedding);
