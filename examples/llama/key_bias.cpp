@@ -54,11 +54,11 @@ bench::head_values in_double(const std::vector<float>& k, const std::vector<floa
 
 key_bias find_key_bias(const model_config& config, const kvq::calibration& statistics) {
     const model_shape& shape = config.shape;
-    const int pairs = shape.head_dim() / 2;
+    const int pairs = shape.head_dim() / 2, rotated = static_cast<int>(config.rotary.frequencies.size());
     const bool interleaved = config.pairs == kvq::rotary_layout::interleaved;
     const auto slow = [&](int pair) {
-        const auto at = static_cast<std::size_t>(pair);
-        return at < config.rotary.frequencies.size() && 64.0 * std::abs(config.rotary.frequencies[at]) <= 1.0;
+        return pair >= rotated ||
+               64.0 * std::abs(config.rotary.frequencies[static_cast<std::size_t>(pair)]) <= 1.0;
     };
     bool any_slow = false;
     for (int pair = 0; pair < pairs; ++pair) {
@@ -77,8 +77,9 @@ key_bias find_key_bias(const model_config& config, const kvq::calibration& stati
                 if (any_slow && !slow(pair)) {
                     continue;
                 }
-                const int first = interleaved ? 2 * pair : pair,
-                          second = interleaved ? first + 1 : pair + pairs;
+                const bool neighbours = interleaved || pair >= rotated;  // channels behind the rotated ones
+                const int first = neighbours ? 2 * pair : pair,
+                          second = neighbours ? first + 1 : pair + rotated;
                 double square = 0.0;
                 for (const int c : {first, second}) {
                     square += std::max(
