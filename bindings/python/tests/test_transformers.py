@@ -19,7 +19,7 @@ except ImportError:
 
 import kvq
 
-LAYERS, KV, Q, D, WIDTH, WORDS = 2, 2, 4, 64, 32, 50
+LAYERS, KV, Q, D, WIDTH, WORDS, KERNEL = 2, 2, 4, 64, 32, 50, 3
 
 
 def stand_in():
@@ -65,8 +65,16 @@ def stand_in():
         def update_conv_state(self, states, layer_idx):
             return self.layers[layer_idx].update_conv_state(states)
 
+        def update_recurrent_state(self, states, layer_idx):
+            self.layers[layer_idx].recurrent_states[0] = states
+
         def has_previous_state(self, layer_idx=None):
-            return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)][-1].states is not None
+            of = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)][-1] if layer_idx is None else self.layers[layer_idx]
+            return of.conv_states[0] is not None
+
+        def activate_past_recording(self):
+            for layer in self.layers:
+                layer.record_past = True
 
     class DynamicLayer(CacheLayerMixin):
         keeps_all = True  # crop(0)
@@ -81,11 +89,33 @@ def stand_in():
             return self.keys.shape[2]
 
     class LinearAttentionLayer:
-        states = None
+        """With a convolution of KERNEL inputs."""
+
+        def __init__(self):
+            self.record_past = False
+            self.reset()
+
+        def reset(self):
+            self.conv_states, self.recurrent_states = {0: None}, {0: None}
 
         def update_conv_state(self, states):
-            self.states = states if self.states is None else self.states + states
-            return self.states
+            before = torch.zeros(*states.shape[:-1], KERNEL) if self.conv_states[0] is None else self.conv_states[0]
+            states = torch.cat([before, states], -1)
+            self.conv_states[0] = states if self.record_past else states[..., -KERNEL:].clone()
+            return states
+
+        def reorder_cache(self, chosen):
+            for states in (self.conv_states, self.recurrent_states):
+                states[0] = states[0] if states[0] is None else states[0][chosen]
+
+        @property
+        def is_croppable(self):
+            return self.recurrent_states[0] is None
+
+        def crop(self, n):
+            if not self.record_past:
+                raise RuntimeError("does not track past states")
+            self.conv_states[0] = self.conv_states[0][..., n - KERNEL : n or None]
 
     class Registry:
         functions = None
@@ -181,6 +211,7 @@ class Model:
     is_causal = True
     sinks = config = None
     sees = staticmethod(causal)
+    kinds = ()  # what the tokens of each layer see, where they differ
     share = False  # the layers behind the first attend with its keys
 
     def __init__(self, device="cpu", dtype=None):
@@ -201,13 +232,14 @@ class Model:
         real = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long, device=ids.device) if mask is None else mask
         positions = (real.cumsum(-1) - 1).clamp(min=0)[:, past:]
         given = mask
-        if mask_function is not None:
-            given = mask_function(
-                batch_size=ids.shape[0], q_length=ids.shape[1], kv_length=real.shape[1], q_offset=past,
-                kv_offset=0, mask_function=self.sees, attention_mask=mask, config=self.config, use_vmap=False,
-                device=ids.device)
         x = self.words[ids]
         for layer, (wq, wk, wv, wo) in enumerate(self.weights):
+            self.sees = self.kinds[layer] if self.kinds else self.sees
+            if mask_function is not None:
+                given = mask_function(
+                    batch_size=ids.shape[0], q_length=ids.shape[1], kv_length=real.shape[1], q_offset=past,
+                    kv_offset=0, mask_function=self.sees, attention_mask=mask, config=self.config, use_vmap=False,
+                    device=ids.device)
             h = x / x.norm(dim=-1, keepdim=True) * WIDTH**0.5
             q, k, v = ((h @ w).view(*h.shape[:2], -1, D).transpose(1, 2) for w in (wq, wk, wv))
             q, k, v = (x.to(self.dtype) for x in (self.rotated(q, positions), self.rotated(k, positions), v))
@@ -227,7 +259,7 @@ class StandIn(unittest.TestCase):
         kept = {name: sys.modules.get(name) for name in ("transformers", "transformers.cache_utils", "kvq.transformers")}
         sys.modules.update({"transformers": package, "transformers.cache_utils": caches})
         sys.modules.pop("kvq.transformers", None)
-        for name in ("kvq._models", "kvq._masks"):
+        for name in ("kvq._models", "kvq._masks", "kvq._host_rows"):
             kept[name] = sys.modules.pop(name, None)
         self.module, self.caches = importlib.import_module("kvq.transformers"), caches
 
@@ -408,11 +440,8 @@ class StandIn(unittest.TestCase):
                 self.model(self.ids, self.exact(), self.attention, None, lambda bad=bad, **_: bad)
 
     def test_shared_keys(self):
-        """Layers that attend with the keys of another one: by the name of the option, and by what they do."""
-        self.model.config = types.SimpleNamespace(num_kv_shared_layers=1)
-        with self.assertRaisesRegex(kvq.UnsupportedError, "last 1 layers of .* attend with the keys of earlier ones"):
-            self.model(self.ids, self.exact(), self.attention, None, self.mask)
-        self.model.config, self.model.share = None, True
+        """Layers that attend with the keys of another one."""
+        self.model.share = True
         cache = self.exact()
         with self.assertRaisesRegex(kvq.UnsupportedError, "attend with the keys of another layer"):
             self.model(self.ids, cache, self.attention, None, self.mask)
@@ -458,7 +487,7 @@ class StandIn(unittest.TestCase):
 
     def test_layers_of_states(self):
         """Are the package's own; keys and lengths are found behind them."""
-        cache, one = self.exact(), torch.ones(3, 1)
+        cache, one = self.exact(), torch.ones(3, 2, 1)
         key = torch.zeros(3, KV, 5, D, device=self.device, dtype=self.dtype)
         for past in (0, 5):
             self.assertEqual(cache.has_previous_state(1), past > 0)
@@ -470,8 +499,8 @@ class StandIn(unittest.TestCase):
         self.assertIsInstance(cache.layers[1], self.caches.LinearAttentionLayer)
         self.assertFalse(cache.has_previous_state(3))
         other = copy.deepcopy(cache)
-        other.layers[1].states += 1
-        self.assertEqual(cache.layers[1].states.max().item(), 2)
+        other.layers[1].conv_states[0] += 1
+        self.assertEqual(cache.layers[1].conv_states[0].max().item(), 1)
         with self.assertRaisesRegex(kvq.UnsupportedError, "keys of an indexer"):
             cache.update_indexer(one, 0)
         for f in (lambda: cache.update(key, key, 1), lambda: cache.update_conv_state(one, 3)):
@@ -480,6 +509,150 @@ class StandIn(unittest.TestCase):
         cache.reset()
         self.assertFalse(cache.has_previous_state())
         self.assertEqual(cache.get_seq_length(), 0)
+
+    def of_model(self, types_, **others):
+        """A cache for layers of these types, with pages that windows free soon."""
+        config = types.SimpleNamespace(model_type="toy", layer_types=types_, num_hidden_layers=len(types_), num_attention_heads=Q,
+                                       num_key_value_heads=KV, head_dim=D, hidden_size=WIDTH, sliding_window=20,
+                                       attention_chunk_size=16, conv_L_cache=KERNEL, **others)
+        if self.device != "cpu":
+            return self.module.Cache.for_model(config, "fp16")
+        return self.module.Cache.for_model(config, "fp32", window="fp32", page_tokens=8, sinks=0, recent=8, rollback=8)
+
+    def test_for_model(self):
+        """Layers with a window or chunks beside full ones, in one cache: padded on the left, chosen rows, crops, copies, reset."""
+        mask = torch.ones(3, 90, dtype=torch.long, device=self.device)
+        mask[0, :50] = 0
+        for kind in ("sliding_attention", "chunked_attention"):
+            left = torch.tensor([50, 0, 0], device=self.device)
+            sees = window(20) if kind == "sliding_attention" else chunks(16, left)
+            if self.device != "cpu" and kind == "chunked_attention":
+                continue  # refused behind the first chunk
+            self.model.kinds = (sees, causal)
+            ours, theirs = self.of_model([kind, "full_attention"]), Everything()
+
+            def cut(n):
+                theirs.layers = {i: (k[:, :, :n], v[:, :, :n]) for i, (k, v) in theirs.layers.items()}
+
+            def step(ids):
+                self.both(ids, ours, theirs, torch.cat([mask, torch.ones(3, ours.get_seq_length() + ids.shape[1] - 90,
+                                                                         dtype=torch.long, device=self.device)], dim=1))
+
+            self.both(self.ids[:, :60], ours, theirs, mask[:, :60])
+            self.both(self.ids[:, 60:90], ours, theirs, mask)
+            for _ in range(2):
+                step(self.ids[:, :1])
+            ours.crop(-3)
+            cut(89)
+            self.both(self.ids[:, :1], ours, theirs, mask)
+            other, kept = copy.deepcopy(ours), dict(theirs.layers)
+            step(self.ids[:, 7:12])
+            ours, theirs.layers = other, kept
+            chosen = torch.tensor([0, 2, 2], device=self.device)
+            ours.reorder_cache(chosen)
+            theirs.layers = {i: (k[chosen], v[chosen]) for i, (k, v) in theirs.layers.items()}
+            step(self.ids[:, :4])
+            if self.device != "cpu":
+                continue
+            s = ours.sequences[1]
+            self.assertIs(ours.layers[0].pages, ours.pages)
+            self.assertEqual([layer.kind for layer in ours.pages.layers], [kind.split("_")[0], "full"])
+            self.assertGreater(s.trim_limit(), 50)  # pages were freed
+            with self.assertRaisesRegex(kvq.ArgumentError, "layer 0"):
+                ours.crop(-60)
+            step(self.ids[:, :2])  # and nothing has changed
+            ours.reset()
+            left.zero_()
+            self.both(self.ids[:2], ours, Everything())
+
+    def test_for_model_disagrees(self):
+        """What the model does is not what its config says."""
+        ids = self.ids[:, :30]
+        for types_, kinds, text in ((["sliding_attention"] * 2, (window(19), causal), "a window of 20 .* its mask says a window of 19"),
+                                    (["sliding_attention"] * 2, (causal, causal), "a window of 20 .* its mask says neither"),
+                                    (["chunked_attention"] * 2, (causal, causal), "chunks of 16 .* its mask says neither")):
+            self.model.kinds = kinds
+            with self.assertRaisesRegex(kvq.UnsupportedError, text):
+                self.model(ids, self.of_model(types_), self.attention, None, self.mask)
+        self.model.kinds = (chunks(16, torch.zeros(3, dtype=torch.long)),) * 2
+        mask = torch.ones_like(ids)
+        mask[1, 20:25] = 0
+        with self.assertRaisesRegex(kvq.UnsupportedError, "padding must be on the left"):
+            self.model(ids, self.of_model(["chunked_attention"] * 2), self.attention, mask, self.mask)
+        shown = torch.ones(30, 30, dtype=torch.bool).tril()
+        self.model.kinds = (lambda b, h, q, k: shown[q, k] & (k != 3),) * 2
+        with self.assertRaisesRegex(kvq.UnsupportedError, "shows tokens that a layer with a window of 20 has freed"):
+            self.model(ids, self.of_model(["sliding_attention"] * 2), self.attention, None, self.mask)
+        self.model.kinds = ()
+        with self.assertRaisesRegex(kvq.UnsupportedError, "layer 0 of .* has 2 heads with 64 and 64 channels, its config says 2 with 32"):
+            cache = self.module.Cache.for_model(types.SimpleNamespace(num_hidden_layers=2, num_attention_heads=2, head_dim=32))
+            self.model(ids, cache, self.attention, None, self.mask)
+        with self.assertRaisesRegex(kvq.ArgumentError, "layer 1 of .*: the cache was made for 1 layers"):
+            self.model(ids, self.of_model(["full_attention"]), self.attention, None, self.mask)
+
+    def test_for_model_with_states(self):
+        """States are in the sequences: chosen rows, copies, crops to snapshots and of convolutions alone."""
+        for recurrent in (True, False):
+            state = dict(linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=3, linear_value_head_dim=5,
+                         linear_conv_kernel_dim=KERNEL) if recurrent else {}
+            channels = 16 if recurrent else WIDTH
+            types_ = ["linear_attention" if recurrent else "conv", "full_attention", "moe"]
+            cache = self.of_model(types_, **state)
+            taken = torch.randn(3, channels, 60, generator=torch.Generator().manual_seed(4))
+
+            def run(first, last):
+                self.assertEqual(cache.has_previous_state(0), first > 0)
+                cache.update_conv_state(taken[..., first:last], 0)
+                if recurrent:
+                    cache.update_recurrent_state(taken[:, :6, :last].sum(-1).view(3, 2, 3, 1).expand(-1, -1, -1, 5).clone(), 0)
+                k, q = torch.zeros(3, KV, last - first, D), torch.zeros(3, Q, last - first, D)
+                self.attention(self.model, q, *cache.update(k, k, 1), None)
+
+            def holds(n, rows=(0, 1, 2)):
+                for i, (row, s) in enumerate(zip(rows, cache.sequences)):
+                    self.assertEqual((len(s), s.tokens(0)), (n, n))
+                    self.assertTrue((s.state(0, "conv")[0] == taken[row, :, n - KERNEL : n].numpy()).all())
+                    if recurrent:
+                        sums = taken[row, :6, :n].sum(-1).view(2, 3)
+                        self.assertTrue((s.state(0, "recurrent") == sums[..., None].numpy()).all())
+                        self.assertTrue(torch.equal(cache.layers[0].recurrent_states[0][i][..., 0], sums))
+                    s.advance(0)
+                    self.assertTrue(torch.equal(cache.layers[0].conv_states[0][i], taken[row, :, n - KERNEL : n]))
+
+            run(0, 20)
+            other = copy.deepcopy(cache)
+            for i in range(20, 24):
+                run(i, i + 1)
+            holds(24)
+            cache.crop(-4)  # to the end of the prompt
+            holds(20)
+            run(20, 21)
+            run(21, 22)
+            with self.assertRaisesRegex(kvq.UnsupportedError, "none at token 21, only at 20"):
+                cache.crop(-1)
+            holds(22)
+            cache.reorder_cache(torch.tensor([2, 2, 0]))
+            holds(22, (2, 2, 0))
+            self.assertEqual(cache.pages.layers[0].kind, "state")
+            cache = other
+            holds(20)
+            cache.activate_past_recording()
+            run(20, 27)
+            if recurrent:
+                continue
+            cache.crop(-4)
+            holds(23)
+            run(23, 26)
+            cache.crop(0)
+            holds(26)
+            cache.reset()
+            self.assertFalse(cache.has_previous_state())
+            run(0, 9)
+            holds(9)
+        cache = self.of_model(["linear_attention", "full_attention"], **dict(state, mamba_d_state=4, mamba_d_conv=2, mamba_expand=3))
+        run(0, 5)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "the conv state of layer 0 of .* is .32, 3., its config says .96, 2."):
+            cache.reorder_cache(torch.tensor([0, 1, 2]))
 
     def test_copies(self):
         """copy.deepcopy() forks: both go on, as prompts are used again."""

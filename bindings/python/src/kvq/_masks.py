@@ -30,6 +30,31 @@ class Said:
         """Whether a context of so many tokens needs what rows() gives."""
         return self.seen is not None or (self.chunk is not None and tokens > self.chunk)
 
+    def agree(self, of: Any, window: Optional[int], real: Optional[torch.Tensor], tokens: int, new: int) -> None:
+        """Raises UnsupportedError where this is not what a layer with a window or chunks hides by itself. Arguments: as of rows()
+
+        of      a kvq.Layer
+        window  of the mask, or what the model says beside it
+        """
+        own, found, what = of.window, window, "a window"
+        if of.kind == "chunked":
+            found, what = self.chunk, "chunks"
+        if found not in (None, own) or (found is None and self.seen is None and tokens > own):
+            has = "neither" if found is None else f"{what} of {found}"
+            raise UnsupportedError(f"kvq: a layer of {model_name()} has {what} of {own} tokens by its config, its mask says {has}")
+        if tokens <= own:
+            return
+        if self.seen is not None:
+            far = of.kind == "chunked" or bool(torch.tril(self.seen, tokens - new - own).any())
+            if far:
+                raise UnsupportedError(f"kvq: the mask of {model_name()} shows tokens that a layer with {what} of {own} has freed")
+        elif of.kind == "chunked":
+            left = torch.zeros(1, dtype=torch.long) if self._left is None else self._left.cpu()
+            first = torch.zeros_like(left) if real is None else real.long().argmax(dim=1)
+            if bool((first != left).any()) or (real is not None and bool((real.sum(1) != tokens - first).any())):
+                raise UnsupportedError(f"kvq: {model_name()} counts padding behind tokens in its chunks of {own}; with a cache of "
+                                       "for_model padding must be on the left")
+
     def rows(self, real: Optional[torch.Tensor], batch: int, tokens: int, new: int) -> List[Dict[str, Any]]:
         """Arguments of Mods for each row of the batch. Found once for layers that have the same `real`.
 

@@ -36,10 +36,6 @@ def state_layer() -> Optional[type]:
 
 def check_model(config: Any) -> None:
     """Raises UnsupportedError for layers that no cache of kvq.transformers holds."""
-    shared = getattr(config, "num_kv_shared_layers", None) or 0
-    if shared > 0:
-        raise UnsupportedError(f"kvq: the last {shared} layers of {model_name()} attend with the keys of earlier "
-                               "ones (num_kv_shared_layers), which kvq.transformers.Cache does not hold")
     states = getattr(config, "number_of_conv_states", None) or 1
     if states > 1:
         raise UnsupportedError(f"kvq: layers of {model_name()} keep {states} convolution states each, "

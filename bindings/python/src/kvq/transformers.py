@@ -2,6 +2,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvq")
     model.generate(**inputs, past_key_values=kvq.transformers.Cache("std4"))
+    model.generate(**inputs, past_key_values=kvq.transformers.Cache.for_model(model, "std4"))    # layers as its config says
 
 Written for the classes Cache, CacheLayerMixin, AttentionInterface and AttentionMaskInterface of transformers
 4.56 and 5; run with 5.17. tests/test_transformers.py runs it against a small model and stand-ins of these
@@ -9,7 +10,8 @@ classes, tests/architectures.py with models of the package where that is install
 
 For models whose attention is the function that attn_implementation="kvq" names, and causal: a sliding window,
 chunks, softcapping and learned sinks included. Batches may be padded. On the CPU a mask may show and hide any
-tokens (prefix-LM, packed sequences). Layers of recurrent states are the package's own. What a cache does not
+tokens (prefix-LM, packed sequences). Layers of recurrent states are the package's own; for_model stores what they
+hold in sequences of kvq. What a cache does not
 hold, or cannot see, is refused with the model's class in the first forward pass. Beam search forks sequences,
 assisted decoding trims them, copy.deepcopy(cache) forks all of them.
 On a GPU (a library with KVQ_LIBRARY_CUDA; float16 or bfloat16) every layer has a kvq.cuda.Cache on its
@@ -29,11 +31,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
 from transformers.cache_utils import Cache as _Cache, CacheLayerMixin
 
 from ._attention import Mods, Threads
-from ._cache import Cache as _Pages
+from ._configs import layers_of
 from ._errors import ArgumentError, Error, UnsupportedError
+from ._host_rows import Rows, States
+from ._layers import Layer as _OfModel
 from ._masks import Said, given_mask, said
 from ._models import Handed, HandedMask, check_model, model_name, state_layer
-from ._sequence import Sequence
 
 __all__ = ["Cache", "DecodeGraph", "attention", "attention_mask", "decode_in_graphs"]
 
@@ -110,25 +113,36 @@ class Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, keys: Any = "std4", values: Any = None, threads: Optional[Threads] = None,
-                 padding: Optional[_Padding] = None, **options: Any) -> None:
+                 padding: Optional[_Padding] = None, rows: Optional[Rows] = None, number: int = 0,
+                 **options: Any) -> None:
         super().__init__()
         self._formats = (keys, values)
         self._threads = threads
         self._options = options
+        self._rows = rows or Rows(keys, values, options)  # on the CPU
+        self._number = number  # of the layer in them
         self._waiting: Optional[Tuple[Handed, torch.Tensor]] = None  # what update() returned, and the keys
         self._padding = padding or _Padding()
         self._shape: Any = None  # of keys and values, what pages are made for
         self._device: Any = None  # on a GPU: DevicePages
-        self.pages: Any = None  # a kvq.Cache or a kvq.cuda.Cache
-        self._host: List[Sequence] = []
         self.chunk: Optional[int] = None  # tokens of a chunk, where attention is chunked
         self.tokens = 0  # padding included
         self.real: Optional[torch.Tensor] = None  # [batch][tokens]: False for padding; None: there is none
 
     @property
+    def pages(self) -> Any:
+        """A kvq.Cache or a kvq.cuda.Cache."""
+        return self._rows.pages if self._device is None else self._device.pages
+
+    @property
     def sequences(self) -> List[Any]:
         """One per row of the batch."""
-        return self._host if self._device is None else self._device.sequences
+        return self._rows.sequences if self._device is None else self._device.sequences
+
+    @property
+    def of_model(self) -> Optional[_OfModel]:
+        """What the config of the model says of the layer; None: nothing."""
+        return None if self._rows.layers is None else self._rows.layers[self._number]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: Optional[torch.Tensor] = None) -> None:
         batch, kv_heads, _, head_dim = key_states.shape
@@ -141,11 +155,9 @@ class Layer(CacheLayerMixin):
             from ._device_layer import DevicePages
 
             self._device = DevicePages(key_states, values, keys, self._options)
-            self.pages, self._host = self._device.pages, []
         else:
-            pages = _Pages(1, kv_heads, head_dim, keys, values, value_dim=value_dim, **self._options)
-            self._host = [pages.new_sequence() for _ in range(batch)]
-            self.pages, self._device = pages, None
+            self._rows.begin(self._number, batch, kv_heads, head_dim, value_dim)
+            self._device = None
         self._shape, self.is_initialized = self._shape_of(key_states, value_dim), True
 
     @staticmethod
@@ -173,7 +185,7 @@ class Layer(CacheLayerMixin):
         if waiting is None or waiting[0] is not handed:
             raise UnsupportedError(
                 f"kvq: layers of {model_name()} attend with the keys of another layer, which "
-                "kvq.transformers.Cache does not hold: each layer must update() the cache itself")
+                "kvq.transformers.Cache(...) does not hold: each layer must update() the cache itself")
         return waiting[1]
 
     def expand(self, handed: Handed, module: torch.nn.Module) -> None:
@@ -225,12 +237,17 @@ class Layer(CacheLayerMixin):
                 s_aux: Optional[torch.Tensor]) -> torch.Tensor:
         batch, q_heads, n, _ = q.shape
         scale, softcap, window = how
+        of = self.of_model
+        hides = of is not None and of.window > 0  # by itself
+        if hides:
+            mask.agree(of, window, real, self.tokens + n, n)
+            window = None
         sinks = None if s_aux is None else s_aux.detach().float().flatten().tolist()
         shared: Dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sink_logits=sinks)
         out = torch.zeros(batch, n, q_heads, v.shape[-1], dtype=q.dtype)
         rows = [i for i in range(batch) if new is None or bool(new[i].any())]
         mods: Any = None
-        if mask.needs_rows(self.tokens + n):
+        if mask.needs_rows(self.tokens + n) and not (hides and mask.seen is None):
             of_rows = mask.rows(real, batch, self.tokens + n, n)
             mods = [Mods(**shared, **of_rows[i]) for i in rows]
         elif any(x is not None for x in shared.values()):
@@ -244,7 +261,7 @@ class Layer(CacheLayerMixin):
 
         with torch.no_grad():
             outs = self.pages.prefill(
-                0, [self._host[i] for i in rows], [tokens(k, i) for i in rows], [tokens(v, i) for i in rows],
+                self._number, [self.sequences[i] for i in rows], [tokens(k, i) for i in rows], [tokens(v, i) for i in rows],
                 [tokens(q, i) for i in rows], mods=mods, threads=self._threads)
         for i, of_row in zip(rows, outs):
             out[i, slice(None) if new is None else new[i]] = of_row
@@ -273,41 +290,28 @@ class Layer(CacheLayerMixin):
                 s.trim(0)
         self.tokens, self.real, self._waiting = 0, None, None
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """As the installed version of the package means it: -n removes n tokens from the end, a positive
-        number is the number of tokens to keep; 0 removes none where it is a number to remove, and all where
-        it is one to keep."""
-        n, change = self.get_seq_length(), int(tokens_to_remove)
-        keep = change if change > 0 else 0 if change == 0 and not _zero_keeps_all() else max(n + change, 0)
-        if keep < n:
-            real = self._padding.change(self.real, keep, lambda r: r[:, :keep])
-            for i, s in enumerate(self.sequences):  # a cache on a GPU may refuse the first
-                s.trim(keep if real is None else int(real[i].sum()))
-            self.tokens, self.real = keep, real
+    def forget(self, keep: int) -> None:
+        """Back to the first `keep` tokens, padding included. Rows on the CPU have been trimmed."""
+        if self._device is not None:
+            self._device.trim(self.lengths(keep))
+        self.real = self._padding.change(self.real, keep, lambda r: r[:, :keep])
+        self.tokens = keep
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.is_initialized:
-            chosen = torch.arange(len(self.sequences))[indices.cpu()].tolist()
-            forks = [self.sequences[i].fork() for i in chosen]
-            if self._device is None:
-                self._host = forks
-            else:
-                self._device.replace(forks)
-            self.real = self._padding.change(self.real, chosen, lambda r: r[chosen])
+    def lengths(self, keep: int) -> List[int]:
+        """Of the first `keep` tokens those of each row that are no padding."""
+        return [keep] * len(self.sequences) if self.real is None else self.real[:, :keep].sum(1).tolist()
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.batch_select_indices(beam_idx)
+    def choose(self, rows: List[int]) -> None:
+        """Forks of these rows. Those on the CPU have been made."""
+        if self._device is not None:
+            self._device.replace([self.sequences[i].fork() for i in rows])
+        self.real = self._padding.change(self.real, rows, lambda r: r[rows])
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self.batch_select_indices(torch.arange(len(self.sequences)).repeat_interleave(repeats))
-
-    def copy(self, padding: _Padding) -> "Layer":
+    def copy(self, padding: _Padding, rows: Rows) -> "Layer":
         """A layer of another cache with the same tokens, which shares pages with this one."""
-        made = Layer(*self._formats, self._threads, padding, **self._options)
+        made = Layer(*self._formats, self._threads, padding, rows, self._number, **self._options)
         if self.is_initialized:
-            made.is_initialized, made._shape, made.pages = True, self._shape, self.pages
-            made._host = [s.fork() for s in self._host]
+            made.is_initialized, made._shape = True, self._shape
             made._device = None if self._device is None else self._device.copy()
             made.tokens, made.real, made.chunk = self.tokens, self.real, self.chunk
         return made
@@ -336,7 +340,8 @@ def _zero_keeps_all() -> bool:
 class Cache(_Cache):
     """past_key_values of a model whose attention is "kvq".
 
-    Layers of recurrent states (linear attention, convolutions) are the package's own. copy.deepcopy() forks
+    Layers of recurrent states (linear attention, convolutions) are the package's own. for_model() reads the config of
+    the model; this takes the layers that come. copy.deepcopy() forks
     all sequences: the copy shares pages with this cache, and bytes() counts those of both.
 
     keys, values  formats by name, as of kvq.Cache; on a GPU of kvq.cuda.Cache, one for both
@@ -351,30 +356,98 @@ class Cache(_Cache):
         self._graph: Optional[DecodeGraph] = None  # of decode_in_graphs
         self._records = False  # activate_past_recording
         self._given = dict(keys=keys, values=values, threads=threads, **options)
+        # Of for_model:
+        self._of_model: List[Optional[_OfModel]] = []
+        self._numbers: List[Optional[int]] = []  # of the layers of the model in kvq; None: a layer that keeps nothing
+        self._rows: Optional[Rows] = None  # on the CPU
+        self._states: Optional[States] = None
         super().__init__(layer_class_to_replicate=lambda: Layer(keys, values, threads, padding, **options))
 
+    @classmethod
+    def for_model(cls, model: Any, keys: Any = "std4", values: Any = None, *, threads: Optional[Threads] = None,
+                  **options: Any) -> "Cache":
+        """A cache for the layers that the config of a model names: windows, chunks, sizes of heads, recurrent states.
+
+        model   a model of transformers or its config
+        others  as of Cache; on the CPU also snapshot_every and snapshot_bytes (None: four snapshots)
+
+        On the CPU all layers are in one kvq.Cache: `pages`, and `sequences`, one per row. Layers with a window or chunks free
+        what no query sees any more. Recurrent states are stored behind every forward pass; crop() goes back to a snapshot, which
+        is taken at the end of a prompt and every `snapshot_every` tokens, and is refused elsewhere.
+        On a GPU the layers are those of Cache. UnsupportedError names the type of a model that cannot be served, and why.
+        """
+        made = cls(keys, values, threads=threads, **options)
+        made._begin(layers_of(getattr(model, "config", model)))
+        return made
+
+    def _begin(self, of_model: List[Optional[_OfModel]]) -> None:
+        """Makes the layers of a model."""
+        self._of_model, self.layer_class_to_replicate = of_model, None
+        held = [layer for layer in of_model if layer is not None]
+        with_states = [i for i, layer in enumerate(held) if layer.parts]
+        with_keys = [i for i, layer in enumerate(held) if not layer.parts]
+        given = dict(self._given)
+        keys, values, threads = (given.pop(name) for name in ("keys", "values", "threads"))
+        self._rows = rows = Rows(keys, values, given, held)
+        if with_states:
+            self._states = States(with_states, with_keys[0])
+        numbers = iter(range(len(held)))
+        self._numbers = [None if layer is None else next(numbers) for layer in of_model]
+        self.layers = [state_layer()() if number is None or held[number].parts else
+                       Layer(keys, values, threads, self._padding, rows, number, **given) for number in self._numbers]
+
+    @property
+    def pages(self) -> Any:
+        """Of for_model, on the CPU: the kvq.Cache of all layers. None: no pass has begun."""
+        return None if self._rows is None else self._rows.pages
+
+    @property
+    def sequences(self) -> List[Any]:
+        """Of for_model, on the CPU: one kvq.Sequence for each row of the batch, with the states of all passes so far."""
+        self._store()
+        return [] if self._rows is None else self._rows.sequences
+
+    def _of_number(self) -> Dict[int, Any]:
+        """The package's layers of states, by the numbers that they have in kvq."""
+        return {n: layer for n, layer in zip(self._numbers, self.layers) if n is not None and not isinstance(layer, Layer)}
+
+    def _enters(self, layer_idx: int) -> None:
+        """A forward pass has come to a layer."""
+        if self._states is not None and self._numbers[layer_idx] is not None:
+            self._states.enters(self._numbers[layer_idx], self._rows, self._of_number())
+
+    def _store(self) -> None:
+        if self._states is not None:
+            self._states.store(self._rows, self._of_number())
+
     def __deepcopy__(self, memo: Dict[int, Any]) -> "Cache":
+        self._store()
         made = memo[id(self)] = type(self)(**self._given)
         made._records = self._records
-        for layer in self.layers:
-            own = isinstance(layer, Layer)
-            made.layers.append(layer.copy(made._padding) if own else copy.deepcopy(layer, memo))
+        if self._rows is not None:
+            made._begin(self._of_model)
+            made._rows = self._rows.copy()
+        made.layers = [layer.copy(made._padding, made._rows or layer._rows.copy()) if isinstance(layer, Layer)
+                       else copy.deepcopy(layer, memo) for layer in self.layers]
         return made
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
                **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+        if self._of_model and layer_idx >= len(self.layers):
+            raise ArgumentError(f"kvq: layer {layer_idx} of {model_name()}: the cache was made for {len(self.layers)} layers")
         if layer_idx < len(self.layers) and not isinstance(self.layers[layer_idx], Layer):
             raise UnsupportedError(f"kvq: layer {layer_idx} of {model_name()} has keys and recurrent states at "
                                    "once, which kvq.transformers.Cache does not hold")
+        self._enters(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _of_states(self, layer_idx: int) -> None:
         """Makes the package's own layer where a model keeps recurrent states."""
-        while len(self.layers) <= layer_idx:
+        while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
             self.layers.append(self.layer_class_to_replicate())
         made, layer = state_layer(), self.layers[layer_idx]
         if isinstance(layer, Layer):
-            if made is None or layer.is_initialized:
+            if made is None or layer.is_initialized or self._of_model:
                 both = " and keys at once" if made else ""
                 raise UnsupportedError(f"kvq: layer {layer_idx} of {model_name()} has recurrent states{both}, "
                                        "which kvq.transformers.Cache does not hold")
@@ -403,6 +476,8 @@ class Cache(_Cache):
 
     def has_previous_state(self, layer_idx: Optional[int] = None, *args: Any, **kwargs: Any) -> bool:
         """Whether a layer of recurrent states has some; None: the last such layer."""
+        if layer_idx is not None and layer_idx < len(self._numbers):
+            self._enters(layer_idx)  # every layer of states asks this before it reads them
         own = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
         if all(isinstance(layer, Layer) for layer in own):
             return False
@@ -431,12 +506,65 @@ class Cache(_Cache):
             if isinstance(layer, Layer):
                 layer.reset()
             else:
-                self.layers[i] = self.layer_class_to_replicate()
+                self.layers[i] = self.layer_class_to_replicate() if self.layer_class_to_replicate else state_layer()()
+        if self._states is not None:
+            self._states = self._states.fresh()
+
+    def _host_rows(self) -> List[Rows]:
+        """Each of them once."""
+        rows = {id(layer._rows): layer._rows for layer in self.layers if isinstance(layer, Layer) and layer._device is None}
+        return list(rows.values())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As the installed version of the package means it: -n removes n tokens from the end, a positive
+        number is the number of tokens to keep; 0 removes none where it is a number to remove, and all where
+        it is one to keep."""
+        held, change = self._held(0), int(tokens_to_remove)
+        n = self.get_seq_length()
+        keep = change if change > 0 else 0 if change == 0 and not _zero_keeps_all() else max(n + change, 0)
+        of_states = [layer for layer in self.layers if not isinstance(layer, Layer)]
+        load = False
+        if self._states is not None and self.pages is not None:
+            load = self._states.crop(max(n - keep, 0), held.lengths(min(keep, n)), self._rows, self._of_number())
+        else:
+            for layer in of_states:
+                layer.crop(tokens_to_remove)
+        if held is not None and keep < n:
+            layers = [layer for layer in self.layers if isinstance(layer, Layer) and layer.is_initialized]
+            for rows in self._host_rows():
+                rows.trim(held.lengths(keep))
+            for layer in layers:
+                layer.forget(keep)
+        if load:
+            self._states.load(self._rows, self._of_number())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._store()
+        held = self._held(0)
+        if held is None:
+            return
+        chosen = torch.arange(len(held.sequences))[indices.cpu()].tolist()
+        for rows in self._host_rows():
+            rows.choose(chosen)
+        for layer in self.layers:
+            if not isinstance(layer, Layer):
+                layer.reorder_cache(torch.tensor(chosen))
+            elif layer.is_initialized:
+                layer.choose(chosen)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        held = self._held(0)
+        if held is not None:
+            self.batch_select_indices(torch.arange(len(held.sequences)).repeat_interleave(repeats))
 
     def bytes(self) -> int:
         """Of kvq's layers and sequences, shared pages counted once."""
         held = [layer for layer in self.layers if isinstance(layer, Layer) and layer.is_initialized]
-        return sum(layer.pages.info().bytes_in_use for layer in held)
+        pages = {id(layer.pages): layer.pages for layer in held}
+        return sum(of.info().bytes_in_use for of in pages.values())
 
     def _on_device(self) -> bool:
         """Whether all layers are kvq's, on a GPU, and hold tokens."""
