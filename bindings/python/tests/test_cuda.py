@@ -203,7 +203,7 @@ class Caches(OnGpu):
 class StandInOnGpu(OnGpu, of_cpu.StandIn):
     """The tests of the CPU's adapter, with attention in float16."""
 
-    device, most = DEVICE, 0.05
+    device, most, on_gpu = DEVICE, 0.05, True
 
     def setUp(self):
         OnGpu.setUp(self)
