@@ -39,7 +39,7 @@ kvq_cuda_sequence* new_sequence(const shared_device& of, Take&& take) {
 
 /// What attention refuses, before a call has appended anything.
 void expect_queries(const device_state& of, const query_view& q, const output_view& out) {
-    const cache_shape& s = of.cache.shape();
+    const cache_shape s = of.cache.shape(0);
     expect(q.tokens == out.tokens && q.heads == out.heads && q.dim == s.head_dim && out.dim == s.head_dim &&
                q.heads >= 1 && q.heads % s.kv_heads == 0,
            KVQ_ERROR_ARGUMENT, "q is ", q.tokens, " x ", q.heads, " x ", q.dim, " and out ", out.tokens,
@@ -160,7 +160,7 @@ kvq_status kvq_cuda_cache_get_info(const kvq_cuda_cache* cache, kvq_cuda_cache_i
         device_state& of = *get(cache, "cache").state;
         expect_struct(info, "info");
         const device_call call(of);
-        const kvq::cache_shape& s = of.cache.shape();
+        const kvq::cache_shape s = of.cache.shape(0);
         const kvq::cuda::cache_options& o = of.cache.options();
         const kvq::usage_report u = of.cache.usage();
         const std::size_t in_use = of.cache.bytes_in_use(), window = in_use - u.quantized,

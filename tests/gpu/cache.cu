@@ -1006,7 +1006,7 @@ void check_budget() {
     cuda::sequence_id fork;
     ok(c.gpu.fork(p.id, fork, c.stream));  // holds the first three pages
     append(7 * page);
-    const auto& kinds = c.gpu.formats().kinds;
+    const auto& kinds = c.gpu.formats(0).kinds;
     const std::size_t before = c.gpu.bytes_in_use(), saved = layers * heads *
                                                              (kinds[1].key_block + kinds[1].value_block -
                                                               kinds[0].key_block - kinds[0].value_block);
@@ -1121,11 +1121,11 @@ void check_refusals() {
           "what moves nothing");
     CHECK(c.gpu.erase(a, 1, 4) && c.gpu.tokens(a) == 1, "an erase to the end is a trim");
     CHECK(c.gpu.begin_step(one, 0, c.stream), "begin");
-    refused(c.gpu.requantize(one, {.format = "std4"}, c.stream), "not compiled");
+    refused(c.gpu.requantize(one, {.format = "std4"}, c.stream), "std4 is not a format of this cache");
     refused(c.gpu.requantize(one, {.format = "int8", .first_token = 3, .last_token = 2}, c.stream), "range");
     const cuda::tier descending[] = {{10, "int8"}, {5, "kivi-4-g32"}}, missing[] = {{0, "std4"}};
     refused(c.gpu.step_down(one, descending, c.stream), "age 5, before 10");
-    refused(c.gpu.step_down(one, missing, c.stream), "not compiled");
+    refused(c.gpu.step_down(one, missing, c.stream), "std4 is not a format of this cache");
     // A CPU cache that has other options, or other formats.
     kvq::cache narrow(c.cpu.shape(), {.keys = make_format<int8, scalar>(), .sinks = 3, .page_tokens = page}),
         lacks(c.cpu.shape(), {.keys = make_format<int8, scalar>(),

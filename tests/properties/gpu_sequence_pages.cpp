@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Comparison family: exact. What the host keeps of a sequence on the GPU (cuda/host/sequence_pages.hpp) against a CPU cache that did
-// the same: which pages are quantized, which tokens they show, which have 16-bit copies; every page has the right holders, and no sequence
-// takes more pages than it said.
+// the same: which pages are quantized, which tokens they show, which have 16-bit copies, which a window has freed; every page has the right
+// holders, and no sequence takes more pages than it said. What queries of a step see is held until the next one.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -37,7 +37,7 @@ void make_room(gpu::free_pages& pool, int more) {
 }
 /// Room for exactly what a growth by n tokens is said to take.
 void ensure(pools& p, const gpu::sequence_pages& s, int n, const gpu::device_geometry& g) {
-    make_room(p.quantized_pages, s.committed_after(n, g) - s.committed());
+    make_room(p.quantized_pages, s.missing_quantized(n, g));
     make_room(p.window_pages, s.missing_pages(n, g));
     make_room(p.sink_pages, g.sink_pages(s.tokens() + n) - static_cast<int>(s.sinks.size()));
 }
@@ -49,7 +49,10 @@ void require_same(const both& b, const gpu::device_geometry& g) {
     REQUIRE(device.committed == host.committed);
     REQUIRE(device.copies_from == host.copies_from);
     REQUIRE(device.size() == host.size());
-    int skipped = 0;
+    const int gone = b.pages.gone();
+    int skipped = gone == 0 ? 0 : g.first_token(gone) - device.front();
+    REQUIRE((gone > 0) == (host.front() > 0));
+    REQUIRE(device.trim_limit(g) == b.host.trim_limit());
     for (int i = 0; i < host.size(); ++i) {
         const kvq::page_span &mine = device[i], &theirs = host[i];
         REQUIRE(mine.first_token == theirs.first_token);
@@ -62,7 +65,7 @@ void require_same(const both& b, const gpu::device_geometry& g) {
         if (mine.sinks) continue;
         REQUIRE((mine.pages[0]->format == 0) == (theirs.pages[0]->format == 0));
         // Kernels find a token by its page.
-        const int page = i - b.pages.sink_spans();
+        const int page = i - b.pages.sink_spans() + gone;
         REQUIRE(mine.first_token + skipped == g.first_token(page));
         if (i < device.committed) skipped += g.page_tokens - mine.tokens;
     }
@@ -71,7 +74,7 @@ void require_same(const both& b, const gpu::device_geometry& g) {
     const int pages = b.pages.pages();
     REQUIRE(pages - b.pages.first_in_window() <= g.ring);
     for (int i = b.pages.first_in_window(); i < pages; ++i) REQUIRE(b.pages.window_page(i) != nullptr);
-    for (int i = 0; i < b.pages.first_in_window(); ++i) REQUIRE(!b.pages[i].copies[0]);
+    for (int i = gone; i < b.pages.first_in_window(); ++i) REQUIRE(!b.pages[i].copies[0]);
     int in_window = 0;
     for (int i = 0; i < pages; ++i) in_window += b.pages.window_page(i) != nullptr;
     REQUIRE(in_window <= g.ring);
@@ -86,24 +89,31 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
     test::generator random(seed);
     constexpr int dim = 4, most = 400;
     const std::vector<float> values(most * dim, 1.0f);
-    int all_cuts = 0;
+    int all_cuts = 0, all_gone = 0;
     for (int round = 0; round < 30; ++round) {
         const int page = random.pick(std::vector{4, 16, 7}), step = random.between(1, 4);
         gpu::device_geometry g{{random.one_in(3) ? 0 : random.between(1, 40), random.between(0, 30), page},
                                random.one_in(3) ? 0 : random.between(1, 40),
                                0};
+        if (round % 3 == 1) g.window = {random.between(1, 120)};
+        if (round % 6 == 1) g.window.sinks = g.sinks;
+        if (round % 6 == 2) g.window = {random.between(1, 120), true};
         const int drafts = random.one_in(2) ? 0 : random.between(1, page);
         // As cache::open() chooses it (window_columns of cuda/layout/window_columns.hpp).
         g.ring = std::max((g.recent + g.rollback + drafts + page - 2) / page,
                           (g.recent + step + page - 2) / page) +
                  1;
-        kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = dim},
-                         {.keys = kvq::make_format<kvq::int8, kvq::scalar>(),
-                          .sinks = g.sinks,
-                          .recent = g.recent,
-                          .page_tokens = page,
-                          .rollback = g.rollback,
-                          .repack = 0.0f});  // the device does not repack
+        kvq::layer layer = kvq::full_attention({.kv_heads = 1, .head_dim = dim});
+        if (g.window)
+            layer =
+                (g.window.chunked ? kvq::chunked_attention : kvq::sliding_attention)(g.window.tokens, layer);
+        layer.sinks = g.window.sinks;
+        kvq::cache cache({layer}, {.keys = kvq::make_format<kvq::int8, kvq::scalar>(),
+                                   .sinks = g.sinks,
+                                   .recent = g.recent,
+                                   .page_tokens = page,
+                                   .rollback = g.rollback,
+                                   .repack = 0.0f});  // the device does not repack
         const auto append = [&](both& b, int n) {
             const kvq::token_view<const float> x(values.data(), n, 1, dim);
             b.host.append(0, x, x);
@@ -124,10 +134,17 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                 if (tokens + n > most) continue;
                 ensure(p, b.pages, n, g);
                 const int pages = b.pages.pages_after(n, g), before = b.pages.committed(),
-                          committed = b.pages.committed_after(n, g);
+                          committed = b.pages.committed_after(n, g), held = b.pages.pages();
+                // What the first new query sees of pages.
+                int seen = b.pages.gone();
+                while (seen < held && b.pages[seen].end() <= g.window.first_seen(tokens)) ++seen;
                 b.pages.grow(n, g, p);
                 REQUIRE(b.pages.pages() == pages);
                 REQUIRE(b.pages.committed() == committed);
+                for (int page_of = seen; n <= step && page_of < held; ++page_of)
+                    REQUIRE((page_of < b.pages.first_in_16_bit() ? b.pages.quantized_page(page_of)
+                                                                 : b.pages.window_page(page_of)) != nullptr);
+                all_gone += b.pages.gone();
                 // What a step quantizes has its 16-bit values until the next one.
                 if (n <= step)
                     for (int page_of = before; page_of < committed; ++page_of)
@@ -135,6 +152,10 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                 append(b, n);
             } else if (what < 9) {
                 const int n = std::max(0, tokens - random.between(0, random.one_in(2) ? g.rollback : tokens));
+                if (!b.pages.table.reaches(n, g)) {
+                    CHECK_THROWS_AS(b.host.trim(n), kvq::argument_error);
+                    continue;
+                }
                 const int left = b.pages.committed_after_trim(n, g);
                 b.pages.trim(n, g);
                 REQUIRE(b.pages.committed() == left);
@@ -185,7 +206,12 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                         else
                             quantized.insert(held);
                     }
-                for (const auto& l : one.pages.leaving) REQUIRE(window.insert(l.held.get()).second);
+                for (const auto& l : one.pages.leaving) {
+                    if (l.held->format == 0)
+                        REQUIRE(window.insert(l.held.get()).second);
+                    else
+                        quantized.insert(l.held.get());
+                }
             }
             REQUIRE(static_cast<int>(window.size()) == p.window_pages.used());
             REQUIRE(static_cast<int>(quantized.size()) == p.quantized_pages.used());
@@ -194,6 +220,7 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
         CHECK(p.quantized_pages.used() + p.window_pages.used() + p.sink_pages.used() == 0);
     }
     CHECK(all_cuts > 0);
+    CHECK(all_gone > 0);
 }
 
 }  // namespace gpu_sequence_pages_tests

@@ -250,7 +250,7 @@ public:
     }
     std::size_t bytes_for(int tokens) const override {
         const kvq::cuda::cache_options& o = cache_.options();
-        const cache_format& f = cache_.formats();
+        const cache_format& f = cache_.formats(0);
         const cache_format::kind& kind = f.kinds[static_cast<std::size_t>(f.find(o.formats[0]))];
         const int behind = std::max(0, tokens - o.sinks),
                   quantized = std::max(0, behind - o.recent) / o.page_tokens,

@@ -131,19 +131,17 @@ status move_pages(const layer_kinds& kinds, const moved_page* pages, int count, 
 /// Reads and makes sequences of a cache.
 struct transfer_access {
     static status check(const cache& c, sequence_id id) {
-        if (c.format_.functions == nullptr) return bad_value("the cache is not open");
+        if (status s = c.check_equal_layers("a transfer"); !s) return s;
         return c.check_here(id);
     }
-    static std::uint64_t generation(const cache& c) {
-        std::uint64_t sum = c.window_.generation() + c.sinks_.generation();
-        for (const device_pages& p : c.quantized_) sum += p.generation();
-        return sum;
-    }
-    static const sequence_pages& pages_of(const cache& c, sequence_id id) { return c.entry_of(id).pages; }
+    /// All layers of a cache that check() has let through.
+    static const layer_group& group(const cache& c) { return c.groups_[0]; }
+    static std::uint64_t generation(const cache& c) { return group(c).generation(); }
+    static const sequence_pages& pages_of(const cache& c, sequence_id id) { return c.entry_of(id).pages[0]; }
     static const device_pages& pool(const cache& c, int kind) {
-        return kind == window_kind ? c.window_
-               : kind == sink_kind ? c.sinks_
-                                   : c.quantized_[static_cast<std::size_t>(kind)];
+        return kind == window_kind ? group(c).window
+               : kind == sink_kind ? group(c).sinks
+                                   : group(c).quantized[static_cast<std::size_t>(kind)];
     }
 
     static status check_name(const std::string& name) {
@@ -152,21 +150,21 @@ struct transfer_access {
                          name.size(), most_name - 1);
     }
     static status make_request(const cache& c, std::string_view format, transfer_request& r) {
-        if (c.format_.functions == nullptr) return bad_value("the cache is not open");
+        if (status s = c.check_equal_layers("a transfer"); !s) return s;
         const std::string name(format);
-        if (!name.empty() && c.format_.find(name) < 0)
+        if (!name.empty() && group(c).format.find(name) < 0)
             return bad_value("%.60s is not a format of the receiving cache", name.c_str());
         if (status f = check_name(name); !f) return f;
-        r.layers = c.shape_.layers;
-        r.kv_heads = c.shape_.kv_heads;
-        r.head_dim = c.shape_.head_dim;
-        r.value_dim = c.shape_.dim(tensor::value);
-        r.type = static_cast<int>(c.format_.type);
-        r.page_tokens = c.geometry_.page_tokens;
-        r.sinks = c.geometry_.sinks;
-        r.recent = c.geometry_.recent;
-        r.rollback = c.geometry_.rollback;
-        r.ring = c.geometry_.ring;
+        r.layers = group(c).shape.layers;
+        r.kv_heads = group(c).shape.kv_heads;
+        r.head_dim = group(c).shape.head_dim;
+        r.value_dim = group(c).shape.dim(tensor::value);
+        r.type = static_cast<int>(group(c).format.type);
+        r.page_tokens = group(c).geometry.page_tokens;
+        r.sinks = group(c).geometry.sinks;
+        r.recent = group(c).geometry.recent;
+        r.rollback = group(c).geometry.rollback;
+        r.ring = group(c).geometry.ring;
         std::memcpy(r.format, name.data(), name.size());
         return {};
     }
@@ -195,10 +193,10 @@ struct transfer_access {
                 r.sinks, r.page_tokens, r.recent, own.sinks, own.page_tokens, own.recent);
         int asked = -1;
         if (r.format[0] != '\0') {
-            asked = c.format_.find(r.format);
+            asked = group(c).format.find(r.format);
             if (asked < 0) return bad_value("%.60s is not a format of the sending cache", r.format);
         }
-        const sequence_pages& s = c.entry_of(id).pages;
+        const sequence_pages& s = pages_of(c, id);
         const device_geometry g{{r.sinks, r.recent, r.page_tokens}, r.rollback, r.ring};
         const int n = s.paged_tokens(g), pages = s.pages(), committed = s.committed_after(0, g);
         // 16-bit values that the receiver would have kept for its rollback, where the sender has them.
@@ -234,13 +232,13 @@ struct transfer_access {
         for (const entry& e : entries) offer.bytes += pool(c, e.wire).page_bytes();
         offer.bytes_as_is = 0;
         for (int i = 0; i < s.committed(); ++i) offer.bytes_as_is += s[i].pages[0]->bytes;
-        for (int i = s.first_in_window(); i < pages; ++i) offer.bytes_as_is += c.window_.page_bytes();
-        offer.bytes_as_is += s.sinks.size() * c.sinks_.page_bytes();
-        for (std::size_t f = 0; f < c.format_.kinds.size(); ++f) {
-            const std::string& name = c.format_.kinds[f].name;
+        for (int i = s.first_in_window(); i < pages; ++i) offer.bytes_as_is += group(c).window.page_bytes();
+        offer.bytes_as_is += s.sinks.size() * group(c).sinks.page_bytes();
+        for (std::size_t f = 0; f < group(c).format.kinds.size(); ++f) {
+            const std::string& name = group(c).format.kinds[f].name;
             if (status r = check_name(name); !r) return r;
             std::memcpy(offer.names[f], name.data(), name.size());
-            offer.fingerprints[f] = c.keys_[f].fingerprint();
+            offer.fingerprints[f] = group(c).keys[f].fingerprint();
         }
         offer.formats_checksum = host_checksum(plan.formats.data(), plan.formats.size());
         std::vector<int> same(page_kinds);
@@ -253,7 +251,7 @@ struct transfer_access {
                                  plan_memory& memory, sequence_id& made, cudaStream_t stream) {
         if (offer.formats_checksum != host_checksum(plan.formats.data(), plan.formats.size()))
             return bad_value("the formats of %zu pages came damaged", plan.formats.size());
-        const device_geometry& g = c.geometry_;
+        const device_geometry& g = group(c).geometry;
         const auto committed = static_cast<std::size_t>(offer.committed);
         sequence_pages s;
         kvq::detail::page_table& table = s.table;
@@ -282,7 +280,7 @@ struct transfer_access {
         while (table.tokens < offer.tokens) add(table.next_span(offer.tokens, g));
         table.restored(table.committed, g, g.rollback);
         const int pages = s.pages(), sinks = g.sink_pages(offer.tokens);
-        if (offer.tokens > c.options_.max_tokens || pages > c.columns_)
+        if (offer.tokens > c.options_.max_tokens || pages > group(c).columns)
             return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
                              offer.tokens, pages, c.options_.max_tokens, c.options_.cut_pages);
         if (pages - offer.first_copy > g.ring || offer.first_copy > offer.committed)
@@ -295,21 +293,22 @@ struct transfer_access {
             if (wire < 0 || wire >= most_formats)
                 return bad_value("a page has format %d of the sender", wire);
             int& f = local[static_cast<std::size_t>(wire)];
-            if (f < 0) f = c.format_.find(offer.names[wire]);
+            if (f < 0) f = group(c).format.find(offer.names[wire]);
             if (f < 0) return bad_value("%.60s is not a format of the receiving cache", offer.names[wire]);
-            if (c.keys_[static_cast<std::size_t>(f)].fingerprint() != offer.fingerprints[wire])
+            if (group(c).keys[static_cast<std::size_t>(f)].fingerprint() != offer.fingerprints[wire])
                 return bad_value("%.60s was made from other statistics, or is rotated by other matrices",
                                  offer.names[wire]);
             return {};
         };
         if (status r = map(offer.target); !r) return r;
         s.set_target(local[static_cast<std::size_t>(offer.target)]);
-        std::vector<int> wanted(c.quantized_.size(), 0);
+        std::vector<int> wanted(group(c).quantized.size(), 0);
         for (std::size_t i = 0; i < committed; ++i) {
             if (status r = map(plan.formats[i]); !r) return r;
             ++wanted[static_cast<std::size_t>(local[static_cast<std::size_t>(plan.formats[i])])];
         }
-        if (status r = c.ensure_free(wanted, pages - offer.first_copy, sinks, stream); !r) return r;
+        if (status r = c.groups_[0].ensure_free(wanted, pages - offer.first_copy, sinks, stream); !r)
+            return r;
         const sequence_id id = c.new_sequence();
         std::vector<entry> entries;
         const auto take = [&](page_ref& p, int kind, int wire) {
@@ -325,7 +324,7 @@ struct transfer_access {
         }
         for (int i = 0; i < sinks; ++i) take(s.sinks.emplace_back(), sink_kind, sink_kind);
         table.copies_from = kvq::detail::smaller(table.committed, offer.first_copy + s.sink_spans());
-        c.entry_of(id).pages = std::move(s);
+        c.entry_of(id).pages[0] = std::move(s);
         const status result = lay_out(c, entries, local, plan, memory, stream);
         if (result)
             made = id;
@@ -337,7 +336,7 @@ struct transfer_access {
     /// Slices, places and conversions. local: this cache's kind of each of the sender's.
     static status lay_out(const cache& c, const std::vector<entry>& entries, const std::vector<int>& local,
                           transfer_plan& plan, plan_memory& memory, cudaStream_t stream) {
-        const auto layers = static_cast<std::size_t>(c.shape_.layers);
+        const auto layers = static_cast<std::size_t>(group(c).shape.layers);
         std::size_t all = 0;
         for (const entry& e : entries)
             all += pool(c, local[static_cast<std::size_t>(e.wire)]).page_bytes() / layers;
@@ -383,7 +382,7 @@ struct transfer_access {
             plan.list.push_back({static_cast<int>(first), static_cast<int>(end), at, first_conversion,
                                  static_cast<int>(plan.conversions.size())});
         }
-        plan.pack_messages(c.shape_.layers);
+        plan.pack_messages(group(c).shape.layers);
         status result;
         const auto put = [&](device_memory& m, const auto& list) {
             const std::size_t bytes = list.size() * sizeof(list[0]);
@@ -403,7 +402,7 @@ struct transfer_access {
     static layer_kinds kinds_of(const cache& c, int layer) {
         layer_kinds k;
         for (int i = 0; i < page_kinds; ++i)
-            if (i >= most_formats || i < c.kinds()) k.of[i] = pool(c, i).memory().layer(layer);
+            if (i >= most_formats || i < group(c).kinds()) k.of[i] = pool(c, i).memory().layer(layer);
         return k;
     }
     static status pack(const cache& c, const transfer_plan& plan, const transfer_plan::slice& of, int layer,
@@ -415,11 +414,11 @@ struct transfer_access {
         }
         for (int i = of.first_conversion; i < of.end_conversion; ++i) {
             const slice_conversion& x = plan.conversions[static_cast<std::size_t>(i)];
-            layer_view l = c.view(layer);
+            layer_view l = group(c).view(layer, 0);
             layer_memory& to = l.quantized[x.target].pages;
             to.keys = slice + x.key_at;
             to.values = slice + x.value_at;
-            if (status s = c.format_.functions->requantize(
+            if (status s = group(c).format.functions->requantize(
                     l, x.source, l.window, x.target, memory.from.as<const int>() + x.first,
                     memory.to.as<const int>() + x.first, x.count, stream);
                 !s)

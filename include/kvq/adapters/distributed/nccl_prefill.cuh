@@ -122,9 +122,9 @@ private:
         return n;
     }
     std::size_t query_bytes() const noexcept {
-        return static_cast<std::size_t>(heads_) * static_cast<std::size_t>(cache_->shape().head_dim) * 2;
+        return static_cast<std::size_t>(heads_) * static_cast<std::size_t>(cache_->shape(0).head_dim) * 2;
     }
-    int width() const noexcept { return cache_->formats().value_dim + 2; }
+    int width() const noexcept { return cache_->formats(0).value_dim + 2; }
     std::size_t state_bytes() const noexcept {
         return static_cast<std::size_t>(heads_) * static_cast<std::size_t>(width()) * sizeof(float);
     }
@@ -137,7 +137,7 @@ private:
 
     status check_begin(const cache& own, sequence_id id, const context_split& split, int n) const {
         if (group_ == nullptr) return detail::bad_value("prefill of a divided context is not open");
-        if (own.formats().functions == nullptr) return detail::bad_value("the cache is not open");
+        if (status s = own.check_equal_layers("a divided context"); !s) return s;
         if (split.ranks() != group_->ranks())
             return detail::bad_value("a context divided among %d ranks does not fit %d ranks", split.ranks(),
                                      group_->ranks());
@@ -148,8 +148,8 @@ private:
                 "the cache of rank %d has %d sinks, %d recent tokens and pages of %d, its part of the "
                 "context has %d, %d and %d",
                 me(), o.sinks, o.recent, o.page_tokens, want.sinks, want.recent, want.page_tokens);
-        if (heads_ % own.shape().kv_heads != 0)
-            return detail::bad_value("%d query heads do not fit %d kv heads", heads_, own.shape().kv_heads);
+        if (heads_ % own.shape(0).kv_heads != 0)
+            return detail::bad_value("%d query heads do not fit %d kv heads", heads_, own.shape(0).kv_heads);
         if (own.tokens(id) != split.tokens(me()))
             return detail::bad_value("sequence %d of rank %d holds %d tokens, its part of the context has %d",
                                      id.index, me(), own.tokens(id), split.tokens(me()));
@@ -197,10 +197,10 @@ private:
     status check(int layer, float_type type, const token_view<const T>& q, const token_view<const T>& k,
                  const token_view<const T>& v, const token_view<Out>& out, const prefill_options& o) const {
         if (!begun_) return detail::bad_value("no chunk of a divided context has begun");
-        const cache_shape& shape = cache_->shape();
+        const cache_shape shape = cache_->shape(0);
         if (layer < 0 || layer >= shape.layers)
             return detail::bad_value("layer %d is not among the %d layers of the cache", layer, shape.layers);
-        if (type != cache_->formats().type)
+        if (type != cache_->formats(0).type)
             return detail::bad_value("q, k and v have another type than the cache");
         if (o.window != 0 || o.sink_logits != nullptr || o.state_out != nullptr || o.lead != 0)
             return detail::bad_value(
@@ -277,7 +277,7 @@ private:
     template <class T>
     status attend(int layer, const T* queries, const token_view<const T>& k, const token_view<const T>& v,
                   prefill_options options, cudaStream_t stream) {
-        const cache_shape& shape = cache_->shape();
+        const cache_shape shape = cache_->shape(0);
         int first = seen_from(me()), keys = 0;
         for (std::size_t i = 0; first < end_; ++i) {
             const bool holds = i < own_.size();

@@ -61,8 +61,8 @@ public:
     /// Waits until everything is sent. The report may be null.
     status finish(sequence_report* report = nullptr) {
         if (pipe_.group == nullptr) return detail::bad_value("the sender is not open");
-        if (layer_ != cache_->shape().layers)
-            return detail::bad_value("a sequence ends after %d of %d layers", layer_, cache_->shape().layers);
+        if (layer_ != cache_->layer_count())
+            return detail::bad_value("a sequence ends after %d of %d layers", layer_, cache_->layer_count());
         const status s = pipe_.group->wait(pipe_.messages, "until the layers of a sequence are sent");
         if (s && report != nullptr) *report = {offer_.tokens, offer_.bytes, offer_.bytes_as_is};
         return s;
@@ -145,7 +145,7 @@ public:
     }
     /// Puts the next layer on its way. Does not wait for it.
     status receive_layer() {
-        if (!begun_ || layer_ == cache_->shape().layers)
+        if (!begun_ || layer_ == cache_->layer_count())
             return detail::bad_value("the receiver has not begun, or has all layers");
         for (int i = 0; i < plan_.slices(); ++i)
             if (status s = receive_slice(i); !s) {
@@ -159,7 +159,7 @@ public:
     status receive(sequence_id& made, sequence_report* report = nullptr) {
         if (!begun_)
             if (status s = begin(); !s) return s;
-        while (layer_ < cache_->shape().layers)
+        while (layer_ < cache_->layer_count())
             if (status s = receive_layer(); !s) return s;
         status s = pipe_.group->wait(pipe_.pages, "for the layers of a sequence");
         if (s) s = check_messages();
@@ -189,7 +189,7 @@ private:
         if (status s = pipe_.send_words(answer, "until the answer to an offer is sent"); !s) return s;
         if (!possible) return possible;
         generation_ = detail::transfer_access::generation(*cache_);
-        headers_.resize(static_cast<std::size_t>(cache_->shape().layers * plan_.slices()));
+        headers_.resize(static_cast<std::size_t>(cache_->layer_count() * plan_.slices()));
         if (status s = sums_.allocate(cache_->options().memory, headers_.size() * sizeof(headers_[0]),
                                       "checksums", stream_);
             !s)

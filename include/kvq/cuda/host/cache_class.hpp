@@ -1,7 +1,7 @@
 // The class of a cache that owns its pages; what it promises: cache.hpp. Its members are in cache_open, cache_step and cache_pages.hpp.
 //
-// Device words: paged lengths, committed pages, extents of formats, tables, what pages show, lists of pages to quantize. The host has a copy of all but the lists,
-// and sends words that change. Row b of a table is that of the step's sequence b; it stays while the same sequence stands there.
+// Layers of one shape, window and formats are a group (layer_group.hpp): tables, pools and launches are those of groups. A cache of equal layers
+// has one. A sequence has pages in every group.
 #pragma once
 
 #include <initializer_list>
@@ -10,10 +10,7 @@
 #include "../../page/page_changes.hpp"
 #include "../../quant/rotation.hpp"
 #include "../layout/window_columns.hpp"
-#include "cache_options.hpp"
-#include "device_format.hpp"
-#include "sequence_pages.hpp"
-#include "word_writer.hpp"
+#include "layer_group.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -31,6 +28,11 @@ public:
     /// Once. compiled: what the program has instantiated; the entry with the formats, head_dim, page size and type is taken.
     status open(const cache_shape& shape, const cache_options& options,
                 std::span<const device_format> compiled, cudaStream_t stream);
+    /// Layers of several shapes and formats (cache/layers.hpp). Raises kvq::error for an impossible layer. The pages of a layer are committed to the keys of format formats.key of
+    /// options.formats and the values of formats.value. An entry of `compiled` is taken for every shape, with these and the formats of
+    /// options.formats that no layer has: those are for requantize() and step_down().
+    status open(std::vector<layer> layers, const cache_options& options,
+                std::span<const device_format> compiled, cudaStream_t stream);
 
     /// Keys of a format, made from statistics (widths of channels, feedback), as find_format(name, tensor::key, statistics) makes the CPU's.
     /// Before its first page. Raises kvq::error for statistics that the scheme refuses.
@@ -39,10 +41,20 @@ public:
     /// kvq::error for matrices of another shape. Waits for the stream.
     status rotate(std::string_view format, tensor role, const rotation& matrices, cudaStream_t stream);
 
-    const cache_shape& shape() const noexcept { return shape_; }
+    bool is_open() const noexcept { return !groups_.empty(); }
+    /// As they were given.
+    const std::vector<layer>& layers() const noexcept { return layers_; }
+    int layer_count() const noexcept { return static_cast<int>(layers_.size()); }
+    /// The shape of a layer; its `layers` is the number of all.
+    cache_shape shape(int layer) const noexcept {
+        const kvq::layer& l = layers_[static_cast<std::size_t>(layer)];
+        return {layer_count(), l.kv_heads, l.head_dim, l.value_dim};
+    }
     const cache_options& options() const noexcept { return options_; }
-    /// The entry that open() has taken. Formats of the cache are numbered as its kinds.
-    const device_format& formats() const noexcept { return format_; }
+    /// The entry that open() has taken for a layer. Formats of the layer are numbered as its kinds.
+    const device_format& formats(int layer) const noexcept { return group_of(layer).format; }
+    /// Is every layer full attention of one shape in the same formats? Divided contexts and transfers between GPUs take such caches only.
+    status check_equal_layers(const char* who) const;
 
     /// An empty sequence. It holds no memory yet. None before open().
     [[nodiscard]] sequence_id new_sequence();
@@ -50,7 +62,9 @@ public:
     status free(sequence_id id);
     /// Tokens of a sequence, drafted ones included; 0 for one that is not there.
     int tokens(sequence_id id) const noexcept {
-        return is_here(id) ? entry_of(id).pages.tokens() + entry_of(id).pages.drafted : 0;
+        if (!is_here(id)) return 0;
+        const detail::sequence_pages& s = entry_of(id).pages[0];
+        return s.tokens() + s.drafted;
     }
 
     /// Every sequence of the batch gets new_tokens tokens more, in all layers: append() writes them. 0: attend() only. A sequence_id{} is a
@@ -66,8 +80,8 @@ public:
     /// all layers: the sequence is bit for bit what appending the accepted tokens alone gives. One launch, and one if pages leave a window.
     status keep(std::span<const sequence_id> batch, std::span<const std::span<const int>> paths,
                 cudaStream_t stream);
-    /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer, layer 0 first: it also quantizes the pages that leave
-    /// the windows of all layers. T: options().type.
+    /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer, the first one of a shape and format before the others: it
+    /// also quantizes the pages that leave the recent windows of all of them. T: options().type.
     status append(int layer, const input_view& k, const input_view& v, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type}); !s) return s;
         if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
@@ -75,10 +89,12 @@ public:
         if (k.tokens != tokens || v.tokens != tokens)
             return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d", k.tokens, v.tokens,
                                      step_.rows, step_.new_tokens);
-        if (step_.prompt) return append_prompt(layer, k, v, stream);
+        detail::layer_group& g = group_of(layer);
+        const int member = member_of(layer);
+        if (step_.prompt) return g.append_prompt(member, k, v, stream);
         if (!step_.draft)
-            if (status s = commit_step(layer, stream); !s) return s;
-        return format_.functions->store_new(view(layer), k, v, step_.new_tokens, stream);
+            if (status s = g.commit(member, step_.rows, step_.new_tokens, stream); !s) return s;
+        return g.format.functions->store_new(view(layer), k, v, step_.new_tokens, stream);
     }
     /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the window, in 16 bit, and quantized pages
     /// as they are, without scratch memory (prefill.cuh). After begin_prompt(). q, out: [new_tokens][q_heads][head_dim].
@@ -91,12 +107,14 @@ public:
             out.tokens != step_.new_tokens)
             return detail::bad_value("q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d",
                                      q.tokens, k.tokens, v.tokens, out.tokens, step_.new_tokens);
-        if (status s = format_.functions->prefill(view_before_prompt(layer), k, v, q, out,
-                                                  words_.as<int>() + prompt_at() + 2, step_.new_tokens,
-                                                  options, stream);
+        detail::layer_group& g = group_of(layer);
+        const int member = member_of(layer);
+        if (status s =
+                g.format.functions->prefill(g.view_before_prompt(member), k, v, q, out,
+                                            g.words + g.prompt_at() + 2, step_.new_tokens, options, stream);
             !s)
             return s;
-        return append_prompt(layer, k, v, stream);
+        return g.append_prompt(member, k, v, stream);
     }
     /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any number of them, or none, then also
     /// after a begin_step() of one sequence. options.lead says which of them a query sees. Before append().
@@ -109,8 +127,10 @@ public:
         const auto nowhere = common::visit_float_type(q.type, [&]<class T>(T) -> output_view {
             return token_view<T>(nullptr, q.tokens, q.heads, q.dim);
         });
-        return format_.functions->prefill(step_.prompt ? view_before_prompt(layer) : view(layer), k, v, q,
-                                          nowhere, nullptr, q.tokens, options, stream);
+        const detail::layer_group& g = group_of(layer);
+        return g.format.functions->prefill(
+            step_.prompt ? g.view_before_prompt(member_of(layer)) : view(layer), k, v, q, nowhere, nullptr,
+            q.tokens, options, stream);
     }
     /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch.
     /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim. Score: that of make_scored_format().
@@ -118,14 +138,15 @@ public:
     status attend(int layer, const query_view& q, const output_view& out, attention_options options,
                   cudaStream_t stream, const Score& score = {}) {
         if (status s = check_layer(layer, {q.type, out.type}); !s) return s;
-        if (format_.functions->score != detail::score_mark::of<Score>())
+        const detail::layer_group& g = group_of(layer);
+        if (g.format.functions->score != detail::score_mark::of<Score>())
             return detail::bad_value(
                 "the cache was opened with kernels for another score modifier: add make_scored_format<its "
                 "type, ...>()");
         if (step_.prompt) options.early = false;  // pages were requantized right before
         if (options.drafted == 0) options.drafted = step_.draft;
-        return format_.functions->attend(view(layer), q, out, options, workspace_.as<>(), workspace_.bytes(),
-                                         stream, &score);
+        return g.format.functions->attend(view(layer), q, out, options, workspace_.as<>(), workspace_.bytes(),
+                                          stream, &score);
     }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the capture: it depends on the
     /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
@@ -172,67 +193,23 @@ private:
     friend struct detail::transfer_access;
 
     struct entry {
-        detail::sequence_pages pages;
+        std::vector<detail::sequence_pages> pages;  // by group
         unsigned generation = 0;
         bool alive = false;
         unsigned stamp = 0;         // of the last begin that named it
-        std::uint64_t version = 0;  // of its table
+        std::uint64_t version = 0;  // of its tables
     };
-    /// Of keys made from statistics, and of rotations of K and V: [layers] of columns and [layers] of rows.
-    struct device_keys {
-        detail::device_memory plans, feedback, rotations[2];
-        std::uint64_t fingerprints[2] = {};
-        /// Of both.
-        std::uint64_t fingerprint() const noexcept {
-            return fingerprints[0] ^ fingerprints[1] * 0x9e3779b97f4a7c15u;
-        }
-    };
-    struct row {
-        sequence_id id;
-        std::uint64_t version = 0;
-        int pages = 0;  // that the row names; the sequence may have had more in another row
-    };
-    /// Pages to quantize from 16-bit values, in the lists of a prompt: first those that stood in the window, then those of the scratch.
-    struct prompt_jobs {
-        int before, staged, after;
-    };
+    /// Of all groups.
     struct step {
-        bool begun = false, prompt = false, committed = false;
-        int draft = 0;  // drafted tokens of every sequence
-        // Of a prompt: its sequence, the quantized pages before it, and the layers that it still has to be appended to.
-        sequence_id id;
-        int committed_before = 0, missing_layers = 0;
+        bool begun = false, prompt = false;
+        int draft = 0;   // drafted tokens of every sequence
+        sequence_id id;  // of a prompt
         int rows = 0, new_tokens = 0;
-        unsigned targets = 0;
-        detail::prompt_ranges ranges;
-        prompt_jobs jobs{};
-        detail::layer_memory staging;
     };
-
-    // ---- device words: what begin_step() sends ----
-    int kinds() const noexcept { return static_cast<int>(format_.kinds.size()); }
-    int tokens_at(int b) const noexcept { return b; }
-    int committed_at(int b) const noexcept { return options_.max_batch + b; }
-    int first_at(int f, int b) const noexcept { return (2 + 2 * f) * options_.max_batch + b; }
-    int end_at(int f, int b) const noexcept { return (3 + 2 * f) * options_.max_batch + b; }
-    int cut_end_at(int b) const noexcept { return (2 + 2 * kinds()) * options_.max_batch + b; }
-    int skipped_at(int b) const noexcept { return (3 + 2 * kinds()) * options_.max_batch + b; }
-    int table_at(int f, bool commit, int b) const noexcept {
-        return (4 + 2 * kinds()) * options_.max_batch +
-               ((2 * f + (commit ? 1 : 0)) * options_.max_batch + b) * columns_;
-    }
-    /// Two words a page (page_cuts::shown).
-    int shown_at(int b) const noexcept { return table_at(kinds(), false, 0) + 2 * b * columns_; }
-    int window_at(int b) const noexcept { return shown_at(options_.max_batch) + b * geometry_.ring; }
-    int sinks_at(int b) const noexcept { return window_at(options_.max_batch) + b * sink_columns_; }
-    int list_at(bool to) const noexcept { return sinks_at(options_.max_batch) + (to ? columns_ : 0); }
-    int counts_at(int b) const noexcept { return list_at(false) + 2 * columns_ + b; }
-    int path_at(int b) const noexcept { return counts_at(options_.max_batch) + b * options_.draft_tokens; }
-
-    int not_finite_at(int layer) const noexcept { return path_at(options_.max_batch) + layer; }
-    /// Of a prompt: tokens and quantized pages before it, 0, new tokens.
-    int prompt_at() const noexcept { return not_finite_at(shape_.layers); }
-    static constexpr int prompt_words = 4;
+    /// Where a layer is.
+    struct place {
+        int group, member;
+    };
 
     bool is_here(sequence_id id) const noexcept {
         return id.index >= 0 && id.index < static_cast<int>(entries_.size()) && entry_of(id).alive &&
@@ -249,11 +226,11 @@ private:
     status check_layer(int layer, std::initializer_list<float_type> types) const {
         if (!step_.begun)
             return detail::bad_value("no step has begun since the sequences of the cache were changed");
-        if (layer < 0 || layer >= shape_.layers)
+        if (layer < 0 || layer >= layer_count())
             return detail::bad_value("layer %d is not among the %d layers of the cache", layer,
-                                     shape_.layers);
+                                     layer_count());
         for (const float_type type : types)
-            if (type != format_.type)
+            if (type != options_.type)
                 return detail::bad_value(
                     "the cache takes another type; open it with options.type, and add "
                     "make_device_format<that type, ...>()");
@@ -264,67 +241,53 @@ private:
     status check_rows(std::span<const sequence_id> batch) const;
     status check_no_draft(std::span<const sequence_id> ids) const;
     status check_growth(sequence_id id, int new_tokens) const;
-    status check_options(const cache_shape& shape, const cache_options& options) const;
-    status choose_format(const cache_shape& shape, const cache_options& options,
-                         std::span<const device_format> compiled);
-    status ensure_free(std::span<const int> quantized, int window, int sinks, cudaStream_t stream);
+    status check_options(const cache_options& options) const;
+    status make_groups(std::span<const device_format> compiled);
+    status open_group(detail::layer_group& g) const;
+    template <class T>
+    status put_layers(detail::device_memory& to, const detail::layer_group& g,
+                      std::initializer_list<const T*> arrays, std::size_t count, cudaStream_t stream) const;
     status ensure_pages(std::span<const sequence_id> batch, int new_tokens, bool draft, cudaStream_t stream);
-    void put(detail::word_writer& to, int index, int value) {
-        int& held = mirror_[static_cast<std::size_t>(index)];
-        if (held == value) return;
-        held = value;
-        to.put(index, value);
-    }
-    /// All words are sent again: what the device has is not known.
-    void forget_rows();
-    void grow_row(int b, sequence_id id, int new_tokens, bool draft, detail::word_writer& to);
     status send_step(std::span<const sequence_id> batch, int new_tokens, bool draft, cudaStream_t stream);
-    void empty_row(int b, detail::word_writer& to);
-    status append_prompt(int layer, const detail::input_rows& k, const detail::input_rows& v,
-                         cudaStream_t stream);
-    /// Quantizes what leaves the windows of a step, in all layers, with layer 0.
-    status commit_step(int layer, cudaStream_t stream);
-    /// Does going from one format to another make pages smaller, and neither K nor V larger?
-    bool shrinks(int from, int to) const noexcept {
-        const device_format::kind &a = format_.kinds[static_cast<std::size_t>(from)],
-                                  &b = format_.kinds[static_cast<std::size_t>(to)];
-        return b.key_block <= a.key_block && b.value_block <= a.value_block &&
-               b.key_block + b.value_block < a.key_block + a.value_block;
+    void forget_rows() {
+        for (detail::layer_group& g : groups_) g.forget_rows();
+    }
+    detail::word_writer writer(cudaStream_t stream) const noexcept {
+        return {*groups_[0].format.functions, words_.as<int>(), stream};
     }
     /// A page in use that another one replaces.
     struct format_change {
         page_ref from, to;
         std::vector<common::held_span> spans;  // in the tables of the call's sequences
     };
-    std::vector<common::page_table*> tables_of(std::span<const sequence_id> ids);
-    std::size_t find_changes(std::span<const sequence_id> ids, const common::change_range& range, int format,
-                             bool only_smaller, std::vector<format_change>& changes);
-    status requantize_pages(std::span<const sequence_id> ids, std::vector<format_change>& changes, int format,
-                            cudaStream_t stream);
-    detail::layer_view view(int layer) const noexcept;
-    /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide them.
-    detail::layer_view view_before_prompt(int layer) const noexcept;
-    std::vector<detail::layer_view> all_layers() const;
-    detail::sequence_pools pools_of(const detail::sequence_pages& s) const noexcept {
-        return {quantized_[static_cast<std::size_t>(s.target())].pages(), window_.pages(), sinks_.pages()};
+    /// By group.
+    using format_changes = std::vector<std::vector<format_change>>;
+    std::vector<common::page_table*> tables_of(std::span<const sequence_id> ids, std::size_t group);
+    std::size_t find_changes(std::span<const sequence_id> ids, const common::change_range& range,
+                             std::string_view format, bool only_smaller, format_changes& changes);
+    status requantize_pages(std::span<const sequence_id> ids, format_changes& changes,
+                            std::string_view format, cudaStream_t stream);
+    status check_format(std::string_view format) const;
+    detail::layer_group& group_of(int layer) noexcept {
+        return groups_[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)];
+    }
+    const detail::layer_group& group_of(int layer) const noexcept {
+        return groups_[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)];
+    }
+    int member_of(int layer) const noexcept { return places_[static_cast<std::size_t>(layer)].member; }
+    detail::layer_view view(int layer) const noexcept {
+        return group_of(layer).view(member_of(layer), step_.rows);
     }
 
-    cache_shape shape_;
+    std::vector<layer> layers_;
+    std::vector<place> places_;  // by layer
     cache_options options_;
-    device_format format_;
-    detail::device_geometry geometry_;
-    int columns_ = 0, sink_columns_ = 0;
-    std::vector<detail::device_pages> quantized_;  // by format
-    std::vector<device_keys> keys_;
-    detail::device_pages window_, sinks_;
+    std::vector<detail::layer_group> groups_;
     detail::device_memory words_, workspace_, staging_, slots_;
-    std::vector<int> mirror_;  // what words_ has, but for lists
-    std::vector<row> rows_;    // whose table stands in a row
     std::vector<entry> entries_;
     std::vector<int> unused_;  // entries
     std::uint64_t versions_ = 0;
     unsigned stamp_ = 0;
-    int target_ = 0;  // format of the first pages of new sequences
     step step_;
 };
 

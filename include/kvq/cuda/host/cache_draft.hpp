@@ -14,7 +14,7 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 inline status cache::check_no_draft(std::span<const sequence_id> ids) const {
     for (const sequence_id id : ids) {
         if (!is_here(id)) continue;
-        const detail::sequence_pages& s = entry_of(id).pages;
+        const detail::sequence_pages& s = entry_of(id).pages[0];
         if (s.drafted > 0)
             return detail::bad_value(
                 "sequence %d holds a draft of %d tokens: keep() a part of it first, or trim() to %d",
@@ -29,7 +29,7 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
     int drafted = -1;
     for (const sequence_id id : batch) {
         if (id == sequence_id{}) continue;
-        const int own = entry_of(id).pages.drafted;
+        const int own = entry_of(id).pages[0].drafted;
         if (drafted < 0) drafted = own;
         if (own != drafted)
             return detail::bad_value(
@@ -51,54 +51,69 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
     if (status s = check_batch(batch, false); !s) return s;
     if (paths.size() != batch.size())
         return detail::bad_value("%zu paths for %zu sequences", paths.size(), batch.size());
-    std::vector<int> quantized(format_.kinds.size(), 0);
     int most = 0;
+    std::vector<int> counts;
     for (std::size_t b = 0; b < batch.size(); ++b) {
-        const detail::sequence_pages& s = entry_of(batch[b]).pages;
+        const int drafted = entry_of(batch[b]).pages[0].drafted;
         int before = -1;
         for (const int i : paths[b]) {
-            if (i <= before || i >= s.drafted)
+            if (i <= before || i >= drafted)
                 return detail::bad_value(
                     "token %d follows token %d in a path of sequence %d: paths ascend, and its draft has %d "
                     "tokens",
-                    i, before, batch[b].index, s.drafted);
+                    i, before, batch[b].index, drafted);
             before = i;
         }
-        const auto count = static_cast<int>(paths[b].size());
-        most = common::larger(most, count);
-        quantized[static_cast<std::size_t>(s.target())] +=
-            s.committed_after(count, geometry_) - s.committed();
+        counts.push_back(static_cast<int>(paths[b].size()));
+        most = common::larger(most, counts.back());
     }
-    if (status s = ensure_free(quantized, 0, 0, stream); !s) return s;
+    for (std::size_t i = 0; i < groups_.size(); ++i) {
+        detail::layer_group& g = groups_[i];
+        std::vector<int> quantized(g.format.kinds.size(), 0);
+        g.now = {};
+        for (std::size_t b = 0; b < batch.size(); ++b) {
+            const detail::sequence_pages& s = entry_of(batch[b]).pages[i];
+            const int taken = s.committed_after(counts[b], g.geometry) - s.committed();
+            quantized[static_cast<std::size_t>(s.target())] += taken;
+            if (taken > 0) g.now.targets |= 1u << s.target();
+        }
+        if (status s = g.ensure_free(quantized, 0, 0, stream); !s) return s;
+    }
     step_ = {};
-    detail::word_writer to(*format_.functions, words_.as<int>(), stream);
-    for (std::size_t b = 0; b < batch.size(); ++b) {
-        const auto at = static_cast<int>(b);
-        to.put(counts_at(at), static_cast<int>(paths[b].size()));
-        for (std::size_t i = 0; i < paths[b].size(); ++i)
-            to.put(path_at(at) + static_cast<int>(i), paths[b][i]);
-        entry_of(batch[b]).pages.drafted = 0;
-        grow_row(at, batch[b], static_cast<int>(paths[b].size()), false, to);
+    detail::word_writer to = writer(stream);
+    for (std::size_t i = 0; i < groups_.size(); ++i) {
+        detail::layer_group& g = groups_[i];
+        for (std::size_t b = 0; b < batch.size(); ++b) {
+            const auto at = static_cast<int>(b);
+            g.send(to, g.counts_at(at), counts[b]);
+            for (int k = 0; k < counts[b]; ++k)
+                g.send(to, g.path_at(at) + k, paths[b][static_cast<std::size_t>(k)]);
+            entry& e = entry_of(batch[b]);
+            e.pages[i].drafted = 0;
+            g.grow_row(at, batch[b], e.version, e.pages[i], counts[b], false, to);
+        }
     }
     status result = to.flush();
     if (!result) forget_rows();
-    if (result && most > 0) {
-        step_.rows = static_cast<int>(batch.size());  // for view()
-        const int* const words = words_.as<int>();
-        const detail::pool_memory& window = window_.memory();
-        result = format_.functions->keep(
-            {window, options_.sinks > 0 ? sinks_.memory() : window, words + window_at(0), words + sinks_at(0),
-             words + tokens_at(0), words + counts_at(0), words + path_at(0), geometry_.ring, sink_columns_,
-             options_.sinks, shape_.kv_heads, options_.draft_tokens},
-            step_.rows, shape_.layers, stream);
-        for (int f = 0; f < kinds() && result; ++f)
-            if (quantized[static_cast<std::size_t>(f)] > 0)
-                result = format_.functions->commit(all_layers(), f, most, words + counts_at(0), stream);
-        step_ = {};
+    const auto rows = static_cast<int>(batch.size());
+    for (std::size_t i = 0; i < groups_.size() && most > 0; ++i) {
+        const detail::layer_group& g = groups_[i];
+        const detail::pool_memory& window = g.window.memory();
+        if (result)
+            result = g.format.functions->keep(
+                {window, options_.sinks > 0 ? g.sinks.memory() : window, g.words + g.window_at(0),
+                 g.words + g.sinks_at(0), g.words + g.tokens_at(0), g.words + g.counts_at(0),
+                 g.words + g.path_at(0), g.geometry.ring, g.sink_columns, options_.sinks, g.shape.kv_heads,
+                 options_.draft_tokens},
+                rows, g.shape.layers, stream);
+        for (int f = 0; f < g.kinds() && result; ++f)
+            if ((g.now.targets >> f & 1) != 0)
+                result =
+                    g.format.functions->commit(g.all_layers(rows), f, most, g.words + g.counts_at(0), stream);
     }
     for (const sequence_id id : batch) {
         entry& e = entry_of(id);
-        e.pages.release_unused(geometry_);
+        for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].release_unused(groups_[i].geometry);
         e.version = ++versions_;
     }
     return result;

@@ -10,11 +10,7 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
-inline status cache::check_options(const cache_shape& shape, const cache_options& o) const {
-    if (shape.layers < 1 || shape.layers > 65535 || shape.kv_heads < 1 || shape.head_dim < 1 ||
-        shape.value_dim < 0)
-        return detail::bad_value("a cache of %d layers, %d kv heads, head_dim %d and value_dim %d",
-                                 shape.layers, shape.kv_heads, shape.head_dim, shape.value_dim);
+inline status cache::check_options(const cache_options& o) const {
     if (o.formats.empty()) return detail::bad_value("a cache needs a format, such as kivi-4-g64");
     if (o.page_tokens < 1) return detail::bad_value("page_tokens is %d", o.page_tokens);
     if (o.sinks < 0 || o.rollback < 0)
@@ -43,280 +39,346 @@ inline status cache::check_options(const cache_shape& shape, const cache_options
     return {};
 }
 
-inline status cache::choose_format(const cache_shape& shape, const cache_options& o,
-                                   std::span<const device_format> compiled) {
-    const device_format* const best = find_device_format(compiled, o.formats, shape.head_dim,
-                                                         shape.dim(tensor::value), o.page_tokens, o.type);
-    if (best == nullptr) {
-        std::string names;
-        for (const std::string& name : o.formats) names += (names.empty() ? "" : "+") + name;
-        return detail::bad_value(
-            "nothing was compiled for %.48s, head_dim %d, pages of %d: add make_device_format<%.8s, ...>(), "
-            "or name it in KVQ_CUDA_FORMATS",
-            names.c_str(), shape.head_dim, o.page_tokens,
-            o.type == float_type::bf16 ? "bfloat16" : "float16");
+/// Layers by shape and formats, with the kernels of each group. Empties the list of groups first.
+inline status cache::make_groups(std::span<const device_format> compiled) {
+    const auto n = static_cast<int>(options_.formats.size());
+    // Formats that some layer has, and the others.
+    std::vector<char> own(options_.formats.size(), 0);
+    for (int i = 0; i < layer_count(); ++i) {
+        const layer& l = layers_[static_cast<std::size_t>(i)];
+        const auto text = [&] { return common::describe_layer(i, l); };
+        if (l.kind != layer_kind::full)
+            return detail::bad_value("%s: caches on a device hold full attention only", text().c_str());
+        const layer_format& f = l.formats;
+        if (f.key < 0 || f.key >= n || f.value < 0 || f.value >= n)
+            return detail::bad_value("%s: formats %d and %d are not among the %d of the cache",
+                                     text().c_str(), f.key, f.value, n);
+        own[static_cast<std::size_t>(f.key)] = own[static_cast<std::size_t>(f.value)] = 1;
     }
-    format_ = *best;
+    for (int i = 0; i < layer_count(); ++i) {
+        const layer& l = layers_[static_cast<std::size_t>(i)];
+        int group = 0;
+        const auto same = [&](const layer& a) {
+            return a.kv_heads == l.kv_heads && a.head_dim == l.head_dim && a.value_dim == l.value_dim &&
+                   a.formats == l.formats && a.kind == l.kind && a.sees() == l.sees();
+        };
+        while (group < static_cast<int>(groups_.size()) &&
+               !same(layers_[static_cast<std::size_t>(groups_[static_cast<std::size_t>(group)].members[0])]))
+            ++group;
+        if (group == static_cast<int>(groups_.size())) {
+            const std::string& keys = options_.formats[static_cast<std::size_t>(l.formats.key)];
+            const std::string& values = options_.formats[static_cast<std::size_t>(l.formats.value)];
+            std::vector<std::string> names{l.formats.key == l.formats.value
+                                               ? keys
+                                               : keys.substr(0, keys.find('/')) + "/" +
+                                                     values.substr(values.find('/') + 1)};
+            for (std::size_t f = 0; f < own.size(); ++f)
+                if (own[f] == 0) names.push_back(options_.formats[f]);
+            const cache_shape shape = this->shape(i);
+            const device_format* const best =
+                find_device_format(compiled, names, shape.head_dim, shape.dim(tensor::value),
+                                   options_.page_tokens, options_.type);
+            if (best == nullptr) {
+                std::string text;
+                for (const std::string& name : names) text += (text.empty() ? "" : "+") + name;
+                return detail::bad_value(
+                    "nothing was compiled for %.48s, head_dim %d, pages of %d: add "
+                    "make_device_format<%.8s, ...>(), or name it in KVQ_CUDA_FORMATS",
+                    text.c_str(), shape.head_dim, options_.page_tokens,
+                    options_.type == float_type::bf16 ? "bfloat16" : "float16");
+            }
+            detail::layer_group& g = groups_.emplace_back();
+            g.shape = shape;
+            g.shape.layers = 0;
+            g.format = *best;
+            g.target = best->find(names[0]);
+            g.options = &options_;
+        }
+        detail::layer_group& g = groups_[static_cast<std::size_t>(group)];
+        places_.push_back({group, g.shape.layers++});
+        g.members.push_back(i);
+    }
+    return {};
+}
+
+/// Tables and pools of a group whose layers and kernels are known, without memory for tables.
+inline status cache::open_group(detail::layer_group& g) const {
+    const cache_options& o = options_;
+    g.geometry = {{o.sinks, o.recent, o.page_tokens},
+                  o.rollback,
+                  common::larger(window_columns(o.recent + o.rollback + o.draft_tokens, o.page_tokens, 0),
+                                 window_columns(o.recent, o.page_tokens, o.step_tokens))};
+    g.columns = common::larger(1, g.geometry.pages(o.max_tokens));
+    g.columns += common::smaller(o.cut_pages, detail::most_tokens / o.page_tokens - g.columns);
+    g.sink_columns = common::larger(1, g.geometry.sink_pages(o.sinks));
+    const int sink_pages = g.geometry.sink_pages(o.sinks),
+              most = (std::numeric_limits<int>::max)() / common::larger(g.geometry.ring, sink_pages);
+    if (o.pool_sequences > most)
+        return detail::bad_value(
+            "pool_sequences is %d, but must be at most %d: each takes %d pages for its recent tokens and %d "
+            "for sinks",
+            o.pool_sequences, most, g.geometry.ring, sink_pages);
+    const auto heads = static_cast<std::size_t>(g.shape.kv_heads);
+    g.quantized.resize(g.format.kinds.size());
+    g.keys.resize(g.format.kinds.size());
+    for (std::size_t i = 0; i < g.keys.size(); ++i)
+        std::copy_n(g.format.kinds[i].fingerprints, 2, g.keys[i].fingerprints);
+    for (std::size_t i = 0; i < g.quantized.size(); ++i)
+        g.quantized[i].open(o.memory, g.format.kinds[i].name, static_cast<int>(i) + 1, o.page_tokens,
+                            g.shape.layers, g.format.kinds[i].key_block * heads,
+                            g.format.kinds[i].value_block * heads);
+    g.window.open(o.memory, "the window", 0, o.page_tokens, g.shape.layers, g.format.window_block[0] * heads,
+                  g.format.window_block[1] * heads);
+    g.sinks.open(o.memory, "sinks", 0, detail::device_geometry::sink_page_tokens, g.shape.layers,
+                 g.format.sink_block[0] * heads, g.format.sink_block[1] * heads);
     return {};
 }
 
 inline status cache::open(const cache_shape& shape, const cache_options& options,
                           std::span<const device_format> compiled, cudaStream_t stream) {
-    if (format_.functions != nullptr) return detail::bad_value("the cache is open already");
-    if (status s = check_options(shape, options); !s) return s;
-    if (status s = choose_format(shape, options, compiled); !s) return s;
-    const auto undo = [&](const status& s) {
-        format_ = {};
-        quantized_.clear();
-        keys_.clear();
-        words_ = {};
-        workspace_ = {};
-        window_ = {};
-        sinks_ = {};
-        return s;
-    };
-    shape_ = shape;
+    if (shape.layers < 1 || shape.layers > 65535 || shape.kv_heads < 1 || shape.head_dim < 1 ||
+        shape.value_dim < 0)
+        return detail::bad_value("a cache of %d layers, %d kv heads, head_dim %d and value_dim %d",
+                                 shape.layers, shape.kv_heads, shape.head_dim, shape.value_dim);
+    return open(std::vector<layer>(static_cast<std::size_t>(shape.layers),
+                                   full_attention({shape.kv_heads, shape.head_dim, shape.value_dim})),
+                options, compiled, stream);
+}
+
+inline status cache::open(std::vector<layer> layers, const cache_options& options,
+                          std::span<const device_format> compiled, cudaStream_t stream) {
+    if (is_open()) return detail::bad_value("the cache is open already");
+    if (status s = check_options(options); !s) return s;
+    (void)common::layer_shapes(layers);  // checks them
+    if (layers.size() > 65535)
+        return detail::bad_value("a cache of %zu layers, but it has at most 65535", layers.size());
+    layers_ = std::move(layers);
     options_ = options;
-    geometry_ = {{options.sinks, options.recent, options.page_tokens},
-                 options.rollback,
-                 common::larger(window_columns(options.recent + options.rollback + options.draft_tokens,
-                                               options.page_tokens, 0),
-                                window_columns(options.recent, options.page_tokens, options.step_tokens))};
-    columns_ = common::larger(1, geometry_.pages(options.max_tokens));
-    columns_ += common::smaller(options.cut_pages, detail::most_tokens / options.page_tokens - columns_);
-    sink_columns_ = common::larger(1, geometry_.sink_pages(options.sinks));
-    const long long words =
-        static_cast<long long>(options.max_batch) * (5 + 2 * kinds() + (2LL * kinds() + 2) * columns_ +
-                                                     geometry_.ring + sink_columns_ + options.draft_tokens) +
-        2LL * columns_ + shape.layers + prompt_words;
-    if (words > 1 << 30)
-        return undo(detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
-                                      options.max_tokens));
-    const int sink_pages = geometry_.sink_pages(options.sinks),
-              most = (std::numeric_limits<int>::max)() / common::larger(geometry_.ring, sink_pages);
-    if (options.pool_sequences > most)
-        return undo(detail::bad_value(
-            "pool_sequences is %d, but must be at most %d: each takes %d pages for its recent tokens and %d "
-            "for sinks",
-            options.pool_sequences, most, geometry_.ring, sink_pages));
-    const auto heads = static_cast<std::size_t>(shape.kv_heads);
-    quantized_.resize(format_.kinds.size());
-    keys_.resize(format_.kinds.size());
-    for (std::size_t i = 0; i < keys_.size(); ++i)
-        std::copy_n(format_.kinds[i].fingerprints, 2, keys_[i].fingerprints);
-    for (std::size_t i = 0; i < quantized_.size(); ++i)
-        quantized_[i].open(options.memory, format_.kinds[i].name, static_cast<int>(i) + 1,
-                           options.page_tokens, shape.layers, format_.kinds[i].key_block * heads,
-                           format_.kinds[i].value_block * heads);
-    window_.open(options.memory, "the window", 0, options.page_tokens, shape.layers,
-                 format_.window_block[0] * heads, format_.window_block[1] * heads);
-    sinks_.open(options.memory, "sinks", 0, detail::device_geometry::sink_page_tokens, shape.layers,
-                format_.sink_block[0] * heads, format_.sink_block[1] * heads);
-    if (status s =
-            words_.allocate(options.memory, static_cast<std::size_t>(words) * sizeof(int), "tables", stream);
-        !s)
-        return undo(s);
+    status s = make_groups(compiled);
+    long long words = 0;
+    for (std::size_t i = 0; i < groups_.size() && s; ++i) {
+        detail::layer_group& g = groups_[i];
+        s = open_group(g);
+        g.first_word = static_cast<int>(words);
+        words += g.word_count();
+        if (s && words > 1 << 30)
+            s = detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
+                                  options.max_tokens);
+    }
+    if (s)
+        s = words_.allocate(options.memory, static_cast<std::size_t>(words) * sizeof(int), "tables", stream);
     std::size_t workspace = 0;
-    for (const int rows : {4, 8, 16})
-        workspace = common::larger(workspace, format_.functions->workspace_bytes(1, rows));
-    if (status s = workspace_.allocate(options.memory, workspace, "the workspace", stream); !s)
-        return undo(s);
-    const auto first = static_cast<std::size_t>(format_.find(options.formats[0]));
-    if (status s = quantized_[first].grow(common::ceil_div(options.pool_tokens, options.page_tokens), stream);
-        !s)
-        return undo(s);
-    if (status s = window_.grow(options.pool_sequences * geometry_.ring, stream); !s) return undo(s);
-    if (status s = sinks_.grow(options.pool_sequences * sink_pages, stream); !s) return undo(s);
-    mirror_.resize(static_cast<std::size_t>(list_at(false)));
-    rows_.resize(static_cast<std::size_t>(options.max_batch));
-    step_ = {};
-    target_ = static_cast<int>(first);
-    forget_rows();
-    return {};
+    for (const detail::layer_group& g : groups_)
+        for (const int rows : {4, 8, 16})
+            workspace = common::larger(workspace, g.format.functions->workspace_bytes(1, rows));
+    if (s) s = workspace_.allocate(options.memory, workspace, "the workspace", stream);
+    for (detail::layer_group& g : groups_) {
+        g.words = words_.as<int>() + g.first_word;
+        if (s)
+            s = g.quantized[static_cast<std::size_t>(g.target)].grow(
+                common::ceil_div(options.pool_tokens, options.page_tokens), stream);
+        if (s) s = g.window.grow(options.pool_sequences * g.geometry.ring, stream);
+        if (s) s = g.sinks.grow(options.pool_sequences * g.geometry.sink_pages(options.sinks), stream);
+    }
+    if (s) {
+        step_ = {};
+        forget_rows();
+        return s;
+    }
+    groups_.clear();
+    places_.clear();
+    layers_.clear();
+    words_ = {};
+    workspace_ = {};
+    return s;
+}
+
+inline status cache::check_equal_layers(const char* who) const {
+    if (!is_open()) return detail::bad_value("the cache is not open");
+    if (groups_.size() == 1) return {};
+    const int other = groups_[1].members[0];
+    return detail::bad_value("%s takes caches of equal layers, but %s, %s", who,
+                             common::describe_layer(other, layers_[static_cast<std::size_t>(other)]).c_str(),
+                             "differs from layer 0");
+}
+
+/// Has any layer the format?
+inline status cache::check_format(std::string_view format) const {
+    for (const detail::layer_group& g : groups_)
+        if (g.format.find(format) >= 0) return {};
+    return detail::bad_value(
+        "%.60s is not a format of this cache: list it in options.formats, and add it to its "
+        "make_device_format<...>()",
+        std::string(format).c_str());
+}
+
+/// Of arrays with `count` numbers for all layers of the cache: those of a group's layers, behind one another. Waits for the stream.
+template <class T>
+status cache::put_layers(detail::device_memory& to, const detail::layer_group& g,
+                         std::initializer_list<const T*> arrays, std::size_t count,
+                         cudaStream_t stream) const {
+    const std::size_t of_layer = count / layers_.size();
+    std::vector<T> chosen;
+    for (const T* const all : arrays)
+        for (const int layer : g.members) {
+            const T* const first = all + static_cast<std::size_t>(layer) * of_layer;
+            chosen.insert(chosen.end(), first, first + of_layer);
+        }
+    const std::size_t bytes = chosen.size() * sizeof(T);
+    if (status s = to.allocate(options_.memory, bytes, "statistics", stream); !s || bytes == 0) return s;
+    cudaError_t code = cudaMemcpyAsync(to.as<>(), chosen.data(), bytes, cudaMemcpyHostToDevice, stream);
+    if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
+    return code == cudaSuccess ? status{} : detail::runtime_error(code, "copying statistics");
 }
 
 inline status cache::calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream) {
-    const int f = format_.find(format);
-    if (f < 0) return detail::bad_value("%.60s is not a format of this cache", std::string(format).c_str());
-    const cache_shape& s = statistics.shape();
-    if (s.layers != shape_.layers || s.kv_heads != shape_.kv_heads || s.head_dim != shape_.head_dim)
-        return detail::bad_value(
-            "statistics of %d layers, %d kv heads and head_dim %d, but the cache has %d, %d, %d", s.layers,
-            s.kv_heads, s.head_dim, shape_.layers, shape_.kv_heads, shape_.head_dim);
-    if (quantized_[static_cast<std::size_t>(f)].pages().used() > 0)
-        return detail::bad_value("pages of %.60s are in use; statistics come before the first page",
-                                 std::string(format).c_str());
-    const detail::key_state made = format_.functions->make_keys(f, statistics);
-    device_keys& held = keys_[static_cast<std::size_t>(f)];
-    detail::device_memory plans, feedback;
-    const auto put = [&](detail::device_memory& to, const void* from, std::size_t bytes) -> status {
-        if (status r = to.allocate(options_.memory, bytes, "statistics", stream); !r || bytes == 0) return r;
-        const cudaError_t code = cudaMemcpyAsync(to.as<>(), from, bytes, cudaMemcpyHostToDevice, stream);
-        return code == cudaSuccess ? status{} : detail::runtime_error(code, "copying statistics");
+    if (status s = check_format(format); !s) return s;
+    const cache_shape& of = statistics.shape();
+    for (const detail::layer_group& g : groups_) {
+        const int f = g.format.find(format);
+        if (f < 0) continue;
+        if (of.layers != layer_count() || of.kv_heads != g.shape.kv_heads || of.head_dim != g.shape.head_dim)
+            return detail::bad_value(
+                "statistics of %d layers, %d kv heads and head_dim %d, but the cache has %d, %d, %d",
+                of.layers, of.kv_heads, of.head_dim, layer_count(), g.shape.kv_heads, g.shape.head_dim);
+        if (g.quantized[static_cast<std::size_t>(f)].pages().used() > 0)
+            return detail::bad_value("pages of %.60s are in use; statistics come before the first page",
+                                     std::string(format).c_str());
+    }
+    struct made_keys {
+        detail::layer_group* group;
+        int format;
+        detail::device_memory plans, feedback;
+        std::uint64_t fingerprint;
     };
-    status r = put(plans, made.plans.data(), made.plans.size() * sizeof(std::uint16_t));
-    if (r) r = put(feedback, made.feedback.data(), made.feedback.size() * sizeof(float));
-    if (!r) return r;
-    const cudaError_t code = cudaStreamSynchronize(stream);
-    if (code != cudaSuccess) return detail::runtime_error(code, "copying statistics");
-    held.plans = std::move(plans);
-    held.feedback = std::move(feedback);
-    if (!made.plans.empty()) held.fingerprints[0] = made.fingerprint;
+    std::vector<made_keys> made;
+    for (detail::layer_group& g : groups_) {
+        const int f = g.format.find(format);
+        if (f < 0) continue;
+        const detail::key_state state = g.format.functions->make_keys(f, statistics);
+        made_keys& m =
+            made.emplace_back(made_keys{&g, f, {}, {}, state.plans.empty() ? 0 : state.fingerprint});
+        status s = put_layers<std::uint16_t>(m.plans, g, {state.plans.data()}, state.plans.size(), stream);
+        if (s) s = put_layers<float>(m.feedback, g, {state.feedback.data()}, state.feedback.size(), stream);
+        if (!s) return s;
+    }
+    for (made_keys& m : made) {
+        detail::device_keys& held = m.group->keys[static_cast<std::size_t>(m.format)];
+        held.plans = std::move(m.plans);
+        held.feedback = std::move(m.feedback);
+        if (m.fingerprint != 0) held.fingerprints[0] = m.fingerprint;
+    }
     step_.begun = false;
     return {};
 }
 
 inline status cache::rotate(std::string_view format, tensor role, const rotation& matrices,
                             cudaStream_t stream) {
-    const int f = format_.find(format);
-    if (f < 0) return detail::bad_value("%.60s is not a format of this cache", std::string(format).c_str());
-    matrices.check(shape_, role);
-    const std::uint64_t fingerprint = format_.functions->rotated_fingerprint(f, role, matrices.fingerprint());
-    if (fingerprint == 0)
-        return detail::bad_value("%s of %.60s are not rotated", role == tensor::key ? "keys" : "values",
-                                 std::string(format).c_str());
-    if (quantized_[static_cast<std::size_t>(f)].pages().used() > 0)
-        return detail::bad_value("pages of %.60s are in use; rotations come before the first page",
-                                 std::string(format).c_str());
-    const auto dim = static_cast<std::size_t>(shape_.dim(role));
-    const std::size_t bytes = static_cast<std::size_t>(shape_.layers) *
-                              static_cast<std::size_t>(shape_.kv_heads) * dim * dim * sizeof(float);
-    detail::device_memory made;
-    if (status s = made.allocate(options_.memory, 2 * bytes, "rotations", stream); !s) return s;
-    cudaError_t code =
-        cudaMemcpyAsync(made.as<>(), matrices.columns(), bytes, cudaMemcpyHostToDevice, stream);
-    if (code == cudaSuccess)
-        code = cudaMemcpyAsync(made.as<>() + bytes, matrices.rows(), bytes, cudaMemcpyHostToDevice, stream);
-    if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
-    if (code != cudaSuccess) return detail::runtime_error(code, "copying rotations");
-    device_keys& keys = keys_[static_cast<std::size_t>(f)];
-    keys.rotations[static_cast<int>(role)] = std::move(made);
-    keys.fingerprints[static_cast<int>(role)] = fingerprint;
+    if (status s = check_format(format); !s) return s;
+    struct made_rotation {
+        detail::device_keys* keys;
+        detail::device_memory memory;
+        std::uint64_t fingerprint;
+    };
+    std::vector<made_rotation> made;
+    for (detail::layer_group& g : groups_) {
+        const int f = g.format.find(format);
+        if (f < 0) continue;
+        matrices.check(shape(g.members[0]), role);
+        const std::uint64_t fingerprint =
+            g.format.functions->rotated_fingerprint(f, role, matrices.fingerprint());
+        if (fingerprint == 0)
+            return detail::bad_value("%s of %.60s are not rotated", role == tensor::key ? "keys" : "values",
+                                     std::string(format).c_str());
+        if (g.quantized[static_cast<std::size_t>(f)].pages().used() > 0)
+            return detail::bad_value("pages of %.60s are in use; rotations come before the first page",
+                                     std::string(format).c_str());
+        made.push_back({&g.keys[static_cast<std::size_t>(f)], {}, fingerprint});
+    }
+    const auto dim = static_cast<std::size_t>(matrices.dim());
+    const std::size_t count = layers_.size() * static_cast<std::size_t>(matrices.heads()) * dim * dim;
+    std::size_t at = 0;
+    for (const detail::layer_group& g : groups_)
+        if (g.format.find(format) >= 0)
+            if (status s = put_layers<float>(made[at++].memory, g, {matrices.columns(), matrices.rows()},
+                                             count, stream);
+                !s)
+                return s;
+    for (made_rotation& m : made) {
+        m.keys->rotations[static_cast<int>(role)] = std::move(m.memory);
+        m.keys->fingerprints[static_cast<int>(role)] = m.fingerprint;
+    }
     step_.begun = false;
     return {};
 }
 
-inline void cache::forget_rows() {
-    std::fill(mirror_.begin(), mirror_.end(), (std::numeric_limits<int>::min)());
-    std::fill(rows_.begin(), rows_.end(), row{});
-}
-
 inline std::uint64_t cache::graph_id() const noexcept {
-    std::uint64_t moved = window_.generation() + sinks_.generation();
-    for (const detail::device_pages& p : quantized_) moved += p.generation();
     const int tokens = step_.draft == 0 ? step_.new_tokens : 1 << 15 | step_.draft << 7 | step_.new_tokens;
-    return moved << 40 | static_cast<std::uint64_t>(step_.rows) << 20 |
-           static_cast<std::uint64_t>(tokens) << 4 | step_.targets;
-}
-
-inline std::vector<detail::layer_view> cache::all_layers() const {
-    std::vector<detail::layer_view> layers;
-    for (int i = 0; i < shape_.layers; ++i) layers.push_back(view(i));
-    return layers;
-}
-
-inline detail::layer_view cache::view(int layer) const noexcept {
-    const int* const words = words_.as<int>();
-    // Memory that is there stands for that of formats without pages: it is not read.
-    const auto memory = [&](const detail::device_pages& p) {
-        detail::pool_memory m = p.memory();
-        if (m.data == nullptr) m.data = words_.as<>();
-        return m.layer(m.data == words_.as<>() ? 0 : layer);
-    };
-    detail::layer_view v{};
-    for (int f = 0; f < kinds(); ++f) {
-        const device_keys& keys = keys_[static_cast<std::size_t>(f)];
-        const auto of_layer = [&]<class T>(const detail::device_memory& all, const T*) {
-            return all.bytes() == 0 ? nullptr
-                                    : all.as<const T>() + all.bytes() / sizeof(T) /
-                                                              static_cast<std::size_t>(shape_.layers) *
-                                                              static_cast<std::size_t>(layer);
-        };
-        v.quantized[f] = {memory(quantized_[static_cast<std::size_t>(f)]),
-                          words + table_at(f, false, 0),
-                          words + table_at(f, true, 0),
-                          words + first_at(f, 0),
-                          words + end_at(f, 0),
-                          of_layer(keys.plans, static_cast<const std::uint16_t*>(nullptr)),
-                          of_layer(keys.feedback, static_cast<const float*>(nullptr))};
-        for (int role = 0; role < 2; ++role)
-            if (const auto& all = keys.rotations[role]; all.bytes() > 0) {
-                const std::size_t half = all.bytes() / sizeof(float) / 2,
-                                  at = half / static_cast<std::size_t>(shape_.layers) *
-                                       static_cast<std::size_t>(layer);
-                v.quantized[f].columns[role] = all.as<const float>() + at;
-                v.quantized[f].rows[role] = all.as<const float>() + half + at;
-            }
-    }
-    v.layer = layer;
-    v.window = memory(window_);
-    v.window_table = words + window_at(0);
-    v.sinks = options_.sinks > 0 ? memory(sinks_) : v.window;
-    v.sink_table = words + sinks_at(0);
-    v.tokens = words + tokens_at(0);
-    v.committed = words + committed_at(0);
-    v.cuts = {words + cut_end_at(0), words + skipped_at(0), words + shown_at(0), columns_,
-              options_.page_tokens,  options_.sinks};
-    v.sequences = step_.rows;
-    v.columns = columns_;
-    v.ring = geometry_.ring;
-    v.sink_columns = sink_columns_;
-    v.kv_heads = shape_.kv_heads;
-    v.first_token = options_.sinks;
-    v.recent = options_.recent;
-    v.not_finite = words_.as<unsigned>() + not_finite_at(layer);
-    return v;
-}
-
-inline detail::layer_view cache::view_before_prompt(int layer) const noexcept {
-    detail::layer_view v = view(layer);
-    v.tokens = words_.as<int>() + prompt_at();
-    v.committed = words_.as<int>() + prompt_at() + 1;
-    for (int f = 0; f < kinds(); ++f) v.quantized[f].end_page = v.committed;
-    return v;
+    std::uint64_t id = 0;
+    for (const detail::layer_group& g : groups_)
+        id = id * 0x9e3779b97f4a7c15u ^ (g.generation() << 40 | static_cast<std::uint64_t>(step_.rows) << 20 |
+                                         static_cast<std::uint64_t>(tokens) << 4 | g.now.targets);
+    return id;
 }
 
 inline usage_report cache::usage(sequence_id id) const {
-    return is_here(id) ? entry_of(id).pages.usage() : usage_report{};
+    usage_report u;
+    if (!is_here(id)) return u;
+    for (const detail::sequence_pages& s : entry_of(id).pages) s.add_to(u);
+    common::add_up(u);
+    return u;
 }
 
 inline usage_report cache::usage() const {
     usage_report u;
-    for (const entry& e : entries_) e.pages.add_window(u);
-    for (const detail::device_pages& p : quantized_) {
-        u.quantized += p.used_bytes();
-        u.pages += static_cast<std::size_t>(p.pages().used());
+    for (const entry& e : entries_)
+        for (const detail::sequence_pages& s : e.pages) s.add_window(u);
+    for (const detail::layer_group& g : groups_) {
+        for (const detail::device_pages& p : g.quantized) {
+            u.quantized += p.used_bytes();
+            u.pages += static_cast<std::size_t>(p.pages().used());
+        }
+        for (const detail::device_keys& k : g.keys) u.bookkeeping += k.bytes();
     }
     u.reserved += bytes_held() - bytes_in_use();
-    u.bookkeeping = words_.bytes();
-    for (const device_keys& k : keys_)
-        u.bookkeeping +=
-            k.plans.bytes() + k.feedback.bytes() + k.rotations[0].bytes() + k.rotations[1].bytes();
+    u.bookkeeping += words_.bytes();
     u.workspace = workspace_.bytes() + prompt_bytes();
     common::add_up(u);
     return u;
 }
 
 inline std::size_t cache::bytes_in_use() const noexcept {
-    std::size_t sum = window_.used_bytes() + sinks_.used_bytes();
-    for (const detail::device_pages& p : quantized_) sum += p.used_bytes();
+    std::size_t sum = 0;
+    for (const detail::layer_group& g : groups_) sum += g.bytes_in_use();
     return sum;
 }
 
 inline std::size_t cache::bytes_held() const noexcept {
-    std::size_t sum = window_.allocated() + sinks_.allocated();
-    for (const detail::device_pages& p : quantized_) sum += p.allocated();
+    std::size_t sum = 0;
+    for (const detail::layer_group& g : groups_) sum += g.bytes_held();
     return sum;
 }
 
 inline status cache::not_finite(std::span<unsigned> by_layer, cudaStream_t stream) const {
-    if (static_cast<int>(by_layer.size()) != shape_.layers || format_.functions == nullptr)
+    if (static_cast<int>(by_layer.size()) != layer_count() || !is_open())
         return detail::bad_value("counts of %zu layers, but the cache has %d", by_layer.size(),
-                                 shape_.layers);
-    cudaError_t code = cudaMemcpyAsync(by_layer.data(), words_.as<unsigned>() + not_finite_at(0),
-                                       by_layer.size_bytes(), cudaMemcpyDeviceToHost, stream);
+                                 layer_count());
+    std::vector<std::vector<unsigned>> counts;
+    cudaError_t code = cudaSuccess;
+    for (const detail::layer_group& g : groups_) {
+        std::vector<unsigned>& of = counts.emplace_back(g.members.size());
+        if (code == cudaSuccess)
+            code = cudaMemcpyAsync(of.data(), g.words + g.not_finite_at(0), of.size() * sizeof(unsigned),
+                                   cudaMemcpyDeviceToHost, stream);
+    }
     if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
-    return code == cudaSuccess ? status{} : detail::runtime_error(code, "reading counts");
+    if (code != cudaSuccess) return detail::runtime_error(code, "reading counts");
+    for (int i = 0; i < layer_count(); ++i) {
+        const place& p = places_[static_cast<std::size_t>(i)];
+        by_layer[static_cast<std::size_t>(i)] =
+            counts[static_cast<std::size_t>(p.group)][static_cast<std::size_t>(p.member)];
+    }
+    return {};
 }
 
 }}}  // namespace kvq::cuda

@@ -13,7 +13,7 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 inline sequence_id cache::new_sequence() {
-    if (format_.functions == nullptr) return {};
+    if (!is_open()) return {};
     if (unused_.empty()) {
         entries_.emplace_back();
         unused_.reserve(entries_.capacity());  // so that free() cannot fail
@@ -21,7 +21,8 @@ inline sequence_id cache::new_sequence() {
     }
     const int index = unused_.back();
     entry& e = entries_[static_cast<std::size_t>(index)];
-    e.pages.set_target(target_);
+    e.pages.resize(groups_.size());
+    for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].set_target(groups_[i].target);
     unused_.pop_back();
     e.alive = true;
     e.version = ++versions_;
@@ -31,7 +32,7 @@ inline sequence_id cache::new_sequence() {
 inline status cache::free(sequence_id id) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
-    e.pages = {};
+    e.pages.clear();
     e.alive = false;
     unused_.push_back(id.index);
     step_.begun = false;
@@ -41,21 +42,24 @@ inline status cache::free(sequence_id id) {
 inline status cache::trim(sequence_id id, int n) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
-    detail::sequence_pages& s = e.pages;
-    const int held = s.tokens() + s.drafted;
+    const int accepted = e.pages[0].tokens(), held = tokens(id);
     if (n < 0 || n > held)
         return detail::bad_value("cannot trim to %d tokens: sequence %d holds %d", n, id.index, held);
     if (n == held) return {};
-    if (n > s.tokens())
+    if (n > accepted)
         return detail::bad_value("cannot trim to %d: tokens %d to %d are a draft, keep() a part of it", n,
-                                 s.tokens(), held);
-    if (step_.begun && step_.id == id && step_.missing_layers > 0 &&
-        s.committed_after_trim(n, geometry_) > step_.committed_before)
-        return detail::bad_value(
-            "cannot trim to %d: %d layers lack the prompt that has begun and have not quantized that token's "
-            "page; trim to at most %d, or append the prompt to them first",
-            n, step_.missing_layers, s[step_.committed_before].first_token);
-    s.trim(n, geometry_);
+                                 accepted, held);
+    for (std::size_t i = 0; i < groups_.size(); ++i) {
+        const detail::layer_group& g = groups_[i];
+        const detail::sequence_pages& s = e.pages[i];
+        if (step_.begun && step_.id == id && g.now.missing_layers > 0 &&
+            s.committed_after_trim(n, g.geometry) > g.now.committed_before)
+            return detail::bad_value(
+                "cannot trim to %d: %d layers lack the prompt that has begun and have not quantized that "
+                "token's page; trim to at most %d, or append the prompt to them first",
+                n, g.now.missing_layers, s[g.now.committed_before].first_token);
+    }
+    for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].trim(n, groups_[i].geometry);
     e.version = ++versions_;
     step_.begun = false;
     return {};
@@ -89,35 +93,41 @@ inline status cache::splice(sequence_id id, sequence_id other, int first, int la
 inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream) {
     if (status s = check_here(id); !s) return s;
     const auto in_16_bit = [](const page_ref& p) { return p && p->format == 0; };
-    int window = static_cast<int>(entry_of(id).pages.ahead.size());
-    for (const page_span& span : entry_of(id).pages.table.spans)
-        window += in_16_bit(span.pages[0]) + in_16_bit(span.copies[0]);
-    if (status s = ensure_free({}, window, static_cast<int>(entry_of(id).pages.sinks.size()), stream); !s)
-        return s;
+    for (std::size_t i = 0; i < groups_.size(); ++i) {
+        const detail::sequence_pages& s = entry_of(id).pages[i];
+        int window = static_cast<int>(s.ahead.size());
+        for (const page_span& span : s.table.spans)
+            window += in_16_bit(span.pages[0]) + in_16_bit(span.copies[0]);
+        if (status r = groups_[i].ensure_free({}, window, static_cast<int>(s.sinks.size()), stream); !r)
+            return r;
+    }
     const sequence_id made = new_sequence();
-    detail::sequence_pages& s = entry_of(made).pages;
-    s = entry_of(id).pages;
-    s.leaving.clear();
     status result;
-    detail::page_copies copies;
-    const auto launch = [&](const detail::device_pages& pool) {
-        if (result && copies.count > 0)
-            result = format_.functions->copy_pages(copies, pool.memory(), shape_.layers, stream);
-        copies.count = 0;
-    };
-    const auto copy_page = [&](page_ref& p, const detail::device_pages& pool) {
-        copies.from[copies.count] = p->number;
-        p = pool.pages().take();
-        copies.to[copies.count++] = p->number;
-        if (copies.count == detail::page_copies::room) launch(pool);
-    };
-    for (page_span& span : s.table.spans)
-        for (page_ref* const p : {&span.pages[0], &span.copies[0]})
-            if (in_16_bit(*p)) copy_page(*p, window_);
-    for (page_ref& p : s.ahead) copy_page(p, window_);
-    launch(window_);
-    for (page_ref& p : s.sinks) copy_page(p, sinks_);
-    launch(sinks_);
+    for (std::size_t i = 0; i < groups_.size(); ++i) {
+        const detail::layer_group& g = groups_[i];
+        detail::sequence_pages& s = entry_of(made).pages[i];
+        s = entry_of(id).pages[i];
+        s.leaving.clear();
+        detail::page_copies copies;
+        const auto launch = [&](const detail::device_pages& pool) {
+            if (result && copies.count > 0)
+                result = g.format.functions->copy_pages(copies, pool.memory(), g.shape.layers, stream);
+            copies.count = 0;
+        };
+        const auto copy_page = [&](page_ref& p, const detail::device_pages& pool) {
+            copies.from[copies.count] = p->number;
+            p = pool.pages().take();
+            copies.to[copies.count++] = p->number;
+            if (copies.count == detail::page_copies::room) launch(pool);
+        };
+        for (page_span& span : s.table.spans)
+            for (page_ref* const p : {&span.pages[0], &span.copies[0]})
+                if (in_16_bit(*p)) copy_page(*p, g.window);
+        for (page_ref& p : s.ahead) copy_page(p, g.window);
+        launch(g.window);
+        for (page_ref& p : s.sinks) copy_page(p, g.sinks);
+        launch(g.sinks);
+    }
     if (!result) {
         (void)free(made);
         return result;
@@ -127,68 +137,85 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
 }
 
 /// The tables of these sequences.
-inline std::vector<common::page_table*> cache::tables_of(std::span<const sequence_id> ids) {
+inline std::vector<common::page_table*> cache::tables_of(std::span<const sequence_id> ids,
+                                                         std::size_t group) {
     std::vector<common::page_table*> tables;
-    for (const sequence_id id : ids) tables.push_back(&entry_of(id).pages.table);
+    for (const sequence_id id : ids) tables.push_back(&entry_of(id).pages[group].table);
     return tables;
 }
 
-/// Adds the pages of a range to those that get the format. Returns the bytes that this saves.
+/// Adds the pages of a range to those that get the format, in groups that have it. Returns the bytes that this saves.
 inline std::size_t cache::find_changes(std::span<const sequence_id> ids, const common::change_range& range,
-                                       int format, bool only_smaller, std::vector<format_change>& changes) {
-    const std::vector<common::page_table*> tables = tables_of(ids);
-    common::page_changes found(std::pmr::new_delete_resource(), geometry_, geometry_.rollback);
-    found.select(tables, range);
+                                       std::string_view format, bool only_smaller, format_changes& changes) {
+    changes.resize(groups_.size());
     std::size_t saved = 0;
-    const auto wanted = [&](const page& p) {
-        return p.format != format + 1 && (!only_smaller || shrinks(p.format - 1, format));
-    };
-    found.for_each(0, wanted, [&](const common::page_change& change) {
-        changes.push_back({change.held, {}, {change.spans.begin(), change.spans.end()}});
-        saved += change.held->bytes - quantized_[static_cast<std::size_t>(format)].page_bytes();
-    });
+    for (std::size_t i = 0; i < groups_.size(); ++i) {
+        const detail::layer_group& g = groups_[i];
+        const int f = g.format.find(format);
+        if (f < 0) continue;
+        const std::vector<common::page_table*> tables = tables_of(ids, i);
+        common::page_changes found(std::pmr::new_delete_resource(), g.geometry, g.geometry.rollback);
+        found.select(tables, range);
+        const auto wanted = [&](const page& p) {
+            return p.format != f + 1 && (!only_smaller || g.shrinks(p.format - 1, f));
+        };
+        found.for_each(0, wanted, [&](const common::page_change& change) {
+            changes[i].push_back({change.held, {}, {change.spans.begin(), change.spans.end()}});
+            saved += change.held->bytes - g.quantized[static_cast<std::size_t>(f)].page_bytes();
+        });
+    }
     return saved;
 }
 
 /// Carries changes out.
-inline status cache::requantize_pages(std::span<const sequence_id> ids, std::vector<format_change>& changes,
-                                      int format, cudaStream_t stream) {
-    detail::device_pages& pool = quantized_[static_cast<std::size_t>(format)];
-    if (status s = pool.ensure(static_cast<int>(changes.size()), options_.growing, stream); !s) return s;
-    if (changes.empty()) return {};
-    step_.begun = false;
-    // Pages of the same format in one launch.
-    std::stable_sort(changes.begin(), changes.end(), [](const format_change& a, const format_change& b) {
-        return a.from->format < b.from->format;
-    });
-    for (format_change& c : changes) c.to = pool.pages().take();
-    status result;
-    detail::word_writer to(*format_.functions, words_.as<int>(), stream);
-    for (std::size_t first = 0, end; first < changes.size() && result; first = end) {
-        const int from = changes[first].from->format;
-        for (end = first; end < changes.size() && end - first < static_cast<std::size_t>(columns_) &&
-                          changes[end].from->format == from;)
-            ++end;
-        const int count = static_cast<int>(end - first);
-        for (int i = 0; i < count; ++i)
-            to.put(list_at(false) + i, changes[first + static_cast<std::size_t>(i)].from->number);
-        for (int i = 0; i < count; ++i)
-            to.put(list_at(true) + i, changes[first + static_cast<std::size_t>(i)].to->number);
-        result = to.flush();
-        const int* const words = words_.as<int>();
-        for (int layer = 0; layer < shape_.layers && result; ++layer) {
-            const detail::layer_view l = view(layer);
-            result = format_.functions->requantize(l, from - 1, l.window, format, words + list_at(false),
-                                                   words + list_at(true), count, stream);
+inline status cache::requantize_pages(std::span<const sequence_id> ids, format_changes& changes,
+                                      std::string_view format, cudaStream_t stream) {
+    for (std::size_t i = 0; i < changes.size(); ++i)
+        if (!changes[i].empty())
+            if (status s =
+                    groups_[i].quantized[static_cast<std::size_t>(groups_[i].format.find(format))].ensure(
+                        static_cast<int>(changes[i].size()), options_.growing, stream);
+                !s)
+                return s;
+    detail::word_writer to = writer(stream);
+    for (std::size_t i = 0; i < changes.size(); ++i) {
+        detail::layer_group& g = groups_[i];
+        std::vector<format_change>& list = changes[i];
+        if (list.empty()) continue;
+        step_.begun = false;
+        const int target = g.format.find(format);
+        // Pages of the same format in one launch.
+        std::stable_sort(list.begin(), list.end(), [](const format_change& a, const format_change& b) {
+            return a.from->format < b.from->format;
+        });
+        for (format_change& c : list) c.to = g.quantized[static_cast<std::size_t>(target)].pages().take();
+        status result;
+        for (std::size_t first = 0, end; first < list.size() && result; first = end) {
+            const int from = list[first].from->format;
+            for (end = first; end < list.size() && end - first < static_cast<std::size_t>(g.columns) &&
+                              list[end].from->format == from;)
+                ++end;
+            const int count = static_cast<int>(end - first);
+            for (int k = 0; k < count; ++k)
+                g.send(to, g.list_at(false) + k, list[first + static_cast<std::size_t>(k)].from->number);
+            for (int k = 0; k < count; ++k)
+                g.send(to, g.list_at(true) + k, list[first + static_cast<std::size_t>(k)].to->number);
+            result = to.flush();
+            for (int member = 0; member < g.shape.layers && result; ++member) {
+                const detail::layer_view l = g.view(member, 0);
+                result =
+                    g.format.functions->requantize(l, from - 1, l.window, target, g.words + g.list_at(false),
+                                                   g.words + g.list_at(true), count, stream);
+            }
         }
+        if (!result) return result;
+        for (format_change& c : list)
+            for (const common::held_span& at : c.spans) {
+                entry& e = entry_of(ids[static_cast<std::size_t>(at.table)]);
+                e.pages[i].table.change_page(at.span, 0, c.to, g.geometry, g.geometry.rollback);
+                e.version = ++versions_;
+            }
     }
-    if (!result) return result;
-    for (format_change& c : changes)
-        for (const common::held_span& at : c.spans) {
-            entry& e = entry_of(ids[static_cast<std::size_t>(at.table)]);
-            e.pages.table.change_page(at.span, 0, c.to, geometry_, geometry_.rollback);
-            e.version = ++versions_;
-        }
     changes.clear();
     return {};
 }
@@ -199,17 +226,15 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
     if (status s = check_no_draft(ids); !s) return s;
     if (request.first_token < 0 || request.first_token > request.last_token)
         return detail::bad_value("tokens %d to %d are not a range", request.first_token, request.last_token);
-    const int format = format_.find(request.format);
-    if (format < 0)
-        return detail::bad_value(
-            "pages of %.40s and %.40s are not compiled for one sequence: add their format to "
-            "this make_device_format<...>()",
-            options_.formats.empty() ? "" : options_.formats[0].c_str(), std::string(request.format).c_str());
-    std::vector<format_change> changes;
-    find_changes(ids, {request.first_token, request.last_token}, format, request.only_smaller, changes);
-    if (status s = requantize_pages(ids, changes, format, stream); !s) return s;
+    if (status s = check_format(request.format); !s) return s;
+    format_changes changes;
+    find_changes(ids, {request.first_token, request.last_token}, request.format, request.only_smaller,
+                 changes);
+    if (status s = requantize_pages(ids, changes, request.format, stream); !s) return s;
     if (request.new_pages)
-        for (const sequence_id id : ids) entry_of(id).pages.set_target(format);
+        for (std::size_t i = 0; i < groups_.size(); ++i)
+            if (const int f = groups_[i].format.find(request.format); f >= 0)
+                for (const sequence_id id : ids) entry_of(id).pages[i].set_target(f);
     return {};
 }
 
@@ -218,11 +243,7 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     if (status s = check_batch(ids, false); !s) return s;
     if (status s = check_no_draft(ids); !s) return s;
     for (std::size_t i = 0; i < tiers.size(); ++i) {
-        if (format_.find(tiers[i].format) < 0)
-            return detail::bad_value(
-                "tier %zu: pages of %.60s are not compiled for this cache: add their format to "
-                "its make_device_format<...>()",
-                i, std::string(tiers[i].format).c_str());
+        if (status s = check_format(tiers[i].format); !s) return s;
         const int before = i == 0 ? 0 : tiers[i - 1].age;
         if (tiers[i].age < before)
             return detail::bad_value("tier %zu starts at age %d, before %d", i, tiers[i].age, before);
@@ -231,25 +252,26 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     for (const tier& t : tiers) ages.push_back(t.age);
     for (const sequence_id id : ids) lengths.push_back(tokens(id));
     status result;
-    std::vector<format_change> changes;
+    format_changes changes;
     std::size_t changing = 0;  // the tier of `changes`
     const auto carry_out = [&] {
-        if (result) result = requantize_pages(ids, changes, format_.find(tiers[changing].format), stream);
+        if (result) result = requantize_pages(ids, changes, tiers[changing].format, stream);
     };
     std::size_t in_use = 0;
     // The changes of a tier are carried out together.
     const auto lower = [&](std::size_t index, const common::change_range& range) {
         if (index != changing) carry_out();
         changing = index;
-        if (result) in_use -= find_changes(ids, range, format_.find(tiers[index].format), true, changes);
+        if (result) in_use -= find_changes(ids, range, tiers[index].format, true, changes);
         return in_use;
     };
     if (tiers.empty()) return {};
     common::step_down_by_age(ages, lengths, lower);
     carry_out();
     in_use = bytes_in_use();
-    const std::vector<common::page_table*> tables = tables_of(ids);
-    const std::vector<const common::page_table*> read(tables.begin(), tables.end());
+    std::vector<const common::page_table*> read;
+    for (std::size_t i = 0; i < groups_.size(); ++i)
+        for (const common::page_table* const table : tables_of(ids, i)) read.push_back(table);
     common::step_down_by_budget(tiers.size(), read, in_use, byte_budget, lower);
     carry_out();
     return result;

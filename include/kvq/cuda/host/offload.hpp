@@ -4,7 +4,7 @@
 //   s = cuda::offload(gpu, id, on_host, stream);      gpu keeps its sequence until gpu.free(id)
 //   s = cuda::onload(on_host, gpu, id, stream);       a new sequence of gpu
 //
-// Both caches have the same shape, window type, sinks, recent, rollback and page_tokens, and formats of the same names. Quantized pages and
+// Both caches have the same layers, window type, sinks, recent, rollback and page_tokens, and formats of the same names. Quantized pages and
 // full 16-bit pages are the same bytes on both sides; pages that are not full differ in how many tokens they have room for. Quantized pages
 // show the same tokens on both sides; keys that have moved (erase, shift, splice of a cache with rotary options) stay on the CPU.
 // Contract: both calls wait for the stream. A status that is not success has changed nothing. Memory that the CPU's pool does not have
@@ -24,15 +24,15 @@ struct cache_access {
     using page_list = std::vector<page_ref>;
     using page_table = common::page_table;
 
-    /// Index in the CPU's table of a format of the device's cache; -1: it is not there.
-    static int cpu_format(const kvq::cache& cpu, const cache& gpu, tensor role, int kind) {
-        const device_format::kind& k = gpu.format_.kinds[static_cast<std::size_t>(kind)];
+    /// Index in the CPU's table of a format of layers of the device's cache; -1: it is not there.
+    static int cpu_format(const kvq::cache& cpu, const layer_group& gpu, tensor role, int kind) {
+        const device_format::kind& k = gpu.format.kinds[static_cast<std::size_t>(kind)];
         const auto& table = cpu.table(role);
         for (int i = 1; i < table.size(); ++i) {
             const format_record& r = table[i].record();
             // Keys of a plan of widths have its fingerprint, and formats behind a transform that of both.
             const std::uint64_t state =
-                gpu.keys_[static_cast<std::size_t>(kind)].fingerprints[static_cast<int>(role)];
+                gpu.keys[static_cast<std::size_t>(kind)].fingerprints[static_cast<int>(role)];
             if ((role == tensor::key ? k.keys : k.values) == table[i].name() &&
                 (r.has_fingerprint ? r.fingerprint : 0) == state)
                 return i;
@@ -40,31 +40,34 @@ struct cache_access {
         return -1;
     }
     static status check(const kvq::cache& cpu, const cache& gpu) {
-        if (gpu.format_.functions == nullptr) return bad_value("the cache on the device is not open");
-        if (!cpu.has_equal_layers()) return bad_value("the layers of the CPU's cache differ");
-        if (cpu.state_layout()) return bad_value("the CPU's cache has layers with state");
-        const kvq::cache_shape &a = cpu.shape(), &b = gpu.shape_;
-        if (a.layers != b.layers || a.kv_heads != b.kv_heads || a.head_dim != b.head_dim ||
-            a.dim(tensor::value) != b.dim(tensor::value))
-            return bad_value(
-                "the CPU's cache has %d layers of %d x %d and %d, the device's %d of %d x %d and %d",
-                a.layers, a.kv_heads, a.head_dim, a.dim(tensor::value), b.layers, b.kv_heads, b.head_dim,
-                b.dim(tensor::value));
+        if (!gpu.is_open()) return bad_value("the cache on the device is not open");
+        const std::vector<layer>&a = cpu.layers(), &b = gpu.layers();
+        if (a.size() != b.size())
+            return bad_value("the CPU's cache has %zu layers, the device's %zu", a.size(), b.size());
+        for (std::size_t i = 0; i < a.size(); ++i) {
+            const auto layer = static_cast<int>(i);
+            const kvq::cache_shape x = cpu.shape(layer), y = gpu.shape(layer);
+            if (a[i].kind != b[i].kind || !(a[i].sees() == b[i].sees()) || x.kv_heads != y.kv_heads ||
+                x.head_dim != y.head_dim || x.dim(tensor::value) != y.dim(tensor::value))
+                return bad_value("the CPU's cache has %s; the device's has %s",
+                                 common::describe_layer(layer, a[i]).c_str(),
+                                 common::describe_layer(layer, b[i]).c_str());
+        }
         const kvq::cache_options& o = cpu.options();
-        const device_geometry& r = gpu.geometry_;
+        const device_geometry& r = gpu.groups_[0].geometry;
         if (o.sinks != r.sinks || o.recent != r.recent || o.rollback != r.rollback ||
             o.page_tokens != r.page_tokens)
             return bad_value(
                 "sinks, recent, rollback and page_tokens are %d, %d, %d, %d on the CPU, but %d, %d, %d, %d "
                 "on the device",
                 o.sinks, o.recent, o.rollback, o.page_tokens, r.sinks, r.recent, r.rollback, r.page_tokens);
-        if (cpu.window().functions().value_type != gpu.format_.type)
+        if (cpu.window().functions().value_type != gpu.options_.type)
             return bad_value("the windows of both caches have different types");
         return {};
     }
-    static status unknown(const cache& gpu, int kind) {
+    static status unknown(const layer_group& gpu, int kind) {
         return bad_value("the CPU's cache does not list %.60s, or made it from other statistics",
-                         gpu.format_.kinds[static_cast<std::size_t>(kind)].name.c_str());
+                         gpu.format.kinds[static_cast<std::size_t>(kind)].name.c_str());
     }
     static status copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                        cudaStream_t stream) {
@@ -86,6 +89,14 @@ struct cache_access {
         page* here;
         int at, count;  // tokens of `here`
         tensor role;
+        int dim, heads;
+    };
+    /// A layer of a sequence on the CPU that is not there yet.
+    struct made_layer {
+        int layer;
+        const page_table* from;
+        int targets[2];
+        resource_vector<page_span> spans;
     };
 
     static status offload(const cache& gpu, sequence_id id, sequence& to, cudaStream_t stream) {
@@ -95,7 +106,36 @@ struct cache_access {
         if (to.tokens() != 0)
             return bad_value("the CPU's sequence holds %d tokens, but must be empty", to.tokens());
         if (status s = gpu.check_no_draft(std::span(&id, 1)); !s) return s;
-        const sequence_pages& s = gpu.entry_of(id).pages;
+        // All layers are made before the sequence gets any.
+        std::vector<made_layer> made;
+        page_pool scratch(cpu.pool().memory());
+        std::vector<conversion> conversions;
+        status result;
+        for (std::size_t i = 0; i < gpu.groups_.size() && result; ++i)
+            result = offload_group(gpu.groups_[i], gpu.entry_of(id).pages[i], cpu, scratch, made, conversions,
+                                   stream);
+        if (result) result = wait(stream);
+        if (!result) return result;
+        for (const conversion& c : conversions)
+            common::move_tokens(gpu.options_.type, *c.other, 0, *c.here, c.at, c.role, c.dim, c.heads,
+                                c.count);
+        auto& tables = common::sequence_access::tables(to);
+        for (made_layer& m : made) {
+            page_table& table = tables[static_cast<std::size_t>(m.layer)];
+            table.spans.swap(m.spans);
+            table.tokens = m.from->tokens;
+            table.committed = m.from->committed;
+            table.copies_from = m.from->copies_from;
+            table.rearranged = m.from->rearranged;
+            for (int role = 0; role < 2; ++role) table.targets[role] = m.targets[role];
+        }
+        return result;
+    }
+
+    /// The layers of a group, in pages of the CPU's.
+    static status offload_group(const layer_group& gpu, const sequence_pages& s, kvq::cache& cpu,
+                                page_pool& scratch, std::vector<made_layer>& made,
+                                std::vector<conversion>& conversions, cudaStream_t stream) {
         const page_table& table = s.table;
         int formats[2][most_formats];
         for (const tensor role : {tensor::key, tensor::value})
@@ -105,24 +145,25 @@ struct cache_access {
         if (!listed(s.target())) return unknown(gpu, s.target());
         for (int i = 0; i < s.committed(); ++i)
             if (!listed(s.format_of(s[i]))) return unknown(gpu, s.format_of(s[i]));
-
-        page_pool scratch(cpu.pool().memory());
-        std::vector<conversion> conversions;
-        std::vector<resource_vector<page_span>> layers;
         status result;
-        for (int layer = 0; layer < cpu.shape().layers && result; ++layer) {
-            auto& spans = layers.emplace_back(resource_vector<page_span>(cpu.pool().memory()));
+        for (int member = 0; member < gpu.shape.layers && result; ++member) {
+            const int layer = gpu.members[static_cast<std::size_t>(member)];
+            made.push_back({layer,
+                            &table,
+                            {formats[0][s.target()], formats[1][s.target()]},
+                            resource_vector<page_span>(cpu.pool().memory())});
+            resource_vector<page_span>& spans = made.back().spans;
             spans.reserve(common::table_capacity(static_cast<std::size_t>(table.size())));
             const auto get = [&](page& p, const device_pages& pool, tensor role, int number) {
                 if (result)
-                    result = copy(p.data(), pool.memory().page(role, layer, number),
+                    result = copy(p.data(), pool.memory().page(role, member, number),
                                   pool.memory().page_bytes(role), cudaMemcpyDeviceToHost, stream);
             };
             // The first `tokens` tokens of 16-bit pages of the device, in a page as the CPU's cache makes it.
             const auto window_page = [&](const device_pages& pool, std::span<const page* const> parts,
                                          tensor role, int tokens, int capacity) {
                 const int room = cpu.geometry().window_tokens(tokens, capacity);
-                page_ref p = zeroed(cpu.pool(), cpu.page_bytes(role, 0, room), room);
+                page_ref p = zeroed(cpu.pool(), cpu.page_bytes(role, layer, 0, room), room);
                 for (std::size_t i = 0; i < parts.size(); ++i) {
                     const int size = parts[i]->tokens, first = static_cast<int>(i) * size;
                     if (size == room && tokens == room) {
@@ -131,8 +172,9 @@ struct cache_access {
                     }
                     page_ref whole = zeroed(scratch, pool.memory().page_bytes(role), size);
                     get(*whole, pool, role, parts[i]->number);
-                    conversions.push_back(
-                        {std::move(whole), p.get(), first, common::smaller(size, tokens - first), role});
+                    conversions.push_back({std::move(whole), p.get(), first,
+                                           common::smaller(size, tokens - first), role, gpu.shape.dim(role),
+                                           gpu.shape.kv_heads});
                 }
                 return p;
             };
@@ -145,45 +187,30 @@ struct cache_access {
                     const page* const copied = from.copies[0].get();
                     if (from.sinks) {
                         std::vector<const page*> parts;
-                        for (int i = 0; i < gpu.geometry_.sink_pages(from.tokens); ++i)
+                        for (int i = 0; i < gpu.geometry.sink_pages(from.tokens); ++i)
                             parts.push_back(s.sinks[static_cast<std::size_t>(i)].get());
-                        span.pages[at] = window_page(gpu.sinks_, parts, role, from.tokens, from.room);
+                        span.pages[at] = window_page(gpu.sinks, parts, role, from.tokens, from.room);
                     } else if (own->format == 0) {
                         span.pages[at] =
-                            window_page(gpu.window_, std::span(&own, 1), role, from.tokens, from.room);
+                            window_page(gpu.window, std::span(&own, 1), role, from.tokens, from.room);
                     } else {
                         const int f = own->format - 1;
-                        const device_pages& pool = gpu.quantized_[static_cast<std::size_t>(f)];
+                        const device_pages& pool = gpu.quantized[static_cast<std::size_t>(f)];
                         span.pages[at] =
                             cpu.pool().allocate(pool.memory().page_bytes(role), formats[at][f], own->tokens);
                         get(*span.pages[at], pool, role, own->number);
                         if (copied != nullptr)
                             span.copies[at] =
-                                window_page(gpu.window_, std::span(&copied, 1), role, from.tokens, from.room);
+                                window_page(gpu.window, std::span(&copied, 1), role, from.tokens, from.room);
                     }
                 }
             }
-        }
-        if (result) result = wait(stream);
-        if (!result) return result;
-        for (const conversion& c : conversions)
-            common::move_tokens(gpu.format_.type, *c.other, 0, *c.here, c.at, c.role, cpu.shape().dim(c.role),
-                                cpu.shape().kv_heads, c.count);
-        auto& tables = common::sequence_access::tables(to);
-        for (std::size_t layer = 0; layer < layers.size(); ++layer) {
-            page_table& made = tables[layer];
-            made.spans.swap(layers[layer]);
-            made.tokens = table.tokens;
-            made.committed = table.committed;
-            made.copies_from = table.copies_from;
-            made.rearranged = table.rearranged;
-            for (int role = 0; role < 2; ++role) made.targets[role] = formats[role][s.target()];
         }
         return result;
     }
 
     /// The format of the device's cache that a pair of the CPU's is; -1: none.
-    static int gpu_format(const kvq::cache& cpu, const cache& gpu, int keys, int values) {
+    static int gpu_format(const kvq::cache& cpu, const layer_group& gpu, int keys, int values) {
         for (int f = 0; f < gpu.kinds(); ++f)
             if (cpu_format(cpu, gpu, tensor::key, f) == keys &&
                 cpu_format(cpu, gpu, tensor::value, f) == values)
@@ -223,17 +250,18 @@ struct cache_access {
         return {};
     }
 
-    static status onload(const sequence& from, cache& gpu, sequence_id& made, cudaStream_t stream) {
-        const kvq::cache& cpu = common::sequence_access::cache(from);
-        if (status s = check(cpu, gpu); !s) return s;
-        const auto& tables = common::sequence_access::tables(from);
-        const page_table& first = tables[0];
-        const device_geometry& g = gpu.geometry_;
-        if (first.tokens > gpu.options_.max_tokens)
-            return bad_value("a sequence of %d tokens, but max_tokens is %d", first.tokens,
-                             gpu.options_.max_tokens);
-        sequence_pages s;
-        const int target = gpu_format(cpu, gpu, first.targets[0], first.targets[1]);
+    /// The pages of a group, as the CPU's layers have them: without numbers.
+    struct planned_group {
+        sequence_pages pages;
+        std::vector<int> formats;  // by span, of committed pages
+        std::vector<char> copied;  // spans with 16-bit copies in all layers
+    };
+    static status plan_group(const resource_vector<page_table>& tables, const kvq::cache& cpu, cache& gpu,
+                             layer_group& of, planned_group& plan, cudaStream_t stream) {
+        const page_table& first = tables[static_cast<std::size_t>(of.members[0])];
+        const device_geometry& g = of.geometry;
+        sequence_pages& s = plan.pages;
+        const int target = gpu_format(cpu, of, first.targets[0], first.targets[1]);
         if (target < 0) return no_format(cpu, first.targets[0], first.targets[1]);
         s.set_target(target);
         s.table.committed = first.committed;
@@ -241,10 +269,10 @@ struct cache_access {
             s.table.spans.push_back(
                 {span.first_token, span.tokens, span.room, {}, {}, span.skip, span.sinks});
         const auto size = static_cast<std::size_t>(first.size());
-        std::vector<int> formats(size, -1);                   // of committed pages
-        std::vector<char> copied(size, first.committed > 0);  // spans with 16-bit copies in all layers
-        for (std::size_t layer = 0; layer < tables.size(); ++layer) {
-            const page_table& table = tables[layer];
+        plan.formats.assign(size, -1);
+        plan.copied.assign(size, first.committed > 0);
+        for (const int layer : of.members) {
+            const page_table& table = tables[static_cast<std::size_t>(layer)];
             bool same = table.tokens == first.tokens && table.committed == first.committed &&
                         table.targets[0] == first.targets[0] && table.targets[1] == first.targets[1] &&
                         table.size() == first.size();
@@ -255,93 +283,122 @@ struct cache_access {
                 const auto at = static_cast<std::size_t>(i);
                 int format = -1;
                 if (committed && !span.sinks) {
-                    format = gpu_format(cpu, gpu, span.pages[0]->format, span.pages[1]->format);
+                    format = gpu_format(cpu, of, span.pages[0]->format, span.pages[1]->format);
                     if (format < 0) return no_format(cpu, span.pages[0]->format, span.pages[1]->format);
                 }
-                if (layer == 0) formats[at] = format;
-                same = formats[at] == format && span.first_token == of_first.first_token &&
+                if (layer == of.members[0]) plan.formats[at] = format;
+                same = plan.formats[at] == format && span.first_token == of_first.first_token &&
                        span.tokens == of_first.tokens && span.skip == of_first.skip;
-                copied[at] = copied[at] && span.copies[0] && span.copies[1];
+                plan.copied[at] = plan.copied[at] && span.copies[0] && span.copies[1];
             }
             if (!same)
                 return bad_value(
-                    "layer %zu has other tokens or formats than layer 0; the device has one table for all",
-                    layer);
+                    "layer %d has other tokens or formats than layer %d; the device has one table for both",
+                    layer, of.members[0]);
         }
         const int sinks = s.sink_spans(), pages = s.pages();
-        if (pages > gpu.columns_)
+        if (pages > of.columns)
             return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
                              first.tokens, pages, gpu.options_.max_tokens, gpu.options_.cut_pages);
-
-        // Memory, then numbers, then bytes.
-        std::vector<int> wanted(gpu.quantized_.size(), 0);
+        std::vector<int> wanted(of.quantized.size(), 0);
         int in_window = 0;
         for (int i = 0; i < pages; ++i) {
             const auto at = static_cast<std::size_t>(i + sinks);
-            if (i < pages - g.ring) copied[at] = false;
-            if (i < s.committed()) ++wanted[static_cast<std::size_t>(formats[at])];
-            in_window += i >= s.committed() || copied[at];
+            if (i < pages - g.ring) plan.copied[at] = false;
+            if (i < s.committed()) ++wanted[static_cast<std::size_t>(plan.formats[at])];
+            in_window += i >= s.committed() || plan.copied[at];
         }
-        if (status r = gpu.ensure_free(wanted, in_window, g.sink_pages(first.tokens), stream); !r) return r;
+        return of.ensure_free(wanted, in_window, g.sink_pages(first.tokens), stream);
+    }
+    static void take_pages(layer_group& of, planned_group& plan, int tokens) {
+        const device_geometry& g = of.geometry;
+        sequence_pages& s = plan.pages;
+        const int sinks = s.sink_spans(), pages = s.pages(), committed = s.table.committed;
         for (int i = 0; i < pages; ++i) {
             const auto at = static_cast<std::size_t>(i + sinks);
             page_span& span = s.table[i + sinks];
             if (i < s.committed())
-                span.pages[0] = gpu.quantized_[static_cast<std::size_t>(formats[at])].pages().take();
-            if (i >= s.committed() || copied[at])
-                (i >= s.committed() ? span.pages : span.copies)[0] = gpu.window_.pages().take();
+                span.pages[0] = of.quantized[static_cast<std::size_t>(plan.formats[at])].pages().take();
+            if (i >= s.committed() || plan.copied[at])
+                (i >= s.committed() ? span.pages : span.copies)[0] = of.window.pages().take();
         }
-        s.table.restored(first.committed, g, g.rollback);
-        for (int i = 0; i < g.sink_pages(first.tokens); ++i) s.sinks.push_back(gpu.sinks_.pages().take());
-        const sequence_id id = gpu.new_sequence();
-        gpu.entry_of(id).pages = s;
+        s.table.restored(committed, g, g.rollback);
+        for (int i = 0; i < g.sink_pages(tokens); ++i) s.sinks.push_back(of.sinks.pages().take());
+    }
 
+    static status onload(const sequence& from, cache& gpu, sequence_id& made, cudaStream_t stream) {
+        const kvq::cache& cpu = common::sequence_access::cache(from);
+        if (status s = check(cpu, gpu); !s) return s;
+        const auto& tables = common::sequence_access::tables(from);
+        const int tokens = from.tokens();
+        if (tokens > gpu.options_.max_tokens)
+            return bad_value("a sequence of %d tokens, but max_tokens is %d", tokens,
+                             gpu.options_.max_tokens);
+        // Memory, then numbers, then bytes.
+        std::vector<planned_group> plans(gpu.groups_.size());
+        for (std::size_t i = 0; i < plans.size(); ++i) {
+            if (status s = plan_group(tables, cpu, gpu, gpu.groups_[i], plans[i], stream); !s) return s;
+            if (tables[static_cast<std::size_t>(gpu.groups_[i].members[0])].tokens != tokens)
+                return bad_value("the layers of the CPU's sequence hold different numbers of tokens");
+        }
+        const sequence_id id = gpu.new_sequence();
+        for (std::size_t i = 0; i < plans.size(); ++i) {
+            take_pages(gpu.groups_[i], plans[i], tokens);
+            gpu.entry_of(id).pages[i] = plans[i].pages;
+        }
         page_pool scratch(cpu.pool().memory());
         page_list held;
         status result;
-        for (int layer = 0; layer < cpu.shape().layers && result; ++layer) {
-            const page_table& table = tables[static_cast<std::size_t>(layer)];
-            for (const tensor role : {tensor::key, tensor::value}) {
-                const auto at = static_cast<std::size_t>(role);
-                const auto put = [&](const page& p, const device_pages& pool, const page& to) {
-                    if (result)
-                        result = copy(pool.memory().page(role, layer, to.number), p.data(),
-                                      pool.memory().page_bytes(role), cudaMemcpyHostToDevice, stream);
-                };
-                // 16-bit tokens [from_at, from_at + count) of a page, in the room of the device's.
-                const auto put_values = [&](const page& p, int from_at, int count, const device_pages& pool,
-                                            const page& to) {
-                    if (p.tokens == to.tokens && from_at == 0) return put(p, pool, to);
-                    held.push_back(zeroed(scratch, pool.memory().page_bytes(role), to.tokens));
-                    common::move_tokens(gpu.format_.type, p, from_at, *held.back(), 0, role,
-                                        cpu.shape().dim(role), cpu.shape().kv_heads, count);
-                    put(*held.back(), pool, to);
-                };
-                for (std::size_t i = 0; i < s.sinks.size(); ++i) {
-                    const int room = s.sinks[i]->tokens, from_at = static_cast<int>(i) * room;
-                    put_values(*table[0].pages[at], from_at, common::smaller(room, table[0].tokens - from_at),
-                               gpu.sinks_, *s.sinks[i]);
-                }
-                for (int i = sinks; i < table.size(); ++i) {
-                    const page_span &span = table[i], &to = s.table[i];
-                    if (i >= table.committed) {
-                        put_values(*span.pages[at], 0, span.tokens, gpu.window_, *to.pages[0]);
-                        continue;
-                    }
-                    put(*span.pages[at],
-                        gpu.quantized_[static_cast<std::size_t>(formats[static_cast<std::size_t>(i)])],
-                        *to.pages[0]);
-                    if (to.copies[0])
-                        put_values(*span.copies[at], 0, span.tokens, gpu.window_, *to.copies[0]);
-                }
-            }
-        }
+        for (std::size_t i = 0; i < plans.size() && result; ++i)
+            for (int member = 0; member < gpu.groups_[i].shape.layers && result; ++member)
+                result = onload_layer(gpu.groups_[i], member, plans[i], tables, scratch, held, stream);
         if (result) result = wait(stream);
         if (!result) {
             (void)gpu.free(id);
             return result;
         }
         made = id;
+        return result;
+    }
+    static status onload_layer(const layer_group& of, int member, const planned_group& plan,
+                               const resource_vector<page_table>& tables, page_pool& scratch, page_list& held,
+                               cudaStream_t stream) {
+        const sequence_pages& s = plan.pages;
+        const page_table& table =
+            tables[static_cast<std::size_t>(of.members[static_cast<std::size_t>(member)])];
+        status result;
+        for (const tensor role : {tensor::key, tensor::value}) {
+            const auto at = static_cast<std::size_t>(role);
+            const auto put = [&](const page& p, const device_pages& pool, const page& to) {
+                if (result)
+                    result = copy(pool.memory().page(role, member, to.number), p.data(),
+                                  pool.memory().page_bytes(role), cudaMemcpyHostToDevice, stream);
+            };
+            // 16-bit tokens [from_at, from_at + count) of a page, in the room of the device's.
+            const auto put_values = [&](const page& p, int from_at, int count, const device_pages& pool,
+                                        const page& to) {
+                if (p.tokens == to.tokens && from_at == 0) return put(p, pool, to);
+                held.push_back(zeroed(scratch, pool.memory().page_bytes(role), to.tokens));
+                common::move_tokens(of.format.type, p, from_at, *held.back(), 0, role, of.shape.dim(role),
+                                    of.shape.kv_heads, count);
+                put(*held.back(), pool, to);
+            };
+            for (std::size_t i = 0; i < s.sinks.size(); ++i) {
+                const int room = s.sinks[i]->tokens, from_at = static_cast<int>(i) * room;
+                put_values(*table[0].pages[at], from_at, common::smaller(room, table[0].tokens - from_at),
+                           of.sinks, *s.sinks[i]);
+            }
+            for (int i = s.sink_spans(); i < table.size(); ++i) {
+                const page_span &span = table[i], &to = s.table[i];
+                if (i >= table.committed) {
+                    put_values(*span.pages[at], 0, span.tokens, of.window, *to.pages[0]);
+                    continue;
+                }
+                const int format = plan.formats[static_cast<std::size_t>(i)];
+                put(*span.pages[at], of.quantized[static_cast<std::size_t>(format)], *to.pages[0]);
+                if (to.copies[0]) put_values(*span.copies[at], 0, span.tokens, of.window, *to.copies[0]);
+            }
+        }
         return result;
     }
 };
@@ -353,7 +410,7 @@ inline status offload(const cache& from, sequence_id id, sequence& to, cudaStrea
     return detail::cache_access::offload(from, id, to, stream);
 }
 
-/// Makes a sequence of the device's cache from one of the CPU's, if all layers hold the same tokens in the same formats, and
+/// Makes a sequence of the device's cache from one of the CPU's, if all layers hold the same tokens, those of one shape in the same formats, and
 ///   its sinks     are those of its first tokens, all of them;
 ///   its keys      are where they were appended (page_span::shift is 0);
 ///   its pages     have memory for page_tokens tokens: of those that are committed they may show any (a trim, an erase), but none that

@@ -9,6 +9,8 @@
 // the CPU (page_cuts.cuh).
 // The window is a ring of columns that is wide enough for the pages that are not committed and for the 16-bit copies that a trim within
 // `rollback` restores. So a sequence holds `ring` 16-bit pages at most.
+// Layers with a window (page/key_window.hpp) free pages that no query sees any more. Pages keep their numbers: those before gone() are not
+// there. What the last growth has freed is held until the next one, since launches of its step read it.
 // Contract: the same pages are quantized and the same tokens shown as in a CPU cache that did the same: the table decides for both
 // (tests/properties/gpu_sequence_pages.cpp).
 #pragma once
@@ -43,7 +45,8 @@ struct sequence_pages {
     int drafted = 0;  ///< tokens behind those of the table that wait for keep(), in the window and in sinks
     std::vector<page_ref> sinks;  ///< pages of 16 tokens
     std::vector<page_ref> ahead;  ///< 16-bit pages behind those of the table, for the draft
-    /// 16-bit pages that the last growth has committed and that are no copies: launches of the step still read them.
+    /// What launches of the step still read: 16-bit pages that the last growth has committed and that are no copies, and pages that it has
+    /// freed.
     struct leaving_page {
         int page;
         page_ref held;
@@ -52,19 +55,32 @@ struct sequence_pages {
 
     int tokens() const noexcept { return table.tokens; }
     int sink_spans() const noexcept { return table.size() > 0 && table[0].sinks ? 1 : 0; }
-    /// Pages behind the sinks.
-    int pages() const noexcept { return table.size() - sink_spans(); }
-    int committed() const noexcept { return common::larger(0, table.committed - sink_spans()); }
-    const page_span& operator[](int page) const noexcept { return table[page + sink_spans()]; }
+    /// Pages behind the sinks that a window has freed.
+    int gone() const noexcept { return table.freed; }
+    /// Pages behind the sinks, those that are gone included.
+    int pages() const noexcept { return gone() + table.size() - sink_spans(); }
+    int committed() const noexcept { return gone() + common::larger(0, table.committed - sink_spans()); }
+    /// From gone() on.
+    const page_span& operator[](int page) const noexcept { return table[page - gone() + sink_spans()]; }
+    /// The quantized page of a committed page; null if no launch of the step reads it any more.
+    const page* quantized_page(int i) const noexcept {
+        if (i >= gone()) return (*this)[i].pages[0].get();
+        return left(i, true);
+    }
     /// The format of the cache that pages are committed to. A page of format f has page::format f + 1.
     int target() const noexcept { return table.targets[0] - 1; }
     void set_target(int format) noexcept { table.targets[0] = table.targets[1] = format + 1; }
     static int format_of(const page_span& s) noexcept { return s.pages[0]->format - 1; }
     static int number_of(const page_span& s) noexcept { return s.pages[0]->number; }
+    /// Its format, -1 if it is not there.
+    int format_of(int i) const noexcept {
+        const page* const p = quantized_page(i);
+        return p != nullptr ? p->format - 1 : -1;
+    }
 
     /// Where the next accepted token goes.
     int paged_tokens(const device_geometry& g) const noexcept {
-        if (pages() == 0) return tokens();
+        if (pages() == gone()) return tokens();
         return g.first_token(pages() - 1) +
                (pages() == committed() ? g.page_tokens : (*this)[pages() - 1].tokens);
     }
@@ -76,35 +92,60 @@ struct sequence_pages {
     /// Committed pages that do not show all of their tokens, and the end of the last of them. O(pages)
     int cut_pages(const device_geometry& g) const noexcept {
         int count = 0;
-        for (int i = 0; i < committed(); ++i) count += is_cut((*this)[i], g);
+        for (int i = gone(); i < committed(); ++i) count += is_cut((*this)[i], g);
         return count;
     }
     int cut_end(const device_geometry& g) const noexcept {
         int end = committed();
-        while (end > 0 && !is_cut((*this)[end - 1], g)) --end;
-        return end;
+        while (end > gone() && !is_cut((*this)[end - 1], g)) --end;
+        // Pages that are gone may have been cut: their tokens count as well.
+        return end > gone() || skipped(g) != 0 ? end : 0;
     }
     /// Pages and committed pages after n more tokens.
     int pages_after(int n, const device_geometry& g) const noexcept { return g.pages(paged_tokens(g) + n); }
+    /// Of the pages that are not committed yet: the first that a window does not free with n more tokens.
+    int gone_after(int n, const device_geometry& g) const noexcept {
+        if (!g.window) return 0;
+        const int needed = g.first_needed(tokens() + n, g.rollback) + skipped(g) - g.sinks;
+        return common::larger(gone(), needed / g.page_tokens);
+    }
     int committed_after(int n, const device_geometry& g) const noexcept {
-        return common::larger(committed(), g.committed(paged_tokens(g) + n));
+        return common::larger(common::larger(committed(), gone_after(n, g)),
+                              g.committed(paged_tokens(g) + n));
+    }
+    /// Quantized pages that n more tokens take from the pool: those that a window frees at once are never quantized, unless queries of a step
+    /// see them.
+    int missing_quantized(int n, const device_geometry& g) const noexcept {
+        const int due = common::larger(committed(), g.committed(paged_tokens(g) + n)),
+                  fresh = common::larger(pages(), gone_after(n, g));
+        return common::smaller(due, pages()) - committed() + common::larger(0, due - fresh);
+    }
+    /// Pages from here on are read in 16 bit by launches of the step: those that are not committed, also if a window has freed them.
+    int first_in_16_bit() const noexcept {
+        int first = committed();
+        while (first > 0 && first <= gone() && left(first - 1, false) != nullptr &&
+               left(first - 1, true) == nullptr)
+            --first;
+        return first;
     }
     int committed_after_trim(int n, const device_geometry& g) const noexcept {
-        return common::larger(0, table.after_trim(n, g).committed - sink_spans());
+        const auto left_over = table.after_trim(n, g);
+        const int sinks_left = common::smaller(left_over.spans, sink_spans());
+        return (left_over.spans > sinks_left ? gone() : 0) +
+               common::larger(0, left_over.committed - sinks_left);
     }
     /// The 16-bit page of a page: of its tokens, or their copy. Null if there is none.
     const page* window_page(int i) const noexcept {
         if (i >= pages()) return ahead[static_cast<std::size_t>(i - pages())].get();
         if (i >= committed()) return (*this)[i].pages[0].get();
-        if (const page* const copy = (*this)[i].copies[0].get()) return copy;
-        for (const leaving_page& l : leaving)
-            if (l.page == i) return l.held.get();
-        return nullptr;
+        if (i >= gone())
+            if (const page* const copy = (*this)[i].copies[0].get()) return copy;
+        return left(i, false);
     }
     /// Pages from here on have 16-bit values that stay.
     int first_in_window() const noexcept {
         int first = committed();
-        while (first > 0 && (*this)[first - 1].copies[0]) --first;
+        while (first > gone() && (*this)[first - 1].copies[0]) --first;
         return first;
     }
 
@@ -112,20 +153,19 @@ struct sequence_pages {
     int missing_pages(int n, const device_geometry& g) const noexcept {
         const int end = pages_after(n, g), window = end - g.ring;
         int missing = end - common::larger(pages(), window) - static_cast<int>(ahead.size()) -
-                      static_cast<int>(leaving.size()) -
-                      common::larger(0, common::smaller(window, pages()) - committed());
+                      in_16_bit_leaving() - common::larger(0, common::smaller(window, pages()) - committed());
         for (int i = table.copies_from; i < table.committed; ++i)
             missing -= table[i].copies[0] && !table.keeps_copies(table[i], tokens() + n, g, g.rollback);
         return common::larger(0, missing);
     }
     /// n more tokens. The pools have enough free pages.
     void grow(int n, const device_geometry& g, const sequence_pools& pools) {
-        const int after = tokens() + n, window = pages_after(n, g) - g.ring;
+        const int after = tokens() + n, window = pages_after(n, g) - g.ring, before_growth = table.size();
         leaving.clear();
         table.drop_copies(g, g.rollback, n);
         // Pages that leave the window in a prompt: launches read them before the next page of their column takes their place.
         for (int i = committed(); i < common::smaller(window, pages()); ++i)
-            leaving.push_back({i, std::exchange(table[i + sink_spans()].pages[0], {})});
+            leaving.push_back({i, std::exchange(table[i - gone() + sink_spans()].pages[0], {})});
         take_sinks(paged_tokens(g) + n, g, pools);
         table.grow(after, g, [&](page_span& s) {
             if (!s.sinks && pages() >= window) s.pages[0] = next_window_page(g, pools);
@@ -134,16 +174,23 @@ struct sequence_pages {
         const int due = table.due(after, g);
         for (int i = table.committed; i < due; ++i) {
             if (table[i].sinks) continue;
-            page_ref left = table.commit_page(i, 0, pools.quantized.take(), after, g, g.rollback);
-            if (left) leaving.push_back({i - sink_spans(), std::move(left)});
+            page_ref quantized;
+            if (i < before_growth || !table.leaves(table[i], after, g, g.rollback))
+                quantized = pools.quantized.take();
+            page_ref before = table.commit_page(i, 0, std::move(quantized), after, g, g.rollback);
+            if (before) leaving.push_back({i + gone() - sink_spans(), std::move(before)});
         }
         table.committed = due;
         table.drop_copies(g, g.rollback);
+        for (int i = sink_spans(); i < table.size() && table.leaves(table[i], after, g, g.rollback); ++i)
+            for (page_ref* const p : {&table[i].pages[0], &table[i].copies[0]})
+                if (*p) leaving.push_back({i + gone() - sink_spans(), std::move(*p)});
+        table.free_unseen(g, g.rollback, [](page_ref&&) {});
     }
     /// 16-bit pages that n more drafted tokens take from the pool.
     int missing_draft_pages(int n, const device_geometry& g) const noexcept {
-        return common::larger(0, pages_after(drafted + n, g) - pages() - static_cast<int>(ahead.size()) -
-                                     static_cast<int>(leaving.size()));
+        return common::larger(
+            0, pages_after(drafted + n, g) - pages() - static_cast<int>(ahead.size()) - in_16_bit_leaving());
     }
     /// n more drafted tokens. No page is committed for them.
     void draft(int n, const device_geometry& g, const sequence_pools& pools) {
@@ -164,6 +211,7 @@ struct sequence_pages {
     void trim(int n, const device_geometry& g) noexcept {
         drafted = 0;
         (void)table.trim(n, g);
+        if (table.size() == sink_spans()) table.freed = 0;  // pages begin again behind the sinks
         release_unused(g);
     }
 
@@ -179,19 +227,34 @@ struct sequence_pages {
             if (i >= table.committed && !s.sinks) common::add_page(u, {*s.pages[0], s.tokens});
         }
         for (const page_ref& p : ahead) u.reserved += p->bytes;
-        for (const leaving_page& l : leaving) u.reserved += l.held->bytes;
+        for (const leaving_page& l : leaving)
+            if (l.held->format == 0) u.reserved += l.held->bytes;
         u.tokens = common::larger(u.tokens, tokens());
     }
-    /// O(pages)
-    usage_report usage() const noexcept {
-        usage_report u;
+    /// And the quantized ones, without the sum. O(pages)
+    void add_to(usage_report& u) const noexcept {
         add_window(u);
-        for (int i = 0; i < committed(); ++i) common::add_page(u, {*(*this)[i].pages[0], (*this)[i].tokens});
-        common::add_up(u);
-        return u;
+        for (int i = gone(); i < committed(); ++i)
+            common::add_page(u, {*(*this)[i].pages[0], (*this)[i].tokens});
+        for (const leaving_page& l : leaving) {
+            if (l.held->format == 0) continue;
+            u.reserved += l.held->bytes;
+            if (common::held_page{*l.held}.shared()) u.shared += l.held->bytes;
+        }
     }
 
 private:
+    /// A page that leaves with the last growth.
+    const page* left(int i, bool quantized) const noexcept {
+        for (const leaving_page& l : leaving)
+            if (l.page == i && (l.held->format != 0) == quantized) return l.held.get();
+        return nullptr;
+    }
+    int in_16_bit_leaving() const noexcept {
+        int count = 0;
+        for (const leaving_page& l : leaving) count += l.held->format == 0;
+        return count;
+    }
     /// The 16-bit page of page pages().
     page_ref next_window_page(const device_geometry& g, const sequence_pools& pools) {
         page_ref p;

@@ -1,0 +1,381 @@
+// Layers of a cache on the device that have one shape, one window and the same formats (cache.hpp): one page table for all of them, the
+// pools of its pages, and one set of launches.
+//
+// Device words: paged lengths, committed pages, extents of formats, tables, what pages show, lists of pages to quantize. The host has a copy of
+// all but the lists, and sends words that change. Row b of a table is that of the step's sequence b; it stays while the same sequence
+// stands there. The words of all groups are one range of memory, so that a begin sends them together.
+// Contract: a cache of equal layers has one group. cache::open() makes groups; nothing moves them to other words afterwards.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "../../cache/layers.hpp"
+#include "cache_options.hpp"
+#include "device_format.hpp"
+#include "sequence_pages.hpp"
+#include "word_writer.hpp"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+
+/// Of keys made from statistics, and of rotations of K and V: [layers] of columns and [layers] of rows.
+struct device_keys {
+    device_memory plans, feedback, rotations[2];
+    std::uint64_t fingerprints[2] = {};
+    /// Of both.
+    std::uint64_t fingerprint() const noexcept {
+        return fingerprints[0] ^ fingerprints[1] * 0x9e3779b97f4a7c15u;
+    }
+    std::size_t bytes() const noexcept {
+        return plans.bytes() + feedback.bytes() + rotations[0].bytes() + rotations[1].bytes();
+    }
+};
+
+struct layer_group {
+    /// Pages to quantize from 16-bit values, in the lists of a prompt: first those that stood in the window, then those of the scratch.
+    struct prompt_jobs {
+        int before, staged, after;
+    };
+    /// Pages [first, end) of a sequence.
+    struct page_run {
+        int first, end;
+        int size() const noexcept { return end - first; }
+    };
+    /// What the step that has begun is for these layers.
+    struct step {
+        bool committed = false;
+        unsigned targets = 0;  // formats that pages are committed to
+        // Of a prompt: the quantized pages before it, and the layers that it still has to be appended to.
+        int committed_before = 0, missing_layers = 0;
+        prompt_ranges ranges;
+        prompt_jobs jobs{};
+        layer_memory staging;
+        long long* slots = nullptr;
+    };
+    /// Whose table stands in a row.
+    struct row {
+        sequence_id id;
+        std::uint64_t version = 0;
+        int pages = 0;  // that the row names; the sequence may have had more in another row
+    };
+
+    std::vector<int> members;  // layers of the cache
+    cache_shape shape;         // layers: so many
+    device_format format;
+    device_geometry geometry;
+    int columns = 0, sink_columns = 0;
+    int target = 0;                       // format of the first pages of new sequences
+    std::vector<device_pages> quantized;  // by format
+    std::vector<device_keys> keys;
+    device_pages window, sinks;
+    const cache_options* options = nullptr;
+    int first_word = 0;
+    const int* words = nullptr;  // its own, in device memory
+    std::vector<int> mirror;     // what they are, but for lists
+    std::vector<row> rows;
+    step now;
+
+    // ---- device words: what begin_step() sends ----
+    int kinds() const noexcept { return static_cast<int>(format.kinds.size()); }
+    int batch() const noexcept { return options->max_batch; }
+    int tokens_at(int b) const noexcept { return b; }
+    int committed_at(int b) const noexcept { return batch() + b; }
+    int first_at(int f, int b) const noexcept { return (2 + 2 * f) * batch() + b; }
+    int end_at(int f, int b) const noexcept { return (3 + 2 * f) * batch() + b; }
+    int cut_end_at(int b) const noexcept { return (2 + 2 * kinds()) * batch() + b; }
+    int skipped_at(int b) const noexcept { return (3 + 2 * kinds()) * batch() + b; }
+    int table_at(int f, bool commit, int b) const noexcept {
+        return (4 + 2 * kinds()) * batch() + ((2 * f + (commit ? 1 : 0)) * batch() + b) * columns;
+    }
+    /// Two words a page (page_cuts::shown).
+    int shown_at(int b) const noexcept { return table_at(kinds(), false, 0) + 2 * b * columns; }
+    int window_at(int b) const noexcept { return shown_at(batch()) + b * geometry.ring; }
+    int sinks_at(int b) const noexcept { return window_at(batch()) + b * sink_columns; }
+    int list_at(bool to) const noexcept { return sinks_at(batch()) + (to ? columns : 0); }
+    int counts_at(int b) const noexcept { return list_at(false) + 2 * columns + b; }
+    int path_at(int b) const noexcept { return counts_at(batch()) + b * options->draft_tokens; }
+    int not_finite_at(int member) const noexcept { return path_at(batch()) + member; }
+    /// Of a prompt: tokens and quantized pages before it, 0, new tokens.
+    int prompt_at() const noexcept { return not_finite_at(shape.layers); }
+    static constexpr int prompt_words = 4;
+    /// Could be more than an int holds.
+    long long word_count() const noexcept {
+        return static_cast<long long>(batch()) * (5 + 2 * kinds() + (2LL * kinds() + 2) * columns +
+                                                  geometry.ring + sink_columns + options->draft_tokens) +
+               2LL * columns + shape.layers + prompt_words;
+    }
+
+    void send(word_writer& to, int index, int value) const noexcept { to.put(first_word + index, value); }
+    void put(word_writer& to, int index, int value) noexcept {
+        int& held = mirror[static_cast<std::size_t>(index)];
+        if (held == value) return;
+        held = value;
+        send(to, index, value);
+    }
+    /// All words are sent again: what the device has is not known.
+    void forget_rows() {
+        mirror.assign(static_cast<std::size_t>(list_at(false)), (std::numeric_limits<int>::min)());
+        rows.assign(static_cast<std::size_t>(batch()), row{});
+    }
+    void empty_row(int b, word_writer& to) {
+        rows[static_cast<std::size_t>(b)] = {};
+        put(to, tokens_at(b), 0);
+        put(to, committed_at(b), 0);
+        for (int f = 0; f < kinds(); ++f) {
+            put(to, first_at(f, b), 0);
+            put(to, end_at(f, b), 0);
+        }
+        put(to, cut_end_at(b), 0);
+        put(to, skipped_at(b), 0);
+    }
+    /// The sequence grows; what its row does not say yet is sent. Pages are there (ensure_free).
+    void grow_row(int b, sequence_id id, std::uint64_t version, sequence_pages& s, int new_tokens, bool draft,
+                  word_writer& to) {
+        row& r = rows[static_cast<std::size_t>(b)];
+        const bool known = r.id == id && r.version == version;
+        const int before = s.committed(), after = s.paged_tokens(geometry) + s.drafted + new_tokens;
+        if (draft)
+            s.draft(new_tokens, geometry, pools_of(s));
+        else
+            s.grow(new_tokens, geometry, pools_of(s));
+        const int from = known ? r.pages : 0, end = s.committed();
+        const auto number = [&](int i, int f) { return s.format_of(s[i]) == f ? s.number_of(s[i]) : -1; };
+        for (int f = 0; f < kinds() && from < end; ++f) {
+            for (int i = from; i < end; ++i) put(to, table_at(f, false, b) + i, number(i, f));
+            for (int i = from; i < end; ++i)
+                put(to, table_at(f, true, b) + i, i >= before ? number(i, f) : -1);
+        }
+        if (!known || from < end)
+            for (int f = 0; f < kinds(); ++f) {
+                int first = 0, last = end;
+                while (last > 0 && s.format_of(s[last - 1]) != f) --last;
+                while (first < last && s.format_of(s[first]) != f) ++first;
+                put(to, first_at(f, b), first);
+                put(to, end_at(f, b), last);
+            }
+        if (!known) {
+            const int cut_end = s.cut_end(geometry);
+            for (int i = 0; i < cut_end; ++i) {
+                put(to, shown_at(b) + 2 * i, s[i].first_token);
+                put(to, shown_at(b) + 2 * i + 1,
+                    static_cast<int>(static_cast<unsigned>(s[i].skip) |
+                                     static_cast<unsigned>(s[i].skip + s[i].tokens) << 16));
+            }
+            put(to, cut_end_at(b), cut_end);
+            put(to, skipped_at(b), s.skipped(geometry));
+        }
+        const int pages = s.pages() + static_cast<int>(s.ahead.size());
+        for (int i = common::larger(0, pages - geometry.ring); i < pages; ++i) {
+            const page* const held = s.window_page(i);
+            put(to, window_at(b) + i % geometry.ring, held != nullptr ? held->number : -1);
+        }
+        for (std::size_t i = 0; i < s.sinks.size(); ++i)
+            put(to, sinks_at(b) + static_cast<int>(i), s.sinks[i]->number);
+        put(to, tokens_at(b), after);
+        put(to, committed_at(b), end);
+        r = {id, version, end};
+    }
+
+    /// Pages of a prompt that are quantized at once: those that are not in the ring, nor were before.
+    page_run staged_pages(const sequence_pages& s, int new_tokens) const noexcept {
+        const int first = s.pages();
+        return {first, common::larger(first, s.pages_after(new_tokens, geometry) - geometry.ring)};
+    }
+    /// A prompt has more pages than the ring: those that fall behind the recent window go to 16-bit pages of one layer's scratch and are
+    /// quantized from there, in one launch for all of them. Pages and scratch are there.
+    prompt_slots begin_prompt(sequence_id id, std::uint64_t version, sequence_pages& s, int new_tokens,
+                              std::byte* scratch, long long* slots, word_writer& to) {
+        const page_run staged = staged_pages(s, new_tokens);
+        const int before = s.paged_tokens(geometry), first_new = staged.first, kept = staged.end;
+        now = {};
+        now.targets = 1u << s.target();
+        now.staging = pool_memory{scratch, window.memory().key_page_bytes, window.memory().value_page_bytes,
+                                  staged.size()}
+                          .layer(0);
+        now.slots = slots;
+        // Where tokens go.
+        const auto clamp = [&](int paged) {
+            return common::smaller(common::larger(paged - before, 0), new_tokens);
+        };
+        now.ranges = {clamp(geometry.sinks), clamp(geometry.first_token(first_new)),
+                      clamp(geometry.first_token(kept)), new_tokens, first_new};
+        const int held = s.committed();
+        std::vector<int> from_window;  // of pages that the window has now
+        for (int i = held; i < first_new; ++i) from_window.push_back(s.window_page(i)->number);
+        grow_row(0, id, version, s, new_tokens, false, to);
+        // What is quantized from where.
+        const int due = s.committed();
+        now.jobs = {common::larger(0, common::smaller(due, first_new) - held),
+                    common::smaller(due, kept) - common::smaller(due, first_new),
+                    due - common::larger(held, common::smaller(due, kept))};
+        for (int i = held; i < due; ++i) {
+            const int from = i < first_new ? from_window[static_cast<std::size_t>(i - held)]
+                             : i < kept    ? i - first_new
+                                           : s.window_page(i)->number;
+            send(to, list_at(false) + i - held, from);
+        }
+        for (int i = held; i < due; ++i) send(to, list_at(true) + i - held, s.number_of(s[i]));
+        const int of_prompt[prompt_words] = {before, held, 0, new_tokens};
+        for (int i = 0; i < prompt_words; ++i) send(to, prompt_at() + i, of_prompt[i]);
+        now.committed_before = held;
+        now.missing_layers = shape.layers;
+        return {now.ranges,           before,        geometry.sinks,
+                geometry.page_tokens, geometry.ring, words + window_at(0),
+                words + sinks_at(0),  slots};
+    }
+    /// So many free pages, of each format and of 16 bit.
+    status ensure_free(std::span<const int> of_formats, int in_window, int of_sinks, cudaStream_t stream) {
+        status result;
+        for (std::size_t f = 0; f < of_formats.size() && result; ++f)
+            result = quantized[f].ensure(of_formats[f], options->growing, stream);
+        if (result) result = window.ensure(in_window, options->growing, stream);
+        if (result) result = sinks.ensure(of_sinks, options->growing, stream);
+        return result;
+    }
+    sequence_pools pools_of(const sequence_pages& s) const noexcept {
+        return {quantized[static_cast<std::size_t>(s.target())].pages(), window.pages(), sinks.pages()};
+    }
+    /// Does going from one format to another make pages smaller, and neither K nor V larger?
+    bool shrinks(int from, int to) const noexcept {
+        const device_format::kind &a = format.kinds[static_cast<std::size_t>(from)],
+                                  &b = format.kinds[static_cast<std::size_t>(to)];
+        return b.key_block <= a.key_block && b.value_block <= a.value_block &&
+               b.key_block + b.value_block < a.key_block + a.value_block;
+    }
+    /// Changes when pages have moved.
+    std::uint64_t generation() const noexcept {
+        std::uint64_t moved = window.generation() + sinks.generation();
+        for (const device_pages& p : quantized) moved += p.generation();
+        return moved;
+    }
+    std::size_t bytes_in_use() const noexcept {
+        std::size_t sum = window.used_bytes() + sinks.used_bytes();
+        for (const device_pages& p : quantized) sum += p.used_bytes();
+        return sum;
+    }
+    std::size_t bytes_held() const noexcept {
+        std::size_t sum = window.allocated() + sinks.allocated();
+        for (const device_pages& p : quantized) sum += p.allocated();
+        return sum;
+    }
+
+    /// member: its number among these layers. sequences: rows of the step.
+    layer_view view(int member, int sequences) const noexcept {
+        // Memory that is there stands for that of formats without pages: it is not read.
+        const auto memory = [&](const device_pages& p) {
+            pool_memory m = p.memory();
+            if (m.data != nullptr) return m.layer(member);
+            m.data = reinterpret_cast<std::byte*>(const_cast<int*>(words));
+            return m.layer(0);
+        };
+        layer_view v{};
+        for (int f = 0; f < kinds(); ++f) {
+            const device_keys& of = keys[static_cast<std::size_t>(f)];
+            const auto of_layer = [&]<class T>(const device_memory& all, const T*) {
+                return all.bytes() == 0 ? nullptr
+                                        : all.as<const T>() + all.bytes() / sizeof(T) /
+                                                                  static_cast<std::size_t>(shape.layers) *
+                                                                  static_cast<std::size_t>(member);
+            };
+            v.quantized[f] = {memory(quantized[static_cast<std::size_t>(f)]),
+                              words + table_at(f, false, 0),
+                              words + table_at(f, true, 0),
+                              words + first_at(f, 0),
+                              words + end_at(f, 0),
+                              of_layer(of.plans, static_cast<const std::uint16_t*>(nullptr)),
+                              of_layer(of.feedback, static_cast<const float*>(nullptr))};
+            for (int role = 0; role < 2; ++role)
+                if (const auto& all = of.rotations[role]; all.bytes() > 0) {
+                    const std::size_t half = all.bytes() / sizeof(float) / 2,
+                                      at = half / static_cast<std::size_t>(shape.layers) *
+                                           static_cast<std::size_t>(member);
+                    v.quantized[f].columns[role] = all.as<const float>() + at;
+                    v.quantized[f].rows[role] = all.as<const float>() + half + at;
+                }
+        }
+        v.layer = members[static_cast<std::size_t>(member)];
+        v.window = memory(window);
+        v.window_table = words + window_at(0);
+        v.sinks = geometry.sinks > 0 ? memory(sinks) : v.window;
+        v.sink_table = words + sinks_at(0);
+        v.tokens = words + tokens_at(0);
+        v.committed = words + committed_at(0);
+        v.cuts = {words + cut_end_at(0), words + skipped_at(0), words + shown_at(0), columns,
+                  geometry.page_tokens,  geometry.sinks};
+        v.sequences = sequences;
+        v.columns = columns;
+        v.ring = geometry.ring;
+        v.sink_columns = sink_columns;
+        v.kv_heads = shape.kv_heads;
+        v.first_token = geometry.sinks;
+        v.recent = geometry.recent;
+        v.not_finite = reinterpret_cast<unsigned*>(const_cast<int*>(words)) + not_finite_at(member);
+        return v;
+    }
+    /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide them.
+    layer_view view_before_prompt(int member) const noexcept {
+        layer_view v = view(member, 1);
+        v.tokens = words + prompt_at();
+        v.committed = words + prompt_at() + 1;
+        for (int f = 0; f < kinds(); ++f) v.quantized[f].end_page = v.committed;
+        return v;
+    }
+    std::vector<layer_view> all_layers(int sequences) const {
+        std::vector<layer_view> all;
+        for (int i = 0; i < shape.layers; ++i) all.push_back(view(i, sequences));
+        return all;
+    }
+    /// Quantizes what leaves the windows of a step, in all layers, with the first of them.
+    status commit(int member, int sequences, int new_tokens, cudaStream_t stream) {
+        if (member > 0)
+            return now.committed
+                       ? status{}
+                       : bad_value(
+                             "layer %d of a step comes before layer %d, which commits the pages of all "
+                             "layers of its shape",
+                             members[static_cast<std::size_t>(member)], members[0]);
+        const std::vector<layer_view> layers = all_layers(sequences);
+        for (int f = 0; f < kinds(); ++f)
+            if ((now.targets >> f & 1) != 0)
+                if (status s = format.functions->commit(layers, f, new_tokens, nullptr, stream); !s) return s;
+        now.committed = true;
+        return {};
+    }
+    status append_prompt(int member, const input_rows& k, const input_rows& v, cudaStream_t stream) {
+        const layer_view l = view(member, 1);
+        const prompt_ranges& r = now.ranges;
+        const auto slice = [&](const input_rows& x, int first, int count) {
+            input_rows part = x;
+            part.data = x.at(first, 0);
+            part.tokens = count;
+            return part;
+        };
+        const auto store = [&](const layer_memory& pages, bool in_sinks, int first, int end) -> status {
+            if (first == end) return {};
+            return format.functions->store(l, pages, in_sinks, slice(k, first, end - first),
+                                           slice(v, first, end - first), now.slots + first, stream);
+        };
+        int done = 0;
+        const auto quantize = [&](const layer_memory& pages, int count) -> status {
+            const int first = std::exchange(done, done + count);
+            if (count == 0) return {};
+            int to = 0;
+            while ((now.targets >> to & 1) == 0) ++to;
+            return format.functions->requantize(l, -1, pages, to, words + list_at(false) + first,
+                                                words + list_at(true) + first, count, stream);
+        };
+        status s = store(l.sinks, true, 0, r.open);
+        // A page that was being filled, before its column takes another one.
+        if (s) s = store(l.window, false, r.open, r.staged);
+        if (s) s = quantize(l.window, now.jobs.before);
+        if (s) s = store(now.staging, false, r.staged, r.kept);
+        if (s) s = quantize(now.staging, now.jobs.staged);
+        if (s) s = store(l.window, false, r.kept, r.count);
+        if (s) s = quantize(l.window, now.jobs.after);
+        if (s) --now.missing_layers;
+        return s;
+    }
+};
+
+}}}  // namespace kvq::cuda::detail
