@@ -438,10 +438,10 @@ TEST_CASE("head parallel outputs are those of one cache, bit for bit") {
 
 namespace {
 
-/// All pages as messages.
-test::wire_bytes pages_of(const kvq::sequence& s, int layers) {
+/// All pages of layers [first, last) as messages.
+test::wire_bytes pages_of(const kvq::sequence& s, int first, int last) {
     test::wire_bytes bytes;
-    for (int layer = 0; layer < layers; ++layer)
+    for (int layer = first; layer < last; ++layer)
         kvq::send_pages(s, layer, [&](const void* data, std::size_t n) {
             const auto* p = static_cast<const std::byte*>(data);
             bytes.insert(bytes.end(), p, p + n);
@@ -483,19 +483,19 @@ TEST_CASE("a sequence arrives as the same bytes; requantizing on the way equals 
                         s.append(layer, m.k.slice(0, tokens), m.v.slice(0, tokens));
                         sender.send_layer(s, layer);
                     }
-                    sent = pages_of(s, 3);
+                    sent = pages_of(s, 0, 3);
                     reports[0] = sender.finish(s);
-                    REQUIRE(pages_of(s, 3) == sent);
+                    REQUIRE(pages_of(s, 0, 3) == sent);
                     // Requantized in a copy, as the receiver would do it.
                     cache.requantize(s, {.key = 1, .value = 1});
-                    after = pages_of(s, 3);
+                    after = pages_of(s, 0, 3);
                 } else {
                     kvq::transfer_request request;
                     if (fewer_bits) request = {"std4", std4().values.name()};
                     kvq::sequence_receiver receiver(c, 0, cache, request);
                     auto [s, report] = receiver.receive();
                     reports[1] = report;
-                    arrived = pages_of(s, 3);
+                    arrived = pages_of(s, 0, 3);
                     REQUIRE(s.tokens() == tokens);
                     if (!fewer_bits) return;
                     // Decode goes on.
@@ -512,6 +512,71 @@ TEST_CASE("a sequence arrives as the same bytes; requantizing on the way equals 
             REQUIRE(reports[0].tokens == tokens);
             REQUIRE((reports[0].saved() > 0) == (fewer_bits && tokens > 250));
         }
+    }
+}
+
+TEST_CASE("a sequence of window, full and state layers arrives as the same bytes, snapshots included") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 6; ++round) {
+        const int tokens = random.between(1, 400), window = random.between(1, 60);
+        const kvq::layer heads{.kv_heads = 2, .head_dim = 64};
+        const kvq::layer state = kvq::state_layer(
+            {{.name = "s", .heads = 2, .rows = 5, .columns = 40, .snapshot = kvq::snapshot_type::int8_rows}});
+        std::vector<kvq::layer> layers{state, kvq::full_attention(heads),
+                                       kvq::sliding_attention(window, heads), state};
+        for (std::size_t i = layers.size(); i > 1; --i) std::swap(layers[i - 1], layers[random.bits() % i]);
+        const model m(random, {1, 2, 64}, 1, tokens);
+        const std::uint64_t values = random.bits();
+        test::wire_bytes states[2], pages[2];
+        int lengths[2] = {};
+        test::wire over(2);
+        const auto errors = test::on_ranks(over, 2, [&](test::channel& c) {
+            const auto me = static_cast<std::size_t>(c.rank());
+            kvq::cache_options o = both_formats(true);
+            o.snapshots.every = 50;
+            kvq::cache cache(layers, o);
+            const auto read_all = [&](const kvq::sequence& s) {
+                kvq::write_recurrent_state(
+                    [&](const void* data, std::size_t n) {
+                        const auto* p = static_cast<const std::byte*>(data);
+                        states[me].insert(states[me].end(), p, p + n);
+                    },
+                    s.state());
+                for (int layer = 0; layer < cache.layer_count(); ++layer)
+                    if (cache.holds_tokens(layer)) {
+                        const test::wire_bytes of = pages_of(s, layer, layer + 1);
+                        pages[me].insert(pages[me].end(), of.begin(), of.end());
+                    }
+                lengths[me] = s.trim_limit();
+            };
+            if (c.rank() == 1) {
+                kvq::sequence_receiver receiver(c, 0, cache);
+                read_all(receiver.receive().sequence);
+                return;
+            }
+            auto s = cache.new_sequence();
+            test::generator numbers(values);
+            for (int at = 0; at < tokens;) {
+                const int n = std::min(tokens - at, numbers.between(1, 60));
+                for (int layer = 0; layer < cache.layer_count(); ++layer)
+                    if (cache.holds_tokens(layer))
+                        s.append(layer, m.k.slice(at, n), m.v.slice(at, n));
+                    else
+                        for (float& x : s.state().values<float>(layer, 0)) x += numbers.normal();
+                s.state().advance(n);
+                at += n;
+            }
+            kvq::sequence_sender sender(c, 1, cache);
+            for (int layer = 0; layer < cache.layer_count(); ++layer) sender.send_layer(s, layer);
+            REQUIRE(sender.finish(s).tokens == tokens);
+            read_all(s);
+        });
+        for (const std::string& e : errors) REQUIRE(e == "");
+        REQUIRE(states[0] == states[1]);
+        REQUIRE(pages[0] == pages[1]);
+        REQUIRE(lengths[0] == lengths[1]);
     }
 }
 

@@ -42,7 +42,7 @@ enum class message_kind : std::uint32_t {
     partials,  ///< outputs and log-sum-exps
     outputs,   ///< rows of outputs
     request,   ///< formats that a receiver of pages asks for
-    pages,     ///< pages of one layer (io/page_wire.hpp)
+    pages,     ///< pages of one layer (io/page_wire.hpp), or a recurrent state
     report     ///< what was sent
 };
 

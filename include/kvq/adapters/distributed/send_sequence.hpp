@@ -2,14 +2,14 @@
 //
 //   kvq::sequence_sender sender(channel, to, cache);              waits for the request of the other rank
 //   for each layer: sequence.prefill(layer, ...); sender.send_layer(sequence, layer);
-//   sender.finish(sequence);                                      how many tokens it has
+//   sender.finish(sequence);                                      the recurrent state, if it has one, and how many tokens it has
 //
 //   kvq::sequence_receiver receiver(channel, from, cache, {.key = "...", .value = "..."});
 //   auto [sequence, report] = receiver.receive();                 on the other rank
 //
 // A layer is a stream of page messages (io/page_wire.hpp), cut into messages of at most 8 MiB. The receiver may ask for another format: committed pages are then
 // requantized before they are sent, in a fork, so that the sender's sequence stays as it is; the result is, byte for byte, that of requantizing
-// after the transfer. Caches fit as io/page_transfer.hpp says.
+// after the transfer. Caches fit as io/page_transfer.hpp says. Layers with recurrent state are sent together, by finish(), snapshots included.
 // Errors: a cut, damaged or missing message raises kvq::error; the receiving cache then holds no page of it. Memory: one layer of pages in
 // messages at the sender, and one in new pages if it requantizes; one message and one page at the receiver.
 #pragma once
@@ -21,6 +21,7 @@
 #include "../../cache/requantize.hpp"
 #include "../../cache/sequence_access.hpp"
 #include "../../io/page_transfer.hpp"
+#include "../../io/state_wire.hpp"
 #include "message.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -34,7 +35,7 @@ struct transfer_request {
 
 struct transfer_report {
     int tokens = 0;
-    std::uint64_t bytes = 0;        ///< data of the pages that were sent
+    std::uint64_t bytes = 0;        ///< data of the pages that were sent, and the message of the state
     std::uint64_t bytes_as_is = 0;  ///< what they would have had without a request
     std::uint64_t saved() const noexcept { return bytes < bytes_as_is ? bytes_as_is - bytes : 0; }
 };
@@ -78,10 +79,10 @@ inline std::string take_text(message& m) {
     return text;
 }
 
-/// In front of every message of pages.
+/// In front of every message of pages and of a state.
 struct part_of_layer {
-    std::int32_t layer = 0;
-    std::int32_t last = 0;  ///< 1: the layer ends with this message
+    std::int32_t layer = 0;  ///< of a state: the number of all layers
+    std::int32_t last = 0;   ///< 1: the layer ends with this message
 };
 
 /// Tells the other ranks when a transfer ends early.
@@ -111,11 +112,17 @@ public:
         guard.done = true;
     }
 
-    /// Starts to send a layer whose tokens are all there. Layers in order. Returns as soon as the message is made.
+    /// Starts to send a layer whose tokens are all there. Layers in order. Returns as soon as the message is made. For a layer with state
+    /// nothing is sent yet.
     void send_layer(const sequence& s, int layer) {
         detail::transfer_guard<Transport> guard{channel_, "a layer of a sequence cannot be sent"};
         detail::expect(layer == layer_, "layer ", layer, " is sent, but layer ", layer_, " is the next one");
         report_.bytes_as_is += detail::layer_bytes(s, layer);
+        if (!cache_.holds_tokens(layer)) {
+            ++layer_;
+            guard.done = true;
+            return;
+        }
         if (request_.key < 0 && request_.value < 0) {
             send(s, layer);
         } else {
@@ -140,6 +147,12 @@ public:
             detail::expect(s.tokens(layer) == report_.tokens,
                            "a sequence is sent in the middle of a step: layer ", layer, " holds ",
                            s.tokens(layer), " tokens, another one ", report_.tokens);
+        if (cache_.state_layout()) {
+            const std::size_t bytes = written_bytes(s.state());
+            report_.bytes += bytes;
+            report_.bytes_as_is += bytes;
+            send(bytes, [&](const auto& write) { write_recurrent_state(write, s.state()); });
+        }
         message m;
         m.add(report_);
         channel_.send(to_, message_kind::report, std::move(m));
@@ -152,8 +165,13 @@ private:
     void send(const sequence& s, int layer) {
         const std::uint64_t bytes = detail::layer_bytes(s, layer);
         report_.bytes += bytes;
-        message m = part(detail::smaller(bytes + bytes / 8, std::uint64_t{most_bytes}));
-        send_pages(s, layer, [&](const void* data, std::size_t n) {
+        send(bytes + bytes / 8, [&](const auto& write) { send_pages(s, layer, write); });
+    }
+    /// Messages of what write_all(sink) writes, about `bytes`.
+    template <class WriteAll>
+    void send(std::uint64_t bytes, WriteAll&& write_all) {
+        message m = part(detail::smaller(bytes, std::uint64_t{most_bytes}));
+        write_all([&](const void* data, std::size_t n) {
             const auto* from = static_cast<const std::byte*>(data);
             while (n > 0) {
                 if (m.size() == most_bytes) {
@@ -213,28 +231,14 @@ public:
     /// Receives one layer and returns its index. For engines that do other work in between; receive() receives what is left.
     int receive_layer() {
         detail::transfer_guard<Transport> guard{channel_, "a layer of a sequence was not received"};
-        message m;
-        bool last = false;
-        const auto more = [&] {
-            while (m.left() == 0 && !last) {
-                m = channel_.receive(from_, message_kind::pages);
-                const auto head = m.take<detail::part_of_layer>();
-                detail::expect(head.layer == layer_, "pages of layer ", head.layer, " came where layer ",
-                               layer_, " was expected");
-                last = head.last != 0;
+        if (cache_.holds_tokens(layer_)) {
+            incoming in{*this};
+            const auto read = [&](void* to, std::size_t n) { return in.read(to, n); };
+            while (in.more()) {
+                const page_message p = read_page(read, storage_);
+                detail::expect(p.layer == layer_, "a page of layer ", p.layer, " came with layer ", layer_);
+                pages_.accept(p);
             }
-            return m.left() > 0;
-        };
-        const auto read = [&](void* to, std::size_t n) {
-            if (!more()) return std::size_t{0};
-            n = detail::smaller(n, m.left());
-            m.take(to, n);
-            return n;
-        };
-        while (more()) {
-            const page_message p = read_page(read, storage_);
-            detail::expect(p.layer == layer_, "a page of layer ", p.layer, " came with layer ", layer_);
-            pages_.accept(p);
         }
         guard.done = true;
         return layer_++;
@@ -244,6 +248,12 @@ public:
     [[nodiscard]] received_sequence receive() {
         while (layer_ < cache_.layer_count()) receive_layer();
         detail::transfer_guard<Transport> guard{channel_, "a sequence was not received completely"};
+        if (const state_layout* const layout = cache_.state_layout()) {
+            incoming in{*this};
+            pages_.accept(read_recurrent_state([&](void* to, std::size_t n) { return in.read(to, n); },
+                                               *layout, cache_.pool(), cache_.options().snapshots));
+            detail::expect(!in.more(), "a state of a sequence was received with bytes behind it");
+        }
         message m = channel_.receive(from_, message_kind::report);
         const auto report = m.take<transfer_report>();
         sequence s = pages_.finish(report.tokens);
@@ -252,6 +262,30 @@ public:
     }
 
 private:
+    /// The messages of layer_ as a stream.
+    struct incoming {
+        sequence_receiver& of;
+        message m = {};
+        bool last = false;
+
+        bool more() {
+            while (m.left() == 0 && !last) {
+                m = of.channel_.receive(of.from_, message_kind::pages);
+                const auto head = m.take<detail::part_of_layer>();
+                detail::expect(head.layer == of.layer_, "pages of layer ", head.layer, " came where layer ",
+                               of.layer_, " was expected");
+                last = head.last != 0;
+            }
+            return m.left() > 0;
+        }
+        std::size_t read(void* to, std::size_t n) {
+            if (!more()) return 0;
+            n = detail::smaller(n, m.left());
+            m.take(to, n);
+            return n;
+        }
+    };
+
     message_channel<Transport>& channel_;
     int from_;
     cache& cache_;
