@@ -395,7 +395,6 @@ TEST_CASE("what a layer with state cannot do is refused with the layer and its k
          "layer 1, state of 2 parts: a ring has layers with keys and values only");
     says([&] { kvq::self_calibration own(cache); },
          "layer 1, state of 2 parts: a cache that calibrates itself");
-    says([&] { kvq::sequence_table table(cache, 2); }, "layer 1, state of 2 parts: a table of sequences");
     says([&] { kvq::page_list pages(cache, 1); }, "layer 1, state of 2 parts");
     CHECK(kvq::usage_rows(s).size() == 2);
     CHECK(cache.requantize(s, {.key = 0, .value = 0}).pages == 0);

@@ -6,7 +6,6 @@
 #include <doctest/doctest.h>
 
 #include <cstdlib>
-#include <kvq/adapters/sequence_table.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
@@ -644,7 +643,6 @@ TEST_CASE("what a layer with a window cannot do is refused with its number, and 
     refused([&] { s.attend(1, x.slice(0, 12), out.view(), kvq::cross_attention{}); }, "need positions");
     refused([&] { kvq::ring ring(s.fork(), {.window = 5}); },
             "a ring needs layers that hold all of their tokens, not layer 1, sliding window of 10");
-    refused([&] { kvq::sequence_table table(cache, 2); }, "a table of sequences needs layers that hold all");
     refused([&] { (void)cache.shape(); }, "not all layers of the cache hold all of their tokens: layer 1");
     kvq::cache_options longer = options;
     longer.page_tokens = 16;

@@ -4,10 +4,13 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <functional>
 #include <kvq/adapters/sequence_state.hpp>
 #include <kvq/cache/preset_options.hpp>
 #include <kvq/core/thread_pool.hpp>
+#include <kvq/estimate/budget.hpp>
 
 #include "support/memory.hpp"
 #include "support/messages.hpp"
@@ -33,6 +36,15 @@ kvq::cache_options exact_options() {
     o.recent = 5;
     o.rotary = {{.dims = dim, .base = base}};
     return o;
+}
+/// Windows of the layers; 0: full attention.
+using layer_windows = std::array<int, layers>;
+std::vector<kvq::layer> layers_of(const layer_windows& windows) {
+    const kvq::layer heads{.kv_heads = kv_heads, .head_dim = dim, .value_dim = value_dim};
+    std::vector<kvq::layer> list;
+    for (const int w : windows)
+        list.push_back(w > 0 ? kvq::sliding_attention(w, heads) : kvq::full_attention(heads));
+    return list;
 }
 kvq::cache_options std4_options() {
     kvq::cache_options o = exact_options();
@@ -114,6 +126,7 @@ void restore(kvq::sequence_table& table, std::span<const std::byte> bytes, int i
 struct twin {
     test::generator& random;
     kvq::cache& cache;
+    layer_windows windows{};
     kvq::sequence_table table{cache, ids};
     std::vector<history> model = std::vector<history>(ids);
     kvq::workspace space{};
@@ -165,7 +178,8 @@ struct twin {
                           kvq::causal{}, threads, space);
             for (int i = 0; i < n; ++i)
                 for (int h = 0; h < q_heads; ++h)
-                    check_row(model[static_cast<std::size_t>(b.ids_of[static_cast<std::size_t>(i)][0])],
+                    check_row(windows[static_cast<std::size_t>(layer)],
+                              model[static_cast<std::size_t>(b.ids_of[static_cast<std::size_t>(i)][0])],
                               layer, h, b.positions[static_cast<std::size_t>(i)],
                               queries[static_cast<std::size_t>(i * q_heads + h)], out.at(i) + h * value_dim,
                               lse.empty() ? nullptr : &lse[static_cast<std::size_t>(i * q_heads + h)]);
@@ -173,13 +187,17 @@ struct twin {
         table.end();
         check();
     }
-    static void check_row(const history& held, int layer, int head, std::int32_t position,
+    static void check_row(int window, const history& held, int layer, int head, std::int32_t position,
                           const std::vector<double>& query, const float* out, const float* lse) {
         const int of = layer * kv_heads + head / (q_heads / kv_heads);
         double sum = 0.0;
         std::vector<double> expected(value_dim);
-        for (const held_token& t : held) {
-            if (t.position > position) break;
+        const auto after = std::upper_bound(held.begin(), held.end(), position,
+                                            [](int p, const held_token& t) { return p < t.position; });
+        const auto seen =
+            window > 0 ? std::min<std::ptrdiff_t>(window, after - held.begin()) : after - held.begin();
+        for (auto i = after - seen; i != after; ++i) {
+            const held_token& t = *i;
             // The score depends on the distance of positions alone.
             std::vector<double> key(t.k.begin() + of * dim, t.k.begin() + (of + 1) * dim);
             rotate(key.data(), t.position - position);
@@ -248,7 +266,28 @@ struct twin {
         return p >= std::max(first, 0) && (last < 0 || p < last);
     }
 
+    /// A change, or with windows its refusal, which leaves everything as it is.
     void change() {
+        keep();
+        try {
+            draw_change();
+        } catch (const kvq::error& e) {
+            const std::string text = e.what();
+            INFO(text);
+            REQUIRE(windows != layer_windows{});
+            REQUIRE(test::contains(text, "sliding window of "));
+            model = kept_model;
+            REQUIRE(state(table) == kept);
+        }
+        check();
+    }
+    std::vector<history> kept_model{};
+    std::vector<std::byte> kept{};
+    void keep() {
+        kept_model = model;
+        kept = state(table);
+    }
+    void draw_change() {
         const int id = random.between(0, ids - 1), kind = random.between(0, 11);
         const int which = random.one_in(4) ? -1 : id;
         const auto chosen = range(which);
@@ -267,6 +306,7 @@ struct twin {
             if (random.one_in(2)) {
                 table.remove(to, -1, -1);
                 model[static_cast<std::size_t>(to)].clear();
+                keep();
             }
             history part;
             for (const held_token& t : model[static_cast<std::size_t>(id)])
@@ -315,7 +355,6 @@ struct twin {
             for (int i = 0; i < ids; ++i)
                 if (i != id) model[static_cast<std::size_t>(i)].clear();
         }
-        check();
     }
 };
 
@@ -350,8 +389,10 @@ TEST_CASE("random batches, removal, copies, shifts and states against double ari
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 6; ++round) {
-        kvq::cache cache(shape, exact_options());
-        twin both{random, cache};
+        layer_windows windows{};
+        if (round % 2 == 1) windows = {random.between(1, 30), random.one_in(2) ? random.between(1, 30) : 0};
+        kvq::cache cache(layers_of(windows), exact_options());
+        twin both{random, cache, windows};
         for (int i = 0; i < 40; ++i) {
             if (random.one_in(2)) both.step(both.draw());
             both.change();
@@ -478,64 +519,232 @@ TEST_CASE("a state of int8 is smaller than one of fp16 without copies of its pag
 }
 
 TEST_CASE("a step that does not end well is taken back") {
-    test::counting_resource memory;
-    kvq::cache_options o = std4_options();
-    o.memory = &memory;
-    kvq::cache cache(shape, o), same_cache(shape, std4_options());
-    kvq::sequence_table table(cache, ids), same(same_cache, ids);
-    kvq::workspace space(&memory), same_space;
-    run(table, following(table, 0, 100), 1, space);
-    run(same, following(same, 0, 100), 1, same_space);
-    const auto partly = [&] {
-        drawn_batch b = following(table, 0, 8);
-        for (int i = 0; i < 6; ++i) b.add(i, {3});
+    for (const layer_windows& windows : {layer_windows{}, layer_windows{20, 0}, layer_windows{3, 40}}) {
+        test::counting_resource memory;
+        kvq::cache_options o = std4_options();
+        o.memory = &memory;
+        kvq::cache cache(layers_of(windows), o), same_cache(layers_of(windows), std4_options());
+        kvq::sequence_table table(cache, ids), same(same_cache, ids);
+        kvq::workspace space(&memory), same_space;
+        run(table, following(table, 0, 100), 1, space);
+        run(same, following(same, 0, 100), 1, same_space);
+        const auto partly = [&] {
+            drawn_batch b = following(table, 0, 8);
+            for (int i = 0; i < 6; ++i) b.add(i, {3});
+            table.begin(b.c(), q_heads, 1, space);
+            CHECK(table.tokens(0) == 108);
+            rows k(14, kv_heads, dim), v(14, kv_heads, value_dim), q(14, q_heads, dim),
+                out(14, q_heads, value_dim);
+            table.prefill(1, k.view(), v.view(), q.view(), out.view(), kvq::causal{}, kvq::serial_executor{},
+                          space);
+        };
+        const auto unchanged = [&] {
+            CHECK(table.tokens(0) == 100);
+            CHECK(table.tokens(3) == 0);
+            // A window may have freed a page more.
+            if (windows == layer_windows{}) CHECK(state(table) == state(same));
+            CHECK(run(table, following(table, 0, 5), 2, space) ==
+                  run(same, following(same, 0, 5), 2, same_space));
+            table.remove(0, 100, -1);
+            same.remove(0, 100, -1);
+        };
+        partly();
+        CHECK(test::contains(test::message_of([&] { table.end(); }), "before layer 0 had its tokens"));
+        unchanged();
+        partly();
+        table.take_back();
+        unchanged();
+        partly();
+        (void)state(table);  // ends the step that is open
+        unchanged();
+        // Longer than a trim of a window can reach back, with all layers done.
+        if (windows != layer_windows{}) {
+            drawn_batch b = following(table, 0, 70);
+            table.begin(b.c(), q_heads, 1, space);
+            rows k(70, kv_heads, dim), v(70, kv_heads, value_dim), q(70, q_heads, dim),
+                out(70, q_heads, value_dim);
+            for (int layer = 0; layer < layers; ++layer)
+                table.prefill(layer, k.view(), v.view(), q.view(), out.view(), kvq::causal{},
+                              kvq::serial_executor{}, space);
+            table.take_back();
+            unchanged();
+        }
+        // Every allocation of the cache's resource fails in turn: nothing has changed, then all goes well.
+        test::fail_everywhere(
+            memory, [&] { table.begin(following(table, 0, 70).c(), q_heads, 1, space); }, [] {});
+        table.take_back();
+        unchanged();
+        // A step that was begun takes no memory.
+        drawn_batch b = following(table, 0, 70);
+        b.add(0, {1});
+        b.add(1, {1, 2});
+        b.add(170, {0});
         table.begin(b.c(), q_heads, 1, space);
-        CHECK(table.tokens(0) == 108);
-        rows k(14, kv_heads, dim), v(14, kv_heads, value_dim), q(14, q_heads, dim),
-            out(14, q_heads, value_dim);
-        table.prefill(1, k.view(), v.view(), q.view(), out.view(), kvq::causal{}, kvq::serial_executor{},
-                      space);
-    };
-    const auto unchanged = [&] {
-        CHECK(table.tokens(0) == 100);
-        CHECK(table.tokens(3) == 0);
-        CHECK(state(table) == state(same));
-    };
-    partly();
-    CHECK(test::contains(test::message_of([&] { table.end(); }), "before layer 0 had its tokens"));
-    unchanged();
-    partly();
-    table.take_back();
-    unchanged();
-    partly();
-    (void)state(table);  // ends the step that is open
-    unchanged();
-    // Every allocation of the cache's resource fails in turn: nothing has changed, then all goes well.
-    test::fail_everywhere(
-        memory, [&] { table.begin(following(table, 0, 70).c(), q_heads, 1, space); }, [] {});
-    table.take_back();
-    unchanged();
-    // A step that was begun takes no memory.
-    drawn_batch b = following(table, 0, 70);
-    b.add(0, {1});
-    b.add(1, {1, 2});
-    b.add(170, {0});
-    table.begin(b.c(), q_heads, 1, space);
-    memory.fail_every(1);
-    for (int layer = 0; layer < layers; ++layer) {
-        rows k(73, kv_heads, dim), v(73, kv_heads, value_dim), q(73, q_heads, dim),
-            out(73, q_heads, value_dim);
-        table.prefill(layer, k.view(), v.view(), q.view(), out.view(), kvq::causal{}, kvq::serial_executor{},
-                      space);
+        memory.fail_every(1);
+        for (int layer = 0; layer < layers; ++layer) {
+            rows k(73, kv_heads, dim), v(73, kv_heads, value_dim), q(73, q_heads, dim),
+                out(73, q_heads, value_dim);
+            table.prefill(layer, k.view(), v.view(), q.view(), out.view(), kvq::causal{},
+                          kvq::serial_executor{}, space);
+        }
+        memory.fail_every(0);
+        table.end();
+        CHECK(table.tokens(2) == 1);
+        // A trim takes none.
+        const int left = windows == layer_windows{} ? 60 : 165;
+        memory.fail_every(1);
+        table.remove(0, left, -1);
+        memory.fail_every(0);
+        CHECK(table.tokens(0) == left);
     }
-    memory.fail_every(0);
-    table.end();
-    CHECK(table.tokens(2) == 1);
-    // A trim takes none.
-    memory.fail_every(1);
-    table.remove(0, 60, -1);
-    memory.fail_every(0);
-    CHECK(table.tokens(0) == 60);
+}
+
+namespace {
+
+/// What a recurrent layer makes of tokens, of which each is a number.
+float fold(float state, float x) { return 0.5f * state + x; }
+
+}  // namespace
+
+TEST_CASE("recurrent layers and windows: random batches, removal, copies and states, in a budget") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    int removed = 0, refused = 0;
+    for (int round = 0; round < 4; ++round) {
+        std::vector<kvq::layer> list = layers_of({random.one_in(2) ? 0 : random.between(1, 40), 0});
+        const auto at = list.begin() + random.between(0, 2);
+        const auto layer = static_cast<int>(at - list.begin());
+        list.insert(at, kvq::state_layer({{.name = "s", .rows = 40}}));
+        kvq::cache_options o = std4_options();
+        o.rotary = {{.dims = dim, .base = base}};
+        o.snapshots.every = 10;
+        const int most = 400, chunk = 40;
+        o.snapshots.most_bytes = 50000;
+        {
+            const kvq::cache unlimited(list, o);
+            o.byte_budget =
+                kvq::budget(o, list, {.tokens = most, .sequences = 2 * ids, .chunk = chunk, .cuts = 1}) +
+                2 * ids * unlimited.state_layout()->live_bytes();
+        }
+        kvq::cache cache(list, o);
+        kvq::sequence_table table(cache, ids);
+        kvq::workspace space;
+        std::vector<std::vector<float>> model(ids);  // the numbers of the tokens
+        const auto value_of = [&](const kvq::sequence& s) {
+            kvq::sequence copy = s.fork();
+            return copy.state().values<float>(layer, 0)[7];
+        };
+        const auto check = [&] {
+            for (int id = 0; id < ids; ++id) {
+                const std::vector<float>& held = model[static_cast<std::size_t>(id)];
+                REQUIRE(table.tokens(id) == static_cast<int>(held.size()));
+                float s = 0.0f;
+                for (const float x : held) s = fold(s, x);
+                if (const kvq::sequence* const found = table.find(id)) REQUIRE(value_of(*found) == s);
+            }
+        };
+        for (int step = 0; step < 60; ++step) {
+            const int id = random.between(0, ids - 1), other = random.between(0, ids - 1),
+                      kind = random.between(0, 9);
+            std::vector<float>& held = model[static_cast<std::size_t>(id)];
+            if (kind < 6) {
+                drawn_batch b;
+                std::vector<float> numbers;
+                std::vector<std::vector<float>> after = model;
+                const int n = random.one_in(2) ? 1 : random.between(1, chunk);
+                for (int i = 0; i < n; ++i) {
+                    std::vector<std::int32_t> of{random.one_in(4) ? other : id};
+                    if (kind == 0 && other != id) of = {id, other};
+                    std::int32_t position = 0;
+                    for (const int j : of) {
+                        position = std::max(position, table.position_max(j) + 1 + i);
+                        if (after[static_cast<std::size_t>(j)].size() == most) of.clear();
+                    }
+                    if (of.empty()) continue;
+                    numbers.push_back(random.normal());
+                    for (const int j : of) after[static_cast<std::size_t>(j)].push_back(numbers.back());
+                    b.add(position, of);
+                }
+                if (b.tokens() == 0) continue;
+                table.begin(b.c(), q_heads, 1, space);
+                std::vector<float> outputs(numbers.size(), NAN);
+                for (int i = 0; i < cache.layer_count(); ++i) {
+                    if (cache.holds_tokens(i)) {
+                        rows k(b.tokens(), kv_heads, dim), v(b.tokens(), kv_heads, value_dim),
+                            q(b.tokens(), q_heads, dim), out(b.tokens(), q_heads, value_dim);
+                        table.prefill(i, k.view(), v.view(), q.view(), out.view(), kvq::causal{},
+                                      kvq::serial_executor{}, space);
+                        continue;
+                    }
+                    for (int p = 0; p < table.step_parts(); ++p) {
+                        const kvq::sequence_table::step_part part = table.part_of_step(p);
+                        float& s = part.state->values<float>(layer, 0)[7];
+                        for (std::size_t r = 0; r < part.rows.size(); ++r) {
+                            const auto row = static_cast<std::size_t>(part.rows[r]);
+                            s = fold(s, numbers[row]);
+                            if (part.wanted[r]) outputs[row] = s;
+                        }
+                    }
+                }
+                if (random.one_in(4)) {
+                    table.take_back();
+                } else {
+                    table.end(random.one_in(2));
+                    model = std::move(after);
+                    std::vector<std::size_t> seen(ids);
+                    for (int i = b.tokens() - 1; i >= 0; --i) {  // the last row of an id is its state
+                        const auto of = static_cast<std::size_t>(b.ids_of[static_cast<std::size_t>(i)][0]);
+                        if (seen[of]++ > 0) continue;
+                        float s = 0.0f;
+                        for (const float x : model[of]) s = fold(s, x);
+                        REQUIRE(outputs[static_cast<std::size_t>(i)] == s);
+                    }
+                }
+            } else if (kind < 8 && !held.empty()) {
+                const auto snapshots = table.find(id)->state().snapshots();
+                int n = random.between(0, static_cast<int>(held.size()) - 1);
+                if (random.one_in(2) && !snapshots.empty()) n = random.pick(snapshots).tokens;
+                if (n == static_cast<int>(held.size())) continue;
+                const std::int32_t from = table.positions(id)[static_cast<std::size_t>(n)];
+                const int to = table.find(id)->reach(n);
+                const bool can = to == n && table.find(id)->can_trim(n);
+                const std::vector<std::byte> before = state(table);
+                const std::string message = test::message_of([&] { table.remove(id, from, -1); });
+                REQUIRE(message.empty() == can);
+                if (can) {
+                    held.resize(static_cast<std::size_t>(n));
+                    ++removed;
+                } else {
+                    REQUIRE(state(table) == before);
+                    if (to < n)
+                        REQUIRE(test::contains(
+                            message, ("the newest one before is of " + std::to_string(to)).c_str()));
+                    ++refused;
+                }
+                const std::int32_t least = table.position_min(id);
+                if (held.size() > 1)
+                    REQUIRE(test::contains(test::message_of([&] { table.remove(id, least, least + 1); }),
+                                           "erase tokens of a state"));
+            } else if (kind == 8) {
+                table.remove(other, -1, -1);
+                model[static_cast<std::size_t>(other)].clear();
+                table.copy(id, other, -1, -1);
+                model[static_cast<std::size_t>(other)] = held;
+            } else {
+                const std::vector<std::byte> all = state(table);
+                table.clear();
+                restore(table, all);
+                REQUIRE(state(table) == all);
+            }
+            check();
+        }
+        CHECK_FALSE(table.can_shift());
+        table.clear();
+        CHECK(cache.bytes_in_use() == 0);
+    }
+    CHECK(removed > 0);
+    CHECK(refused > 0);
 }
 
 TEST_CASE("a budget that is too small") {
@@ -618,6 +827,18 @@ TEST_CASE("bad input is refused with a sentence") {
     CHECK(still.tokens(1) == 5);
     still.remove(0, 30, -1);
     CHECK(still.tokens(0) == 30);
+    // What a window has freed.
+    kvq::cache narrow(layers_of({3, 0}), std4_options());
+    kvq::sequence_table few(narrow, ids);
+    run(few, following(few, 0, 200), 1, space);
+    run(few, following(few, 1, 20), 1, space);
+    const auto whole = state(few);
+    for (const auto& change :
+         std::vector<std::function<void()>>{[&] { few.remove(0, 100, -1); }, [&] { few.remove(-1, 100, -1); },
+                                            [&] { few.copy(0, 2, 0, 100); }, [&] { few.copy(0, 2, 50, 100); },
+                                            [&] { few.copy(0, 1, 50, -1); }})
+        CHECK(test::contains(test::message_of(change), "layer 0, sliding window of 3, 2 x 16 and 24"));
+    CHECK(state(few) == whole);
 }
 
 TEST_CASE("damaged states are refused") {

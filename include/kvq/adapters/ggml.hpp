@@ -42,6 +42,10 @@ public:
         const int layers = table_.storage().layer_count();
         detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
                        " layers of the cache");
+        if (!table_.storage().holds_tokens(layer))
+            detail::fail(
+                detail::describe_layer(layer, table_.storage().layers()[static_cast<std::size_t>(layer)]),
+                ": it does not attend; its node is the engine's own, over sequences().part_of_step(i)");
         const cache_shape& shape = table_.storage().shape(layer);
         check(q, "q", shape.head_dim, 0);
         check(k, "k", shape.head_dim, shape.kv_heads);
@@ -64,10 +68,11 @@ public:
         table_.begin(batch, q_heads, threads, space_, mods);
     }
     /// After the graph has run: raises what a node raised, or kvq::error if a layer has not got its tokens. The step is taken back then.
-    void end() {
+    /// prompt_ends: as of recurrent_state::advance.
+    void end(bool prompt_ends = false) {
         if (team_.failed()) table_.take_back();
         team_.check();
-        table_.end();
+        table_.end(prompt_ends);
     }
     /// Did a node fail since begin()? Between graphs.
     bool failed() const noexcept { return team_.failed(); }

@@ -6,6 +6,7 @@
 
 #include "../core/error.hpp"
 #include "../io/page_transfer.hpp"
+#include "../io/state_wire.hpp"
 #include "sequence_state.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
@@ -62,6 +63,10 @@ struct sequence_table::access {
             };
             for (int layer = 0; layer < table.cache_->layer_count(); ++layer)
                 detail::send_pages(shown, layer, detail::held_sink<decltype(send)>{send}, pages);
+            if (table.cache_->state_layout()) {
+                put(sink, &state_follows, sizeof state_follows);
+                detail::write_recurrent_state_to(sink, shown.state());
+            }
             put(sink, &no_page_follows, sizeof no_page_follows);
         }
     }
@@ -101,7 +106,7 @@ struct sequence_table::access {
     }
 
 private:
-    static constexpr std::uint32_t page_follows = 1, no_page_follows = 0;
+    static constexpr std::uint32_t page_follows = 1, no_page_follows = 0, state_follows = 2;
 
     static void put(const detail::sink_view& sink, const void* data, std::size_t bytes) {
         if (bytes > 0) sink(data, bytes);
@@ -132,11 +137,20 @@ private:
         };
         for (source.read(&follows, sizeof follows, "a page"); follows != no_page_follows;
              source.read(&follows, sizeof follows, "a page")) {
+            if (follows == state_follows && table.cache_->state_layout()) {
+                receiver.accept(read_recurrent_state(rest, *table.cache_->state_layout(),
+                                                     table.cache_->pool(),
+                                                     table.cache_->options().snapshots));
+                continue;
+            }
             detail::expect(follows == page_follows, "the pages of a sequence are damaged: ", follows,
                            " stands where a page begins");
             receiver.accept(read_page(rest, storage));
         }
         auto made = std::make_shared<entry>(receiver.finish(static_cast<int>(sizes[1])));
+        if (table.cache_->state_layout())
+            detail::expect(made->tokens.state().tokens() == made->tokens.tokens(), "a sequence of ", sizes[1],
+                           " tokens has a state of ", made->tokens.state().tokens());
         made->positions = std::move(positions);
         return {std::move(made), std::move(ids)};
     }

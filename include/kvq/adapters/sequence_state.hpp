@@ -8,7 +8,7 @@
 // sinks, recent and page_tokens of the writing one and lists the schemes of the pages.
 // Contract: what was read attends with the bits of what was written. Damaged, truncated and hostile input raises kvq::error and leaves the
 // table as it was. Bytes: an entry has a header of 8 bytes, its ids, 4 bytes per position, and its pages;
-// a page that sequences share is there once, and shared again by those that are read.
+// a page that sequences share is there once, and shared again by those that are read. Recurrent state follows its pages.
 #pragma once
 
 #include "../io/byte_stream.hpp"

@@ -14,9 +14,7 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 KVQ_FUNC sequence_table::sequence_table(cache& of, int ids)
     : cache_(&of), held_(static_cast<std::size_t>(detail::larger(ids, 0))) {
-    detail::sequence_access::expect_no_state(of, "a table of sequences");
     detail::expect(ids >= 1, "a table of sequences needs at least 1 id, got ", ids);
-    of.expect_all_tokens("a table of sequences");  // it takes back steps of any length
 }
 
 KVQ_FUNC sequence_table::~sequence_table() = default;
@@ -46,9 +44,14 @@ KVQ_FUNC std::size_t sequence_table::distinct_tokens() const {
         const page* of;
         int first, last;
     };
+    const std::vector<layer>& layers = cache_->layers();
+    const auto first = [&](auto&& is) { return std::find_if(layers.begin(), layers.end(), is); };
+    auto counted = first([](const layer& l) { return l.kind == layer_kind::full; });
+    if (counted == layers.end()) counted = first([](const layer& l) { return l.kind != layer_kind::state; });
+    if (counted == layers.end()) return 0;
     std::vector<run> runs;
     for_each_entry([&](const shared_entry& e) {
-        const layer_pages pages = e->tokens.pages(0);
+        const layer_pages pages = e->tokens.pages(static_cast<int>(counted - layers.begin()));
         for (int i = 0; i < pages.entries(); ++i) {
             const layer_pages::entry s = pages.at(i);
             runs.push_back({s.keys, s.skip, s.skip + s.tokens});
@@ -100,10 +103,20 @@ KVQ_FUNC void sequence_table::begin(const token_batch& batch, int q_heads, int t
     }
     std::vector<float> gathered(rows * floats);
     batch_.reserve(parts.size());
+    // Windows give back what a trim of `rollback` tokens needs, a state only snapshots.
+    const cache_options& options = cache_->options();
+    const bool has_windows = std::any_of(cache_->layers().begin(), cache_->layers().end(),
+                                         [](const layer& l) { return l.window > 0; });
+    for (part& p : parts) {
+        p.before = p.of->size();
+        const bool is_short =
+            static_cast<int>(p.rows.size()) <= options.rollback && p.before >= options.sinks;
+        if (p.before > 0 && (cache_->state_layout() || (has_windows && !is_short)))
+            p.former.emplace(p.of->tokens.fork());
+    }
     cache_->reserve(requests, q_heads, threads, space, mods);
     // Nothing below fails.
     for (part& p : parts) {
-        p.before = static_cast<int>(p.of->positions.size());
         for (const int row : p.rows) p.of->positions.push_back(batch.positions[row]);
         for (const int id : p.ids) held_[static_cast<std::size_t>(id)] = p.of;
     }
@@ -177,20 +190,41 @@ KVQ_FUNC void sequence_table::prefill(int layer, const input_view& k, const inpu
     }
 }
 
-KVQ_FUNC void sequence_table::end() {
-    int missing = -1;
-    for (const part& p : parts_)
-        for (int layer = cache_->layer_count() - 1; layer >= 0; --layer)
-            if (p.of->tokens.tokens(layer) != static_cast<int>(p.of->positions.size())) missing = layer;
-    if (missing >= 0) take_back();
+KVQ_FUNC sequence_table::step_part sequence_table::part_of_step(int i) const {
+    detail::expect(i >= 0 && i < step_parts(), "part ", i, " is not among the ", step_parts(),
+                   " of the step");
+    const part& p = parts_[static_cast<std::size_t>(i)];
+    return {p.rows, p.wanted, cache_->state_layout() ? &p.of->tokens.state() : nullptr};
+}
+
+KVQ_FUNC int sequence_table::missing_layer() const noexcept {
+    for (int layer = 0; layer < cache_->layer_count(); ++layer)
+        for (const part& p : parts_)
+            if (cache_->holds_tokens(layer) && p.of->tokens.tokens(layer) != p.of->size()) return layer;
+    return -1;
+}
+
+KVQ_FUNC void sequence_table::finish_step(bool prompt_ends) noexcept {
+    if (cache_->state_layout())
+        for (const part& p : parts_)
+            p.of->tokens.state().advance(static_cast<int>(p.rows.size()), prompt_ends);
     forget_step();
-    detail::expect(missing < 0, "the step ended before layer ", missing, " had its tokens");
+}
+
+KVQ_FUNC void sequence_table::end(bool prompt_ends) {
+    const int missing = missing_layer();
+    if (missing < 0) return finish_step(prompt_ends);
+    take_back();
+    detail::fail("the step ended before layer ", missing, " had its tokens");
 }
 
 KVQ_FUNC void sequence_table::take_back() noexcept {
-    for (const part& p : parts_) {
+    for (part& p : parts_) {
         p.of->tokens.release_reserved();
-        if (p.of->tokens.tokens() > p.before) p.of->tokens.trim(p.before);
+        if (p.former)
+            p.of->tokens = std::move(*p.former);
+        else
+            p.of->tokens.trim(p.before);
         p.of->positions.resize(static_cast<std::size_t>(p.before));
     }
     for (shared_entry& e : held_)
@@ -198,12 +232,31 @@ KVQ_FUNC void sequence_table::take_back() noexcept {
     forget_step();
 }
 
+KVQ_FUNC void sequence_table::check_trim(int id, int n) const {
+    const entry& e = *at(id);
+    if (const int to = e.tokens.reach(n); to < n)
+        detail::fail("cannot remove positions from ", e.positions[static_cast<std::size_t>(n)],
+                     " on of sequence ", id,
+                     ": the recurrent state has no snapshot there, the newest one before is of ", to,
+                     " of its ", e.size(), " tokens");
+    if (n == 0 || e.tokens.can_trim(n)) return;
+    sequence refused = e.tokens.fork();
+    refused.trim(n);  // raises: it names the layer
+}
+
 KVQ_FUNC void sequence_table::remove(int id, std::int32_t first, std::int32_t last) {
+    settle();
+    const int begin = id < 0 ? 0 : id, behind = id < 0 ? ids() : id + 1;
+    for (int i = begin; i < behind; ++i)
+        if (const entry* const e = at(i).get()) {
+            const auto [from, to] = e->range(first, last);
+            if (from < to && to == e->size()) check_trim(i, from);
+        }
     change(id, [&](const entry& e) -> shared_entry {
         const auto [from, to] = e.range(first, last);
         return from == to || to == e.size() ? nullptr : e.without(from, to);
     });
-    for (int i = id < 0 ? 0 : id; i < (id < 0 ? ids() : id + 1); ++i) {
+    for (int i = begin; i < behind; ++i) {
         shared_entry e = at(i);
         if (!e) continue;
         const auto [from, to] = e->range(first, last);
@@ -230,6 +283,7 @@ KVQ_FUNC void sequence_table::copy(int from, int to, std::int32_t first, std::in
     if (had > 0 || begin > 0 || end < source->size()) {
         const auto made = had > 0 ? fork(*at(to)) : std::make_shared<entry>(cache_->new_sequence());
         if (had == 0 && begin == 0) {
+            check_trim(from, end);
             made->tokens = source->tokens.fork();
             made->tokens.trim(end);
         } else {
@@ -396,12 +450,8 @@ KVQ_FUNC std::vector<sequence_table::part> sequence_table::parts_of(const token_
 }
 
 KVQ_FUNC void sequence_table::settle() noexcept {
-    bool complete = true;
-    for (const part& p : parts_)
-        for (int layer = 0; layer < cache_->layer_count(); ++layer)
-            complete = complete && p.of->tokens.tokens(layer) == p.of->size();
-    if (complete)
-        forget_step();
+    if (missing_layer() < 0)
+        finish_step(false);
     else
         take_back();
 }

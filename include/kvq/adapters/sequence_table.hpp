@@ -7,6 +7,8 @@
 //
 // A token may be in several sequences. Sequences with the same tokens share one kvq::sequence until their tokens differ; a token of sequences that
 // do not is held by each of them. It attends as a token of the first id that it names.
+// Layers with a window free their pages. What would need a freed token is refused. Layers with recurrent state: the engine runs over
+// part_of_step(i), between begin() and end(); removal from the end goes to a snapshot, nothing else is removed or moved.
 // Contract: positions ascend within a sequence, tokens attend to the tokens before them; gaps are allowed, and masks count tokens, not
 // positions. Bad input raises kvq::error before anything changes. Every member leaves all as it was when it raises. Not for several
 // threads at once.
@@ -14,6 +16,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -40,7 +43,7 @@ public:
     cache& storage() const noexcept { return *cache_; }
     int ids() const noexcept { return static_cast<int>(held_.size()); }
     /// Keys can move: copies of parts, removal from the middle and shifts are possible.
-    bool can_shift() const noexcept { return cache_->rotations().known(); }
+    bool can_shift() const noexcept { return cache_->rotations().known() && !cache_->state_layout(); }
 
     /// Tokens of an id.
     int tokens(int id) const;
@@ -52,7 +55,8 @@ public:
     /// The sequence of an id; null if it is empty. Valid until the table changes. Other ids may have the same one.
     const sequence* find(int id) const;
     /// Tokens that are stored, for a limit in tokens: those of pages that sequences share count once, those of a page that a sequence had to
-    /// copy when its tokens began to differ count again. O(pages log pages)
+    /// copy when its tokens began to differ count again. Of the first layer with full attention, or the first with tokens.
+    /// O(pages log pages)
     [[nodiscard]] std::size_t distinct_tokens() const;
     /// Bytes of pages (cache::bytes_held) and of positions.
     [[nodiscard]] std::size_t bytes() const;
@@ -62,6 +66,8 @@ public:
     /// Begins a step: checks the batch, takes the memory of all layers (cache::reserve, with its arguments and errors) and gives the tokens
     /// their positions, which ascend within each id and follow those it has. A step that is still open ends first (end(), without
     /// its error). O(tokens * ids of a token + sequences * layers)
+    /// With recurrent state, and with windows where a sequence gets more than cache_options::rollback tokens, the sequence before the step
+    /// is held until it ends: kvq::budget needs budget_use::cuts of 1 more, and state_layout::live_bytes() for each sequence.
     void begin(const token_batch& batch, int q_heads, int threads, workspace& space,
                const mods_view& mods = causal{});
 
@@ -71,15 +77,29 @@ public:
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                  const output_view& out, const mods_view& mods, executor_view executor, workspace& space);
 
-    /// Ends the step. If a layer has not got its tokens, the step is taken back (as by trim), and kvq::error is raised.
-    void end();
-    /// Takes the step back: its tokens are removed from all layers that have them. Nothing happens without a step.
+    /// The tokens of the step that go to one sequence: for layers with recurrent state, which the engine runs itself, over rows of the
+    /// batch in ascending order.
+    struct step_part {
+        std::span<const int> rows;
+        std::span<const char> wanted;  ///< [rows]: 1 where the output of the row is that of this part
+        recurrent_state* state;        ///< null: the cache has none
+    };
+    int step_parts() const noexcept { return static_cast<int>(parts_.size()); }
+    /// Valid until the step ends. Raises kvq::error for a part that does not exist.
+    step_part part_of_step(int i) const;
+
+    /// Ends the step. If a layer has not got its tokens, the step is taken back, and kvq::error is raised. The recurrent state has taken
+    /// the tokens then; prompt_ends: as of recurrent_state::advance.
+    void end(bool prompt_ends = false);
+    /// Takes the step back: its tokens are removed from all layers that have them, and the recurrent state is the one before. Nothing
+    /// happens without a step.
     void take_back() noexcept;
 
     // ---- tokens by position; id -1: every id; positions [first, last), where first < 0 is 0 and last < 0 is infinity ----
 
     /// Removes tokens; the others keep their positions. From the middle this needs can_shift(). From the end it is a trim, which takes no
-    /// memory unless other ids share the tokens. O(spans)
+    /// memory unless other ids share the tokens; raises kvq::error where a layer has freed what the next token would see, and where the
+    /// recurrent state has no snapshot behind the last token that stays. O(spans)
     void remove(int id, std::int32_t first, std::int32_t last);
     /// Id `to` gets the tokens of `from` as well, behind its own ones. The first one that it gets needs a position behind its last.
     /// A part that does not begin with the first token, or that goes behind others, needs can_shift().
@@ -136,6 +156,8 @@ private:
         int step =
             1;  // from one row to the next; 0: they do not lie at one distance, or not all queries are wanted
         int before = 0;  // tokens
+        std::optional<sequence> former =
+            {};  // the sequence before the step, where a trim may not give it back
 
         bool regular() const noexcept { return step > 0; }
         bool queries() const noexcept { return first_query < static_cast<int>(rows.size()); }
@@ -165,12 +187,17 @@ private:
     void put(int id, shared_entry e) noexcept;
 
     void check(const token_batch& b) const;
+    /// Refuses a trim of an id to its first n tokens that would leave fewer.
+    void check_trim(int id, int n) const;
 
     /// Ids with the same entry and the same rows make one part. Entries of other ids are forked.
     std::vector<part> parts_of(const token_batch& b) const;
 
     /// Ends a step that is open.
     void settle() noexcept;
+    /// A layer that has not got its tokens; -1: all have them.
+    int missing_layer() const noexcept;
+    void finish_step(bool prompt_ends) noexcept;
     void forget_step() noexcept;
 
     cache* cache_;
