@@ -8,6 +8,7 @@
 // attention_options::early, where launches that follow each other overlap. The error is against the float kernel for any shape
 // (attend_any.cuh) on the same pages.
 //
+// With -DLARGE_HEADS: heads of 256 and 512 channels.
 // With -DMINE: one row for a table of cards (scripts/gpu-bench --mine), in less memory.
 // With -DPRESETS=1 (5 to 8 bits) or 2 (the narrower ones): the presets, each behind the plain affine format of its width; "-plan":
 // channels of different widths, where importance differs between channels by factors of exp(4) and more, otherwise mixed widths
@@ -294,6 +295,16 @@ void small_pages(const std::vector<shape>& shapes, settings& set) {
     }
 }
 
+/// Heads of more than 128 channels.
+template <int Dim>
+void large_heads(const shape& s, settings& set) {
+    if (!set.json) std::printf("head_dim %d\n", Dim);
+    run<cuda::block_pair<full<float16>, full<float16>, Dim, 64>>("fp16", s, set);
+    run<cuda::block_pair<int8, int8, Dim, 64>>("int8", s, set);
+    run<cuda::kivi_pair<4, 64, Dim, 64>>("kivi-4-g64", s, set);
+    run<cuda::preset_pair<std4, Dim>>("std4", s, set);
+}
+
 #ifdef MINE
 /// The row of this card: what it is, which kernel it takes, and how much faster than fp16 formats are.
 void print_row(settings& set) {
@@ -398,6 +409,11 @@ int main(int argc, char** argv) {
         run<cuda::preset_pair<low2, 128>>("low2", s, set);
         run<cuda::preset_pair<low2, 128>>("low2-plan", s, set);
     }
+#elif defined(LARGE_HEADS)
+    // Full layers of 512 channels and windows of 256, and 256 with more query rows.
+    large_heads<512>({8, 32768, 32, 4}, set);
+    large_heads<256>({64, 1024, 32, 16}, set);
+    large_heads<256>({8, 32768, 32, 4}, set);
 #elif defined(SMALL_PAGES)
     small_pages<16>(shapes, set);
     small_pages<32>(shapes, set);

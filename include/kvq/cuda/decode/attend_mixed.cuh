@@ -96,8 +96,9 @@ struct mixed_args {
 /// wants of it lies in the same place.
 template <int Rows4, bool Small, class... Pairs>
 struct mixed_memory {
+    static constexpr int bands = bands_of<Pairs...>;
     template <class Pair>
-    using of = attention_memory<Pair, Rows4, Small>;
+    using of = attention_memory<Pair, Rows4, Small, bands>;
     template <class... Numbers>
     static constexpr int most(Numbers... numbers) {
         int result = 0;
@@ -195,10 +196,10 @@ struct mixed_memory {
     }();
     static constexpr size chosen = [] {
         for (const int warps : {8, 4})
-            for (const int parts : {4, 2})
-                if (!(Rows4 == 4 && parts == 4) && size{warps, parts}.bytes() <= budget)
+            for (const int parts : {4, 2, 1})
+                if (takes_teams<Rows4, bands>(warps, parts) && size{warps, parts}.bytes() <= budget)
                     return size{warps, parts};
-        return size{4, 2};
+        return size{4, bands > 2 ? 1 : 2};
     }();
     static constexpr int warps = chosen.warps, most_teams = chosen.parts,
                          output_bytes = chosen.output_bytes(), bytes = chosen.bytes();
@@ -302,6 +303,7 @@ struct part_feed : unit_ring<Memory, Pair, T> {
     __device__ __forceinline__ part_feed(const part_args<Pair, T>& args, const part_job& jobs)
         : base(args.a), part(args), job(jobs), index(jobs.index - 1), sequence(jobs.item->sequence) {
         head = job.item->kv_head;
+        if constexpr (Memory::bands > 1) this->band = job.at.band.band;
         if constexpr (keys::mixed) this->key_head = keys::head_of(a.cache.key_plan(head));
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) step();
@@ -350,9 +352,9 @@ private:
             const auto block = [&](int number) -> const std::byte* {
                 return number < 0 ? nullptr : part.sinks.cache.template block<Role>(number, head);
             };
-            copy_sinks<Role, Pair>(to, block(page), block(second), lane);
+            copy_sinks<Role, Pair, Memory::bands>(to, block(page), block(second), lane, this->band);
         } else if (there) {
-            copy_window<Role, Pair>(to, a.cache.template block<Role>(page, head), first, lane);
+            copy_window<Role, Pair, Memory::bands>(to, a.cache.template block<Role>(page, head), first, lane, this->band);
         }
         copy_commit();
     }
@@ -396,11 +398,9 @@ private:
 };
 
 /// A warp's warp tiles of one part; their sums are added to `rows`.
-template <class Pair, class T, int Rows4, bool Small, class Score>
-__device__ __forceinline__ void attend_part(
-    const part_args<Pair, T>& part, const part_job& job, const Score& score,
-    finished_rows<attention_memory<Pair, Rows4, Small>::values::tiles, Rows4>& rows) {
-    using memory = attention_memory<Pair, Rows4, Small>;
+template <class memory, class Pair, class T, int Rows4, class Score>
+__device__ __forceinline__ void attend_part(const part_args<Pair, T>& part, const part_job& job, const Score& score,
+                                            finished_rows<memory::values::tiles, Rows4>& rows) {
     const lane_id id;
     // Weights of units that no token fills stay zero.
     __syncwarp();
@@ -431,14 +431,14 @@ __device__ __forceinline__ void attend_part(
 struct warp_share {
     int begin, end;
 
-    __device__ __forceinline__ warp_share(const item_part& item, const warp_team& team, int last_pair) {
+    __device__ __forceinline__ warp_share(const item_part& item, const warp_team& team, int bands, int last_pair) {
         const int share = item.to - item.from, before = larger(0, last_pair - item.from),
                   behind = item.to - kvq::detail::larger(last_pair, item.from);
         begin = item.from, end = item.to;
         // Warps 4 apart have the same scheduler. The later teams of a block count their warps from the last one:
         // otherwise two of four schedulers would have the windows of all teams, which take fewer instructions.
-        int member = team.index * team.warps % 8 < 4 ? team.member : team.warps - 1 - team.member,
-            warps = team.warps;
+        int warps = team.takers(bands), member = team.taker(bands);
+        if (team.index * team.warps % 8 >= 4) member = warps - 1 - member;
         if (before > 0 && behind > 0 && warps > 1) {
             const int others =
                 kvq::detail::smaller(larger(1, divide(behind * warps + share / 2, share)), warps - 1);
@@ -483,7 +483,7 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Pairs...>& m, co
         if (warp_tiles.count > 0) before = part_begin[I] + warp_tiles.count * memory::template units<pair>;
         if (I + 1 < parts) last_pair = before;
     });
-    const warp_share share(item, team, last_pair);
+    const warp_share share(item, team, memory::bands, last_pair);
     static_for<parts>([&](auto i) {
         constexpr int I = decltype(i)::value;
         const auto& part = get<I>(m.parts);
@@ -540,7 +540,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
             if constexpr (I == memory::main_part || memory::places.of[I] > 0) {
                 const auto& part = get<I>(m.parts);
                 using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
-                bad |= query_part.template store_for<attention_memory<pair, Rows4, Small>>(
+                bad |= query_part.template store_for<typename memory::template of<pair>>(
                     memory::template query<I>(shared, of_team), part.a.scale,
                     part.a.cache.key_plan(walk.item.kv_head), of_team);
             }
@@ -563,6 +563,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
         finished_rows<memory::values::tiles, Rows4> rows;
         rows.clear();
         const std::uint32_t ring = shared_address(own_memory);
+        const auto band = band_place::of<memory>(warp);
         const sequence_cut cut = cut_of(m.cuts, item.sequence);
         if (id.lane == 0) notes->cut = cut;  // attend_part begins with a barrier
         visit_parts<Rows4, Small>(
@@ -580,9 +581,10 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
                                    &notes->cut,
                                    m.cuts,
                                    {ring, ring + part_memory::weights_at, ring + part_memory::scratch_at,
-                                    shared_address(memory::template query<decltype(i)::value>(shared, own)),
-                                    memory::order(m.parts, item.kv_head)}};
-                attend_part<pair, T, Rows4, Small>(part, job, score, rows);
+                                    shared_address(memory::template query<decltype(i)::value>(shared, own) +
+                                                   band.band * part_memory::query_floats),
+                                    memory::order(m.parts, item.kv_head), band}};
+                attend_part<part_memory>(part, job, score, rows);
             });
 
         if (!end_item<memory, Rows4>(

@@ -31,6 +31,7 @@ struct unit_ring {
     unsigned halves = 0;         // 2 bits per slot, of warp tiles of two pages: which are there?
     unsigned present = 0;        // bit per slot: does it hold a warp tile?
     unsigned skews = 0;  // 4 bits per slot: how many times 16 bytes its warp tile begins behind the slot
+    int band = 0;        // of the warp
     typename keys::head_type key_head{};
 
     __device__ __forceinline__ explicit unit_ring(const attention_args<Pair, T>& args) : a(args) {}
@@ -46,7 +47,7 @@ struct unit_ring {
             using unit = std::conditional_t<Role == tensor::key, keys, values>;
             if (there != 0)
                 unit::copy(to_slot, page < 0 ? nullptr : a.cache.template block<Role>(page, head),
-                           second < 0 ? nullptr : a.cache.template block<Role>(second, head), lane);
+                           second < 0 ? nullptr : a.cache.template block<Role>(second, head), lane, band);
         } else if (Memory::halves || page >= 0) {
             // A branch around copies cuts the instructions in two. Builds without were faster for kernels
             // with half floats only.
@@ -62,10 +63,12 @@ struct unit_ring {
             } else if constexpr (keys::skewed || values::skewed) {
                 skews &= ~(15u << 4 * slot);
             }
-            if constexpr (Role == tensor::key)
+            if constexpr (Role == tensor::value)
+                values::copy(to_warp_tile, block, first, lane, there ? 16 : 0, {}, band);
+            else if constexpr (keys::mixed)
                 keys::copy(to_warp_tile, block, first, lane, there ? 16 : 0, key_head);
             else
-                values::copy(to_warp_tile, block, first, lane, there ? 16 : 0);
+                keys::copy(to_warp_tile, block, first, lane, there ? 16 : 0, {}, band);
         } else {
             present &= ~bit;
         }
@@ -95,9 +98,10 @@ struct unit_feed : unit_ring<Memory, Pair, T> {
     __device__ __forceinline__ unit_feed(const attention_args<Pair, T>& args,
                                          const item_walk<Memory::step_tokens>& start, const warp_team& team,
                                          warp_notes* of_warp, const int* entry, int first_page)
-        : base(args), notes(of_warp), stride(team.warps) {
+        : base(args), notes(of_warp), stride(team.takers(Memory::bands)) {
+        if constexpr (Memory::bands > 1) this->band = team.member % Memory::bands;
         start.park(&notes->feeder);
-        take(start, team.member);
+        take(start, team.taker(Memory::bands));
         index -= stride;
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) step(entry, first_page);
@@ -156,7 +160,7 @@ private:
                     index = real = 0;
                     break;
                 }
-                take(walk, notes->team.member);
+                take(walk, notes->team.taker(Memory::bands));
             } while (index >= to);
             walk.park(&notes->feeder);
         }
@@ -279,6 +283,8 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
             score_warp_tile(scores, folded, query_at, memory::query_stride, at, in_page,
                             memory::warp_tiles_of_step == 1 || in_step == 0, key_head, row_query, id);
             scale_scores<keys, Rows4>(scores, at, id);
+            add_bands<memory::bands>(
+                scores, at_warp.ring + static_cast<std::uint32_t>(slot * memory::slot_bytes), at_warp.band, id);
             if constexpr (rare) {
                 if (a.softcap > 0.0f) {
 #pragma unroll
@@ -315,6 +321,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                 }
             }
             soften<keys, values, Rows4>(scores, state, factors, id);
+            wait_for_bands<memory::bands>(at_warp.band);
         }
         next_unit(after_keys);
         const std::uint32_t value_at = wait_unit();
@@ -373,7 +380,7 @@ __device__ __forceinline__ const int* first_entry(const attention_args<Pair, T>&
                                                   const item_walk<Memory::step_tokens>& walk,
                                                   const warp_team& team) {
     const item_part& item = walk.item;
-    const int index = item.from + team.member,
+    const int index = item.from + team.taker(Memory::bands),
               column = (item.first + index) * Memory::step_tokens / Pair::page_tokens;
     if (walk.share_begin >= walk.share_end || index >= item.to || index >= item.real ||
         column >= a.cache.table_columns)
@@ -393,9 +400,9 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Pair, T>& a,
     // Of the warps whose warp tiles share a page, the first one asks for all of it. More than one page a warp
     // took longer.
     const item_part& item = walk.item;
-    if (entry == nullptr ||
-        (team.member > 0 &&
-         (item.first + item.from + team.member) * Memory::step_tokens % Pair::page_tokens != 0))
+    const int taker = team.taker(Memory::bands);
+    if (entry == nullptr || team.member % Memory::bands != 0 ||
+        (taker > 0 && (item.first + item.from + taker) * Memory::step_tokens % Pair::page_tokens != 0))
         return;
     const int page = __ldcg(entry);
     if (page < 0) return;
@@ -418,7 +425,7 @@ __device__ __forceinline__ warp_team find_own_share(const Work& work, item_walk<
         const int split = split_block(walk, cut, count);
         const warp_team team(warp, Memory::warps, split);
         const share_plan plan =
-            find_share(work, cut, team, Memory::end_warp_tiles >> split, count, walk, waits);
+            find_share(work, cut, team, team.takers(Memory::bands), Memory::end_warp_tiles >> split, count, walk, waits);
         if (id.lane == 0) notes->plan = plan;
         found();
         if (!waits) return team;
@@ -531,7 +538,7 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
     unit_feed<memory, Pair, T> feed(a, walk, team, notes, entry, first_page);
     walk.park(&notes->reader);
     if (a.early) {  // the warp's first two warp tiles may hold tokens that are just being written
-        const int last = walk.item.from + team.member + team.warps;
+        const int last = walk.item.from + team.taker(memory::bands) + team.takers(memory::bands);
         if (last >= walk.item.to || (walk.item.first + last + 1) * memory::step_tokens >
                                         a.work.end(walk.item.sequence) - a.work.query_tokens)
             wait_for_predecessor();
@@ -575,9 +582,12 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
                   id);  // while the first units are on their way: it takes a few divisions
         typename memory::state state;
         state.clear();
-        attend_warp_tiles<memory, Rows4>(a, feed, state, slot, item.first, item.from + notes->team.member,
-                                         item.to, &notes->reader.item,
-                                         {ring, weights, scratch, shared_address(query), nullptr}, score, id);
+        const auto band = band_place::of<memory>(warp);
+        attend_warp_tiles<memory, Rows4>(
+            a, feed, state, slot, item.first, item.from + notes->team.taker(memory::bands), item.to,
+            &notes->reader.item,
+            {ring, weights, scratch, shared_address(query + band.band * memory::query_floats), nullptr, band},
+            score, id);
 
         if (!end_item<memory, Rows4>(
                 a, score, walk, query_part, notes, shared, notes->team, id,

@@ -10,8 +10,10 @@
 
 #include <initializer_list>
 
+#include "../layout/channel_bands.cuh"
 #include "../layout/page_cuts.cuh"
 #include "attention_args.cuh"
+#include "band_scores.cuh"
 #include "half_values.cuh"
 #include "merge.cuh"
 #include "mixed_keys.cuh"
@@ -22,12 +24,13 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail 
 /// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; two
 /// pages where pages are small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows
 /// only where units are small: 2 bits of 128 channels, and 3 without a plan.
-template <class Pair, int Rows4>
+template <class Pair, int Rows4, int Bands = bands_of<Pair>>
 constexpr int warp_tile_tokens() {
     constexpr int page = Pair::page_tokens;
     int tokens = smaller(page, Rows4 == 4 ? 64 : 128);
     constexpr int least = smaller(32, page);  // a tile of keys
-    constexpr int widest = static_cast<int>(larger(Pair::key_block_bytes, Pair::value_block_bytes)) / page;
+    constexpr int widest =
+        static_cast<int>(larger(Pair::key_block_bytes, Pair::value_block_bytes)) / page / Bands;
     // Keys of mixed widths need shared memory for the query.
     constexpr int most = codec<typename Pair::keys>.several_widths() ? 8192 : 9216;
     while (tokens > least && tokens * widest > most) tokens /= 2;
@@ -56,16 +59,24 @@ struct warp_notes {
 
 /// Where a warp's memory begins: shared addresses.
 struct warp_memory {
-    std::uint32_t ring, weights, scratch, query;  // query: of the team's item
+    std::uint32_t ring, weights, scratch, query;  // query: of the team's item, and of the warp's band
     const std::uint16_t* order;  // in which 16-bit keys find its channels (cache_ref::key_plan), or null
+    band_place band;
 };
 
+/// May a block of so many warps have so many teams, each with an output? All bands of a warp tile are in one team.
+template <int Rows4, int Bands>
+constexpr bool takes_teams(int warps, int teams) {
+    return warps % (teams * Bands) == 0 && !(Rows4 == 4 && teams == 4) && (teams > 1 || Bands > 1);
+}
+
 /// Shared memory of a thread block. Small: on devices of little shared memory.
-template <class Pair, int Rows4, bool Small = false>
+template <class Pair, int Rows4, bool Small = false, int Bands = bands_of<Pair>>
 struct attention_memory {
-    static constexpr int tokens = warp_tile_tokens<Pair, Rows4>();
-    using keys = warp_tile<tensor::key, Pair, tokens>;
-    using values = warp_tile<tensor::value, Pair, tokens>;
+    static constexpr int bands = Bands;
+    static constexpr int tokens = warp_tile_tokens<Pair, Rows4, Bands>();
+    using keys = warp_tile<tensor::key, Pair, tokens, Bands>;
+    using values = warp_tile<tensor::value, Pair, tokens, Bands>;
     static constexpr bool halves = takes_halves<values, Rows4>, dequantizes = dequantizes_keys<keys, Rows4>;
     using words = std::conditional_t<halves, half_words<values>, weight_words<values>>;
     using state = std::conditional_t<halves, half_state<values, Rows4>, warp_state<values, Rows4>>;
@@ -77,13 +88,15 @@ struct attention_memory {
     }();
     static constexpr int step_tokens = warp_tiles_of_step * tokens;
     static constexpr int rows = 4 * Rows4;
-    static constexpr int slot_bytes = round_up(larger(keys::slot_bytes, values::slot_bytes), 128);
+    static constexpr int scores_bytes = Bands > 1 ? keys::tiles * Rows4 * 16 * warp_size : 0;  // band_scores.cuh
+    static constexpr int slot_bytes =
+        round_up(larger(scores_bytes, larger(keys::slot_bytes, values::slot_bytes)), 128);
     static constexpr int weight_bytes = round_up(words::words(Rows4) * 4, 128);
     static constexpr int scratch_bytes = round_up(keys::scratch_bytes(Rows4), 128);
     static constexpr int notes_bytes = round_up(static_cast<int>(sizeof(warp_notes)), 128);
-    static constexpr int query_stride = Pair::head_dim;
+    static constexpr int query_stride = keys::dim, query_floats = rows * query_stride;  // of a band
     static constexpr int output_stride = Pair::value_dim + (split_rows<Rows4> ? 4 : 8);  // banks
-    static constexpr int output_part = rows * larger(output_stride, query_stride);       // floats
+    static constexpr int output_part = rows * larger(output_stride, Pair::head_dim);     // floats
     static constexpr int note_words = 16;  // what a team notes for merge_parts
     struct size {
         int warps, slot_count;
@@ -107,19 +120,18 @@ struct attention_memory {
     /// turns with the output.
     static constexpr size chosen = [] {
         for (const int warps : {many_pay ? 12 : 8, 8, 4})
-            for (const int parts : {4, 2})
+            for (const int parts : {4, 2, 1})
                 for (const int slot_count : {3, 2})
-                    if (!(Rows4 == 4 && parts == 4) &&
+                    if (takes_teams<Rows4, Bands>(warps, parts) &&
                         size{warps, slot_count, parts}.bytes() <= budget_on<Pair, Small>)
                         return size{warps, slot_count, parts};
-        return size{4, 2, 2};
+        return size{4, 2, Bands > 2 ? 1 : 2};
     }();
     static constexpr int warps = chosen.warps, slot_count = chosen.slot_count;
     // Of a warp: its ring, then its weights, scratch and notes.
     static constexpr int ring_bytes = slot_count * slot_bytes, weights_at = ring_bytes,
                          scratch_at = weights_at + weight_bytes, part_bytes = scratch_at + scratch_bytes;
-    static constexpr int most_teams = chosen.parts;  // of a block: 2 or 4
-    static_assert(warps % most_teams == 0);
+    static constexpr int most_teams = chosen.parts;  // of a block
     /// The end of an item, with masks for its last tokens, takes as long as so many warp tiles (measured with
     /// ragged batches).
     static constexpr int end_warp_tiles = Rows4 == 4 ? 24 : 16;

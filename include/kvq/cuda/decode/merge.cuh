@@ -72,12 +72,13 @@ template <class Memory, int Rows4, int Tiles>
 __device__ __forceinline__ void merge_warps(const finished_rows<Tiles, Rows4>& state, const team_memory& to,
                                             const warp_team& team, const lane_id& id) {
     constexpr int rows = Memory::rows;
+    const int band = team.member % Memory::bands;
     if (id.g == 0)
 #pragma unroll
         for (int n = 0; n < Rows4; ++n) {
             const int at = team.member * rows + lane_row<Rows4>(n, id.t);
             to.warp_max[at] = state.max[n];
-            to.warp_sum[at] = state.sum[n];
+            to.warp_sum[at] = band == 0 ? state.sum[n] : 0.0f;  // all bands have the same
         }
     team.wait();  // from here on no warp needs the query
     unsigned bad = 0;
@@ -106,12 +107,14 @@ __device__ __forceinline__ void merge_warps(const finished_rows<Tiles, Rows4>& s
             to.sum[row] = (bad >> row & 1u) != 0 && top > -INFINITY ? NAN : sum;
         }
     }
-    // The warps of a part add to it in turn, the last ones first; parts are added when they are read.
-    constexpr int turns = Memory::warps / Memory::most_teams;
+    // The warps of a part add to it in turn, the last ones first, those of all bands together; parts are added when they
+    // are read.
+    constexpr int turns = Memory::warps / (Memory::most_teams * Memory::bands);
+    const int taker = team.taker(Memory::bands);
 #pragma unroll 1
     for (int turn = turns - 1; turn >= 0; --turn) {
-        if (team.member % turns == turn) {
-            float* const part = to.output + team.member / turns * Memory::output_part;
+        if (taker % turns == turn) {
+            float* const part = to.output + taker / turns * Memory::output_part;
 #pragma unroll
             for (int n = 0; n < Rows4; ++n)
 #pragma unroll
@@ -119,7 +122,8 @@ __device__ __forceinline__ void merge_warps(const finished_rows<Tiles, Rows4>& s
                     const int channel = 32 * tile + 4 * id.g;
                     if (channel < Memory::values::dim) {
                         float4* const at = reinterpret_cast<float4*>(
-                            part + lane_row<Rows4>(n, id.t) * Memory::output_stride + channel);
+                            part + lane_row<Rows4>(n, id.t) * Memory::output_stride +
+                            band * Memory::values::dim + channel);
                         float4 v = turn == turns - 1 ? float4{0.0f, 0.0f, 0.0f, 0.0f} : *at;
                         v.x = fmaf(state.output[tile][n][0], factor[n], v.x);
                         v.y = fmaf(state.output[tile][n][1], factor[n], v.y);
@@ -267,13 +271,13 @@ __device__ __forceinline__ void merge_parts(const attention_args<Pair, T>& a, co
     const int from = span.from, count = span.to - from + 1, second = span.from_is_second;
     const auto part = [&](int i) { return partial_state<Memory>(a, 2 * (from + i) + (i == 0 ? second : 0)); };
     // A row belongs to `width` neighbouring lanes; each takes every so-manieth group of 4 channels. Small
-    // teams take some rows after the other; with twice as many threads as rows need there are two sets, which
-    // take turns with the parts. All loads of a step are under way together; those of parts that have not
+    // teams take some rows after the other; with twice as many threads as rows need, and memory for two outputs, there
+    // are two sets, which take turns with the parts. All loads of a step are under way together; those of parts that have not
     // arrived are repeated.
     constexpr int width = smaller(warp_size, 128 / rows), groups = ceil_div(dim / 4, width);
     constexpr int at_once = larger(1, smaller(8 / groups, width / 2));  // parts of a set
-    static_assert(2 * at_once <= width && dim % 4 == 0 && Memory::most_teams >= 2);
-    const int lines = team.threads() / width, sets = lines >= 2 * rows ? 2 : 1,
+    static_assert(2 * at_once <= width && dim % 4 == 0);
+    const int lines = team.threads() / width, sets = Memory::most_teams >= 2 && lines >= 2 * rows ? 2 : 1,
               at_a_time = smaller(lines, rows);
     const int line = team.thread() / width, lane = team.thread() % width;
     const int set = line / rows;  // the second one where lines are too few for rows

@@ -190,12 +190,12 @@ struct mixed_warp_tile {
 };
 
 /// More tokens than a page has: of two pages.
-template <tensor Role, class Pair, int Tokens>
+template <tensor Role, class Pair, int Tokens, int Bands = 1>
 using warp_tile =
     std::conditional_t<Role == tensor::key && codec<typename Pair::keys>.several_widths(),
                        mixed_warp_tile<Pair, Tokens>,
-                       std::conditional_t<(Tokens > Pair::page_tokens), joined_warp_tile<Role, Pair>,
-                                          code_warp_tile<Role, Pair, Tokens>>>;
+                       std::conditional_t<(Tokens > Pair::page_tokens), joined_warp_tile<Role, Pair, Bands>,
+                                          code_warp_tile<Role, Pair, Tokens, true, Bands>>>;
 
 /// What a fold leaves in registers; high and low bytes are in scratch.
 template <class Pair, int Tokens>

@@ -1,6 +1,6 @@
 // The query rows of an item: from device memory to floats in shared memory.
 //
-//   fetch   asks for them, into registers        store   writes [row][channel], times the scale, where query_byte() says
+//   fetch   asks for them, into registers        store   writes [band][row][channel], times the scale, where query_byte() says
 //   turn_query_rows   applies the transform of the keys to rows that are stored
 //
 // Contract: values that are not finite are stored as zeros and reported; rows that do not exist are zeros.
@@ -76,9 +76,11 @@ private:
     __device__ __forceinline__ static unsigned store_vector(const T (&from)[per_load], float* query,
                                                             int vector, float scale,
                                                             [[maybe_unused]] const std::uint16_t* plan) {
+        constexpr int dim = Reads::query_stride;  // of a band
         const int row = vector / (Pair::head_dim / per_load),
-                  byte = vector % (Pair::head_dim / per_load) * per_load * 4;
-        std::byte* const to = reinterpret_cast<std::byte*>(query + row * Pair::head_dim);
+                  channel = vector % (Pair::head_dim / per_load) * per_load, byte = channel % dim * 4;
+        std::byte* const to =
+            reinterpret_cast<std::byte*>(query + channel / dim * Reads::query_floats + row * dim);
         float x[per_load], zero = 0.0f;
 #pragma unroll
         for (int k = 0; k < per_load; ++k) {
@@ -95,14 +97,14 @@ private:
 #pragma unroll
                 for (int k = 0; k < per_load; ++k) {
                     const int channel_byte = 4 * static_cast<int>(plan[byte / 4 + k]);
-                    *reinterpret_cast<float*>(to + query_byte<Pair::head_dim>(row, channel_byte)) = x[k];
+                    *reinterpret_cast<float*>(to + query_byte<dim>(row, channel_byte)) = x[k];
                 }
                 return bad;
             }
 #pragma unroll
         for (int k = 0; k < per_load; k += 4)
-            *reinterpret_cast<float4*>(to + query_byte<Pair::head_dim>(row, byte + 4 * k)) = {
-                x[k], x[k + 1], x[k + 2], x[k + 3]};
+            *reinterpret_cast<float4*>(to + query_byte<dim>(row, byte + 4 * k)) = {x[k], x[k + 1], x[k + 2],
+                                                                                   x[k + 3]};
         return bad;
     }
 };

@@ -85,6 +85,10 @@ struct warp_team {
           share((static_cast<int>(blockIdx.x) << split) + index),
           teams(static_cast<int>(gridDim.x) << split) {}
     __device__ __forceinline__ int threads() const { return warps * warp_size; }
+    /// Warps that take different warp tiles, and the number of the warp among them, where neighbours have the bands of
+    /// the same ones (channel_bands.cuh).
+    __device__ __forceinline__ int takers(int bands) const { return warps / bands; }
+    __device__ __forceinline__ int taker(int bands) const { return member / bands; }
     /// The thread's number in its team.
     __device__ __forceinline__ int thread() const {
         return member * warp_size + static_cast<int>(threadIdx.x) % warp_size;
@@ -314,8 +318,9 @@ __device__ __forceinline__ int split_block(const item_walk<Tokens, Work>& walk, 
 /// sequences of different lengths, since shares of short ones would have more ends of items than others.
 template <int Tokens, class Work>
 __device__ __forceinline__ share_plan find_share(const Work& work, const item_shares& cut,
-                                                 const warp_team& team, int end_counts, const batch_count& n,
-                                                 item_walk<Tokens, Work>& walk, bool hint) {
+                                                 const warp_team& team, int takers, int end_counts,
+                                                 const batch_count& n, item_walk<Tokens, Work>& walk,
+                                                 bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int share = team.share;
     item_part& item = walk.item;
@@ -334,7 +339,7 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
     walk.item_size = 0;
     const int items = work.sequences * work.lines,
               all = n.same ? 0 : (__reduce_add_sync(~0u, n.sum) + work.sequences * end_counts) * work.lines;
-    const auto plan_of_items = cut.plan(items, n.most, team.teams, team.warps);
+    const auto plan_of_items = cut.plan(items, n.most, team.teams, takers);
     if (n.same || plan_of_items.pays(n.most, end_counts, divide_up(all, team.teams))) {
         const share_plan plan = plan_of_items;
         walk.item_size = n.most;
@@ -363,7 +368,7 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
     }
     const int total = __shfl_sync(~0u, before, warp_size - 1);
     before -= sum;
-    const share_plan plan{1, total, smaller(team.teams, ceil_div(total, team.warps))};
+    const share_plan plan{1, total, smaller(team.teams, ceil_div(total, takers))};
     item.begin = 0;
     walk.share_begin = walk.share_end = 0;
     if (share >= plan.shares) return plan;

@@ -35,16 +35,17 @@ template <class Pair>
 inline constexpr bool joins_pages =
     Pair::page_tokens == 16 && joins_role<tensor::key, Pair>&& joins_role<tensor::value, Pair>;
 
-template <tensor Role, class Pair>
-struct joined_warp_tile : code_warp_tile<Role, two_pages<Pair>, 2 * Pair::page_tokens, false> {
-    using base = code_warp_tile<Role, two_pages<Pair>, 2 * Pair::page_tokens, false>;
+template <tensor Role, class Pair, int Bands = 1>
+struct joined_warp_tile : code_warp_tile<Role, two_pages<Pair>, 2 * Pair::page_tokens, false, Bands> {
+    using base = code_warp_tile<Role, two_pages<Pair>, 2 * Pair::page_tokens, false, Bands>;
     using traits = typename base::traits;
     static constexpr bool joined = true;
     static constexpr block_shape page_shape = shape_of<Role, Pair>;
 
     /// Starts copying the blocks of the two pages, either of which may be null. All lanes of a warp together.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* first,
-                                                const std::byte* second, int lane) {
+                                                const std::byte* second, int lane,
+                                                [[maybe_unused]] int band = 0) {
         static_for<base::tiles>([&](auto tile) {
             constexpr int T = decltype(tile)::value;
             constexpr int height = T + 1 == base::tiles ? base::last_height : base::tile_height;
@@ -55,10 +56,11 @@ struct joined_warp_tile : code_warp_tile<Role, two_pages<Pair>, 2 * Pair::page_t
                                             traits::first_line(p, base::units) * height * 4;
                 constexpr int of_line = height / 4, vectors = n * of_line;
                 // Where the plane begins in a page's block.
-                constexpr int page_units = base::key ? base::units : base::units / 2;
-                constexpr int page_height = base::key ? 16 : height;
-                constexpr int source = T * base::tile_height * traits::lines(page_units) * 4 +
-                                       traits::first_line(p, page_units) * page_height * 4;
+                constexpr int page_units = base::key ? base::page_units : base::units / 2;
+                constexpr int page_height = base::key ? 16 : height, page_lines = traits::lines(page_units);
+                const int source = T * base::tile_height * page_lines * 4 +
+                                   traits::first_line(p, page_units) * page_height * 4 +
+                                   (Bands == 1 ? 0 : band * (base::key ? n * page_height : base::dim * page_lines) * 4);
                 static_for<ceil_div(vectors, warp_size)>([&](auto i) {
                     const int number = decltype(i)::value * warp_size + lane;
                     const int line = number / of_line, vector = number % of_line;
@@ -74,14 +76,16 @@ struct joined_warp_tile : code_warp_tile<Role, two_pages<Pair>, 2 * Pair::page_t
                 });
             });
         });
-        if constexpr (!base::full) copy_parameters(to, first, second, lane);
+        if constexpr (!base::full) copy_parameters(to, first, second, lane, band);
     }
 
 private:
     __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* first,
-                                                           const std::byte* second, int lane) {
+                                                           const std::byte* second, int lane,
+                                                           [[maybe_unused]] int band) {
         constexpr int of_section = base::section / 16, vectors = (traits::has_bias ? 2 : 1) * of_section;
         constexpr int of_page = base::run_bytes / 2;  // of one run
+        const int before = base::page_group < base::all_channels ? band * base::dim / base::page_group * of_page : 0;
         static_for<ceil_div(vectors, warp_size)>([&](auto i) {
             const int number = decltype(i)::value * warp_size + lane;
             const bool bias = number >= of_section;
@@ -92,7 +96,7 @@ private:
                 bias ? traits::bias_offset(page_shape) : traits::scale_offset(page_shape);
             if (block != nullptr && (vectors % warp_size == 0 || number < vectors))
                 copy_async(to + static_cast<std::uint32_t>((bias ? base::bias_at : base::scale_at) + byte),
-                           block + section + byte / base::run_bytes * of_page + byte % of_page);
+                           block + section + before + byte / base::run_bytes * of_page + byte % of_page);
         });
     }
 };

@@ -40,8 +40,9 @@ __device__ __forceinline__ group_line<typename WarpTile::parameter> line_of(std:
         return {};
 }
 
-/// MaySkew: may it begin behind its slot, as the blocks of Pair do behind lines?
-template <tensor Role, class Pair, int Tokens, bool MaySkew = true>
+/// MaySkew: may it begin behind its slot, as the blocks of Pair do behind lines? Bands: neighbouring warps that share
+/// the channels of their tokens. A warp tile has those of one band, `dim` of them.
+template <tensor Role, class Pair, int Tokens, bool MaySkew = true, int Bands = 1>
 struct code_warp_tile {
     using scheme = scheme_of<Role, Pair>;
     using traits = word_traits<scheme>;
@@ -50,7 +51,7 @@ struct code_warp_tile {
     static constexpr bool mixed = false;   // as in mixed_keys.cuh
     static constexpr bool joined = false;  // as in joined_warp_tile.cuh
     static constexpr bool full = traits::full;
-    static constexpr int dim = dim_of<Role, Pair>;
+    static constexpr int all_channels = dim_of<Role, Pair>, dim = all_channels / Bands;
     static constexpr int page = Pair::page_tokens, tokens = Tokens;
     static constexpr block_shape shape = shape_of<Role, Pair>;
 
@@ -65,6 +66,9 @@ struct code_warp_tile {
     static constexpr int runs = full               ? 0
                                 : token_parameters ? ceil_div(dim, group)
                                                    : larger(1, Tokens / group);
+    /// Channels that share the parameters of a token, in any band.
+    static constexpr int page_group =
+        traits::group == 0 || traits::group > all_channels ? all_channels : traits::group;
     static constexpr int run = token_parameters ? Tokens : dim;
     static constexpr int width = parameter_width<parameter>;
     static constexpr int run_bytes = run * width;
@@ -98,7 +102,7 @@ struct code_warp_tile {
     static constexpr int rows = key ? Tokens : dim;
     static constexpr int column_groups = key && token_parameters && !full ? runs : 1;
     static constexpr int units = (key ? dim : Tokens) / traits::columns_per_unit;
-    static constexpr int page_units = (key ? dim : page) / traits::columns_per_unit;
+    static constexpr int page_units = (key ? all_channels : page) / traits::columns_per_unit;
     static constexpr int group_units = units / column_groups;
     static constexpr int step_units = traits::units_per_step;
     static constexpr int group_steps = ceil_div(group_units, step_units);
@@ -165,7 +169,7 @@ struct code_warp_tile {
     static constexpr int bias_at = scale_at + section;
     static constexpr int shared_at = bias_at + (traits::has_bias ? section : 0);
     static constexpr bool whole =
-        has_byte_params && Tokens == page;  // all behind the codes in one run, as in the page
+        has_byte_params && Tokens == page && Bands == 1;  // all behind the codes in one run, as in the page
     static constexpr int token_scale_at =
         shared_at + (whole ? shared_bytes : round_up(shared_bytes, 16) + token_scale_skew);
     static constexpr int bytes = round_up(token_scale_at + Tokens * token_scale_width, 16);
@@ -175,10 +179,21 @@ struct code_warp_tile {
         (key ? Pair::key_block_bytes : Pair::value_block_bytes) % std::size_t{128} != 0;
     static constexpr int slot_bytes = bytes + (skewed ? 112 : 0);
 
+    /// Does no word, tile or group of channels lie in two bands?
+    static constexpr bool fits_bands = [] {
+        if (Bands == 1) return true;
+        bool fits = all_channels % (32 * Bands) == 0;
+        if (key && !full)
+            for (int p = 0; p < traits::plane_count; ++p) fits = fits && units % traits::units_per_word(p) == 0;
+        if (token_parameters && !full) fits = fits && (dim % page_group == 0 || page_group % dim == 0);
+        return fits;
+    }();
+
     /// Why the kernels of warps do not take this shape; null: they do. (Everything else goes through
     /// attend_any.cuh.)
     static constexpr const char* no_tile = []() -> const char* {
         if (dim % 16 != 0) return "a head size is not a multiple of 16";
+        if (!fits_bands) return "words or parameters have channels of two bands";
         if (page != 16 && page % 32 != 0) return odd_pages;
         if (Tokens < 16 || page % Tokens != 0 || (key && Tokens % tile_height != 0))
             return "the tokens that a warp takes do not divide a page";
@@ -215,11 +230,12 @@ struct code_warp_tile {
     /// its slot as the block is behind a line if the warp tile is skewed. vector_bytes: 16, or 0 where there
     /// is no block. All lanes of a warp together.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
-                                                std::uint32_t vector_bytes, const head_type& = {}) {
+                                                std::uint32_t vector_bytes, const head_type& = {},
+                                                [[maybe_unused]] int band = 0) {
         const int skew = skewed ? static_cast<int>(to >> 4 & 7u) : 0;
         const std::uint32_t slot = to - 16u * static_cast<std::uint32_t>(skew);
         const std::byte* const from = block + (lane - skew) * 16;
-        if constexpr (key && aligned && traits::plane_count == 1 && tile_height == 32) {
+        if constexpr (key && aligned && traits::plane_count == 1 && tile_height == 32 && Bands == 1) {
             // Tiles follow each other.
             copy_lines<0, tiles * lines, 32>(slot, from + static_cast<std::size_t>(first) * (lines * 4), skew,
                                              lane, vector_bytes);
@@ -232,12 +248,14 @@ struct code_warp_tile {
                     constexpr int n = plane_lines(p), before = traits::first_line(p, units);
                     std::size_t line;  // in units of its bytes
                     if constexpr (key) {
-                        line = static_cast<std::size_t>((first / tile_height + T) * lines + before);
+                        line = static_cast<std::size_t>((first / tile_height + T) * page_lines +
+                                                        traits::first_line(p, page_units) + band_lines(p, band));
                     } else {
                         constexpr int behind =
                             T * (tile_height / height) * page_lines + traits::first_line(p, page_units);
                         constexpr int columns = traits::columns_per_unit * traits::units_per_word(p);
-                        line = static_cast<std::size_t>(behind + (Tokens == page ? 0 : first / columns));
+                        line = static_cast<std::size_t>(behind + band_lines(p, band) +
+                                                        (Tokens == page ? 0 : first / columns));
                     }
                     copy_lines<p, n, height>(slot + T * tile_height * lines * 4 + before * (height * 4),
                                              from + line * (height * 4), skew, lane, vector_bytes);
@@ -245,7 +263,11 @@ struct code_warp_tile {
             });
         }
         if constexpr (!full)
-            copy_parameters(to, block + traits::scale_offset(shape), first, lane, vector_bytes);
+            copy_parameters(to, block + traits::scale_offset(shape), first, lane, vector_bytes, band);
+    }
+    /// How many lines of a tile of keys (plane `p`), or of all tiles of values, lie before those of a band.
+    KVQ_HD static constexpr int band_lines(int p, int band) {
+        return Bands == 1 ? 0 : band * (key ? plane_lines(p) : tiles * page_lines);
     }
 
     // ---- from shared memory ----
@@ -498,7 +520,8 @@ private:
 
     /// Everything behind the codes; `from`: the scales of the block. As few copies as there are lanes for.
     __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first,
-                                                           int lane, std::uint32_t vector_bytes) {
+                                                           int lane, std::uint32_t vector_bytes,
+                                                           [[maybe_unused]] int band) {
         constexpr int sections = traits::has_bias ? 2 : 1, section_vectors = section / 16;
         constexpr int page_section =
             static_cast<int>(traits::bias_offset(shape) - traits::scale_offset(shape));
@@ -512,10 +535,14 @@ private:
             const int byte = (vector - (bias ? section_vectors : 0)) * 16;
             int at = scale_at + (bias ? section : 0) + static_cast<int>(parameter_byte(byte)),
                 source = (bias ? page_section : 0) + byte;
-            if constexpr (token_parameters)
+            if constexpr (token_parameters) {
                 source += (runs == 1 ? 0 : byte / run_bytes * ((page - run) * width)) + first * width;
-            else
-                source += first / group * run_bytes;
+                if constexpr (page_group < all_channels) source += band * dim / page_group * (page * width);
+            } else {
+                source += first / group * (Bands * run_bytes);
+                if constexpr (Bands > 1)
+                    source += (runs == 1 ? 0 : byte / run_bytes * ((Bands - 1) * run_bytes)) + band * run_bytes;
+            }
             if constexpr (shared_vectors + last_vectors > 0) {
                 constexpr int end = sections * page_section;  // of the parameters
                 if (vector >= behind) {
