@@ -431,6 +431,20 @@ int main() {
                 cuda::kivi_pair<2, 32, 96, 16>, full_pages<float16, 96, 16>, full_pages<bfloat16, 96, 32>>(
         "4 bit token, then kivi2, pages of 16");
 #endif
+#if !defined(PART) || PART == 6
+    // Channels in bands of several warps; beside keys of a plan, which have one band.
+    test::rng wide(13);
+    double of_wide = 0.0;
+    for (const mixed_case& c : batch_draft_and_softcap(16)) {
+        check_mix<float16, cuda::preset_pair<std4, 512>, cuda::block_pair<int8, int8, 512, 128>,
+                  full_pages<float16, 512, 128>, full_pages<float16, 512, 16>>(
+            wide, c, "std4, then int8, dim 512", &of_wide);
+        check_mix<bfloat16, cuda::preset_pair<mix4, 256, 64>, cuda::kivi_pair<4, 64, 256, 64>,
+                  full_pages<bfloat16, 256, 64>, full_pages<bfloat16, 256, 16>>(
+            wide, c, "mix4, then kivi4, dim 256", &of_wide);
+    }
+    std::printf("  %-44s largest error %.2e\n", "dims 512 and 256", of_wide);
+#endif
 #if !defined(PART) || PART == 5
     // Keys behind a transform have a query of their own, beside that of the window and in a mix with keys of a plan.
     using turned = cuda::block_pair<

@@ -447,6 +447,7 @@ int main() {
                                                                                        8);
     check_store<f<affine<2, per_token<128>, params<float>>, affine<4, per_token<128>>, 256, 32>, float>(
         "2 and 4 bit, head_dim 256, float");
+    check_store<f<int8, full<float16>, 512, 16>, float16>("int8 and fp16, head_dim 512, page 16");
     check_store<f<full<float16>, full<bfloat16>, 48, 24, 40>, float>("fp16 and bf16 from float, page 24");
     check_store<f<hadamard<affine<4, per_token<>>>, affine<4, per_token<32>>, 128, 64>, float16>(
         "4 bit, keys behind Hadamard");
@@ -457,6 +458,8 @@ int main() {
         "kivi4 g64 -> kivi2 g32");
     check_requantize<w128, f<int8, int8, 128, 64>,
                      f<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("int8 -> 4 bit");
+    check_requantize<f<full<float16>, full<float16>, 512, 64>, cuda::kivi_pair<4, 64, 512, 64>,
+                     f<int8, int8, 512, 64>>("kivi4 g64 -> int8, head_dim 512");
     check_requantize<f<full<bfloat16>, full<bfloat16>, 96, 32>,
                      f<affine<3, per_channel<16>>, affine<5, per_channel<>>, 96, 32>,
                      f<full<float16>, full<float>, 96, 32>>("3 and 5 bit -> fp16 and fp32");

@@ -1,7 +1,7 @@
 // A prompt's attention over pages of several formats and over its own tokens, against double arithmetic on the dequantized values; and the
 // same bits for every sequence of a batch alone, and on every run.
 #if !defined(__CUDACC__) && \
-    (!defined(PART) || PART == 0)  // emulated; otherwise nvcc lists what it compiles for
+    (!defined(PART) || PART == 0 || PART == 5)  // emulated; otherwise nvcc lists what it compiles for
 #define __CUDA_ARCH_LIST__ 800, 890
 #endif
 #include <kvq/cuda/prefill/prefill.cuh>
@@ -364,8 +364,11 @@ constexpr bool refused(std::string_view why) {
 }
 template <int... Bits>
 using widths = mixed_affine<code_widths<Bits...>, average_eighths<28>, per_channel<>>;
-static_assert(refused<cuda::kivi_pair<4, 64, 512, 64>>("head_dim is not a multiple of 32 up to 256"));
-static_assert(refused<cuda::block_pair<int8, int8, 80, 64>>("head_dim is not a multiple of 32 up to 256"));
+static_assert(refused<cuda::kivi_pair<4, 64, 384, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
+static_assert(
+    refused<cuda::block_pair<int8, int8, 80, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
+static_assert(
+    refused<cuda::preset_pair<std4_h, 512>>("heads of more than 256 channels are behind a transform"));
 static_assert(refused<cuda::block_pair<int8, int8, 128, 64, 64>>("keys and values differ in head_dim"));
 static_assert(
     refused<cuda::block_pair<int8, int8, 64, 48>>("pages have neither 16 tokens nor a multiple of 32"));
@@ -394,9 +397,8 @@ static_assert(cuda::detail::prefills<cuda::block_pair<widths<4, 2>, int8, 256, 2
     using narrow = cuda::block_pair<int8, int8, 80, 64>;
     const auto none = cuda::prefill_kernel<cuda::mixed_cache_ref<cuda::cache_part<narrow>>, float16>();
     CHECK(none.kernel == std::string_view() &&
-              none.why ==
-                  std::string_view(
-                      "prefill has no kernels for these pages: head_dim is not a multiple of 32 up to 256"),
+              none.why == std::string_view("prefill has no kernels for these pages: head_dim is not a "
+                                           "multiple of 32 up to 256, or 512"),
           "80 channels: %s", none.why);
 }
 #endif
@@ -452,6 +454,21 @@ int main() {
 #endif
 #if !defined(PART) || PART == 3
     check_format<cuda::preset_pair<mix4, 128>, float16>("mix4");
+#endif
+#if !defined(PART) || PART == 5
+    check_format<cuda::kivi_pair<4, 64, 512, 64>, float16>("kivi-4-g64, head_dim 512", few);
+    check_format<cuda::preset_pair<std4, 512>, bfloat16>("std4, head_dim 512", few);
+    check_format<cuda::block_pair<int8, full<bfloat16>, 512, 16>, float16>(
+        "int8 keys, bf16 values, head_dim 512, page 16", few);
+#ifndef __CUDACC__
+    emulated::device_shared_memory = 163 * 1024;
+    check_format<cuda::kivi_pair<4, 64, 256, 64>, float16>("kivi-4-g64, head_dim 256 on a device with 163 KB",
+                                                           few);
+    emulated::device_shared_memory = 99 * 1024;
+    check_format<cuda::kivi_pair<4, 64, 512, 64>, float16>("kivi-4-g64, head_dim 512 on a device with 99 KB",
+                                                           few);
+    emulated::device_shared_memory = emulated::most_shared_memory;
+#endif
 #endif
 #if !defined(PART) || PART == 4
     check_format<cuda::preset_pair<low2, 64, 64>, float16>("low2, head_dim 64");

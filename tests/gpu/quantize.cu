@@ -5,6 +5,7 @@
 
 #include <kvq/cuda/quantize/pages.cuh>
 
+#include "small_budget.cuh"
 #include "support.cuh"
 
 using namespace kvq;
@@ -392,6 +393,7 @@ int main(int argc, char** argv) {
             256, 16>>("token scales of keys, dim 256, page 16", 2);
     check<float16, cuda::preset_pair<std4, 256, 256>>("std4, dim 256, page 256: part by part", 2);
     check<bfloat16, cuda::preset_pair<low2, 256, 256>>("low2, dim 256, page 256: part by part", 1);
+    check<float16, test::small_std4>("std4, dim 512, for devices with 99 KB: part by part", 1);
     check<float16, f<encoded_grid<3, 12, min_max>, full<float16>, 256, 256>>(
         "groups of 12, fp16 values, dim 256, page 256: part by part");
     check<float16, f<full<bfloat16>, encoded_grid<3, 36, mean_corrected<least_squares>>, 256, 250>>(

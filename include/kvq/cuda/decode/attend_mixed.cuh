@@ -302,8 +302,7 @@ struct part_feed : unit_ring<Memory, Pair, T> {
 
     __device__ __forceinline__ part_feed(const part_args<Pair, T>& args, const part_job& jobs)
         : base(args.a), part(args), job(jobs), index(jobs.index - 1), sequence(jobs.item->sequence) {
-        head = job.item->kv_head;
-        if constexpr (Memory::bands > 1) this->band = job.at.band.band;
+        this->band = job.at.band.band, head = job.item->kv_head;
         if constexpr (keys::mixed) this->key_head = keys::head_of(a.cache.key_plan(head));
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) step();
@@ -354,7 +353,8 @@ private:
             };
             copy_sinks<Role, Pair, Memory::bands>(to, block(page), block(second), lane, this->band);
         } else if (there) {
-            copy_window<Role, Pair, Memory::bands>(to, a.cache.template block<Role>(page, head), first, lane, this->band);
+            copy_window<Role, Pair, Memory::bands>(to, a.cache.template block<Role>(page, head), first, lane,
+                                                   this->band);
         }
         copy_commit();
     }
@@ -399,7 +399,8 @@ private:
 
 /// A warp's warp tiles of one part; their sums are added to `rows`.
 template <class memory, class Pair, class T, int Rows4, class Score>
-__device__ __forceinline__ void attend_part(const part_args<Pair, T>& part, const part_job& job, const Score& score,
+__device__ __forceinline__ void attend_part(const part_args<Pair, T>& part, const part_job& job,
+                                            const Score& score,
                                             finished_rows<memory::values::tiles, Rows4>& rows) {
     const lane_id id;
     // Weights of units that no token fills stay zero.
@@ -426,14 +427,14 @@ __device__ __forceinline__ void attend_part(const part_args<Pair, T>& part, cons
 }
 
 /// A warp's share of its team's part of an item: units [begin, end) of the item. Where the last format begins
-/// within it, warps of the team have warp tiles of that format only or none of it, if that makes no share
+/// within it (`last`), warps of the team have warp tiles of that format only or none of it, if that makes no share
 /// much longer than equal ones: instructions and the ring's first warp tile would be waited for twice.
 struct warp_share {
     int begin, end;
 
-    __device__ __forceinline__ warp_share(const item_part& item, const warp_team& team, int bands, int last_pair) {
-        const int share = item.to - item.from, before = larger(0, last_pair - item.from),
-                  behind = item.to - kvq::detail::larger(last_pair, item.from);
+    __device__ __forceinline__ warp_share(const item_part& item, const warp_team& team, int bands, int last) {
+        const int share = item.to - item.from, before = larger(0, last - item.from),
+                  behind = item.to - kvq::detail::larger(last, item.from);
         begin = item.from, end = item.to;
         // Warps 4 apart have the same scheduler. The later teams of a block count their warps from the last one:
         // otherwise two of four schedulers would have the windows of all teams, which take fewer instructions.
@@ -446,11 +447,11 @@ struct warp_share {
             if (4 * longest * warps <= 5 * share) {
                 if (member < warps - others) {
                     warps -= others;
-                    end = last_pair;
+                    end = last;
                 } else {
                     member -= warps - others;
                     warps = others;
-                    begin = last_pair;
+                    begin = last;
                 }
             }
         }

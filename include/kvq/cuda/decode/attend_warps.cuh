@@ -27,11 +27,10 @@ struct unit_ring {
     using values = typename Memory::values;
     const attention_args<Pair, T>& a;
     int page, first, head = -1;  // of the current warp tile
-    int second = -1;             // the other page of a warp tile of two pages
+    int second = -1, band = 0;   // the other page of a warp tile of two pages; which band the warp has
     unsigned halves = 0;         // 2 bits per slot, of warp tiles of two pages: which are there?
     unsigned present = 0;        // bit per slot: does it hold a warp tile?
     unsigned skews = 0;  // 4 bits per slot: how many times 16 bytes its warp tile begins behind the slot
-    int band = 0;        // of the warp
     typename keys::head_type key_head{};
 
     __device__ __forceinline__ explicit unit_ring(const attention_args<Pair, T>& args) : a(args) {}
@@ -63,12 +62,10 @@ struct unit_ring {
             } else if constexpr (keys::skewed || values::skewed) {
                 skews &= ~(15u << 4 * slot);
             }
-            if constexpr (Role == tensor::value)
-                values::copy(to_warp_tile, block, first, lane, there ? 16 : 0, {}, band);
-            else if constexpr (keys::mixed)
-                keys::copy(to_warp_tile, block, first, lane, there ? 16 : 0, key_head);
+            if constexpr (Role == tensor::key)
+                keys::copy(to_warp_tile, block, first, lane, there ? 16 : 0, key_head, band);
             else
-                keys::copy(to_warp_tile, block, first, lane, there ? 16 : 0, {}, band);
+                values::copy(to_warp_tile, block, first, lane, there ? 16 : 0, {}, band);
         } else {
             present &= ~bit;
         }
@@ -283,8 +280,9 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
             score_warp_tile(scores, folded, query_at, memory::query_stride, at, in_page,
                             memory::warp_tiles_of_step == 1 || in_step == 0, key_head, row_query, id);
             scale_scores<keys, Rows4>(scores, at, id);
-            add_bands<memory::bands>(
-                scores, at_warp.ring + static_cast<std::uint32_t>(slot * memory::slot_bytes), at_warp.band, id);
+            add_bands<memory::bands>(scores,
+                                     at_warp.ring + static_cast<std::uint32_t>(slot * memory::slot_bytes),
+                                     at_warp.band, id);
             if constexpr (rare) {
                 if (a.softcap > 0.0f) {
 #pragma unroll
@@ -424,8 +422,8 @@ __device__ __forceinline__ warp_team find_own_share(const Work& work, item_walk<
         const batch_count count = count_warp_tiles<Tokens>(work, waits, numbers);
         const int split = split_block(walk, cut, count);
         const warp_team team(warp, Memory::warps, split);
-        const share_plan plan =
-            find_share(work, cut, team, team.takers(Memory::bands), Memory::end_warp_tiles >> split, count, walk, waits);
+        const share_plan plan = find_share(work, cut, team, team.takers(Memory::bands),
+                                           Memory::end_warp_tiles >> split, count, walk, waits);
         if (id.lane == 0) notes->plan = plan;
         found();
         if (!waits) return team;

@@ -88,13 +88,14 @@ struct attention_memory {
     }();
     static constexpr int step_tokens = warp_tiles_of_step * tokens;
     static constexpr int rows = 4 * Rows4;
-    static constexpr int scores_bytes = Bands > 1 ? keys::tiles * Rows4 * 16 * warp_size : 0;  // band_scores.cuh
+    static constexpr int scores_bytes =
+        Bands > 1 ? keys::tiles* Rows4 * 16 * warp_size : 0;  // band_scores.cuh
     static constexpr int slot_bytes =
         round_up(larger(scores_bytes, larger(keys::slot_bytes, values::slot_bytes)), 128);
     static constexpr int weight_bytes = round_up(words::words(Rows4) * 4, 128);
     static constexpr int scratch_bytes = round_up(keys::scratch_bytes(Rows4), 128);
     static constexpr int notes_bytes = round_up(static_cast<int>(sizeof(warp_notes)), 128);
-    static constexpr int query_stride = keys::dim, query_floats = rows * query_stride;  // of a band
+    static constexpr int query_stride = keys::dim, query_floats = rows * query_stride;   // of a band
     static constexpr int output_stride = Pair::value_dim + (split_rows<Rows4> ? 4 : 8);  // banks
     static constexpr int output_part = rows * larger(output_stride, Pair::head_dim);     // floats
     static constexpr int note_words = 16;  // what a team notes for merge_parts

@@ -14,8 +14,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 /// Which band a warp has, of warps that are neighbours.
 struct band_place {
     int band;
-    int barrier;      // of the warps that have the other bands of the same warp tiles
-    int warp_bytes;   // from a warp's memory to the next one's
+    int barrier;     // of the warps that have the other bands of the same warp tiles
+    int warp_bytes;  // from a warp's memory to the next one's
 
     /// Teams have the first barriers (warp_team::wait).
     template <class Memory>
@@ -50,7 +50,9 @@ __device__ __forceinline__ void add_bands([[maybe_unused]] float (&scores)[Tiles
             return load_parameters<float>(own + static_cast<std::uint32_t>(warps * place.warp_bytes) +
                                           512u * static_cast<std::uint32_t>(i));
         };
-        const auto add = [](float (&to)[4], const float4& v) { to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w; };
+        const auto add = [](float(&to)[4], const float4& v) {
+            to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
+        };
 #pragma unroll
         for (int i = 0; i < Tiles * Rows4; ++i) {
             float(&s)[4] = scores[i / Rows4][i % Rows4];

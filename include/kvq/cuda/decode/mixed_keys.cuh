@@ -106,7 +106,8 @@ struct mixed_warp_tile {
 
     /// Starts copying, as code_warp_tile::copy does.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
-                                                std::uint32_t vector_bytes, const head_type& head) {
+                                                std::uint32_t vector_bytes, const head_type& head,
+                                                int /*band*/ = 0) {
         constexpr int vectors = codes_bytes / 16, turns = ceil_div(vectors, warp_size);
         // Where widths begin in the slot, and how much farther they begin in the block.
         unsigned begin[widths_with_codes];

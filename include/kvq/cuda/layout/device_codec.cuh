@@ -64,7 +64,8 @@ constexpr int most_planes(const codec_spec& c) noexcept {
 /// Tiles are made of 32 x 32 numbers, keys of several widths by rows of codes in one page, with a table of two
 /// planes and 16-bit offsets. docs/guide/gpu.md ("Prompts") lists these conditions.
 constexpr const char* no_tiles(const codec_spec& c, const block_shape& s) noexcept {
-    if (s.dim % 32 != 0 || s.dim > 256) return "head_dim is not a multiple of 32 up to 256";
+    if (s.dim % 32 != 0 || (s.dim > 256 && s.dim != 512))
+        return "head_dim is not a multiple of 32 up to 256, or 512";
     if (s.tokens != 16 && s.tokens % 32 != 0) return odd_pages;
     if (c.content == block_content::own) return own_blocks;
     if (c.content == block_content::values) return c.value_type == float_type::fp32 ? wide_values : nullptr;

@@ -58,9 +58,10 @@ struct joined_warp_tile : code_warp_tile<Role, two_pages<Pair>, 2 * Pair::page_t
                 // Where the plane begins in a page's block.
                 constexpr int page_units = base::key ? base::page_units : base::units / 2;
                 constexpr int page_height = base::key ? 16 : height, page_lines = traits::lines(page_units);
-                const int source = T * base::tile_height * page_lines * 4 +
-                                   traits::first_line(p, page_units) * page_height * 4 +
-                                   (Bands == 1 ? 0 : band * (base::key ? n * page_height : base::dim * page_lines) * 4);
+                const int source =
+                    T * base::tile_height * page_lines * 4 +
+                    traits::first_line(p, page_units) * page_height * 4 +
+                    (Bands == 1 ? 0 : band * (base::key ? n * page_height : base::dim * page_lines) * 4);
                 static_for<ceil_div(vectors, warp_size)>([&](auto i) {
                     const int number = decltype(i)::value * warp_size + lane;
                     const int line = number / of_line, vector = number % of_line;
@@ -85,7 +86,8 @@ private:
                                                            [[maybe_unused]] int band) {
         constexpr int of_section = base::section / 16, vectors = (traits::has_bias ? 2 : 1) * of_section;
         constexpr int of_page = base::run_bytes / 2;  // of one run
-        const int before = base::page_group < base::all_channels ? band * base::dim / base::page_group * of_page : 0;
+        const int before =
+            base::page_group < base::all_channels ? band * base::dim / base::page_group * of_page : 0;
         static_for<ceil_div(vectors, warp_size)>([&](auto i) {
             const int number = decltype(i)::value * warp_size + lane;
             const bool bias = number >= of_section;

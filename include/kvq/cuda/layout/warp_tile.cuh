@@ -179,21 +179,10 @@ struct code_warp_tile {
         (key ? Pair::key_block_bytes : Pair::value_block_bytes) % std::size_t{128} != 0;
     static constexpr int slot_bytes = bytes + (skewed ? 112 : 0);
 
-    /// Does no word, tile or group of channels lie in two bands?
-    static constexpr bool fits_bands = [] {
-        if (Bands == 1) return true;
-        bool fits = all_channels % (32 * Bands) == 0;
-        if (key && !full)
-            for (int p = 0; p < traits::plane_count; ++p) fits = fits && units % traits::units_per_word(p) == 0;
-        if (token_parameters && !full) fits = fits && (dim % page_group == 0 || page_group % dim == 0);
-        return fits;
-    }();
-
     /// Why the kernels of warps do not take this shape; null: they do. (Everything else goes through
     /// attend_any.cuh.)
     static constexpr const char* no_tile = []() -> const char* {
         if (dim % 16 != 0) return "a head size is not a multiple of 16";
-        if (!fits_bands) return "words or parameters have channels of two bands";
         if (page != 16 && page % 32 != 0) return odd_pages;
         if (Tokens < 16 || page % Tokens != 0 || (key && Tokens % tile_height != 0))
             return "the tokens that a warp takes do not divide a page";
@@ -248,8 +237,9 @@ struct code_warp_tile {
                     constexpr int n = plane_lines(p), before = traits::first_line(p, units);
                     std::size_t line;  // in units of its bytes
                     if constexpr (key) {
-                        line = static_cast<std::size_t>((first / tile_height + T) * page_lines +
-                                                        traits::first_line(p, page_units) + band_lines(p, band));
+                        line =
+                            static_cast<std::size_t>((first / tile_height + T) * page_lines +
+                                                     traits::first_line(p, page_units) + band_lines(p, band));
                     } else {
                         constexpr int behind =
                             T * (tile_height / height) * page_lines + traits::first_line(p, page_units);
@@ -541,7 +531,8 @@ private:
             } else {
                 source += first / group * (Bands * run_bytes);
                 if constexpr (Bands > 1)
-                    source += (runs == 1 ? 0 : byte / run_bytes * ((Bands - 1) * run_bytes)) + band * run_bytes;
+                    source +=
+                        (runs == 1 ? 0 : byte / run_bytes * ((Bands - 1) * run_bytes)) + band * run_bytes;
             }
             if constexpr (shared_vectors + last_vectors > 0) {
                 constexpr int end = sections * page_section;  // of the parameters

@@ -65,8 +65,7 @@ __device__ __forceinline__ void copy_window(std::uint32_t to, const std::byte* p
     using unit = typename vectors::unit;
     // Of keys, tiles of 32 tokens hold all channels; of values, tiles of 32 channels all tokens of the page.
     constexpr int tile_bytes = 128 * unit::page_lines;
-    const std::byte* const from = page +
-                                  (Role == tensor::key ? first / 32 * tile_bytes : first / 2 * 128) +
+    const std::byte* const from = page + (Role == tensor::key ? first / 32 * tile_bytes : first / 2 * 128) +
                                   128 * unit::band_lines(0, band) + 16 * lane;
 #pragma unroll
     for (int step = 0; step < vectors::steps; ++step) {

@@ -51,14 +51,22 @@ inline constexpr bool turns_queries = false;
 template <class T, class... Parts>
 inline constexpr bool turns_queries<prefill_args<T, Parts...>> = (pair_turns<typename Parts::pair_type> ||
                                                                   ...);
+/// Blocks of 256 channels and 128 rows need more shared memory than 8.0 has; a warp must have whole rows of outputs that
+/// are turned.
+template <int Dim, bool Softcap, class Args>
+using mma_launches =
+    std::conditional_t<Dim <= 128 || Dim == 512 || turns_queries<Args>,
+                       both_sizes<mma_shape<Dim, prefill_rows<Dim>>::bytes,
+                                  kernel_list<mma_launch<Dim, prefill_rows<Dim>, Softcap, Args>>,
+                                  kernel_list<mma_launch<Dim, small_mma_rows<Dim>, Softcap, Args>>>,
+                       kernel_list<mma_launch<Dim, prefill_rows<Dim>, Softcap, Args>,
+                                   mma_launch<Dim, small_mma_rows<Dim>, Softcap, Args>>>;
 /// The preferred one first.
 template <int Dim, bool Softcap, class Args>
 using prefill_launches =
     joined<std::conditional_t<(Dim == 64 || Dim == 128) && !turns_queries<Args>,
                               kernel_list<wgmma_launch<Dim, Softcap, Args>>, kernel_list<>>,
-           both_sizes<mma_shape<Dim, prefill_rows<Dim>>::bytes,
-                      kernel_list<mma_launch<Dim, prefill_rows<Dim>, Softcap, Args>>,
-                      kernel_list<mma_launch<Dim, small_mma_rows<Dim>, Softcap, Args>>>>;
+           mma_launches<Dim, Softcap, Args>>;
 
 template <class Launch, class Args>
 status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t stream) noexcept {

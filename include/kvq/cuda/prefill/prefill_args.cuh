@@ -15,7 +15,9 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail 
 
 /// More rows share each dequantized tile, but need registers for their outputs.
 template <int Dim>
-inline constexpr int prefill_rows = Dim <= 128 ? 256 : 128;
+inline constexpr int prefill_rows = Dim <= 128   ? 256
+                                    : Dim <= 256 ? 128
+                                                 : 64;
 
 /// Rows of a block, and what they see.
 struct prefill_block {

@@ -21,6 +21,8 @@ inline constexpr const char* no_prefill = [] {
     const auto ask = [&]<class Pair>(std::type_identity<Pair>) {
         if (reason == nullptr && Pair::head_dim != Pair::value_dim)
             reason = "keys and values differ in head_dim";
+        if (reason == nullptr && Pair::head_dim > 256 && pair_turns<Pair>)
+            reason = "heads of more than 256 channels are behind a transform";
         if (reason == nullptr) reason = no_tiles(codec<typename Pair::keys>, Pair::key_shape());
         if (reason == nullptr) reason = no_tiles(codec<typename Pair::values>, Pair::value_shape());
     };

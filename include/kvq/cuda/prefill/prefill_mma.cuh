@@ -1,12 +1,15 @@
 // A prompt's attention on tensor cores of every device from compute capability 8.0 on: 8 warps with 32 query
-// rows each, or 16 if head_dim is above 128 or thread blocks have little shared memory.
+// rows each, or fewer if head_dim is above 128 or thread blocks have little shared memory.
 //
 //   while S = Q K^T of a tile of 64 tokens is computed, the words of the next tile's keys come from memory, and while the softmax and O += P V
 //   are, those of its values. Two tiles each of keys and values in shared memory, one barrier a tile.
 //
+//   fewer rows           2 or 4 warps have the same 16 rows, each some channels of the output, and all of the scores. Shared memory has one
+//   than warps x 16      tile, of keys or of values.
+//
 // More rows share each dequantized tile and each load of it than with 16 rows a warp.
-// Contract: prefill() in prefill.cuh. Shared memory: 131 KB for head_dim 128, 99 KB with 16 rows (all that
-// 8.6, 8.9 and 12.x have).
+// Contract: prefill() in prefill.cuh. Shared memory: 131 KB for head_dim 128 and 512, 195 KB for 256. On devices with less,
+// half as many rows: 67 (256) to 99 KB (all that 8.6, 8.9 and 12.x have).
 // Source: tiles of online softmax: FlashAttention-2, arXiv 2307.08691.
 #pragma once
 
@@ -16,37 +19,48 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 inline constexpr int mma_tile = 64, mma_warps = 8, mma_threads = 32 * mma_warps;
 
+/// In which a warp dequantizes its cells of a tile: of keys, a warp has cells of the same 32 channels in each.
+template <int Dim>
+inline constexpr int mma_passes = kvq::detail::ceil_div(Dim, 32 * mma_warps);
+
 template <int Dim, int Rows>
 struct mma_shape {
-    static constexpr int warp_rows = Rows / mma_warps;
+    static constexpr bool large = Rows < 16 * mma_warps;
+    static constexpr int value_bands = large ? 16 * mma_warps / Rows : 1;  // of channels of the output
+    static constexpr int row_warps = mma_warps / value_bands, warp_rows = Rows / row_warps;
+    static constexpr int own_channels = Dim / value_bands;
+    static constexpr int passes = mma_passes<Dim>;
     static constexpr int strips = warp_rows / 16;                         // of 16 rows
     static constexpr int column_blocks = kvq::detail::ceil_div(Dim, 64);  // of 64 columns
     static constexpr int query = 0, query_bytes = Rows * column_blocks * 128;
     static constexpr int key_bytes = mma_tile * column_blocks * 128, value_bytes = Dim * 128;
-    static constexpr int keys = query + query_bytes, values = keys + 2 * key_bytes;
-    static constexpr int tables = values + 2 * value_bytes;
+    static constexpr int buffers = large ? 1 : 2;
+    static constexpr int keys = query + query_bytes, values = large ? keys : keys + buffers * key_bytes;
+    static constexpr int tables = values + buffers * value_bytes;
     static constexpr int bytes = tables + mma_warps * key_table_bytes;
 };
 
 /// Rows of a block on devices of little shared memory: fewer where as many as on others do not fit.
 template <int Dim>
-inline constexpr int small_mma_rows = mma_shape<Dim, prefill_rows<Dim>>::bytes <= most_shared_memory<true>
-                                          ? prefill_rows<Dim>
-                                          : kvq::detail::smaller(128, prefill_rows<Dim>);
+inline constexpr int small_mma_rows =
+    mma_shape<Dim, prefill_rows<Dim>>::bytes <= most_shared_memory<true> ? prefill_rows<Dim>
+                                                                         : prefill_rows<Dim> / 2;
 
 /// All cells of a warp: of the next tile's keys or values.
 template <tensor Role, class Pair, int TileRows, int TileColumns>
-using warp_cells = cells_of<Role, Pair, TileRows, TileColumns, mma_warps>;
+using warp_cells = cells_of<Role, Pair, TileRows, TileColumns,
+                            mma_warps * mma_passes<kvq::detail::larger(TileRows, TileColumns)>>;
 
 template <int Dim, int Rows, bool Softcap, class Args>
 struct mma_rows {
     using shape = mma_shape<Dim, Rows>;
-    static constexpr int strips = shape::strips, tile = mma_tile;
+    static constexpr int strips = shape::strips, tile = mma_tile, own_channels = shape::own_channels;
     const Args& a;
     const prefill_block& block;
     std::uint32_t base, table, query_offset, offset;
     int warp, lane, own_row, value_warp;
-    float o[strips][Dim / 2];
+    int row_warp, first_channel;  // whose rows, and of which channels, the warp has
+    float o[strips][own_channels / 2];
     row_pair rows[strips];
     int buffer = 0;
 
@@ -54,7 +68,9 @@ struct mma_rows {
                                         int thread)
         : a(args), block(b), base(at), warp(thread / 32), lane(thread % 32) {
         table = base + static_cast<std::uint32_t>(shape::tables + warp * key_table_bytes);
-        own_row = warp * shape::warp_rows + lane / 4;
+        row_warp = warp % shape::row_warps;
+        first_channel = warp / shape::row_warps * own_channels;
+        own_row = row_warp * shape::warp_rows + lane / 4;
         const int quarter = lane / 8;
         query_offset = octet_offset<8>(lane % 8 + quarter % 2 * 8, quarter / 2);
         offset = octet_offset<8>(lane % 8 + quarter / 2 * 8, quarter % 2);
@@ -91,7 +107,7 @@ struct mma_rows {
             uint4 q[strips];
 #pragma unroll
             for (int m = 0; m < strips; ++m)
-                q[m] = matrices<Rows, true>(base + shape::query, warp * shape::warp_rows + m * 16, step);
+                q[m] = matrices<Rows, true>(base + shape::query, row_warp * shape::warp_rows + m * 16, step);
 #pragma unroll
             for (int n = 0; n < tile / 16; ++n) {
                 const uint4 k = matrices<tile, false>(keys(buffer), n * 16, step);
@@ -115,7 +131,7 @@ struct mma_rows {
             softmax_step(s[m], rows[m], factor, Softcap ? 1.0f : a.scale);
             if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f))
 #pragma unroll
-                for (int i = 0; i < Dim / 2; ++i) o[m][i] *= factor[i / 2 % 2];
+                for (int i = 0; i < own_channels / 2; ++i) o[m][i] *= factor[i / 2 % 2];
         }
     }
     __device__ __forceinline__ void add_values(const float (&s)[strips][tile / 2]) {
@@ -131,8 +147,8 @@ struct mma_rows {
                 p[m].w = pack_halves<float16>(x[6], x[7]);
             }
 #pragma unroll
-            for (int c = 0; c < Dim / 16; ++c) {
-                const uint4 v = matrices<Dim, false>(values(buffer), c * 16, step);
+            for (int c = 0; c < own_channels / 16; ++c) {
+                const uint4 v = matrices<Dim, false>(values(buffer), first_channel + c * 16, step);
 #pragma unroll
                 for (int m = 0; m < strips; ++m) {
                     multiply(o[m], 2 * c, p[m], v.x, v.y);
@@ -161,6 +177,7 @@ struct mma_rows {
         const blocks_in_memory<tensor::key, pair> keys_of{part.cache, block.kv_head};
         const blocks_in_memory<tensor::value, pair> values_of{part.cache, block.kv_head};
         using key_cells_type = warp_cells<tensor::key, pair, tile, Dim>;
+        if constexpr (shape::large) return large_pages(part, range, sinks, keys_of, values_of, page_at);
         const typename key_cells_type::lane_channel channel(part.cache, block.kv_head, warp, lane);
         key_cells_type key_cells(channel);
         warp_cells<tensor::value, pair, Dim, tile> value_cells;
@@ -213,23 +230,71 @@ struct mma_rows {
                       at = block.history + first;
             copy_new_tile<tensor::key, tile, Dim, mma_warps>(a.k, block.kv_head, block.start + first, count,
                                                              keys(buffer), warp, lane);
-            copy_new_tile<tensor::value, Dim, tile, mma_warps>(a.v, block.kv_head, block.start + first, count,
-                                                               values(buffer), warp, lane);
-            __syncthreads();
+            const auto copy_values = [&] {
+                copy_new_tile<tensor::value, Dim, tile, mma_warps>(a.v, block.kv_head, block.start + first,
+                                                                   count, values(buffer), warp, lane);
+                __syncthreads();
+            };
             float s[strips][tile / 2];
-            scores(s);
+            if constexpr (shape::large) {
+                __syncthreads();
+                scores(s);
+                __syncthreads();
+                copy_values();
+            } else {
+                copy_values();
+                scores(s);
+            }
             weigh(s, {at, count, -1, a.cut(block, at, count, -1, false, tile)});
             add_values(s);
-            buffer ^= 1;  // the other tile was read before the last barrier
+            if constexpr (shape::large)
+                __syncthreads();
+            else
+                buffer ^= 1;  // the other tile was read before the last barrier
         }
     }
     __device__ __forceinline__ void finish() const {
 #pragma unroll
         for (int m = 0; m < strips; ++m)
-            finish_rows<Dim>(a, block, own_row + 16 * m, lane % 4, rows[m], Softcap ? 1.0f : a.scale, o[m]);
+            finish_rows<Dim>(a, block, own_row + 16 * m, lane % 4, rows[m], Softcap ? 1.0f : a.scale, o[m],
+                             first_channel);
     }
 
 private:
+    /// All tiles of a part where shared memory has one at a time.
+    template <class Part, class Keys, class Values, class PageAt>
+    __device__ __forceinline__ void large_pages(const Part& part, const token_range& range, bool sinks,
+                                                const Keys& keys_of, const Values& values_of,
+                                                const PageAt& page_at) {
+        using pair = typename Part::pair_type;
+        const auto dequantize = [&]<class Cells>(std::type_identity<Cells>, const auto& source,
+                                                 const tile_tokens& tokens) {
+#pragma unroll 1
+            for (int pass = 0; pass < shape::passes; ++pass) {
+                const int number = warp + pass * mma_warps;
+                const typename Cells::lane_channel channel(part.cache, block.kv_head, number, lane);
+                Cells cells(channel);
+                cells.fetch(source, tokens, number, lane);
+                cells.store(source, keys(0), tokens, table, number, lane);
+            }
+            __syncthreads();
+        };
+#pragma unroll 1
+        for (int first = range.first; first < range.end; first += tile) {
+            const int count = kvq::detail::smaller(tile, range.end - first);
+            const tile_tokens tokens = tile_tokens::of(first, count, page_at(first));
+            const int slices = static_cast<int>(__ballot_sync(0xffffffffu, tokens.page >= 0));
+            dequantize(std::type_identity<warp_cells<tensor::key, pair, tile, Dim>>{}, keys_of, tokens);
+            float s[strips][tile / 2];
+            scores(s);
+            __syncthreads();
+            dequantize(std::type_identity<warp_cells<tensor::value, pair, Dim, tile>>{}, values_of, tokens);
+            const int at = part.cache.first_token + first;
+            weigh(s, {at, count, slices, a.cut(block, at, count, slices, sinks, tile)});
+            add_values(s);
+            __syncthreads();
+        }
+    }
     template <int N>
     __device__ __forceinline__ static void multiply(float (&d)[N], int tile, const uint4& x, std::uint32_t b0,
                                                     std::uint32_t b1) {

@@ -180,11 +180,11 @@ __device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, floa
     }
 }
 
-/// Writes a finished row: channels 8 i + 2 t and the one behind it of this lane; output(channel, k) belongs
-/// to `max` and `sum`.
-template <int Dim, class Args, class Output>
+/// Writes `Channels` channels of a finished row from `first` on: 8 i + 2 t and the one behind it of this lane;
+/// output(channel, k) belongs to `max` and `sum`.
+template <int Dim, int Channels, class Args, class Output>
 __device__ __forceinline__ void finish_row(const Args& a, int token, int head, float max, float sum,
-                                           Output&& output, int t) {
+                                           Output&& output, int t, int first) {
     float factor = 1.0f;
     if (a.sink_logits != nullptr) {
         const float sink = sink_score(__ldg(a.sink_logits + head)), top = fmaxf(max, sink);
@@ -196,23 +196,24 @@ __device__ __forceinline__ void finish_row(const Args& a, int token, int head, f
                                static_cast<std::size_t>(head);
     if (a.state_out != nullptr) {
         float* const state = a.state_out + number * (Dim + 2);
-        if (t == 0) {
+        if (t == 0 && first == 0) {
             // A row of NaN has no maximum, but is not empty.
             state[0] = max == -INFINITY && sum != 0.0f ? 0.0f : max;
             state[1] = sum;
         }
 #pragma unroll
-        for (int channel = 0; channel < Dim; channel += 8)
-            *reinterpret_cast<float2*>(state + 2 + channel + 2 * t) = {output(channel, 0) * factor,
-                                                                       output(channel, 1) * factor};
+        for (int channel = 0; channel < Channels; channel += 8)
+            *reinterpret_cast<float2*>(state + 2 + first + channel + 2 * t) = {output(channel, 0) * factor,
+                                                                               output(channel, 1) * factor};
     }
-    if (a.lse != nullptr && t == 0) a.lse[number] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
+    if (a.lse != nullptr && t == 0 && first == 0)
+        a.lse[number] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
     if (a.out.data == nullptr) return;
     factor = sum == 0.0f ? 0.0f : factor / sum;
-    auto* const to = a.out.at(token, head);
+    auto* const to = a.out.at(token, head) + first;
     using T = std::remove_pointer_t<decltype(to)>;
 #pragma unroll
-    for (int channel = 0; channel < Dim; channel += 8) {
+    for (int channel = 0; channel < Channels; channel += 8) {
         const float x = output(channel, 0) * factor, y = output(channel, 1) * factor;
         if constexpr (sizeof(T) == 2) {
             if (reinterpret_cast<std::uintptr_t>(to) % 4 == 0) {
@@ -225,10 +226,11 @@ __device__ __forceinline__ void finish_row(const Args& a, int token, int head, f
     }
 }
 
-/// Writes both rows of a thread. own_row: of the block; the other one is 8 further.
-template <int Dim, class Args>
+/// Writes both rows of a thread, 2 N channels from `first` on. own_row: of the block; the other one is 8 further.
+template <int Dim, int N, class Args>
 __device__ __forceinline__ void finish_rows(const Args& a, const prefill_block& block, int own_row, int t,
-                                            const row_pair& rows, float scale, const float (&o)[Dim / 2]) {
+                                            const row_pair& rows, float scale, const float (&o)[N],
+                                            int first = 0) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = block.first_row + own_row + 8 * r;
@@ -236,9 +238,9 @@ __device__ __forceinline__ void finish_rows(const Args& a, const prefill_block& 
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         if (row >= block.rows) continue;
-        finish_row<Dim>(
+        finish_row<Dim, 2 * N>(
             a, block.start + row / a.group, block.kv_head * a.group + row % a.group, rows.max[r] * scale, sum,
-            [&](int channel, int k) { return o[channel / 8 * 4 + 2 * r + k]; }, t);
+            [&](int channel, int k) { return o[channel / 8 * 4 + 2 * r + k]; }, t, first);
     }
 }
 

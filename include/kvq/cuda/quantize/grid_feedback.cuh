@@ -1,10 +1,10 @@
 // Codes of a channel's grid, and of many tokens with error feedback (quant/error_feedback.hpp) on the device.
 //
-//   one thread per token; eight channels at a time, from the last ones to the first
-//   carried from channels behind the eight: their errors times matrix rows, added from the last channel on, as
-//   the CPU adds them; inside the eight: one after the other, in registers
+//   one thread per token; eight or four channels at a time, from the last ones to the first
+//   carried from channels behind these: their errors times matrix rows, added from the last channel on, as
+//   the CPU adds them; among them: one after the other, in registers
 //
-// The matrix rows of the next eight channels are on their way while these are quantized.
+// The matrix rows of the next channels are on their way while these are quantized.
 // Contract: the same codes as on the CPU; errors take the place of numbers, 0 where a number is not finite.
 #pragma once
 
@@ -68,17 +68,17 @@ __device__ __forceinline__ double code_line(const float* x, int q, const stored_
     return sum;
 }
 
-/// matrix: [dim][dim], row c: what an error of channel c adds to those before it. rows: scratch of 2 * 8 *
-/// dim doubles. numbers, codes: [dim][stride]. grid(channel, slot): a stored_grid. All threads of a block;
+/// matrix: [dim][dim], row c: what an error of channel c adds to those before it. rows: scratch of 2 *
+/// feedback_channels * dim doubles. numbers, codes: [dim][stride]. grid(channel, slot): a stored_grid. All threads of a block;
 /// ends with a barrier.
 template <int Threads, int Dim, class Valid, class Grid>
 __device__ __forceinline__ void code_with_feedback(const float* matrix, double* rows, float* numbers,
                                                    int stride, std::uint8_t* codes, int count,
                                                    const Valid& valid, const Grid& grid) {
-    constexpr int some = feedback_channels, share = ceil_div(some * Dim, Threads);
+    constexpr int some = feedback_channels<Dim>, share = ceil_div(some * Dim, Threads);
     const int thread = static_cast<int>(threadIdx.x);
     float next[share];
-    // Columns [first, first + 8) of the rows from first on.
+    // Columns [first, first + some) of the rows from first on.
     const auto fetch = [&](int first) {
 #pragma unroll
         for (int i = 0; i < share; ++i) {

@@ -6,11 +6,11 @@
 //   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members;
 //              what the parameters of a group share
 //   tokens     token scales and the sums that make them
-//   feedback   codes (errors take the place of numbers) and the matrix rows of eight channels, twice
+//   feedback   codes (errors take the place of numbers) and the matrix rows of eight or four channels, twice
 //
 // Pages of 128 tokens x 128 channels fit at once, and two thread blocks on a multiprocessor. Larger ones are
-// read several times, a part at a time; a part is a multiple of 32 channels or token slots, so that words of
-// codes belong to one part.
+// read several times, a part at a time; a part is a multiple of 32 channels or token slots (of keys, whose words are
+// of one token, 16), so that words of codes belong to one part.
 #pragma once
 
 #include "fit_grids.cuh"
@@ -22,8 +22,9 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 template <class S>
 inline constexpr bool has_token_scales = codec<S>.has_token_scales();
 
-/// Channels that feedback codes between two barriers.
-inline constexpr int feedback_channels = 8;
+/// Channels that feedback codes between two barriers: fewer where rows of the matrix are long.
+template <int Dim>
+inline constexpr int feedback_channels = Dim <= 256 ? 8 : 4;
 
 template <class Pair, tensor Role>
 struct grid_memory {
@@ -61,7 +62,7 @@ struct grid_memory {
     static constexpr int fit_bytes(int channels) { return 4 * channels * numbers_stride(slot_count); }
     static constexpr int code_bytes(int some) {
         return 4 * dim * numbers_stride(some) +
-               (feedback ? dim * numbers_stride(some) + 2 * 8 * feedback_channels * dim : 0);
+               (feedback ? dim * numbers_stride(some) + 2 * 8 * feedback_channels<dim> * dim : 0);
     }
     static constexpr int fit_channels = [] {
         if (numbers + fit_bytes(dim) <= budget) return dim;
@@ -73,18 +74,20 @@ struct grid_memory {
         if (numbers + code_bytes(slot_count) <= budget) return slot_count;
         int n = slot_count / 32 * 32;
         while (n > 0 && numbers + code_bytes(n) > budget) n -= 32;
+        if (n == 0 && Role == tensor::key && slot_count % 16 == 0 && numbers + code_bytes(16) <= budget)
+            return 16;
         return n;
     }();
-    static_assert(
-        fit_channels > 0 && code_slots > 0,
-        "kvq::cuda: blocks of so many groups of tokens are too large for the device's shared memory");
+    static_assert(fit_channels > 0 && code_slots > 0,
+                  "kvq::cuda: blocks of so many channels and groups of tokens are too large for the shared "
+                  "memory of the devices that the program is compiled for");
     /// Is everything in shared memory at once?
     static constexpr bool whole = fit_channels == dim && code_slots == slot_count;
     static constexpr int bytes = numbers + larger(fit_bytes(fit_channels), code_bytes(code_slots));
 
     // Behind the numbers while there is feedback.
     static constexpr int rows = numbers + 4 * dim * numbers_stride(code_slots);
-    static constexpr int codes = rows + 2 * 8 * feedback_channels * dim;
+    static constexpr int codes = rows + 2 * 8 * feedback_channels<dim> * dim;
 };
 
 }}}  // namespace kvq::cuda::detail
