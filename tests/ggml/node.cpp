@@ -63,6 +63,19 @@ struct freed_by {
     }
 };
 
+/// Half of the state, and the first channel of the queries.
+void fold(const kvq::sequence_table::step_part& part, ggml_tensor* out, kvq::executor_view threads) {
+    float& state = part.state->values<float>(0, 0)[1];
+    threads.parallel_for(1, [&](int) {
+        for (std::size_t i = 0; i < part.rows.size(); ++i) {
+            const auto row = static_cast<std::size_t>(part.rows[i]);
+            const auto* const x = static_cast<const std::byte*>(out->src[0]->data) + row * out->src[0]->nb[2];
+            state = 0.5f * state + *reinterpret_cast<const float*>(x);
+            if (part.wanted[i]) static_cast<float*>(out->data)[row] = state;
+        }
+    });
+}
+
 /// A graph with the attention of every layer. The queries of a layer are those of its input plus the output of the layer before.
 class graph {
 public:
@@ -81,7 +94,9 @@ public:
         graph_ = ggml_new_graph(c);
         for (int layer = 0; layer < layers; ++layer) {
             ggml_tensor *q = input(dim, q_heads), *k = input(dim, kv_heads), *v = input(value_dim, kv_heads);
-            out_.push_back(memory.attend(c, layer, q, k, v, mods));
+            out_.push_back(memory.sequences().storage().holds_tokens(layer)
+                               ? memory.attend(c, layer, q, k, v, mods)
+                               : memory.recur(c, layer, std::span(&q, 1), 1, tokens, fold));
             ggml_build_forward_expand(graph_, out_.back());
         }
         memory_.reset(ggml_backend_alloc_ctx_tensors(c, backend_.get()));
@@ -211,6 +226,70 @@ TEST_CASE("graphs give the bits of cache::prefill, on any number of threads") {
             }
             CHECK(memory.bytes() > 0);
         }
+}
+
+TEST_CASE("layers with a window and with recurrent state, beside sequences that are driven directly") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::layer heads{.kv_heads = kv_heads, .head_dim = dim, .value_dim = value_dim};
+    const std::vector<kvq::layer> list{kvq::state_layer({{.name = "s", .columns = 3}}),
+                                       kvq::sliding_attention(20, heads), kvq::full_attention(heads)};
+    kvq::cache_options o = options(true);
+    o.rotary.clear();  // of one layer each, or of all
+    const kvq::causal mask{};
+    for (const int threads : {1, 3}) {
+        kvq::cache cache(list, o), same_cache(list, o);
+        kvq::ggml_memory memory(cache, 2);
+        kvq::sequence one = same_cache.new_sequence();
+        float state = 0.0f;
+        for (int step = 0; step < 12; ++step) {
+            // Id 1 gets as many tokens in between.
+            const int n = random.one_in(2) ? random.between(1, 4) : random.between(20, 50),
+                      before = one.tokens();
+            held_batch b;
+            for (int i = 0; i < 2 * n; ++i) b.add(before + i / 2, {i % 2});
+            graph g(memory, 2 * n, threads, GGML_TYPE_F32, false, mask);
+            const auto values = inputs(random, 2 * n);
+            memory.begin(b.c(), q_heads, threads);
+            g.run(values);
+            memory.end(true);
+            const std::vector<float> folded = g.output(0);
+            for (int i = 0; i < n; ++i) {
+                state = 0.5f * state + values[0][static_cast<std::size_t>(2 * i * dim * q_heads)];
+                REQUIRE(folded[static_cast<std::size_t>(2 * i)] == state);
+            }
+            one.state().advance(n, true);
+            for (int layer = 1; layer < layers; ++layer) {
+                const auto rows = [&](int of, int count, int channels) {
+                    std::vector<float> x;
+                    const std::vector<float>& all = values[static_cast<std::size_t>(3 * layer + of)];
+                    const std::ptrdiff_t row = std::ptrdiff_t{count} * channels;
+                    for (int i = 0; i < n; ++i)
+                        x.insert(x.end(), all.begin() + 2 * i * row, all.begin() + (2 * i + 1) * row);
+                    return x;
+                };
+                std::vector<float> q = rows(0, q_heads, dim), k = rows(1, kv_heads, dim),
+                                   v = rows(2, kv_heads, value_dim),
+                                   out(static_cast<std::size_t>(n * q_heads * value_dim));
+                one.prefill(layer, view(k, n, kv_heads, dim, false), view(v, n, kv_heads, value_dim, false),
+                            view(q, n, q_heads, dim, false), view(out, n, q_heads, value_dim, false));
+                const std::vector<float> got = g.output(layer);
+                for (int i = 0; i < n; ++i)
+                    for (int c = 0; c < q_heads * value_dim; ++c)
+                        REQUIRE(got[static_cast<std::size_t>(2 * i * q_heads * value_dim + c)] ==
+                                out[static_cast<std::size_t>(i * q_heads * value_dim + c)]);
+            }
+        }
+        CHECK(memory.sequences().find(0)->pages(1).at(1).first_token > 32);  // the window has freed pages
+        ggml_context* const c = ggml_init({1 << 20, nullptr, true});
+        ggml_tensor* const x = ggml_new_tensor_3d(c, GGML_TYPE_F32, dim, q_heads, 1);
+        CHECK(test::contains(test::message_of([&] { memory.attend(c, 0, x, x, x); }),
+                             "layer 0, state of 1 parts: its node is recur(), not attend()"));
+        CHECK(test::contains(test::message_of([&] { memory.recur(c, 1, {}, 1, 1, fold); }),
+                             "its node is attend(), not recur()"));
+        ggml_free(c);
+    }
 }
 
 TEST_CASE("beside ggml's own attention") {

@@ -1,4 +1,5 @@
-// Attention of ggml on a kvq cache: a node of a graph that stores new keys and values and attends. Uses ggml's public interface.
+// Attention of ggml on a kvq cache: a node of a graph that stores new keys and values and attends; for layers with recurrent state one that
+// runs the engine's kernel on the state. Uses ggml's public interface.
 //
 //   kvq::ggml_memory memory(cache, 8);                              sequences 0 to 7
 //   ggml_tensor* out = memory.attend(ctx, layer, q, k, v);          while the graph is built: instead of writing a cache and of attention
@@ -16,6 +17,7 @@
 #include <ggml.h>
 
 #include <deque>
+#include <functional>
 
 #include "../core/team.hpp"
 #include "sequence_table.hpp"
@@ -26,7 +28,8 @@ class ggml_memory {
 public:
     /// A memory of sequences 0 to ids - 1. The cache outlives it, and it outlives its graphs. Its layers are those of the cache.
     ggml_memory(kvq::cache& of, int ids) : table_(of, ids), space_(of.pool().memory()) {
-        for (int layer = 0; layer < of.layer_count(); ++layer) nodes_.push_back({this, layer, every_key()});
+        for (int layer = 0; layer < of.layer_count(); ++layer)
+            nodes_.push_back({this, layer, every_key(), {}});
     }
     ggml_memory(const ggml_memory&) = delete;
     ggml_memory& operator=(const ggml_memory&) = delete;
@@ -39,13 +42,7 @@ public:
     /// kvq::error for tensors that do not fit the cache. One such node per layer in a graph.
     ggml_tensor* attend(ggml_context* context, int layer, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
                         const mods_view& mods = every_key()) {
-        const int layers = table_.storage().layer_count();
-        detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
-                       " layers of the cache");
-        if (!table_.storage().holds_tokens(layer))
-            detail::fail(
-                detail::describe_layer(layer, table_.storage().layers()[static_cast<std::size_t>(layer)]),
-                ": it does not attend; its node is the engine's own, over sequences().part_of_step(i)");
+        check_layer(layer, true);
         const cache_shape& shape = table_.storage().shape(layer);
         check(q, "q", shape.head_dim, 0);
         check(k, "k", shape.head_dim, shape.kv_heads);
@@ -59,6 +56,25 @@ public:
         ggml_tensor* inputs[] = {q, k, v};
         return ggml_custom_4d(context, GGML_TYPE_F32, shape.dim(tensor::value), q->ne[1], q->ne[2], 1, inputs,
                               3, run, GGML_N_TASKS_MAX, &of);
+    }
+
+    /// What a layer with recurrent state does with one part of a step: reads rows of out->src, part.rows, changes *part.state, and writes the rows
+    /// of out that are wanted. Called by one thread, which may share its work over `threads`; the others wait in the node.
+    using recurrence =
+        std::function<void(const sequence_table::step_part& part, ggml_tensor* out, executor_view threads)>;
+
+    /// The node of a layer with recurrent state. inputs: 1 to GGML_MAX_SRC tensors, which become out->src. The result is F32,
+    /// [tokens][channels]. f: that of the last call for a layer holds in all graphs. Raises kvq::error for a layer of another kind.
+    ggml_tensor* recur(ggml_context* context, int layer, std::span<ggml_tensor* const> inputs,
+                       std::int64_t channels, std::int64_t tokens, recurrence f) {
+        check_layer(layer, false);
+        detail::expect(!inputs.empty() && inputs.size() <= GGML_MAX_SRC, "a node has 1 to ", GGML_MAX_SRC,
+                       " inputs, not ", inputs.size());
+        node& of = nodes_[static_cast<std::size_t>(layer)];
+        of.f = std::move(f);
+        std::vector<ggml_tensor*> list(inputs.begin(), inputs.end());
+        return ggml_custom_4d(context, GGML_TYPE_F32, channels, tokens, 1, 1, list.data(),
+                              static_cast<int>(list.size()), run_recurrence, GGML_N_TASKS_MAX, &of);
     }
 
     /// Before the graph runs: sequence_table::begin, with a workspace of its own. threads: those of the graph. mods: as of the nodes; only
@@ -85,7 +101,18 @@ private:
         ggml_memory* memory;
         int layer;
         mods_view mods;
+        recurrence f;
     };
+
+    void check_layer(int layer, bool attends) const {
+        const kvq::cache& of = table_.storage();
+        detail::expect(layer >= 0 && layer < of.layer_count(), "layer ", layer, " is not among the ",
+                       of.layer_count(), " layers of the cache");
+        if (of.holds_tokens(layer) != attends)
+            detail::fail(
+                detail::describe_layer(layer, of.layers()[static_cast<std::size_t>(layer)]),
+                attends ? ": its node is recur(), not attend()" : ": its node is attend(), not recur()");
+    }
 
     static const mods_view& every_key() noexcept {
         static const causal mask{};
@@ -134,6 +161,16 @@ private:
             memory.table_.prefill(n.layer, view_of<input_view>(out->src[1]), view_of<input_view>(out->src[2]),
                                   view_of<query_view>(out->src[0]), view<float>(out), n.mods, threads,
                                   memory.space_);
+        });
+    }
+
+    static void run_recurrence(ggml_tensor* out, int, int nth, void* of) {
+        node& n = *static_cast<node*>(of);
+        const sequence_table& table = n.memory->table_;
+        n.memory->team_.enter(nth, [&](executor_view threads) {
+            detail::expect(table.step_tokens() == out->ne[1], "layer ", n.layer, " has ", out->ne[1],
+                           " tokens, but the step has ", table.step_tokens(), " tokens");
+            for (int i = 0; i < table.step_parts(); ++i) n.f(table.part_of_step(i), out, threads);
         });
     }
 

@@ -84,6 +84,7 @@ public:
         std::span<const char> wanted;  ///< [rows]: 1 where the output of the row is that of this part
         recurrent_state* state;        ///< null: the cache has none
     };
+    int step_tokens() const noexcept { return step_tokens_; }
     int step_parts() const noexcept { return static_cast<int>(parts_.size()); }
     /// Valid until the step ends. Raises kvq::error for a part that does not exist.
     step_part part_of_step(int i) const;
