@@ -331,16 +331,23 @@ typedef struct kvq_layer_formats {
 
 /// What a layer holds: all of its tokens; a sliding window; the tokens of the current chunk; a recurrent state. Windows and chunks free pages by
 /// themselves.
-enum { KVQ_FULL_ATTENTION = 0, KVQ_SLIDING_ATTENTION = 1, KVQ_CHUNKED_ATTENTION = 2, KVQ_STATE = 5 };
+enum {
+    KVQ_FULL_ATTENTION = 0,
+    KVQ_SLIDING_ATTENTION = 1,
+    KVQ_CHUNKED_ATTENTION = 2,
+    KVQ_SHARED = 3,
+    KVQ_STATE = 5
+};
 
 /// One layer of a model whose layers differ.
 typedef struct kvq_layer {
     int32_t kind;                // KVQ_FULL_ATTENTION, ...
-    int32_t kv_heads, head_dim;  // 0 of KVQ_STATE
+    int32_t kv_heads, head_dim;  // 0 of KVQ_STATE; 0 or those of the owner of KVQ_SHARED
     int32_t value_dim;           // 0: head_dim
     int32_t window;              // tokens of a sliding window or a chunk; 0 of other kinds
     int32_t
         sinks;  // first tokens that every query sees as well, at most those of the cache; 0 of other kinds
+    int32_t owner;  // of KVQ_SHARED the earlier layer whose keys and values it reads; 0 of other kinds
 } kvq_layer;
 
 /// How snapshots hold a part of a state: as it is; int8 with a scale per head and row, or per head and column; FP8 with one per head and 32
@@ -452,6 +459,8 @@ typedef struct kvq_attend_options {
 /// last q.tokens of them. Attention reads the chunk in 16 bit; pages behind the recent window are quantized afterwards.
 /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], of one type; q: [m][q_heads][head_dim], out: [m][q_heads][value_dim]; q_heads is
 /// a multiple of kv_heads. KVQ_ERROR_MEMORY: the sequence is unchanged.
+/// A layer of kind KVQ_SHARED takes k and v of 0 tokens, once after each prefill of its owner, and sees the chunk as the owner saw it: the
+/// owner's chunk stays in 16 bit until all layers that share it have had theirs, or until the sequence changes otherwise.
 KVQ_API kvq_status kvq_sequence_prefill(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                         const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
                                         const kvq_attend_options* options);

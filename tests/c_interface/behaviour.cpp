@@ -974,11 +974,12 @@ TEST_CASE("the list of formats, descriptions, the options of a cache, frequencie
 }
 
 TEST_CASE("a list of layers in C is the list in C++") {
-    const kvq_layer list[] = {{KVQ_SLIDING_ATTENTION, 4, 64, 0, 20, 2},
-                              {KVQ_FULL_ATTENTION, 1, 128, 96, 0, 0}};
-    const kvq_layer_formats formats[] = {{"std4", nullptr}, {"int8", "int8"}};
+    const kvq_layer list[] = {{KVQ_SLIDING_ATTENTION, 4, 64, 0, 20, 2, 0},
+                              {KVQ_FULL_ATTENTION, 1, 128, 96, 0, 0, 0},
+                              {KVQ_SHARED, 0, 0, 0, 0, 0, 0}};
+    const kvq_layer_formats formats[] = {{"std4", nullptr}, {"int8", "int8"}, {nullptr, nullptr}};
     auto o = init<kvq_cache_options>();
-    o.layers = 2;
+    o.layers = 3;
     o.layer_list = list;
     o.layer_formats = formats;
     o.keys = "std4";
@@ -989,7 +990,7 @@ TEST_CASE("a list of layers in C is the list in C++") {
     OK(kvq_sequence_create(c, &s));
     auto info = init<kvq_cache_info>();
     OK(kvq_cache_get_info(c, &info));
-    CHECK(info.layers == 2);
+    CHECK(info.layers == 3);
     CHECK(info.kv_heads == 0);
     CHECK(info.head_dim == 0);
     CHECK(info.value_dim == 0);
@@ -999,6 +1000,10 @@ TEST_CASE("a list of layers in C is the list in C++") {
     CHECK(found.kv_heads == 1);
     CHECK(found.head_dim == 128);
     CHECK(found.value_dim == 96);
+    OK(kvq_cache_get_layer(c, 2, &found));
+    CHECK(found.kind == KVQ_SHARED);
+    CHECK(found.owner == 0);
+    CHECK(found.kv_heads == 4);
 
     kvq::cache_options same = kvq::preset_options();
     for (const char* name : {"std4", "int8"}) {
@@ -1009,7 +1014,8 @@ TEST_CASE("a list of layers in C is the list in C++") {
     kvq::layer sliding = kvq::sliding_attention(20, {4, 64});
     sliding.sinks = 2;
     kvq::cache cpp(
-        {sliding, kvq::full_attention({.kv_heads = 1, .head_dim = 128, .value_dim = 96, .formats = {1, 1}})},
+        {sliding, kvq::full_attention({.kv_heads = 1, .head_dim = 128, .value_dim = 96, .formats = {1, 1}}),
+         kvq::shared_with(0)},
         same);
     kvq::sequence sequence = cpp.new_sequence();
     test::generator random(11);
@@ -1022,6 +1028,15 @@ TEST_CASE("a list of layers in C is the list in C++") {
         sequence.append(layer, k.view(), v.view());
     }
     twins::check_equal(s, sequence);
+    {
+        rows<float> q(random, 1, 4, 64), out(random, 1, 4, 64);
+        const kvq_tensor none{nullptr, KVQ_FP32, 0, 4, 64, 256, 64}, cq = q.c(), co = out.c();
+        CHECK(kvq_sequence_prefill(s, 2, &none, &none, &cq, &co, nullptr) == KVQ_ERROR_ARGUMENT);
+        CHECK(std::string(kvq_last_error()).find("layer 2, shared with layer 0") != std::string::npos);
+        OK(kvq_sequence_attend(s, 2, &cq, &co, nullptr));
+        OK(kvq_sequence_prefill(s, 0, &none, &none, &cq, &co, nullptr));
+        OK(kvq_sequence_prefill(s, 2, &none, &none, &cq, &co, nullptr));
+    }
     OK(kvq_cache_get_layer(c, 0, &found));
     CHECK(found.kind == KVQ_SLIDING_ATTENTION);
     CHECK(found.window == 20);
@@ -1045,8 +1060,9 @@ TEST_CASE("a list of layers in C is the list in C++") {
 }
 
 TEST_CASE("layers with state in C: read and written in place, trimmed to snapshots, saved and sent") {
-    const kvq_layer list[] = {
-        {KVQ_FULL_ATTENTION, 2, 16, 0, 0, 0}, {KVQ_STATE, 0, 0, 0, 0, 0}, {KVQ_STATE, 0, 0, 0, 0, 0}};
+    const kvq_layer list[] = {{KVQ_FULL_ATTENTION, 2, 16, 0, 0, 0, 0},
+                              {KVQ_STATE, 0, 0, 0, 0, 0, 0},
+                              {KVQ_STATE, 0, 0, 0, 0, 0, 0}};
     const kvq_state_part parts[] = {{"recurrent", 1, KVQ_FP32, 2, 3, 4, KVQ_SNAPSHOT_EXACT},
                                     {"convolution", 1, KVQ_BF16, 1, 5, 3, KVQ_SNAPSHOT_EXACT},
                                     {"recurrent", 2, KVQ_FP32, 2, 8, 8, KVQ_SNAPSHOT_INT8_COLUMNS}};

@@ -131,6 +131,14 @@ def layer_of(path):
     return max(matches, key=len) if matches else None
 
 
+def header_of(path, files):
+    """The header whose definitions a file holds: of cache/sequence_steps-inl.hpp cache/sequence.hpp. Otherwise the file itself."""
+    stem, inl, end = path.partition("-inl.")
+    while inl and "_" in stem and f"{stem}.{end}" not in files:
+        stem = stem.rpartition("_")[0]
+    return f"{stem}.{end}" if inl else path
+
+
 def read(root):
     """path -> lines without comments."""
     files = {}
@@ -177,10 +185,10 @@ def check(root):
             if target not in files:
                 errors.append(f"{where}: {name} does not exist")
                 continue
-            # x-inl.hpp holds what x.hpp declares, and is included behind it: both are one header here.
-            if target.replace("-inl.", ".") == path.replace("-inl.", "."):
+            # x-inl.hpp and x_part-inl.hpp hold what x.hpp declares, and are included behind it: all are one header here.
+            if header_of(target, files) == header_of(path, files):
                 continue
-            edges[path.replace("-inl.", ".")].append(target)
+            edges[header_of(path, files)].append(target)
             below = layer_of(target)
             if below != layer and below not in ALLOWED[layer]:
                 errors.append(f"{where}: {layer} must not include {below} ({name})")

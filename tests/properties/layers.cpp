@@ -6,6 +6,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdlib>
+#include <kvq/adapters/sequence_table.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
@@ -56,10 +57,11 @@ kvq::cache_options mixed_options(test::generator& random) {
     return o;
 }
 
-std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool windows = true) {
+std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool windows = true,
+                                      bool shared = true) {
     std::vector<kvq::layer> layers;
     const bool rotated = random.one_in(2);
-    const int n = random.between(1, 4);
+    const int n = random.between(1, shared ? 6 : 4);
     for (int i = 0; i < n; ++i) {
         kvq::layer l{random.between(1, 3), 4 * random.between(1, 6),
                      random.one_in(2) ? 0 : random.between(1, 20)};
@@ -73,6 +75,13 @@ std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool w
         if (windows && sinks > 0 && random.one_in(2)) l.sinks = random.between(1, sinks);
         const int kind = windows ? random.between(0, 2) : 0;
         if (kind == 0) l.sinks = 0;
+        if (shared && i > 0 && random.one_in(2)) {
+            const int before = random.between(0, i - 1);
+            const bool borrows = layers[static_cast<std::size_t>(before)].kind == kvq::layer_kind::shared;
+            layers.push_back(
+                kvq::shared_with(borrows ? layers[static_cast<std::size_t>(before)].owner : before));
+            continue;
+        }
         layers.push_back(kind == 0   ? kvq::full_attention(l)
                          : kind == 1 ? kvq::sliding_attention(window, l)
                                      : kvq::chunked_attention(window, l));
@@ -83,7 +92,7 @@ std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool w
 /// A cache of one layer of a list, which holds all of its tokens.
 std::unique_ptr<kvq::cache> alone(kvq::layer of, const kvq::cache_options& options) {
     of.kind = kvq::layer_kind::full;
-    of.window = of.sinks = 0;
+    of.window = of.sinks = of.owner = 0;
     return std::make_unique<kvq::cache>(std::vector<kvq::layer>{of}, options);
 }
 
@@ -101,11 +110,11 @@ class world {
 public:
     world(test::generator& random, const std::vector<kvq::layer>& layers, const kvq::cache_options& options)
         : cache_(layers, options), random_(random) {
-        for (const kvq::layer& of : layers) {
-            windows_ = windows_ || of.kind != kvq::layer_kind::full;
+        for (const kvq::layer& of : cache_.layers()) {
+            windows_ = windows_ || of.window > 0;
             const kvq::cache_shape shape{1, of.kv_heads, of.head_dim, of.value_dim};
             streams_.emplace_back(random, shape, longest + 64);
-            apart_.push_back(alone(of, options));
+            apart_.push_back(alone(of, options));  // of a shared layer with the keys and values of its owner
         }
         for (int i = 0; i < 3; ++i) {
             together_.push_back(cache_.new_sequence());
@@ -116,6 +125,8 @@ public:
 
     void step() {
         const int s = random_.between(0, 2), held = together_[s].tokens();
+        for (kvq::sequence& one : together_)
+            if (waits(one) && random_.one_in(2)) commit(one);
         const auto some = [&](int n) {
             const int a = random_.between(0, n);
             return std::pair(
@@ -154,6 +165,13 @@ public:
             case 8: {
                 const int from = random_.between(0, 2);
                 const auto [a, b] = some(together_[from].tokens());
+                if (waits(together_[from])) {
+                    if (from != s && a < b && (cache_.rotations().known() || a == held))
+                        REQUIRE_FALSE(test::message_of([&, a = a, b = b] {
+                                          together_[s].splice(together_[from], a, b);
+                                      }).empty());
+                    commit(together_[from]);
+                }
                 if (held + b - a > longest || (!cache_.rotations().known() && a != held)) return;
                 bool all = true;
                 for (int i = 0; i < cache_.layer_count(); ++i) all = all && together_[from].holds(i, a, b);
@@ -180,6 +198,7 @@ public:
                 return requantize(s);
             case 11: {
                 // By age a page changes with its oldest span, which a window may have freed.
+                commit(together_[s]);
                 for (int i = 0; windows_ && i < cache_.layer_count(); ++i)
                     if (table(s, i).rearranged) return;
                 kvq::step_down_policy policy;
@@ -200,12 +219,14 @@ public:
 
     void check() {
         for (int s = 0; s < 3; ++s) {
+            if (waits(together_[s])) continue;
             kvq::usage_report sum;
             for (int i = 0; i < cache_.layer_count(); ++i) {
                 const kvq::sequence& own = parts_[s][i];
                 CAPTURE(i);
                 REQUIRE(together_[s].tokens(i) == own.tokens());
                 same_pages(together_[s].pages(i), own.pages(0), front(s, i), cache_.shape(i));
+                if (cache_.owner(i) != i) continue;
                 const kvq::usage_report u = own.usage();
                 sum.quantized += u.quantized;
                 sum.window += u.window;
@@ -231,7 +252,7 @@ public:
         }
         const int s = random_.between(0, 2), layer = random_.between(0, cache_.layer_count() - 1);
         const int held = together_[s].tokens(layer);
-        if (held == 0) return;
+        if (held == 0 || waits(together_[s])) return;
         const int n = random_.between(1, std::min(held, 5));
         const kvq::cache_shape& shape = cache_.shape(layer);
         const int heads = shape.kv_heads * random_.between(1, 2);
@@ -254,12 +275,21 @@ public:
     }
 
 private:
+    static bool waits(const kvq::sequence& s) { return kvq::detail::sequence_access::waits(s); }
+    static void commit(kvq::sequence& s) {
+        s.trim(s.tokens());
+        REQUIRE_FALSE(waits(s));
+    }
     test::tensor<float> results(int layer, int n, int heads) const {
         return {n, heads, cache_.shape(layer).dim(tensor::value)};
     }
 
     const kvq::detail::page_table& table(int s, int layer) const {
-        return kvq::detail::sequence_access::tables(together_[s])[static_cast<std::size_t>(layer)];
+        return kvq::detail::sequence_access::tables(
+            together_[s])[static_cast<std::size_t>(cache_.owner(layer))];
+    }
+    const test::stream& stream(int layer) const {
+        return streams_[static_cast<std::size_t>(cache_.owner(layer))];
     }
     int front(int s, int layer) const { return table(s, layer).front(); }
     kvq::key_window window(int layer) const { return cache_.geometry(layer).window; }
@@ -303,6 +333,8 @@ private:
     }
 
     void trim(int s, int n) {
+        // Otherwise a deep one finds 16-bit tokens, where the layer alone has quantized ones.
+        if (together_[s].tokens() - n > cache_.options().rollback) commit(together_[s]);
         const bool reached = together_[s].can_trim(n);
         if (n >= together_[s].trim_limit()) REQUIRE(reached);
         REQUIRE((together_[s].trim_limit() == 0 || !together_[s].can_trim(together_[s].trim_limit() - 1) ||
@@ -315,6 +347,7 @@ private:
     }
 
     void erase(int s, int a, int b) {
+        commit(together_[s]);
         // What each layer would hold afterwards, and what its next token would see.
         bool all = true;
         for (int i = 0; i < cache_.layer_count() && a < b; ++i) {
@@ -352,32 +385,45 @@ private:
             const kvq::step_request step{&together_[s], n, queries};
             cache_.reserve(std::span(&step, 1), heads, 1, space);
         }
-        for (int i = 0; i < cache_.layer_count(); ++i) {
+        std::vector<int> order, readers;
+        const bool readers_last = random_.one_in(2);
+        for (int i = 0; i < cache_.layer_count(); ++i)
+            (readers_last && cache_.owner(i) != i ? readers : order).push_back(i);
+        while (!readers.empty()) {
+            const auto at_random = readers.begin() + random_.between(0, static_cast<int>(readers.size()) - 1);
+            order.push_back(*at_random);
+            readers.erase(at_random);
+        }
+        const bool skips = random_.one_in(4);
+        for (const int i : order) {
             const auto layer = static_cast<std::size_t>(i);
-            const auto k = streams_[layer].k.slice(at % 64, n), v = streams_[layer].v.slice(at % 64, n);
+            const auto k = stream(i).k.slice(at % 64, n), v = stream(i).v.slice(at % 64, n);
+            const bool reads = cache_.owner(i) != i;
+            const auto given_k = reads ? k.slice(0, 0) : k, given_v = reads ? v.slice(0, 0) : v;
             kvq::sequence& own = parts_[s][layer];
             if (batch == 0) {
-                together_[s].append(i, k, v);
+                if (!reads) together_[s].append(i, k, v);
                 own.append(0, k, v);
                 continue;
             }
             const auto q = test::random_tensor(random_, queries, heads, cache_.shape(i).head_dim);
             auto out = results(i, queries, heads), want = results(i, queries, heads);
+            own.prefill(0, k, v, q.view(), want.view(), seen_keys{window(i)}, kvq::serial_executor{}, space);
+            if (reads && skips && random_.one_in(2)) continue;
             if (batch == 1) {
-                together_[s].prefill(i, k, v, q.view(), out.view());
+                together_[s].prefill(i, given_k, given_v, q.view(), out.view());
             } else {
                 auto none = results(i, 0, heads);
                 const int other = (s + 1) % 3;
                 const kvq::prefill_request requests[] = {
-                    {&together_[s], k, v, q.view(), out.view(), {}},
+                    {&together_[s], given_k, given_v, q.view(), out.view(), {}},
                     {&together_[other], k.slice(0, 0), v.slice(0, 0), q.view().slice(0, 0), none.view(), {}}};
                 cache_.prefill(i, requests, kvq::causal{}, kvq::serial_executor{}, space);
             }
-            own.prefill(0, k, v, q.view(), want.view(), seen_keys{window(i)}, kvq::serial_executor{}, space);
             REQUIRE(out.values() == want.values());
         }
         together_[s].release_reserved();
-        if (n == 0) return;
+        if (n == 0 || waits(together_[s])) return;
         const int rollback = cache_.options().rollback;
         for (int i = 0; i < cache_.layer_count(); ++i) {
             const kvq::detail::page_table& of = table(s, i);
@@ -395,8 +441,8 @@ private:
             if (random_.one_in(2)) path.push_back(i);
         for (int i = 0; i < cache_.layer_count(); ++i) {
             const auto layer = static_cast<std::size_t>(i);
-            const auto k = streams_[layer].k.slice(at, n), v = streams_[layer].v.slice(at, n);
-            together_[s].append_draft(i, k, v);
+            const auto k = stream(i).k.slice(at, n), v = stream(i).v.slice(at, n);
+            if (cache_.owner(i) == i) together_[s].append_draft(i, k, v);
             parts_[s][layer].append_draft(0, k, v);
             const auto q = test::random_tensor(random_, n, 6, cache_.shape(i).head_dim);
             auto out = results(i, n, 6), want = results(i, n, 6);
@@ -419,8 +465,10 @@ private:
         of_layers.first_layer = first;
         of_layers.last_layer = last;
         cache_.requantize(together_[s], of_layers);
-        for (int i = first; i < last; ++i)
-            apart_[static_cast<std::size_t>(i)]->requantize(parts_[s][static_cast<std::size_t>(i)], request);
+        for (int i = 0; i < cache_.layer_count(); ++i)
+            if (cache_.owner(i) >= first && cache_.owner(i) < last)
+                apart_[static_cast<std::size_t>(i)]->requantize(parts_[s][static_cast<std::size_t>(i)],
+                                                                request);
     }
 
     /// Saved and restored, or sent and received.
@@ -434,16 +482,18 @@ private:
         const auto sent = [](kvq::cache& of, kvq::sequence& x) {
             test::file_bytes bytes;
             for (int i = 0; i < of.layer_count(); ++i)
-                kvq::send_pages(x, i, [&](const void* data, std::size_t n) {
-                    const auto* const p = static_cast<const std::byte*>(data);
-                    bytes.insert(bytes.end(), p, p + n);
-                });
+                if (of.holds_tokens(i))
+                    kvq::send_pages(x, i, [&](const void* data, std::size_t n) {
+                        const auto* const p = static_cast<const std::byte*>(data);
+                        bytes.insert(bytes.end(), p, p + n);
+                    });
             kvq::page_receiver receiver(of);
             test::memory_source source{bytes};
             std::vector<std::byte> storage;
             while (source.position < bytes.size()) receiver.accept(kvq::read_page(source, storage));
             x = receiver.finish(x.tokens());
         };
+        commit(together_[s]);
         sent(cache_, together_[s]);
         for (std::size_t i = 0; i < apart_.size(); ++i) sent(*apart_[i], parts_[s][i]);
     }
@@ -505,16 +555,20 @@ TEST_CASE("footprint and budget of layers that differ are what is allocated") {
             memory.arm(0);                                    // the step itself takes nothing
             const bool prompt = random.one_in(2);
             for (int i = 0; i < cache.layer_count(); ++i) {
+                const bool reads = cache.owner(i) != i;
+                if (reads && (!prompt || random.one_in(4))) continue;
                 const kvq::cache_shape& shape = cache.shape(i);
                 const auto k = test::random_tensor(random, n, shape.kv_heads, shape.head_dim);
                 const auto v = test::random_tensor(random, n, shape.kv_heads, shape.dim(tensor::value));
                 test::tensor<float> none(0, shape.kv_heads, shape.dim(tensor::value));
+                const int rows = reads ? 0 : n;
                 if (prompt)
-                    sequence.prefill(i, k.view(), v.view(), k.slice(0, 0), none.view(), kvq::causal{},
-                                     kvq::serial_executor{}, space);
+                    sequence.prefill(i, k.slice(0, rows), v.slice(0, rows), k.slice(0, 0), none.view(),
+                                     kvq::causal{}, kvq::serial_executor{}, space);
                 else
                     sequence.append(i, k.view(), v.view());
             }
+            sequence.trim(sequence.tokens());  // what waits for layers that share it
             memory.arm(test::counting_resource::never);
         }
         REQUIRE(kvq::footprint(cache, use.tokens).total == memory.bytes());
@@ -659,6 +713,116 @@ TEST_CASE("what a layer with a window cannot do is refused with its number, and 
     s.trim(0);
     CHECK(s.tokens() == 0);
     CHECK(s.trim_limit() == 0);
+}
+
+TEST_CASE("what a layer that reads another one cannot do is refused with its number, and changes nothing") {
+    kvq::cache_options options{.keys = {format_of<kvq::int8>()}, .sinks = 2, .page_tokens = 8};
+    const auto refused = [&](const std::vector<kvq::layer>& layers, const char* part) {
+        const std::string message = test::message_of([&] { kvq::cache cache(layers, options); });
+        INFO(message);
+        CHECK(test::contains(message, part));
+    };
+    const kvq::layer good = kvq::full_attention({2, 8});
+    refused({good, kvq::shared_with(1)},
+            "layer 1, shared with layer 1, 0 x 0: a layer shares with one before it");
+    refused({good, kvq::shared_with(2), good}, "layer 1, shared with layer 2");
+    refused({good, kvq::shared_with(-1)}, "layer 1, shared with layer -1");
+    refused({good, kvq::shared_with(0), kvq::shared_with(1)},
+            "layer 2, shared with layer 1, 0 x 0: it needs one with keys and values of its own, not layer 1, "
+            "shared "
+            "with layer 0, 2 x 8");
+    refused({kvq::state_layer({{.name = "s"}}), kvq::shared_with(0)}, "not layer 0, state of 1 parts");
+    kvq::layer wrong = kvq::shared_with(0);
+    wrong.kv_heads = 2;
+    wrong.head_dim = 4;
+    refused({good, wrong},
+            "layer 1, shared with layer 0, 2 x 4: it has the shape of layer 0, full attention of 2 x 8");
+    wrong = kvq::shared_with(0);
+    wrong.window = 9;
+    refused({good, wrong},
+            "layer 1, shared with layer 0, 0 x 0: its owner says the window, not 9 tokens and 0 sinks");
+    wrong = good;
+    wrong.owner = 1;
+    refused({good, wrong}, "layer 1, full attention of 2 x 8: it shares no keys and values with layer 1");
+
+    kvq::cache cache({good, kvq::shared_with(0), kvq::shared_with(0)}, options);
+    CHECK_FALSE(cache.has_equal_layers());
+    test::generator random(6);
+    const auto x = test::random_tensor(random, 40, 2, 8);
+    const auto none = x.slice(0, 0);
+    auto s = cache.new_sequence();
+    test::tensor<float> out(20, 2, 8);
+    const auto raised = [&](auto&& call, const char* part) {
+        const std::size_t bytes = s.usage().bytes;
+        const int held = s.tokens();
+        const std::string message = test::message_of(call);
+        INFO(message);
+        CHECK(test::contains(message, part));
+        CHECK(s.tokens() == held);
+        CHECK(s.usage().bytes == bytes);
+    };
+    const auto q = x.slice(0, 20);
+    raised([&] { (void)cache.shape(); }, "not all layers of the cache hold all of their tokens: layer 1");
+    raised([&] { kvq::sequence_table table(cache, 2); },
+           "layer 1, shared with layer 0, 2 x 8: a table of sequences has layers with tokens or state of "
+           "their own");
+    raised([&] { s.append(1, x.view(), x.view()); },
+           "layer 1, shared with layer 0, 2 x 8: it takes no keys and values");
+    raised([&] { s.append_draft(2, x.slice(0, 1), x.slice(0, 1)); }, "layer 2, shared with layer 0, 2 x 8");
+    raised([&] { s.prefill(1, q, q, q, out.view()); },
+           "it takes queries only, not k of 20 and v of 20 tokens");
+    raised([&] { s.prefill(1, none, none, x.slice(0, 1), test::tensor<float>(1, 2, 8).view()); },
+           "layer 1, shared with layer 0, 2 x 8: no chunk of that layer waits for it");
+    raised([&] { kvq::send_pages(s, 1, [](const void*, std::size_t) {}); },
+           "layer 1, shared with layer 0, 2 x 8: it has no pages of tokens, those of its owner");
+    s.prefill(0, q, q, q, out.view());
+    const auto first = out.values();
+    CHECK(s.tokens(2) == 20);
+    // All of the chunk is 16 bit, and counted.
+    CHECK(s.usage().quantized == 0);
+    CHECK(s.usage().bytes == cache.bytes_in_use() + s.usage().bookkeeping + s.usage().workspace -
+                                 s.usage().pages * sizeof(kvq::page));
+    raised([&] { (void)kvq::usage_rows(s); },
+           "layer 0, full attention of 2 x 8: its last chunk waits in 16 bit for the layers that share it; "
+           "trim() to "
+           "20, all tokens, commits it");
+    raised([&] { s.prefill(1, none, none, x.slice(0, 21), test::tensor<float>(21, 2, 8).view()); },
+           "q has 21 tokens but layer 1 holds 20");
+    s.prefill(2, none, none, q, out.view());
+    CHECK(out.values() == first);
+    raised([&] { s.prefill(2, none, none, q, out.view()); }, "layer 2, shared with layer 0, 2 x 8: no chunk");
+    // A fork waits for its own layers, wherever it goes.
+    auto fork = std::make_unique<kvq::sequence>(s.fork());
+    kvq::sequence moved = std::move(*fork);
+    fork.reset();
+    for (kvq::sequence* const one : {&s, &moved}) {
+        one->prefill(1, none, none, q, out.view());
+        CHECK(out.values() == first);
+        CHECK(one->usage().quantized > 0);
+    }
+    CHECK(test::saved(moved) == test::saved(s));
+    // Without memory for the quantized pages a trim leaves them in 16 bit, and changes nothing else.
+    kvq::cache_options tight = options;
+    {
+        auto other = cache.new_sequence();
+        const std::size_t before = cache.bytes_in_use();
+        other.prefill(0, q, q, q, out.view());
+        tight.byte_budget = cache.bytes_in_use() - before;
+    }
+    kvq::cache small({good, kvq::shared_with(0)}, tight);
+    auto t = small.new_sequence();
+    t.prefill(0, q, q, q, out.view());
+    CHECK(out.values() == first);
+    CHECK(small.bytes_in_use() == tight.byte_budget);
+    test::tensor<float> again(20, 2, 8);
+    CHECK_THROWS_AS(t.prefill(1, none, none, q, again.view()), kvq::out_of_memory);
+    t.trim(20);
+    CHECK(t.usage().quantized == 0);
+    t.attend(1, q, again.view());
+    CHECK(again.values() == first);
+    t.trim(12);
+    CHECK(t.tokens(1) == 12);
+    CHECK(t.usage().quantized > 0);
 }
 
 TEST_CASE("the limit of trims counts the snapshots of layers with state") {

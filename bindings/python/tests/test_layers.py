@@ -142,6 +142,36 @@ class Windows(Base):
         self.assertEqual((s.trim(0), s.trim_limit(), len(s)), (0, 0, 0))
 
 
+class Shared(Base):
+    def test_sees_what_its_owner_saw(self):
+        cache = kvq.Cache([kvq.full_attention(2, 32), kvq.sliding_attention(20, 1, 32, 16), kvq.shared_with(0),
+                           kvq.shared_with(1)], keys="std4", **OPTIONS)
+        self.assertEqual([(l.kind, l.owner, l.kv_heads, l.value_dim) for l in cache.layers[2:]],
+                         [("shared", 0, 2, 32), ("shared", 1, 1, 16)])
+        self.assertEqual(cache.layers, kvq.Cache(cache.layers, keys="std4").layers)
+        s, both = cache.new_sequence(), cache.new_sequence()
+        for n in (100, 1, 60):
+            out = {}
+            for owner, of in enumerate(cache.layers[:2]):
+                k, v = self.tensor(n, of.kv_heads, 32), self.tensor(n, of.kv_heads, of.value_dim)
+                q = self.tensor(n, 2, 32)
+                out[owner] = s.prefill(owner, k, v, q)
+                cache.prefill(owner, [both], [k], [v], [q])
+                self.assertTrue((cache.prefill(owner + 2, [both], [None], [None], [q])[0] == out[owner]).all())
+                out[owner + 2] = q
+            for owner in (0, 1):
+                self.assertTrue((s.prefill(owner + 2, None, None, out[owner + 2]) == out[owner]).all())
+        self.assertEqual(s.usage(), both.usage())
+        self.assertEqual(s.usage().bytes, cache.footprint(161).total)
+        self.assertEqual(s.to_bytes(), both.to_bytes())
+        q = self.tensor(3, 2, 32)
+        self.assertTrue((cache.from_bytes(s.to_bytes()).attend(3, q) == s.attend(1, q)).all())
+        self.refused("layer 3, shared with layer 1, 1 x 32 and 16: no chunk of that layer waits", s.prefill, 3, None, None, q)
+        self.refused("layer 2, shared with layer 0, 2 x 32: it takes no keys and values", s.append, 2,
+                     self.tensor(1, 2, 32), self.tensor(1, 2, 32))
+        self.refused("layer 1, shared with layer 1", kvq.Cache, [kvq.full_attention(2, 32), kvq.shared_with(1)])
+
+
 class State(Base):
     def cache(self, parts=PARTS, **others):
         return kvq.Cache([kvq.full_attention(1, 32), kvq.state_layer(parts), kvq.state_layer(parts)], keys="int8",

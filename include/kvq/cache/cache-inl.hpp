@@ -33,7 +33,7 @@ KVQ_FUNC cache::cache(const cache_shape& shape, const cache_options& options)
     : cache(detail::equal_layers(shape), options) {}
 
 KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
-    : layers_(with_formats(std::move(layers), options)),
+    : layers_(detail::with_owners(with_formats(std::move(layers), options))),
       shapes_(layers_),
       state_(detail::state_of(layers_)),
       options_(checked(shapes_, options)),
@@ -68,7 +68,7 @@ KVQ_FUNC page_geometry cache::geometry() const noexcept {
 
 KVQ_FUNC page_geometry cache::geometry(int layer) const noexcept {
     page_geometry g = geometry();
-    g.window = layers_[static_cast<std::size_t>(layer)].sees();
+    g.window = layers_[static_cast<std::size_t>(owner(layer))].sees();
     return g;
 }
 
@@ -97,7 +97,10 @@ KVQ_FUNC void cache::commit_to(tensor role, int listed, int first_layer, int las
         (role == tensor::key ? f.key : f.value) = listed;
     }
     options_.layers.clear();
-    for (const layer& l : layers_) options_.layers.push_back(l.formats);
+    for (int i = 0; i < layer_count(); ++i) {
+        layers_[static_cast<std::size_t>(i)].formats = layers_[static_cast<std::size_t>(owner(i))].formats;
+        options_.layers.push_back(layers_[static_cast<std::size_t>(i)].formats);
+    }
 }
 
 KVQ_FUNC int cache::target_format(tensor role, int layer) const {
@@ -112,14 +115,14 @@ KVQ_FUNC const cache_shape& cache::shape() const {
     if (kinds.size() > 1)
         detail::fail("the layers of the cache have several shapes: ", text(kinds[0]), "; ", text(kinds[1]));
     for (int i = 0; i < layer_count(); ++i)
-        if (geometry(i).window)
+        if (geometry(i).window || owner(i) != i)
             detail::fail("not all layers of the cache hold all of their tokens: ", text(i));
     return shapes_[kinds[0]];
 }
 
 KVQ_FUNC void cache::expect_all_tokens(const char* who) const {
     for (int i = 0; i < layer_count(); ++i)
-        if (geometry(i).window)
+        if (geometry(i).window || owner(i) != i)
             detail::fail(who, " needs layers that hold all of their tokens, not ",
                          detail::describe_layer(i, layers_[static_cast<std::size_t>(i)]));
 }
@@ -201,6 +204,12 @@ KVQ_FUNC const cache_options& cache::checked(const detail::layer_shapes& shapes,
     return options;
 }
 
+KVQ_FUNC bool cache::is_shared(int layer) const noexcept {
+    for (int i = layer + 1; i < layer_count(); ++i)
+        if (owner(i) == layer) return true;
+    return false;
+}
+
 KVQ_FUNC const format& cache::window_of(const cache_options& options) {
     if (options.window) return options.window;
     return options.keys[0].functions().backend->fp16();
@@ -220,7 +229,7 @@ KVQ_FUNC void cache::expect_listed(tensor role, int number) const {
 }
 
 KVQ_FUNC void cache::expect_tokens(int layer) const {
-    if (holds_tokens(layer)) return;
+    if (holds_tokens(owner(layer))) return;
     detail::fail(detail::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]),
                  ": it holds no keys and values");
 }
@@ -241,7 +250,7 @@ KVQ_FUNC void cache::check_attention(int layer, int held, const query_view& q, c
                    " holds ", held);
     detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
     detail::expect(out.data != nullptr || q.tokens == 0, "out has no data for ", out.tokens, " tokens");
-    if (layers_[static_cast<std::size_t>(layer)].kind != layer_kind::full && !mods.has_query_positions())
+    if (geometry(layer).window && !mods.has_query_positions())
         detail::fail(detail::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]),
                      ": its queries need positions, which cross_attention and leading_keys do not give them");
     mods.check(q.heads);

@@ -44,7 +44,7 @@ public:
     /// Formats are those that sequences get from now on (commit_to); rotary embeddings as they were given.
     const std::vector<layer>& layers() const noexcept { return layers_; }
     int layer_count() const noexcept { return shapes_.count(); }
-    /// Raises kvq::error if a layer frees tokens by itself. who: "a ring".
+    /// Raises kvq::error if a layer frees tokens by itself or reads those of another one. who: "a ring".
     void expect_all_tokens(const char* who) const;
     /// Are all layers full attention of one shape?
     bool has_equal_layers() const noexcept { return shapes_.equal(); }
@@ -54,10 +54,18 @@ public:
     const cache_shape& shape(int layer) const noexcept { return shapes_[layer]; }
     /// The parts of layers with state; null if there are none.
     const kvq::state_layout* state_layout() const noexcept { return state_ ? &*state_ : nullptr; }
-    /// Does a layer hold keys and values, of tokens?
+    /// Does a layer hold keys and values of its own?
     bool holds_tokens(int layer) const noexcept {
-        return layers_[static_cast<std::size_t>(layer)].kind != layer_kind::state;
+        const layer_kind kind = layers_[static_cast<std::size_t>(layer)].kind;
+        return kind != layer_kind::state && kind != layer_kind::shared;
     }
+    /// The layer whose keys and values a layer reads: another one for a shared layer, else itself.
+    int owner(int layer) const noexcept {
+        const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
+        return of.kind == layer_kind::shared ? of.owner : layer;
+    }
+    /// Do other layers read its keys and values?
+    bool is_shared(int layer) const noexcept;
     const cache_options& options() const noexcept { return options_; }
     page_geometry geometry() const noexcept;
     /// With the window of a layer.
@@ -123,6 +131,8 @@ public:
     /// sequences that decode one token. Every sequence gets the same pages and outputs as alone, bit for bit, on any number of
     /// threads. Takes scratch from `space`. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; all sequences are then
     /// unchanged.
+    /// A layer that others share keeps its chunk in 16 bit until each of them has had its prefill(), in any batches, or until its
+    /// sequence changes otherwise. Those calls have k and v of 0 tokens, and see the chunk as the owner saw it.
     void prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
                  executor_view executor, workspace& space);
 
@@ -157,7 +167,10 @@ private:
     void check_attention(int layer, int held, const query_view& q, const output_view& out,
                          const mods_view& mods) const;
     void expect_query_heads(const char* what, int q_heads) const;
+    /// Has it keys and values to read?
     void expect_tokens(int layer) const;
+    /// Quantizes and commits the chunks that sequences of a batch have staged.
+    void commit_staged(std::span<const prefill_request> batch, executor_view executor, workspace& space);
     /// Scratch of one thread that quantizes.
     std::size_t scratch_bytes() const noexcept;
     void attend_items(int layer, const detail::attention_items& items, const mods_view& mods,

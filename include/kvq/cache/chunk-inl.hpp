@@ -85,7 +85,7 @@ KVQ_FUNC void chunk::stage() {
     first_written_ = table.has_open_span() ? spans_before_ - 1 : spans_before_;
     if (table.has_open_span() && after_ > before_) stage_open_span();
     table.grow(after_, g, [&](page_span& s) { stage_span(s); });
-    const int due = table.due(after_, g);
+    const int due = when_ == chunk_pages::shared ? table.committed : table.due(after_, g);
     const std::size_t places = 2 * static_cast<std::size_t>(due - table.committed);
     shorter_.reserve(places);
     quantized_.reserve(places);
@@ -167,14 +167,16 @@ KVQ_FUNC void chunk::commit() noexcept {
     }
     table.committed += static_cast<int>(quantized_.size() / 2);
     table.drop_copies(g, rollback);
-    table.free_unseen(g, rollback, [this](page_ref p) {
-        if (stock_) stock_->give_back(std::move(p));
-    });
+    table.waits = when_ == chunk_pages::shared;
+    if (!table.waits)
+        table.free_unseen(g, rollback, [this](page_ref p) {
+            if (stock_) stock_->give_back(std::move(p));
+        });
     table_ = nullptr;
     end_lists();
     if (!stock_) return;
     for (page_ref& p : temporary_) stock_->give_back(std::move(p));
-    stock_->end_step();
+    if (!table.waits) stock_->end_step();
 }
 
 KVQ_FUNC chunk::needs chunk::needs_of(const cache& of, int layer, const page_table& table, int tokens,

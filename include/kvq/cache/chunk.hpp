@@ -17,9 +17,10 @@
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// When the pages of a chunk are quantized.
-enum class chunk_pages : bool {
+enum class chunk_pages : unsigned char {
     at_once,       ///< append: long inputs are quantized while they are read, and need one more 16-bit page
     after_attend,  ///< prefill: the whole chunk is 16 bit until commit()
+    shared,        ///< prefill of a layer that others share: until that of a chunk of no tokens
 };
 
 page_ref new_page(cache& of, int layer, int role, int format, int tokens, page_stock* stock = nullptr);
@@ -62,7 +63,7 @@ public:
 
     /// Bytes that stage() takes from the pool, and how many of them commit() gives back.
     struct needs {
-        std::size_t taken = 0, returned = 0;
+        std::size_t taken = 0, returned = 0;  // a shared chunk returns it later
     };
     static needs needs_of(const cache& of, int layer, const page_table& table, int tokens, chunk_pages when);
     /// Adds the pages that a reserved step of n tokens takes for this layer to a stock. Returns the number of spans that are committed.

@@ -18,6 +18,9 @@ KVQ_FUNC std::string describe_layer(int i, const layer& of) {
         case layer_kind::chunked:
             text += "chunks of " + std::to_string(of.window) + ", ";
             break;
+        case layer_kind::shared:
+            text += "shared with layer " + std::to_string(of.owner) + ", ";
+            break;
         case layer_kind::state:
             return text + "state of " + std::to_string(of.parts.size()) + " parts";
     }
@@ -30,6 +33,35 @@ KVQ_FUNC std::vector<layer> equal_layers(const cache_shape& shape) {
     check_shape(shape);
     return std::vector<layer>(static_cast<std::size_t>(shape.layers),
                               full_attention({shape.kv_heads, shape.head_dim, shape.value_dim}));
+}
+
+KVQ_FUNC std::vector<layer> with_owners(std::vector<layer> layers) {
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+        layer& l = layers[i];
+        const auto me = [&] { return describe_layer(static_cast<int>(i), l); };
+        if (l.kind != layer_kind::shared) {
+            expect(l.owner == 0, me(), ": it shares no keys and values with layer ", l.owner);
+            continue;
+        }
+        expect(l.owner >= 0 && static_cast<std::size_t>(l.owner) < i, me(),
+               ": a layer shares with one before it");
+        const layer& owner = layers[static_cast<std::size_t>(l.owner)];
+        expect(owner.kind != layer_kind::shared && owner.kind != layer_kind::state, me(),
+               ": it needs one with keys and values of its own, not ", describe_layer(l.owner, owner));
+        const bool says_shape = l.kv_heads != 0 || l.head_dim != 0 || l.value_dim != 0;
+        const auto values = [](const layer& of) { return of.value_dim == 0 ? of.head_dim : of.value_dim; };
+        expect(!says_shape || (l.kv_heads == owner.kv_heads && l.head_dim == owner.head_dim &&
+                               values(l) == values(owner)),
+               me(), ": it has the shape of ", describe_layer(l.owner, owner));
+        expect(l.window == 0 && l.sinks == 0, me(), ": its owner says the window, not ", l.window,
+               " tokens and ", l.sinks, " sinks");
+        l.kv_heads = owner.kv_heads;
+        l.head_dim = owner.head_dim;
+        l.value_dim = owner.value_dim;
+        l.formats = owner.formats;
+        l.rotary = owner.rotary;
+    }
+    return layers;
 }
 
 inline bool is_full(const layer& l) noexcept { return l.kind == layer_kind::full; }
@@ -58,9 +90,10 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
                    !impossible(l.value_dim, 0, most_head_dim),
                describe_layer(i, l), ": a layer has 1 to ", most_heads, " kv heads of 1 to ", most_head_dim,
                " channels");
-        expect(is_full(l) || (l.window >= 1 && l.window <= most_window), describe_layer(i, l),
+        const bool has_window = l.kind == layer_kind::sliding || l.kind == layer_kind::chunked;
+        expect(!has_window || (l.window >= 1 && l.window <= most_window), describe_layer(i, l),
                ": a window has 1 to ", most_window, " tokens");
-        expect(l.sinks >= 0 && (!is_full(l) || (l.window == 0 && l.sinks == 0)), describe_layer(i, l),
+        expect(l.sinks >= 0 && (has_window || (l.window == 0 && l.sinks == 0)), describe_layer(i, l),
                ": it has a window of ", l.window, " tokens and ", l.sinks, " sinks");
         full_ = full_ && is_full(l);
         bool known = false;

@@ -14,6 +14,7 @@
 //   full      all tokens                                              any token
 //   sliding   the sinks of the cache, the last W tokens and those of a rollback, in whole pages      tokens whose window is held
 //   chunked   the same with the tokens of the current chunk of W
+//   shared    nothing: it reads the keys and values of an earlier layer, under its window      as that layer
 //
 // Attention over the last two hides what their window hides; masks and score modifiers of the caller come on top, with positions in the text.
 // Pages that no query can see any more are freed when tokens are appended. Positions stay.
@@ -45,6 +46,7 @@ enum class layer_kind : unsigned char {
     sliding = 1,  ///< a query sees itself and the window - 1 tokens before it
     /// A query sees the tokens of its own chunk: from the last multiple of `window` on (Llama 4).
     chunked = 2,
+    shared = 3,  ///< reads the keys and values of another layer (Gemma 3n and 4)
     /// Recurrent state in place of keys and values: a trim reaches snapshots (state/recurrent_state.hpp)
     state = 5
 };
@@ -60,10 +62,11 @@ struct layer {
     /// rotary_embedding{}. Empty: not known. All layers say it, or none.
     std::optional<rotary_embedding> rotary = {};
     layer_kind kind = layer_kind::full;
-    int window = 0;  ///< tokens of a sliding window or a chunk
+    int window = 0;  ///< tokens of a sliding window or a chunk; of a shared layer 0, since its owner says it
     /// First tokens that every query sees as well, at most cache_options::sinks; of layers with a window.
     int sinks = 0;
     std::vector<state_part> parts = {};  ///< of a layer with state, which has no heads and channels
+    int owner = 0;  ///< of a shared layer: the earlier one whose keys and values it reads
 
     /// What its queries see.
     key_window sees() const noexcept { return {window, kind == layer_kind::chunked, sinks}; }
@@ -87,6 +90,14 @@ struct layer {
     of.window = window;
     return of;
 }
+/// A layer that reads the keys and values of layer `owner`, which comes before it, holds tokens, and shares with no other. Its shape
+/// and window are those of the owner. It takes queries only: prefill() with k and v of 0 tokens, after that of the owner, or attend().
+[[nodiscard]] inline layer shared_with(int owner) {
+    layer of;
+    of.kind = layer_kind::shared;
+    of.owner = owner;
+    return of;
+}
 /// A layer whose state the engine reads and writes in place, in sequence::state().
 [[nodiscard]] inline layer state_layer(std::vector<state_part> parts) {
     layer of;
@@ -103,10 +114,13 @@ std::string describe_layer(int i, const layer& of);
 /// The list of a cache of equal layers. Raises kvq::error for an impossible shape.
 std::vector<layer> equal_layers(const cache_shape& shape);
 
+/// Gives shared layers the shape, formats and rotation of their owners. Raises kvq::error for an impossible owner, or another shape.
+std::vector<layer> with_owners(std::vector<layer> layers);
+
 /// The shapes of the layers of a cache.
 class layer_shapes {
 public:
-    /// Raises kvq::error for an empty list, or an impossible layer.
+    /// layers: with_owners(). Raises kvq::error for an empty list, or an impossible layer.
     explicit layer_shapes(const std::vector<layer>& layers);
 
     int count() const noexcept { return static_cast<int>(of_.size()); }

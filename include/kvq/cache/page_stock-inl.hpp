@@ -10,8 +10,9 @@ namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 KVQ_FUNC page_stock::page_stock(std::pmr::memory_resource* memory) noexcept
     : shorter(memory), quantized(memory), shelves_(memory), pages_(memory), tables_(memory) {}
 
-KVQ_FUNC void page_stock::end_layer(std::size_t table, std::size_t commits, int alike) {
+KVQ_FUNC void page_stock::end_layer(std::size_t table, std::size_t commits, int alike, bool shared) {
     for (shelf& s : shelves_) {
+        if (shared) s.back = 0;
         s.stay += alike * (std::exchange(s.taken, 0) - s.back);
         s.most_back = larger(s.most_back, std::exchange(s.back, 0));
     }

@@ -24,8 +24,9 @@ public:
     /// What one step needs, layer by layer: takes(bytes) and gives_back(bytes) of pages' data, then end_layer(). Then fill().
     void takes(std::size_t bytes) { ++shelf_of(bytes).taken; }
     void gives_back(std::size_t bytes) { ++shelf_of(bytes).back; }
-    /// table: spans that the layer must have room for, if it has not; commits: spans that it commits; alike: number of such layers.
-    void end_layer(std::size_t table, std::size_t commits, int alike = 1);
+    /// table: spans that the layer must have room for, if it has not; commits: spans that it commits; alike: number of such layers;
+    /// shared: others share its chunk, so that what it gives back comes too late for them.
+    void end_layer(std::size_t table, std::size_t commits, int alike = 1, bool shared = false);
     /// Bytes of pages that fill() takes, where each takes a multiple of `multiple` bytes.
     std::size_t bytes_to_fill(std::size_t multiple) const noexcept;
     /// Takes the memory. Raises out_of_memory or std::bad_alloc; the caller then drops the stock.

@@ -140,6 +140,7 @@ KVQ_FUNC void sequence::erase(int first, int last) {
     }
     const std::int64_t by = std::int64_t{first} - last;
     detail::expect_rotary(*cache_, by);
+    commit_shared();
     detail::rearrange(*this, scratch_.data(),
                       [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, first, 0);
@@ -153,6 +154,7 @@ KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
     detail::expect_range("shift", first, last, "sequence", held);
     detail::expect_rotary(*cache_, by);
     if (first == last || by == 0) return;
+    commit_shared();
     detail::rearrange(*this, scratch_.data(),
                       [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, first, 0);
@@ -179,6 +181,7 @@ KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
     const std::int64_t by = std::int64_t{held} - first;
     if (first == last) return;
     detail::expect_rotary(*cache_, by);
+    commit_shared();
     auto& others = detail::sequence_access::tables(other);
     std::size_t layer = 0;
     detail::rearrange(*this, scratch_.data(),

@@ -1,14 +1,12 @@
 // Definitions of sequence.hpp.
 #pragma once
 
-#include <atomic>
 #include <cstring>
 #include <limits>
 #include <new>
 #include <span>
 #include <utility>
 
-#include "../attention/attention_batch.hpp"
 #include "../core/error.hpp"
 #include "../core/float_environment.hpp"
 #include "draft.hpp"
@@ -18,21 +16,10 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-namespace detail {
-
-/// Request: attention_request or prefill_request.
-template <class Request>
-attention_items items_of(std::span<const Request> batch, int layer) {
-    return {batch.data(), layer, static_cast<int>(batch.size()), [](const void* requests, int of, int i) {
-                const Request& r = static_cast<const Request*>(requests)[i];
-                return attention_item{r.sequence->pages(of), r.q, r.out, r.mods ? &*r.mods : nullptr};
-            }};
-}
-
-}  // namespace detail
-
 KVQ_FUNC sequence::sequence(sequence&&) noexcept = default;
 KVQ_FUNC sequence::~sequence() = default;
+
+KVQ_FUNC sequence cache::new_sequence() { return sequence(*this); }
 
 KVQ_FUNC sequence sequence::fork() const { return {*this, 0}; }
 
@@ -61,6 +48,7 @@ KVQ_FUNC void sequence::prefill(int layer, const input_view& k, const input_view
 KVQ_FUNC void sequence::append(int layer, const input_view& k, const input_view& v) {
     check_chunk(layer, k, v);
     if (k.tokens == 0) return;
+    commit_shared(layer);
     detail::chunk added = new_chunk(layer, k.tokens, detail::chunk_pages::at_once);
     added.stage();
     added.write(k, v, scratch_.data());
@@ -74,7 +62,9 @@ KVQ_FUNC void sequence::append_draft(int layer, const input_view& k, const input
     detail::expect(k.tokens <= detail::most_drafted - table.draft, "a draft has at most ",
                    detail::most_drafted, " tokens: layer ", layer, " holds ", table.draft,
                    " and cannot take ", k.tokens, " more");
-    if (k.tokens > 0) detail::append_draft(*cache_, layer, table, k, v);
+    if (k.tokens == 0) return;
+    commit_shared(layer);
+    detail::append_draft(*cache_, layer, table, k, v);
 }
 
 KVQ_FUNC void sequence::keep(std::span<const int> path) {
@@ -132,6 +122,7 @@ KVQ_FUNC int sequence::trim(int wanted) {
         if (n < table.tokens) table.drop_draft();
         if (table.trim(n, geometry())) detail::repacker(*cache_, table, static_cast<int>(layer)).run(true);
     }
+    try_commit_shared();
     if (state_) state_->trim(wanted);
     return wanted - n;
 }
@@ -171,7 +162,7 @@ KVQ_FUNC bool sequence::can_trim(int n) const noexcept {
 }
 
 KVQ_FUNC bool sequence::holds(int layer, int first, int last) const {
-    return first >= 0 && last <= tokens(layer) && tables_[static_cast<std::size_t>(layer)].holds(first, last);
+    return first >= 0 && last <= tokens(layer) && table(layer).holds(first, last);
 }
 
 KVQ_FUNC std::string sequence::describe(int layer) const {
@@ -179,18 +170,17 @@ KVQ_FUNC std::string sequence::describe(int layer) const {
 }
 
 KVQ_FUNC void sequence::check_held(const char* verb, int layer, int first, int last) const {
-    const detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
-    if (!table.holds(first, last))
+    const detail::page_table& of = table(layer);
+    if (!of.holds(first, last))
         detail::fail("cannot ", verb, " tokens ", first, " to ", last, ": ", describe(layer),
-                     ", has freed tokens ", table.end_of_sinks(), " to ", table.front());
+                     ", has freed tokens ", of.end_of_sinks(), " to ", of.front());
 }
 
 KVQ_FUNC void sequence::check_window(int layer, int first) const {
-    const detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
-    const key_window window = cache_->geometry(layer).window;
-    if (const int seen = window.first_seen(first); seen < table.front())
+    const int front = table(layer).front();
+    if (const int seen = cache_->geometry(layer).window.first_seen(first); seen < front)
         detail::fail(describe(layer), ": a query at position ", first, " sees tokens from ", seen,
-                     " on, but those before token ", table.front(), " are freed");
+                     " on, but those before token ", front, " are freed");
 }
 
 KVQ_FUNC std::size_t sequence::append_bytes(int n) const {
@@ -222,12 +212,13 @@ KVQ_FUNC std::size_t sequence::draft_bytes(int n) const {
 }
 
 KVQ_FUNC void sequence::drop_copies() noexcept {
+    try_commit_shared();
     for (detail::page_table& table : tables_) table.drop_all_copies();
 }
 
 KVQ_FUNC int sequence::tokens(int layer) const {
     check_layer(layer);
-    return cache_->holds_tokens(layer) ? tables_[static_cast<std::size_t>(layer)].tokens : state_->tokens();
+    return cache_->holds_tokens(cache_->owner(layer)) ? table(layer).tokens : state_->tokens();
 }
 
 KVQ_FUNC int sequence::tokens() const noexcept {
@@ -238,6 +229,7 @@ KVQ_FUNC int sequence::tokens() const noexcept {
 
 KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const output_view& out) const {
     const int held = tokens(layer);
+    if (const int owner = cache_->owner(layer); owner != layer) return dequantize(owner, role, first, out);
     detail::expect(first >= 0 && out.tokens >= 0 && out.tokens <= held && first <= held - out.tokens,
                    "cannot dequantize ", out.tokens, " tokens from ", first, " on of layer ", layer,
                    ": it holds ", held);
@@ -328,8 +320,8 @@ KVQ_FUNC usage_report sequence::usage() const {
 KVQ_FUNC layer_pages sequence::pages(int layer) const {
     check_layer(layer);
     cache_->expect_tokens(layer);
-    const detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
-    return {geometry(), table.tokens, table.spans.data(), table.size()};
+    const detail::page_table& of = table(layer);
+    return {geometry(), of.tokens, of.spans.data(), of.size()};
 }
 
 KVQ_FUNC sequence::sequence(cache& of)
@@ -374,9 +366,20 @@ KVQ_FUNC void sequence::expect_no_state(const char* verb) const {
                  ": cannot ", verb, " tokens of a state; a trim goes back to a snapshot of it");
 }
 
+KVQ_FUNC void sequence::check_no_rows(const prefill_request& r, int layer) const {
+    check_layer(layer);
+    if (r.k.tokens != 0 || r.v.tokens != 0)
+        detail::fail(describe(layer), ": it takes queries only, not k of ", r.k.tokens, " and v of ",
+                     r.v.tokens, " tokens");
+    if (r.q.tokens > 0 && !tables_[static_cast<std::size_t>(layer)].waits)
+        detail::fail(describe(layer), ": no chunk of that layer waits for it; prefill() of layer ",
+                     cache_->owner(layer), " comes first, and each layer that shares it has one prefill()");
+}
+
 KVQ_FUNC void sequence::check_rows(int layer, const input_view& k, const input_view& v) const {
     check_layer(layer);
     cache_->expect_tokens(layer);
+    if (!cache_->holds_tokens(layer)) detail::fail(describe(layer), ": it takes no keys and values");
     check_input(k, "k", layer, tensor::key);
     check_input(v, "v", layer, tensor::value);
     detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
@@ -409,191 +412,9 @@ KVQ_FUNC std::size_t sequence::added_bytes(int n, detail::chunk_pages when) cons
         if (n == 0 || !cache_->holds_tokens(static_cast<int>(layer))) continue;
         const auto needs = detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, n, when);
         most = detail::larger(most, held + needs.taken);
-        held += needs.taken - needs.returned;
+        held += needs.taken - (cache_->is_shared(static_cast<int>(layer)) ? 0 : needs.returned);
     }
     return most;
-}
-
-KVQ_FUNC sequence cache::new_sequence() { return sequence(*this); }
-
-KVQ_FUNC void cache::check_member(const sequence* s, std::size_t i) const {
-    detail::expect(s != nullptr && s->cache_ == this, "sequence ", i,
-                   " of the batch is not one of this cache");
-}
-
-KVQ_FUNC void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
-                                  executor_view executor, workspace& space) const {
-    long long rows = 0;
-    for (int i = 0; i < items.count; ++i) {
-        const query_view q = items(i).q;
-        rows += static_cast<long long>(q.tokens) * q.heads;
-    }
-    detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
-    if (rows == 0) return;
-    const int threads = executor.concurrency();
-    const detail::attention_batch all(keys_, values_, shape(layer), geometry(layer), rotations_, items, mods);
-    all.run(layer, executor, threads, space.reserve(all.bytes(threads)));
-}
-
-KVQ_FUNC void cache::attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
-                            executor_view executor, workspace& space) const {
-    for (std::size_t i = 0; i < batch.size(); ++i) {
-        check_member(batch[i].sequence, i);
-        check_attention(layer, batch[i].sequence->tokens(layer), batch[i].q, batch[i].out,
-                        batch[i].mods ? *batch[i].mods : mods);
-        batch[i].sequence->check_window(layer, batch[i].sequence->tokens(layer) - batch[i].q.tokens);
-    }
-    attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
-}
-
-KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
-                             executor_view executor, workspace& space) {
-    if (batch.empty()) return;
-    for (std::size_t i = 0; i < batch.size(); ++i) {
-        const prefill_request& r = batch[i];
-        check_member(r.sequence, i);
-        detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
-        r.sequence->check_chunk(layer, r.k, r.v);
-        const int held = r.sequence->tokens(layer) + r.k.tokens;
-        check_attention(layer, held, r.q, r.out, r.mods ? *r.mods : mods);
-        r.sequence->check_window(layer, held - r.q.tokens);
-    }
-    // Chunks that are not committed put the former state back.
-    struct staged_chunks {
-        std::span<const prefill_request> batch;
-        ~staged_chunks() {
-            for (const prefill_request& r : batch) r.sequence->staged_.reset();
-        }
-    } const undo{batch};
-    int jobs = 0;
-    long long tokens = 0;
-    for (const prefill_request& r : batch) {
-        tokens += r.k.tokens;
-        if (r.k.tokens == 0) continue;
-        detail::chunk& chunk = r.sequence->staged_.emplace(
-            r.sequence->new_chunk(layer, r.k.tokens, detail::chunk_pages::after_attend));
-        chunk.stage();
-        jobs += chunk.jobs();
-    }
-    const int heads = shape(layer).kv_heads;
-    detail::expect(batch.size() <= static_cast<std::size_t>((std::numeric_limits<int>::max)() / (2 * heads)),
-                   "a batch of ", batch.size(), " sequences with ", heads, " kv heads");
-    const int writes = static_cast<int>(batch.size()) * 2 * heads;
-    const auto write = [&](int i) {
-        const prefill_request& r = batch[static_cast<std::size_t>(i / (2 * heads))];
-        const tensor role = i % (2 * heads) < heads ? tensor::key : tensor::value;
-        if (r.k.tokens > 0) r.sequence->staged_->write_head(role, role == tensor::key ? r.k : r.v, i % heads);
-    };
-    // Few tokens are written sooner than threads are called.
-    if (tokens < 64)
-        serial_executor{}.parallel_for(writes, write);
-    else
-        executor.parallel_for(writes, write);
-    for (const prefill_request& r : batch)
-        if (r.sequence->staged_) r.sequence->staged_->move_keys(r.sequence->scratch_.data());
-    attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
-    const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));
-    std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch_bytes());
-    std::atomic<int> next{0};
-    const auto quantize = [&](int worker) {
-        auto* const floats =
-            reinterpret_cast<float*>(memory + static_cast<std::size_t>(worker) * scratch_bytes());
-        for (int job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
-            int first = 0;
-            for (const prefill_request& r : batch) {
-                if (!r.sequence->staged_) continue;
-                const int own = r.sequence->staged_->jobs();
-                if (job < first + own) {
-                    r.sequence->staged_->quantize(job - first, floats);
-                    break;
-                }
-                first += own;
-            }
-        }
-    };
-    if (workers == 1)
-        quantize(0);
-    else
-        executor.parallel_for(workers, quantize);
-    for (const prefill_request& r : batch)
-        if (r.sequence->staged_) r.sequence->staged_->commit();
-}
-
-KVQ_FUNC void sequence::reserve_step(int n) {
-    detail::page_stock fresh(memory());
-    for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
-        const detail::page_table& table = tables_[layer];
-        if (!cache_->holds_tokens(static_cast<int>(layer))) {
-            fresh.end_layer(0, 0);
-            continue;
-        }
-        const std::size_t commits =
-            detail::chunk::count_reserved(*cache_, static_cast<int>(layer), table, n, fresh);
-        const std::size_t capacity = table.capacity_after(n, geometry());
-        fresh.end_layer(capacity > table.spans.capacity() ? capacity : 0, commits);
-    }
-    if (state_) state_->reserve();
-    fresh.fill(cache_->pool());
-    stock_.swap(fresh);
-    for (int layer = 0; layer < cache_->layer_count(); ++layer)
-        if (!cache_->holds_tokens(layer)) stock_.end_step();  // no call of the step is for this layer
-}
-
-KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space,
-                             const mods_view& mods) {
-    expect_query_heads("a step with ", q_heads);
-    detail::expect(threads >= 1, "a step on ", threads, " threads");
-    long long rows = 0;
-    for (std::size_t i = 0; i < batch.size(); ++i) {
-        const step_request& r = batch[i];
-        check_member(r.sequence, i);
-        detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
-        for (const detail::page_table& table : r.sequence->tables_) {
-            r.sequence->check_added(table, r.tokens);
-            sequence::check_no_draft(table);
-        }
-        detail::expect(r.q_tokens >= 0, "a step with ", r.q_tokens, " query tokens");
-        rows += static_cast<long long>(r.q_tokens) * q_heads;
-    }
-    detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
-    // Nothing is reserved unless everything is.
-    struct reserved_steps {
-        std::span<const step_request> batch;
-        bool done = false;
-        ~reserved_steps() {
-            if (done) return;
-            for (const step_request& r : batch) r.sequence->release_reserved();
-        }
-    } all{batch};
-    for (const step_request& r : batch) r.sequence->release_reserved();
-    std::size_t bytes = static_cast<std::size_t>(threads) * scratch_bytes();
-    for (int layer = 0; layer < layer_count(); ++layer) {
-        if (!holds_tokens(layer)) continue;
-        struct step {
-            std::span<const step_request> batch;
-            int q_heads;
-        } const of{batch, q_heads};
-        const detail::attention_items items{
-            &of, layer, static_cast<int>(batch.size()), [](const void* s, int at, int i) {
-                const step& step_of = *static_cast<const step*>(s);
-                const step_request& r = step_of.batch[static_cast<std::size_t>(i)];
-                layer_pages pages = r.sequence->pages(at);
-                pages.tokens += r.tokens;
-                pages.count =
-                    r.sequence->tables_[static_cast<std::size_t>(at)].size_after(r.tokens, pages.geometry);
-                const token_view<float> q(nullptr, r.q_tokens, step_of.q_heads,
-                                          r.sequence->shape(at).dim(tensor::key));
-                return detail::attention_item{pages, q, q, r.mods ? &*r.mods : nullptr};
-            }};
-        if (rows > 0)
-            bytes = detail::larger(bytes, detail::attention_batch(keys_, values_, shape(layer), geometry(),
-                                                                  rotations_, items, mods)
-                                              .bytes(threads));
-    }
-    space.reserve(bytes);
-    for (const step_request& r : batch)
-        if (r.tokens > 0) r.sequence->reserve_step(r.tokens);
-    all.done = true;
 }
 
 }}

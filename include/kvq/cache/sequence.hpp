@@ -133,7 +133,7 @@ public:
     /// A sequence with the same tokens that shares every page.
     [[nodiscard]] sequence fork() const;
 
-    /// Tokens of one layer; of one with state those that it has taken.
+    /// Tokens of one layer, of its owner if it is shared; of one with state those that it has taken.
     [[nodiscard]] int tokens(int layer) const;
     /// Tokens of the longest layer.
     [[nodiscard]] int tokens() const noexcept;
@@ -169,11 +169,26 @@ private:
     /// Refuses `verb` in a cache with state, from which nothing can be removed in the middle.
     void expect_no_state(const char* verb) const;
     static void check_no_draft(const detail::page_table& table);
+    /// Of a layer that reads those of another one.
+    void check_no_rows(const prefill_request& r, int layer) const;
     void check_rows(int layer, const input_view& k, const input_view& v) const;
     void check_chunk(int layer, const input_view& k, const input_view& v) const;
     void check_input(const input_view& x, const char* name, int layer, tensor role) const;
 
     detail::chunk new_chunk(int layer, int n, detail::chunk_pages when) noexcept;
+    /// The tokens that a layer reads.
+    const detail::page_table& table(int layer) const noexcept {
+        return tables_[static_cast<std::size_t>(cache_->owner(layer))];
+    }
+    /// A chunk of a layer waits for the layers that share it, or no more.
+    void set_waits(int owner, bool waits) noexcept;
+    /// Is the chunk of a shared layer's owner to be committed after it? Yes, if no other layer waits for it.
+    bool waits_alone(int layer) const noexcept;
+    /// Commits the chunk that a layer keeps for those that share it, or those of all layers.
+    void commit_shared(int layer);
+    void commit_shared();
+    /// The same, if there is memory.
+    void try_commit_shared() noexcept;
     /// Fills the stock for prefill() of n tokens in every layer; strong guarantee.
     void reserve_step(int n);
     std::size_t added_bytes(int n, detail::chunk_pages when) const;
@@ -190,4 +205,5 @@ private:
 
 #if !defined(KVQ_COMPILED)
 #include "sequence-inl.hpp"
+#include "sequence_steps-inl.hpp"
 #endif

@@ -1,5 +1,6 @@
 // Access to the tables of a sequence, for what is built on it: requantizing, saving, sending, policies.
-// Contract: a sequence with a draft is refused, since its last span is in no state that lasts.
+// Contract: a sequence with a draft, or with a chunk that waits for layers that share it, is refused: its last spans are in no state
+// that lasts.
 #pragma once
 
 #include "../core/error.hpp"
@@ -14,7 +15,19 @@ struct sequence_access {
     static auto& tables(Sequence& s) {
         expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
         for (const page_table& table : s.tables_) sequence::check_no_draft(table);
+        for (int i = 0; i < cache(s).layer_count(); ++i)
+            if (cache(s).holds_tokens(i) && s.table(i).waits)
+                fail(s.describe(i),
+                     ": its last chunk waits in 16 bit for the layers that share it; trim() to ", s.tokens(),
+                     ", all tokens, commits it");
         return s.tables_;
+    }
+    /// Commits chunks that wait for layers that share them.
+    static void commit_shared(sequence& s) { s.commit_shared(); }
+    static bool waits(const sequence& s) noexcept {
+        bool some = false;
+        for (const page_table& table : s.tables_) some = some || table.waits;
+        return some;
     }
     /// Raises kvq::error for a cache with state: `what` holds keys and values alone.
     static void expect_no_state(const kvq::cache& of, const char* what) {

@@ -36,10 +36,10 @@ public:
             const std::array<int, 2> targets{of.target_format(tensor::key, layer),
                                              of.target_format(tensor::value, layer)};
             const auto known = std::find_if(kinds_.begin(), kinds_.end(), [&](const kind& k) {
-                return k.targets == targets && alike(k.layer, layer);
+                return k.targets == targets && alike(k.layer, layer) && k.shared == of.is_shared(layer);
             });
             if (known == kinds_.end())
-                kinds_.push_back({targets, layer, 1});
+                kinds_.push_back({targets, layer, 1, of.is_shared(layer)});
             else
                 ++known->layers;
         }
@@ -65,6 +65,7 @@ private:
     struct kind {
         std::array<int, 2> targets;
         int layer, layers;  // the first of them, and their number
+        bool shared;        // by other layers
     };
     bool alike(int a, int b) const noexcept {
         const cache_shape &x = of_.shape(a), &y = of_.shape(b);
@@ -108,7 +109,7 @@ private:
         stock_.clear();
         for (std::size_t i = 0; i < kinds_.size(); ++i) {
             chunk::count_reserved(of_, kinds_[i].layer, tables[i], added, stock_);
-            stock_.end_layer(0, 0, kinds_[i].layers);
+            stock_.end_layer(0, 0, kinds_[i].layers, kinds_[i].shared);
         }
         return stock_.bytes_to_fill(multiple_);
     }

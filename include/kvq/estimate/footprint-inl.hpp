@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -21,7 +22,8 @@ KVQ_FUNC int pages_of_age(const page_geometry& g, int age, int n) noexcept {
 }
 
 KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int chunk,
-                        const step_down_policy& policy, footprint_report& f) {
+                        const step_down_policy& policy, std::array<std::size_t, 2>& shared,
+                        footprint_report& f) {
     const page_geometry g = of.geometry(layer);
     const int target = of.target_format(role, layer);
     const int pages = g.pages(tokens), committed = g.committed(tokens);
@@ -55,7 +57,11 @@ KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int
         committed == 0 || target == 0
             ? 1
             : smaller(ceil_div(g.recent, g.page_tokens) + 2 + reach + chunk_pages, pages + 1));
-    f.transient = larger(f.transient, bounded_product(held, page_pool::allocation(window_page)));
+    // A layer that others share holds the chunk while the next layers have theirs.
+    const std::size_t bytes_held = bounded_product(held, page_pool::allocation(window_page));
+    std::size_t& sum = shared[static_cast<std::size_t>(role)];
+    if (of.is_shared(layer)) sum = bounded_sum(sum, bytes_held);
+    f.transient = larger(f.transient, bytes_held);
 }
 
 /// The recurrent state of a sequence of so many tokens, after steps of one token. Returns the bytes of its tables.
@@ -84,11 +90,15 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
     detail::expect(use.chunk >= 0, "a chunk of ", use.chunk, " tokens");
     detail::expect(sequences >= 0, "a footprint needs at least 0 sequences, got ", sequences);
     footprint_report f;
+    std::array<std::size_t, 2> shared{};  // temporary bytes of K and V
+    std::size_t tables = 0;
     for (int layer = 0; layer < of.layer_count(); ++layer) {
         if (!of.holds_tokens(layer)) continue;
-        detail::add_layer(of, tensor::key, layer, tokens, use.chunk, policy, f);
-        detail::add_layer(of, tensor::value, layer, tokens, use.chunk, policy, f);
+        ++tables;
+        for (const tensor role : {tensor::key, tensor::value})
+            detail::add_layer(of, role, layer, tokens, use.chunk, policy, shared, f);
     }
+    f.transient = detail::bounded_sum(f.transient, detail::larger(shared[0], shared[1]));
     const std::size_t state_tables = of.state_layout() ? detail::add_state(of, tokens, f) : 0;
     const std::size_t headers = f.bookkeeping;
     // The capacity of the table of spans, and the lists of a chunk.
@@ -101,10 +111,9 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
     // A snapshot is taken before another one goes, and beside copies of the tables.
     if (of.state_layout() && of.options().snapshots.every > 0)
         f.transient = detail::larger(f.transient, of.state_layout()->snapshot_bytes() + 2 * state_tables);
-    const auto layers = static_cast<std::size_t>(of.layer_count()),
-               keyless = of.state_layout() ? of.state_layout()->layers().size() : 0;
+    const auto layers = static_cast<std::size_t>(of.layer_count());
     for (const std::size_t more : {detail::bounded_product(layers, sizeof(detail::page_table)),
-                                   detail::bounded_product(layers - keyless, table), state_tables})
+                                   detail::bounded_product(tables, table), state_tables})
         f.bookkeeping = detail::bounded_sum(f.bookkeeping, more);
     f.workspace = of.scratch_floats() * sizeof(float);
     for (std::size_t* part : {&f.quantized, &f.window, &f.rollback, &f.state, &f.bookkeeping, &f.workspace}) {

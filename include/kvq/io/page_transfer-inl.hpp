@@ -75,7 +75,10 @@ KVQ_FUNC void send_layer(const sequence& s, int layer, const sink_view& write) {
            " layers of the cache");
     if (!sequence_access::cache(s).holds_tokens(layer))
         fail(describe_layer(layer, sequence_access::cache(s).layers()[static_cast<std::size_t>(layer)]),
-             ": it has no pages of tokens, write_recurrent_state(write, sequence.state()) sends all state");
+             sequence_access::cache(s).owner(layer) == layer
+                 ? ": it has no pages of tokens, write_recurrent_state(write, sequence.state()) sends all "
+                   "state"
+                 : ": it has no pages of tokens, those of its owner are sent once");
     sent_pages sent;
     sent.add(s, layer);
     send_pages(s, layer, write, sent);

@@ -165,10 +165,11 @@ private:
 };
 
 KVQ_FUNC void save_to(const sequence& s, const sink_view& write, const save_options& options) {
-    if (options.copies) return sequence_writer(s, options).write(write);
-    sequence without = s.fork();
-    without.drop_copies();
-    sequence_writer(without, options).write(write);
+    if (options.copies && !sequence_access::waits(s)) return sequence_writer(s, options).write(write);
+    sequence committed = s.fork();
+    sequence_access::commit_shared(committed);
+    if (!options.copies) committed.drop_copies();
+    sequence_writer(committed, options).write(write);
 }
 
 }  // namespace detail

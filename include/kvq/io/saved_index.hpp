@@ -173,6 +173,8 @@ private:
         const page_geometry& g = description_.geometry;
         expect(layer.tokens >= 0 && layer.tokens <= (std::numeric_limits<int>::max)() - g.page_tokens,
                "layer ", l, " of the saved sequence has ", layer.tokens, " tokens");
+        expect(description_.shape_of(l).holds_tokens() || layer.tokens == 0, "layer ", l,
+               " of the saved sequence has ", layer.tokens, " tokens, but no pages of its own");
         const auto count = static_cast<int>(rows.size());
         expect(layer.committed >= 0 && layer.committed <= count, "layer ", l, " of the saved sequence has ",
                layer.committed, " committed spans of ", count);

@@ -70,16 +70,26 @@ static_assert(sizeof(saved_span) == 4 * saved_span::columns);
 struct saved_shape {
     std::int32_t kind = 0;  ///< layer_kind
     std::int32_t kv_heads = 0, head_dim = 0, value_dim = 0;
-    std::int32_t window = 0, sinks = 0;
+    std::int32_t window = 0;  ///< of a shared layer the number of its owner
+    std::int32_t sinks = 0;
 
     static constexpr std::size_t columns = 6;
 
     static saved_shape of(const layer& l) noexcept {
-        return {static_cast<std::int32_t>(l.kind),           l.kv_heads, l.head_dim,
-                l.value_dim == 0 ? l.head_dim : l.value_dim, l.window,   l.sinks};
+        return {static_cast<std::int32_t>(l.kind),
+                l.kv_heads,
+                l.head_dim,
+                l.value_dim == 0 ? l.head_dim : l.value_dim,
+                l.kind == layer_kind::shared ? l.owner : l.window,
+                l.sinks};
+    }
+    bool holds_tokens() const noexcept {
+        return kind != static_cast<std::int32_t>(layer_kind::state) &&
+               kind != static_cast<std::int32_t>(layer_kind::shared);
     }
     bool is_full() const noexcept { return kind == static_cast<std::int32_t>(layer_kind::full); }
     key_window sees() const noexcept {
+        if (kind == static_cast<std::int32_t>(layer_kind::shared)) return {};
         return {window, kind == static_cast<std::int32_t>(layer_kind::chunked), sinks};
     }
     friend bool operator==(const saved_shape&, const saved_shape&) = default;
@@ -235,6 +245,17 @@ public:
                     s.kv_heads == 0 && s.head_dim == 0 && s.value_dim == 0 && s.window == 0 && s.sinks == 0,
                     "layer ", i, " of the saved sequence is a state of ", s.kv_heads, " x ", s.head_dim);
                 ++layers_with_state;
+                continue;
+            }
+            if (s.kind == static_cast<std::int32_t>(layer_kind::shared)) {
+                expect(s.window >= 0 && s.window < static_cast<std::int32_t>(i), "layer ", i,
+                       " of the saved sequence is shared with layer ", s.window);
+                const saved_shape& owner = of[static_cast<std::size_t>(s.window)];
+                expect(owner.kind <= static_cast<std::int32_t>(layer_kind::chunked) && s.sinks == 0 &&
+                           s.kv_heads == owner.kv_heads && s.head_dim == owner.head_dim &&
+                           s.value_dim == owner.value_dim,
+                       "layer ", i, " of the saved sequence has another shape than layer ", s.window,
+                       ", with which it is shared");
                 continue;
             }
             expect(s.kind >= 0 && s.kind <= static_cast<std::int32_t>(layer_kind::chunked), "layer ", i,

@@ -35,6 +35,7 @@ KVQ_FUNC page_table::page_table(const page_table& other, std::pmr::memory_resour
       committed(other.committed),
       copies_from(other.copies_from),
       targets{other.targets[0], other.targets[1]},
+      waits(other.waits),
       rearranged(other.rearranged),
       repacked(other.repacked),
       spans(memory),

@@ -33,6 +33,8 @@ struct page_table {
     int committed = 0;    ///< leading spans that are past the window; the sinks count once they are complete
     int copies_from = 0;  ///< spans before it have no 16-bit copies
     int targets[2];       ///< formats to which K and V pages are committed; 0: pages stay 16 bit
+    /// A prefill() of the layer keeps its chunk in 16 bit for the layers that share it; of such a layer: the chunk waits for it.
+    bool waits = false;
     bool rearranged = false;   ///< after an erase, shift or splice: two spans may share a page
     std::size_t repacked = 0;  ///< tokens that were quantized once more (cache/repack.hpp)
     resource_vector<page_span> spans;

@@ -31,6 +31,7 @@ INTERLEAVED = 1
 FULL_ATTENTION = 0
 SLIDING_ATTENTION = 1
 CHUNKED_ATTENTION = 2
+SHARED = 3
 STATE = 5
 SNAPSHOT_EXACT = 0
 SNAPSHOT_INT8_ROWS = 1
@@ -143,7 +144,7 @@ class kvq_layer_formats(Struct):
 
 class kvq_layer(Struct):
     _fields_ = [("kind", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("value_dim", c_int32),
-                ("window", c_int32), ("sinks", c_int32)]
+                ("window", c_int32), ("sinks", c_int32), ("owner", c_int32)]
 
 
 class kvq_state_part(Struct):

@@ -14,7 +14,7 @@ from ._library import Handle, ask, count, handle_of, handles, library, limit, op
 from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, policy_to_c, query_to_c)
 from ._sequence import Attended, File, Sequence, save_options
 from ._struct import in_range
-from ._tensors import Tensor, floats, tensor, view
+from ._tensors import Tensor, floats, optional_tensor, view
 
 Names = Union[str, Iterable[str]]
 Layers = Union[int, Iterable[Layer]]
@@ -192,7 +192,7 @@ class Cache(Handle):
         return self._batch(library.kvq_cache_attend, _abi.kvq_attend_request, layer, sequences, {}, q, out, mods, lse,
                            threads, workspace)
 
-    def prefill(self, layer: int, sequences: List_[Sequence], k: List_[Tensor], v: List_[Tensor], q: List_[Tensor],
+    def prefill(self, layer: int, sequences: List_[Sequence], k: List_[Optional[Tensor]], v: List_[Optional[Tensor]], q: List_[Tensor],
                 out: Optional[List_[Tensor]] = None, *, mods: Union[None, Mods, List_[Optional[Mods]]] = None,
                 lse: Optional[List_[Tensor]] = None, threads: Optional[Threads] = None,
                 workspace: Optional[Workspace] = None) -> List[Tensor]:
@@ -227,7 +227,7 @@ class Cache(Handle):
         call.run(library.kvq_cache_reserve, self, requests, n, q_heads)
 
     def _batch(self, function: Callable, request: Any, layer: int, sequences: List_[Sequence],
-               inputs: Dict[str, List_[Tensor]], q: List_[Tensor], out: Optional[List_[Tensor]], mods: Any,
+               inputs: Dict[str, List_[Optional[Tensor]]], q: List_[Tensor], out: Optional[List_[Tensor]], mods: Any,
                lse: Optional[List_[Tensor]], threads: Optional[Threads], workspace: Optional[Workspace]) -> List[Tensor]:
         n = len(sequences)
         own = list(mods) if isinstance(mods, (list, tuple)) else []
@@ -242,7 +242,7 @@ class Cache(Handle):
             r.sequence = handle_of(sequences[i], Sequence, f"sequences[{i}]")
             r.q, r.out, r.lse = a.q, a.out, a.lse
             for name, values in inputs.items():
-                setattr(r, name, tensor(values[i], f"{name}[{i}]"))
+                setattr(r, name, optional_tensor(values[i], f"{name}[{i}]"))
             if own and own[i] is not None:
                 r.mods = ctypes.pointer(own[i]._c)
             results.append(a.result)

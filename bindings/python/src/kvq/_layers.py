@@ -9,7 +9,7 @@ from ._attention import choice
 from ._library import limit, text
 
 _KINDS = {"full": _abi.FULL_ATTENTION, "sliding": _abi.SLIDING_ATTENTION, "chunked": _abi.CHUNKED_ATTENTION,
-          "state": _abi.STATE}
+          "shared": _abi.SHARED, "state": _abi.STATE}
 _NAMES = {number: name for name, number in _KINDS.items()}
 _DTYPES = {"float32": _abi.FP32, "float16": _abi.FP16, "bfloat16": _abi.BF16}
 _SNAPSHOTS = {"exact": _abi.SNAPSHOT_EXACT, "int8-rows": _abi.SNAPSHOT_INT8_ROWS,
@@ -37,13 +37,14 @@ class StatePart:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a model. Made by full_attention, sliding_attention, chunked_attention and state_layer.
+    """One layer of a model. Made by full_attention, sliding_attention, chunked_attention, shared_with and state_layer.
 
-    kind       "full", "sliding", "chunked" or "state"
+    kind       "full", "sliding", "chunked", "shared" or "state"
     value_dim  channels of a value; None: head_dim
     window     tokens of a sliding window or a chunk; 0 of other kinds
     sinks      first tokens that every query sees as well
     parts      of kind "state", which has no heads and channels
+    owner      of kind "shared": the earlier layer whose keys and values it reads
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Layer:
     window: int = 0
     sinks: int = 0
     parts: Tuple[StatePart, ...] = ()
+    owner: int = 0
 
 
 def full_attention(kv_heads: int, head_dim: int, value_dim: Optional[int] = None) -> Layer:
@@ -77,6 +79,15 @@ def chunked_attention(window: int, kv_heads: int, head_dim: int, value_dim: Opti
     return Layer("chunked", kv_heads, head_dim, value_dim, window, sinks)
 
 
+def shared_with(owner: int) -> Layer:
+    """A layer that reads the keys and values of an earlier one, under its window (Gemma 3n and 4). It takes queries only: prefill with k
+    and v None, once after each prefill of the owner, or attend.
+
+    owner  its number; a layer with keys and values of its own
+    """
+    return Layer("shared", owner=owner)
+
+
 def state_layer(parts: Iterable[StatePart]) -> Layer:
     """A layer with recurrent state in place of keys and values (Gated DeltaNet, Mamba, RWKV): Sequence.state."""
     return Layer("state", parts=tuple(parts))
@@ -90,7 +101,8 @@ def layers_to_c(layers: List[Any], o: _abi.kvq_cache_options) -> None:
     o.layers = len(layers)
     o.layer_list = (_abi.kvq_layer * len(layers))(*[
         _abi.kvq_layer(kind=choice(_KINDS, l.kind, "kind"), kv_heads=l.kv_heads, head_dim=l.head_dim,
-                       value_dim=limit(l.value_dim, f"value_dim of layer {i}"), window=l.window, sinks=l.sinks)
+                       value_dim=limit(l.value_dim, f"value_dim of layer {i}"), window=l.window, sinks=l.sinks,
+                       owner=l.owner)
         for i, l in enumerate(layers)])
     parts = [_abi.kvq_state_part(name=text(p.name), layer=i, dtype=choice(_DTYPES, p.dtype, "dtype"), heads=p.heads,
                                  rows=p.rows, columns=p.columns, snapshot=choice(_SNAPSHOTS, p.snapshot, "snapshot"))
@@ -101,4 +113,4 @@ def layers_to_c(layers: List[Any], o: _abi.kvq_cache_options) -> None:
 
 def layer_from_c(c: _abi.kvq_layer, parts: Tuple[StatePart, ...]) -> Layer:
     """A layer of a cache."""
-    return Layer(_NAMES[c.kind], c.kv_heads, c.head_dim, c.value_dim or None, c.window, c.sinks, parts)
+    return Layer(_NAMES[c.kind], c.kv_heads, c.head_dim, c.value_dim or None, c.window, c.sinks, parts, c.owner)

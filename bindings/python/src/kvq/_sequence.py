@@ -11,7 +11,7 @@ from ._formats import from_c, messages, role_of, stream, written
 from ._errors import ArgumentError
 from ._library import Handle, ask, handle_of, library, optional_handle, text
 from ._reports import RequantizeReport, StepDownPolicy, StepDownReport, Snapshot, Usage
-from ._tensors import Tensor, empty_beside, integers, rows, tensor, view
+from ._tensors import Tensor, empty_beside, integers, optional_tensor, rows, tensor, view
 
 if TYPE_CHECKING:
     from ._cache import Cache
@@ -51,14 +51,15 @@ class TokenStore(Handle):
     def _function(cls, name: str) -> Any:
         return getattr(library, f"kvq_{cls._kind}_{name}")
 
-    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, out: Optional[Tensor] = None, *,
+    def prefill(self, layer: int, k: Optional[Tensor], v: Optional[Tensor], q: Tensor, out: Optional[Tensor] = None, *,
                 mods: Optional[Mods] = None, lse: Optional[Tensor] = None, threads: Optional[Threads] = None,
                 workspace: Optional[Workspace] = None) -> Tensor:
         """Appends n tokens to a layer and attends for the last m of them: one call for each layer of a chunk of the prompt, or of a decode
         step. Attention reads the chunk in 16 bit; pages behind the recent window are quantized afterwards.
 
         k    [n][kv_heads][head_dim], rotated if the model has rotary positions
-        v    [n][kv_heads][value_dim], of the dtype of k
+        v    [n][kv_heads][value_dim], of the dtype of k; both None for a layer made by shared_with, which sees the chunk as its owner
+             saw it: once after each prefill of the owner
         q    [m][q_heads][head_dim], m at most n unless mods say otherwise; q_heads is a multiple of kv_heads
         out  [m][q_heads][value_dim]; None: new memory of the dtype of q
         lse  None, or float32 [m][q_heads], gets the natural logarithm of each softmax sum
@@ -67,8 +68,8 @@ class TokenStore(Handle):
         """
         a = Attended(self.cache, layer, q, out, lse)
         Call(mods, threads, workspace, a.lse).run(
-            self._function("prefill"), self, layer, ctypes.byref(tensor(k, "k")), ctypes.byref(tensor(v, "v")),
-            ctypes.byref(a.q), ctypes.byref(a.out))
+            self._function("prefill"), self, layer, ctypes.byref(optional_tensor(k, "k")),
+            ctypes.byref(optional_tensor(v, "v")), ctypes.byref(a.q), ctypes.byref(a.out))
         return a.result
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -91,6 +91,11 @@ def tensor(x: Tensor, name: str, write: bool = False) -> _abi.kvq_tensor:
     return c
 
 
+def optional_tensor(x: Optional[Tensor], name: str) -> _abi.kvq_tensor:
+    """The same; None has no tokens."""
+    return _abi.kvq_tensor(dtype=_abi.FP32) if x is None else tensor(x, name)
+
+
 def rows(x: Optional[Tensor], shape: Sequence[int], name: str) -> Optional[int]:
     """The address of a dense float32 array of this shape that is written."""
     if x is None:

@@ -35,6 +35,7 @@ pub const KVQ_INTERLEAVED: i32 = 1;
 pub const KVQ_FULL_ATTENTION: i32 = 0;
 pub const KVQ_SLIDING_ATTENTION: i32 = 1;
 pub const KVQ_CHUNKED_ATTENTION: i32 = 2;
+pub const KVQ_SHARED: i32 = 3;
 pub const KVQ_STATE: i32 = 5;
 pub const KVQ_SNAPSHOT_EXACT: i32 = 0;
 pub const KVQ_SNAPSHOT_INT8_ROWS: i32 = 1;
@@ -296,6 +297,7 @@ pub struct kvq_layer {
     pub value_dim: i32,
     pub window: i32,
     pub sinks: i32,
+    pub owner: i32,
 }
 
 #[repr(C)]

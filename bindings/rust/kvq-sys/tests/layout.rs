@@ -48,7 +48,7 @@ fn layouts() {
         selected_tokens, skipped_mass, reserved, selection, skipping);
     layout!(lines, kvq_rotary: dims, first_channel, layout, frequency_count, base, frequencies, rotate, user);
     layout!(lines, kvq_layer_formats: keys, values);
-    layout!(lines, kvq_layer: kind, kv_heads, head_dim, value_dim, window, sinks);
+    layout!(lines, kvq_layer: kind, kv_heads, head_dim, value_dim, window, sinks, owner);
     layout!(lines, kvq_state_part: name, layer, dtype, heads, rows, columns, snapshot);
     layout!(lines, kvq_cache_options: size, layers, kv_heads, head_dim, value_dim, keys, values, window, page_tokens,
         sinks, recent, rollback, byte_budget, layer_formats, rotary, rotary_count, reserved, statistics, allocator,
@@ -84,7 +84,7 @@ fn layouts() {
     constants!(lines, KVQ_OK, KVQ_ERROR_ARGUMENT, KVQ_ERROR_HANDLE, KVQ_ERROR_STRUCT, KVQ_ERROR_MEMORY, KVQ_ERROR_DATA,
         KVQ_ERROR_CALLBACK, KVQ_ERROR_UNSUPPORTED, KVQ_ERROR_INTERNAL, KVQ_KEY, KVQ_VALUE, KVQ_FP32, KVQ_FP16, KVQ_BF16,
         KVQ_CAUSAL, KVQ_BIDIRECTIONAL, KVQ_CROSS, KVQ_PAGE_NONE, KVQ_PAGE_SOME, KVQ_PAGE_ALL, KVQ_HALF_SPLIT,
-        KVQ_INTERLEAVED, KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION, KVQ_CHUNKED_ATTENTION, KVQ_STATE,
+        KVQ_INTERLEAVED, KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION, KVQ_CHUNKED_ATTENTION, KVQ_SHARED, KVQ_STATE,
         KVQ_SNAPSHOT_EXACT, KVQ_SNAPSHOT_INT8_ROWS, KVQ_SNAPSHOT_INT8_COLUMNS, KVQ_SNAPSHOT_E4M3, KVQ_MATCH_EXACT,
         KVQ_MATCH_SUPERSEQUENCE, KVQ_MATCH_PREFIX, KVQ_MATCH_LCP, KVQ_MISS, KVQ_MISS_SHORT_PREFIX, KVQ_MISS_SHORT_LCP,
         KVQ_STORED, KVQ_STORE_DUPLICATE, KVQ_STORE_TOO_LARGE, KVQ_ABI_VERSION, KVQ_NONE, KVQ_ALL_LAYERS);

@@ -13,6 +13,8 @@ pub enum LayerKind {
     Sliding,
     /// A query sees the tokens of its own chunk: from the last multiple of the window on (Llama 4).
     Chunked,
+    /// Nothing: it reads the keys and values of an earlier layer, under its window (Gemma 3n and 4).
+    Shared,
     /// Recurrent state in place of keys and values (Gated DeltaNet, Mamba, RWKV).
     State,
 }
@@ -31,6 +33,8 @@ pub struct Layer {
     pub sinks: usize,
     /// Of layers with state, which have no heads and channels.
     pub parts: Vec<StatePart>,
+    /// Of a shared layer the earlier one whose keys and values it reads; 0 of other kinds.
+    pub owner: usize,
 }
 impl Layer {
     pub fn full_attention(kv_heads: usize, head_dim: usize) -> Self {
@@ -54,6 +58,14 @@ impl Layer {
             ..Layer::full_attention(kv_heads, head_dim)
         }
     }
+    /// It takes queries only: prefill with k and v of 0 tokens, once after each prefill of the owner, or attend.
+    pub fn shared_with(owner: usize) -> Self {
+        Layer {
+            kind: LayerKind::Shared,
+            owner,
+            ..Layer::default()
+        }
+    }
     pub fn state(parts: Vec<StatePart>) -> Self {
         Layer {
             kind: LayerKind::State,
@@ -67,6 +79,7 @@ impl Layer {
                 LayerKind::Full => sys::KVQ_FULL_ATTENTION,
                 LayerKind::Sliding => sys::KVQ_SLIDING_ATTENTION,
                 LayerKind::Chunked => sys::KVQ_CHUNKED_ATTENTION,
+                LayerKind::Shared => sys::KVQ_SHARED,
                 LayerKind::State => sys::KVQ_STATE,
             },
             kv_heads: int(self.kv_heads, "kv_heads")?,
@@ -74,6 +87,7 @@ impl Layer {
             value_dim: int(self.value_dim.unwrap_or(0), "value_dim")?,
             window: int(self.window, "window")?,
             sinks: int(self.sinks, "sinks")?,
+            owner: int(self.owner, "owner")?,
         })
     }
 }

@@ -1,0 +1,274 @@
+// Definitions of sequence.hpp, of steps of many sequences: attend, prefill, reserve; and of chunks that wait for layers that share them.
+#pragma once
+
+#include <atomic>
+#include <limits>
+#include <span>
+
+#include "../attention/attention_batch.hpp"
+#include "../core/error.hpp"
+#include "sequence.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+/// Request: attention_request or prefill_request.
+template <class Request>
+attention_items items_of(std::span<const Request> batch, int layer) {
+    return {batch.data(), layer, static_cast<int>(batch.size()), [](const void* requests, int of, int i) {
+                const Request& r = static_cast<const Request*>(requests)[i];
+                return attention_item{r.sequence->pages(of), r.q, r.out, r.mods ? &*r.mods : nullptr};
+            }};
+}
+
+}  // namespace detail
+
+KVQ_FUNC void sequence::set_waits(int owner, bool waits) noexcept {
+    for (int i = owner; i < cache_->layer_count(); ++i)
+        if (cache_->owner(i) == owner) tables_[static_cast<std::size_t>(i)].waits = waits;
+}
+
+KVQ_FUNC bool sequence::waits_alone(int layer) const noexcept {
+    const int owner = cache_->owner(layer);
+    bool alone = tables_[static_cast<std::size_t>(owner)].waits;
+    for (int i = owner + 1; i < cache_->layer_count(); ++i)
+        alone =
+            alone && (i == layer || cache_->owner(i) != owner || !tables_[static_cast<std::size_t>(i)].waits);
+    return alone;
+}
+
+KVQ_FUNC void sequence::commit_shared(int layer) {
+    if (!tables_[static_cast<std::size_t>(layer)].waits) return;
+    detail::chunk kept = new_chunk(layer, 0, detail::chunk_pages::after_attend);
+    kept.stage();
+    for (int i = 0; i < kept.jobs(); ++i) kept.quantize(i, scratch_.data());
+    kept.commit();
+    set_waits(layer, false);
+}
+
+KVQ_FUNC void sequence::commit_shared() {
+    for (int layer = 0; layer < cache_->layer_count(); ++layer)
+        if (cache_->holds_tokens(layer)) commit_shared(layer);
+}
+
+KVQ_FUNC void sequence::try_commit_shared() noexcept {
+    try {
+        commit_shared();
+    } catch (...) {
+        // It waits on: the next change of the layer commits it, or raises the error.
+    }
+}
+
+KVQ_FUNC void cache::check_member(const sequence* s, std::size_t i) const {
+    detail::expect(s != nullptr && s->cache_ == this, "sequence ", i,
+                   " of the batch is not one of this cache");
+}
+
+KVQ_FUNC void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
+                                  executor_view executor, workspace& space) const {
+    long long rows = 0;
+    for (int i = 0; i < items.count; ++i) {
+        const query_view q = items(i).q;
+        rows += static_cast<long long>(q.tokens) * q.heads;
+    }
+    detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
+    if (rows == 0) return;
+    const int threads = executor.concurrency();
+    const detail::attention_batch all(keys_, values_, shape(layer), geometry(layer), rotations_, items, mods);
+    all.run(layer, executor, threads, space.reserve(all.bytes(threads)));
+}
+
+KVQ_FUNC void cache::attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
+                            executor_view executor, workspace& space) const {
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+        check_member(batch[i].sequence, i);
+        check_attention(layer, batch[i].sequence->tokens(layer), batch[i].q, batch[i].out,
+                        batch[i].mods ? *batch[i].mods : mods);
+        batch[i].sequence->check_window(layer, batch[i].sequence->tokens(layer) - batch[i].q.tokens);
+    }
+    attend_items(owner(layer), detail::items_of(batch, owner(layer)), mods, executor, space);
+}
+
+KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
+                             executor_view executor, workspace& space) {
+    if (batch.empty()) return;
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+        const prefill_request& r = batch[i];
+        check_member(r.sequence, i);
+        detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
+        r.sequence->check_layer(layer);
+        if (owner(layer) == layer)
+            r.sequence->check_chunk(layer, r.k, r.v);
+        else
+            r.sequence->check_no_rows(r, layer);
+        const int held = r.sequence->tokens(layer) + r.k.tokens;
+        check_attention(layer, held, r.q, r.out, r.mods ? *r.mods : mods);
+        r.sequence->check_window(layer, held - r.q.tokens);
+    }
+    // Chunks that are not committed put the former state back.
+    struct staged_chunks {
+        std::span<const prefill_request> batch;
+        ~staged_chunks() {
+            for (const prefill_request& r : batch) r.sequence->staged_.reset();
+        }
+    } const undo{batch};
+    const int of = owner(layer);
+    const auto stage = [of](const prefill_request& r, int n, detail::chunk_pages when) {
+        r.sequence->staged_.emplace(r.sequence->new_chunk(of, n, when)).stage();
+    };
+    const bool keeps = of == layer && is_shared(layer);
+    const auto is_step = [](const prefill_request& r) { return r.k.tokens > 0 || r.q.tokens > 0; };
+    if (keeps) {  // the last chunk waits no longer
+        for (const prefill_request& r : batch)
+            if (is_step(r) && r.sequence->table(layer).waits) stage(r, 0, detail::chunk_pages::after_attend);
+        commit_staged(batch, executor, space);
+        for (const prefill_request& r : batch)
+            if (is_step(r)) r.sequence->set_waits(layer, false);
+    }
+    long long tokens = 0;
+    for (const prefill_request& r : batch) {
+        tokens += r.k.tokens;
+        if (keeps ? is_step(r) : r.k.tokens > 0 || (of != layer && r.sequence->waits_alone(layer)))
+            stage(r, r.k.tokens, keeps ? detail::chunk_pages::shared : detail::chunk_pages::after_attend);
+    }
+    const int heads = shape(layer).kv_heads;
+    detail::expect(batch.size() <= static_cast<std::size_t>((std::numeric_limits<int>::max)() / (2 * heads)),
+                   "a batch of ", batch.size(), " sequences with ", heads, " kv heads");
+    const int writes = static_cast<int>(batch.size()) * 2 * heads;
+    const auto write = [&](int i) {
+        const prefill_request& r = batch[static_cast<std::size_t>(i / (2 * heads))];
+        const tensor role = i % (2 * heads) < heads ? tensor::key : tensor::value;
+        if (r.k.tokens > 0) r.sequence->staged_->write_head(role, role == tensor::key ? r.k : r.v, i % heads);
+    };
+    // Few tokens are written sooner than threads are called.
+    if (tokens < 64)
+        serial_executor{}.parallel_for(writes, write);
+    else
+        executor.parallel_for(writes, write);
+    for (const prefill_request& r : batch)
+        if (r.sequence->staged_) r.sequence->staged_->move_keys(r.sequence->scratch_.data());
+    attend_items(of, detail::items_of(batch, of), mods, executor, space);
+    commit_staged(batch, executor, space);
+    for (const prefill_request& r : batch) {
+        if (keeps && is_step(r)) r.sequence->set_waits(layer, true);
+        if (of != layer) r.sequence->tables_[static_cast<std::size_t>(layer)].waits = false;
+    }
+}
+
+KVQ_FUNC void cache::commit_staged(std::span<const prefill_request> batch, executor_view executor,
+                                   workspace& space) {
+    int jobs = 0;
+    for (const prefill_request& r : batch)
+        if (r.sequence->staged_) jobs += r.sequence->staged_->jobs();
+    const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));
+    std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch_bytes());
+    std::atomic<int> next{0};
+    const auto quantize = [&](int worker) {
+        auto* const floats =
+            reinterpret_cast<float*>(memory + static_cast<std::size_t>(worker) * scratch_bytes());
+        for (int job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
+            int first = 0;
+            for (const prefill_request& r : batch) {
+                if (!r.sequence->staged_) continue;
+                const int own = r.sequence->staged_->jobs();
+                if (job < first + own) {
+                    r.sequence->staged_->quantize(job - first, floats);
+                    break;
+                }
+                first += own;
+            }
+        }
+    };
+    if (workers == 1)
+        quantize(0);
+    else
+        executor.parallel_for(workers, quantize);
+    for (const prefill_request& r : batch) {
+        if (r.sequence->staged_) r.sequence->staged_->commit();
+        r.sequence->staged_.reset();
+    }
+}
+
+KVQ_FUNC void sequence::reserve_step(int n) {
+    detail::page_stock fresh(memory());
+    for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
+        const detail::page_table& table = tables_[layer];
+        if (!cache_->holds_tokens(static_cast<int>(layer))) {
+            fresh.end_layer(0, 0);
+            continue;
+        }
+        const std::size_t commits =
+            detail::chunk::count_reserved(*cache_, static_cast<int>(layer), table, n, fresh);
+        const std::size_t capacity = table.capacity_after(n, geometry());
+        fresh.end_layer(capacity > table.spans.capacity() ? capacity : 0, commits, 1,
+                        cache_->is_shared(static_cast<int>(layer)));
+    }
+    if (state_) state_->reserve();
+    fresh.fill(cache_->pool());
+    stock_.swap(fresh);
+    for (int layer = 0; layer < cache_->layer_count(); ++layer)
+        if (!cache_->holds_tokens(layer)) stock_.end_step();  // no call of the step is for this layer
+}
+
+KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space,
+                             const mods_view& mods) {
+    expect_query_heads("a step with ", q_heads);
+    detail::expect(threads >= 1, "a step on ", threads, " threads");
+    long long rows = 0;
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+        const step_request& r = batch[i];
+        check_member(r.sequence, i);
+        detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
+        for (const detail::page_table& table : r.sequence->tables_) {
+            r.sequence->check_added(table, r.tokens);
+            sequence::check_no_draft(table);
+        }
+        detail::expect(r.q_tokens >= 0, "a step with ", r.q_tokens, " query tokens");
+        rows += static_cast<long long>(r.q_tokens) * q_heads;
+    }
+    detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
+    // Nothing is reserved unless everything is.
+    struct reserved_steps {
+        std::span<const step_request> batch;
+        bool done = false;
+        ~reserved_steps() {
+            if (done) return;
+            for (const step_request& r : batch) r.sequence->release_reserved();
+        }
+    } all{batch};
+    for (const step_request& r : batch) {
+        r.sequence->commit_shared();
+        r.sequence->release_reserved();
+    }
+    std::size_t bytes = static_cast<std::size_t>(threads) * scratch_bytes();
+    for (int layer = 0; layer < layer_count(); ++layer) {
+        if (!holds_tokens(layer)) continue;
+        struct step {
+            std::span<const step_request> batch;
+            int q_heads;
+        } const of{batch, q_heads};
+        const detail::attention_items items{
+            &of, layer, static_cast<int>(batch.size()), [](const void* s, int at, int i) {
+                const step& step_of = *static_cast<const step*>(s);
+                const step_request& r = step_of.batch[static_cast<std::size_t>(i)];
+                layer_pages pages = r.sequence->pages(at);
+                pages.tokens += r.tokens;
+                pages.count =
+                    r.sequence->tables_[static_cast<std::size_t>(at)].size_after(r.tokens, pages.geometry);
+                const token_view<float> q(nullptr, r.q_tokens, step_of.q_heads,
+                                          r.sequence->shape(at).dim(tensor::key));
+                return detail::attention_item{pages, q, q, r.mods ? &*r.mods : nullptr};
+            }};
+        if (rows > 0)
+            bytes = detail::larger(bytes, detail::attention_batch(keys_, values_, shape(layer), geometry(),
+                                                                  rotations_, items, mods)
+                                              .bytes(threads));
+    }
+    space.reserve(bytes);
+    for (const step_request& r : batch)
+        if (r.tokens > 0) r.sequence->reserve_step(r.tokens);
+    all.done = true;
+}
+
+}}
