@@ -72,6 +72,17 @@ void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_
     if (!s) std::puts(s.message);
 }
 
+void list_of_layers(kvq::cuda::cache& model, const kvq::cuda::cache_options& options,
+                    std::span<const kvq::cuda::device_format> compiled, cudaStream_t stream) {
+    kvq::cuda::status s;
+    std::vector<kvq::layer> layers;
+    for (int i = 0; i < 24; ++i)
+        layers.push_back(i % 6 == 5 ? kvq::full_attention({.kv_heads = 4, .head_dim = 128})
+                                    : kvq::sliding_attention(1024, {.kv_heads = 8, .head_dim = 128}));
+    s = model.open(layers, options, compiled, stream);
+    if (!s) std::puts(s.message);
+}
+
 template <int = 0>
 void drafted_trees(kvq::cuda::cache& cache, std::span<const kvq::cuda::sequence_id> batch,
                    const kvq::token_view<const kvq::float16>* k, const kvq::token_view<const kvq::float16>* v,

@@ -128,6 +128,7 @@ struct both_options {
         draft_tokens = 24;
     int pool_tokens = 0, pool_sequences = 0, cut_pages = 64;
     bool growing = true;
+    std::vector<kvq::layer> list = {};  // empty: equal layers
 };
 
 /// The same cache on both sides.
@@ -138,18 +139,19 @@ struct both_caches {
     cuda::cache gpu;
     test::device_buffer<float16> k, v, q, out;
 
-    static constexpr int room = 256;  // tokens of a launch
+    static constexpr int room = 256, most_layers = 6;  // tokens of a launch; of a list
 
     explicit both_caches(const both_options& options, const cuda::device_format& format = compiled())
         : o(options),
-          cpu({.layers = layers, .kv_heads = heads, .head_dim = dim}, {.keys = host_formats().keys,
-                                                                       .values = host_formats().values,
-                                                                       .sinks = o.sinks,
-                                                                       .recent = o.recent,
-                                                                       .page_tokens = page,
-                                                                       .rollback = o.rollback,
-                                                                       .repack = 0.0f}),  // as the device
-          k(layers * room * heads * dim),
+          cpu(o.list.empty() ? std::vector<kvq::layer>(layers, full_attention({heads, dim})) : o.list,
+              {.keys = host_formats().keys,
+               .values = host_formats().values,
+               .sinks = o.sinks,
+               .recent = o.recent,
+               .page_tokens = page,
+               .rollback = o.rollback,
+               .repack = 0.0f}),  // as the device
+          k(most_layers * room * heads * dim),
           v(k.size()),
           q(room * q_heads * dim),
           out(q.size()) {
@@ -169,7 +171,8 @@ struct both_caches {
         g.growing = o.growing;
         g.cut_pages = o.cut_pages;
         g.memory = counted_memory::allocator();
-        cuda::status s = gpu.open(cpu.shape(), g, std::span(&format, 1), stream);
+        cuda::status s = o.list.empty() ? gpu.open(cpu.shape(), g, std::span(&format, 1), stream)
+                                        : gpu.open(o.list, g, std::span(&format, 1), stream);
         CHECK(s, "%s", s.message);
 #if PART == 2
         s = gpu.rotate(g.formats[1], tensor::value, matrices(), stream);
@@ -181,9 +184,11 @@ struct both_caches {
         CUDA_OK(cudaStreamDestroy(stream));
     }
 
+    int count() const { return cpu.layer_count(); }
+    int heads_of(int layer) const { return cpu.shape(layer).kv_heads; }
     /// One layer's part of the buffers.
     token_view<const float16> rows(const test::device_buffer<float16>& x, int layer, int tokens) const {
-        return {x.get() + layer * room * heads * dim, tokens, heads, dim};
+        return {x.get() + layer * room * heads * dim, tokens, heads_of(layer), dim};
     }
     /// New values of all layers, [layer][room][head][dim], on both sides.
     void write(test::rng& r, std::vector<float16>& keys, std::vector<float16>& values) {
@@ -196,11 +201,11 @@ struct both_caches {
     }
     void appended(kvq::sequence& s, const std::vector<float16>& keys, const std::vector<float16>& values,
                   int first, int count) {
-        for (int layer = 0; layer < layers; ++layer) {
-            const std::size_t at =
-                static_cast<std::size_t>(layer * room + first) * static_cast<std::size_t>(heads * dim);
-            s.append(layer, token_view<const float16>(&keys[at], count, heads, dim),
-                     token_view<const float16>(&values[at], count, heads, dim));
+        for (int layer = 0; layer < this->count(); ++layer) {
+            const int h = heads_of(layer);
+            const auto at = static_cast<std::size_t>(layer * room * heads * dim + first * h * dim);
+            s.append(layer, token_view<const float16>(&keys[at], count, h, dim),
+                     token_view<const float16>(&values[at], count, h, dim));
         }
     }
 };
@@ -211,10 +216,10 @@ struct pair {
 };
 
 /// Do two 16-bit pages hold the same first `count` tokens?
-bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count) {
+bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count, int of_heads) {
     const block_shape sa{role, a.tokens, dim}, sb{role, b.tokens, dim};
     using S = full<float16>;
-    for (std::size_t h = 0; h < heads; ++h)
+    for (std::size_t h = 0; h < static_cast<std::size_t>(of_heads); ++h)
         for (int t = 0; t < count; ++t)
             for (int c = 0; c < dim; ++c)
                 if (std::memcmp(a.data() + h * S{}.block_bytes(sa) +
@@ -233,7 +238,8 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count)
     std::vector<float16> x(static_cast<std::size_t>(n) * q_heads * dim);
     for (float16& y : x) y = float16(test::normal(r));
     c.q.upload(x);
-    for (int layer = 0; layer < layers; ++layer) {
+    for (int layer = 0; layer < c.count(); ++layer) {
+        const int h = c.heads_of(layer);
         c.out.poison();
         const cuda::status s = c.gpu.prefill(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n),
                                              token_view<const float16>(c.q.get(), n, q_heads, dim),
@@ -245,8 +251,8 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count)
         std::vector<float> want(x.size());
         const std::size_t at = static_cast<std::size_t>(layer * c.room) * heads * dim;
         workspace space;
-        p.host.prefill(layer, token_view<const float16>(&keys[at], n, heads, dim),
-                       token_view<const float16>(&values[at], n, heads, dim),
+        p.host.prefill(layer, token_view<const float16>(&keys[at], n, h, dim),
+                       token_view<const float16>(&values[at], n, h, dim),
                        token_view<const float16>(x.data(), n, q_heads, dim),
                        token_view<float>(want.data(), n, q_heads, dim),
                        sink_window{window > 0 ? window : 1 << 24, keeps_sinks ? c.o.sinks : 0},
@@ -281,8 +287,11 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
           there.tokens);
     const auto &have = kvq::detail::sequence_access::tables(moved),
                &want = kvq::detail::sequence_access::tables(p.host);
-    for (std::size_t layer = 0; layer < layers; ++layer) {
+    CHECK(c.gpu.trim_limit(p.id) == p.host.trim_limit(), "%s, step %d: trims reach %d, the CPU's %d", name,
+          step, c.gpu.trim_limit(p.id), p.host.trim_limit());
+    for (std::size_t layer = 0; layer < have.size(); ++layer) {
         const auto &a = have[layer], &b = want[layer];
+        const int h = c.heads_of(static_cast<int>(layer));
         const bool same = a.size() == b.size() && a.committed == b.committed &&
                           a.copies_from == b.copies_from && a.tokens == b.tokens &&
                           a.targets[0] == b.targets[0] && a.targets[1] == b.targets[1];
@@ -307,14 +316,14 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
                       name, step, layer, i, m.format, n.format);
                 if (m.format != n.format) continue;
                 const bool equal = m.format == 0
-                                       ? same_values(m, n, role, x.tokens)
+                                       ? same_values(m, n, role, x.tokens, h)
                                        : m.bytes == n.bytes && std::memcmp(m.data(), n.data(), m.bytes) == 0;
                 CHECK(equal, "%s, step %d, layer %zu: %s of page %d (tokens %d to %d, format %d) differ",
                       name, step, layer, at == 0 ? "keys" : "values", i, x.first_token, x.end(), m.format);
                 CHECK(static_cast<bool>(x.copies[at]) == static_cast<bool>(y.copies[at]),
                       "%s, step %d: page %d has %s 16-bit copy", name, step, i, x.copies[at] ? "a" : "no");
                 if (x.copies[at] && y.copies[at])
-                    CHECK(same_values(*x.copies[at], *y.copies[at], role, x.tokens),
+                    CHECK(same_values(*x.copies[at], *y.copies[at], role, x.tokens, h),
                           "%s, step %d: 16-bit copies of page %d differ", name, step, i);
             }
         }
@@ -326,21 +335,34 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
 double error_of(const kvq::sequence& s, int layer, int head, int seen, const float16* q, const float16* out,
                 int draft_begin = 1 << 30, std::uint64_t visible = 0, double slope = 0.0, int window = 0,
                 int kept_sinks = 0) {
+    const kvq::cache& of = kvq::detail::sequence_access::cache(s);
+    const key_window own = of.layers()[static_cast<std::size_t>(layer)].sees();
+    const int h = of.shape(layer).kv_heads;
     const auto hidden = [&](int t) {
-        return (t >= draft_begin && (visible >> (t - draft_begin) & 1) == 0) ||
+        return (own && t < own.first_seen(seen - 1) && t >= own.sinks) ||
+               (t >= draft_begin && (visible >> (t - draft_begin) & 1) == 0) ||
                (window > 0 && t < seen - window && t >= kept_sinks);
     };
     std::vector<float> x[2];
     const int tokens = s.tokens();
     for (const tensor role : {tensor::key, tensor::value}) {
         auto& to = x[static_cast<int>(role)];
-        to.resize(static_cast<std::size_t>(tokens) * heads * dim);
-        s.dequantize(layer, role, 0, token_view<float>(to.data(), tokens, heads, dim));
+        const auto row = static_cast<std::size_t>(h * dim);
+        to.resize(static_cast<std::size_t>(tokens) * row);
+        // What a window has freed stays 0.
+        int sinks = 0, front = 0;
+        while (sinks < tokens && s.holds(layer, sinks, sinks + 1)) ++sinks;
+        for (front = sinks; front < tokens && !s.holds(layer, front, front + 1);) ++front;
+        s.dequantize(layer, role, 0, token_view<float>(to.data(), sinks, h, dim));
+        if (front < tokens)
+            s.dequantize(
+                layer, role, front,
+                token_view<float>(&to[static_cast<std::size_t>(front) * row], tokens - front, h, dim));
     }
     std::vector<double> scores, want(dim, 0.0);
     double top = -INFINITY, sum = 0.0, error = 0.0, size = 0.0;
     const auto at = [&](int t, int c) {
-        return static_cast<std::size_t>((t * heads + head / (q_heads / heads)) * dim + c);
+        return static_cast<std::size_t>((t * h + head / (q_heads / h)) * dim + c);
     };
     for (int t = 0; t < seen; ++t) {
         double score = 0.0;
@@ -420,11 +442,12 @@ struct drafts {
     }
     void host_append(int n, const std::vector<float16>& keys, const std::vector<float16>& values) {
         for (std::size_t b = 0; b < rows.size(); ++b)
-            for (int layer = 0; layer < layers; ++layer) {
-                const std::size_t at = static_cast<std::size_t>(layer * c.room + static_cast<int>(b) * n) *
-                                       static_cast<std::size_t>(heads * dim);
-                rows[b]->host.append_draft(layer, token_view<const float16>(&keys[at], n, heads, dim),
-                                           token_view<const float16>(&values[at], n, heads, dim));
+            for (int layer = 0; layer < c.count(); ++layer) {
+                const int h = c.heads_of(layer);
+                const auto at = static_cast<std::size_t>(layer * c.room * heads * dim +
+                                                         static_cast<int>(b) * n * h * dim);
+                rows[b]->host.append_draft(layer, token_view<const float16>(&keys[at], n, h, dim),
+                                           token_view<const float16>(&values[at], n, h, dim));
             }
     }
     void attend(int layer, int n) {
@@ -479,7 +502,7 @@ struct history {
     test::rng r;
     const char* name;
     std::vector<pair> pairs;
-    int step = 0, deep = 0, cut = 0, spliced = 0, moved = 0, requantized = 0, kept = 0;
+    int step = 0, deep = 0, cut = 0, spliced = 0, moved = 0, requantized = 0, kept = 0, unreached = 0;
     double worst = 0.0;
 
     history(const both_options& o, unsigned seed, const char* n) : c(o), r(seed), name(n) { add(); }
@@ -492,7 +515,7 @@ struct history {
 
     /// Attends with the last `queries` tokens of the rows that a begin has named, in one layer, and compares some rows.
     void attend(const std::vector<pair*>& rows, int queries) {
-        const int layer = any(0, layers - 1), n = static_cast<int>(rows.size()) * queries;
+        const int layer = any(0, c.count() - 1), n = static_cast<int>(rows.size()) * queries;
         std::vector<float16> x(c.q.size());
         for (float16& y : x) y = float16(test::normal(r));
         c.q.upload(x);
@@ -503,6 +526,9 @@ struct history {
         if (any(0, 2) == 0) {
             options.window = any(1, 400);
             options.window_sinks = any(0, 1) == 0;
+            // Two windows that are one together.
+            const key_window own = c.cpu.layers()[static_cast<std::size_t>(layer)].sees();
+            if (own) options.window_sinks = own.sinks > 0;
         }
         ok(c.gpu.attend(layer, token_view<const float16>(c.q.get(), n, q_heads, dim),
                         token_view<float16>(c.out.get(), n, q_heads, dim), options, c.stream));
@@ -551,12 +577,13 @@ struct history {
             c.write(r, keys, values);
             ok(c.gpu.begin_step(batch, n, c.stream));
             const int tokens = n * static_cast<int>(rows.size());
-            for (int layer = 0; layer < layers; ++layer)
+            for (int layer = 0; layer < c.count(); ++layer)
                 ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
             for (std::size_t b = 0; b < rows.size(); ++b)
                 if (rows[b]) c.appended(rows[b]->host, keys, values, static_cast<int>(b) * n, n);
             // Queries of older tokens, too.
-            if (i == 1 && any(0, 1) == 0) attend(rows, any(0, 2) == 0 ? any(n, 6) : n);
+            if (i == 1 && any(0, 1) == 0)
+                attend(rows, any(0, 2) == 0 ? any(n, std::min(6, n + c.o.rollback)) : n);
             CUDA_OK(cudaStreamSynchronize(c.stream));
         }
     }
@@ -564,20 +591,22 @@ struct history {
         pair& p = one();
         const int n = any(1, any(0, 1) == 0 ? 20 : 200);
         if (!fits(p, n)) return;
-        const int window = any(0, 2) == 0 ? any(1, 400) : 0;
+        const bool listed = !c.o.list.empty();
+        const int window =
+            any(0, 2) > 0 || (listed && p.host.tokens() < c.o.sinks) ? 0 : any(listed ? 71 : 1, 400);
         std::vector<float16> keys, values;
         c.write(r, keys, values);
         ok(c.gpu.begin_prompt(p.id, n, c.stream));
         if (any(0, 1) == 0) {
             // Sinks among the new tokens are those of no page.
-            const bool keeps_sinks = window > 0 && p.host.tokens() >= c.o.sinks && any(0, 1) == 0;
+            const bool keeps_sinks = window > 0 && p.host.tokens() >= c.o.sinks && (listed || any(0, 1) == 0);
             prefill(r, c, p, n, keys, values, window, keeps_sinks, name, step);
             return;
         }
-        for (int layer = 0; layer < layers; ++layer)
+        for (int layer = 0; layer < c.count(); ++layer)
             ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
         c.appended(p.host, keys, values, 0, n);
-        if (any(0, 3) == 0) attend({&p}, std::min(n, 5));
+        if (any(0, 3) == 0) attend({&p}, std::min({n, 5, c.o.rollback + 1}));
     }
     void trim() {
         pair& p = one();
@@ -587,6 +616,25 @@ struct history {
         if (kind == 0) n = any(0, tokens);
         if (kind == 1) n = any(tokens * 3 / 4, tokens);
         if (kind == 2 && tokens > c.o.sinks) n = c.o.sinks + any(0, (tokens - c.o.sinks) / page) * page;
+        if (n < tokens && n < p.host.trim_limit() && n > 0) {
+            // A window has freed what the next token needs, on both sides.
+            const cuda::status s = c.gpu.trim(p.id, n);
+            if (s) {  // to sinks alone
+                p.host.trim(n);
+                return;
+            }
+            CHECK(std::strstr(s.message, "it has freed what they need"), "%s, step %d: %s", name, step,
+                  s.message);
+            bool raised = false;
+            try {
+                p.host.trim(n);
+            } catch (const kvq::error&) {
+                raised = true;
+            }
+            CHECK(raised, "%s, step %d: the CPU trims to %d", name, step, n);
+            ++unreached;
+            return;
+        }
         ok(c.gpu.trim(p.id, n));
         p.host.trim(n);
         deep += kind <= 2;
@@ -601,7 +649,7 @@ struct history {
     }
     /// The first tokens of one sequence, then tokens of another: on the CPU, and back. Pages then hide first tokens, too.
     void splice() {
-        if (pairs.size() < 2) return;
+        if (pairs.size() < 2 || !c.o.list.empty()) return;
         pair& a = pairs[static_cast<std::size_t>(any(0, static_cast<int>(pairs.size()) - 2))];
         const pair& b = pairs.back();
         const int most = std::min(a.host.tokens(), b.host.tokens());
@@ -640,11 +688,11 @@ struct history {
             std::vector<float16> keys, values;
             ok(d.begin(r, level, keys, values));
             const int tokens = level * static_cast<int>(rows.size());
-            for (int layer = 0; layer < layers; ++layer)
+            for (int layer = 0; layer < c.count(); ++layer)
                 ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
             d.host_append(level, keys, values);
             if (any(0, 1) == 0) {
-                const int layer = any(0, layers - 1);
+                const int layer = any(0, c.count() - 1);
                 const std::vector<float16> x = random_queries(r, c);
                 c.out.poison();
                 d.attend(layer, level);
@@ -658,7 +706,8 @@ struct history {
         const int what = any(0, 7);
         if (what == 0) {  // all of it is gone, and more
             for (std::size_t b = 0; b < rows.size(); ++b) {
-                const int left = std::max(0, d.accepted[b] - any(0, 2 * c.o.rollback));
+                const int left =
+                    std::max(rows[b]->host.trim_limit(), d.accepted[b] - any(0, 2 * c.o.rollback));
                 ok(c.gpu.trim(rows[b]->id, left));
                 rows[b]->host.trim(left);
             }
@@ -800,8 +849,8 @@ struct history {
         std::printf(
             "  %-28s %d steps, %d deep trims (%d times pages were cut), %d drafts kept, %d pages "
             "requantized, "
-            "%d moves, %d splices, error %.2e\n",
-            name, steps, deep, cut, kept, requantized, moved, spliced, worst);
+            "%d moves, %d splices, %d trims refused, error %.2e\n",
+            name, steps, deep, cut, kept, requantized, moved, spliced, unreached, worst);
     }
 };
 
@@ -1193,6 +1242,65 @@ void check_refusals() {
     CHECK(g.gpu.begin_prompt(s, 100, g.stream), "begin");
 }
 
+/// Lists of layers that the device does not hold, and what windows refuse.
+void check_lists() {
+    const layer of{heads, dim};
+    const auto open = [&](const std::vector<layer>& list, int sinks) {
+        cuda::cache c;
+        cuda::cache_options o;
+        o.formats = {"kivi-4-g32", "int8"};
+        o.page_tokens = page;
+        o.sinks = sinks;
+        return c.open(list, o, std::span(&compiled(), 1), nullptr);
+    };
+    const layer full = full_attention(of);
+    refused(open({full, chunked_attention(64, of)}, 0), "layer 1, chunks of 64, 2 x 64: caches on a device");
+    layer sees_two = sliding_attention(64, of), mixed = full;
+    sees_two.sinks = 2;
+    refused(open({sees_two}, 4), "sliding window of 64, 2 x 64: its queries see 2 sinks");
+    mixed.formats = {0, 2};
+    refused(open({full, mixed}, 0), "layer 1, full attention of 2 x 64: formats 0 and 2 are not among the 2");
+    mixed.formats = {0, 1};
+    refused(open({full, mixed}, 0), "nothing was compiled for kivi-4-g32/int8, head_dim 64");
+    bool raised = false;
+    try {
+        (void)open({full, sliding_attention(0, of)}, 0);
+    } catch (const kvq::error&) {
+        raised = true;
+    }
+    CHECK(raised, "a window of 0 tokens");
+
+    // A window and a layer with other heads. Pages of the window go, the sinks stay.
+    both_options options;
+    options.list = {full_attention({1, dim}), sliding_attention(40, of)};
+    options.list[1].sinks = options.sinks;
+    both_caches c(options);
+    const cuda::sequence_id id = c.gpu.new_sequence();
+    const auto append = [&](int n) {
+        CHECK(c.gpu.begin_prompt(id, n, c.stream), "begin");
+        for (int l = 0; l < 2; ++l)
+            CHECK(c.gpu.append(l, c.rows(c.k, l, n), c.rows(c.v, l, n), c.stream), "append");
+    };
+    append(250);
+    append(1);  // gives back what the prompt has read
+    const auto& kinds = c.gpu.formats(1).kinds;
+    const auto block = kinds[0].key_block + kinds[0].value_block;
+    // 250 tokens: 6 pages are behind 40 recent ones; a trim by 16 leaves queries that see tokens from 195 on.
+    const std::size_t pages = 6 + 2 * 1, held = c.gpu.usage(id).quantized;
+    CHECK(held == pages * block, "%zu bytes, expected %zu", held, pages * block);
+    refused(c.gpu.trim(id, 100), "layer 1, sliding window of 40, 2 x 64: cannot trim to 100 tokens");
+    CHECK(c.gpu.tokens(id) == 251 && c.gpu.trim_limit(id) == 203, "trims reach %d", c.gpu.trim_limit(id));
+    const token_view<const float16> q(c.q.get(), 18, q_heads, dim);
+    const token_view<float16> out(c.out.get(), 18, q_heads, dim);
+    refused(c.gpu.attend(1, q, out, {.query_tokens = 18}, c.stream), "that more than 17 see");
+    CHECK(c.gpu.attend(0, q, out, {.query_tokens = 18}, c.stream), "full attention");
+    const token_view<const float16> q1(c.q.get(), 1, q_heads, dim);
+    const token_view<float16> out1(c.out.get(), 1, q_heads, dim);
+    refused(c.gpu.attend(1, q1, out1, {.window = 60}, c.stream),
+            "a window of 60 tokens without sinks is no window together with it");
+    CHECK(c.gpu.trim(id, 203) && c.gpu.trim_limit(id) == 203, "a trim to what is held");
+}
+
 #elif PART == 2
 
 /// Rotations that are missing, of another shape, of a format without them, or too late.
@@ -1395,6 +1503,15 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     history({}, 1, "4 sinks, 40 recent").run(long_run);
     history({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent")
         .run(long_run / 2);
+    check_lists();
+    // Four groups: windows of two lengths, full attention of two shapes and formats.
+    const std::vector<kvq::layer> list = {sliding_attention(70, {.kv_heads = heads, .head_dim = dim}),
+                                          full_attention({.kv_heads = 1, .head_dim = dim, .formats = {1, 1}}),
+                                          sliding_attention(70, {.kv_heads = heads, .head_dim = dim}),
+                                          full_attention({.kv_heads = heads, .head_dim = dim}),
+                                          sliding_attention(9, {.kv_heads = 1, .head_dim = dim, .sinks = 4})};
+    history({.list = list}, 6, "windows and formats").run(long_run / 2);
+    history({.recent = 90, .rollback = 1, .list = list}, 7, "windows, rollback 1").run(long_run / 4);
     history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1, .draft_tokens = 32}, 3,
             "37 sinks, rollback 100")
         .run(long_run / 2);

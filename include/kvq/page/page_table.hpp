@@ -5,7 +5,7 @@
 // A layer with a key_window frees spans behind the sinks that no query sees any more. The others keep their positions, so there is one gap:
 // behind the sinks. A table holds its last token always.
 //
-// The cache on the CPU has a table for each layer (cache/sequence.hpp), the cache on a GPU one for all layers (cuda/host/sequence_pages.hpp).
+// The cache on the CPU has a table for each layer (cache/sequence.hpp), the cache on a GPU one for all layers of a group (cuda/host/sequence_pages.hpp).
 // Both ask it what is committed, copied, restored, shared and given back, and carry that out: they allocate pages and fill them. A table
 // holds references to pages and writes no byte of them.
 //

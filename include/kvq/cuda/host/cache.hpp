@@ -2,6 +2,7 @@
 //
 //   cuda::cache cache;
 //   auto s = cache.open(shape, {.formats = {"kivi-4-g64"}, .sinks = 4, .recent = 128}, compiled, stream);
+//   s = cache.open(layers, options, compiled, stream);      layers of several shapes, formats and windows (cache/layers.hpp)
 //   auto a = cache.new_sequence();
 //   s = cache.begin_prompt(a, n, stream);        then for every layer prefill(layer, q, k, v, out)
 //   s = cache.begin_step(batch, 1, stream);      then for every layer append(layer, k, v) and attend(layer, q, out)

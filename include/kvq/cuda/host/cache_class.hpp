@@ -99,7 +99,7 @@ public:
     /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the window, in 16 bit, and quantized pages
     /// as they are, without scratch memory (prefill.cuh). After begin_prompt(). q, out: [new_tokens][q_heads][head_dim].
     status prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
-                   const output_view& out, const prefill_options& options, cudaStream_t stream) {
+                   const output_view& out, prefill_options options, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type, q.type, out.type}); !s) return s;
         if (!step_.prompt)
             return detail::bad_value("prefill is for the tokens of begin_prompt(): append, then attend");
@@ -109,6 +109,7 @@ public:
                                      q.tokens, k.tokens, v.tokens, out.tokens, step_.new_tokens);
         detail::layer_group& g = group_of(layer);
         const int member = member_of(layer);
+        if (status s = g.add_window(options, member); !s) return s;
         if (status s =
                 g.format.functions->prefill(g.view_before_prompt(member), k, v, q, out,
                                             g.words + g.prompt_at() + 2, step_.new_tokens, options, stream);
@@ -119,7 +120,7 @@ public:
     /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any number of them, or none, then also
     /// after a begin_step() of one sequence. options.lead says which of them a query sees. Before append().
     status prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
-                        const prefill_options& options, cudaStream_t stream) {
+                        prefill_options options, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
         if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
             return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens",
@@ -128,11 +129,14 @@ public:
             return token_view<T>(nullptr, q.tokens, q.heads, q.dim);
         });
         const detail::layer_group& g = group_of(layer);
+        if (status s = g.add_window(options, member_of(layer)); !s) return s;
         return g.format.functions->prefill(
             step_.prompt ? g.view_before_prompt(member_of(layer)) : view(layer), k, v, q, nowhere, nullptr,
             q.tokens, options, stream);
     }
-    /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch.
+    /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch. A layer with a window hides what its
+    /// window hides, also where options.window is 0, and takes at most rollback + 1 tokens more than the step has new ones (of a prompt:
+    /// rollback + 1 in all).
     /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim. Score: that of make_scored_format().
     template <class Score = unmodified>
     status attend(int layer, const query_view& q, const output_view& out, attention_options options,
@@ -143,6 +147,13 @@ public:
             return detail::bad_value(
                 "the cache was opened with kernels for another score modifier: add make_scored_format<its "
                 "type, ...>()");
+        if (!g.holds_queries(options.query_tokens, step_.prompt ? 0 : step_.new_tokens))
+            return detail::bad_value(
+                "%s: attention of %d tokens, but it may have freed keys that more than %d see (rollback + 1, "
+                "and those of a step); take prefill()",
+                g.describe(member_of(layer)).c_str(), options.query_tokens,
+                g.geometry.rollback + 1 + (step_.prompt ? 0 : step_.new_tokens));
+        if (status s = g.add_window(options, member_of(layer)); !s) return s;
         if (step_.prompt) options.early = false;  // pages were requantized right before
         if (options.drafted == 0) options.drafted = step_.draft;
         return g.format.functions->attend(view(layer), q, out, options, workspace_.as<>(), workspace_.bytes(),
@@ -157,6 +168,8 @@ public:
     /// A begun prompt that some layer does not have yet can be taken back within `rollback`, or with the page of its first token; a step,
     /// within `rollback`.
     status trim(sequence_id id, int n);
+    /// The least n from which on trim(id, n) is possible for every n: layers with a window have freed what earlier lengths need. O(pages)
+    int trim_limit(sequence_id id) const noexcept;
     /// As in sequence::erase, shift and splice, where no key moves: an erase to the end is a trim. Otherwise refused: attention on the
     /// device finds keys where they were appended. onload() says which sequences that a CPU's cache has rearranged come to the device.
     status erase(sequence_id id, int first, int last);
@@ -244,6 +257,7 @@ private:
     status check_options(const cache_options& options) const;
     status make_groups(std::span<const device_format> compiled);
     status open_group(detail::layer_group& g) const;
+    int pool_pages(const detail::layer_group& g) const noexcept;
     template <class T>
     status put_layers(detail::device_memory& to, const detail::layer_group& g,
                       std::initializer_list<const T*> arrays, std::size_t count, cudaStream_t stream) const;

@@ -73,7 +73,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
         g.now = {};
         for (std::size_t b = 0; b < batch.size(); ++b) {
             const detail::sequence_pages& s = entry_of(batch[b]).pages[i];
-            const int taken = s.committed_after(counts[b], g.geometry) - s.committed();
+            const int taken = s.missing_quantized(counts[b], g.geometry);
             quantized[static_cast<std::size_t>(s.target())] += taken;
             if (taken > 0) g.now.targets |= 1u << s.target();
         }

@@ -47,8 +47,13 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
     for (int i = 0; i < layer_count(); ++i) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
         const auto text = [&] { return common::describe_layer(i, l); };
-        if (l.kind != layer_kind::full)
-            return detail::bad_value("%s: caches on a device hold full attention only", text().c_str());
+        if (l.kind != layer_kind::full && l.kind != layer_kind::sliding)
+            return detail::bad_value("%s: caches on a device hold full attention and sliding windows only",
+                                     text().c_str());
+        if (l.sinks != 0 && l.sinks != options_.sinks)
+            return detail::bad_value(
+                "%s: its queries see %d sinks; on a device they see all %d of the cache, or none",
+                text().c_str(), l.sinks, options_.sinks);
         const layer_format& f = l.formats;
         if (f.key < 0 || f.key >= n || f.value < 0 || f.value >= n)
             return detail::bad_value("%s: formats %d and %d are not among the %d of the cache",
@@ -93,6 +98,7 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
             g.format = *best;
             g.target = best->find(names[0]);
             g.options = &options_;
+            g.list = &layers_;
         }
         detail::layer_group& g = groups_[static_cast<std::size_t>(group)];
         places_.push_back({group, g.shape.layers++});
@@ -108,6 +114,7 @@ inline status cache::open_group(detail::layer_group& g) const {
                   o.rollback,
                   common::larger(window_columns(o.recent + o.rollback + o.draft_tokens, o.page_tokens, 0),
                                  window_columns(o.recent, o.page_tokens, o.step_tokens))};
+    g.geometry.window = layers_[static_cast<std::size_t>(g.members[0])].sees();
     g.columns = common::larger(1, g.geometry.pages(o.max_tokens));
     g.columns += common::smaller(o.cut_pages, detail::most_tokens / o.page_tokens - g.columns);
     g.sink_columns = common::larger(1, g.geometry.sink_pages(o.sinks));
@@ -132,6 +139,16 @@ inline status cache::open_group(detail::layer_group& g) const {
     g.sinks.open(o.memory, "sinks", 0, detail::device_geometry::sink_page_tokens, g.shape.layers,
                  g.format.sink_block[0] * heads, g.format.sink_block[1] * heads);
     return {};
+}
+
+/// Quantized pages that are allocated up front. A window needs some for each sequence, and during a prompt twice as many.
+inline int cache::pool_pages(const detail::layer_group& g) const noexcept {
+    const int pages = common::ceil_div(options_.pool_tokens, options_.page_tokens);
+    if (!g.geometry.window) return pages;
+    const long long of_sequence =
+        2LL * ((std::int64_t{g.geometry.window.tokens} + options_.rollback) / options_.page_tokens + 2);
+    const long long all = of_sequence * common::larger(options_.pool_sequences, options_.max_batch);
+    return static_cast<int>(common::smaller(static_cast<long long>(pages), all));
 }
 
 inline status cache::open(const cache_shape& shape, const cache_options& options,
@@ -160,7 +177,8 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         detail::layer_group& g = groups_[i];
         s = open_group(g);
         g.first_word = static_cast<int>(words);
-        words += g.word_count();
+        words +=
+            common::round_up(g.word_count(), 64LL);  // as memory of pages, view() gives them in place of none
         if (s && words > 1 << 30)
             s = detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
                                   options.max_tokens);
@@ -174,9 +192,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     if (s) s = workspace_.allocate(options.memory, workspace, "the workspace", stream);
     for (detail::layer_group& g : groups_) {
         g.words = words_.as<int>() + g.first_word;
-        if (s)
-            s = g.quantized[static_cast<std::size_t>(g.target)].grow(
-                common::ceil_div(options.pool_tokens, options.page_tokens), stream);
+        if (s) s = g.quantized[static_cast<std::size_t>(g.target)].grow(pool_pages(g), stream);
         if (s) s = g.window.grow(options.pool_sequences * g.geometry.ring, stream);
         if (s) s = g.sinks.grow(options.pool_sequences * g.geometry.sink_pages(options.sinks), stream);
     }
@@ -195,11 +211,9 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
 
 inline status cache::check_equal_layers(const char* who) const {
     if (!is_open()) return detail::bad_value("the cache is not open");
-    if (groups_.size() == 1) return {};
-    const int other = groups_[1].members[0];
-    return detail::bad_value("%s takes caches of equal layers, but %s, %s", who,
-                             common::describe_layer(other, layers_[static_cast<std::size_t>(other)]).c_str(),
-                             "differs from layer 0");
+    if (groups_.size() == 1 && !groups_[0].geometry.window) return {};
+    return detail::bad_value("%s takes caches of equal layers with full attention only, not %s", who,
+                             groups_.back().describe(0).c_str());
 }
 
 /// Has any layer the format?

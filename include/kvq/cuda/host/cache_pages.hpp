@@ -52,17 +52,28 @@ inline status cache::trim(sequence_id id, int n) {
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
         const detail::sequence_pages& s = e.pages[i];
+        if (!s.table.reaches(n, g.geometry))
+            return detail::bad_value(
+                "%s: cannot trim to %d tokens: it has freed what they need, and holds at least %d",
+                g.describe(0).c_str(), n, s.table.trim_limit(g.geometry));
         if (step_.begun && step_.id == id && g.now.missing_layers > 0 &&
             s.committed_after_trim(n, g.geometry) > g.now.committed_before)
             return detail::bad_value(
                 "cannot trim to %d: %d layers lack the prompt that has begun and have not quantized that "
                 "token's page; trim to at most %d, or append the prompt to them first",
-                n, g.now.missing_layers, s[g.now.committed_before].first_token);
+                n, g.now.missing_layers, s[common::larger(g.now.committed_before, s.gone())].first_token);
     }
     for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].trim(n, groups_[i].geometry);
     e.version = ++versions_;
     step_.begun = false;
     return {};
+}
+
+inline int cache::trim_limit(sequence_id id) const noexcept {
+    int limit = 0;
+    for (std::size_t i = 0; is_here(id) && i < groups_.size(); ++i)
+        limit = common::larger(limit, entry_of(id).pages[i].table.trim_limit(groups_[i].geometry));
+    return limit;
 }
 
 /// Tokens [first, last) of a sequence are to move. moves: does any key?

@@ -56,9 +56,7 @@ inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_to
         for (const sequence_id id : batch) {
             if (id == sequence_id{}) continue;
             const detail::sequence_pages& s = entry_of(id).pages[i];
-            if (!draft)
-                quantized[static_cast<std::size_t>(s.target())] +=
-                    s.committed_after(new_tokens, g) - s.committed();
+            if (!draft) quantized[static_cast<std::size_t>(s.target())] += s.missing_quantized(new_tokens, g);
             window += draft ? s.missing_draft_pages(new_tokens, g) : s.missing_pages(new_tokens, g);
             sinks += common::larger(
                 0, g.sink_pages(s.tokens() + s.drafted + new_tokens) - static_cast<int>(s.sinks.size()));
@@ -143,14 +141,14 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     next.id = id;
     step_ = next;
     detail::word_writer to = writer(stream);
-    std::vector<detail::prompt_slots> slots;
+    std::vector<detail::prompt_slots> found;
     for (std::size_t i = 0; i < groups_.size(); ++i)
-        slots.push_back(
+        found.push_back(
             groups_[i].begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>(),
                                     slots_.as<long long>() + i * static_cast<std::size_t>(new_tokens), to));
     status s = to.flush();
     if (!s) forget_rows();
-    for (const detail::prompt_slots& of : slots)
+    for (const detail::prompt_slots& of : found)
         if (s) s = groups_[0].format.functions->find_prompt_slots(of, stream);
     return s;
 }

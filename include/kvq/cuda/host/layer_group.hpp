@@ -35,7 +35,7 @@ struct device_keys {
 struct layer_group {
     /// Pages to quantize from 16-bit values, in the lists of a prompt: first those that stood in the window, then those of the scratch.
     struct prompt_jobs {
-        int before, staged, after;
+        int before = 0, staged = 0, after = 0;
     };
     /// Pages [first, end) of a sequence.
     struct page_run {
@@ -49,15 +49,17 @@ struct layer_group {
         // Of a prompt: the quantized pages before it, and the layers that it still has to be appended to.
         int committed_before = 0, missing_layers = 0;
         prompt_ranges ranges;
-        prompt_jobs jobs{};
+        int opened = 0;  // of its tokens: the end of those in a page that has tokens already
+        prompt_jobs jobs;
         layer_memory staging;
-        long long* slots = nullptr;
+        long long* slot_list = nullptr;
     };
     /// Whose table stands in a row.
     struct row {
         sequence_id id;
         std::uint64_t version = 0;
         int pages = 0;  // that the row names; the sequence may have had more in another row
+        int gone = 0;   // pages that it does not name any more
     };
 
     std::vector<int> members;  // layers of the cache
@@ -69,7 +71,8 @@ struct layer_group {
     std::vector<device_pages> quantized;  // by format
     std::vector<device_keys> keys;
     device_pages window, sinks;
-    const cache_options* options = nullptr;
+    const cache_options* options = nullptr;    // of the cache
+    const std::vector<layer>* list = nullptr;  // of the cache
     int first_word = 0;
     const int* words = nullptr;  // its own, in device memory
     std::vector<int> mirror;     // what they are, but for lists
@@ -134,14 +137,18 @@ struct layer_group {
                   word_writer& to) {
         row& r = rows[static_cast<std::size_t>(b)];
         const bool known = r.id == id && r.version == version;
-        const int before = s.committed(), after = s.paged_tokens(geometry) + s.drafted + new_tokens;
+        const int before = s.committed(), gone = s.gone(),
+                  after = s.paged_tokens(geometry) + s.drafted + new_tokens;
         if (draft)
             s.draft(new_tokens, geometry, pools_of(s));
         else
             s.grow(new_tokens, geometry, pools_of(s));
         const int from = known ? r.pages : 0, end = s.committed();
-        const auto number = [&](int i, int f) { return s.format_of(s[i]) == f ? s.number_of(s[i]) : -1; };
-        for (int f = 0; f < kinds() && from < end; ++f) {
+        const auto number = [&](int i, int f) {
+            return s.format_of(i) == f ? s.quantized_page(i)->number : -1;
+        };
+        for (int f = 0; f < kinds(); ++f) {
+            for (int i = known ? r.gone : gone; i < gone; ++i) put(to, table_at(f, false, b) + i, -1);
             for (int i = from; i < end; ++i) put(to, table_at(f, false, b) + i, number(i, f));
             for (int i = from; i < end; ++i)
                 put(to, table_at(f, true, b) + i, i >= before ? number(i, f) : -1);
@@ -149,14 +156,17 @@ struct layer_group {
         if (!known || from < end)
             for (int f = 0; f < kinds(); ++f) {
                 int first = 0, last = end;
-                while (last > 0 && s.format_of(s[last - 1]) != f) --last;
-                while (first < last && s.format_of(s[first]) != f) ++first;
+                while (last > 0 && s.format_of(last - 1) != f) --last;
+                while (first < last && s.format_of(first) != f) ++first;
                 put(to, first_at(f, b), first);
                 put(to, end_at(f, b), last);
             }
         if (!known) {
             const int cut_end = s.cut_end(geometry);
-            for (int i = 0; i < cut_end; ++i) {
+            // Pages that are gone show nothing, and lie before all others.
+            for (int i = 0; i < common::smaller(gone, cut_end); ++i)
+                for (const int word : {0, 1}) put(to, shown_at(b) + 2 * i + word, 0);
+            for (int i = gone; i < cut_end; ++i) {
                 put(to, shown_at(b) + 2 * i, s[i].first_token);
                 put(to, shown_at(b) + 2 * i + 1,
                     static_cast<int>(static_cast<unsigned>(s[i].skip) |
@@ -173,56 +183,60 @@ struct layer_group {
         for (std::size_t i = 0; i < s.sinks.size(); ++i)
             put(to, sinks_at(b) + static_cast<int>(i), s.sinks[i]->number);
         put(to, tokens_at(b), after);
-        put(to, committed_at(b), end);
-        r = {id, version, end};
+        put(to, committed_at(b), s.first_in_16_bit());
+        r = {id, version, end, gone};
     }
 
-    /// Pages of a prompt that are quantized at once: those that are not in the ring, nor were before.
+    /// Pages of a prompt that are quantized at once: those that are not in the ring, nor were before, and that no window frees.
     page_run staged_pages(const sequence_pages& s, int new_tokens) const noexcept {
-        const int first = s.pages();
-        return {first, common::larger(first, s.pages_after(new_tokens, geometry) - geometry.ring)};
+        const int end = common::larger(s.pages(), s.pages_after(new_tokens, geometry) - geometry.ring);
+        return {common::smaller(end, common::larger(s.pages(), s.gone_after(new_tokens, geometry))), end};
     }
     /// A prompt has more pages than the ring: those that fall behind the recent window go to 16-bit pages of one layer's scratch and are
     /// quantized from there, in one launch for all of them. Pages and scratch are there.
     prompt_slots begin_prompt(sequence_id id, std::uint64_t version, sequence_pages& s, int new_tokens,
-                              std::byte* scratch, long long* slots, word_writer& to) {
+                              std::byte* scratch, long long* slot_list, word_writer& to) {
         const page_run staged = staged_pages(s, new_tokens);
-        const int before = s.paged_tokens(geometry), first_new = staged.first, kept = staged.end;
+        const int before = s.paged_tokens(geometry), first_new = s.pages(), kept = staged.end;
         now = {};
         now.targets = 1u << s.target();
         now.staging = pool_memory{scratch, window.memory().key_page_bytes, window.memory().value_page_bytes,
                                   staged.size()}
                           .layer(0);
-        now.slots = slots;
+        now.slot_list = slot_list;
         // Where tokens go.
         const auto clamp = [&](int paged) {
             return common::smaller(common::larger(paged - before, 0), new_tokens);
         };
-        now.ranges = {clamp(geometry.sinks), clamp(geometry.first_token(first_new)),
-                      clamp(geometry.first_token(kept)), new_tokens, first_new};
+        now.ranges = {clamp(geometry.sinks), clamp(geometry.first_token(staged.first)),
+                      clamp(geometry.first_token(kept)), new_tokens, staged.first};
+        now.opened = clamp(geometry.first_token(first_new));
         const int held = s.committed();
         std::vector<int> from_window;  // of pages that the window has now
         for (int i = held; i < first_new; ++i) from_window.push_back(s.window_page(i)->number);
         grow_row(0, id, version, s, new_tokens, false, to);
         // What is quantized from where.
         const int due = s.committed();
-        now.jobs = {common::larger(0, common::smaller(due, first_new) - held),
-                    common::smaller(due, kept) - common::smaller(due, first_new),
-                    due - common::larger(held, common::smaller(due, kept))};
+        std::vector<int> numbers;
         for (int i = held; i < due; ++i) {
+            const page* const into = s.quantized_page(i);
+            if (into == nullptr) continue;  // a window has freed it at once
+            ++(i < first_new ? now.jobs.before : i < kept ? now.jobs.staged : now.jobs.after);
             const int from = i < first_new ? from_window[static_cast<std::size_t>(i - held)]
-                             : i < kept    ? i - first_new
+                             : i < kept    ? i - staged.first
                                            : s.window_page(i)->number;
-            send(to, list_at(false) + i - held, from);
+            send(to, list_at(false) + static_cast<int>(numbers.size()), from);
+            numbers.push_back(into->number);
         }
-        for (int i = held; i < due; ++i) send(to, list_at(true) + i - held, s.number_of(s[i]));
+        for (std::size_t i = 0; i < numbers.size(); ++i)
+            send(to, list_at(true) + static_cast<int>(i), numbers[i]);
         const int of_prompt[prompt_words] = {before, held, 0, new_tokens};
         for (int i = 0; i < prompt_words; ++i) send(to, prompt_at() + i, of_prompt[i]);
         now.committed_before = held;
         now.missing_layers = shape.layers;
         return {now.ranges,           before,        geometry.sinks,
                 geometry.page_tokens, geometry.ring, words + window_at(0),
-                words + sinks_at(0),  slots};
+                words + sinks_at(0),  slot_list};
     }
     /// So many free pages, of each format and of 16 bit.
     status ensure_free(std::span<const int> of_formats, int in_window, int of_sinks, cudaStream_t stream) {
@@ -326,6 +340,34 @@ struct layer_group {
         for (int i = 0; i < shape.layers; ++i) all.push_back(view(i, sequences));
         return all;
     }
+    /// Hides what the window of the layers hides, beside what the caller's does: together they are one window. of: the layer, for errors.
+    template <class Options>
+    status add_window(Options& o, int member) const {
+        const key_window& own = geometry.window;
+        if (!own) return {};
+        if (o.window == 0) {
+            o.window = own.tokens;
+            o.window_sinks = own.sinks > 0;
+            return {};
+        }
+        const bool sinks_within = o.window < own.tokens ? o.window_sinks : own.sinks > 0,
+                   sinks_around = o.window < own.tokens ? own.sinks > 0 : o.window_sinks;
+        if (o.window != own.tokens && sinks_within && !sinks_around && geometry.sinks > 0)
+            return bad_value(
+                "%s, with %d sinks: a window of %d tokens %s sinks is no window together with it",
+                describe(member).c_str(), own.sinks, o.window, o.window_sinks ? "and" : "without");
+        o.window = common::smaller(o.window, own.tokens);
+        o.window_sinks = sinks_within && sinks_around;
+        return {};
+    }
+    std::string describe(int member) const {
+        const int layer = members[static_cast<std::size_t>(member)];
+        return common::describe_layer(layer, (*list)[static_cast<std::size_t>(layer)]);
+    }
+    /// Do queries of the step's last `count` tokens see nothing that their window has freed?
+    bool holds_queries(int count, int of_step) const noexcept {
+        return !geometry.window || count <= geometry.rollback + 1 + of_step;
+    }
     /// Quantizes what leaves the windows of a step, in all layers, with the first of them.
     status commit(int member, int sequences, int new_tokens, cudaStream_t stream) {
         if (member > 0)
@@ -352,9 +394,9 @@ struct layer_group {
             return part;
         };
         const auto store = [&](const layer_memory& pages, bool in_sinks, int first, int end) -> status {
-            if (first == end) return {};
+            if (first >= end) return {};
             return format.functions->store(l, pages, in_sinks, slice(k, first, end - first),
-                                           slice(v, first, end - first), now.slots + first, stream);
+                                           slice(v, first, end - first), now.slot_list + first, stream);
         };
         int done = 0;
         const auto quantize = [&](const layer_memory& pages, int count) -> status {
@@ -367,7 +409,7 @@ struct layer_group {
         };
         status s = store(l.sinks, true, 0, r.open);
         // A page that was being filled, before its column takes another one.
-        if (s) s = store(l.window, false, r.open, r.staged);
+        if (s) s = store(l.window, false, r.open, now.opened);
         if (s) s = quantize(l.window, now.jobs.before);
         if (s) s = store(now.staging, false, r.staged, r.kept);
         if (s) s = quantize(now.staging, now.jobs.staged);

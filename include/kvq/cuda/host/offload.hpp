@@ -127,6 +127,7 @@ struct cache_access {
             table.committed = m.from->committed;
             table.copies_from = m.from->copies_from;
             table.rearranged = m.from->rearranged;
+            table.freed = m.from->freed;
             for (int role = 0; role < 2; ++role) table.targets[role] = m.targets[role];
         }
         return result;
@@ -143,8 +144,8 @@ struct cache_access {
                 formats[static_cast<int>(role)][f] = cpu_format(cpu, gpu, role, f);
         const auto listed = [&](int f) { return formats[0][f] >= 0 && formats[1][f] >= 0; };
         if (!listed(s.target())) return unknown(gpu, s.target());
-        for (int i = 0; i < s.committed(); ++i)
-            if (!listed(s.format_of(s[i]))) return unknown(gpu, s.format_of(s[i]));
+        for (int i = s.gone(); i < s.committed(); ++i)
+            if (!listed(s.format_of(i))) return unknown(gpu, s.format_of(i));
         status result;
         for (int member = 0; member < gpu.shape.layers && result; ++member) {
             const int layer = gpu.members[static_cast<std::size_t>(member)];
@@ -153,7 +154,7 @@ struct cache_access {
                             {formats[0][s.target()], formats[1][s.target()]},
                             resource_vector<page_span>(cpu.pool().memory())});
             resource_vector<page_span>& spans = made.back().spans;
-            spans.reserve(common::table_capacity(static_cast<std::size_t>(table.size())));
+            spans.reserve(common::table_capacity(static_cast<std::size_t>(table.size() + table.freed)));
             const auto get = [&](page& p, const device_pages& pool, tensor role, int number) {
                 if (result)
                     result = copy(p.data(), pool.memory().page(role, member, number),
@@ -296,14 +297,17 @@ struct cache_access {
                     "layer %d has other tokens or formats than layer %d; the device has one table for both",
                     layer, of.members[0]);
         }
-        const int sinks = s.sink_spans(), pages = s.pages();
+        // Pages before the first one that the window holds are gone.
+        const int sinks = s.sink_spans();
+        s.table.freed = common::ceil_div(common::larger(0, first.front() - g.sinks), g.page_tokens);
+        const int pages = s.pages();
         if (pages > of.columns)
             return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
                              first.tokens, pages, gpu.options_.max_tokens, gpu.options_.cut_pages);
         std::vector<int> wanted(of.quantized.size(), 0);
         int in_window = 0;
-        for (int i = 0; i < pages; ++i) {
-            const auto at = static_cast<std::size_t>(i + sinks);
+        for (int i = s.gone(); i < pages; ++i) {
+            const auto at = static_cast<std::size_t>(i - s.gone() + sinks);
             if (i < pages - g.ring) plan.copied[at] = false;
             if (i < s.committed()) ++wanted[static_cast<std::size_t>(plan.formats[at])];
             in_window += i >= s.committed() || plan.copied[at];
@@ -313,16 +317,17 @@ struct cache_access {
     static void take_pages(layer_group& of, planned_group& plan, int tokens) {
         const device_geometry& g = of.geometry;
         sequence_pages& s = plan.pages;
-        const int sinks = s.sink_spans(), pages = s.pages(), committed = s.table.committed;
-        for (int i = 0; i < pages; ++i) {
-            const auto at = static_cast<std::size_t>(i + sinks);
-            page_span& span = s.table[i + sinks];
-            if (i < s.committed())
+        const int committed = s.table.committed, gone = s.gone();
+        for (int i = s.sink_spans(); i < s.table.size(); ++i) {
+            const auto at = static_cast<std::size_t>(i);
+            page_span& span = s.table[i];
+            if (i < committed)
                 span.pages[0] = of.quantized[static_cast<std::size_t>(plan.formats[at])].pages().take();
-            if (i >= s.committed() || plan.copied[at])
-                (i >= s.committed() ? span.pages : span.copies)[0] = of.window.pages().take();
+            if (i >= committed || plan.copied[at])
+                (i >= committed ? span.pages : span.copies)[0] = of.window.pages().take();
         }
         s.table.restored(committed, g, g.rollback);
+        s.table.freed = gone;
         for (int i = 0; i < g.sink_pages(tokens); ++i) s.sinks.push_back(of.sinks.pages().take());
     }
 

@@ -1,4 +1,4 @@
-// The pages of a sequence on the device: a page table for all layers (page/page_table.hpp), and where its 16-bit pages lie. Plain C++: no
+// The pages of a sequence on the device: a page table for layers of one shape (page/page_table.hpp), and where its 16-bit pages lie. Plain C++: no
 // byte of a page is touched here.
 //
 //   sinks     tokens [0, sinks)     16 bit, in pages of 16 tokens
