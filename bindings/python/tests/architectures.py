@@ -48,6 +48,11 @@ LINEAR = dict(layer_types=["linear_attention", "linear_attention", "full_attenti
               linear_conv_kernel_dim=4)
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, mamba_expand=2,
              mamba_chunk_size=16)
+# An encoder with a decoder of fewer heads: sizes of COMMON would be those of both.
+TWO = dict(d_model=64, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=2, encoder_ffn_dim=96,
+           decoder_ffn_dim=96, decoder_start_token_id=1, num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None,
+           hidden_size=None, head_dim=None, intermediate_size=None)
+FRAMES = 40  # that Whisper hears
 GPT = dict(n_embd=64, n_head=4, n_layer=3, n_positions=256, n_inner=96, attn_pdrop=0.0, resid_pdrop=0.0,
            embd_pdrop=0.0)
 
@@ -61,6 +66,8 @@ CLASSES = {
     "Llama4": ("Llama4ForCausalLM", "Llama4TextConfig"),
     "Qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
     "Bart": ("BartForConditionalGeneration", "BartConfig"),
+    "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig"),
+    "T5": ("T5ForConditionalGeneration", "T5Config"),
 }
 # Options beside COMMON.
 HELD = {
@@ -87,9 +94,10 @@ HELD = {
     "GraniteMoeHybrid": dict(MAMBA, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32,
                              layer_types=["linear_attention", "full_attention", "linear_attention"]),
 }
-# Also with Cache.for_model.
+# With Cache.for_model; those of REFUSED with it alone.
 FOR_MODEL = ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Gemma4, nothing shared", "Phi3", "Olmo3", "Cohere2", "Exaone4", "GptOss",
-             "Llama4", "DeepseekV3", "Qwen3Next", "Qwen3_5", "Lfm2", "Jamba", "Bamba", "GraniteMoeHybrid")
+             "Llama4", "DeepseekV3", "Qwen3Next", "Qwen3_5", "Lfm2", "Jamba", "Bamba", "GraniteMoeHybrid",
+             "Gemma3n", "Gemma4", "Whisper", "Bart")
 # And what the refusal says.
 OWN_ATTENTION = "does not hand"
 REFUSED = {
@@ -108,8 +116,10 @@ REFUSED = {
                  "hybrid"),
     "DeepseekV32": (dict(LATENT, **EXPERTS, index_topk=8, index_head_dim=16, index_n_heads=2),
                     "deepseek_sparse_attention"),
-    "Bart": (dict(d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-                  encoder_ffn_dim=96, decoder_attention_heads=4, decoder_ffn_dim=96, decoder_start_token_id=1), "not causal"),
+    "Bart": (dict(TWO, forced_eos_token_id=None), "not causal"),
+    "Whisper": (dict(TWO, num_mel_bins=8, max_source_positions=FRAMES // 2, max_target_positions=64), "not causal"),
+    "T5": (dict(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=1, num_hidden_layers=None,
+                num_attention_heads=None, hidden_size=None, head_dim=None), "learned biases"),  # by for_model, too
 }
 MODES = ("greedy", "padded", "beams", "beams padded", "drafts", "chunks", "two each", "copy", "crop", "reset")
 
@@ -120,7 +130,7 @@ def made(name, options):
     if not hasattr(transformers, model_class) or not hasattr(transformers, config_class):
         return None
     torch.manual_seed(7)
-    options = {k: v for k, v in {**COMMON, **options}.items() if k != "head_dim" or v is not None}
+    options = {k: v for k, v in {**COMMON, **options}.items() if v is not None or k == "eos_token_id"}
     config = getattr(transformers, config_class)(**options)
     model = getattr(transformers, model_class)(config).eval()
     model.generation_config.eos_token_id = None
@@ -135,7 +145,8 @@ def cache(model=None):
 
 
 def theirs(model):
-    return transformers.DynamicCache(config=model.config.get_text_config())
+    made = [transformers.DynamicCache(config=model.config.get_text_config(decoder=True)) for _ in range(2)]
+    return transformers.EncoderDecoderCache(*made) if model.config.is_encoder_decoder else made[0]
 
 
 def runs(model, mode, make):
@@ -154,11 +165,17 @@ def runs(model, mode, make):
                 "drafts": dict(prompt_lookup_num_tokens=3), "chunks": dict(prefill_chunk_size=8),
                 "two each": dict(num_beams=3, num_return_sequences=2)}
     options = dict(max_new_tokens=12, do_sample=False, **of_modes.get(mode, {}))
+    hears = model.main_input_name == "input_features"
+    if (model.config.is_encoder_decoder and mode in ("chunks", "copy", "crop")) or (hears and "padded" in mode):
+        raise ValueError("an encoder takes all of its input at once")
 
     def generated(ids, given=None, mask=None):
         mask = torch.ones_like(ids) if mask is None else mask
+        inputs = dict(inputs=ids, attention_mask=mask)
+        if hears:
+            inputs = dict(inputs=torch.sin(ids.repeat(1, 5)[:, None, :FRAMES] * torch.arange(1.0, 9.0)[:, None]))
         given = make(model) if given is None else given
-        return model.generate(ids, attention_mask=mask, past_key_values=given, **options)
+        return transformers.GenerationMixin.generate(model, **inputs, past_key_values=given, **options)
 
     other = torch.cat([ids[:, :12], ids[:, 3:9]], 1)
     if mode in ("copy", "crop"):
@@ -192,7 +209,7 @@ def compare(row):
     warnings.simplefilter("ignore")
     start, results, log = time.perf_counter(), {}, []
     try:
-        model = made(name, HELD[name])
+        model = made(name, HELD[name] if name in HELD else REFUSED[name][0])
     except Exception as e:
         return row, {m: "?" for m in MODES}, [f"is not made: {line(e)}\n{traceback.format_exc()}"], 0.0
     if model is None:
@@ -270,11 +287,14 @@ def refuse(name):
         passes = []
         model.register_forward_hook(lambda *_: passes.append(0))
         ids = torch.randint(2, WORDS, (2, 9))
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
-                       past_key_values=cache())
+        if model.main_input_name == "input_features":
+            ids = torch.zeros(2, 8, FRAMES)
+        transformers.GenerationMixin.generate(model, ids, max_new_tokens=4, do_sample=False,
+                                              past_key_values=cache(model if text == "learned biases" else None))
         return name, "FAILED", "it was generated from"
     except kvq.UnsupportedError as e:
-        right = type(model).__name__ in str(e) and re.search(text, str(e)) and not passes
+        named = type(model).__name__ in str(e) or f"type {model.config.model_type} " in str(e)
+        right = named and re.search(text, str(e)) and not passes
         said = f"{e} (after {len(passes)} passes)" if passes else str(e)
         return name, "refused" if right else "FAILED", said
     except Exception as e:
@@ -290,11 +310,13 @@ def on_gpu():
         return True
     well = True
     print(f"\n{'bfloat16 on a GPU':24}{'own error':>12}{'kvq':>12}{'ratio':>8}")
-    for name in ("Llama", "Mistral", "Qwen3", "Gemma2", "Phi3", "GptOss", "Qwen3Next"):
+    for name in ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Gemma4, nothing shared", "Phi3", "Cohere2", "Exaone4", "GptOss",
+                 "Llama4", "Qwen3Next"):
         options = dict(HELD[name], hidden_size=256, head_dim=64, intermediate_size=384,
                        initializer_range=0.05, max_position_embeddings=1024)
-        if "sliding_window" in options:
-            options["sliding_window"] = 100
+        for option, value in (("sliding_window", 100), ("global_head_dim", 64), ("attention_chunk_size", 400)):
+            if option in options:
+                options[option] = value
         try:
             model = made(name, options)
             if model is None:
@@ -330,7 +352,7 @@ def main():
     a = parser.parse_args()
     transformers.logging.set_verbosity_error()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, kvq {kvq.__version__}")
-    rows = [r for name in HELD for r in (name, name + "*") if r == name or name in FOR_MODEL]
+    rows = list(HELD) + [name + "*" for name in FOR_MODEL]
     held, refused = ([n for n in of if not a.names or n in a.names] for of in (rows, REFUSED))
     failed, logs, generated, equal = 0, [], 0, 0
     with multiprocessing.get_context("fork").Pool(a.jobs) as pool:

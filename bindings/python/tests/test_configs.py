@@ -27,6 +27,12 @@ class Configs(unittest.TestCase):
         of_text = types.SimpleNamespace(get_text_config=lambda decoder: config(sliding_window=16))
         self.assertEqual(layers_of(of_text), [kvq.sliding_attention(16, 2, 32, 32)] * 4)
 
+    def test_shared(self):
+        types_ = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+        layers = layers_of(config(layer_types=types_, sliding_window=16, num_kv_shared_layers=2))
+        self.assertEqual([layer.kind for layer in layers], ["sliding", "full", "sliding", "shared", "shared"])
+        self.assertEqual([layer.owner for layer in layers[3:]], [1, 2])
+
     def test_sizes(self):
         one = dict(num_hidden_layers=1)
         self.assertEqual(layers_of(types.SimpleNamespace(**dict(one, num_attention_heads=8, hidden_size=256))),
@@ -57,9 +63,9 @@ class Configs(unittest.TestCase):
     def test_refusals(self):
         linear = ["linear_attention", "full_attention"]
         for options, text in ((dict(relative_attention_num_buckets=32), "learned biases .*relative_attention_num_buckets"),
-                              (dict(is_encoder_decoder=True), "an encoder"),
                               (dict(cross_attention_layers=[1]), "cross_attention_layers"),
-                              (dict(num_kv_shared_layers=2), "2 layers that attend with the keys of earlier ones"),
+                              (dict(num_kv_shared_layers=1, layer_types=["full_attention", "sliding_attention"], sliding_window=9),
+                               "a layer of the type sliding_attention with the keys of an earlier one"),
                               (dict(number_of_conv_states=3), "3 convolution states"),
                               (dict(layer_types=["hybrid"]), "layers of the type hybrid"),
                               (dict(layer_types=["sliding_attention"]), "layers of the type sliding_attention"),

@@ -76,6 +76,18 @@ def stand_in():
             for layer in self.layers:
                 layer.record_past = True
 
+    class EncoderDecoderCache(Cache):
+        def __init__(self, *both):
+            self.self_attention_cache, self.cross_attention_cache = both
+
+        def reorder_cache(self, chosen):
+            for cache in (self.self_attention_cache, self.cross_attention_cache):
+                cache.reorder_cache(chosen)
+
+        def reset(self):
+            for cache in (self.self_attention_cache, self.cross_attention_cache):
+                cache.reset()
+
     class DynamicLayer(CacheLayerMixin):
         keeps_all = True  # crop(0)
 
@@ -129,6 +141,7 @@ def stand_in():
     package.AttentionMaskInterface = type("AttentionMaskInterface", (Registry,), {"functions": {}})
     package.cache_utils = caches
     caches.Cache, caches.CacheLayerMixin = Cache, CacheLayerMixin
+    caches.EncoderDecoderCache = EncoderDecoderCache
     caches.DynamicLayer, caches.LinearAttentionLayer = DynamicLayer, LinearAttentionLayer
     caches.DYNAMIC_LAYER_TYPE_MAPPING = {"full_attention": DynamicLayer, "linear_attention": LinearAttentionLayer,
                                          "indexed_attention": DynamicLayer}
@@ -234,7 +247,7 @@ class Model:
         given = mask
         x = self.words[ids]
         for layer, (wq, wk, wv, wo) in enumerate(self.weights):
-            self.sees = self.kinds[layer] if self.kinds else self.sees
+            self.sees, self.layer_idx = self.kinds[layer] if self.kinds else self.sees, layer
             if mask_function is not None:
                 given = mask_function(
                     batch_size=ids.shape[0], q_length=ids.shape[1], kv_length=real.shape[1], q_offset=past,
@@ -441,11 +454,73 @@ class StandIn(unittest.TestCase):
                 self.model(self.ids, self.exact(), self.attention, None, lambda bad=bad, **_: bad)
 
     def test_shared_keys(self):
-        """Layers that attend with the keys of another one."""
+        """Layers that attend with the keys of another one: of for_model, which knows of them."""
         self.model.share = True
         cache = self.exact()
         with self.assertRaisesRegex(kvq.UnsupportedError, "attend with the keys of another layer"):
             self.model(self.ids, cache, self.attention, None, self.mask)
+        if self.on_gpu:
+            return
+        for kind, sees in (("full_attention", causal), ("sliding_attention", window(20))):
+            self.model.kinds = (sees,) * 2
+            ours, theirs = self.of_model([kind] * 2, num_kv_shared_layers=1), Everything()
+            mask = torch.ones(3, 122, dtype=torch.long)
+            mask[0, :50] = 0
+            for ids in (self.ids[:, :90], self.ids[:, 90:], self.ids[:, :1], self.ids[:, 1:2]):
+                self.both(ids, ours, theirs, mask[:, : ours.get_seq_length() + ids.shape[1]])
+            self.assertEqual([layer.kind for layer in ours.pages.layers], [kind.split("_")[0], "shared"])
+            ours.crop(-2)
+            ours.reorder_cache(torch.tensor([0, 2, 2]))
+            ours = copy.deepcopy(ours)
+            theirs.layers = {i: (k[[0, 2, 2], :, :120], v[[0, 2, 2], :, :120]) for i, (k, v) in theirs.layers.items()}
+            self.both(self.ids[:, :2], ours, theirs, mask)
+            k, v = torch.zeros(3, KV, 1, D), torch.zeros(3, Q, 1, D)
+            keys, _ = ours.update(k, k, 0)
+            self.model.layer_idx = 1
+            with self.assertRaisesRegex(kvq.UnsupportedError, "attend with the keys of another layer"):  # of the pass before
+                self.attention(self.model, v, self.module.Handed.make(k, ours.layers[0], ""), k, None)
+
+    def test_encoder_and_decoder(self):
+        """Keys of an encoder are appended once, and attended to by any number of queries, also of chosen rows and copies."""
+        if self.on_gpu:
+            self.skipTest("an encoder and a decoder are for the CPU")
+        encoder = types.SimpleNamespace(is_causal=False, sees=lambda b, h, q, k: shown[b, 0, 0, k])
+        decoder = types.SimpleNamespace(is_causal=False, is_decoder=True, sees=encoder.sees)
+        shown = torch.ones(3, 1, 1, 50, dtype=torch.bool)
+        k, v = torch.randn(2, 3, KV, 50, D)
+        q = torch.randn(3, Q, 50, D)
+        if hasattr(torch.nn.functional, "scaled_dot_product_attention"):
+            out = self.attention(encoder, q, k, v, None, scaling=0.3)[0]
+            self.assertLess((out - eager(encoder, q, k, v, None, 0.3)[0]).abs().max().item(), 1e-5)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "not causal; a decoder that attends to an encoder needs .*for_model"):
+            self.attention(decoder, q, k, v, None)
+        for padded in (False, True):
+            shown[1, ..., :7] = shown[2, ..., 20:] = not padded
+            cache = self.of_model(["full_attention"], is_encoder_decoder=True)
+            self.assertEqual(cache.cross_attention_cache.get_seq_length(), 0)
+
+            def check(cache, n, rows=(0, 1, 2), given=None):
+                q, rows = torch.randn(3, Q, n, D), list(rows)
+                of = cache.cross_attention_cache.layers[0]
+                keys, values = given or (of.keys, of.values)
+                out = self.attention(decoder, q, keys, values, shown[rows].expand(-1, -1, n, -1) if padded else None, scaling=0.3)[0]
+                b = torch.tensor(rows)[:, None, None, None]
+                decoder.sees = lambda _, h, q, k: shown[b, 0, 0, k]
+                self.assertLess((out - eager(decoder, q, torch.cat([k[rows]], 0), v[rows], None, 0.3)[0]).abs().max().item(), 1e-4)
+
+            check(cache, 4, given=cache.cross_attention_cache.update(k, v, 0))
+            check(cache, 1)
+            check(cache, 70)  # more than the encoder has
+            with self.assertRaisesRegex(kvq.ArgumentError, "appends the output of its encoder again"):
+                cache.cross_attention_cache.update(k, v, 0)
+            other = copy.deepcopy(cache)
+            cache.reorder_cache(torch.tensor([2, 2, 0]))
+            check(cache, 3, (2, 2, 0))
+            check(other, 2)
+            self.assertEqual(cache.cross_attention_cache.get_seq_length(), 50)
+            self.assertGreater(cache.bytes(), 0)
+            cache.reset()
+            check(cache, 1, given=cache.cross_attention_cache.update(k, v, 0))
 
     def test_kinds_of_layers(self):
         self.model.config = types.SimpleNamespace(layer_types=["full_attention", "linear_attention", "sliding_attention"])
@@ -597,16 +672,16 @@ class StandIn(unittest.TestCase):
         """States are in the sequences: chosen rows, copies, crops to snapshots and of convolutions alone."""
         if self.on_gpu:
             self.skipTest("states are the package's own")
-        for recurrent in (True, False):
+        for recurrent, asks in ((True, None), (True, 0), (False, 0)):
             state = dict(linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=3, linear_value_head_dim=5,
                          linear_conv_kernel_dim=KERNEL) if recurrent else {}
             channels = 16 if recurrent else WIDTH
-            types_ = ["linear_attention" if recurrent else "conv", "full_attention", "moe"]
+            types_ = ["linear_attention" if recurrent else "conv", "full_attention"] + ["moe"] * (asks == 0)
             cache = self.of_model(types_, **state)
             taken = torch.randn(3, channels, 60, generator=torch.Generator().manual_seed(4))
 
             def run(first, last):
-                self.assertEqual(cache.has_previous_state(0), first > 0)
+                self.assertEqual(cache.has_previous_state(asks), first > 0)
                 cache.update_conv_state(taken[..., first:last], 0)
                 if recurrent:
                     cache.update_recurrent_state(taken[:, :6, :last].sum(-1).view(3, 2, 3, 1).expand(-1, -1, -1, 5).clone(), 0)

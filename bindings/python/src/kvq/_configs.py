@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any, List, Optional, Tuple
 
 from ._errors import UnsupportedError
-from ._layers import Layer, StatePart, chunked_attention, full_attention, sliding_attention, state_layer
+from ._layers import Layer, StatePart, chunked_attention, full_attention, shared_with, sliding_attention, state_layer
 
 _FULL = ("full_attention", "attention")
 _STATES = ("linear_attention", "conv", "mamba")
@@ -22,10 +22,10 @@ def layers_of(config: Any) -> List[Optional[Layer]]:
     what no cache holds."""
     of = text_config(config)
     _check(of)
-    shared = getattr(of, "num_kv_shared_layers", None) or 0
     types = _types(of)
-    owners = len(types) - shared
-    layers = [_layer(of, i, kind) if i < owners else _shared(of, i, types, owners) for i, kind in enumerate(types)]
+    owners = len(types) - (getattr(of, "num_kv_shared_layers", None) or 0)
+    layers = [_layer(of, i, kind) for i, kind in enumerate(types[:owners])]
+    layers += [_shared(of, kind, types[:owners]) for kind in types[owners:]]
     if all(layer is None or layer.parts for layer in layers):
         raise _refuse(of, "no layers with keys and values")
     return layers
@@ -46,8 +46,6 @@ def _size(of: Any, name: str) -> int:
 def _check(of: Any) -> None:
     if getattr(of, "relative_attention_num_buckets", None):
         raise _refuse(of, "learned biases that are added to scores (relative_attention_num_buckets), which kvq does not take")
-    if getattr(of, "is_encoder_decoder", False):
-        raise _refuse(of, "an encoder to which its decoder attends, which kvq.transformers.Cache does not hold")
     if getattr(of, "cross_attention_layers", None):
         raise _refuse(of, "layers that attend to images (cross_attention_layers), which kvq.transformers.Cache does not hold")
     states = getattr(of, "number_of_conv_states", None) or 1
@@ -84,9 +82,12 @@ def _layer(of: Any, i: int, kind: str) -> Optional[Layer]:
     raise _refuse(of, f"layers of the type {kind}, which kvq.transformers.Cache does not hold")
 
 
-def _shared(of: Any, i: int, types: List[str], owners: int) -> Layer:
-    raise _refuse(of, f"{len(types) - owners} layers that attend with the keys of earlier ones (num_kv_shared_layers), "
-                      "which kvq.transformers.Cache does not hold")
+def _shared(of: Any, kind: str, owners: List[str]) -> Layer:
+    """Reads the keys and values of the last layer of its type that has its own."""
+    if kind not in owners or any(owner in _WITHOUT for owner in owners):
+        raise _refuse(of, f"a layer of the type {kind} with the keys of an earlier one (num_kv_shared_layers), among layers of the "
+                          f"types {', '.join(sorted(set(owners)))}")
+    return shared_with(len(owners) - 1 - owners[::-1].index(kind))
 
 
 def _shape(of: Any, i: int) -> Tuple[int, int, int]:

@@ -77,24 +77,35 @@ class States:
     """The recurrent states that layers of the package have computed, in the sequences of Rows: so forks share them, and a crop
     goes back to a snapshot.
 
-    numbers    of the layers with state
-    attention  the number of a layer with keys
+    numbers  of the layers with state
+    keys     of those with keys
     """
 
-    def __init__(self, numbers: List[int], attention: int) -> None:
-        self.numbers, self._attention = numbers, attention
+    def __init__(self, numbers: List[int], keys: List[int]) -> None:
+        self.numbers, self._keys = numbers, keys
         self._last = -1  # layer of the forward pass
         self._open = False  # a pass has changed states that are not stored
 
     def fresh(self) -> "States":
         """Of no pass."""
-        return States(self.numbers, self._attention)
+        return States(self.numbers, self._keys)
 
     def enters(self, number: int, rows: Rows, layers: Dict[int, Any]) -> None:
-        """A forward pass has come to a layer. They come in ascending order: else it is another pass."""
-        if number <= self._last:
+        """A forward pass has come to a layer, and not changed its state yet. Layers come in ascending order: else it is
+        another pass."""
+        if number < self._last and self._open:
+            if number in self._keys and self.numbers[0] < number:
+                raise UnsupportedError(f"kvq: layers of {model_name()} change their state before they ask the cache for it, with "
+                                       "has_previous_state(layer)")
             self.store(rows, layers)
         self._last, self._open = number, True
+
+    def enters_any(self, rows: Rows, layers: Dict[int, Any]) -> None:
+        """The same for a layer with state that does not say its number. If it is the first one no layer with keys has got
+        tokens since the pass before; behind the last layer with keys it could be any."""
+        first, last = ([s.tokens(n) for s in rows.sequences] for n in (self._keys[0], self._keys[-1]))
+        if first == last and self.numbers[-1] < self._keys[-1]:
+            self.store(rows, layers)
 
     def store(self, rows: Rows, layers: Dict[int, Any], lengths: Optional[List[int]] = None) -> None:
         """Writes what a pass has left, the states after `lengths` tokens. None: after all tokens."""
@@ -105,7 +116,7 @@ class States:
             for number in self.numbers:
                 for part, to in _parts(s, number):
                     _write(to, _live(layers[number], part)[0], row, number, part)
-            tokens = s.tokens(self._attention) if lengths is None else lengths[row]
+            tokens = s.tokens(self._keys[0]) if lengths is None else lengths[row]
             new = tokens - s.tokens(self.numbers[0])
             s.advance(new, prompt_ends=new > 1)
 

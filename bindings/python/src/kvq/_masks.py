@@ -30,6 +30,24 @@ class Said:
         """Whether a context of so many tokens needs what rows() gives."""
         return self.seen is not None or (self.chunk is not None and tokens > self.chunk)
 
+    def of_encoder(self, tokens: int) -> Optional[torch.Tensor]:
+        """Which tokens of an encoder its decoder sees, [batch][tokens] on the CPU; None: all."""
+        if self.seen is not None:
+            if not bool((self.seen == self.seen[:, :1]).all()):
+                raise UnsupportedError(f"kvq: the mask of {model_name()} shows other tokens of the encoder to other queries")
+            real = self.seen[:, 0]
+        elif self.padding is not None:
+            real = self.padding[:, :tokens].to("cpu", torch.bool)
+        else:
+            return None
+        return None if bool(real.all()) else real
+
+    def shown(self, device: Any) -> Optional[torch.Tensor]:
+        """What the queries of an encoder see, [batch][1][queries or 1][tokens]; None: all tokens."""
+        if self.seen is not None:
+            return self.seen[:, None].to(device)
+        return None if self.padding is None else self.padding[:, None, None, :].to(device, torch.bool)
+
     def agree(self, of: Any, window: Optional[int], real: Optional[torch.Tensor], tokens: int, new: int) -> None:
         """Raises UnsupportedError where this is not what a layer with a window or chunks hides by itself. Arguments: as of rows()
 

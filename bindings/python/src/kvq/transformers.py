@@ -11,9 +11,9 @@ classes, tests/architectures.py with models of the package where that is install
 For models whose attention is the function that attn_implementation="kvq" names, and causal: a sliding window,
 chunks, softcapping and learned sinks included. Batches may be padded. On the CPU a mask may show and hide any
 tokens (prefix-LM, packed sequences). Layers of recurrent states are the package's own; for_model stores what they
-hold in sequences of kvq. What a cache does not
-hold, or cannot see, is refused with the model's class in the first forward pass. Beam search forks sequences,
-assisted decoding trims them, copy.deepcopy(cache) forks all of them.
+hold in sequences of kvq. What a cache does not hold, or cannot see, is refused with the model's class in the first
+forward pass. Beam search forks sequences, assisted decoding trims them, copy.deepcopy(cache) forks all of them.
+Attention that has no cache and is not causal, that of an encoder, is torch's.
 On a GPU (a library with KVQ_LIBRARY_CUDA; float16 or bfloat16) every layer has a kvq.cuda.Cache on its
 device. Padding is not appended: each row of a batch is a sequence of its own length. Nothing waits for the
 device, but for the mask of a batch, once in a forward pass.
@@ -24,6 +24,7 @@ import contextlib
 import copy
 import functools
 import threading
+import weakref
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -31,7 +32,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
 from transformers.cache_utils import Cache as _Cache, CacheLayerMixin
 
 from ._attention import Mods, Threads
-from ._configs import layers_of
+from ._configs import layers_of, text_config
 from ._errors import ArgumentError, Error, UnsupportedError
 from ._host_rows import Rows, States
 from ._layers import Layer as _OfModel
@@ -121,6 +122,8 @@ class Layer(CacheLayerMixin):
         self._options = options
         self._rows = rows or Rows(keys, values, options)  # on the CPU
         self._number = number  # of the layer in them
+        self._borrowers: Dict[int, int] = {}  # layers of the model that attend with these keys, and their numbers
+        self._lent: Any = None  # what update() returned in this pass (a weak reference), and which of its tokens are real
         self._waiting: Optional[Tuple[Handed, torch.Tensor]] = None  # what update() returned, and the keys
         self._padding = padding or _Padding()
         self._shape: Any = None  # of keys and values, what pages are made for
@@ -186,7 +189,13 @@ class Layer(CacheLayerMixin):
             raise UnsupportedError(
                 f"kvq: layers of {model_name()} attend with the keys of another layer, which "
                 "kvq.transformers.Cache(...) does not hold: each layer must update() the cache itself")
+        self._lent = (weakref.ref(handed), None)
         return waiting[1]
+
+    def lends(self, handed: Handed, layer_idx: Optional[int]) -> bool:
+        """Whether another layer of the model may attend with these keys now: for_model knows of it, and this one has."""
+        return (layer_idx in self._borrowers and self._device is None and self._waiting is None and self._lent is not None
+                and self._lent[0]() is handed)
 
     def expand(self, handed: Handed, module: torch.nn.Module) -> None:
         """A module of latent attention makes the keys and values of each head from what update() has handed
@@ -209,7 +218,8 @@ class Layer(CacheLayerMixin):
             raise ArgumentError(f"kvq: a batch of {batch} for a cache of {len(self.sequences)} sequences")
         new, real = self._padding.read(self, mask.padding, self.real, batch, self.tokens, n)
         if self._device is None:
-            out = self._on_cpu(k, v, q, new, real, mask, how, s_aux)
+            out = self._on_cpu(self._number, k, v, q, self.tokens + n, new, real, mask, how, s_aux)
+            self._lent = self._lent and (self._lent[0], new)
         elif mask.needs_rows(self.tokens + n):
             if mask.seen is None:
                 raise _chunks_on_gpu(self.tokens + n, mask.chunk)
@@ -220,6 +230,10 @@ class Layer(CacheLayerMixin):
         self.tokens += n
         self.real, self.chunk = real, mask.chunk
         return out
+
+    def lend(self, layer_idx: int, q: torch.Tensor, mask: Said, how: How, s_aux: Optional[torch.Tensor]) -> torch.Tensor:
+        """Attends for another layer of the model, as attend() has for this one."""
+        return self._on_cpu(self._borrowers[layer_idx], None, None, q, self.tokens, self._lent[1], self.real, mask, how, s_aux)
 
     def stepped(self) -> None:
         """A graph has given every row a token."""
@@ -232,23 +246,24 @@ class Layer(CacheLayerMixin):
         self.tokens, self.real, self._waiting = tokens, real, None
         self._device.trim([tokens] * len(self.sequences) if real is None else real.sum(1).tolist())
 
-    def _on_cpu(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
-                real: Optional[torch.Tensor], mask: Said, how: How,
+    def _on_cpu(self, number: int, k: Optional[torch.Tensor], v: Optional[torch.Tensor], q: torch.Tensor, total: int,
+                new: Optional[torch.Tensor], real: Optional[torch.Tensor], mask: Said, how: How,
                 s_aux: Optional[torch.Tensor]) -> torch.Tensor:
+        """total: tokens with the new ones, padding included. k, v: None for those of this layer"""
         batch, q_heads, n, _ = q.shape
         scale, softcap, window = how
         of = self.of_model
         hides = of is not None and of.window > 0  # by itself
         if hides:
-            mask.agree(of, window, real, self.tokens + n, n)
+            mask.agree(of, window, real, total, n)
             window = None
         sinks = None if s_aux is None else s_aux.detach().float().flatten().tolist()
         shared: Dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sink_logits=sinks)
-        out = torch.zeros(batch, n, q_heads, v.shape[-1], dtype=q.dtype)
+        out = torch.zeros(batch, n, q_heads, self._shape[3], dtype=q.dtype)
         rows = [i for i in range(batch) if new is None or bool(new[i].any())]
         mods: Any = None
-        if mask.needs_rows(self.tokens + n) and not (hides and mask.seen is None):
-            of_rows = mask.rows(real, batch, self.tokens + n, n)
+        if mask.needs_rows(total) and not (hides and mask.seen is None):
+            of_rows = mask.rows(real, batch, total, n)
             mods = [Mods(**shared, **of_rows[i]) for i in rows]
         elif any(x is not None for x in shared.values()):
             mods = Mods(**shared)
@@ -260,9 +275,9 @@ class Layer(CacheLayerMixin):
             return x if x.stride(-1) == 1 else x.contiguous()
 
         with torch.no_grad():
-            outs = self.pages.prefill(
-                self._number, [self.sequences[i] for i in rows], [tokens(k, i) for i in rows], [tokens(v, i) for i in rows],
-                [tokens(q, i) for i in rows], mods=mods, threads=self._threads)
+            ks, vs = ([None if x is None else tokens(x, i) for i in rows] for x in (k, v))
+            outs = self.pages.prefill(number, [self.sequences[i] for i in rows], ks, vs, [tokens(q, i) for i in rows], mods=mods,
+                                      threads=self._threads)
         for i, of_row in zip(rows, outs):
             out[i, slice(None) if new is None else new[i]] = of_row
         return out
@@ -288,7 +303,7 @@ class Layer(CacheLayerMixin):
         if self.is_initialized:
             for s in self.sequences:
                 s.trim(0)
-        self.tokens, self.real, self._waiting = 0, None, None
+        self.tokens, self.real, self._waiting, self._lent = 0, None, None, None
 
     def forget(self, keep: int) -> None:
         """Back to the first `keep` tokens, padding included. Rows on the CPU have been trimmed."""
@@ -309,7 +324,8 @@ class Layer(CacheLayerMixin):
 
     def copy(self, padding: _Padding, rows: Rows) -> "Layer":
         """A layer of another cache with the same tokens, which shares pages with this one."""
-        made = Layer(*self._formats, self._threads, padding, rows, self._number, **self._options)
+        made = type(self)(*self._formats, self._threads, padding, rows, self._number, **self._options)
+        made._borrowers = self._borrowers
         if self.is_initialized:
             made.is_initialized, made._shape = True, self._shape
             made._device = None if self._device is None else self._device.copy()
@@ -321,6 +337,58 @@ class Layer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Nothing."""
+
+
+class CrossLayer(Layer):
+    """A layer of a decoder that attends to the output of the encoder: what the first forward pass appends, any number of times.
+
+    Models find keys and values in `keys` and `values` afterwards, and hand them to the attention function.
+    """
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
+               **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+        if key_states.device.type == _DEVICE:
+            raise UnsupportedError(f"kvq: the decoder of {model_name()} attends to an encoder, on the CPU only, not on a GPU")
+        if self.tokens > 0:
+            raise ArgumentError(f"kvq: {model_name()} appends the output of its encoder again; reset() the cache before")
+        self._hand_out(value_states)
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def _hand_out(self, values: torch.Tensor) -> None:
+        self.keys, self.values = Handed.make(_EMPTY, self, "the keys of its cache"), values.new_empty(0)
+
+    def take(self, handed: Handed) -> Any:
+        """The keys that update() has handed out; afterwards none."""
+        return None if self._waiting is None and handed is self.keys and self.tokens > 0 else super().take(handed)
+
+    def attend(self, k: Any, v: torch.Tensor, q: torch.Tensor, mask: Said, how: How,
+               s_aux: Optional[torch.Tensor]) -> torch.Tensor:
+        """As of Layer, without a causal mask. k: None behind the first pass"""
+        batch = q.shape[0]
+        if k is not None:
+            self.lazy_initialization(k, v)
+            self.tokens, self.real = k.shape[2], mask.of_encoder(k.shape[2])
+        if batch != len(self.sequences):
+            raise ArgumentError(f"kvq: a batch of {batch} for a cache of {len(self.sequences)} sequences")
+        mods = Mods(scale=how[0], softcap=how[1], direction="cross")
+        with torch.no_grad():
+            for i, s in enumerate(self.sequences if k is not None else ()):
+                real = slice(None) if self.real is None else self.real[i]
+                s.append(self._number, *(x[i].transpose(0, 1)[real].contiguous() for x in (k, v)))
+            outs = self.pages.attend(self._number, self.sequences, [x.transpose(0, 1).contiguous() for x in q], mods=mods,
+                                     threads=self._threads)
+        return torch.stack(outs)
+
+    def reset(self) -> None:
+        """No tokens: the next batch is another one."""
+        self._rows.sequences, self.keys, self.values, self.is_initialized = [], None, None, False
+        super().reset()
+
+    def copy(self, padding: _Padding, rows: Rows) -> "Layer":
+        made = super().copy(padding, rows)
+        if self.keys is not None:
+            made._hand_out(self.values)
+        return made
 
 
 def _chunks_on_gpu(tokens: int, chunk: int) -> UnsupportedError:
@@ -358,6 +426,7 @@ class Cache(_Cache):
         self._given = dict(keys=keys, values=values, threads=threads, **options)
         # Of for_model:
         self._of_model: List[Optional[_OfModel]] = []
+        self._kind: Any = Layer
         self._numbers: List[Optional[int]] = []  # of the layers of the model in kvq; None: a layer that keeps nothing
         self._rows: Optional[Rows] = None  # on the CPU
         self._states: Optional[States] = None
@@ -365,8 +434,9 @@ class Cache(_Cache):
 
     @classmethod
     def for_model(cls, model: Any, keys: Any = "std4", values: Any = None, *, threads: Optional[Threads] = None,
-                  **options: Any) -> "Cache":
-        """A cache for the layers that the config of a model names: windows, chunks, sizes of heads, recurrent states.
+                  **options: Any) -> Any:
+        """A cache for the layers that the config of a model names: windows, chunks, sizes of heads, recurrent states, layers
+        that share the keys of others. For an encoder with a decoder an EncoderDecoderCache of two, one for each attention.
 
         model   a model of transformers or its config
         others  as of Cache; on the CPU also snapshot_every and snapshot_bytes (None: four snapshots)
@@ -376,25 +446,40 @@ class Cache(_Cache):
         is taken at the end of a prompt and every `snapshot_every` tokens, and is refused elsewhere.
         On a GPU the layers are those of Cache. UnsupportedError names the type of a model that cannot be served, and why.
         """
-        made = cls(keys, values, threads=threads, **options)
-        made._begin(layers_of(getattr(model, "config", model)))
-        return made
+        config = getattr(model, "config", model)
+        of_model, made = layers_of(config), []
+        both = getattr(text_config(config), "is_encoder_decoder", False)
+        for kind in (Layer, CrossLayer)[: 1 + both]:
+            made.append(cls(keys, values, threads=threads, **options))
+            made[-1]._begin(of_model, kind)
+        return EncoderDecoder(*made) if both else made[0]
 
-    def _begin(self, of_model: List[Optional[_OfModel]]) -> None:
-        """Makes the layers of a model."""
-        self._of_model, self.layer_class_to_replicate = of_model, None
+    def _begin(self, of_model: List[Optional[_OfModel]], kind: Any) -> None:
+        """Makes the layers of a model; those with keys are of the class `kind`."""
+        self._kind, self._of_model, self.layer_class_to_replicate = kind, of_model, None
         held = [layer for layer in of_model if layer is not None]
+        if state_layer() is None and any(layer is None or layer.parts for layer in of_model):
+            raise UnsupportedError("kvq: this version of transformers has no layers of recurrent states in its caches")
         with_states = [i for i, layer in enumerate(held) if layer.parts]
-        with_keys = [i for i, layer in enumerate(held) if not layer.parts]
+        with_keys = [i for i, layer in enumerate(held) if not layer.parts and layer.kind != "shared"]
         given = dict(self._given)
         keys, values, threads = (given.pop(name) for name in ("keys", "values", "threads"))
         self._rows = rows = Rows(keys, values, given, held)
         if with_states:
-            self._states = States(with_states, with_keys[0])
+            self._states = States(with_states, with_keys)
         numbers = iter(range(len(held)))
         self._numbers = [None if layer is None else next(numbers) for layer in of_model]
-        self.layers = [state_layer()() if number is None or held[number].parts else
-                       Layer(keys, values, threads, self._padding, rows, number, **given) for number in self._numbers]
+
+        def made(number: Optional[int]) -> Any:
+            if number is None or held[number].parts:
+                return state_layer()()
+            return kind(keys, values, threads, self._padding, rows, number, **given)
+
+        # The package has no layers for those that share keys: all of them are at the end.
+        self.layers = [made(number) for number, layer in zip(self._numbers, of_model) if layer is None or layer.kind != "shared"]
+        for i, layer in enumerate(of_model):
+            if layer is not None and layer.kind == "shared":
+                self.layers[layer.owner]._borrowers[i] = self._numbers[i]
 
     @property
     def pages(self) -> Any:
@@ -425,7 +510,7 @@ class Cache(_Cache):
         made = memo[id(self)] = type(self)(**self._given)
         made._records = self._records
         if self._rows is not None:
-            made._begin(self._of_model)
+            made._begin(self._of_model, self._kind)
             made._rows = self._rows.copy()
         made.layers = [layer.copy(made._padding, made._rows or layer._rows.copy()) if isinstance(layer, Layer)
                        else copy.deepcopy(layer, memo) for layer in self.layers]
@@ -476,8 +561,11 @@ class Cache(_Cache):
 
     def has_previous_state(self, layer_idx: Optional[int] = None, *args: Any, **kwargs: Any) -> bool:
         """Whether a layer of recurrent states has some; None: the last such layer."""
-        if layer_idx is not None and layer_idx < len(self._numbers):
-            self._enters(layer_idx)  # every layer of states asks this before it reads them
+        # Layers of states ask this before they read them.
+        if layer_idx is None and self._states is not None:
+            self._states.enters_any(self._rows, self._of_number())
+        elif layer_idx is not None and layer_idx < len(self._numbers):
+            self._enters(layer_idx)
         own = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
         if all(isinstance(layer, Layer) for layer in own):
             return False
@@ -570,6 +658,17 @@ class Cache(_Cache):
         """Whether all layers are kvq's, on a GPU, and hold tokens."""
         on_device = [isinstance(layer, Layer) and layer._device is not None for layer in self.layers]
         return len(on_device) > 0 and all(on_device)
+
+
+class EncoderDecoder(cache_utils.EncoderDecoderCache):
+    """Caches of for_model for the two kinds of attention of a decoder."""
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """All methods are defined."""
+
+    def bytes(self) -> int:
+        """Of both."""
+        return self.self_attention_cache.bytes() + self.cross_attention_cache.bytes()
 
 
 class DecodeGraph:
@@ -707,14 +806,19 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     attention_mask is what the mask function "kvq" has returned, or [batch][tokens] or [batch][1][n][tokens]
     of a user. sliding_window counts where that says nothing of a window.
     """
+    borrower = None
     if isinstance(key, Handed):
-        layer, keys = key.of, key.of.take(key)
+        layer, idx = key.of, getattr(module, "layer_idx", None)
+        borrower, keys = (idx, None) if layer.lends(key, idx) else (None, layer.take(key))
     else:
         layer, keys = (_expanded.layer if _expanded.module is module else None), key
     _expanded.layer = _expanded.module = None
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise UnsupportedError(f"kvq: {type(module).__name__} of {model_name()} is not causal")
-    if layer is None:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    of_encoder = not causal and layer is None and not getattr(module, "is_decoder", False)
+    if not causal and not of_encoder and not isinstance(layer, CrossLayer):
+        raise UnsupportedError(f"kvq: {type(module).__name__} of {model_name()} is not causal; a decoder that attends to an encoder "
+                               "needs kvq.transformers.Cache.for_model")
+    if layer is None and not of_encoder:
         raise ArgumentError(f"kvq: {model_name()} attends with keys that were not given to a cache of kvq; "
                             'attn_implementation="kvq" needs past_key_values=kvq.transformers.Cache(...)')
     if dropout:
@@ -724,12 +828,28 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
             raise UnsupportedError(f"kvq: attention takes no {name}, which {model_name()} gives")
     if others.get("output_attentions"):
         raise UnsupportedError("kvq: attention gives no weights, but output_attentions is set")
+    if of_encoder:
+        if softcap is not None or s_aux is not None:
+            raise UnsupportedError(f"kvq: {type(module).__name__} of {model_name()} is not causal, and has softcapping or sinks")
+        return _of_encoder(query, key, value, attention_mask, scaling), None
     if isinstance(attention_mask, HandedMask):
         mask, window = attention_mask.of, attention_mask.of.window
     else:
         check_model(getattr(module, "config", None))
         mask, window = Said() if attention_mask is None else given_mask(attention_mask), sliding_window
-    return layer.attend(keys, value, query, mask, (scaling, softcap, window), s_aux), None
+    how = (scaling, softcap, window)
+    out = layer.attend(keys, value, query, mask, how, s_aux) if borrower is None else layer.lend(borrower, query, mask, how, s_aux)
+    return out, None
+
+
+def _of_encoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Optional[torch.Tensor],
+                scale: Optional[float]) -> torch.Tensor:
+    """Attention of an encoder, which has no cache: torch's own. Returns [batch][n][heads][value_dim]."""
+    if isinstance(mask, HandedMask):
+        mask = mask.of.shown(k.device)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.transpose(1, 2)
 
 
 def attention_mask(batch_size: int, kv_length: int = 0, kv_offset: int = 0,
