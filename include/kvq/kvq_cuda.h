@@ -87,9 +87,16 @@ typedef struct kvq_cuda_cache_options {
     /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to step_tokens tokens.
     int32_t alibi;
     int32_t reserved;  // 0
+    /// NULL, or [layers]: KVQ_FULL_ATTENTION and KVQ_SLIDING_ATTENTION; kv_heads and head_dim are 0 then. Layers of one shape, window and formats
+    /// share launches. A layer with a window frees pages that no query sees any more, and hides what its window hides.
+    const kvq_layer* layer_list;
+    /// NULL, or [layers]: formats of keys and values of a layer, of `formats` or others; NULL in it: the first one. Formats that no layer has are
+    /// for kvq_cuda_cache_requantize and _step_down.
+    const kvq_layer_formats* layer_formats;
 } kvq_cuda_cache_options;
 
-/// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not compiled for this head_dim.
+/// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, for a layer of another kind, or for formats that were not compiled
+/// for this head_dim.
 KVQ_API kvq_status kvq_cuda_cache_create(const kvq_cuda_cache_options* options, void* stream,
                                          kvq_cuda_cache** out);
 /// A freed cache stays in memory until its last sequence is freed. All launches must have ended before the later of the two calls.
@@ -98,8 +105,8 @@ KVQ_API kvq_status kvq_cuda_cache_free(kvq_cuda_cache* cache);
 /// The options in force, and bytes of device memory.
 typedef struct kvq_cuda_cache_info {
     size_t size;
-    int32_t layers, kv_heads, head_dim, page_tokens;
-    int32_t sinks, recent, rollback;
+    int32_t layers, kv_heads, head_dim;  // the latter two 0 where layers differ
+    int32_t page_tokens, sinks, recent, rollback;
     int32_t max_batch, max_tokens, step_tokens, draft_tokens;
     int32_t device;
     size_t quantized;  // pages in use, of all formats
@@ -111,6 +118,8 @@ typedef struct kvq_cuda_cache_info {
     size_t bytes;   // the sum of all: what the allocator was asked for
 } kvq_cuda_cache_info;
 KVQ_API kvq_status kvq_cuda_cache_get_info(const kvq_cuda_cache* cache, kvq_cuda_cache_info* info);
+/// Kind and shape of a layer, value_dim filled in.
+KVQ_API kvq_status kvq_cuda_cache_get_layer(const kvq_cuda_cache* cache, int32_t layer, kvq_layer* out);
 /// NaN and infinities that were quantized so far, [layers]. Waits for the stream.
 KVQ_API kvq_status kvq_cuda_cache_not_finite(const kvq_cuda_cache* cache, uint32_t* by_layer, int32_t layers,
                                              void* stream);
@@ -130,7 +139,9 @@ KVQ_API kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, si
 /// Removes every token from position `tokens` on. Exact within `rollback` tokens. After a deeper trim the quantized page that it ends in keeps
 /// its bytes and hides the tokens behind, and new tokens begin a page. A sequence has room for 64 such pages beyond max_tokens.
 /// A prompt that some layer does not have yet is taken back within `rollback`, or with the page of its first token.
+/// KVQ_ERROR_ARGUMENT where a layer with a window has freed what the next token sees; from the limit on every number is possible, and 0.
 KVQ_API kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens);
+KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequence, int32_t* tokens);
 
 // ---- steps -----------------------------------------------------------------------------------------------------------
 
@@ -167,7 +178,7 @@ typedef struct kvq_cuda_attend_options {
 
 /// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that their sequences hold and over
 /// each other, causal. Prompts see themselves in 16 bit; pages behind the window are quantized afterwards. A step quantizes the page that leaves
-/// the window before its attention, in all layers with layer 0, which comes first.
+/// the window before its attention, in all layers of one shape with the first of them, which comes first.
 /// k, v: [rows x new tokens][kv_heads][head_dim]; q, out: [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads.
 KVQ_API kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
                                           const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
@@ -175,7 +186,8 @@ KVQ_API kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, 
 /// The new tokens of a layer alone.
 KVQ_API kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
                                          const kvq_tensor* v, void* stream);
-/// Attention of the last q.tokens / rows tokens of every row over all that it has. Behind kvq_cuda_cache_append.
+/// Attention of the last q.tokens / rows tokens of every row over all that it has. Behind kvq_cuda_cache_append. Layers with a window take at
+/// most rollback + 1 tokens more than the step has new ones; of a prompt rollback + 1 in all.
 KVQ_API kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
                                          const kvq_tensor* out, const kvq_cuda_attend_options* options,
                                          void* stream);

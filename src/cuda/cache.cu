@@ -37,13 +37,63 @@ kvq_cuda_sequence* new_sequence(const shared_device& of, Take&& take) {
     return made.release();
 }
 
+/// Kind and shape of a layer.
+kvq_layer layer_of(const cuda::cache& of, int i) noexcept {
+    const layer& l = of.layers()[static_cast<std::size_t>(i)];
+    return {static_cast<std::int32_t>(l.kind),
+            l.kv_heads,
+            l.head_dim,
+            of.shape(i).dim(tensor::value),
+            l.window,
+            l.sinks,
+            l.owner};
+}
+void expect_layer(const cuda::cache& of, int i) {
+    expect(i >= 0 && i < of.layer_count(), KVQ_ERROR_ARGUMENT, "layer ", i, " is not among the ",
+           of.layer_count(), " layers of the cache");
+}
+
+/// The layers of a cache. names: its formats, to which those of the layers are added.
+std::vector<layer> read_layers(const kvq_cuda_cache_options& o, std::vector<std::string>& names) {
+    expect(o.layers >= 1, KVQ_ERROR_ARGUMENT, "a cache needs at least 1 layer, got ", o.layers);
+    expect(o.layer_list == nullptr || (o.kv_heads == 0 && o.head_dim == 0), KVQ_ERROR_ARGUMENT,
+           "layer_list says the shape of each layer, so that kv_heads and head_dim must be 0, not ",
+           o.kv_heads, " and ", o.head_dim);
+    const auto number = [&](const char* name) {
+        if (name == nullptr) return 0;
+        const auto at = std::find(names.begin(), names.end(), name);
+        if (at != names.end()) return static_cast<int>(at - names.begin());
+        names.emplace_back(name);
+        return static_cast<int>(names.size()) - 1;
+    };
+    std::vector<layer> all;
+    for (std::int32_t i = 0; i < o.layers; ++i) {
+        layer made{o.kv_heads, o.head_dim};
+        if (o.layer_list != nullptr) {
+            const kvq_layer& l = o.layer_list[i];
+            expect(l.kind == KVQ_FULL_ATTENTION || l.kind == KVQ_SLIDING_ATTENTION, KVQ_ERROR_UNSUPPORTED,
+                   "layer ", i, " has kind ", l.kind,
+                   ": caches on a device have KVQ_FULL_ATTENTION and KVQ_SLIDING_ATTENTION only");
+            made = {l.kv_heads, l.head_dim, l.value_dim};
+            made.kind = static_cast<layer_kind>(l.kind);
+            made.window = l.window;
+            made.sinks = l.sinks;
+        }
+        if (o.layer_formats != nullptr)
+            made.formats = {number(o.layer_formats[i].keys), number(o.layer_formats[i].values)};
+        all.push_back(made);
+    }
+    return all;
+}
+
 /// What attention refuses, before a call has appended anything.
-void expect_queries(const device_state& of, const query_view& q, const output_view& out) {
-    const cache_shape s = of.cache.shape(0);
+void expect_queries(const device_state& of, int layer, const query_view& q, const output_view& out) {
+    expect_layer(of.cache, layer);
+    const cache_shape s = of.cache.shape(layer);
     expect(q.tokens == out.tokens && q.heads == out.heads && q.dim == s.head_dim && out.dim == s.head_dim &&
                q.heads >= 1 && q.heads % s.kv_heads == 0,
            KVQ_ERROR_ARGUMENT, "q is ", q.tokens, " x ", q.heads, " x ", q.dim, " and out ", out.tokens,
-           " x ", out.heads, " x ", out.dim, ", but the cache has ", s.kv_heads, " kv heads of ", s.head_dim,
+           " x ", out.heads, " x ", out.dim, ", but the layer has ", s.kv_heads, " kv heads of ", s.head_dim,
            " channels");
 }
 
@@ -80,12 +130,14 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.pool_tokens = o.pool_tokens;
     c.pool_sequences = o.pool_sequences;
     c.growing = o.fixed == 0;
+    const std::vector<layer> layers = read_layers(o, c.formats);
+    const bool equal = o.layer_list == nullptr && o.layer_formats == nullptr;
     if (c.formats.size() == 1 && holds_values(c.formats[0])) {
         const char* const window = c.type == float_type::fp16 ? "fp16" : "bf16";
         expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0], " needs a window of ",
                c.formats[0], ", not of ", window);
         // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
-        c.formats = {find_compiled({}, o.head_dim, c.page_tokens, c.type, alibi).kinds[0].name};
+        c.formats = {find_compiled({}, layers[0].head_dim, c.page_tokens, c.type, alibi).kinds[0].name};
         c.sinks = c.rollback = c.pool_tokens = 0;
         c.recent = c.max_tokens;
         if (o.pool_tokens > 0 && c.max_tokens > 0)
@@ -106,9 +158,12 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
                         from.deallocate(from.user, p, bytes);
                     },
                     &memory};
-    const cuda::device_format& kernels = find_compiled(c.formats, o.head_dim, c.page_tokens, c.type, alibi);
-    check(cache.open({.layers = o.layers, .kv_heads = o.kv_heads, .head_dim = o.head_dim}, c,
-                     std::span(&kernels, 1), stream));
+    // Of equal layers the refusal says what was compiled.
+    std::vector<cuda::device_format> kernels;
+    if (equal) kernels.push_back(find_compiled(c.formats, o.head_dim, c.page_tokens, c.type, alibi));
+    for (const cuda::device_format& f : cuda::library_formats())
+        if (!equal && is_alibi(f) == alibi) kernels.push_back(f);
+    check(cache.open(layers, c, kernels, stream));
     if (o.statistics != nullptr)
         for (const std::string& name : cache.options().formats)
             check(cache.calibrate(name, get(o.statistics, "statistics").sums, stream));
@@ -160,17 +215,32 @@ kvq_status kvq_cuda_cache_get_info(const kvq_cuda_cache* cache, kvq_cuda_cache_i
         device_state& of = *get(cache, "cache").state;
         expect_struct(info, "info");
         const device_call call(of);
-        const kvq::cache_shape s = of.cache.shape(0);
+        kvq_layer s = layer_of(of.cache, 0);
+        const int layers = of.cache.layer_count();
+        for (int i = 1; i < layers; ++i) {
+            const kvq_layer own = layer_of(of.cache, i);
+            if (own.kv_heads != s.kv_heads) s.kv_heads = 0;
+            if (own.head_dim != s.head_dim) s.head_dim = 0;
+        }
         const kvq::cuda::cache_options& o = of.cache.options();
         const kvq::usage_report u = of.cache.usage();
         const std::size_t in_use = of.cache.bytes_in_use(), window = in_use - u.quantized,
                           free = of.cache.bytes_held() - in_use, prompt = of.cache.prompt_bytes();
         write_struct(
             info, kvq_cuda_cache_info{
-                      0,         s.layers,    s.kv_heads,  s.head_dim,   o.page_tokens, o.sinks,
+                      0,         layers,      s.kv_heads,  s.head_dim,   o.page_tokens, o.sinks,
                       o.recent,  o.rollback,  o.max_batch, o.max_tokens, o.step_tokens, o.draft_tokens,
                       of.device, u.quantized, window,      free,         u.bookkeeping, u.workspace - prompt,
                       prompt,    u.bytes});
+    });
+}
+
+kvq_status kvq_cuda_cache_get_layer(const kvq_cuda_cache* cache, int32_t layer, kvq_layer* out) {
+    return guard([&] {
+        const kvq::cuda::cache& of = get(cache, "cache").state->cache;
+        place(out, "out");
+        expect_layer(of, layer);
+        *out = layer_of(of, layer);
     });
 }
 
@@ -225,6 +295,14 @@ kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens) {
         const kvq_cuda_sequence& s = get(sequence, "sequence");
         const device_call call(*s.of);
         check(s.of->cache.trim(s.id, tokens));
+    });
+}
+
+kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequence, int32_t* tokens) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        const std::lock_guard lock(s.of->mutex);
+        place(tokens, "tokens") = s.of->cache.trim_limit(s.id);
     });
 }
 
@@ -322,7 +400,7 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
         const auto queries = query_of(q, type, "q");
         const auto to = output_of(out, type, "out");
         const device_call call(of);
-        expect_queries(of, queries, to);
+        expect_queries(of, layer, queries, to);
         if (of.step.prompt) {
             expect(!of.alibi && o.alibi_slopes == nullptr, KVQ_ERROR_UNSUPPORTED,
                    "kernels of prompts know no ALiBi: take steps of up to step_tokens tokens");

@@ -291,6 +291,9 @@ struct both {
                 }
             }
             std::vector<float> y[2];
+            int limit = 0;
+            OK(kvq_sequence_trim_limit(want, &limit));
+            if (limit > 0) continue;  // a window has freed tokens
             for (const kvq_role role : {KVQ_KEY, KVQ_VALUE}) {
                 for (int i = 0; i < 2; ++i) {
                     y[i].assign(static_cast<std::size_t>(a) * kv_heads * dim, NAN);
@@ -403,6 +406,49 @@ void scenario() {
 }
 
 /// Scale, softcap, window; tokens several at a time; fp16.
+/// A window and another format beside full attention: the same pages as the CPU's, freed ones included.
+void list_of_layers() {
+    const kvq_layer list[layers] = {{KVQ_SLIDING_ATTENTION, kv_heads, dim, 0, 40, 0, 0},
+                                    {KVQ_FULL_ATTENTION, kv_heads, dim, 0, 0, 0, 0}};
+    const kvq_layer_formats formats[layers] = {{nullptr, nullptr}, {"int8", "int8"}};
+    kvq_cuda_cache_options o = device_options();
+    kvq_cache_options h = host_options();
+    o.kv_heads = o.head_dim = h.kv_heads = h.head_dim = 0;
+    o.formats = "kivi-4-g64";
+    o.layer_list = h.layer_list = list;
+    o.layer_formats = h.layer_formats = formats;
+    both c(o, h);
+    c.add();
+    c.add();
+    c.prompt(0, 150);
+    c.prompt(1, 5);
+    for (int i = 0; i < 140; ++i) c.step(1, i % 9 == 4 ? i % 2 : -1);
+    for (const int row : {0, 1}) {
+        int limits[2] = {}, n = 0;
+        OK(kvq_cuda_sequence_trim_limit(c.rows[static_cast<std::size_t>(row)], &limits[0]));
+        OK(kvq_sequence_trim_limit(c.host[static_cast<std::size_t>(row)], &limits[1]));
+        CHECK(limits[0] == limits[1] && limits[0] > 0, "trims reach %d, the CPU's %d", limits[0], limits[1]);
+        kvq_page pages[32];
+        OK(kvq_sequence_get_pages(c.host[static_cast<std::size_t>(row)], 0, pages, 32, &n));
+        CHECK(n <= 4, "a window holds %d pages", n);
+        REFUSED(kvq_cuda_sequence_trim(c.rows[static_cast<std::size_t>(row)], limits[0] - 1),
+                KVQ_ERROR_ARGUMENT, "layer 0, sliding window of 40, 2 x 64: cannot trim");
+        c.same_bytes(row, "a list of layers");
+    }
+    kvq_layer own{};
+    OK(kvq_cuda_cache_get_layer(c.gpu, 0, &own));
+    CHECK(own.kind == KVQ_SLIDING_ATTENTION && own.window == 40 && own.value_dim == dim, "layer 0");
+    REFUSED(kvq_cuda_cache_get_layer(c.gpu, 2, &own), KVQ_ERROR_ARGUMENT, "layer 2 is not among the 2");
+    kvq_cuda_cache* made = nullptr;
+    o.kv_heads = 2;
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_ARGUMENT, "must be 0, not 2 and 0");
+    o.kv_heads = 0;
+    const kvq_layer chunks[layers] = {list[1], {KVQ_CHUNKED_ATTENTION, kv_heads, dim, 0, 64, 0, 0}};
+    o.layer_list = chunks;
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_UNSUPPORTED, "layer 1 has kind 2");
+    std::printf("  a list of layers             error %.2e\n", c.worst);
+}
+
 void variants() {
     {
         kvq_cuda_cache_options o = device_options();
@@ -1212,6 +1258,7 @@ int main() {
     const std::string wrong = plain_host::run();
     CHECK(wrong.empty(), "a program without nvcc: %s", wrong.c_str());
     scenario();
+    list_of_layers();
     variants();
     several_widths();
     alibi();

@@ -101,6 +101,27 @@ class Caches(OnGpu):
         self.assertEqual(gpu.not_finite(), [0] * LAYERS)
         self.assertIn("kivi-4-g64", [name for e in kvq.cuda.formats() for name in e.formats])
 
+    def test_list_of_layers(self):
+        given = dict(sinks=4, recent=40, rollback=16, page_tokens=64, layer_formats={1: ("kivi-4-g64", None)})
+        layers = [kvq.sliding_attention(50, KV, D), kvq.full_attention(KV, D)]
+        gpu = kvq.cuda.Cache(layers, formats="kivi-4-g64", dtype=torch.float16, max_batch=2, max_tokens=1000, **given)
+        cpu = kvq.Cache(layers, keys="kivi-4-g64", window="fp16", **given)
+        self.assertEqual(gpu.layers, cpu.layers)
+        rows, host = [gpu.new_sequence()], [cpu.new_sequence()]
+        self.prefilled(gpu, cpu, rows, host, 250, False)
+        for _ in range(3):
+            self.prefilled(gpu, cpu, rows, host, 1, True)
+        self.assertEqual(rows[0].trim_limit(), host[0].trim_limit())
+        self.assertGreater(rows[0].trim_limit(), 100)
+        with self.assertRaisesRegex(kvq.ArgumentError, "layer 0, sliding window of 50, 2 x 64: cannot trim"):
+            rows[0].trim(100)
+        moved = rows[0].offload(cpu)
+        self.assertEqual(len(moved), len(host[0]))
+        a, b = (x.dequantize(1, "key", torch.empty(len(moved), KV, D)) for x in (moved, host[0]))
+        self.assertTrue(torch.equal(a, b))
+        with self.assertRaisesRegex(kvq.UnsupportedError, "layer 0 has kind 2"):
+            kvq.cuda.Cache([kvq.chunked_attention(64, KV, D)])
+
     def test_drafts(self):
         gpu, cpu = self.both(draft_tokens=8)
         rows, host = [gpu.new_sequence() for _ in range(2)], [cpu.new_sequence() for _ in range(2)]

@@ -9,7 +9,7 @@ from . import _abi
 from ._attention import Call, Mods, Threads, Workspace, choice
 from ._errors import ArgumentError
 from ._formats import Format, Statistics, from_c, role_of
-from ._layers import Layer, layer_from_c, layers_to_c
+from ._layers import Layer, layer_from_c, layers_to_c, parts_to_c
 from ._library import Handle, ask, count, handle_of, handles, library, limit, optional_handle, text
 from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, policy_to_c, query_to_c)
 from ._sequence import Attended, File, Sequence, save_options
@@ -74,6 +74,16 @@ def _names(names: Optional[Names]) -> Optional[str]:
     return ",".join(names)
 
 
+def formats_of_layers(chosen: Dict[int, Tuple[Optional[str], Optional[str]]], layers: int) -> Any:
+    """layer_formats as the library takes it."""
+    formats = (_abi.kvq_layer_formats * max(layers, 0))()
+    for layer, (of_keys, of_values) in chosen.items():
+        if not 0 <= layer < layers:
+            raise ArgumentError(f"kvq: layer_formats has layer {layer}, the cache has {layers} layers")
+        formats[layer] = _abi.kvq_layer_formats(keys=text(of_keys), values=text(of_values))
+    return formats
+
+
 def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names = "std4", values: Optional[Names] = None, *,
              value_dim: Optional[int] = None, window: Optional[str] = None, page_tokens: Optional[int] = None,
              sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None,
@@ -93,17 +103,14 @@ def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names =
         snapshot_every=limit(snapshot_every, "snapshot_every"), snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
         snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"))
     if hasattr(layers, "__iter__"):
-        layers_to_c(list(layers), o)
+        listed = list(layers)
+        layers_to_c(listed, o)
+        parts_to_c(listed, o)
     else:
         o.layers = layers
     o.statistics = optional_handle(statistics, Statistics, "statistics")
     if layer_formats is not None:
-        formats = (_abi.kvq_layer_formats * max(o.layers, 0))()
-        for layer, (of_keys, of_values) in layer_formats.items():
-            if not 0 <= layer < o.layers:
-                raise ArgumentError(f"kvq: layer_formats has layer {layer}, the cache has {o.layers} layers")
-            formats[layer] = _abi.kvq_layer_formats(keys=text(of_keys), values=text(of_values))
-        o.layer_formats = formats
+        o.layer_formats = formats_of_layers(layer_formats, o.layers)
     of_layers = [rotary] if isinstance(rotary, Rotary) else list(rotary or [])
     if of_layers:
         o.rotary = (_abi.kvq_rotary * len(of_layers))(*[r._c for r in of_layers])

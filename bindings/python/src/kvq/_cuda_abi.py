@@ -29,7 +29,8 @@ class kvq_cuda_cache_options(Struct):
                 ("recent", c_int32), ("rollback", c_int32), ("max_batch", c_int32), ("max_tokens", c_int32),
                 ("step_tokens", c_int32), ("draft_tokens", c_int32), ("pool_tokens", c_int32),
                 ("pool_sequences", c_int32), ("fixed", c_int32), ("statistics", handle),
-                ("allocator", POINTER(kvq_cuda_allocator)), ("alibi", c_int32), ("reserved", c_int32)]
+                ("allocator", POINTER(kvq_cuda_allocator)), ("alibi", c_int32), ("reserved", c_int32),
+                ("layer_list", POINTER(kvq_layer)), ("layer_formats", POINTER(kvq_layer_formats))]
 
 
 class kvq_cuda_cache_info(Struct):
@@ -79,6 +80,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_cache_create": [POINTER(kvq_cuda_cache_options), c_void_p, POINTER(handle)],
     "kvq_cuda_cache_free": [handle],
     "kvq_cuda_cache_get_info": [handle, POINTER(kvq_cuda_cache_info)],
+    "kvq_cuda_cache_get_layer": [handle, c_int32, POINTER(kvq_layer)],
     "kvq_cuda_cache_not_finite": [handle, POINTER(c_uint32), c_int32, c_void_p],
     "kvq_cuda_sequence_create": [handle, POINTER(handle)],
     "kvq_cuda_sequence_free": [handle],
@@ -86,6 +88,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_sequence_tokens": [handle, POINTER(c_int32)],
     "kvq_cuda_sequence_bytes": [handle, POINTER(c_size_t)],
     "kvq_cuda_sequence_trim": [handle, c_int32],
+    "kvq_cuda_sequence_trim_limit": [handle, POINTER(c_int32)],
     "kvq_cuda_cache_begin_step": [handle, POINTER(handle), c_int32, c_int32, c_void_p],
     "kvq_cuda_cache_begin_prompt": [handle, handle, c_int32, c_void_p],
     "kvq_cuda_cache_begin_draft": [handle, POINTER(handle), c_int32, c_int32, c_void_p],

@@ -93,8 +93,8 @@ def state_layer(parts: Iterable[StatePart]) -> Layer:
     return Layer("state", parts=tuple(parts))
 
 
-def layers_to_c(layers: List[Any], o: _abi.kvq_cache_options) -> None:
-    """Makes this the list of layers of a cache."""
+def layers_to_c(layers: List[Any], o: Any) -> None:
+    """Makes this the list of layers of a cache, in options for the CPU or for a GPU."""
     for i, layer in enumerate(layers):
         if not isinstance(layer, Layer):
             raise TypeError(f"layers[{i}] is a {type(layer).__name__}, not a kvq.Layer")
@@ -104,6 +104,10 @@ def layers_to_c(layers: List[Any], o: _abi.kvq_cache_options) -> None:
                        value_dim=limit(l.value_dim, f"value_dim of layer {i}"), window=l.window, sinks=l.sinks,
                        owner=l.owner)
         for i, l in enumerate(layers)])
+
+
+def parts_to_c(layers: List[Layer], o: _abi.kvq_cache_options) -> None:
+    """And these the parts of their states."""
     parts = [_abi.kvq_state_part(name=text(p.name), layer=i, dtype=choice(_DTYPES, p.dtype, "dtype"), heads=p.heads,
                                  rows=p.rows, columns=p.columns, snapshot=choice(_SNAPSHOTS, p.snapshot, "snapshot"))
              for i, l in enumerate(layers) for p in l.parts]
@@ -111,6 +115,6 @@ def layers_to_c(layers: List[Any], o: _abi.kvq_cache_options) -> None:
     o.state_part_count = len(parts)
 
 
-def layer_from_c(c: _abi.kvq_layer, parts: Tuple[StatePart, ...]) -> Layer:
+def layer_from_c(c: _abi.kvq_layer, parts: Tuple[StatePart, ...] = ()) -> Layer:
     """A layer of a cache."""
     return Layer(_NAMES[c.kind], c.kv_heads, c.head_dim, c.value_dim or None, c.window, c.sinks, parts, c.owner)

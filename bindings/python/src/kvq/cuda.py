@@ -16,14 +16,15 @@ import ctypes
 import functools
 import types
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, List, Optional, Sequence as List_, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence as List_, Tuple, Union
 
 import torch
 
 from . import _abi, _cuda_abi
-from ._cache import Cache as _HostCache, _names
+from ._cache import Cache as _HostCache, _names, formats_of_layers
 from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
 from ._formats import Statistics, from_c
+from ._layers import Layer, layer_from_c, layers_to_c
 from ._library import Handle, _checked, ask, count, handle_of, library, limit, optional_handle, text
 from ._sequence import Sequence as _HostSequence
 from ._tensors import Tensor, integers
@@ -153,7 +154,10 @@ def tensor(x: Tensor, name: str, dtype: Optional[torch.dtype] = None) -> _abi.kv
 class Cache(Handle):
     """Keys and values of many sequences in pages on a GPU.
 
-    layers, kv_heads, head_dim  of the model
+    layers, kv_heads, head_dim  of the model: layers of one shape; or
+    layers          a list of kvq.full_attention(...) and kvq.sliding_attention(...), which say kv_heads and head_dim. Layers with a
+                    window free pages that no query sees any more, and hide what their window hides
+    layer_formats   {layer: (keys, values)} by name, None for the first one of formats
     formats         by name: a str with commas, or several. Pages are quantized to the first one; requantize and step_down take all.
                     "fp16" or "bf16": nothing is quantized. kvq.cuda.formats() says what there is
     dtype           of the window, and of k, v, q and out: torch.float16 or torch.bfloat16
@@ -175,7 +179,9 @@ class Cache(Handle):
     Memory is cudaMalloc's; where there is none, torch gives back what it holds but does not use.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, formats: Union[str, Iterable[str]] = "std4", *,
+    def __init__(self, layers: Union[int, Iterable[Layer]], kv_heads: int = 0, head_dim: int = 0,
+                 formats: Union[str, Iterable[str]] = "std4", *,
+                 layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
                  dtype: torch.dtype = torch.float16, device: Any = None, page_tokens: Optional[int] = None,
                  sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None, max_batch: int = 1,
                  max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, pool_tokens: int = 0,
@@ -186,6 +192,7 @@ class Cache(Handle):
         for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens), ("step_tokens", step_tokens)):
             if value < 1:
                 raise ArgumentError(f"kvq: {name} is {value}, which must be at least 1")
+        listed = list(layers) if hasattr(layers, "__iter__") else None
         self.dtype, self.head_dim, self.max_batch, self.step_tokens = dtype, head_dim, max_batch, step_tokens
         self._f = _functions()
         if _KIND == "cuda":
@@ -195,16 +202,23 @@ class Cache(Handle):
         else:
             self.device, on_device = torch.device(_KIND), contextlib.nullcontext()
         o = _cuda_abi.kvq_cuda_cache_options(
-            layers=layers, kv_heads=kv_heads, head_dim=head_dim, formats=text(_names(formats)), window=text(_NAMES[dtype]),
+            layers=layers if listed is None else 0, kv_heads=kv_heads, head_dim=head_dim, formats=text(_names(formats)),
+            window=text(_NAMES[dtype]),
             page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent,
             "recent"), rollback=count(rollback, "rollback"), max_batch=max_batch, max_tokens=max_tokens,
             step_tokens=step_tokens, draft_tokens=draft_tokens, pool_tokens=pool_tokens,
             pool_sequences=pool_sequences, fixed=int(not growing), alibi=int(alibi))
         o.statistics = optional_handle(statistics, Statistics, "statistics")
+        if listed is not None:
+            layers_to_c(listed, o)
+        if layer_formats is not None:
+            o.layer_formats = formats_of_layers(layer_formats, o.layers)
         with on_device:
             made = ctypes.c_void_p()
             self._with_memory(self._f.kvq_cuda_cache_create, ctypes.byref(o), self.stream(), ctypes.byref(made))
         super().__init__(made.value, self._f.kvq_cuda_cache_free)
+        self.layers = tuple(layer_from_c(ask(self._f.kvq_cuda_cache_get_layer, self, i, out=_abi.kvq_layer))
+                            for i in range(o.layers))
 
     def stream(self) -> int:
         """torch's current stream of the device, as an address."""
@@ -360,9 +374,13 @@ class Sequence(Handle):
         return Sequence(self.cache, made.value)
 
     def trim(self, tokens: int) -> None:
-        """Removes every token from position `tokens` on. Within `rollback` tokens it is exact. After a deeper one the quantized page
+        """Removes every token from position `tokens` on, which trim_limit() bounds. Within `rollback` tokens it is exact. After a deeper one the quantized page
         that it ends in keeps its bytes and hides the tokens behind; new tokens begin a page."""
         self.cache._f.kvq_cuda_sequence_trim(self, tokens)
+
+    def trim_limit(self) -> int:
+        """From this number of tokens on, trim reaches every one; earlier ones need tokens that a layer with a window has freed."""
+        return ask(self.cache._f.kvq_cuda_sequence_trim_limit, self, out=ctypes.c_int32)
 
     def offload(self, to: _HostCache) -> _HostSequence:
         """A sequence of a CPU cache with the same options and the same bytes of pages. Waits for the stream."""

@@ -147,12 +147,13 @@ public:
             return detail::bad_value(
                 "the cache was opened with kernels for another score modifier: add make_scored_format<its "
                 "type, ...>()");
-        if (!g.holds_queries(options.query_tokens, step_.prompt ? 0 : step_.new_tokens))
+        const int of_step = step_.prompt ? 0 : common::larger(step_.new_tokens, step_.draft);
+        if (!g.holds_queries(options.query_tokens, of_step))
             return detail::bad_value(
                 "%s: attention of %d tokens, but it may have freed keys that more than %d see (rollback + 1, "
                 "and those of a step); take prefill()",
                 g.describe(member_of(layer)).c_str(), options.query_tokens,
-                g.geometry.rollback + 1 + (step_.prompt ? 0 : step_.new_tokens));
+                g.geometry.rollback + 1 + of_step);
         if (status s = g.add_window(options, member_of(layer)); !s) return s;
         if (step_.prompt) options.early = false;  // pages were requantized right before
         if (options.drafted == 0) options.drafted = step_.draft;
