@@ -169,7 +169,8 @@ rotary_angles read_rotary(const json_object& config, const architecture& kind, c
     if (!kind.is_hybrid && share != 1.0) {
         config.refuse("\"partial_rotary_factor\" is not 1, which is not handled");
     }
-    theta = theta > 0.0 ? theta : rope.number("rope_theta", config.number("rope_theta", 10000.0));
+    const double usual = kind.name == "gemma3_text" ? 1e6 : 10000.0;  // the library's defaults
+    theta = theta > 0.0 ? theta : rope.number("rope_theta", config.number("rope_theta", usual));
     const double context = config.number("original_max_position_embeddings", shape.context);
     return angles_of(config, channels, theta, has_scaling ? read_scaling(rope, context) : rotary_scaling{});
 }

@@ -47,10 +47,10 @@ public:
     virtual std::size_t bytes() const = 0;
 
     // The model calls this when `tokens` tokens have passed all layers: a cache may then requantize its pages. The state takes a snapshot
-    // behind several tokens, which are a part of a prompt. The cache gives the number of tokens that may pass in between.
-    virtual void end_of_step(int tokens) {
+    // where a prompt ends. The cache gives the number of tokens that may pass in between.
+    virtual void end_of_step(int tokens, bool prompt_ends) {
         if (kvq::recurrent_state* const of = state()) {
-            of->advance(tokens, tokens > 1);
+            of->advance(tokens, prompt_ends);
         }
     }
     virtual int step_tokens() const { return std::numeric_limits<int>::max(); }

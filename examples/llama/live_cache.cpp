@@ -84,8 +84,8 @@ int live_cache::format_of(const std::string& scheme) {
     return cache_.add_format(kvq::tensor::key, formats.keys);
 }
 
-void live_cache::end_of_step(int tokens) {
-    kvq_cache::end_of_step(tokens);
+void live_cache::end_of_step(int tokens, bool prompt_ends) {
+    kvq_cache::end_of_step(tokens, prompt_ends);
     if (live_.reload_at > 0 && !reloaded_ && sequence_.tokens() >= live_.reload_at) {
         reload();
         reloaded_ = true;

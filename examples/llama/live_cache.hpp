@@ -17,7 +17,7 @@ public:
     live_cache(const model_shape& shape, const cache_settings& settings, const live_settings& live);
 
     int step_tokens() const override { return cache_.options().page_tokens; }
-    void end_of_step(int tokens) override;
+    void end_of_step(int tokens, bool prompt_ends) override;
 
     // Tokens of layer 0's keys, and bytes of all layers, by scheme.
     std::vector<held_scheme> held() const;

@@ -92,7 +92,7 @@ void model::rotate(kv_cache::rows heads, Eigen::Index first_token, bool has_wind
 }
 
 const matrix& model::forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
-                             activations& space) const {
+                             activations& space, bool prompt_ends) const {
     const model_config& config = weights_.config;
     const Eigen::Index count = static_cast<Eigen::Index>(tokens.size());
     if (first_position + count > positions_) {
@@ -205,7 +205,7 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
         add_to_states(gate, weights.down, {}, weights.feed_forward_output_norm);
         ++layer;
     }
-    cache.end_of_step(static_cast<int>(count));
+    cache.end_of_step(static_cast<int>(count), prompt_ends);
     norm(states, weights_.final_norm, config.norm_epsilon, input);
     return input;
 }
@@ -220,7 +220,7 @@ matrix model::read(std::span<const int> tokens, int first_position, kv_cache& ca
         const int n = std::min(piece, count - first);
         states.middleRows(first, n) =
             forward(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(n)),
-                    first_position + first, cache, chunk, space);
+                    first_position + first, cache, chunk, space, count > 1 && first + n == count);
     }
     return states;
 }

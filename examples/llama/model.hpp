@@ -37,10 +37,10 @@ public:
     // `chunk` of them at a time (kv_cache::prefill). With a chunk of 1 every query reads the same cache as in
     // decode.
     const matrix& forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
-                          activations& space) const;
+                          activations& space, bool prompt_ends = false) const;
 
     // forward() for a text of any length, in parts: whole chunks, at most a step of the cache and at most some thousand
-    // tokens.
+    // tokens. Where it has several tokens it is a prompt.
     matrix read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                 activations& space) const;
 

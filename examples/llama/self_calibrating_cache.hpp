@@ -28,7 +28,7 @@ public:
         kvq_cache::prefill(layer, keys, values, queries, out, workers);
     }
 
-    void end_of_step(int) override { own_.apply(sequence_, make_); }
+    void end_of_step(int, bool) override { own_.apply(sequence_, make_); }
     int step_tokens() const override {
         return own_.done() ? kvq_cache::step_tokens() : std::max(1, tokens_ - sequence_.tokens());
     }

@@ -42,7 +42,7 @@ public:
     kvq::recurrent_state* state() override { return cache_.state(); }
     int trim(int tokens) override { return cache_.trim(tokens); }
     std::size_t bytes() const override { return cache_.bytes(); }
-    void end_of_step(int tokens) override { cache_.end_of_step(tokens); }
+    void end_of_step(int tokens, bool prompt_ends) override { cache_.end_of_step(tokens, prompt_ends); }
     int step_tokens() const override { return cache_.step_tokens(); }
 
 private:
