@@ -714,6 +714,7 @@ class StandIn(unittest.TestCase):
             cache.reorder_cache(torch.tensor([2, 2, 0]))
             holds(22, (2, 2, 0))
             self.assertEqual(cache.pages.layers[0].kind, "state")
+            self.assertEqual([x.tokens for x in cache.sequences[0].snapshots], [20])
             cache = other
             holds(20)
             cache.activate_past_recording()
@@ -729,6 +730,15 @@ class StandIn(unittest.TestCase):
             self.assertFalse(cache.has_previous_state())
             run(0, 9)
             holds(9)
+        # Every 4 tokens: of steps that reach or pass one.
+        config = types.SimpleNamespace(layer_types=["conv", "full_attention"], num_attention_heads=Q, num_key_value_heads=KV, head_dim=D,
+                                       hidden_size=WIDTH, conv_L_cache=KERNEL)
+        cache, asks, recurrent = self.module.Cache.for_model(config, "fp32", window="fp32", snapshot_every=4, sinks=0), 0, False
+        for first, last in ((0, 7), *((i, i + 1) for i in range(7, 14))):
+            run(first, last)
+        self.assertEqual([x.tokens for x in cache.sequences[0].snapshots], [7, 8, 12])
+        cache.crop(-2)
+        holds(12)
         cache = self.of_model(["linear_attention", "full_attention"], **dict(state, mamba_d_state=4, mamba_d_conv=2, mamba_expand=3))
         run(0, 5)
         with self.assertRaisesRegex(kvq.UnsupportedError, "the conv state of layer 0 of .* is .32, 3., its config says .96, 2."):

@@ -26,6 +26,7 @@ class Rows:
         self._formats, self._options, self.layers = (keys, values), options, layers
         self.pages: Any = None
         self.sequences: List[Sequence] = []
+        self.snapshot_every = options.get("snapshot_every")  # tokens; None: no snapshots but at the end of prompts
 
     def begin(self, number: int, batch: int, kv_heads: int, head_dim: int, value_dim: int) -> None:
         """Rows for a layer without tokens, whose keys and values have these sizes."""
@@ -83,7 +84,8 @@ class States:
 
     def __init__(self, numbers: List[int], keys: List[int]) -> None:
         self.numbers, self._keys = numbers, keys
-        self._last = -1  # layer of the forward pass
+        self._last = -1  # layer of the forward pass; -1: between two
+        self._passes = 0  # that have ended
         self._open = False  # a pass has changed states that are not stored
 
     def fresh(self) -> "States":
@@ -93,32 +95,42 @@ class States:
     def enters(self, number: int, rows: Rows, layers: Dict[int, Any]) -> None:
         """A forward pass has come to a layer, and not changed its state yet. Layers come in ascending order: else it is
         another pass."""
-        if number < self._last and self._open:
+        if number < self._last:
             if number in self._keys and self.numbers[0] < number:
                 raise UnsupportedError(f"kvq: layers of {model_name()} change their state before they ask the cache for it, with "
                                        "has_previous_state(layer)")
-            self.store(rows, layers)
+            self._ended(rows, layers)
         self._last, self._open = number, True
 
     def enters_any(self, rows: Rows, layers: Dict[int, Any]) -> None:
         """The same for a layer with state that does not say its number. If it is the first one no layer with keys has got
         tokens since the pass before; behind the last layer with keys it could be any."""
         first, last = ([s.tokens(n) for s in rows.sequences] for n in (self._keys[0], self._keys[-1]))
-        if first == last and self.numbers[-1] < self._keys[-1]:
+        if first == last and self.numbers[-1] < self._keys[-1] and self._last >= 0:
+            self._ended(rows, layers)
+
+    def _ended(self, rows: Rows, layers: Dict[int, Any]) -> None:
+        """Stores states of which a snapshot is due: behind more than one token, and where the rows say so."""
+        new = [(s.tokens(self.numbers[0]), s.tokens(self._keys[0])) for s in rows.sequences]
+        every = rows.snapshot_every
+        if any(b - a > self._passes + 1 or (every and b // every > a // every) for a, b in new):
             self.store(rows, layers)
+        else:
+            self._last, self._passes = -1, self._passes + 1
 
     def store(self, rows: Rows, layers: Dict[int, Any], lengths: Optional[List[int]] = None) -> None:
-        """Writes what a pass has left, the states after `lengths` tokens. None: after all tokens."""
+        """Writes what passes have left, the states after `lengths` tokens. None: after all tokens."""
         if not self._open or rows.pages is None:
             return
-        self._open, self._last = False, -1
+        passes = self._passes + (self._last >= 0)
+        self._open, self._last, self._passes = False, -1, 0
         for row, s in enumerate(rows.sequences):
             for number in self.numbers:
                 for part, to in _parts(s, number):
                     _write(to, _live(layers[number], part)[0], row, number, part)
             tokens = s.tokens(self._keys[0]) if lengths is None else lengths[row]
             new = tokens - s.tokens(self.numbers[0])
-            s.advance(new, prompt_ends=new > 1)
+            s.advance(new, prompt_ends=new > passes)
 
     def crop(self, removed: int, lengths: List[int], rows: Rows, layers: Dict[int, Any]) -> bool:
         """States after `lengths` tokens, `removed` less than now; the caller trims the rows. Returns whether load() must follow."""

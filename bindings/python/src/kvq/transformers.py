@@ -442,8 +442,8 @@ class Cache(_Cache):
         others  as of Cache; on the CPU also snapshot_every and snapshot_bytes (None: four snapshots)
 
         On the CPU all layers are in one kvq.Cache: `pages`, and `sequences`, one per row. Layers with a window or chunks free
-        what no query sees any more. Recurrent states are stored behind every forward pass; crop() goes back to a snapshot, which
-        is taken at the end of a prompt and every `snapshot_every` tokens, and is refused elsewhere.
+        what no query sees any more. Recurrent states are stored when rows are chosen, copied or asked for, and when a snapshot
+        is due: at the end of a prompt and every `snapshot_every` tokens. crop() goes back to a snapshot, and is refused elsewhere.
         On a GPU the layers are those of Cache. UnsupportedError names the type of a model that cannot be served, and why.
         """
         config = getattr(model, "config", model)
@@ -608,21 +608,23 @@ class Cache(_Cache):
         number is the number of tokens to keep; 0 removes none where it is a number to remove, and all where
         it is one to keep."""
         held, change = self._held(0), int(tokens_to_remove)
-        n = self.get_seq_length()
+        if held is None:
+            return
+        n = held.tokens
         keep = change if change > 0 else 0 if change == 0 and not _zero_keeps_all() else max(n + change, 0)
-        of_states = [layer for layer in self.layers if not isinstance(layer, Layer)]
-        load = False
+        keep, load = min(keep, n), False
         if self._states is not None and self.pages is not None:
-            load = self._states.crop(max(n - keep, 0), held.lengths(min(keep, n)), self._rows, self._of_number())
+            load = self._states.crop(n - keep, held.lengths(keep), self._rows, self._of_number())
         else:
-            for layer in of_states:
-                layer.crop(tokens_to_remove)
-        if held is not None and keep < n:
-            layers = [layer for layer in self.layers if isinstance(layer, Layer) and layer.is_initialized]
+            for layer in self.layers:
+                if not isinstance(layer, Layer):
+                    layer.crop(tokens_to_remove)
+        if keep < n:
             for rows in self._host_rows():
                 rows.trim(held.lengths(keep))
-            for layer in layers:
-                layer.forget(keep)
+            for layer in self.layers:
+                if isinstance(layer, Layer) and layer.is_initialized:
+                    layer.forget(keep)
         if load:
             self._states.load(self._rows, self._of_number())
 
