@@ -87,6 +87,8 @@ HELD = {
     "Glm4MoeLite": dict(LATENT, **EXPERTS), "Youtu": LATENT,
     # Recurrent states in some layers.
     "Qwen3Next": dict(LINEAR, **SHARED_EXPERT), "Qwen3_5": LINEAR,
+    "NemotronH": dict(layer_types=["linear_attention", "full_attention", "mlp"], mamba_num_heads=8, mamba_head_dim=16, n_groups=1,
+                      ssm_state_size=8, conv_kernel=4, expand=2, chunk_size=16, use_mamba_kernels=False),
     "Lfm2": dict(conv_L_cache=3, layer_types=["conv", "full_attention", "conv"], full_attn_idxs=[1]),
     "Jamba": dict(attn_layer_period=3, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1,
                   mamba_d_state=8, mamba_dt_rank=8, use_mamba_kernels=False),
@@ -94,9 +96,11 @@ HELD = {
     "GraniteMoeHybrid": dict(MAMBA, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32,
                              layer_types=["linear_attention", "full_attention", "linear_attention"]),
 }
-# With Cache.for_model; those of REFUSED with it alone.
+# Looks for layers of the cache before it has given them anything: for Cache.for_model.
+NEEDS_CONFIG = {"OlmoHybrid": LINEAR}
+# With Cache.for_model; those of NEEDS_CONFIG and REFUSED with it alone.
 FOR_MODEL = ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Gemma4, nothing shared", "Phi3", "Olmo3", "Cohere2", "Exaone4", "GptOss",
-             "Llama4", "DeepseekV3", "Qwen3Next", "Qwen3_5", "Lfm2", "Jamba", "Bamba", "GraniteMoeHybrid",
+             "Llama4", "DeepseekV3", "Qwen3Next", "Qwen3_5", "OlmoHybrid", "NemotronH", "Lfm2", "Jamba", "Bamba", "GraniteMoeHybrid",
              "Gemma3n", "Gemma4", "Whisper", "Bart")
 # And what the refusal says.
 OWN_ATTENTION = "does not hand"
@@ -209,7 +213,7 @@ def compare(row):
     warnings.simplefilter("ignore")
     start, results, log = time.perf_counter(), {}, []
     try:
-        model = made(name, HELD[name] if name in HELD else REFUSED[name][0])
+        model = made(name, {**HELD, **NEEDS_CONFIG, **{n: options for n, (options, _) in REFUSED.items()}}[name])
     except Exception as e:
         return row, {m: "?" for m in MODES}, [f"is not made: {line(e)}\n{traceback.format_exc()}"], 0.0
     if model is None:
