@@ -94,7 +94,9 @@ public:
         graph_ = ggml_new_graph(c);
         for (int layer = 0; layer < layers; ++layer) {
             ggml_tensor *q = input(dim, q_heads), *k = input(dim, kv_heads), *v = input(value_dim, kv_heads);
-            out_.push_back(memory.sequences().storage().holds_tokens(layer)
+            const kvq::cache& of = memory.sequences().storage();
+            if (of.owner(layer) != layer) k = v = nullptr;
+            out_.push_back(of.layers()[static_cast<std::size_t>(layer)].parts.empty()
                                ? memory.attend(c, layer, q, k, v, mods)
                                : memory.recur(c, layer, std::span(&q, 1), 1, tokens, fold));
             ggml_build_forward_expand(graph_, out_.back());
@@ -228,17 +230,20 @@ TEST_CASE("graphs give the bits of cache::prefill, on any number of threads") {
         }
 }
 
-TEST_CASE("layers with a window and with recurrent state, beside sequences that are driven directly") {
+TEST_CASE(
+    "layers with a window, with recurrent state, and that share keys, beside sequences that are driven "
+    "directly") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const kvq::layer heads{.kv_heads = kv_heads, .head_dim = dim, .value_dim = value_dim};
-    const std::vector<kvq::layer> list{kvq::state_layer({{.name = "s", .columns = 3}}),
-                                       kvq::sliding_attention(20, heads), kvq::full_attention(heads)};
+    std::vector<kvq::layer> list{kvq::state_layer({{.name = "s", .columns = 3}}),
+                                 kvq::sliding_attention(20, heads), kvq::full_attention(heads)};
     kvq::cache_options o = options(true);
     o.rotary.clear();  // of one layer each, or of all
     const kvq::causal mask{};
     for (const int threads : {1, 3}) {
+        if (threads == 3) list.back() = kvq::shared_with(1);
         kvq::cache cache(list, o), same_cache(list, o);
         kvq::ggml_memory memory(cache, 2);
         kvq::sequence one = same_cache.new_sequence();
@@ -272,8 +277,10 @@ TEST_CASE("layers with a window and with recurrent state, beside sequences that 
                 std::vector<float> q = rows(0, q_heads, dim), k = rows(1, kv_heads, dim),
                                    v = rows(2, kv_heads, value_dim),
                                    out(static_cast<std::size_t>(n * q_heads * value_dim));
-                one.prefill(layer, view(k, n, kv_heads, dim, false), view(v, n, kv_heads, value_dim, false),
-                            view(q, n, q_heads, dim, false), view(out, n, q_heads, value_dim, false));
+                const int added = cache.owner(layer) == layer ? n : 0;
+                one.prefill(layer, view(k, added, kv_heads, dim, false),
+                            view(v, added, kv_heads, value_dim, false), view(q, n, q_heads, dim, false),
+                            view(out, n, q_heads, value_dim, false));
                 const std::vector<float> got = g.output(layer);
                 for (int i = 0; i < n; ++i)
                     for (int c = 0; c < q_heads * value_dim; ++c)

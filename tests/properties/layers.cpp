@@ -6,7 +6,6 @@
 #include <doctest/doctest.h>
 
 #include <cstdlib>
-#include <kvq/adapters/sequence_table.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
@@ -763,9 +762,6 @@ TEST_CASE("what a layer that reads another one cannot do is refused with its num
     };
     const auto q = x.slice(0, 20);
     raised([&] { (void)cache.shape(); }, "not all layers of the cache hold all of their tokens: layer 1");
-    raised([&] { kvq::sequence_table table(cache, 2); },
-           "layer 1, shared with layer 0, 2 x 8: a table of sequences has layers with tokens or state of "
-           "their own");
     raised([&] { s.append(1, x.view(), x.view()); },
            "layer 1, shared with layer 0, 2 x 8: it takes no keys and values");
     raised([&] { s.append_draft(2, x.slice(0, 1), x.slice(0, 1)); }, "layer 2, shared with layer 0, 2 x 8");

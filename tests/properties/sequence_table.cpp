@@ -599,6 +599,75 @@ TEST_CASE("a step that does not end well is taken back") {
     }
 }
 
+TEST_CASE("layers that share keys and values: the bits of sequences that are driven directly") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 3; ++round) {
+        std::vector<kvq::layer> list = layers_of({random.one_in(2) ? 0 : random.between(1, 40), 0});
+        list.push_back(kvq::shared_with(1));
+        list.insert(list.begin() + 1, kvq::shared_with(0));
+        list.back().owner = 2;
+        kvq::cache_options o = std4_options();
+        o.rotary.clear();
+        kvq::cache cache(list, o), same_cache(list, o);
+        kvq::sequence_table table(cache, ids);
+        kvq::sequence direct[2] = {same_cache.new_sequence(), same_cache.new_sequence()};
+        kvq::workspace space;
+        // Rows of both ids in turns, or in any order, so that they are gathered; now and then a step is not completed.
+        for (int step = 0; step < 12; ++step) {
+            const bool fails = random.one_in(4), in_turns = random.one_in(2);
+            const int n = random.one_in(2) ? random.between(1, 5)
+                          : fails          ? random.between(1, o.rollback)  // what a trim takes back exactly
+                                           : random.between(20, 80);
+            drawn_batch b;
+            std::vector<int> rows_of_id[2];
+            std::int32_t next[2] = {table.position_max(0) + 1, table.position_max(1) + 1};
+            for (int i = 0; i < n; ++i) {
+                const int id = in_turns ? i % 2 : random.between(0, 1);
+                b.add(next[id]++, {id});
+                rows_of_id[id].push_back(i);
+            }
+            table.begin(b.c(), q_heads, 1, space);
+            for (int layer = 0; layer < static_cast<int>(list.size()); ++layer) {
+                const bool shared = cache.owner(layer) != layer;
+                rows k(shared ? 0 : n, kv_heads, dim), v(shared ? 0 : n, kv_heads, value_dim),
+                    q(n, q_heads, dim), out(n, q_heads, value_dim);
+                for (rows* r : {&k, &v, &q}) r->x = random.normals(r->x.size());
+                if (fails && layer == 3) break;
+                table.prefill(layer, k.view(), v.view(), q.view(), out.view(), kvq::causal{},
+                              kvq::serial_executor{}, space);
+                for (int id = 0; id < 2 && !fails; ++id) {
+                    const auto own = [&](rows& all) {
+                        const int count = all.tokens == 0 ? 0 : static_cast<int>(rows_of_id[id].size());
+                        rows some(count, all.heads, all.channels);
+                        for (int i = 0; i < count; ++i)
+                            std::copy_n(all.at(rows_of_id[id][static_cast<std::size_t>(i)]),
+                                        all.heads * all.channels, some.at(i));
+                        return some;
+                    };
+                    rows mine_k = own(k), mine_v = own(v), mine_q = own(q), expected = own(out),
+                         got = expected;
+                    if (mine_q.tokens == 0) continue;
+                    direct[id].prefill(layer, mine_k.view(), mine_v.view(), mine_q.view(), got.view());
+                    REQUIRE(got.x == expected.x);
+                }
+            }
+            if (fails)
+                CHECK(
+                    test::contains(test::message_of([&] { table.end(); }), "before layer 3 had its tokens"));
+            else
+                table.end();
+            for (int id = 0; id < 2; ++id) REQUIRE(table.tokens(id) == direct[id].tokens());
+            const std::vector<std::byte> all = state(table);
+            if (step % 4 == 3) restore(table, all);
+            REQUIRE(state(table) == all);
+        }
+        table.clear();
+        CHECK(cache.bytes_in_use() == 0);
+    }
+}
+
 namespace {
 
 /// What a recurrent layer makes of tokens, of which each is a number.

@@ -39,23 +39,30 @@ public:
     const sequence_table& sequences() const noexcept { return table_; }
 
     /// The node of a layer. mods: not copied, and used when the graph runs; those of the last call for a layer hold in all graphs. Raises
-    /// kvq::error for tensors that do not fit the cache. One such node per layer in a graph.
+    /// kvq::error for tensors that do not fit the cache. One such node per layer in a graph; of a layer that shares the keys and values of
+    /// another one k and v are null, and its node comes behind.
     ggml_tensor* attend(ggml_context* context, int layer, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
                         const mods_view& mods = every_key()) {
         check_layer(layer, true);
         const cache_shape& shape = table_.storage().shape(layer);
+        const bool is_shared = table_.storage().owner(layer) != layer;
         check(q, "q", shape.head_dim, 0);
-        check(k, "k", shape.head_dim, shape.kv_heads);
-        check(v, "v", shape.dim(tensor::value), shape.kv_heads);
-        detail::expect(k->ne[2] == q->ne[2] && v->ne[2] == q->ne[2], "q has ", q->ne[2], " tokens, k ",
-                       k->ne[2], " and v ", v->ne[2]);
+        if (is_shared) {
+            detail::expect(k == nullptr && v == nullptr, "layer ", layer,
+                           " shares keys and values, its k and v are null");
+        } else {
+            check(k, "k", shape.head_dim, shape.kv_heads);
+            check(v, "v", shape.dim(tensor::value), shape.kv_heads);
+            detail::expect(k->ne[2] == q->ne[2] && v->ne[2] == q->ne[2], "q has ", q->ne[2], " tokens, k ",
+                           k->ne[2], " and v ", v->ne[2]);
+        }
         detail::expect(q->ne[1] % shape.kv_heads == 0, "q has ", q->ne[1], " heads, not a multiple of the ",
                        shape.kv_heads, " kv heads");
         node& of = nodes_[static_cast<std::size_t>(layer)];
         of.mods = mods;
         ggml_tensor* inputs[] = {q, k, v};
         return ggml_custom_4d(context, GGML_TYPE_F32, shape.dim(tensor::value), q->ne[1], q->ne[2], 1, inputs,
-                              3, run, GGML_N_TASKS_MAX, &of);
+                              is_shared ? 1 : 3, run, GGML_N_TASKS_MAX, &of);
     }
 
     /// What a layer with recurrent state does with one part of a step: reads rows of out->src, part.rows, changes *part.state, and writes the rows
@@ -108,7 +115,8 @@ private:
         const kvq::cache& of = table_.storage();
         detail::expect(layer >= 0 && layer < of.layer_count(), "layer ", layer, " is not among the ",
                        of.layer_count(), " layers of the cache");
-        if (of.holds_tokens(layer) != attends)
+        const bool has_state = of.layers()[static_cast<std::size_t>(layer)].kind == layer_kind::state;
+        if (has_state == attends)
             detail::fail(
                 detail::describe_layer(layer, of.layers()[static_cast<std::size_t>(layer)]),
                 attends ? ": its node is recur(), not attend()" : ": its node is attend(), not recur()");
@@ -153,12 +161,17 @@ private:
         return view<const float>(t);
     }
 
+    /// Null: none, of a layer that shares those of another one.
+    static input_view rows_of(const ggml_tensor* t) noexcept {
+        return t ? view_of<input_view>(t) : input_view(token_view<const float>(nullptr, 0, 0, 0));
+    }
+
     /// Called by each of ggml's threads.
     static void run(ggml_tensor* out, int, int nth, void* of) {
         node& n = *static_cast<node*>(of);
         ggml_memory& memory = *n.memory;
         memory.team_.enter(nth, [&](executor_view threads) {
-            memory.table_.prefill(n.layer, view_of<input_view>(out->src[1]), view_of<input_view>(out->src[2]),
+            memory.table_.prefill(n.layer, rows_of(out->src[1]), rows_of(out->src[2]),
                                   view_of<query_view>(out->src[0]), view<float>(out), n.mods, threads,
                                   memory.space_);
         });

@@ -15,10 +15,6 @@ namespace kvq { inline namespace KVQ_COMMON {
 KVQ_FUNC sequence_table::sequence_table(cache& of, int ids)
     : cache_(&of), held_(static_cast<std::size_t>(detail::larger(ids, 0))) {
     detail::expect(ids >= 1, "a table of sequences needs at least 1 id, got ", ids);
-    for (int i = 0; i < of.layer_count(); ++i)
-        if (of.owner(i) != i)
-            detail::fail(detail::describe_layer(i, of.layers()[static_cast<std::size_t>(i)]),
-                         ": a table of sequences has layers with tokens or state of their own");
 }
 
 KVQ_FUNC sequence_table::~sequence_table() = default;
@@ -134,10 +130,15 @@ KVQ_FUNC void sequence_table::prefill(int layer, const input_view& k, const inpu
                                       executor_view executor, workspace& space) {
     detail::expect(!parts_.empty() || step_tokens_ == 0, "layer ", layer,
                    " has tokens, but no step was begun");
-    for (const int n : {k.tokens, v.tokens, q.tokens, out.tokens})
-        detail::expect(n == step_tokens_, "layer ", layer, " has ", k.tokens, " keys, ", v.tokens,
-                       " values, ", q.tokens, " queries and ", out.tokens, " outputs, but the step has ",
-                       step_tokens_, " tokens");
+    detail::expect(layer >= 0 && layer < cache_->layer_count(), "layer ", layer, " is not among the ",
+                   cache_->layer_count(), " layers of the cache");
+    const bool is_shared = cache_->owner(layer) != layer;
+    const int added = is_shared ? 0 : step_tokens_;
+    detail::expect(
+        k.tokens == added && v.tokens == added && q.tokens == step_tokens_ && out.tokens == step_tokens_,
+        "layer ", layer, " has ", k.tokens, " keys, ", v.tokens, " values, ", q.tokens, " queries and ",
+        out.tokens, " outputs, but the step has ", step_tokens_, " tokens",
+        is_shared ? ", and the layer takes queries only" : "");
     batch_.clear();
     auto* free = reinterpret_cast<std::byte*>(gathered_.data());
     float* lse = gathered_.data() + gathered_.size();  // of gathered outputs: from the end to the front
@@ -172,12 +173,15 @@ KVQ_FUNC void sequence_table::prefill(int layer, const input_view& k, const inpu
     for (const part& p : parts_) {
         const std::span<const int> rows = p.rows,
                                    asked = rows.subspan(static_cast<std::size_t>(p.first_query));
+        const auto added_rows = [&](const input_view& x) {
+            return is_shared ? x : p.regular() ? p.view(x, 0) : gather(x, rows, true);
+        };
         if (p.regular())
-            batch_.push_back({&p.of->tokens, p.view(k, 0), p.view(v, 0), p.view(q, p.first_query),
+            batch_.push_back({&p.of->tokens, added_rows(k), added_rows(v), p.view(q, p.first_query),
                               p.view(out, p.first_query)});
         else
-            batch_.push_back({&p.of->tokens, gather(k, rows, true), gather(v, rows, true),
-                              gather(q, asked, true), gather_out(asked)});
+            batch_.push_back(
+                {&p.of->tokens, added_rows(k), added_rows(v), gather(q, asked, true), gather_out(asked)});
     }
     cache_->prefill(layer, batch_, mods, executor, space);
     for (std::size_t i = 0; i < parts_.size(); ++i) {
@@ -204,7 +208,10 @@ KVQ_FUNC sequence_table::step_part sequence_table::part_of_step(int i) const {
 KVQ_FUNC int sequence_table::missing_layer() const noexcept {
     for (int layer = 0; layer < cache_->layer_count(); ++layer)
         for (const part& p : parts_)
-            if (cache_->holds_tokens(layer) && p.of->tokens.tokens(layer) != p.of->size()) return layer;
+            if (cache_->owner(layer) != layer
+                    ? detail::sequence_access::waits(p.of->tokens, layer)
+                    : cache_->holds_tokens(layer) && p.of->tokens.tokens(layer) != p.of->size())
+                return layer;
     return -1;
 }
 

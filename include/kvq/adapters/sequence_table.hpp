@@ -72,7 +72,7 @@ public:
                const mods_view& mods = causal{});
 
     /// One layer of the step: appends k and v, [batch.tokens][kv_heads][dim], and writes the attention of q, [batch.tokens][q_heads][head_dim], to out
-    /// and to its log-sum-exps, if it has them. Arguments as of cache::prefill. Raises kvq::error for other shapes or without a step. Takes
+    /// and to its log-sum-exps, if it has them; for a layer that shares those of another one k and v of 0 tokens. Arguments as of cache::prefill. Raises kvq::error for other shapes or without a step. Takes
     /// no memory if the step was begun with these q_heads, at least so many threads, this workspace and mods that need no more.
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                  const output_view& out, const mods_view& mods, executor_view executor, workspace& space);

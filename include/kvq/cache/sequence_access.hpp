@@ -24,6 +24,10 @@ struct sequence_access {
     }
     /// Commits chunks that wait for layers that share them.
     static void commit_shared(sequence& s) { s.commit_shared(); }
+    /// Of a layer that shares those of another one: its queries have not come.
+    static bool waits(const sequence& s, int layer) noexcept {
+        return s.tables_[static_cast<std::size_t>(layer)].waits;
+    }
     static bool waits(const sequence& s) noexcept {
         bool some = false;
         for (const page_table& table : s.tables_) some = some || table.waits;
