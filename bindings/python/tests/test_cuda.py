@@ -4,6 +4,7 @@ Skipped without torch, without a GPU, and where the library was built without KV
 whose kernels are emulated.
 """
 import os
+import types
 import unittest
 
 try:
@@ -251,6 +252,30 @@ class StandInOnGpu(OnGpu, of_cpu.StandIn):
         self.assertLess(errors[0], errors[1])
         self.assertLess(errors[1], 0.3 * last.abs().max().item())
         self.assertLess(used[1], 0.7 * used[0])
+
+    def test_windows_free_pages(self):
+        """Of a cache for a model; a crop that needs them changes nothing."""
+        self.model.kinds = (of_cpu.window(20), of_cpu.causal)
+        ids = torch.randint(0, of_cpu.WORDS, (3, 400)).to(DEVICE)
+        config = types.SimpleNamespace(layer_types=["sliding_attention", "full_attention"], sliding_window=20, num_attention_heads=Q,
+                                       num_key_value_heads=KV, head_dim=D)
+        given = dict(max_tokens=600, sinks=0, recent=16, rollback=16)
+        ours, kept = self.module.Cache.for_model(config, "kivi-4-g64", **given), self.module.Cache("kivi-4-g64", **given)
+        for part in (*ids.split(130, dim=1), ids[:, :1]):
+            a, b = (self.model(part, cache, self.attention, None, self.mask) for cache in (ours, kept))
+            self.assertLess((a - b).abs().max().item(), self.most)
+        freed, all_of = (cache.layers[0].pages.info().bytes_in_use for cache in (ours, kept))
+        self.assertLess(freed, all_of)
+        self.assertGreater(min(s.trim_limit() for s in ours.layers[0].sequences), 200)
+        with self.assertRaisesRegex(kvq.ArgumentError, "layer 0, sliding window of 20"):
+            ours.crop(-350)
+        for cache in (ours, kept):
+            cache.crop(-10)
+        a, b = (self.model(ids[:, :3], cache, self.attention, None, self.mask) for cache in (ours, kept))
+        self.assertLess((a - b).abs().max().item(), self.most)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "a window of 20 tokens by its config, its mask says neither"):
+            self.model.kinds = (of_cpu.causal,) * 2
+            self.model(ids[:, :3], ours, self.attention, None, self.mask)
 
     def test_failed_calls_change_nothing(self):
         ours, theirs = self.exact(), of_cpu.Everything()

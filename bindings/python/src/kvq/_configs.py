@@ -6,6 +6,7 @@ from typing import Any, List, Optional, Tuple
 from ._errors import UnsupportedError
 from ._layers import Layer, StatePart, chunked_attention, full_attention, shared_with, sliding_attention, state_layer
 
+ROLLBACK = 32  # tokens, of layers with windows unless given: more than drafts have
 _FULL = ("full_attention", "attention")
 _STATES = ("linear_attention", "conv", "mamba")
 _WITHOUT = ("moe", "mlp")  # layers that keep nothing

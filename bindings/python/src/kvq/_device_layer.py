@@ -11,7 +11,9 @@ from typing import Any, Dict, List, Optional, Sequence as Sequence_, Tuple
 import torch
 
 from . import _abi
+from ._configs import ROLLBACK
 from ._errors import BY_STATUS, ArgumentError, Error, InternalError, UnsupportedError
+from ._layers import full_attention, sliding_attention
 from ._library import library
 from .cuda import Cache, Sequence, attend_options
 
@@ -59,20 +61,25 @@ class _Rows:
 class DevicePages:
     """Sequences of a batch in one layer."""
 
-    def __init__(self, k: torch.Tensor, values: Any, keys: Any, options: Dict[str, Any]) -> None:
+    def __init__(self, k: torch.Tensor, values: Any, keys: Any, options: Dict[str, Any], window: int = 0) -> None:
+        """window: tokens of the layer's own window, which frees pages; 0: none"""
         if values is not None and values != keys:
             raise UnsupportedError(f"kvq: on a GPU keys and values have one format, not {keys} and {values}")
         batch, kv_heads, _, head_dim = k.shape
         given = dict(options)
-        window = given.pop("window", None)
+        stored = given.pop("window", None)
         self.dtype = k.dtype
         names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
         if k.dtype not in names:
             raise UnsupportedError(f"kvq: the keys are {k.dtype}; caches on a GPU take torch.float16 and torch.bfloat16")
-        if window not in (None, names[k.dtype]):
-            raise ArgumentError(f"kvq: the window is {window}, but the keys are {names[k.dtype]}")
+        if stored not in (None, names[k.dtype]):
+            raise ArgumentError(f"kvq: the window is {stored}, but the keys are {names[k.dtype]}")
         most = given.pop("max_batch", batch)
-        pages = Cache(1, kv_heads, head_dim, keys, dtype=k.dtype, device=k.device, max_batch=most, **given)
+        layer = full_attention(kv_heads, head_dim)
+        if window:
+            layer = sliding_attention(window, kv_heads, head_dim)
+            given.setdefault("rollback", ROLLBACK)
+        pages = Cache([layer], formats=keys, dtype=k.dtype, device=k.device, max_batch=most, **given)
         self._hold(pages, [pages.new_sequence() for _ in range(batch)])
 
     def _hold(self, pages: Cache, sequences: List[Sequence]) -> None:
@@ -103,6 +110,12 @@ class DevicePages:
 
     def _error(self, status: int) -> Exception:
         return BY_STATUS.get(status, InternalError)(library.kvq_last_error().decode("utf-8", "replace"))
+
+    def check_trim(self, lengths: List[int]) -> None:
+        """Raises what trim() of rows raises that have freed what it needs."""
+        for s, n in zip(self.sequences, lengths):
+            if 0 < n < s.trim_limit():
+                s.trim(n)
 
     def trim(self, lengths: List[int]) -> None:
         """Every row to a number of tokens that it had before. What has begun, has not."""

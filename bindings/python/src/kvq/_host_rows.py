@@ -6,12 +6,12 @@ from typing import Any, Dict, List, Optional, Sequence as Sequence_, Tuple
 import torch
 
 from ._cache import Cache
+from ._configs import ROLLBACK
 from ._errors import ArgumentError, UnsupportedError
 from ._layers import Layer, full_attention
 from ._models import model_name
 from ._sequence import Sequence
 
-_ROLLBACK = 32  # tokens, of models with windows: more than drafts have
 _SNAPSHOTS = 4  # room for so many
 
 
@@ -50,7 +50,7 @@ class Rows:
     def _make(self, layers: List[Layer]) -> None:
         options = dict(self._options)
         if any(layer.window for layer in layers):
-            options.setdefault("rollback", _ROLLBACK)
+            options.setdefault("rollback", ROLLBACK)
         parts = [part for layer in layers for part in layer.parts]
         if parts:
             bytes_ = sum(4 * part.heads * part.rows * part.columns + 256 for part in parts)

@@ -157,7 +157,9 @@ class Layer(CacheLayerMixin):
                     f"kvq: on a GPU keys and values have one head_dim, not {head_dim} and {value_dim}")
             from ._device_layer import DevicePages
 
-            self._device = DevicePages(key_states, values, keys, self._options)
+            of = self.of_model
+            window = of.window if of is not None and of.kind == "sliding" else 0
+            self._device = DevicePages(key_states, values, keys, self._options, window)
         else:
             self._rows.begin(self._number, batch, kv_heads, head_dim, value_dim)
             self._device = None
@@ -226,6 +228,8 @@ class Layer(CacheLayerMixin):
             raise UnsupportedError(f"kvq: the mask of {model_name()} is neither causal nor a sliding window; "
                                    "others are for the CPU only, not for a GPU")
         else:
+            if self.of_model is not None and self.of_model.kind == "sliding":
+                mask.agree(self.of_model, how[2], real, self.tokens + n, n)
             out = self._device.attend(k, v, q, new, how, s_aux)
         self.tokens += n
         self.real, self.chunk = real, mask.chunk
@@ -444,7 +448,7 @@ class Cache(_Cache):
         On the CPU all layers are in one kvq.Cache: `pages`, and `sequences`, one per row. Layers with a window or chunks free
         what no query sees any more. Recurrent states are stored when rows are chosen, copied or asked for, and when a snapshot
         is due: at the end of a prompt and every `snapshot_every` tokens. crop() goes back to a snapshot, and is refused elsewhere.
-        On a GPU the layers are those of Cache. UnsupportedError names the type of a model that cannot be served, and why.
+        On a GPU every layer has a kvq.cuda.Cache, and those with a window free pages. UnsupportedError names the type of a model that cannot be served, and why.
         """
         config = getattr(model, "config", model)
         of_model, made = layers_of(config), []
@@ -620,11 +624,14 @@ class Cache(_Cache):
                 if not isinstance(layer, Layer):
                     layer.crop(tokens_to_remove)
         if keep < n:
+            layers = [layer for layer in self.layers if isinstance(layer, Layer) and layer.is_initialized]
+            for layer in layers:
+                if layer._device is not None:
+                    layer._device.check_trim(held.lengths(keep))
             for rows in self._host_rows():
                 rows.trim(held.lengths(keep))
-            for layer in self.layers:
-                if isinstance(layer, Layer) and layer.is_initialized:
-                    layer.forget(keep)
+            for layer in layers:
+                layer.forget(keep)
         if load:
             self._states.load(self._rows, self._of_number())
 
