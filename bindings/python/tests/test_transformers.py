@@ -492,6 +492,9 @@ class StandIn(unittest.TestCase):
         if hasattr(torch.nn.functional, "scaled_dot_product_attention"):
             out = self.attention(encoder, q, k, v, None, scaling=0.3)[0]
             self.assertLess((out - eager(encoder, q, k, v, None, 0.3)[0]).abs().max().item(), 1e-5)
+        of_causal = self.mask(batch_size=3, q_length=50, kv_length=50, mask_function=causal)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "has no cache and is not causal, but its mask is"):
+            self.attention(encoder, q, k, v, of_causal)
         with self.assertRaisesRegex(kvq.UnsupportedError, "not causal; a decoder that attends to an encoder needs .*for_model"):
             self.attention(decoder, q, k, v, None)
         for padded in (False, True):
@@ -508,9 +511,9 @@ class StandIn(unittest.TestCase):
                 decoder.sees = lambda _, h, q, k: shown[b, 0, 0, k]
                 self.assertLess((out - eager(decoder, q, torch.cat([k[rows]], 0), v[rows], None, 0.3)[0]).abs().max().item(), 1e-4)
 
-            check(cache, 4, given=cache.cross_attention_cache.update(k, v, 0))
+            check(cache, 60, given=cache.cross_attention_cache.update(k, v, 0))  # more than the encoder has
             check(cache, 1)
-            check(cache, 70)  # more than the encoder has
+            check(cache, 70)
             with self.assertRaisesRegex(kvq.ArgumentError, "appends the output of its encoder again"):
                 cache.cross_attention_cache.update(k, v, 0)
             other = copy.deepcopy(cache)

@@ -261,8 +261,7 @@ class Layer(CacheLayerMixin):
         if hides:
             mask.agree(of, window, real, total, n)
             window = None
-        sinks = None if s_aux is None else s_aux.detach().float().flatten().tolist()
-        shared: Dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sink_logits=sinks)
+        shared: Dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sink_logits=_logits(s_aux))
         out = torch.zeros(batch, n, q_heads, self._shape[3], dtype=q.dtype)
         rows = [i for i in range(batch) if new is None or bool(new[i].any())]
         mods: Any = None
@@ -367,20 +366,23 @@ class CrossLayer(Layer):
 
     def attend(self, k: Any, v: torch.Tensor, q: torch.Tensor, mask: Said, how: How,
                s_aux: Optional[torch.Tensor]) -> torch.Tensor:
-        """As of Layer, without a causal mask. k: None behind the first pass"""
+        """As of Layer, for queries that are no tokens of the encoder. k: None behind the first pass"""
         batch = q.shape[0]
         if k is not None:
             self.lazy_initialization(k, v)
-            self.tokens, self.real = k.shape[2], mask.of_encoder(k.shape[2])
         if batch != len(self.sequences):
             raise ArgumentError(f"kvq: a batch of {batch} for a cache of {len(self.sequences)} sequences")
-        mods = Mods(scale=how[0], softcap=how[1], direction="cross")
+        mods = Mods(scale=how[0], softcap=how[1], sink_logits=_logits(s_aux), direction="cross")
+        rows = [x.transpose(0, 1).contiguous() for x in q]
         with torch.no_grad():
-            for i, s in enumerate(self.sequences if k is not None else ()):
-                real = slice(None) if self.real is None else self.real[i]
-                s.append(self._number, *(x[i].transpose(0, 1)[real].contiguous() for x in (k, v)))
-            outs = self.pages.attend(self._number, self.sequences, [x.transpose(0, 1).contiguous() for x in q], mods=mods,
-                                     threads=self._threads)
+            if k is None:
+                outs = self.pages.attend(self._number, self.sequences, rows, mods=mods, threads=self._threads)
+            else:
+                real = mask.of_encoder(k.shape[2])
+                shown = [slice(None)] * batch if real is None else list(real)
+                ks, vs = ([x[i].transpose(0, 1)[shown[i]].contiguous() for i in range(batch)] for x in (k, v))
+                outs = self.pages.prefill(self._number, self.sequences, ks, vs, rows, mods=mods, threads=self._threads)
+                self.tokens, self.real = k.shape[2], real
         return torch.stack(outs)
 
     def reset(self) -> None:
@@ -393,6 +395,11 @@ class CrossLayer(Layer):
         if self.keys is not None:
             made._hand_out(self.values)
         return made
+
+
+def _logits(s_aux: Optional[torch.Tensor]) -> Optional[List[float]]:
+    """Learned sinks as Mods take them."""
+    return None if s_aux is None else s_aux.detach().float().flatten().tolist()
 
 
 def _chunks_on_gpu(tokens: int, chunk: int) -> UnsupportedError:
@@ -855,7 +862,11 @@ def _of_encoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Optiona
                 scale: Optional[float]) -> torch.Tensor:
     """Attention of an encoder, which has no cache: torch's own. Returns [batch][n][heads][value_dim]."""
     if isinstance(mask, HandedMask):
+        if mask.of.seen is None and q.shape[2] > 1:
+            raise UnsupportedError(f"kvq: attention of {model_name()} has no cache and is not causal, but its mask is")
         mask = mask.of.shown(k.device)
+    elif mask is not None and mask.dim() == 2:
+        mask = Said(mask).shown(k.device)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.transpose(1, 2)
