@@ -66,8 +66,8 @@ struct model_config {
     rotary_angles rotary, window_rotary{};  // window_rotary: of layers with a window; empty: as the others
     activation gate = activation::silu;
     float embedding_scale = 1.0F;  // tokens enter the first layer multiplied by it
-    bool attention_gate =
-        false;  // outputs of attention are multiplied by the sigmoid of a gate, which comes with the query
+    // Outputs of attention are multiplied by the sigmoid of a gate, which comes with the query.
+    bool attention_gate = false;
     float query_scale = 1.0F;    // queries are multiplied by it; attention divides scores by sqrt(head_dim)
     float logit_softcap = 0.0F;  // as attention_softcap, for logits
     int begin_of_text = 1;       // the token in front of every text that is judged

@@ -19,8 +19,8 @@ struct cache_settings {
     int sinks = 0;
     int recent = 0;
     int page_tokens = kvq::default_page_tokens;
-    int rollback =
-        kvq::cache_options{}.rollback;  // tokens that a trim can take back where layers have windows
+    // Tokens that a trim can take back where layers have windows.
+    int rollback = kvq::cache_options{}.rollback;
 };
 
 struct scheme_choice {

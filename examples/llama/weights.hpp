@@ -79,9 +79,9 @@ struct delta_weights {
 // Empty rows: the model has none.
 struct layer_weights {
     row_vector attention_norm;  // [dim]
-    linear query, key, value,
-        attention_output;  // query: with a gate, its rows follow those of the query in every head
-    delta_weights delta;   // or these
+    // query: with a gate of the outputs, its rows follow those of the query in every head
+    linear query, key, value, attention_output;
+    delta_weights delta;  // or these
     row_vector query_bias, key_bias, value_bias, attention_output_bias;
     row_vector query_norm, key_norm;      // [head_dim], of every head, before the rotation
     row_vector attention_output_norm;     // [dim], before the residual sum

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// A kvq cache gives a model the logits of the textbook cache, with windows and soft caps.
+// A kvq cache gives a model the logits of the textbook cache, with windows, soft caps and recurrent layers.
 #include <dequantized_cache.hpp>
 #include <kvq_cache.hpp>
 

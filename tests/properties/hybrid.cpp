@@ -7,7 +7,6 @@
 #include <doctest/doctest.h>
 
 #include <cstdlib>
-#include <kvq/adapters/sequence_state.hpp>
 #include <kvq/cache/page_list.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/estimate/budget.hpp>

@@ -89,8 +89,8 @@ public:
     /// Valid until the step ends. Raises kvq::error for a part that does not exist.
     step_part part_of_step(int i) const;
 
-    /// Ends the step. If a layer has not got its tokens, the step is taken back, and kvq::error is raised. The recurrent state has taken
-    /// the tokens then; prompt_ends: as of recurrent_state::advance.
+    /// Ends the step. If a layer has not got its tokens, the step is taken back, and kvq::error is raised. Otherwise the recurrent state
+    /// has taken the tokens; prompt_ends: as of recurrent_state::advance.
     void end(bool prompt_ends = false);
     /// Takes the step back: its tokens are removed from all layers that have them, and the recurrent state is the one before. Nothing
     /// happens without a step.
