@@ -46,6 +46,7 @@ def with_transformers(name, inputs):
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvq")
     model.generate(**inputs, past_key_values=kvq.transformers.Cache("std4", threads=kvq.Threads(8)))           # on the CPU
     model.generate(**inputs, past_key_values=kvq.transformers.Cache("std4", recent=128, max_tokens=16384))     # on a GPU
+    model.generate(**inputs, past_key_values=kvq.transformers.Cache.for_model(model, "std4"))                  # layers as its config says
 
 
 def decode_graph(model, prompt, n):
