@@ -60,14 +60,17 @@ public:
         const std::ptrdiff_t stride = stride_;
         const int end = at + count;
         search found;
-        for (int tile = 0; tile < channels; tile += tile_layout::tile_rows) {
-            const int rows = detail::smaller(tile_layout::tile_rows, channels - tile);
-            std::byte* const first = to_ + 4 * layout_.tiles.word(tile, 0);
-            const std::ptrdiff_t step = layout_.tiles.vector_bytes(tile);
-            const T* token = from + tile;
-            for (int t = at; t < end;) {
-                std::byte* const to = first + t / per_word * step;
-                const int n = per_word == 2 && t % 2 == 0 && t + 1 < end ? 2 : 1;
+        const std::ptrdiff_t tile_bytes =
+            4 * std::ptrdiff_t{tile_layout::tile_rows} * layout_.tiles.words_per_row;
+        for (int t = at, n; t < end; t += n, from += n * stride) {
+            // One token alone is the second of its word, or the last one.
+            n = per_word == 2 && t % 2 == 0 && t + 1 < end ? 2 : 1;
+            std::byte* tile = to_;
+            const T* token = from;
+            for (int left = channels; left > 0;
+                 left -= tile_layout::tile_rows, tile += tile_bytes, token += tile_layout::tile_rows) {
+                const int rows = detail::smaller(tile_layout::tile_rows, left);
+                std::byte* const to = tile + 4 * std::ptrdiff_t{t / per_word} * detail::round_up(rows, 4);
                 int r = 0;
                 if (n == per_word)
                     for (; r + width <= rows; r += width)
@@ -75,12 +78,8 @@ public:
                 else
                     for (; r + width <= rows; r += width)
                         Lanes::store(to + 4 * r, half_words(token + r, t % 2, to + 4 * r, found));
-                for (; r < rows; ++r)
-                    for (int i = 0; i < n; ++i)
-                        put(to + 4 * r + static_cast<int>(sizeof(Window)) * ((t + i) % per_word),
-                            Window(static_cast<float>(token[i * stride + r])), found);
-                t += n;
-                token += n * stride;
+                for (int i = 0; i < n && r < rows; ++i)
+                    found.rest |= put_some(token + i * stride, r, rows, to, (t + i) % per_word);
             }
         }
         return !special::any(found.words, found.rest);
@@ -95,12 +94,21 @@ private:
         KVQ_INLINE void look_at(ints w) { words = Lanes::bit_or(words, special::marks(w)); }
         KVQ_INLINE void look_at(std::uint32_t word) { rest |= special::mark(word); }
     };
-    static KVQ_INLINE void put(std::byte* to, Window value, search& found) {
-        if constexpr (per_word == 2)
-            found.look_at(std::uint32_t{value.bits});
-        else
-            found.look_at(detail::bit_cast<std::uint32_t>(value));
+    /// Stores a value, and returns its mark.
+    static KVQ_INLINE std::uint32_t put(std::byte* to, Window value) {
         detail::store_as(to, value);
+        if constexpr (per_word == 2)
+            return special::mark(value.bits);
+        else
+            return special::mark(detail::bit_cast<std::uint32_t>(value));
+    }
+    /// Channels [r, rows) of a token, to one half of each word or all of it. A function of its own leaves registers to vectors.
+    template <float_format T>
+    static KVQ_NOINLINE std::uint32_t put_some(const T* token, int r, int rows, std::byte* to, int half) {
+        std::uint32_t marks = 0;
+        for (to += static_cast<int>(sizeof(Window)) * half; r < rows; ++r)
+            marks |= put(to + 4 * r, Window(static_cast<float>(token[r])));
+        return marks;
     }
 
     /// Words of `width` tokens and square_columns columns. The stride is a member, so that g++ computes where a token lies for every
@@ -125,7 +133,7 @@ private:
             found.look_at(word);
             detail::store_as(to, word);
         }
-        if (c < channels) put(to, from[c], found);
+        if (c < channels) found.rest |= put(to, from[c]);
     }
 
     /// The words of `width` channels: one token, or two in 16 bits.
