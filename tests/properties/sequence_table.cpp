@@ -688,13 +688,13 @@ TEST_CASE("recurrent layers and windows: random batches, removal, copies and sta
         kvq::cache_options o = std4_options();
         o.rotary = {{.dims = dim, .base = base}};
         o.snapshots.every = 10;
-        const int most = 400, chunk = 40;
+        const int most = 100, chunk = 40;
         o.snapshots.most_bytes = 50000;
         {
             const kvq::cache unlimited(list, o);
             o.byte_budget =
-                kvq::budget(o, list, {.tokens = most, .sequences = 2 * ids, .chunk = chunk, .cuts = 1}) +
-                2 * ids * unlimited.state_layout()->live_bytes();
+                kvq::budget(o, list, {.tokens = most, .sequences = ids, .chunk = chunk, .cuts = 1}) +
+                (ids + 1) * unlimited.state_layout()->live_bytes();
         }
         kvq::cache cache(list, o);
         kvq::sequence_table table(cache, ids);
