@@ -336,6 +336,7 @@ enum {
     KVQ_SLIDING_ATTENTION = 1,
     KVQ_CHUNKED_ATTENTION = 2,
     KVQ_SHARED = 3,
+    KVQ_CROSS_ATTENTION = 4,
     KVQ_STATE = 5
 };
 
@@ -464,7 +465,8 @@ typedef struct kvq_attend_options {
 KVQ_API kvq_status kvq_sequence_prefill(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                         const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
                                         const kvq_attend_options* options);
-/// Appends k.tokens tokens to a layer, without queries.
+/// Appends k.tokens tokens to a layer, without queries. A layer of kind KVQ_CROSS_ATTENTION takes all tokens of its own text in one such
+/// call, or one kvq_sequence_prefill; queries of kvq_sequence_attend, any number, see all of them.
 KVQ_API kvq_status kvq_sequence_append(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                        const kvq_tensor* v);
 /// out = softmax(q K^T) V for the last q.tokens tokens of the layer.
@@ -667,7 +669,7 @@ typedef struct kvq_footprint_query {
     int32_t q_tokens;                    // 0: 1
     int32_t threads;                     // 0: 1
     int32_t chunk;                       // most tokens of one prefill; 0: append only
-    int32_t reserved;                    // 0
+    int32_t cross_tokens;                // tokens of every layer of kind KVQ_CROSS_ATTENTION
     const kvq_step_down_policy* policy;  // NULL: none
 } kvq_footprint_query;
 
@@ -697,6 +699,7 @@ typedef struct kvq_budget_query {
     /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens leaves at
     /// most one; kvq_sequence_erase, _shift and _splice leave at most three each.
     int32_t cuts;
+    int32_t cross_tokens;  // most tokens of every layer of kind KVQ_CROSS_ATTENTION
 } kvq_budget_query;
 
 /// The least byte_budget with which every step succeeds (kvq_cache_reserve of all sequences at once, and steps without it), before there

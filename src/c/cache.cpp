@@ -28,6 +28,7 @@ rotary_embedding rotary_of(const kvq_rotary& r) {
 static_assert(static_cast<int>(layer_kind::sliding) == KVQ_SLIDING_ATTENTION);
 static_assert(static_cast<int>(layer_kind::chunked) == KVQ_CHUNKED_ATTENTION);
 static_assert(static_cast<int>(layer_kind::shared) == KVQ_SHARED);
+static_assert(static_cast<int>(layer_kind::cross) == KVQ_CROSS_ATTENTION);
 static_assert(static_cast<int>(layer_kind::state) == KVQ_STATE);
 kvq_layer layer_of(const kvq::cache& of, int i) noexcept {
     const layer& l = of.layers()[static_cast<std::size_t>(i)];
@@ -101,8 +102,8 @@ std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
     std::vector<layer> all;
     for (std::int32_t i = 0; i < o.layers; ++i) {
         const kvq_layer& l = o.layer_list[i];
-        expect((l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_SHARED) || l.kind == KVQ_STATE,
-               KVQ_ERROR_ARGUMENT, "layer ", i, " has kind ", l.kind, ", none of KVQ_FULL_ATTENTION, ...");
+        expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_STATE, KVQ_ERROR_ARGUMENT, "layer ", i,
+               " has kind ", l.kind, ", none of KVQ_FULL_ATTENTION, ...");
         layer made{l.kv_heads, l.head_dim, l.value_dim};
         made.kind = static_cast<layer_kind>(l.kind);
         made.window = l.window;

@@ -41,7 +41,8 @@ struct estimate {
 
     estimate(const kvq_footprint_query* given, const cache_state& of) {
         const kvq_footprint_query q = read_optional(given, "query");
-        use = {q.q_heads, q.q_tokens == 0 ? 1 : q.q_tokens, q.threads == 0 ? 1 : q.threads, q.chunk};
+        use = {q.q_heads, q.q_tokens == 0 ? 1 : q.q_tokens, q.threads == 0 ? 1 : q.threads, q.chunk,
+               q.cross_tokens};
         sequences = q.sequences == 0 ? 1 : q.sequences;
         if (q.policy != nullptr) policy = policy_of(q.policy, of);
     }
@@ -135,9 +136,9 @@ kvq_status kvq_get_budget(const kvq_cache_options* options, const kvq_budget_que
         const cache_state state(o);
         kvq::cache_options given = state.cache.options();
         given.preallocate = preallocate;
-        *bytes =
-            kvq::budget(given, state.cache.layers(),
-                        {q.tokens, q.sequences == 0 ? 1 : q.sequences, q.chunk == 0 ? 1 : q.chunk, q.cuts});
+        *bytes = kvq::budget(given, state.cache.layers(),
+                             {q.tokens, q.sequences == 0 ? 1 : q.sequences, q.chunk == 0 ? 1 : q.chunk,
+                              q.cuts, q.cross_tokens});
     });
 }
 }

@@ -74,11 +74,16 @@ std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool w
         if (windows && sinks > 0 && random.one_in(2)) l.sinks = random.between(1, sinks);
         const int kind = windows ? random.between(0, 2) : 0;
         if (kind == 0) l.sinks = 0;
+        if (shared && i > 0 && random.one_in(4)) {
+            l.sinks = 0;
+            layers.push_back(kvq::cross_layer(l));
+            continue;
+        }
         if (shared && i > 0 && random.one_in(2)) {
-            const int before = random.between(0, i - 1);
-            const bool borrows = layers[static_cast<std::size_t>(before)].kind == kvq::layer_kind::shared;
-            layers.push_back(
-                kvq::shared_with(borrows ? layers[static_cast<std::size_t>(before)].owner : before));
+            int before = random.between(0, i - 1);
+            while (layers[static_cast<std::size_t>(before)].kind == kvq::layer_kind::cross) --before;
+            const kvq::layer& owner = layers[static_cast<std::size_t>(before)];
+            layers.push_back(kvq::shared_with(owner.kind == kvq::layer_kind::shared ? owner.owner : before));
             continue;
         }
         layers.push_back(kind == 0   ? kvq::full_attention(l)
@@ -111,6 +116,7 @@ public:
         : cache_(layers, options), random_(random) {
         for (const kvq::layer& of : cache_.layers()) {
             windows_ = windows_ || of.window > 0;
+            cross_ = cross_ || of.kind == kvq::layer_kind::cross;
             const kvq::cache_shape shape{1, of.kv_heads, of.head_dim, of.value_dim};
             streams_.emplace_back(random, shape, longest + 64);
             apart_.push_back(alone(of, options));  // of a shared layer with the keys and values of its owner
@@ -158,12 +164,18 @@ public:
                     return;
                 }
                 REQUIRE(message.empty());
-                for (kvq::sequence& own : parts_[s]) own.shift(a, b, by);
+                each_part(s, [&, a = a, b = b](kvq::sequence& own) { own.shift(a, b, by); });
                 return;
             }
             case 8: {
                 const int from = random_.between(0, 2);
                 const auto [a, b] = some(together_[from].tokens());
+                if (cross_) {
+                    REQUIRE(
+                        test::contains(test::message_of([&] { together_[s].splice(together_[from], 0, 0); }),
+                                       "belong to another text"));
+                    return;
+                }
                 if (waits(together_[from])) {
                     if (from != s && a < b && (cache_.rotations().known() || a == held))
                         REQUIRE_FALSE(test::message_of([&, a = a, b = b] {
@@ -204,7 +216,7 @@ public:
                 policy.tiers = {{0, {}}, {random_.between(0, 60), {random_.between(0, 1), 1}}};
                 kvq::step_down(cache_, together_[s], policy);
                 for (std::size_t i = 0; i < apart_.size(); ++i)
-                    kvq::step_down(*apart_[i], parts_[s][i], policy);
+                    if (!is_cross(static_cast<int>(i))) kvq::step_down(*apart_[i], parts_[s][i], policy);
                 return;
             }
             case 12:
@@ -252,7 +264,8 @@ public:
         const int s = random_.between(0, 2), layer = random_.between(0, cache_.layer_count() - 1);
         const int held = together_[s].tokens(layer);
         if (held == 0 || waits(together_[s])) return;
-        const int n = random_.between(1, std::min(held, 5));
+        const bool other = is_cross(layer);
+        const int n = random_.between(1, other ? 9 : std::min(held, 5));
         const kvq::cache_shape& shape = cache_.shape(layer);
         const int heads = shape.kv_heads * random_.between(1, 2);
         const auto q = test::random_tensor(random_, n, heads, shape.head_dim);
@@ -261,12 +274,16 @@ public:
         const std::string message =
             test::message_of([&] { together_[s].attend(layer, q.view(), out.view()); });
         REQUIRE(message.empty() == (seen >= front(s, layer)));
-        parts_[s][layer].attend(0, q.view(), want.view(), seen_keys{window(layer)});
+        if (other)
+            parts_[s][layer].attend(0, q.view(), want.view(), kvq::cross_attention{});
+        else
+            parts_[s][layer].attend(0, q.view(), want.view(), seen_keys{window(layer)});
         if (message.empty()) REQUIRE(out.values() == want.values());
+        const int m = std::min(n, held);
         for (const tensor role : {tensor::key, tensor::value}) {
-            const int first = random_.between(0, held - n);
-            if (!together_[s].holds(layer, first, first + n)) continue;
-            test::tensor<float> x(n, shape.kv_heads, shape.dim(role)), y(n, shape.kv_heads, shape.dim(role));
+            const int first = random_.between(0, held - m);
+            if (!together_[s].holds(layer, first, first + m)) continue;
+            test::tensor<float> x(m, shape.kv_heads, shape.dim(role)), y(m, shape.kv_heads, shape.dim(role));
             together_[s].dequantize(layer, role, first, x.view());
             parts_[s][layer].dequantize(0, role, first, y.view());
             REQUIRE(x.values() == y.values());
@@ -341,8 +358,7 @@ private:
         const std::string message = test::message_of([&] { together_[s].trim(n); });
         REQUIRE(message.empty() == reached);
         if (!reached) REQUIRE(test::contains(message, "the limit is"));
-        for (kvq::sequence& own : parts_[s])
-            if (reached) own.trim(n);
+        if (reached) each_part(s, [&](kvq::sequence& own) { own.trim(n); });
     }
 
     void erase(int s, int a, int b) {
@@ -350,6 +366,7 @@ private:
         // What each layer would hold afterwards, and what its next token would see.
         bool all = true;
         for (int i = 0; i < cache_.layer_count() && a < b; ++i) {
+            if (is_cross(i)) continue;
             const int first = front(s, i), left = together_[s].tokens(i) - (b - a);
             const int then = first == 0 ? 0 : first <= a ? first : first >= b ? first - (b - a) : a;
             const int sinks = table(s, i).end_of_sinks();
@@ -362,10 +379,16 @@ private:
         const std::string message = test::message_of([&] { together_[s].erase(a, b); });
         REQUIRE(message.empty() == all);
         if (!all) REQUIRE((test::contains(message, "are freed") || test::contains(message, "its sinks")));
-        for (kvq::sequence& own : parts_[s])
-            if (all) own.erase(a, b);
+        if (all) each_part(s, [&](kvq::sequence& own) { own.erase(a, b); });
     }
 
+    bool is_cross(int layer) const { return window(layer).cross; }
+    /// Of the layers whose tokens are those of the sequence.
+    template <class Change>
+    void each_part(int s, Change change) {
+        for (int i = 0; i < cache_.layer_count(); ++i)
+            if (!is_cross(i)) change(parts_[s][static_cast<std::size_t>(i)]);
+    }
     template <class Change>
     void both(int s, Change change) {
         change(together_[s]);
@@ -400,6 +423,10 @@ private:
             const bool reads = cache_.owner(i) != i;
             const auto given_k = reads ? k.slice(0, 0) : k, given_v = reads ? v.slice(0, 0) : v;
             kvq::sequence& own = parts_[s][layer];
+            if (is_cross(i)) {
+                grow_other_text(s, i, k, v);
+                continue;
+            }
             if (batch == 0) {
                 if (!reads) together_[s].append(i, k, v);
                 own.append(0, k, v);
@@ -432,6 +459,32 @@ private:
         }
     }
 
+    /// All tokens of a layer with cross attention at once, at any time; no more behind them.
+    void grow_other_text(int s, int i, const kvq::input_view& k, const kvq::input_view& v) {
+        const auto layer = static_cast<std::size_t>(i);
+        if (k.tokens == 0 || random_.one_in(2)) return;
+        if (together_[s].tokens(i) > 0) {
+            REQUIRE(test::contains(test::message_of([&] { together_[s].append(i, k, v); }),
+                                   "all of which are appended in one call"));
+            REQUIRE(test::contains(test::message_of([&] { together_[s].append_draft(i, k, v); }),
+                                   "it takes no drafts"));
+            return;
+        }
+        if (random_.one_in(2)) {
+            together_[s].append(i, k, v);
+            parts_[s][layer].append(0, k, v);
+            return;
+        }
+        const int queries = random_.between(0, 70);
+        const auto q = test::random_tensor(random_, queries, 6, cache_.shape(i).head_dim);
+        auto out = results(i, queries, 6), want = results(i, queries, 6);
+        kvq::workspace space;
+        together_[s].prefill(i, k, v, q.view(), out.view());
+        parts_[s][layer].prefill(0, k, v, q.view(), want.view(), kvq::cross_attention{},
+                                 kvq::serial_executor{}, space);
+        REQUIRE(out.values() == want.values());
+    }
+
     void draft(int s) {
         const int n = random_.between(1, 6), at = random_.between(0, 60);
         if (together_[s].tokens() + n > longest) return;
@@ -439,6 +492,7 @@ private:
         for (int i = 0; i < n; ++i)
             if (random_.one_in(2)) path.push_back(i);
         for (int i = 0; i < cache_.layer_count(); ++i) {
+            if (is_cross(i)) continue;
             const auto layer = static_cast<std::size_t>(i);
             const auto k = stream(i).k.slice(at, n), v = stream(i).v.slice(at, n);
             if (cache_.owner(i) == i) together_[s].append_draft(i, k, v);
@@ -449,7 +503,8 @@ private:
             parts_[s][layer].attend(0, q.view(), want.view(), seen_keys{window(i)});
             REQUIRE(out.values() == want.values());
         }
-        both(s, [&](kvq::sequence& x) { x.keep(path); });
+        together_[s].keep(path);
+        each_part(s, [&](kvq::sequence& own) { own.keep(path); });
     }
 
     void requantize(int s) {
@@ -499,7 +554,7 @@ private:
 
     static constexpr int longest_sinks = 4;
     kvq::cache cache_;
-    bool windows_ = false;
+    bool windows_ = false, cross_ = false;
     test::generator& random_;
     std::vector<test::stream> streams_;  // of the layers
     std::vector<std::unique_ptr<kvq::cache>> apart_;
@@ -519,7 +574,7 @@ TEST_CASE("layers that differ are caches of one layer each, side by side") {
         const auto layers = random_layers(random, options.sinks, random.one_in(2));
         // Repacking looks at all spans of a layer, and a window leaves some of them.
         for (const kvq::layer& of : layers)
-            if (of.kind != kvq::layer_kind::full) options.repack = 0.0f;
+            if (of.window > 0) options.repack = 0.0f;
         world w(random, layers, options);
         for (int step = 0; step < 40; ++step) {
             CAPTURE(step);
@@ -538,15 +593,25 @@ TEST_CASE("footprint and budget of layers that differ are what is allocated") {
         test::counting_resource memory;
         kvq::cache_options options = mixed_options(random);
         const auto layers = random_layers(random, options.sinks);
-        const kvq::budget_use use{.tokens = 90, .sequences = 1, .chunk = 30};
+        const kvq::budget_use use{
+            .tokens = 90, .sequences = 1, .chunk = 30, .cross_tokens = random.between(1, 80)};
+        const kvq::attention_use cross{.cross_tokens = use.cross_tokens};
         options.byte_budget = kvq::budget(options, layers, use);
         options.memory = &memory;
         kvq::cache cache(layers, options);
         auto sequence = cache.new_sequence();
         kvq::workspace space;
+        for (int i = 0; i < cache.layer_count(); ++i) {
+            if (!cache.geometry(i).window.cross) continue;
+            const kvq::cache_shape& shape = cache.shape(i);
+            const auto k = test::random_tensor(random, use.cross_tokens, shape.kv_heads, shape.head_dim);
+            const auto v =
+                test::random_tensor(random, use.cross_tokens, shape.kv_heads, shape.dim(tensor::value));
+            sequence.append(i, k.view(), v.view());
+        }
         for (int n = 0; sequence.tokens() < use.tokens;) {
             CAPTURE(sequence.tokens());
-            REQUIRE(kvq::footprint(cache, sequence.tokens()).total == memory.bytes());
+            REQUIRE(kvq::footprint(cache, sequence.tokens(), 1, cross).total == memory.bytes());
             REQUIRE(sequence.usage().bytes == memory.bytes());
             n = std::min(random.between(1, use.chunk), use.tokens - sequence.tokens());
             const kvq::step_request step{&sequence, n, 0};
@@ -555,7 +620,7 @@ TEST_CASE("footprint and budget of layers that differ are what is allocated") {
             const bool prompt = random.one_in(2);
             for (int i = 0; i < cache.layer_count(); ++i) {
                 const bool reads = cache.owner(i) != i;
-                if (reads && (!prompt || random.one_in(4))) continue;
+                if (cache.geometry(i).window.cross || (reads && (!prompt || random.one_in(4)))) continue;
                 const kvq::cache_shape& shape = cache.shape(i);
                 const auto k = test::random_tensor(random, n, shape.kv_heads, shape.head_dim);
                 const auto v = test::random_tensor(random, n, shape.kv_heads, shape.dim(tensor::value));
@@ -570,7 +635,7 @@ TEST_CASE("footprint and budget of layers that differ are what is allocated") {
             sequence.trim(sequence.tokens());  // what waits for layers that share it
             memory.arm(test::counting_resource::never);
         }
-        REQUIRE(kvq::footprint(cache, use.tokens).total == memory.bytes());
+        REQUIRE(kvq::footprint(cache, use.tokens, 1, cross).total == memory.bytes());
         const auto q = test::random_tensor(random, 1, 6, cache.shape(0).head_dim);
         test::tensor<float> out(1, 6, cache.shape(0).dim(tensor::value));
         REQUIRE(cache.attention_workspace(use.tokens, 6) >= [&] {
@@ -727,9 +792,8 @@ TEST_CASE("what a layer that reads another one cannot do is refused with its num
     refused({good, kvq::shared_with(2), good}, "layer 1, shared with layer 2");
     refused({good, kvq::shared_with(-1)}, "layer 1, shared with layer -1");
     refused({good, kvq::shared_with(0), kvq::shared_with(1)},
-            "layer 2, shared with layer 1, 0 x 0: it needs one with keys and values of its own, not layer 1, "
-            "shared "
-            "with layer 0, 2 x 8");
+            "layer 2, shared with layer 1, 0 x 0: it needs one with keys and values of its own text, not "
+            "layer 1, shared with layer 0, 2 x 8");
     refused({kvq::state_layer({{.name = "s"}}), kvq::shared_with(0)}, "not layer 0, state of 1 parts");
     kvq::layer wrong = kvq::shared_with(0);
     wrong.kv_heads = 2;
@@ -819,6 +883,75 @@ TEST_CASE("what a layer that reads another one cannot do is refused with its num
     t.trim(12);
     CHECK(t.tokens(1) == 12);
     CHECK(t.usage().quantized > 0);
+}
+
+TEST_CASE("cross attention is appended once, shared by forks, and no part of the sequence's text") {
+    kvq::cache_options options{.keys = {format_of<kvq::int8>()}, .recent = 8, .page_tokens = 8};
+    kvq::cache cache({kvq::full_attention({1, 8}), kvq::cross_layer({2, 16, 4})}, options);
+    INFO("KVQ_SEED=", test::seed());
+    test::generator random(test::seed());
+    const auto x = test::random_tensor(random, 30, 1, 8);
+    const auto k = test::random_tensor(random, 50, 2, 16), v = test::random_tensor(random, 50, 2, 4),
+               q = test::random_tensor(random, 70, 2, 16);
+    auto s = cache.new_sequence();
+    s.append(1, k.view(), v.view());
+    CHECK(s.tokens() == 0);
+    CHECK(s.tokens(1) == 50);
+    const std::size_t bytes = cache.bytes_in_use();
+    std::vector<kvq::sequence> beams;
+    for (int i = 0; i < 4; ++i) beams.push_back(s.fork());
+    CHECK(cache.bytes_in_use() == bytes);
+    test::tensor<float> out(70, 2, 4), want(70, 2, 4);
+    s.attend(1, q.view(), out.view());
+    for (int i = 0; i < 4; ++i) {
+        beams[static_cast<std::size_t>(i)].append(0, x.slice(i, 20), x.slice(i, 20));
+        beams[static_cast<std::size_t>(i)].trim(i);
+        beams[static_cast<std::size_t>(i)].attend(1, q.view(), want.view());
+        CHECK(out.values() == want.values());
+    }
+    // Also under causal attention, which is the default, and in a file with other pages.
+    s.attend(1, q.view(), want.view(), kvq::cross_attention{});
+    CHECK(out.values() == want.values());
+    s.append(0, x.view(), x.view());
+    kvq::cache_options longer = options;
+    longer.page_tokens = 16;
+    kvq::cache other(cache.layers(), longer);
+    const auto again = test::restored(other, test::saved(s), {.convert = true});
+    CHECK(again.tokens() == 30);
+    CHECK(again.tokens(1) == 50);
+    again.attend(1, q.view(), want.view());
+    for (std::size_t i = 0; i < out.values().size(); ++i)
+        CHECK(out.values()[i] == doctest::Approx(want.values()[i]).epsilon(0.05));
+    const auto refused = [&](auto&& call, const char* part) {
+        const std::string message = test::message_of(call);
+        INFO(message);
+        CHECK(test::contains(message, part));
+        CHECK(s.tokens(1) == 50);
+    };
+    refused([&] { s.append(1, k.view(), v.view()); },
+            "layer 1, cross attention of 2 x 16 and 4: it has its 50 tokens, all of which are appended in "
+            "one call, "
+            "and takes no 50 more");
+    refused([&] { s.append_draft(1, k.slice(0, 2), v.slice(0, 2)); },
+            "layer 1, cross attention of 2 x 16 and 4: it takes no drafts");
+    refused([&] { s.splice(beams[0], 0, 0); }, "layer 1, cross attention of 2 x 16 and 4: tokens of another");
+    refused([&] { kvq::prefix_cache store(cache); },
+            "layer 1, cross attention of 2 x 16 and 4: a prefix cache");
+    refused([&] { kvq::sequence_table table(cache, 2); },
+            "layer 1, cross attention of 2 x 16 and 4: a table");
+    refused([&] { kvq::ring ring(s.fork(), {.window = 5}); }, "a ring needs layers that hold all");
+    refused([&] { (void)cache.shape(); }, "several shapes");
+    refused(
+        [&] {
+            kvq::cache wrong({kvq::cross_layer({1, 8}), kvq::shared_with(0)}, options);
+        },
+        "not layer 0, cross attention of 1 x 8");
+    kvq::layer windowed = kvq::cross_layer({1, 8});
+    windowed.window = 4;
+    refused([&] { kvq::cache wrong({windowed}, options); }, "cross attention of 1 x 8: it has a window of 4");
+    CHECK(kvq::footprint(cache, 30, 1, {.cross_tokens = 50}).total == s.usage().bytes);
+    CHECK(kvq::longest_context(cache, 60000, 1, {.cross_tokens = 500}) <
+          kvq::longest_context(cache, 60000, 1, {.cross_tokens = 50}));
 }
 
 TEST_CASE("the limit of trims counts the snapshots of layers with state") {

@@ -172,6 +172,31 @@ class Shared(Base):
         self.refused("layer 1, shared with layer 1", kvq.Cache, [kvq.full_attention(2, 32), kvq.shared_with(1)])
 
 
+class Cross(Base):
+    def test_another_text(self):
+        cache = kvq.Cache([kvq.full_attention(1, 32), kvq.cross_layer(2, 32, 16)], keys="fp32", window="fp32", **OPTIONS)
+        self.assertEqual((cache.layers[1].kind, cache.layers[1].value_dim), ("cross", 16))
+        s = cache.new_sequence()
+        k, v, q = self.tensor(90, 2, 32), self.tensor(90, 2, 16), self.tensor(100, 4, 32)
+        s.append(1, k, v)
+        self.assertEqual((s.tokens(), s.tokens(1)), (0, 90))
+        x = self.tensor(40, 1, 32)
+        s.append(0, x, x)
+        self.assertEqual(s.usage().bytes, cache.footprint(40, cross_tokens=90).total)
+        beams = [s.fork() for _ in range(3)]
+        beams[1].trim(7)
+        for of in beams:
+            np.testing.assert_allclose(of.attend(1, q), attention(q, k, v, visible=lambda i, j: j >= 0)[0], atol=2e-6)
+        self.assertEqual([b.tokens(1) for b in beams], [90] * 3)
+        self.assertTrue((cache.from_bytes(s.to_bytes()).attend(1, q) == s.attend(1, q)).all())
+        self.refused("layer 1, cross attention of 2 x 32 and 16: it has its 90 tokens", s.append, 1, k, v)
+        self.refused("layer 1, cross attention .* takes no drafts", s.append_draft, 1, k[:2], v[:2])
+        self.refused("layer 1, cross attention .* a prefix cache", kvq.PrefixCache, cache)
+        self.assertGreater(cache.longest_context(10**6, cross_tokens=10), cache.longest_context(10**6, cross_tokens=1000))
+        budget = [kvq.Cache.budget(40, cross_tokens=n, layers=cache.layers, keys="fp32") for n in (0, 90)]
+        self.assertLess(budget[0], budget[1])
+
+
 class State(Base):
     def cache(self, parts=PARTS, **others):
         return kvq.Cache([kvq.full_attention(1, 32), kvq.state_layer(parts), kvq.state_layer(parts)], keys="int8",

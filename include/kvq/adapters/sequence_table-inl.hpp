@@ -15,6 +15,10 @@ namespace kvq { inline namespace KVQ_COMMON {
 KVQ_FUNC sequence_table::sequence_table(cache& of, int ids)
     : cache_(&of), held_(static_cast<std::size_t>(detail::larger(ids, 0))) {
     detail::expect(ids >= 1, "a table of sequences needs at least 1 id, got ", ids);
+    for (int i = 0; i < of.layer_count(); ++i)
+        if (of.geometry(i).window.cross)
+            detail::fail(detail::describe_layer(i, of.layers()[static_cast<std::size_t>(i)]),
+                         ": a table of sequences has no other text");
 }
 
 KVQ_FUNC sequence_table::~sequence_table() = default;

@@ -349,6 +349,7 @@ public:
     mods_view within(const key_window& window) const noexcept {
         mods_view both = *this;
         both.window_ = window;
+        if (window.cross) both.is_causal_ = both.has_query_positions_ = false;
         return both;
     }
 

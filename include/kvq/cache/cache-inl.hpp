@@ -115,14 +115,14 @@ KVQ_FUNC const cache_shape& cache::shape() const {
     if (kinds.size() > 1)
         detail::fail("the layers of the cache have several shapes: ", text(kinds[0]), "; ", text(kinds[1]));
     for (int i = 0; i < layer_count(); ++i)
-        if (geometry(i).window || owner(i) != i)
+        if (geometry(i).window != key_window{} || owner(i) != i)
             detail::fail("not all layers of the cache hold all of their tokens: ", text(i));
     return shapes_[kinds[0]];
 }
 
 KVQ_FUNC void cache::expect_all_tokens(const char* who) const {
     for (int i = 0; i < layer_count(); ++i)
-        if (geometry(i).window || owner(i) != i)
+        if (geometry(i).window != key_window{} || owner(i) != i)
             detail::fail(who, " needs layers that hold all of their tokens, not ",
                          detail::describe_layer(i, layers_[static_cast<std::size_t>(i)]));
 }
@@ -245,12 +245,13 @@ KVQ_FUNC void cache::check_attention(int layer, int held, const query_view& q, c
     detail::expect(out.tokens == q.tokens && out.heads == q.heads && out.dim == of.dim(tensor::value),
                    "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
                    q.heads, " x ", of.dim(tensor::value));
-    const int most = mods.has_query_positions() ? held : (std::numeric_limits<int>::max)() / q.heads;
+    const bool positions = mods.within(geometry(layer).window).has_query_positions();
+    const int most = positions ? held : (std::numeric_limits<int>::max)() / q.heads;
     detail::expect(q.tokens >= 0 && q.tokens <= most, "q has ", q.tokens, " tokens but layer ", layer,
                    " holds ", held);
     detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
     detail::expect(out.data != nullptr || q.tokens == 0, "out has no data for ", out.tokens, " tokens");
-    if (geometry(layer).window && !mods.has_query_positions())
+    if (geometry(layer).window && !positions)
         detail::fail(detail::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]),
                      ": its queries need positions, which cross_attention and leading_keys do not give them");
     mods.check(q.heads);

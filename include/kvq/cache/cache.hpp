@@ -44,7 +44,7 @@ public:
     /// Formats are those that sequences get from now on (commit_to); rotary embeddings as they were given.
     const std::vector<layer>& layers() const noexcept { return layers_; }
     int layer_count() const noexcept { return shapes_.count(); }
-    /// Raises kvq::error if a layer frees tokens by itself or reads those of another one. who: "a ring".
+    /// Raises kvq::error if a layer frees tokens by itself, or reads those of another one or of another text. who: "a ring".
     void expect_all_tokens(const char* who) const;
     /// Are all layers full attention of one shape?
     bool has_equal_layers() const noexcept { return shapes_.equal(); }
@@ -63,6 +63,10 @@ public:
     int owner(int layer) const noexcept {
         const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
         return of.kind == layer_kind::shared ? of.owner : layer;
+    }
+    /// Does a layer take the new tokens of every step? Not one with those of another text.
+    bool takes_steps(int layer) const noexcept {
+        return holds_tokens(layer) && layers_[static_cast<std::size_t>(layer)].kind != layer_kind::cross;
     }
     /// Do other layers read its keys and values?
     bool is_shared(int layer) const noexcept;

@@ -30,7 +30,7 @@ inline std::size_t draft_pages_bytes(const cache& of, int n) {
     const int room = draft_room(n), shorter = larger(0, room - page_geometry::window_step);
     std::size_t all = 0, most_shorter = 0;
     for (int layer = 0; layer < of.layer_count(); ++layer) {
-        if (!of.holds_tokens(layer)) continue;
+        if (!of.takes_steps(layer)) continue;
         const auto pages = [&](int tokens) {
             std::size_t bytes = 0;
             for (const tensor role : {tensor::key, tensor::value})

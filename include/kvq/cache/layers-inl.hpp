@@ -21,6 +21,9 @@ KVQ_FUNC std::string describe_layer(int i, const layer& of) {
         case layer_kind::shared:
             text += "shared with layer " + std::to_string(of.owner) + ", ";
             break;
+        case layer_kind::cross:
+            text += "cross attention of ";
+            break;
         case layer_kind::state:
             return text + "state of " + std::to_string(of.parts.size()) + " parts";
     }
@@ -46,8 +49,8 @@ KVQ_FUNC std::vector<layer> with_owners(std::vector<layer> layers) {
         expect(l.owner >= 0 && static_cast<std::size_t>(l.owner) < i, me(),
                ": a layer shares with one before it");
         const layer& owner = layers[static_cast<std::size_t>(l.owner)];
-        expect(owner.kind != layer_kind::shared && owner.kind != layer_kind::state, me(),
-               ": it needs one with keys and values of its own, not ", describe_layer(l.owner, owner));
+        expect(owner.kind <= layer_kind::chunked, me(),
+               ": it needs one with keys and values of its own text, not ", describe_layer(l.owner, owner));
         const bool says_shape = l.kv_heads != 0 || l.head_dim != 0 || l.value_dim != 0;
         const auto values = [](const layer& of) { return of.value_dim == 0 ? of.head_dim : of.value_dim; };
         expect(!says_shape || (l.kv_heads == owner.kv_heads && l.head_dim == owner.head_dim &&

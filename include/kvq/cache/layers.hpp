@@ -15,6 +15,7 @@
 //   sliding   the sinks of the cache, the last W tokens and those of a rollback, in whole pages      tokens whose window is held
 //   chunked   the same with the tokens of the current chunk of W
 //   shared    nothing: it reads the keys and values of an earlier layer, under its window      as that layer
+//   cross     tokens of another text, appended once: all queries see all of them           does not touch it
 //
 // Attention over the last two hides what their window hides; masks and score modifiers of the caller come on top, with positions in the text.
 // Pages that no query can see any more are freed when tokens are appended. Positions stay.
@@ -47,6 +48,7 @@ enum class layer_kind : unsigned char {
     /// A query sees the tokens of its own chunk: from the last multiple of `window` on (Llama 4).
     chunked = 2,
     shared = 3,  ///< reads the keys and values of another layer (Gemma 3n and 4)
+    cross = 4,   ///< keys and values of another text, such as an encoder's (Whisper, T5)
     /// Recurrent state in place of keys and values: a trim reaches snapshots (state/recurrent_state.hpp)
     state = 5
 };
@@ -69,7 +71,9 @@ struct layer {
     int owner = 0;  ///< of a shared layer: the earlier one whose keys and values it reads
 
     /// What its queries see.
-    key_window sees() const noexcept { return {window, kind == layer_kind::chunked, sinks}; }
+    key_window sees() const noexcept {
+        return {window, kind == layer_kind::chunked, sinks, kind == layer_kind::cross};
+    }
 };
 
 /// A layer that holds all of its tokens.
@@ -96,6 +100,13 @@ struct layer {
     layer of;
     of.kind = layer_kind::shared;
     of.owner = owner;
+    return of;
+}
+/// A layer whose keys and values are those of another text, the encoder's: one append() or prefill() while it is empty, then any number of
+/// queries in attend(), which see all of them. The number of its tokens is its own: sequence::tokens(layer). It is no part of
+/// sequence::tokens(), of steps, drafts, trims, erases and shifts; forks share its pages.
+[[nodiscard]] inline layer cross_layer(layer of) {
+    of.kind = layer_kind::cross;
     return of;
 }
 /// A layer whose state the engine reads and writes in place, in sequence::state().

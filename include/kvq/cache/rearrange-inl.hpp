@@ -38,6 +38,7 @@ public:
         commit(table_.size(), scratch);
     }
 
+    std::size_t number() const noexcept { return static_cast<std::size_t>(layer_); }
     page_table finish(float* scratch) {
         const page_geometry g = geometry();
         const layer& of = cache_.layers()[static_cast<std::size_t>(layer_)];
@@ -106,6 +107,10 @@ void rearrange(sequence& s, float* scratch, Build&& build) {
     resource_vector<page_table> fresh(of.pool().memory());
     fresh.reserve(tables.size());
     for (std::size_t layer = 0; layer < tables.size(); ++layer) {
+        if (!of.takes_steps(static_cast<int>(layer))) {
+            fresh.emplace_back(tables[layer], of.pool().memory());
+            continue;
+        }
         rearranged_table table(of, tables[layer], static_cast<int>(layer));
         build(table, std::as_const(tables[layer]));
         fresh.push_back(table.finish(scratch));
@@ -165,6 +170,9 @@ KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
 
 KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
     expect_no_state("splice");
+    for (int layer = 0; layer < cache_->layer_count(); ++layer)
+        if (cache_->holds_tokens(layer) && !cache_->takes_steps(layer))
+            detail::fail(describe(layer), ": tokens of another sequence belong to another text");
     const cache_shape &mine = shape(0), &theirs = other.shape(0);
     detail::expect(other.cache_ == cache_, "a sequence of another cache cannot be spliced: it has ",
                    theirs.layers, " layers, the first one of ", theirs.kv_heads, " x ", theirs.head_dim,
@@ -183,12 +191,11 @@ KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
     detail::expect_rotary(*cache_, by);
     commit_shared();
     auto& others = detail::sequence_access::tables(other);
-    std::size_t layer = 0;
     detail::rearrange(*this, scratch_.data(),
                       [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, held, 0);
                           to.commit_all(scratch_.data());
-                          to.take(others[layer++], first, last, by);
+                          to.take(others[to.number()], first, last, by);
                       });
 }
 

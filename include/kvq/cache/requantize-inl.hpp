@@ -140,7 +140,10 @@ private:
     /// Calls f(layer, role, format, change) for every page to change, oldest pages of a layer first.
     template <class F>
     void for_each_job(F&& f) {
+        const bool all_tokens = extent_.first_token == 0 && extent_.last_token == requantize_request::all;
         for (int layer = request_.first_layer; layer < last_layer(); ++layer) {
+            // Tokens of a request are those of the sequence.
+            if (!all_tokens && cache_->holds_tokens(layer) && !cache_->takes_steps(layer)) continue;
             tables_.clear();
             for (sequence* s : sequences_) tables_.push_back(&table_of(*s, layer));
             changes_.select(tables_, extent_);

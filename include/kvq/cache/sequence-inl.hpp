@@ -58,6 +58,7 @@ KVQ_FUNC void sequence::append(int layer, const input_view& k, const input_view&
 
 KVQ_FUNC void sequence::append_draft(int layer, const input_view& k, const input_view& v) {
     check_rows(layer, k, v);
+    if (!cache_->takes_steps(layer)) detail::fail(describe(layer), ": it takes no drafts");
     detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
     detail::expect(k.tokens <= detail::most_drafted - table.draft, "a draft has at most ",
                    detail::most_drafted, " tokens: layer ", layer, " holds ", table.draft,
@@ -119,6 +120,7 @@ KVQ_FUNC int sequence::trim(int wanted) {
     }
     for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
         detail::page_table& table = tables_[layer];
+        if (!cache_->takes_steps(static_cast<int>(layer))) continue;
         if (n < table.tokens) table.drop_draft();
         if (table.trim(n, geometry())) detail::repacker(*cache_, table, static_cast<int>(layer)).run(true);
     }
@@ -199,7 +201,7 @@ KVQ_FUNC std::size_t sequence::draft_bytes(int n) const {
         std::size_t kept = 0;  // of all layers at once
         for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
             const detail::page_table& table = tables_[layer];
-            if (!cache_->holds_tokens(static_cast<int>(layer))) continue;
+            if (!cache_->takes_steps(static_cast<int>(layer))) continue;
             check_added(table, n);
             check_no_draft(table);
             kept += detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, accepted,
@@ -223,7 +225,8 @@ KVQ_FUNC int sequence::tokens(int layer) const {
 
 KVQ_FUNC int sequence::tokens() const noexcept {
     int n = state_ ? state_->tokens() : 0;
-    for (const detail::page_table& table : tables_) n = detail::larger(n, table.tokens);
+    for (std::size_t layer = 0; layer < tables_.size(); ++layer)
+        if (cache_->takes_steps(static_cast<int>(layer))) n = detail::larger(n, tables_[layer].tokens);
     return n;
 }
 
@@ -288,7 +291,6 @@ KVQ_FUNC usage_report sequence::usage() const {
     for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
         const detail::page_table& table = tables_[layer];
         const cache_shape& of = shape(static_cast<int>(layer));
-        u.tokens = detail::larger(u.tokens, table.tokens);
         u.repacked += table.repacked;
         u.bookkeeping += table.spans.capacity() * sizeof(page_span);
         for (std::size_t role = 0; role < 2; ++role) {
@@ -311,8 +313,8 @@ KVQ_FUNC usage_report sequence::usage() const {
         u.shared += held.shared;
         u.pages += held.pages;
         u.not_finite += held.not_finite;
-        u.tokens = detail::larger(u.tokens, state_->tokens());
     }
+    u.tokens = tokens();
     detail::add_up(u);
     return u;
 }
@@ -389,6 +391,9 @@ KVQ_FUNC void sequence::check_rows(int layer, const input_view& k, const input_v
 KVQ_FUNC void sequence::check_chunk(int layer, const input_view& k, const input_view& v) const {
     check_rows(layer, k, v);
     check_no_draft(tables_[static_cast<std::size_t>(layer)]);
+    if (k.tokens > 0 && table(layer).tokens > 0 && !cache_->takes_steps(layer))
+        detail::fail(describe(layer), ": it has its ", table(layer).tokens,
+                     " tokens, all of which are appended in one call, and takes no ", k.tokens, " more");
 }
 
 KVQ_FUNC void sequence::check_input(const input_view& x, const char* name, int layer, tensor role) const {
@@ -400,16 +405,18 @@ KVQ_FUNC void sequence::check_input(const input_view& x, const char* name, int l
 }
 
 KVQ_FUNC detail::chunk sequence::new_chunk(int layer, int n, detail::chunk_pages when) noexcept {
-    return {*cache_, tables_[static_cast<std::size_t>(layer)], layer, n, when, &stock_};
+    return {*cache_, tables_[static_cast<std::size_t>(layer)],      layer, n,
+            when,    cache_->takes_steps(layer) ? &stock_ : nullptr};
 }
 
 KVQ_FUNC std::size_t sequence::added_bytes(int n, detail::chunk_pages when) const {
     std::size_t held = 0, most = 0;
     for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
         const detail::page_table& table = tables_[layer];
+        if (!cache_->takes_steps(static_cast<int>(layer))) continue;
         check_added(table, n);
         check_no_draft(table);
-        if (n == 0 || !cache_->holds_tokens(static_cast<int>(layer))) continue;
+        if (n == 0) continue;
         const auto needs = detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, n, when);
         most = detail::larger(most, held + needs.taken);
         held += needs.taken - (cache_->is_shared(static_cast<int>(layer)) ? 0 : needs.returned);

@@ -194,7 +194,7 @@ KVQ_FUNC void sequence::reserve_step(int n) {
     detail::page_stock fresh(memory());
     for (std::size_t layer = 0; layer < tables_.size(); ++layer) {
         const detail::page_table& table = tables_[layer];
-        if (!cache_->holds_tokens(static_cast<int>(layer))) {
+        if (!cache_->takes_steps(static_cast<int>(layer))) {
             fresh.end_layer(0, 0);
             continue;
         }
@@ -208,7 +208,7 @@ KVQ_FUNC void sequence::reserve_step(int n) {
     fresh.fill(cache_->pool());
     stock_.swap(fresh);
     for (int layer = 0; layer < cache_->layer_count(); ++layer)
-        if (!cache_->holds_tokens(layer)) stock_.end_step();  // no call of the step is for this layer
+        if (!cache_->takes_steps(layer)) stock_.end_step();  // no call of the step is for this layer
 }
 
 KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space,
@@ -220,9 +220,10 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
         const step_request& r = batch[i];
         check_member(r.sequence, i);
         detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
-        for (const detail::page_table& table : r.sequence->tables_) {
-            r.sequence->check_added(table, r.tokens);
-            sequence::check_no_draft(table);
+        for (int layer = 0; layer < layer_count(); ++layer) {
+            if (!takes_steps(layer)) continue;
+            r.sequence->check_added(r.sequence->table(layer), r.tokens);
+            sequence::check_no_draft(r.sequence->table(layer));
         }
         detail::expect(r.q_tokens >= 0, "a step with ", r.q_tokens, " query tokens");
         rows += static_cast<long long>(r.q_tokens) * q_heads;
@@ -253,9 +254,9 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
                 const step& step_of = *static_cast<const step*>(s);
                 const step_request& r = step_of.batch[static_cast<std::size_t>(i)];
                 layer_pages pages = r.sequence->pages(at);
-                pages.tokens += r.tokens;
-                pages.count =
-                    r.sequence->tables_[static_cast<std::size_t>(at)].size_after(r.tokens, pages.geometry);
+                const int added = r.sequence->cache_->takes_steps(at) ? r.tokens : 0;
+                pages.tokens += added;
+                pages.count = r.sequence->table(at).size_after(added, pages.geometry);
                 const token_view<float> q(nullptr, r.q_tokens, step_of.q_heads,
                                           r.sequence->shape(at).dim(tensor::key));
                 return detail::attention_item{pages, q, q, r.mods ? &*r.mods : nullptr};

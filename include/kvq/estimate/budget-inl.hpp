@@ -27,6 +27,7 @@ public:
           rollback_(of.options().rollback),
           multiple_(multiple),
           stock_(of.pool().memory()) {
+        if (window.cross) use_.tokens = use_.chunk = use.cross_tokens;
         if (window)
             use_.tokens = static_cast<int>(
                 smaller(std::int64_t{use.tokens},
@@ -212,6 +213,9 @@ KVQ_FUNC std::size_t budget(const cache_options& options, const std::vector<laye
     detail::expect(use.tokens >= 0, "a budget needs at least 0 tokens, got ", use.tokens);
     detail::expect(use.tokens <= (std::numeric_limits<int>::max)() - of.options().page_tokens,
                    "a budget for ", use.tokens, " tokens: no sequence takes that many");
+    detail::expect(use.cross_tokens >= 0 &&
+                       use.cross_tokens <= (std::numeric_limits<int>::max)() - of.options().page_tokens,
+                   "a budget for ", use.cross_tokens, " tokens in layers with cross attention");
     detail::expect(use.sequences >= 0, "a budget needs at least 0 sequences, got ", use.sequences);
     detail::expect(use.chunk >= 1, "a budget for chunks of ", use.chunk, " tokens");
     detail::expect(use.cuts >= 0, "a budget needs at least 0 cuts, got ", use.cuts);

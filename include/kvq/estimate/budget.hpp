@@ -22,6 +22,7 @@ struct budget_use {
     /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens leaves at
     /// most one; erase(), shift() and splice() leave at most three each (cache/rearrange.hpp).
     int cuts = 0;
+    int cross_tokens = 0;  ///< most tokens of every layer with cross attention
 };
 
 /// The least cache_options::byte_budget for a cache of this shape with these options, whose own byte_budget does not matter. With cuts it

@@ -88,32 +88,38 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
     detail::expect(tokens <= (std::numeric_limits<int>::max)() - of.options().page_tokens, "a footprint of ",
                    tokens, " tokens: no sequence takes that many");
     detail::expect(use.chunk >= 0, "a chunk of ", use.chunk, " tokens");
+    detail::expect(use.cross_tokens >= 0 &&
+                       use.cross_tokens <= (std::numeric_limits<int>::max)() - of.options().page_tokens,
+                   "a footprint of ", use.cross_tokens, " tokens in layers with cross attention");
     detail::expect(sequences >= 0, "a footprint needs at least 0 sequences, got ", sequences);
     footprint_report f;
     std::array<std::size_t, 2> shared{};  // temporary bytes of K and V
-    std::size_t tables = 0;
+    // The capacity of the tables of spans, and the lists of a chunk.
+    std::size_t tables = 0, most_spans = 0;
     for (int layer = 0; layer < of.layer_count(); ++layer) {
         if (!of.holds_tokens(layer)) continue;
-        ++tables;
+        const bool cross = of.geometry(layer).window.cross;
+        const int n = cross ? use.cross_tokens : tokens, chunk = cross && use.chunk > 0 ? n : use.chunk;
+        const auto spans = static_cast<std::size_t>(of.geometry().spans(n));
+        tables = detail::bounded_sum(tables, detail::table_capacity(spans) * sizeof(page_span));
+        most_spans = detail::larger(most_spans, spans);
         for (const tensor role : {tensor::key, tensor::value})
-            detail::add_layer(of, role, layer, tokens, use.chunk, policy, shared, f);
+            detail::add_layer(of, role, layer, n, chunk, cross ? step_down_policy{} : policy, shared, f);
     }
     f.transient = detail::bounded_sum(f.transient, detail::larger(shared[0], shared[1]));
     const std::size_t state_tables = of.state_layout() ? detail::add_state(of, tokens, f) : 0;
     const std::size_t headers = f.bookkeeping;
-    // The capacity of the table of spans, and the lists of a chunk.
-    const auto spans = static_cast<std::size_t>(of.geometry().spans(tokens));
-    const std::size_t table = detail::table_capacity(spans) * sizeof(page_span);
+    const std::size_t table = detail::table_capacity(most_spans) * sizeof(page_span);
     // Far above any address space, and sums of a few such numbers do not overflow.
     constexpr std::size_t most = std::size_t{1} << 60;
     detail::expect(f.transient <= most / 4, "a footprint of ", tokens, " tokens is larger than memory");
-    f.transient = 2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
+    f.transient = 2 * f.transient + table / 2 + 2 * most_spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
     // A snapshot is taken before another one goes, and beside copies of the tables.
     if (of.state_layout() && of.options().snapshots.every > 0)
         f.transient = detail::larger(f.transient, of.state_layout()->snapshot_bytes() + 2 * state_tables);
     const auto layers = static_cast<std::size_t>(of.layer_count());
-    for (const std::size_t more : {detail::bounded_product(layers, sizeof(detail::page_table)),
-                                   detail::bounded_product(tables, table), state_tables})
+    for (const std::size_t more :
+         {detail::bounded_product(layers, sizeof(detail::page_table)), tables, state_tables})
         f.bookkeeping = detail::bounded_sum(f.bookkeeping, more);
     f.workspace = of.scratch_floats() * sizeof(float);
     for (std::size_t* part : {&f.quantized, &f.window, &f.rollback, &f.state, &f.bookkeeping, &f.workspace}) {
@@ -123,8 +129,9 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
         *part *= static_cast<std::size_t>(sequences);
     }
     if (use.q_heads > 0)
-        f.attention = of.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads,
-                                             use.mods ? *use.mods : mods_view(causal{}));
+        f.attention =
+            of.attention_workspace(detail::larger(tokens, use.cross_tokens), use.q_heads, use.q_tokens,
+                                   use.threads, use.mods ? *use.mods : mods_view(causal{}));
     if (of.options().preallocate) {
         const std::size_t used =
             f.quantized + f.window + f.rollback + f.state + headers * static_cast<std::size_t>(sequences);

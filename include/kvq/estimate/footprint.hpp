@@ -22,7 +22,8 @@ struct attention_use {
     int q_heads = 0;  ///< 0: leave the attention workspace out
     int q_tokens = 1;
     int threads = 1;
-    int chunk = 0;  ///< most tokens of one prefill() call; 0: append() only
+    int chunk = 0;         ///< most tokens of one prefill() call; 0: append() only
+    int cross_tokens = 0;  ///< tokens of every layer with cross attention
     /// Masks and score modifiers of attention; null: causal. Selected pages and skipped values take workspace. Read during the call.
     const mods_view* mods = nullptr;
 };

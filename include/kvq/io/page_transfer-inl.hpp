@@ -98,7 +98,7 @@ KVQ_FUNC void page_receiver::accept(recurrent_state state) {
 
 KVQ_FUNC sequence page_receiver::finish(int tokens) {
     for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
-        if (!cache_.holds_tokens(static_cast<int>(layer))) continue;
+        if (!cache_.takes_steps(static_cast<int>(layer))) continue;
         const int came = check(layer, 0).tokens;
         detail::expect(came == tokens, detail::layer_text(layer, tensor::key), ": ", came,
                        " tokens were received, not ", tokens);

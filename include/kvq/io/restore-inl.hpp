@@ -301,11 +301,30 @@ private:
     void append_again(sequence& s, int layer) {
         const loaded keys = load(tensor::key, layer), values = load(tensor::value, layer);
         std::vector<float> k, v;
+        if (!cache_.takes_steps(layer)) return append_at_once(s, layer, keys, values);
         for (std::size_t i = 0; i < keys.pages.size(); ++i) {
             const page_span& span = saved(layer).spans[i];
             s.append(layer, dequantize(tensor::key, layer, *keys.pages[i], keys.formats[i], span, k),
                      dequantize(tensor::value, layer, *values.pages[i], values.formats[i], span, v));
         }
+    }
+
+    /// All tokens of a layer with those of another text.
+    void append_at_once(sequence& s, int layer, const loaded& keys, const loaded& values) {
+        std::vector<float> all[2], page;
+        const int n = saved(layer).tokens, heads = cache_.shape(layer).kv_heads;
+        const auto rows = [&](tensor role, const loaded& of) {
+            const int dim = cache_.shape(layer).dim(role);
+            std::vector<float>& to = all[static_cast<std::size_t>(role)];
+            for (std::size_t i = 0; i < of.pages.size(); ++i) {
+                const auto x =
+                    dequantize(role, layer, *of.pages[i], of.formats[i], saved(layer).spans[i], page);
+                for (int t = 0; t < x.tokens; ++t)
+                    for (int h = 0; h < heads; ++h) to.insert(to.end(), x.at(t, h), x.at(t, h) + dim);
+            }
+            return token_view<const float>(to.data(), n, heads, dim);
+        };
+        s.append(layer, rows(tensor::key, keys), rows(tensor::value, values));
     }
 
     cache& cache_;

@@ -258,11 +258,13 @@ public:
                        ", with which it is shared");
                 continue;
             }
-            expect(s.kind >= 0 && s.kind <= static_cast<std::int32_t>(layer_kind::chunked), "layer ", i,
-                   " of the saved sequence is of kind ", s.kind, ", which this library does not know");
-            expect(s.is_full() ? s.window == 0 && s.sinks == 0
-                               : s.window >= 1 && s.window <= most_recent && s.sinks >= 0 &&
-                                     s.sinks <= geometry.sinks,
+            const bool cross = s.kind == static_cast<std::int32_t>(layer_kind::cross);
+            expect(cross || (s.kind >= 0 && s.kind <= static_cast<std::int32_t>(layer_kind::chunked)),
+                   "layer ", i, " of the saved sequence is of kind ", s.kind,
+                   ", which this library does not know");
+            expect(s.is_full() || cross ? s.window == 0 && s.sinks == 0
+                                        : s.window >= 1 && s.window <= most_recent && s.sinks >= 0 &&
+                                              s.sinks <= geometry.sinks,
                    "layer ", i, " of the saved sequence has a window of ", s.window, " tokens and ", s.sinks,
                    " sinks");
             expect(s.value_dim >= least, "layer ", i, " of the saved sequence has value_dim ", s.value_dim);

@@ -2,6 +2,7 @@
 //
 //   sliding   the last `tokens` keys up to the query        sliding window attention
 //   chunked   the keys of the query's own chunk of `tokens` tokens: from the last multiple of `tokens` on       Llama 4
+//   cross     all keys, whose tokens are not those of the queries       encoders and decoders
 //   sinks     and the first `sinks` keys; Xiao et al., arXiv 2309.17453
 //
 // Contract: first_seen() does not fall from one query to the next, so a key that a query does not see is not seen by later ones.
@@ -15,6 +16,7 @@ struct key_window {
     int tokens = 0;  ///< 0: every key is seen
     bool chunked = false;
     int sinks = 0;
+    bool cross = false;
 
     explicit constexpr operator bool() const noexcept { return tokens > 0; }
     /// The first key behind the sinks that the query at this position sees.

@@ -46,6 +46,11 @@ KVQ_FUNC prefix_cache::prefix_cache(cache& of, const prefix_cache_options& optio
                    options.min_prefix_tokens);
     detail::expect(options.min_quantize_tokens >= 0, "min_quantize_tokens must not be negative, got ",
                    options.min_quantize_tokens);
+    for (int i = 0; i < of.layer_count(); ++i)
+        if (of.geometry(i).window.cross)
+            detail::fail(
+                detail::describe_layer(i, of.layers()[static_cast<std::size_t>(i)]),
+                ": a prefix cache finds sequences by their tokens, which do not say those of another text");
     if (options.format) {
         // The request is checked on an empty sequence.
         const sequence nothing = of.new_sequence();

@@ -32,6 +32,7 @@ FULL_ATTENTION = 0
 SLIDING_ATTENTION = 1
 CHUNKED_ATTENTION = 2
 SHARED = 3
+CROSS_ATTENTION = 4
 STATE = 5
 SNAPSHOT_EXACT = 0
 SNAPSHOT_INT8_ROWS = 1
@@ -230,7 +231,7 @@ class kvq_step_down_report(Struct):
 
 class kvq_footprint_query(Struct):
     _fields_ = [("size", c_size_t), ("sequences", c_int32), ("q_heads", c_int32), ("q_tokens", c_int32),
-                ("threads", c_int32), ("chunk", c_int32), ("reserved", c_int32),
+                ("threads", c_int32), ("chunk", c_int32), ("cross_tokens", c_int32),
                 ("policy", POINTER(kvq_step_down_policy))]
 
 
@@ -241,7 +242,8 @@ class kvq_footprint(Struct):
 
 
 class kvq_budget_query(Struct):
-    _fields_ = [("size", c_size_t), ("tokens", c_int32), ("sequences", c_int32), ("chunk", c_int32), ("cuts", c_int32)]
+    _fields_ = [("size", c_size_t), ("tokens", c_int32), ("sequences", c_int32), ("chunk", c_int32), ("cuts", c_int32),
+                ("cross_tokens", c_int32)]
 
 
 class kvq_save_options(Struct):

@@ -304,25 +304,30 @@ class Cache(Handle):
     # ---- estimates ----
 
     def footprint(self, tokens: int, *, sequences: int = 1, q_heads: Optional[int] = None, q_tokens: int = 1,
-                  threads: int = 1, chunk: Optional[int] = None, policy: Optional[StepDownPolicy] = None) -> Footprint:
+                  threads: int = 1, chunk: Optional[int] = None, policy: Optional[StepDownPolicy] = None,
+                  cross_tokens: int = 0) -> Footprint:
         """Bytes of sequences of `tokens` tokens, equal to what will be allocated.
 
-        q_heads  None: without the workspace of attention
-        chunk    most tokens of one prefill; None: append only
+        q_heads       None: without the workspace of attention
+        chunk         most tokens of one prefill; None: append only
+        cross_tokens  tokens of every layer made by cross_layer
         """
         c = _abi.kvq_footprint()
         library.kvq_cache_get_footprint(
-            self, tokens, ctypes.byref(query_to_c(sequences, q_heads, q_tokens, threads, chunk, policy)), ctypes.byref(c))
+            self, tokens, ctypes.byref(query_to_c(sequences, q_heads, q_tokens, threads, chunk, policy, cross_tokens)),
+            ctypes.byref(c))
         return from_c(Footprint, c)
 
     def longest_context(self, budget: int, *, sequences: int = 1, q_heads: Optional[int] = None, q_tokens: int = 1,
-                        threads: int = 1, chunk: Optional[int] = None, policy: Optional[StepDownPolicy] = None) -> int:
+                        threads: int = 1, chunk: Optional[int] = None, policy: Optional[StepDownPolicy] = None,
+                        cross_tokens: int = 0) -> int:
         """The longest context that fits `budget` bytes at every length up to it; -1: not even an empty one."""
         return ask(library.kvq_cache_longest_context, self, budget,
-                   ctypes.byref(query_to_c(sequences, q_heads, q_tokens, threads, chunk, policy)), out=ctypes.c_int32)
+                   ctypes.byref(query_to_c(sequences, q_heads, q_tokens, threads, chunk, policy, cross_tokens)),
+                   out=ctypes.c_int32)
 
     @staticmethod
-    def budget(tokens: int, *, sequences: int = 1, chunk: int = 1, cuts: int = 0, **options: Any) -> int:
+    def budget(tokens: int, *, sequences: int = 1, chunk: int = 1, cuts: int = 0, cross_tokens: int = 0, **options: Any) -> int:
         """The least byte_budget with which every step succeeds, for a cache with these options (those of Cache: layers, kv_heads, head_dim,
         keys and others), before it is made. With cuts it is an upper bound.
 
@@ -331,9 +336,10 @@ class Cache(Handle):
         chunk      most new tokens of a sequence in one step
         cuts       most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens
                    leaves at most one; erase, shift and splice leave at most three each
+        cross_tokens  most tokens of every layer made by cross_layer
         """
         o, _rotary = _options(**options)
-        query = _abi.kvq_budget_query(tokens=tokens, sequences=sequences, chunk=chunk, cuts=cuts)
+        query = _abi.kvq_budget_query(tokens=tokens, sequences=sequences, chunk=chunk, cuts=cuts, cross_tokens=cross_tokens)
         return ask(library.kvq_get_budget, ctypes.byref(o), ctypes.byref(query), out=ctypes.c_size_t)
 
     # ---- saved sequences ----

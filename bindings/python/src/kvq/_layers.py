@@ -9,7 +9,7 @@ from ._attention import choice
 from ._library import limit, text
 
 _KINDS = {"full": _abi.FULL_ATTENTION, "sliding": _abi.SLIDING_ATTENTION, "chunked": _abi.CHUNKED_ATTENTION,
-          "shared": _abi.SHARED, "state": _abi.STATE}
+          "shared": _abi.SHARED, "cross": _abi.CROSS_ATTENTION, "state": _abi.STATE}
 _NAMES = {number: name for name, number in _KINDS.items()}
 _DTYPES = {"float32": _abi.FP32, "float16": _abi.FP16, "bfloat16": _abi.BF16}
 _SNAPSHOTS = {"exact": _abi.SNAPSHOT_EXACT, "int8-rows": _abi.SNAPSHOT_INT8_ROWS,
@@ -37,9 +37,10 @@ class StatePart:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a model. Made by full_attention, sliding_attention, chunked_attention, shared_with and state_layer.
+    """One layer of a model. Made by full_attention, sliding_attention, chunked_attention, shared_with, cross_layer and
+    state_layer.
 
-    kind       "full", "sliding", "chunked", "shared" or "state"
+    kind       "full", "sliding", "chunked", "shared", "cross" or "state"
     value_dim  channels of a value; None: head_dim
     window     tokens of a sliding window or a chunk; 0 of other kinds
     sinks      first tokens that every query sees as well
@@ -86,6 +87,13 @@ def shared_with(owner: int) -> Layer:
     owner  its number; a layer with keys and values of its own
     """
     return Layer("shared", owner=owner)
+
+
+def cross_layer(kv_heads: int, head_dim: int, value_dim: Optional[int] = None) -> Layer:
+    """A layer whose keys and values are those of another text, the encoder's (Whisper, mllama): one append or prefill, then any number of
+    queries in attend, which see all of them. Its tokens are no part of Sequence.tokens() and of trims; forks share its pages.
+    """
+    return Layer("cross", kv_heads, head_dim, value_dim)
 
 
 def state_layer(parts: Iterable[StatePart]) -> Layer:

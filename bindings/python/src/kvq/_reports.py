@@ -228,10 +228,10 @@ def policy_to_c(policy: StepDownPolicy) -> _abi.kvq_step_down_policy:
 
 
 def query_to_c(sequences: int, q_heads: Optional[int], q_tokens: int, threads: int, chunk: Optional[int],
-               policy: Optional[StepDownPolicy]) -> _abi.kvq_footprint_query:
+               policy: Optional[StepDownPolicy], cross_tokens: int) -> _abi.kvq_footprint_query:
     """The question of an estimate."""
     c = _abi.kvq_footprint_query(sequences=sequences, q_heads=limit(q_heads, "q_heads"), q_tokens=q_tokens, threads=threads,
-                                 chunk=limit(chunk, "chunk"))
+                                 chunk=limit(chunk, "chunk"), cross_tokens=cross_tokens)
     if policy is not None:
         c.policy = ctypes.pointer(policy_to_c(policy))
     return c

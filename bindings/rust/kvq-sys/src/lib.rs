@@ -36,6 +36,7 @@ pub const KVQ_FULL_ATTENTION: i32 = 0;
 pub const KVQ_SLIDING_ATTENTION: i32 = 1;
 pub const KVQ_CHUNKED_ATTENTION: i32 = 2;
 pub const KVQ_SHARED: i32 = 3;
+pub const KVQ_CROSS_ATTENTION: i32 = 4;
 pub const KVQ_STATE: i32 = 5;
 pub const KVQ_SNAPSHOT_EXACT: i32 = 0;
 pub const KVQ_SNAPSHOT_INT8_ROWS: i32 = 1;
@@ -504,7 +505,7 @@ pub struct kvq_footprint_query {
     pub q_tokens: i32,
     pub threads: i32,
     pub chunk: i32,
-    pub reserved: i32,
+    pub cross_tokens: i32,
     pub policy: *const kvq_step_down_policy,
 }
 
@@ -532,6 +533,7 @@ pub struct kvq_budget_query {
     pub sequences: i32,
     pub chunk: i32,
     pub cuts: i32,
+    pub cross_tokens: i32,
 }
 
 #[repr(C)]

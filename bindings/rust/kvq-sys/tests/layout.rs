@@ -71,10 +71,10 @@ fn layouts() {
     layout!(lines, kvq_step_down_policy: size, tiers, tier_count, first_layers_kept, last_layers_kept, reserved,
         byte_budget);
     layout!(lines, kvq_step_down_report: size, pages, bytes_before, bytes_after, bytes_peak, fits);
-    layout!(lines, kvq_footprint_query: size, sequences, q_heads, q_tokens, threads, chunk, reserved, policy);
+    layout!(lines, kvq_footprint_query: size, sequences, q_heads, q_tokens, threads, chunk, cross_tokens, policy);
     layout!(lines, kvq_footprint: size, quantized, window, rollback, bookkeeping, workspace, attention, total,
         transient, unused, state);
-    layout!(lines, kvq_budget_query: size, tokens, sequences, chunk, cuts);
+    layout!(lines, kvq_budget_query: size, tokens, sequences, chunk, cuts, cross_tokens);
     layout!(lines, kvq_save_options: size, model, convert);
     layout!(lines, kvq_prefix_cache_options: size, byte_limit, max_entries, min_prefix_tokens, min_quantize_tokens,
         reserved, keys, values);
@@ -84,10 +84,11 @@ fn layouts() {
     constants!(lines, KVQ_OK, KVQ_ERROR_ARGUMENT, KVQ_ERROR_HANDLE, KVQ_ERROR_STRUCT, KVQ_ERROR_MEMORY, KVQ_ERROR_DATA,
         KVQ_ERROR_CALLBACK, KVQ_ERROR_UNSUPPORTED, KVQ_ERROR_INTERNAL, KVQ_KEY, KVQ_VALUE, KVQ_FP32, KVQ_FP16, KVQ_BF16,
         KVQ_CAUSAL, KVQ_BIDIRECTIONAL, KVQ_CROSS, KVQ_PAGE_NONE, KVQ_PAGE_SOME, KVQ_PAGE_ALL, KVQ_HALF_SPLIT,
-        KVQ_INTERLEAVED, KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION, KVQ_CHUNKED_ATTENTION, KVQ_SHARED, KVQ_STATE,
-        KVQ_SNAPSHOT_EXACT, KVQ_SNAPSHOT_INT8_ROWS, KVQ_SNAPSHOT_INT8_COLUMNS, KVQ_SNAPSHOT_E4M3, KVQ_MATCH_EXACT,
-        KVQ_MATCH_SUPERSEQUENCE, KVQ_MATCH_PREFIX, KVQ_MATCH_LCP, KVQ_MISS, KVQ_MISS_SHORT_PREFIX, KVQ_MISS_SHORT_LCP,
-        KVQ_STORED, KVQ_STORE_DUPLICATE, KVQ_STORE_TOO_LARGE, KVQ_ABI_VERSION, KVQ_NONE, KVQ_ALL_LAYERS);
+        KVQ_INTERLEAVED, KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION, KVQ_CHUNKED_ATTENTION, KVQ_SHARED,
+        KVQ_CROSS_ATTENTION, KVQ_STATE, KVQ_SNAPSHOT_EXACT, KVQ_SNAPSHOT_INT8_ROWS, KVQ_SNAPSHOT_INT8_COLUMNS,
+        KVQ_SNAPSHOT_E4M3, KVQ_MATCH_EXACT, KVQ_MATCH_SUPERSEQUENCE, KVQ_MATCH_PREFIX, KVQ_MATCH_LCP, KVQ_MISS,
+        KVQ_MISS_SHORT_PREFIX, KVQ_MISS_SHORT_LCP, KVQ_STORED, KVQ_STORE_DUPLICATE, KVQ_STORE_TOO_LARGE,
+        KVQ_ABI_VERSION, KVQ_NONE, KVQ_ALL_LAYERS);
     let known: Vec<_> = ABI.lines().filter(|l| !l.starts_with("function ")).collect();
     assert_eq!(lines, known);
 }

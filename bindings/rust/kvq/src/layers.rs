@@ -15,6 +15,8 @@ pub enum LayerKind {
     Chunked,
     /// Nothing: it reads the keys and values of an earlier layer, under its window (Gemma 3n and 4).
     Shared,
+    /// Keys and values of another text, such as an encoder's (Whisper).
+    Cross,
     /// Recurrent state in place of keys and values (Gated DeltaNet, Mamba, RWKV).
     State,
 }
@@ -66,6 +68,13 @@ impl Layer {
             ..Layer::default()
         }
     }
+    /// One append or prefill, then any number of queries in attend, which see all of it.
+    pub fn cross(kv_heads: usize, head_dim: usize) -> Self {
+        Layer {
+            kind: LayerKind::Cross,
+            ..Layer::full_attention(kv_heads, head_dim)
+        }
+    }
     pub fn state(parts: Vec<StatePart>) -> Self {
         Layer {
             kind: LayerKind::State,
@@ -80,6 +89,7 @@ impl Layer {
                 LayerKind::Sliding => sys::KVQ_SLIDING_ATTENTION,
                 LayerKind::Chunked => sys::KVQ_CHUNKED_ATTENTION,
                 LayerKind::Shared => sys::KVQ_SHARED,
+                LayerKind::Cross => sys::KVQ_CROSS_ATTENTION,
                 LayerKind::State => sys::KVQ_STATE,
             },
             kv_heads: int(self.kv_heads, "kv_heads")?,

@@ -349,6 +349,8 @@ pub struct FootprintQuery {
     pub threads: usize,
     /// Most tokens of one prefill; 0: append only.
     pub chunk: usize,
+    /// Tokens of every layer with cross attention.
+    pub cross_tokens: usize,
     pub policy: Option<StepDownPolicy>,
 }
 
@@ -364,6 +366,8 @@ pub struct BudgetQuery {
     /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens leaves at
     /// most one; erase, shift and splice leave at most three each.
     pub cuts: usize,
+    /// Most tokens of every layer with cross attention.
+    pub cross_tokens: usize,
 }
 impl BudgetQuery {
     pub(crate) fn to_c(&self) -> Result<sys::kvq_budget_query> {
@@ -372,6 +376,7 @@ impl BudgetQuery {
             sequences: int(self.sequences, "sequences")?,
             chunk: int(self.chunk, "chunk")?,
             cuts: int(self.cuts, "cuts")?,
+            cross_tokens: int(self.cross_tokens, "cross_tokens")?,
         }))
     }
 }
@@ -396,6 +401,7 @@ impl FootprintQuery {
                 q_tokens: int(self.q_tokens, "q_tokens")?,
                 threads: int(self.threads, "threads")?,
                 chunk: int(self.chunk, "chunk")?,
+                cross_tokens: int(self.cross_tokens, "cross_tokens")?,
             }),
         })
     }
