@@ -570,7 +570,7 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     refused(listed, KVQ_ERROR_ARGUMENT, "layer 0 has kind 77");
     list[0].kind = KVQ_STATE;
     refused(listed, KVQ_ERROR_ARGUMENT, "layer 0, state of 0 parts: a state has at least 1 part");
-    for (int i = 1; i < layers; ++i) list[i] = {KVQ_FULL_ATTENTION, 1, 16, 0, 0, 0};
+    for (int i = 1; i < layers; ++i) list[i] = {KVQ_FULL_ATTENTION, 1, 16, 0, 0, 0, 0};
     kvq_state_part part{"s", 0, KVQ_FP32, 1, 0, 1, 0};
     const auto with_part = [&](auto& o) { listed(o), o.state_parts = &part, o.state_part_count = 1; };
     refused(with_part, KVQ_ERROR_ARGUMENT, "part s of layer 0 has 1 heads of 0 rows");
@@ -589,10 +589,16 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK_REFUSED(kvq_sequence_advance(f.s, 1, 0, nullptr, &f.n), KVQ_ERROR_ARGUMENT,
                   "no layer of the cache has state");
     CHECK_REFUSED(kvq_sequence_reach(f.s, -1, &f.n), KVQ_ERROR_ARGUMENT, "cannot trim to -1");
-    list[0] = {KVQ_FULL_ATTENTION, 1, 8, 0, 3, 0};
+    list[0] = {KVQ_FULL_ATTENTION, 1, 8, 0, 3, 0, 0};
     refused(listed, KVQ_ERROR_ARGUMENT, "has a window of 3 tokens");
-    list[0] = {KVQ_SLIDING_ATTENTION, 1, 8, 0, 0, 0};
+    list[0] = {KVQ_SLIDING_ATTENTION, 1, 8, 0, 0, 0, 0};
     refused(listed, KVQ_ERROR_ARGUMENT, "layer 0, sliding window of 0, 1 x 8");
+    list[0] = {KVQ_SHARED, 0, 0, 0, 0, 0, 0};
+    refused(listed, KVQ_ERROR_ARGUMENT,
+            "layer 0, shared with layer 0, 0 x 0: a layer shares with one before it");
+    list[0] = {KVQ_CROSS_ATTENTION, 1, 8, 0, 0, 0, 1};
+    refused(listed, KVQ_ERROR_ARGUMENT,
+            "layer 0, cross attention of 1 x 8: it shares no keys and values with layer 1");
     list[0].kind = 77;
     refused([&](auto& o) { listed(o), o.layers = -1; }, KVQ_ERROR_ARGUMENT, "at least 1 layer, got -1");
     kvq_layer found{};
