@@ -6,6 +6,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdlib>
+#include <kvq/adapters/sequence_table.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
