@@ -10,8 +10,10 @@
 #include "../../src/c/sequence.cpp"
 #include "../../src/c/statistics.cpp"
 #include "../../src/c/status.cpp"
-#include "../../src/cuda/cache.cu"
-#include "../../src/cuda/pages.cu"
+#include "../../src/cuda/cache.cpp"
+#include "../../src/cuda/device_code.cu"
+#include "../../src/cuda/format.cuh"
+#include "../../src/cuda/pages.cpp"
 #include "support.cuh"
 
 namespace kvq { inline namespace v0_3 {

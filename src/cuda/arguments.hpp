@@ -4,7 +4,8 @@
 #include <set>
 #include <string_view>
 
-#include "objects.cuh"
+#include "device_code.hpp"
+#include "objects.hpp"
 
 namespace kvq::c {
 
@@ -65,14 +66,11 @@ inline const cuda::device_format& find_compiled(const std::vector<std::string>& 
 
 /// Kernels for much shared memory alone do not start on a device that has little.
 inline void expect_kernels() {
-    if constexpr (!cuda::detail::targets().small) {
-        constexpr int least = cuda::detail::sm_80.shared_memory;
-        const int has = cuda::detail::device_shared_memory();
-        expect(has == 0 || has >= least, KVQ_ERROR_UNSUPPORTED,
-               "this library has kernels for devices whose blocks may have ", least,
-               " bytes of shared memory, this one's have ", has,
-               "; build it with 86 among CMAKE_CUDA_ARCHITECTURES");
-    }
+    const auto [least, has] = shared_memory_of_kernels();
+    expect(has == 0 || has >= least, KVQ_ERROR_UNSUPPORTED,
+           "this library has kernels for devices whose blocks may have ", least,
+           " bytes of shared memory, this one's have ", has,
+           "; build it with 86 among CMAKE_CUDA_ARCHITECTURES");
 }
 
 inline void expect_dtype(const kvq_tensor* x, float_type type, const char* name) {
@@ -108,6 +106,24 @@ inline cuda::attention_options attention_of(const kvq_cuda_attend_options& o) {
     a.ancestors = o.ancestors;
     a.lse = o.lse;
     return a;
+}
+/// What attention by append() and attend() needs for learned sinks, and for ALiBi.
+inline void expect_modifiers(const kvq_cuda_attend_options& o, bool alibi) {
+    expect(o.sink_logits == nullptr || o.lse != nullptr, KVQ_ERROR_HANDLE,
+           "options.sink_logits needs options.lse, which is NULL");
+    expect(alibi || o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
+           "options.alibi_slopes needs a cache with kernels for them: kvq_cuda_cache_options.alibi");
+    expect(!alibi || o.alibi_slopes != nullptr, KVQ_ERROR_HANDLE,
+           "the cache has kernels with ALiBi, but options.alibi_slopes is NULL");
+}
+/// out: of the type of a window.
+inline void add_learned_sinks(const output_view& out, const kvq_cuda_attend_options& o, cudaStream_t stream) {
+    if (o.sink_logits == nullptr) return;
+    const auto of = out.as<float16>();  // strides in values of 16 bits
+    check(add_learned_sinks({out.data, out.type == float_type::bf16, out.tokens, out.heads, out.dim,
+                             of.token_stride, of.head_stride},
+                            o.sink_logits, o.lse, stream),
+          "launching learned sinks");
 }
 inline cuda::prefill_options prefill_of(const kvq_cuda_attend_options& o) {
     const cuda::attention_options a = attention_of(o);

@@ -1,6 +1,5 @@
 // Pages in device memory of the caller: the functions of kvq_cuda.h that no cache has to know of.
-#include "arguments.cuh"
-#include "learned_sinks.cuh"
+#include "arguments.hpp"
 
 struct kvq_cuda_kernels : kvq::c::handle<kvq_cuda_kernels> {
     static constexpr std::uint32_t word = 0x6e6b7631;
@@ -39,7 +38,7 @@ int layer_of(const cuda::device_format& kernels, const kvq_cuda_pages& p, int nu
 
 /// A page of all heads, up to the next 16 bytes, as the pages of a pool follow each other.
 std::size_t page_bytes(std::size_t block, int kv_heads) {
-    return kvq::detail::round_up(block * static_cast<std::size_t>(kv_heads), std::size_t{16});
+    return common::round_up(block * static_cast<std::size_t>(kv_heads), std::size_t{16});
 }
 
 cuda::detail::layer_memory memory_of(const cuda::device_format& kernels, const kvq_cuda_pages& p, int number,
@@ -88,7 +87,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
         v.sinks = memory_of(kernels, sinks, -1, l.kv_heads, "layer.sinks");
         expect_data(l.sink_table, "layer.sink_table");
         v.sink_table = l.sink_table;
-        v.sink_columns = kvq::detail::ceil_div(l.sink_tokens, sink_page_tokens);
+        v.sink_columns = common::ceil_div(l.sink_tokens, sink_page_tokens);
     }
     v.tokens = l.tokens;
     v.committed = l.committed;
@@ -261,7 +260,7 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
         a.query_tokens = q->tokens / l.sequences;
         static const kvq::cuda::unmodified plain{};
         check(of.functions->attend(l, queries, to, a, workspace, workspace_bytes, stream_of(stream), &plain));
-        if (o.sink_logits != nullptr) add_learned_sinks(to, o.sink_logits, o.lse, stream_of(stream));
+        add_learned_sinks(to, o, stream_of(stream));
     });
 }
 

@@ -1,9 +1,8 @@
 // Caches on a device, their sequences and steps: the functions of kvq_cuda.h.
 #include <kvq/cuda/host/offload.hpp>
 
-#include "arguments.cuh"
-#include "learned_sinks.cuh"
-#include "objects.cuh"
+#include "arguments.hpp"
+#include "objects.hpp"
 
 namespace kvq::c {
 
@@ -101,7 +100,7 @@ void attend_layer(device_state& of, int layer, const query_view& q, const output
                   const cuda::attention_options& a, const kvq_cuda_attend_options& o, cudaStream_t stream) {
     check(of.alibi ? of.cache.attend(layer, q, out, a, stream, cuda::alibi{o.alibi_slopes})
                    : of.cache.attend(layer, q, out, a, stream));
-    if (o.sink_logits != nullptr) add_learned_sinks(out, o.sink_logits, o.lse, stream);
+    add_learned_sinks(out, o, stream);
 }
 
 }  // namespace

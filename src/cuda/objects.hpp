@@ -1,7 +1,4 @@
 // What the handles of kvq_cuda.h hold, and the way from a status of the CUDA backend to one of the interface.
-//
-// Files for nvcc compile caches from the headers, without KVQ_COMPILED (kvq/config.hpp). Handles of kvq.h come from files with it: a cache
-// has other names of its functions there, and the same members, so both sides may use it.
 #pragma once
 
 #include <kvq/kvq_cuda.h>
@@ -13,7 +10,6 @@
 #include <vector>
 
 #include "../c/objects.hpp"
-#include "format.cuh"
 
 namespace kvq::c {
 
