@@ -1,8 +1,8 @@
 // A prompt's attention: chunks of new tokens over a long context in one format.
 //
-//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 5: the rows of one format
+//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 5: the rows of one format; with -DHEAD_DIM=256 or 512, too
 //
-// 32 query heads, 8 kv heads, head_dim 128, one sequence, fp16 tensors. 4 sinks and a recent window of 128 tokens in 16 bit, everything else
+// 32 query heads, 8 kv heads, head_dim 128 or HEAD_DIM, one sequence, fp16 tensors. 4 sinks and a recent window of 128 tokens in 16 bit, everything else
 // quantized; new tokens in 16 bit, causal among each other. Baseline: torch's scaled_dot_product_attention (cuDNN) on 16-bit keys and values
 // of all tokens (torch_prefill.py), the same number of products. Error: of some rows, against double on the dequantized values. "-plan": with
 // widths of keys that differ between channels and heads.
@@ -23,7 +23,10 @@ namespace {
 
 using namespace kvq;
 
-constexpr int heads = 8, q_heads = 32, dim = 128, page_tokens = 64, sinks = 4, recent = 128;
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+constexpr int heads = 8, q_heads = 32, dim = HEAD_DIM, page_tokens = 64, sinks = 4, recent = 128;
 
 float16* random_numbers(std::size_t n) {
     float16* numbers = nullptr;
@@ -81,7 +84,7 @@ struct pages_of {
 /// One row in double: thread block per row, threads share the tokens.
 __global__ void reference_kernel(const float16* q, const float* k, const float* v, int row_stride, int first,
                                  int step, int history, double* out) {
-    __shared__ double sums[128], top;
+    __shared__ double sums[dim], top;
     const int i = first + static_cast<int>(blockIdx.x) * step, head = static_cast<int>(blockIdx.y);
     const int seen = history + i + 1;
     const float16* const query =
@@ -96,20 +99,20 @@ __global__ void reference_kernel(const float16* q, const float* k, const float* 
     };
     extern __shared__ double scores[];
     double own = -1e300;
-    for (int t = static_cast<int>(threadIdx.x); t < seen; t += 128) own = fmax(own, score(t));
+    for (int t = static_cast<int>(threadIdx.x); t < seen; t += dim) own = fmax(own, score(t));
     sums[threadIdx.x] = own;
     __syncthreads();
     if (threadIdx.x == 0) {
         top = sums[0];
-        for (int j = 1; j < 128; ++j) top = fmax(top, sums[j]);
+        for (int j = 1; j < dim; ++j) top = fmax(top, sums[j]);
     }
     __syncthreads();
     double sum = 0.0, output = 0.0;
-    for (int t0 = 0; t0 < seen; t0 += 128) {
+    for (int t0 = 0; t0 < seen; t0 += dim) {
         const int t = t0 + static_cast<int>(threadIdx.x);
         scores[threadIdx.x] = t < seen ? exp(score(t) - top) : 0.0;
         __syncthreads();
-        for (int j = 0; j < 128 && t0 + j < seen; ++j) {
+        for (int j = 0; j < dim && t0 + j < seen; ++j) {
             sum += scores[j];
             output +=
                 scores[j] * static_cast<double>(
@@ -203,7 +206,7 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
             double* reference = nullptr;
             BENCH_OK(cudaMalloc(&reference, sampled * q_heads * dim * sizeof(double)));
             const int step = (chunk - 1) / (sampled - 1);
-            reference_kernel<<<dim3(sampled, q_heads), 128, 128 * 8>>>(
+            reference_kernel<<<dim3(sampled, q_heads), dim, dim * 8>>>(
                 q, key_floats, value_floats, static_cast<int>(row), 0, step, context, reference);
             BENCH_OK(cudaDeviceSynchronize());
             std::vector<double> want(sampled * q_heads * dim);

@@ -3,7 +3,7 @@
 """Times torch's scaled_dot_product_attention (cuDNN) for chunks of a prompt over a long 16-bit context.
 
 Prints one line per shape, as bench/gpu/prefill.cu reads them: chunk context microseconds. No mask: the chunk counts half, which is
-what a causal mask leaves of it. Graph replay, medians of events.
+what a causal mask leaves of it. Graph replay, medians of events. --head-dim N: 128 by default.
 """
 
 import sys
@@ -11,7 +11,8 @@ import sys
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Q_HEADS, KV_HEADS, DIM = 32, 8, 128
+Q_HEADS, KV_HEADS = 32, 8
+DIM = int(sys.argv[sys.argv.index("--head-dim") + 1]) if "--head-dim" in sys.argv else 128
 
 
 def time_shape(chunk, context):

@@ -11,7 +11,7 @@
 // batch nor on timing. Weights, values and keys are rounded to half floats (prefill_tile.cuh). Relative error
 // against double on dequantized values, on normal data: 3e-4 (fp16) to 8e-4 (low2); a score of products p_c
 // moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q
-// holds NaN is NaN. Memory besides arguments: none. sm_90a, 64 or 128 channels, no transforms: prefill_wgmma.cuh;
+// holds NaN is NaN. Memory besides arguments: none. sm_90a, 64, 128, 256 or 512 channels, no transforms: prefill_wgmma.cuh;
 // everything else from 8.0 on: prefill_mma.cuh.
 #pragma once
 
@@ -27,11 +27,12 @@ namespace detail {
 template <int Dim, bool Softcap, class Args>
 struct wgmma_launch {
     static constexpr auto* kernel = prefill_wgmma_kernel<Dim, Softcap, Args>;
-    static constexpr int rows = prefill_rows<Dim>, threads = wgmma_threads;  // rows: of a cluster
+    using shape = wgmma_shape<Dim>;
+    static constexpr int rows = shape::cluster_rows, threads = shape::threads;
     static constexpr int cluster = 2;  // thread blocks that see each other's shared memory
     static constexpr kernel_facts facts{
         "prefill_wgmma_kernel",
-        wgmma_rows,
+        shape::rows,
         0,
         wgmma_memory<Dim>::bytes,
         wgmma_memory<Dim>::bytes,
@@ -51,6 +52,15 @@ inline constexpr bool turns_queries = false;
 template <class T, class... Parts>
 inline constexpr bool turns_queries<prefill_args<T, Parts...>> = (pair_turns<typename Parts::pair_type> ||
                                                                   ...);
+/// Producers of wide tiles have no registers for plans of widths.
+template <class Args>
+inline constexpr bool has_widths = false;
+template <class T, class... Parts>
+inline constexpr bool has_widths<prefill_args<T, Parts...>> =
+    (codec<typename Parts::pair_type::keys>.several_widths() || ...);
+template <int Dim, class Args>
+inline constexpr bool has_wgmma =
+    !turns_queries<Args> && (Dim == 64 || Dim == 128 || ((Dim == 256 || Dim == 512) && !has_widths<Args>));
 /// Blocks of 256 channels and 128 rows need more shared memory than 8.0 has; a warp must have whole rows of outputs that
 /// are turned.
 template <int Dim, bool Softcap, class Args>
@@ -63,10 +73,9 @@ using mma_launches =
                                    mma_launch<Dim, small_mma_rows<Dim>, Softcap, Args>>>;
 /// The preferred one first.
 template <int Dim, bool Softcap, class Args>
-using prefill_launches =
-    joined<std::conditional_t<(Dim == 64 || Dim == 128) && !turns_queries<Args>,
-                              kernel_list<wgmma_launch<Dim, Softcap, Args>>, kernel_list<>>,
-           mma_launches<Dim, Softcap, Args>>;
+using prefill_launches = joined<
+    std::conditional_t<has_wgmma<Dim, Args>, kernel_list<wgmma_launch<Dim, Softcap, Args>>, kernel_list<>>,
+    mma_launches<Dim, Softcap, Args>>;
 
 template <class Launch, class Args>
 status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t stream) noexcept {

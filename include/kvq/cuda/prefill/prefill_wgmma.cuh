@@ -5,13 +5,16 @@
 //   producers  warpgroups 0 (keys) and 1 (values): blocks of pages come by bulk copies, half floats go to both blocks' tiles, two stages each
 //   consumers  warpgroups 2 and 3, 64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
 //
+//   256, 512 channels   tiles of 64 tokens. A block dequantizes half of the channels; two warps produce keys, two values, and words come right
+//                       from pages. 512: blocks of 64 rows, of which each consumer has 256 channels of the output, and all scores
+//
 // Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the
 // second-level cache), 16384 values dequantized, 32 KB to the other block and as much from it, 4.2 M
 // products, which are 2048 cycles of the tensor cores. Keys and values have warpgroups of their own because a
 // stage of keys is free a tile earlier than one of values. docs/lab/gpu.md says what limits it. Where this is
 // not compiled for sm_90a, the kernel is empty and its bound is 32 threads: prefill() then takes the other
 // one.
-// Contract: prefill() in prefill.cuh. Shared memory: 227 KB for head_dim 128. sm_90a.
+// Contract: prefill() in prefill.cuh. Shared memory: 227 KB for head_dim 128, 194 KB for 256 and 512. sm_90a.
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
 
@@ -20,27 +23,39 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-inline constexpr int wgmma_tile = 128, wgmma_stages = 2;
-inline constexpr int wgmma_rows = 128, half_tile = wgmma_tile / 2;  // of a thread block of the cluster
-/// Of a thread. Both kinds have 256 threads, so that all together are what a multiprocessor has.
-inline constexpr int consumer_registers = 192, producer_registers = 64;
-inline constexpr int role_warps = 4;  // produce keys; as many produce values
-inline constexpr int producer_warps = 2 * role_warps, consumer_warps = 8,
-                     wgmma_threads = 32 * (producer_warps + consumer_warps);
+/// How a head size is computed. Wide: tiles are shorter, blocks of a cluster share them by channels, not by tokens, and
+/// read pages from device memory.
+template <int Dim>
+struct wgmma_shape {
+    static constexpr bool wide = Dim > 128;
+    static constexpr int tile = wide ? 64 : 128, half_tile = tile / 2, stages = Dim > 256 ? 1 : 2;
+    /// Where a warpgroup has no registers for all channels of the output, both have the same rows.
+    static constexpr int value_bands = Dim > 256 ? 2 : 1, own_channels = Dim / value_bands;
+    static constexpr int rows = 128 / value_bands, cluster_rows = 2 * rows;  // rows: of a block
+    static constexpr int role_warps = wide ? 2 : 4;  // produce keys; as many produce values
+    static constexpr int producer_warps = 2 * role_warps, consumer_warps = 8;
+    static constexpr int threads = 32 * (producer_warps + consumer_warps);
+    /// Of a thread; all together are what a multiprocessor has. Products of wide tiles are not overlapped with fewer.
+    static constexpr int consumer_registers = wide ? 208 : 192, producer_registers = wide ? 88 : 64;
+    /// Wide: cells of a whole tile are those of so many warps, of which a role's warps take some after the other.
+    static constexpr int cell_warps = kvq::detail::larger(8, Dim / 32),
+                         passes = cell_warps / (2 * role_warps);
+};
 /// Blocks of pages as they are, on their way to a tile: a slot has those of half a tile of keys or values.
 inline constexpr int block_slots = 2, block_slot_bytes = 16 * 1024;
 
 template <int Dim>
 struct wgmma_memory {
-    static constexpr int query = 0, query_bytes = wgmma_rows * Dim * 2;
-    static constexpr int tile_bytes = wgmma_tile * Dim * 2;
-    static constexpr int keys = query + query_bytes, values = keys + wgmma_stages * tile_bytes;
-    static constexpr int slots_at = values + wgmma_stages * tile_bytes;
-    static constexpr int tables = slots_at + 2 * block_slots * block_slot_bytes;
+    using shape = wgmma_shape<Dim>;
+    static constexpr int query = 0, query_bytes = shape::rows * Dim * 2;
+    static constexpr int tile_bytes = shape::tile * Dim * 2;
+    static constexpr int keys = query + query_bytes, values = keys + shape::stages * tile_bytes;
+    static constexpr int slots_at = values + shape::stages * tile_bytes;
+    static constexpr int tables = slots_at + (shape::wide ? 0 : 2 * block_slots * block_slot_bytes);
     // Notes and barriers of the stages, barriers of the slots.
-    static constexpr int control = tables + role_warps * (key_table_bytes + value_table_bytes);
+    static constexpr int control = tables + shape::role_warps * (key_table_bytes + value_table_bytes);
     static constexpr int stage_bytes = static_cast<int>(sizeof(tile_note)) + 32;
-    static constexpr int slot_barriers = control + wgmma_stages * stage_bytes;
+    static constexpr int slot_barriers = control + shape::stages * stage_bytes;
     static constexpr int bytes = slot_barriers + 2 * block_slots * 8;
 };
 
@@ -93,13 +108,14 @@ struct block_in_shared {
 /// The blocks of half a tile: one, or several of small pages, or one with the other half.
 template <tensor Role, class Pair>
 struct blocks_in_slot {
+    static constexpr int half_tile = wgmma_shape<128>::half_tile, tile = 2 * half_tile;
     static constexpr int page_tokens = Pair::page_tokens,
                          count = kvq::detail::larger(1, half_tile / page_tokens);
     static constexpr int block_bytes =
         static_cast<int>(Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes);
     /// Other blocks are read from device memory.
-    static constexpr bool fit = (half_tile % page_tokens == 0 || page_tokens == wgmma_tile) &&
-                                count * block_bytes <= block_slot_bytes;
+    static constexpr bool fit =
+        (half_tile % page_tokens == 0 || page_tokens == tile) && count * block_bytes <= block_slot_bytes;
 
     static constexpr bool shared = true;
 
@@ -116,14 +132,17 @@ struct blocks_in_slot {
 };
 
 /// Writes its half of all key tiles of a cluster, or of all value tiles, in order: tokens half_tile * rank on
-/// of every tile.
+/// of every tile, or (wide) channels Dim / 2 * rank on.
 template <tensor Role, int Dim, class Args>
 struct tile_producer {
     using memory = wgmma_memory<Dim>;
-    static constexpr bool key = Role == tensor::key;
+    using shape = wgmma_shape<Dim>;
+    static constexpr bool key = Role == tensor::key, wide = shape::wide;
+    static constexpr int tile = shape::tile, half_tile = shape::half_tile, role_warps = shape::role_warps;
+    static constexpr int cell_tokens = wide ? tile : half_tile;
     template <class Pair>
-    using own_cells = cells_of<Role, Pair, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
-                               key ? wgmma_tile : Dim>;
+    using own_cells = cells_of<Role, Pair, key ? cell_tokens : Dim, key ? Dim : cell_tokens,
+                               wide ? shape::cell_warps : role_warps, key ? tile : Dim>;
     const Args& a;
     const prefill_block& block;
     wgmma_place place;
@@ -137,30 +156,24 @@ struct tile_producer {
         using pair = typename Part::pair_type;
         using blocks = blocks_in_slot<Role, pair>;
         const bool sinks = a.keep_sinks && is_sink_part<Part>;
-        const token_range range = tokens_of(part, sinks, block, a.recent, a.window, wgmma_tile);
+        const token_range range = tokens_of(part, sinks, block, a.recent, a.window, tile);
         if (range.first >= range.end) return;
+        if constexpr (wide) return wide_pages(part, range, sinks);
         const bool leads = warp == 0;
         const typename own_cells<pair>::lane_channel channel(part.cache, block.kv_head, warp, lane);
         const auto page_at = [&](int first) {
-            return leads || !blocks::fit
-                       ? page_of_lane(part, block.sequence, first, range.end, wgmma_tile, lane)
-                       : -1;
+            return leads || !blocks::fit ? page_of_lane(part, block.sequence, first, range.end, tile, lane)
+                                         : -1;
         };
-        int page = page_at(range.first), next_page = page_at(range.first + wgmma_tile);
+        int page = page_at(range.first), next_page = page_at(range.first + tile);
         if (leads) ask(part.cache, page, read);
 #pragma unroll 1
-        for (int first = range.first; first < range.end; first += wgmma_tile) {
-            const int page_behind = page_at(first + 2 * wgmma_tile);
-            if (leads && first + wgmma_tile < range.end) ask(part.cache, next_page, read + 1);
-            const int count = kvq::detail::smaller(wgmma_tile, range.end - first);
+        for (int first = range.first; first < range.end; first += tile) {
+            const int page_behind = page_at(first + 2 * tile);
+            if (leads && first + tile < range.end) ask(part.cache, next_page, read + 1);
+            const int count = kvq::detail::smaller(tile, range.end - first);
             const wgmma_stage s = next_stage();
-            if (key && leads) {
-                const int position = part.cache.first_token + first,
-                          slices = static_cast<int>(__ballot_sync(0xffffffffu, page >= 0));
-                const tile_note note{position, count, slices,
-                                     a.cut(block, position, count, slices, sinks, wgmma_tile)};
-                if (lane == 0) note.store(s.note);
-            }
+            if (leads) note_tile(s, part.cache.first_token + first, count, page, sinks);
             own_cells<pair> cells(channel);
             dequantize(cells, part.cache, first, count - place.rank * half_tile, page, s);
             share(s);
@@ -169,37 +182,83 @@ struct tile_producer {
         }
     }
     __device__ __forceinline__ void new_tokens() {
-        const new_range range = a.new_tokens(block, wgmma_tile);
+        const new_range range = a.new_tokens(block, tile);
+        constexpr int channels = wide ? Dim / 2 : Dim;
+        auto from = key ? a.k : a.v;
+        if (wide) from.data += place.rank * channels;
+        const int before = wide ? 0 : place.rank * half_tile;
 #pragma unroll 1
-        for (int first = range.begin(); first < range.end; first = range.behind(first, wgmma_tile)) {
-            const int count = kvq::detail::smaller(wgmma_tile, block.new_tokens - first),
+        for (int first = range.begin(); first < range.end; first = range.behind(first, tile)) {
+            const int count = kvq::detail::smaller(tile, block.new_tokens - first),
                       position = block.history + first;
             const wgmma_stage s = next_stage();
             if (key && warp == 0) {
-                const tile_note note{position, count, -1,
-                                     a.cut(block, position, count, -1, false, wgmma_tile)};
+                const tile_note note{position, count, -1, a.cut(block, position, count, -1, false, tile)};
                 if (lane == 0) note.store(s.note);
             }
-            copy_new_tile<Role, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
-                          key ? wgmma_tile : Dim>(key ? a.k : a.v, block.kv_head,
-                                                  block.start + first + place.rank * half_tile,
-                                                  count - place.rank * half_tile, own_half(s), warp, lane);
+            copy_new_tile<Role, key ? cell_tokens : channels, key ? channels : cell_tokens, role_warps,
+                          key ? tile : channels>(from, block.kv_head, block.start + first + before,
+                                                 count - before, own_half(s), warp, lane);
             share(s);
         }
     }
 
 private:
+    /// What consumers must know of a tile of pages. page: of lane i, of tokens 16 i on.
+    __device__ __forceinline__ void note_tile(const wgmma_stage& s, int position, int count, int page,
+                                              bool sinks) const {
+        if (!key) return;
+        const int slices = static_cast<int>(__ballot_sync(0xffffffffu, page >= 0));
+        const tile_note note{position, count, slices, a.cut(block, position, count, slices, sinks, tile)};
+        if (lane == 0) note.store(s.note);
+    }
+    /// All tiles of a part: words of the next tile come while its place is still read.
+    template <class Part>
+    __device__ __forceinline__ void wide_pages(const Part& part, const token_range& range, bool sinks) {
+        using pair = typename Part::pair_type;
+        using cells = own_cells<pair>;
+        const blocks_in_memory<Role, pair> source{part.cache, block.kv_head};
+        const int number = place.rank * (role_warps * shape::passes) + warp;
+        const auto page_at = [&](int first) {
+            return page_of_lane(part, block.sequence, first, range.end, tile, lane);
+        };
+        int page = page_at(range.first);
+#pragma unroll 1
+        for (int first = range.first; first < range.end; first += tile) {
+            const int count = kvq::detail::smaller(tile, range.end - first),
+                      next_page = page_at(first + tile);
+            const tile_tokens tokens = tile_tokens::of(first, count, page);
+            cells own;
+            own.fetch(source, tokens, number, lane);
+            const wgmma_stage s = next_stage();
+            if (warp == 0) note_tile(s, part.cache.first_token + first, count, page, sinks);
+#pragma unroll
+            for (int i = 0; i < shape::passes; ++i) {
+                if (i > 0) own.fetch(source, tokens, number + i * role_warps, lane);
+                own.store(source, key ? s.keys : s.values, tokens, table(), number + i * role_warps, lane);
+            }
+            share(s);
+            page = next_page;
+        }
+    }
+    __device__ __forceinline__ std::uint32_t table() const {
+        return place.tiles +
+               static_cast<std::uint32_t>(
+                   memory::tables +
+                   (key ? warp * key_table_bytes : role_warps * key_table_bytes + warp * value_table_bytes));
+    }
     /// Waits until consumers of both blocks have read what the next stage held.
     __device__ __forceinline__ wgmma_stage next_stage() {
-        const wgmma_stage s = wgmma_stage::of(place, made % wgmma_stages, memory{});
+        const wgmma_stage s = wgmma_stage::of(place, made % shape::stages, memory{});
         barrier_wait(key ? s.free_keys : s.free_values,
-                     static_cast<std::uint32_t>(made / wgmma_stages + 1) & 1u);
+                     static_cast<std::uint32_t>(made / shape::stages + 1) & 1u);
         ++made;
         return s;
     }
     __device__ __forceinline__ std::uint32_t own_half(const wgmma_stage& s) const {
-        return (key ? s.keys : s.values) +
-               static_cast<std::uint32_t>(place.rank * (key ? half_tile : Dim) * 128);
+        return (key ? s.keys : s.values) + static_cast<std::uint32_t>(place.rank * (wide  ? tile * Dim
+                                                                                    : key ? half_tile * 128
+                                                                                          : Dim * 128));
     }
     __device__ __forceinline__ std::uint32_t slot(int i) const {
         return place.tiles +
@@ -247,7 +306,7 @@ private:
             barrier_wait(slot_barrier(read), static_cast<std::uint32_t>(read / block_slots) & 1u);
             // Tokens are counted from the slot's first one.
             dequantize_from(cells, blocks{slot(read)},
-                            {blocks::page_tokens == wgmma_tile ? place.rank * half_tile : 0, count, 0, 0}, s);
+                            {blocks::page_tokens == tile ? place.rank * half_tile : 0, count, 0, 0}, s);
             ++read;
         } else {
             const int own_page =
@@ -261,12 +320,8 @@ private:
     template <class Cells, class Source>
     __device__ __forceinline__ void dequantize_from(Cells& cells, const Source& source,
                                                     const tile_tokens& half, const wgmma_stage& s) {
-        const std::uint32_t table =
-            place.tiles + static_cast<std::uint32_t>(memory::tables + (key ? warp * key_table_bytes
-                                                                           : role_warps * key_table_bytes +
-                                                                                 warp * value_table_bytes));
         cells.fetch(source, half, warp, lane);
-        cells.store(source, own_half(s), half, table, warp, lane);
+        cells.store(source, own_half(s), half, table(), warp, lane);
     }
     /// This half is there: the other block of the cluster gets a copy, and this one waits for the other half.
     __device__ __forceinline__ void share(const wgmma_stage& s) const {
@@ -274,14 +329,14 @@ private:
         __syncwarp();
         wait_at_barrier(key ? 1 : 2, role_warps * 32);
         if (warp != role_warps - 1 || lane != 0) return;
-        constexpr int copies = key ? Dim / 64 : 1, bytes = half_tile * Dim * 2 / copies;
+        constexpr int copies = key && !wide ? Dim / 64 : 1, bytes = half_tile * Dim * 2 / copies;
         const std::uint32_t barrier = key ? s.full_keys : s.full_values, from = own_half(s);
         const int other = place.rank ^ 1;
         const std::uint32_t to = place_in(other, from), there = place_in(other, barrier);
         barrier_expect(barrier, copies * bytes);
 #pragma unroll
         for (int i = 0; i < copies; ++i) {
-            const auto behind = static_cast<std::uint32_t>(i * wgmma_tile * 128);
+            const auto behind = static_cast<std::uint32_t>(i * tile * 128);
             copy_bulk_to(to + behind, from + behind, bytes, there);
         }
     }
@@ -291,25 +346,29 @@ template <int Dim, bool Softcap, class Args>
 __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block& block,
                                               const wgmma_place& place, int tiles, int group) {
     using memory = wgmma_memory<Dim>;
+    using shape = wgmma_shape<Dim>;
+    constexpr int tile_tokens = shape::tile, stages = shape::stages, own_channels = shape::own_channels;
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
     const int g = lane / 4, t = lane % 4;
-    const int own_row = place.rank * wgmma_rows + group * 64 + warp * 16 + g;  // and 8 rows further
+    const int first_row = shape::value_bands > 1 ? 0 : group * 64,
+              first_channel = shape::value_bands > 1 ? group * own_channels : 0;
+    const int own_row = place.rank * shape::rows + first_row + warp * 16 + g;  // and 8 rows further
     std::uint32_t q =
-        operand_at(place.tiles + static_cast<std::uint32_t>(memory::query + group * 64 * Dim * 2));
+        operand_at(place.tiles + static_cast<std::uint32_t>(memory::query + first_row * Dim * 2));
     // Positions of both rows.
     int position[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
         position[r] = block.history + a.newest_of_row(block.first_row + own_row + 8 * r);
 
-    float o[Dim / 2], factor[2];
-    std::uint32_t p[wgmma_tile / 4] = {};
+    float o[own_channels / 2], factor[2];
+    std::uint32_t p[tile_tokens / 4] = {};
     row_pair rows;
     const float scale = Softcap ? 1.0f : a.scale;
 
     // Every tile has its own scores: their registers would otherwise stay taken between tiles, which spills
     // others.
-    using tile_scores = float[wgmma_tile / 2];
+    using tile_scores = float[tile_tokens / 2];
     const auto ask_scores = [&](const wgmma_stage& stage, tile_scores& s) {
         const std::uint32_t k = operand_at(stage.keys);
         asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
@@ -317,17 +376,21 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         static_for<Dim / 16>([&](auto step) {
             constexpr int i = decltype(step)::value;
             multiply_shared<i != 0>(s, operand(q, i / 4 * 64 * 128 + i % 4 * 32),
-                                    operand(k, i / 4 * wgmma_tile * 128 + i % 4 * 32));
+                                    operand(k, i / 4 * tile_tokens * 128 + i % 4 * 32));
         });
         products_commit();
     };
     const auto ask_output = [&](const wgmma_stage& stage) {
-        const std::uint32_t v = operand_at(stage.values);
+        const std::uint32_t v = operand_at(stage.values + static_cast<std::uint32_t>(first_channel * 128));
         products_begin();
-        static_for<wgmma_tile / 16>([&](auto step) {
-            constexpr int i = decltype(step)::value;
-            multiply_registers(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
-                               operand(v, i / 4 * Dim * 128 + i % 4 * 32));
+        static_for<tile_tokens / 16>([&](auto step) {
+            constexpr int i = decltype(step)::value, at_once = kvq::detail::smaller(own_channels, 128);
+            static_for<own_channels / at_once>([&](auto part) {
+                constexpr int n = decltype(part)::value * at_once;  // the first channel
+                multiply_registers(reinterpret_cast<float(&)[at_once / 2]>(o[n / 2]), p[4 * i], p[4 * i + 1],
+                                   p[4 * i + 2], p[4 * i + 3],
+                                   operand(v, (i / 4 * Dim + n) * 128 + i % 4 * 32));
+            });
         });
         products_commit();
     };
@@ -337,11 +400,11 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
     };
     const auto pack = [&](const tile_scores& s) {
 #pragma unroll
-        for (int i = 0; i < wgmma_tile / 4; ++i) p[i] = pack_halves<float16>(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < tile_tokens / 4; ++i) p[i] = pack_halves<float16>(s[2 * i], s[2 * i + 1]);
     };
     const auto wait_for_keys = [&](int tile) {
-        barrier_wait(wgmma_stage::of(place, tile % wgmma_stages, memory{}).full_keys,
-                     static_cast<std::uint32_t>(tile / wgmma_stages) & 1u);
+        barrier_wait(wgmma_stage::of(place, tile % stages, memory{}).full_keys,
+                     static_cast<std::uint32_t>(tile / stages) & 1u);
     };
     const auto done_with = [&](std::uint32_t barrier) {  // both blocks write to this stage
         __syncwarp();
@@ -350,7 +413,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
 
 #pragma unroll
     for (float& x : o) x = 0.0f;
-    if (tiles == 0) return finish_rows<Dim>(a, block, own_row, t, rows, scale, o);
+    if (tiles == 0) return finish_rows<Dim>(a, block, own_row, t, rows, scale, o, first_channel);
     {
         const wgmma_stage first = wgmma_stage::of(place, 0, memory{});
         wait_for_keys(0);
@@ -365,13 +428,13 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
     }
 #pragma unroll 1
     for (int tile = 1; tile < tiles; ++tile) {
-        const wgmma_stage now = wgmma_stage::of(place, tile % wgmma_stages, memory{}),
-                          before = wgmma_stage::of(place, (tile - 1) % wgmma_stages, memory{});
+        const wgmma_stage now = wgmma_stage::of(place, tile % stages, memory{}),
+                          before = wgmma_stage::of(place, (tile - 1) % stages, memory{});
         wait_for_keys(tile);
         const tile_note note = tile_note::load(now.note);
         tile_scores s;
         ask_scores(now, s);
-        barrier_wait(before.full_values, static_cast<std::uint32_t>((tile - 1) / wgmma_stages) & 1u);
+        barrier_wait(before.full_values, static_cast<std::uint32_t>((tile - 1) / stages) & 1u);
         ask_output(before);
         products_wait<1>();
         products_there(s);
@@ -387,68 +450,69 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         products_there(o);
         if (raised)
 #pragma unroll
-            for (int i = 0; i < Dim / 2; ++i) o[i] *= factor[i / 2 % 2];
+            for (int i = 0; i < own_channels / 2; ++i) o[i] *= factor[i / 2 % 2];
         done_with(before.free_values);
         pack(s);
     }
     {
-        const wgmma_stage last = wgmma_stage::of(place, (tiles - 1) % wgmma_stages, memory{});
-        barrier_wait(last.full_values, static_cast<std::uint32_t>((tiles - 1) / wgmma_stages) & 1u);
+        const wgmma_stage last = wgmma_stage::of(place, (tiles - 1) % stages, memory{});
+        barrier_wait(last.full_values, static_cast<std::uint32_t>((tiles - 1) / stages) & 1u);
         ask_output(last);
         products_wait<0>();
         products_there(o);
     }
 
-    finish_rows<Dim>(a, block, own_row, t, rows, scale, o);
+    finish_rows<Dim>(a, block, own_row, t, rows, scale, o, first_channel);
 }
 
 #endif
 
 template <int Dim, bool Softcap, class Args>
-__global__ void __launch_bounds__(warpgroup_threads<wgmma_threads>, 1)
+__global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>), 1)
     prefill_wgmma_kernel([[maybe_unused]] const __grid_constant__ Args a) {
 #if KVQ_WARPGROUP_PRODUCTS
     using memory = wgmma_memory<Dim>;
+    using shape = wgmma_shape<Dim>;
     // 1024: the swizzle of tiles. A name of its own, since one name has one alignment in a program.
     extern __shared__ __align__(1024) std::byte swizzled_memory[];
     std::byte* const shared = swizzled_memory;
     const wgmma_place place{shared_address(shared), cluster_rank()};
-    const prefill_block block(a, prefill_rows<Dim>, static_cast<int>(blockIdx.x) / 2,
+    const prefill_block block(a, shape::cluster_rows, static_cast<int>(blockIdx.x) / 2,
                               static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
     if (block.empty()) return;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
-        for (int i = 0; i < wgmma_stages; ++i) {
+        for (int i = 0; i < shape::stages; ++i) {
             const wgmma_stage s = wgmma_stage::of(place, i, memory{});
             barrier_init(s.full_keys, 1);
             barrier_init(s.full_values, 1);
-            barrier_init(s.free_keys, 2 * consumer_warps);
-            barrier_init(s.free_values, 2 * consumer_warps);
+            barrier_init(s.free_keys, 2 * shape::consumer_warps);
+            barrier_init(s.free_values, 2 * shape::consumer_warps);
         }
         for (int i = 0; i < 2 * block_slots; ++i)
             barrier_init(place.tiles + static_cast<std::uint32_t>(memory::slot_barriers + i * 8), 1);
     }
-    load_query_rows<Dim, 64>(a, block, place.rank * wgmma_rows, wgmma_rows, place.tiles + memory::query,
-                             thread, wgmma_threads);
+    load_query_rows<Dim, 64>(a, block, place.rank * shape::rows, shape::rows, place.tiles + memory::query,
+                             thread, shape::threads);
     publish_to_products();
     __syncthreads();
     cluster_wait();
 
-    if (warp < producer_warps) {
-        leave_registers<producer_registers>();
+    if (warp < shape::producer_warps) {
+        leave_registers<shape::producer_registers>();
         const auto produce = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
-            tile_producer<Role, Dim, Args> producer{a, block, place, warp % role_warps, lane};
+            tile_producer<Role, Dim, Args> producer{a, block, place, warp % shape::role_warps, lane};
             each_part(a, [&](const auto& part) { producer.pages(part); });
             producer.new_tokens();
         };
-        if (warp < role_warps)
+        if (warp < shape::role_warps)
             produce(std::integral_constant<tensor, tensor::key>{});
         else
             produce(std::integral_constant<tensor, tensor::value>{});
     } else {
-        take_registers<consumer_registers>();
-        const int tiles = count_tiles(a, block, wgmma_tile);
-        consume_tiles<Dim, Softcap>(a, block, place, tiles, (warp - producer_warps) / 4);
+        take_registers<shape::consumer_registers>();
+        const int tiles = count_tiles(a, block, shape::tile);
+        consume_tiles<Dim, Softcap>(a, block, place, tiles, (warp - shape::producer_warps) / 4);
     }
     cluster_wait();  // the other block may still write to this one's shared memory
 #endif
