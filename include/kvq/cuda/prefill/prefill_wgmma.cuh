@@ -183,10 +183,7 @@ struct tile_producer {
     }
     __device__ __forceinline__ void new_tokens() {
         const new_range range = a.new_tokens(block, tile);
-        constexpr int channels = wide ? Dim / 2 : Dim;
-        auto from = key ? a.k : a.v;
-        if (wide) from.data += place.rank * channels;
-        const int before = wide ? 0 : place.rank * half_tile;
+        const auto& all = key ? a.k : a.v;
 #pragma unroll 1
         for (int first = range.begin(); first < range.end; first = range.behind(first, tile)) {
             const int count = kvq::detail::smaller(tile, block.new_tokens - first),
@@ -196,9 +193,17 @@ struct tile_producer {
                 const tile_note note{position, count, -1, a.cut(block, position, count, -1, false, tile)};
                 if (lane == 0) note.store(s.note);
             }
-            copy_new_tile<Role, key ? cell_tokens : channels, key ? channels : cell_tokens, role_warps,
-                          key ? tile : channels>(from, block.kv_head, block.start + first + before,
-                                                 count - before, own_half(s), warp, lane);
+            if constexpr (wide) {
+                auto own = all;
+                own.data += place.rank * (Dim / 2);
+                copy_new_tile<Role, key ? tile : Dim / 2, key ? Dim / 2 : tile, role_warps>(
+                    own, block.kv_head, block.start + first, count, own_half(s), warp, lane);
+            } else {
+                copy_new_tile<Role, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
+                              key ? tile : Dim>(all, block.kv_head,
+                                                block.start + first + place.rank * half_tile,
+                                                count - place.rank * half_tile, own_half(s), warp, lane);
+            }
             share(s);
         }
     }
@@ -212,33 +217,49 @@ private:
         const tile_note note{position, count, slices, a.cut(block, position, count, slices, sinks, tile)};
         if (lane == 0) note.store(s.note);
     }
-    /// All tiles of a part: words of the next tile come while its place is still read.
+    /// All tiles of a part. Words of codes are under way while those before them are dequantized: the next pass's, or the
+    /// next tile's. For two sets of 16-bit words there are no registers.
     template <class Part>
     __device__ __forceinline__ void wide_pages(const Part& part, const token_range& range, bool sinks) {
         using pair = typename Part::pair_type;
         using cells = own_cells<pair>;
+        constexpr int passes = shape::passes;
+        constexpr bool ahead = !cells::full;
+        static_assert(passes % 2 == 0);
         const blocks_in_memory<Role, pair> source{part.cache, block.kv_head};
-        const int number = place.rank * (role_warps * shape::passes) + warp;
+        const int number = place.rank * (role_warps * passes) + warp;
         const auto page_at = [&](int first) {
             return page_of_lane(part, block.sequence, first, range.end, tile, lane);
         };
-        int page = page_at(range.first);
+        const auto tokens_at = [&](int first, int page) {
+            return tile_tokens::of(first, kvq::detail::smaller(tile, range.end - first), page);
+        };
+        tile_tokens tokens = tokens_at(range.first, page_at(range.first));
+        int next_page = page_at(range.first + tile);
+        cells own[ahead ? 2 : 1];
+        if constexpr (ahead) own[0].fetch(source, tokens, number, lane);
 #pragma unroll 1
         for (int first = range.first; first < range.end; first += tile) {
-            const int count = kvq::detail::smaller(tile, range.end - first),
-                      next_page = page_at(first + tile);
-            const tile_tokens tokens = tile_tokens::of(first, count, page);
-            cells own;
-            own.fetch(source, tokens, number, lane);
-            const wgmma_stage s = next_stage();
-            if (warp == 0) note_tile(s, part.cache.first_token + first, count, page, sinks);
-#pragma unroll
-            for (int i = 0; i < shape::passes; ++i) {
-                if (i > 0) own.fetch(source, tokens, number + i * role_warps, lane);
-                own.store(source, key ? s.keys : s.values, tokens, table(), number + i * role_warps, lane);
-            }
+            const tile_tokens next = tokens_at(first + tile, next_page);
+            next_page = page_at(first + 2 * tile);
+            wgmma_stage s;
+            static_for<passes>([&](auto pass) {
+                constexpr int i = decltype(pass)::value, I = ahead ? i % 2 : 0;
+                if constexpr (!ahead)
+                    own[I].fetch(source, tokens, number + i * role_warps, lane);
+                else if constexpr (i + 1 < passes)
+                    own[1 - I].fetch(source, tokens, number + (i + 1) * role_warps, lane);
+                else if (first + tile < range.end)
+                    own[1 - I].fetch(source, next, number, lane);
+                if constexpr (i == 0) {
+                    s = next_stage();
+                    if (warp == 0)
+                        note_tile(s, part.cache.first_token + first, tokens.count, tokens.page, sinks);
+                }
+                own[I].store(source, key ? s.keys : s.values, tokens, table(), number + i * role_warps, lane);
+            });
             share(s);
-            page = next_page;
+            tokens = next;
         }
     }
     __device__ __forceinline__ std::uint32_t table() const {
