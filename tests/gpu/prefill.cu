@@ -480,9 +480,5 @@ int main() {
                  float16>("6 and 1 bits, fp32 parameters, page 96");
 #endif
 #endif
-#if PART == 6
-    check_format<cuda::kivi_pair<4, 64, 256, 64>, float16>("kivi-4-g64, head_dim 256");
-    check_format<cuda::kivi_pair<4, 64, 512, 64>, float16>("kivi-4-g64, head_dim 512");
-#endif
     return test::report("prefill");
 }
