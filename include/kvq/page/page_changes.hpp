@@ -5,6 +5,7 @@
 //
 // A page that several tables hold, or several spans of one (after an erase), is one change for all of them. Caches carry the changes
 // out: they make the new pages, and page_table::change_page() puts them in.
+// The place of a span counts the spans that a window has freed before it, so that spans in one place are about as old.
 // Contract: tables are only read. Sinks and spans that are not committed never change. The order depends on the tables and on their order,
 // not on addresses.
 #pragma once
@@ -28,7 +29,7 @@ struct change_range {
     std::span<const int> last_tokens{};
     /// Skip pages that would not be freed: others hold them, or they would be kept as 16-bit copies.
     bool only_freed = false;
-    int first_span = 0, last_span = all;
+    int first_place = 0, last_place = all;  ///< of spans, those in a gap counted: page_table::freed
 };
 
 /// A span that holds a page: of which of the selected tables.
@@ -50,7 +51,7 @@ public:
     void select(std::span<page_table* const> tables, const change_range& range) {
         tables_ = tables;
         only_freed_ = range.only_freed;
-        rearranged_ = false;
+        elsewhere_ = false;
         rows_.clear();
         rows_.reserve(tables.size());
         found_.reserve(tables.size());
@@ -66,10 +67,10 @@ public:
             });
             const auto last = std::partition_point(
                 first, at(table.committed), [&](const page_span& span) { return span.end() <= token; });
-            const row own{larger(range.first_span, static_cast<int>(first - at(0))),
-                          smaller(range.last_span, static_cast<int>(last - at(0)))};
+            const row own{larger(range.first_place - table.freed, static_cast<int>(first - at(0))),
+                          smaller(range.last_place - table.freed, static_cast<int>(last - at(0)))};
             rows_.push_back(own);
-            rearranged_ = rearranged_ || table.rearranged;
+            elsewhere_ = elsewhere_ || table.rearranged || table.freed != tables[0]->freed;
             begin_ = smaller(begin_, own.first);
             end_ = larger(end_, own.last);
         }
@@ -80,7 +81,7 @@ public:
     void for_each(std::size_t piece, Wanted&& wanted, F&& f) {
         for (int i = begin_; i < end_; ++i) {
             if (!find_holders(i, piece, wanted)) continue;
-            if (rearranged_) find_other_places(i, piece);
+            if (elsewhere_) find_other_places(i, piece);
             for (std::size_t at = 0, next; at < found_.size(); at = next) {
                 bool wanted_here = false;
                 spans_.clear();
@@ -143,8 +144,8 @@ private:
         return true;
     }
 
-    /// After an erase or a splice: adds the spans that hold the pages in found_ at other indices. Pages that were found from an earlier
-    /// index of the range on go. O(spans) for each page with more references than were found.
+    /// After an erase or a splice, and where a window has left more of one table than of another: adds the spans that hold the pages in
+    /// found_ at other indices. Pages that were found from an earlier index of the range on go. O(spans) for each page with more references than were found.
     void find_other_places(int i, std::size_t piece) {
         const std::size_t found_here = found_.size();
         for (std::size_t at = 0, next; at < found_here; at = next) {
@@ -189,7 +190,8 @@ private:
     resource_vector<row> rows_;  // by table
     resource_vector<holder> found_;
     resource_vector<held_span> spans_;  // of the change that f() gets
-    bool only_freed_ = false, rearranged_ = false;
+    bool only_freed_ = false;
+    bool elsewhere_ = false;   // tables may hold a page at other indices
     int begin_ = 0, end_ = 0;  // spans in which any table has pages to change
 };
 
@@ -216,16 +218,16 @@ void step_down_by_budget(std::size_t tiers, std::span<const page_table* const> t
     for (const page_table* const table : tables)
         for (int i = 0; i < table->committed; ++i) {
             const page_span& s = (*table)[i];
-            if (i == static_cast<int>(spans.size()))
-                spans.push_back({s.first_token, s.end(), {}, true, i, i + 1});
-            change_range& range = spans[static_cast<std::size_t>(i)];
+            for (int place = static_cast<int>(spans.size()); place <= i + table->freed; ++place)
+                spans.push_back({change_range::all, 0, {}, true, place, place + 1});
+            change_range& range = spans[static_cast<std::size_t>(i + table->freed)];
             range.first_token = smaller(range.first_token, s.first_token);
             range.last_token = larger(range.last_token, s.end());
         }
     for (std::size_t tier = 1; tier < tiers; ++tier)
         for (const change_range& range : spans) {
             if (in_use <= budget) return;
-            in_use = lower(tier, range);
+            if (range.last_token > 0) in_use = lower(tier, range);
         }
 }
 
