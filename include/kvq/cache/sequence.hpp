@@ -89,7 +89,7 @@ public:
     [[nodiscard]] const recurrent_state& state() const;
     /// The least n such that the sequence can be trimmed to n and to every number of tokens above; 0, unless a layer with a window has freed
     /// tokens; cache_options::rollback tokens less than the longest length so far are always in reach, where no layer has state: with state,
-    /// trims go to snapshots. tokens() + 1: none of these is in reach. O(layers * snapshots)
+    /// trims go to snapshots. tokens() + 1: none of these is in reach. While a draft of several tokens waits, tokens(). O(layers * snapshots)
     [[nodiscard]] int trim_limit() const noexcept;
     /// Can it be trimmed to n tokens? O(layers)
     [[nodiscard]] bool can_trim(int n) const noexcept;

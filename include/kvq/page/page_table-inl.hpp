@@ -113,6 +113,7 @@ KVQ_FUNC bool page_table::ends_in_cut_sinks(int n, const page_geometry& g) const
 }
 
 KVQ_FUNC int page_table::trim_limit(const page_geometry& g) const noexcept {
+    if (draft > 1) return tokens;
     const int first = front(), w = g.window.tokens;
     if (first == 0) {
         int n = smaller(g.window.sinks, tokens) - 1;
@@ -228,6 +229,7 @@ KVQ_FUNC bool page_table::trim(int n, const page_geometry& g) noexcept {
     if (committed > 0 && !(*this)[committed - 1].full())
         for (page_ref& copy : (*this)[committed - 1].copies) copy = page_ref{};
     copies_from = smaller(copies_from, committed);
+    if (front() == 0) freed = 0;
     return within && committed == size();
 }
 

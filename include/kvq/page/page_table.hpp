@@ -38,7 +38,7 @@ struct page_table {
     bool rearranged = false;   ///< after an erase, shift or splice: two spans may share a page
     std::size_t repacked = 0;  ///< tokens that were quantized once more (cache/repack.hpp)
     resource_vector<page_span> spans;
-    int freed = 0;                 ///< spans that have left; the vector has memory for them all the same
+    int freed = 0;                 ///< spans in the gap; the vector has memory for them all the same
     int draft = 0;                 ///< tokens of the last span that wait for keep() (cache/draft.hpp)
     std::size_t table_before = 0;  ///< capacity of `spans` before the draft
 
@@ -88,9 +88,9 @@ struct page_table {
     /// Would a trim to n tokens end in sinks that a cut has left without the first tokens of their page? Such a page takes no more tokens,
     /// but the next one must be a sink where every query sees more of them than n.
     bool ends_in_cut_sinks(int n, const page_geometry& g) const noexcept;
-    /// Can it be trimmed to n tokens? Yes, if it holds what the next token sees, and its last token.
+    /// Can it be trimmed to n tokens? Yes, if it holds what the next token sees, and its last token; not to a part of a draft.
     bool reaches(int n, const page_geometry& g) const noexcept {
-        return n >= tokens || (is_whole(n, g) && !ends_in_cut_sinks(n, g));
+        return n >= tokens || (n <= tokens - draft && is_whole(n, g) && !ends_in_cut_sinks(n, g));
     }
     /// Does it hold the last one of n tokens, and what the next one sees?
     bool is_whole(int n, const page_geometry& g) const noexcept;
