@@ -5,6 +5,8 @@
 // KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its number.
 #include <doctest/doctest.h>
 
+#include <array>
+#include <cmath>
 #include <cstdlib>
 #include <kvq/adapters/sequence_table.hpp>
 #include <kvq/cache/requantize.hpp>
@@ -504,6 +506,12 @@ private:
             parts_[s][layer].attend(0, q.view(), want.view(), seen_keys{window(i)});
             REQUIRE(out.values() == want.values());
         }
+        for (int i = together_[s].tokens(); i >= 0; --i) {
+            const bool can = together_[s].can_trim(i);
+            if (i >= together_[s].trim_limit()) REQUIRE(can);
+            if (i % 16 == at % 16 || i + n > together_[s].tokens())
+                REQUIRE(test::message_of([&] { together_[s].fork().trim(i); }).empty() == can);
+        }
         together_[s].keep(path);
         each_part(s, [&](kvq::sequence& own) { own.keep(path); });
     }
@@ -519,11 +527,44 @@ private:
         kvq::requantize_request of_layers = request;
         of_layers.first_layer = first;
         of_layers.last_layer = last;
-        cache_.requantize(together_[s], of_layers);
-        for (int i = 0; i < cache_.layer_count(); ++i)
-            if (cache_.owner(i) >= first && cache_.owner(i) < last)
-                apart_[static_cast<std::size_t>(i)]->requantize(parts_[s][static_cast<std::size_t>(i)],
-                                                                request);
+        // One sequence, or all: pages that they share are converted once.
+        const bool all = random_.one_in(2);
+        std::vector<kvq::sequence*> chosen;
+        for (int i = 0; i < 3; ++i)
+            if (all || i == s) chosen.push_back(&together_[i]);
+        kvq::workspace space;
+        cache_.requantize(chosen, of_layers, {}, kvq::serial_executor{}, space);
+        for (int i = 0; i < cache_.layer_count(); ++i) {
+            if (cache_.owner(i) < first || cache_.owner(i) >= last) continue;
+            const auto layer = static_cast<std::size_t>(i);
+            std::vector<kvq::sequence*> parts;
+            for (int other = 0; other < 3; ++other)
+                if (all || other == s) parts.push_back(&parts_[other][layer]);
+            apart_[layer]->requantize(parts, request, {}, kvq::serial_executor{}, space);
+            for (int a = 0; a < 3; ++a)
+                for (int b = 0; b < a; ++b) REQUIRE(shared(a, b, i) == shared_apart(a, b, i));
+        }
+    }
+
+    /// Spans of two sequences that show the same page, among those that both tables hold.
+    using pairs = std::vector<std::array<int, 2>>;
+    static pairs shared(const kvq::layer_pages& a, const kvq::layer_pages& b,
+                        const kvq::detail::page_table& held_a, const kvq::detail::page_table& held_b) {
+        pairs same;
+        for (int i = 0; i < a.entries(); ++i)
+            for (int j = 0; j < b.entries(); ++j) {
+                const auto x = a.at(i), y = b.at(j);
+                if (x.keys == y.keys && held_a.holds(x.first_token, x.first_token + x.tokens) &&
+                    held_b.holds(y.first_token, y.first_token + y.tokens))
+                    same.push_back({x.first_token, y.first_token});
+            }
+        return same;
+    }
+    pairs shared(int a, int b, int layer) const {
+        return shared(together_[a].pages(layer), together_[b].pages(layer), table(a, layer), table(b, layer));
+    }
+    pairs shared_apart(int a, int b, int layer) const {
+        return shared(parts_[a][layer].pages(0), parts_[b][layer].pages(0), table(a, layer), table(b, layer));
     }
 
     /// Saved and restored, or sent and received.
@@ -583,6 +624,150 @@ TEST_CASE("layers that differ are caches of one layer each, side by side") {
             w.check();
         }
     }
+}
+
+TEST_CASE("tokens keep their values and positions beside the gap of a window, whatever is cut and repacked") {
+    const auto [first, last] = numbers(60);
+    for (int history = first; history < last; ++history) {
+        const auto seed = test::seed() + static_cast<std::uint64_t>(history);
+        INFO("KVQ_SEED=", test::seed(), " KVQ_HISTORY=", history);
+        test::generator random(seed);
+        kvq::cache_options options = mixed_options(random);
+        options.keys = {format_of<kvq::int8>(), format_of<kvq::full<kvq::float16>>()};
+        options.values = {};
+        options.repack = random.pick(std::vector<float>{0.1f, 0.25f, 0.5f});
+        std::vector<kvq::layer> layers = random_layers(random, options.sinks);
+        for (kvq::layer& of : layers) {
+            of.value_dim = 0;
+            of.formats = {random.between(0, 1), random.between(0, 1)};
+            of.rotary = kvq::rotary_embedding{.dims = of.head_dim};
+        }
+        kvq::cache cache(layers, options);
+        struct running {
+            kvq::sequence sequence;
+            std::vector<int> numbers;  // every value of a token
+        };
+        std::vector<running> all;
+        for (int i = 0; i < 3; ++i) all.push_back({cache.new_sequence(), {}});
+        const auto done = [](auto&& change) { return test::message_of(change).empty(); };
+        for (int step = 0; step < 40; ++step) {
+            CAPTURE(step);
+            running &x = all[static_cast<std::size_t>(random.between(0, 2))],
+                    &other = all[static_cast<std::size_t>(random.between(0, 2))];
+            const auto held = static_cast<int>(x.numbers.size());
+            const auto at = [&](int n) { return x.numbers.begin() + n; };
+            const auto some = [&](int n) {
+                const int a = random.between(0, n);
+                return std::pair(
+                    a, random.one_in(2) ? std::min(n, a + random.between(0, 4)) : random.between(a, n));
+            };
+            const int verb = random.between(0, 9);
+            if (verb <= 3) {
+                const int n = random.between(0, random.one_in(3) ? 50 : 6);
+                if (held + n > longest) continue;
+                for (int i = 0; i < n; ++i) x.numbers.push_back(random.between(1, 60));
+                for (int i = 0; i < cache.layer_count(); ++i) {
+                    const kvq::layer& of = layers[static_cast<std::size_t>(i)];
+                    test::tensor<float> rows(n, of.kv_heads, of.head_dim);
+                    const std::size_t row = static_cast<std::size_t>(of.kv_heads * of.head_dim);
+                    for (std::size_t v = 0; v < rows.values().size(); ++v)
+                        rows.values()[v] = static_cast<float>(*at(held + static_cast<int>(v / row)));
+                    x.sequence.append(i, rows.view(), rows.view());
+                }
+            } else if (verb == 4) {
+                const int n = random.between(random.one_in(4) ? 0 : std::max(0, held - 30), held);
+                if (done([&] { x.sequence.trim(n); })) x.numbers.resize(static_cast<std::size_t>(n));
+            } else if (verb <= 6) {
+                const auto [a, b] = some(held);
+                if (done([&, a = a, b = b] { x.sequence.erase(a, b); })) x.numbers.erase(at(a), at(b));
+            } else if (verb == 7) {
+                const auto [a, b] = some(held);
+                (void)done([&, a = a, b = b] { x.sequence.shift(a, b, random.between(-20, 20)); });
+            } else if (verb == 8) {
+                const auto [a, b] = some(static_cast<int>(other.numbers.size()));
+                if (held + b - a > longest) continue;
+                const std::vector<int> added(other.numbers.begin() + a, other.numbers.begin() + b);
+                if (done([&, a = a, b = b] { x.sequence.splice(other.sequence, a, b); }))
+                    x.numbers.insert(x.numbers.end(), added.begin(), added.end());
+            } else if (&x != &other) {
+                x.sequence = other.sequence.fork();
+                x.numbers = other.numbers;
+            }
+            for (const running& r : all) {
+                const auto tokens = static_cast<int>(r.numbers.size());
+                REQUIRE(r.sequence.tokens() == tokens);
+                for (int i = 0; i < cache.layer_count(); ++i) {
+                    const kvq::layer_pages pages = r.sequence.pages(i);
+                    const kvq::key_window window = cache.geometry(i).window;
+                    REQUIRE(r.sequence.holds(i, window.first_seen(tokens), tokens));
+                    REQUIRE(r.sequence.holds(i, 0, std::min(window.sinks, tokens)));
+                    int gaps = 0, end = 0;
+                    for (int e = 0; e < pages.entries();
+                         end = pages.at(e).first_token + pages.at(e).tokens, ++e) {
+                        const auto page = pages.at(e);
+                        REQUIRE(page.first_token >= end);
+                        gaps += page.first_token > end;
+                        test::tensor<float> values(page.tokens, cache.shape(i).kv_heads,
+                                                   cache.shape(i).head_dim);
+                        r.sequence.dequantize(i, tensor::value, page.first_token, values.view());
+                        const std::size_t row =
+                            values.values().size() / static_cast<std::size_t>(page.tokens);
+                        for (std::size_t v = 0; v < values.values().size(); ++v) {
+                            const auto want = static_cast<float>(
+                                r.numbers[static_cast<std::size_t>(page.first_token) + v / row]);
+                            if (!(std::abs(values.values()[v] - want) <= 0.02f * want))
+                                FAIL("value ", values.values()[v], " of a token of ", want);
+                        }
+                    }
+                    REQUIRE(end == tokens);
+                    REQUIRE(gaps <= (window ? 1 : 0));
+                }
+            }
+        }
+    }
+}
+
+TEST_CASE("pages on both sides of a gap are not repacked into one") {
+    // A page of a sink that was spliced in is as large as any that could take its place, so it stays, and the window leaves it.
+    kvq::layer of = kvq::sliding_attention(1, {1, 4});
+    kvq::cache cache({of}, {.keys = {format_of<kvq::int8>()},
+                            .sinks = 1,
+                            .page_tokens = 64,
+                            .rollback = 0,
+                            .rotary = {kvq::rotary_embedding{.dims = 4}},
+                            .repack = 0.5f});
+    test::generator random(9);
+    const auto x = test::random_tensor(random, 384, 1, 4);
+    auto s = cache.new_sequence(), other = cache.new_sequence();
+    other.append(0, x.slice(0, 7), x.slice(0, 7));
+    s.append(0, x.slice(0, 1), x.slice(0, 1));
+    s.splice(other, 0, 1);
+    s.append(0, x.view(), x.view());
+    s.trim(s.trim_limit());
+    CHECK(s.tokens() == 323);
+    const auto last = s.pages(0).at(s.pages(0).entries() - 1);
+    CHECK(last.first_token == 322);
+    CHECK(last.tokens == 1);
+}
+
+TEST_CASE("a sink of another sequence that takes the place of a missing one stays") {
+    kvq::layer of = kvq::sliding_attention(37, {1, 16});
+    of.sinks = 3;
+    kvq::cache cache({of}, {.keys = {format_of<kvq::int8>()},
+                            .sinks = 3,
+                            .page_tokens = 16,
+                            .rollback = 0,
+                            .rotary = {kvq::rotary_embedding{.dims = 16}},
+                            .repack = 0.5f});
+    test::generator random(10);
+    const auto x = test::random_tensor(random, 90, 1, 16);
+    auto s = cache.new_sequence(), other = cache.new_sequence();
+    other.append(0, x.slice(0, 5), x.slice(0, 5));
+    s.append(0, x.slice(0, 2), x.slice(0, 2));
+    s.splice(other, 2, 3);
+    s.append(0, x.view(), x.view());
+    CHECK(s.holds(0, 0, 3));
+    CHECK_FALSE(s.holds(0, 3, 4));
 }
 
 TEST_CASE("footprint and budget of layers that differ are what is allocated") {
@@ -1053,6 +1238,68 @@ TEST_CASE("a prefix cache finds what its entries can be trimmed to") {
     CHECK(fetched(30) == 20);
     CHECK(fetched(20) == 20);
     CHECK(fetched(12) == 0);
+}
+
+TEST_CASE("entries of a prefix cache share pages that are equal, also where a window has freed more of one") {
+    kvq::cache cache({kvq::sliding_attention(64, {1, 32})},
+                     {.keys = {format_of<kvq::int8>()}, .page_tokens = 16, .rollback = 0});
+    test::generator random(6);
+    const auto x = test::random_tensor(random, 288, 1, 32);
+    const std::vector<kvq::token_id> ids(288, 1);
+    const auto prompt = [&](kvq::prefix_cache& store, int n) {
+        auto s = cache.new_sequence();
+        s.append(0, x.slice(0, n), x.slice(0, n));
+        CHECK(store.store(std::span(ids).first(static_cast<std::size_t>(n)), s) ==
+              kvq::store_outcome::stored);
+        return store.bytes();
+    };
+    kvq::prefix_cache store(cache), longer(cache);
+    const std::size_t one = prompt(store, 256), both = prompt(store, 288), other = prompt(longer, 288);
+    CHECK(store.entries() == 2);
+    CHECK(both < one + other);
+    CHECK(both == one + 2 * (other / 4));  // two new pages of four
+}
+
+TEST_CASE("under a budget the oldest pages step down first, those of layers with windows after older ones") {
+    kvq::cache cache(
+        {kvq::full_attention({1, 32}), kvq::sliding_attention(100, {1, 32})},
+        {.keys = {format_of<kvq::int8>(), format_of<kvq::affine<2>>()}, .page_tokens = 32, .rollback = 4});
+    test::generator random(7);
+    const auto x = test::random_tensor(random, 512, 1, 32);
+    auto s = cache.new_sequence();
+    for (int i = 0; i < 2; ++i) s.append(i, x.view(), x.view());
+    for (std::size_t less = 500; less < 12000; less += 500) {
+        auto one = test::restored(cache, test::saved(s));  // with pages of its own
+        kvq::step_down_policy policy;
+        policy.tiers = {{0, {0, 0}}, {1 << 20, {1, 1}}};
+        policy.byte_budget = cache.bytes_in_use() - less;
+        CHECK(kvq::step_down(cache, one, policy).fits);
+        int wide = 1 << 20, narrow = 0;  // first token of the oldest wide page, of the newest narrow one
+        for (int i = 0; i < 2; ++i)
+            for (int e = 0; e < one.pages(i).entries(); ++e) {
+                const auto page = one.pages(i).at(e);
+                if (page.values->format == 1) wide = std::min(wide, page.first_token);
+                if (page.keys->format == 2) narrow = std::max(narrow, page.first_token);
+            }
+        CHECK(narrow <= wide);
+    }
+}
+
+TEST_CASE("a sequence that is emptied and filled again takes no more memory than the first time") {
+    kvq::cache cache({kvq::sliding_attention(10, {1, 8}), kvq::chunked_attention(16, {1, 8})},
+                     {.keys = {format_of<kvq::int8>()}, .sinks = 2, .page_tokens = 8, .rollback = 4});
+    test::generator random(8);
+    const auto x = test::random_tensor(random, 100, 1, 8);
+    auto s = cache.new_sequence();
+    std::size_t bytes = 0;
+    for (int turn = 0; turn < 40; ++turn) {
+        for (int i = 0; i < 2; ++i) s.append(i, x.view(), x.view());
+        if (turn == 0) bytes = s.usage().bytes;
+        CHECK(s.usage().bytes == bytes);
+        CHECK(s.fork().usage().bytes == bytes);
+        s.trim(turn % 3);
+        if (turn % 3 > 0) s.trim(0);
+    }
 }
 
 TEST_CASE("bytes of a model of windows and full layers, by formula and by allocation") {

@@ -28,7 +28,7 @@ private:
     }
 
     void repack(bool committed) {
-        const repack_plan plan(table_, committed, cache_.geometry(), cache_.options().repack, *this,
+        const repack_plan plan(table_, committed, cache_.geometry(layer_), cache_.options().repack, *this,
                                cache_.pool().memory());
         // From the last one on, so that the spans of the others keep their indices.
         for (std::size_t i = plan.groups().size(); i-- > 0;) {

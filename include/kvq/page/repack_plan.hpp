@@ -81,10 +81,12 @@ public:
     }
 
 private:
-    /// The spans in front that show the sinks of the sequence itself.
+    /// The spans in front that show the sinks of the sequence itself, and others that every query sees: a window must not leave them.
     int own_sinks() const noexcept {
         int n = 0;
-        while (n < table_.size() && table_[n].sinks && same_pages(table_[n], table_[0])) ++n;
+        while (n < table_.size() && table_[n].sinks &&
+               (same_pages(table_[n], table_[0]) || table_[n].first_token < geometry_.window.sinks))
+            ++n;
         return n;
     }
     static bool same_pages(const page_span& a, const page_span& b) noexcept {
@@ -120,8 +122,10 @@ private:
         if (!committed_) g.bytes = new_bytes(g);
         return g;
     }
+    /// Not across the gap of a window.
     bool fits(const repack_group& a, const repack_group& b) const noexcept {
-        return a.tokens + b.tokens <= geometry_.page_tokens;
+        return a.tokens + b.tokens <= geometry_.page_tokens &&
+               table_[a.last - 1].end() == table_[b.first].first_token;
     }
     static void join(repack_group& to, const repack_group& next) noexcept {
         to.last = next.last;
