@@ -7,6 +7,7 @@
 #include <doctest/doctest.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <kvq/cache/page_list.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/estimate/budget.hpp>
@@ -14,7 +15,7 @@
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/io/state_wire.hpp>
 #include <kvq/kvq.hpp>
-#include <kvq/policy/prefix_cache.hpp>
+#include <kvq/policy/prefix_tiers.hpp>
 #include <kvq/policy/ring.hpp>
 #include <kvq/policy/self_calibration.hpp>
 
@@ -211,6 +212,7 @@ TEST_CASE("a sequence with state is one that ran its tokens once, whatever was d
                         r.sequence.state());
                     receiver.accept(kvq::read_recurrent_state(
                         test::memory_source{stream}, *cache.state_layout(), cache.pool(), options.snapshots));
+                    if (held > 0) REQUIRE(!message_of([&] { (void)receiver.finish(held - 1); }).empty());
                 }
                 r.sequence = receiver.finish(held);
             } else if (verb == 8 && held > 0) {
@@ -328,6 +330,59 @@ TEST_CASE(
     text.resize(40);
     text.resize(60, 2);
     CHECK(strict.lookup(text).match == kvq::prefix_match::miss_short_lcp);  // 40 tokens, a snapshot at 32
+}
+
+TEST_CASE("a store gives at least the tokens of every entry that begins a request") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    int limited = 0;
+    for (int round = 0; round < 12; ++round) {
+        CAPTURE(round);
+        auto options = hybrid_options(random);
+        if (random.one_in(2)) options.snapshots = {.prompt_end = false};
+        std::vector<kvq::layer> list = random_layers(random);
+        const bool window = random.one_in(2);
+        if (window) list.push_back(kvq::sliding_attention(random.between(1, 9), {1, 4}));
+        kvq::cache cache(list, options);
+        const engine model(cache);
+        kvq::prefix_cache store(cache, {.min_prefix_tokens = 1});
+        kvq::prefix_tiers tiers(cache, {.memory = {.byte_limit = 1, .min_prefix_tokens = 1},
+                                        .folder = std::filesystem::temp_directory_path().string()});
+        std::vector<ids> stored;
+        const auto text_of = [&](int n) {  // one of two texts
+            const bool other = random.one_in(2);
+            ids text;
+            for (int i = 0; i < n; ++i) text.push_back(i / 20 % 2 == 1 && other ? 2 : 1);
+            return text;
+        };
+        for (int n = 0; n < 6; ++n) {
+            stored.push_back(text_of(random.between(1, 70)));
+            auto s = cache.new_sequence();
+            const int tokens = static_cast<int>(stored.back().size());
+            model.run(s, stored.back(), 0, tokens, random.between(1, 30), false);
+            (void)store.store(stored.back(), s);
+            CHECK(tiers.store(stored.back(), s) != kvq::store_outcome::too_large);
+            for (const ids& entry : stored) {
+                ids asked = entry;
+                asked.resize(asked.size() + static_cast<std::size_t>(random.between(0, 5)), 3);
+                const auto all = static_cast<int>(entry.size());
+                REQUIRE(store.lookup(asked).tokens >= all);
+                const auto found = tiers.fetch(asked);
+                REQUIRE(found.tokens >= all);
+                REQUIRE(found.sequence.tokens() == found.tokens);
+                // A part of an entry, as far back as its layers go.
+                asked.resize(static_cast<std::size_t>(random.between(1, all)));
+                const auto part = tiers.fetch(asked);
+                const int same = store.lookup(asked).tokens;
+                REQUIRE((window ? part.tokens <= same : part.tokens == same));  // sinks are not looked at
+                REQUIRE(part.sequence.tokens() == part.tokens);
+                REQUIRE((part.tokens > 0) == (part.tier == kvq::prefix_tier::file));
+                limited += part.tokens < static_cast<int>(asked.size());
+            }
+        }
+    }
+    CHECK(limited > 0);
 }
 
 TEST_CASE("a step of a model with state that was reserved takes no memory") {

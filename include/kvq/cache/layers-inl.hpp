@@ -80,6 +80,7 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
             return number < least || number > most;
         };
         of_.push_back(shape);
+        full_ = full_ && is_full(l);
         if (l.kind == layer_kind::state) {
             expect(!l.parts.empty() && l.kv_heads == 0 && l.head_dim == 0 && l.value_dim == 0,
                    describe_layer(i, l), ": a state has at least 1 part, and no heads (", l.kv_heads, " x ",
@@ -98,7 +99,6 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
                ": a window has 1 to ", most_window, " tokens");
         expect(l.sinks >= 0 && (has_window || (l.window == 0 && l.sinks == 0)), describe_layer(i, l),
                ": it has a window of ", l.window, " tokens and ", l.sinks, " sinks");
-        full_ = full_ && is_full(l);
         bool known = false;
         for (const int other : distinct_) {
             const cache_shape& o = of_[static_cast<std::size_t>(other)];

@@ -133,8 +133,8 @@ KVQ_FUNC store_outcome prefix_cache::store(token_ids tokens, const kvq::sequence
         entries_.splice(entries_.begin(), fresh);
         held_.add(*kept, pages);
         ++statistics_.stored;
-        while (auto* const shorter = node->shorter()) {
-            if (!kept->can_trim(static_cast<int>(shorter->tokens().size()))) break;
+        // Where windows or states limit trims, a longer entry may give less than a shorter one.
+        while (auto* const shorter = cache_->trims_to_every_token() ? node->shorter() : nullptr) {
             ++statistics_.replaced;
             drop(shorter->value, dropped);
         }
@@ -216,21 +216,22 @@ KVQ_FUNC void prefix_cache::reset_statistics() {
 
 KVQ_FUNC prefix_cache::found prefix_cache::find(token_ids tokens) const noexcept {
     const auto m = tree_.find(tokens);
-    int common = static_cast<int>(m.tokens);
-    if (common == 0) return {};
+    if (m.tokens == 0) return {};
     const bool is_all = m.exact || m.tokens == tokens.size();
     bool whole = !is_all && m.prefix && m.prefix->tokens().size() == m.tokens;
     const auto* node = m.exact ? m.exact : whole ? m.prefix : m.extension;
-    const auto reaches = [&] { return node->value->sequence->can_trim(common); };
-    if (!reaches()) {
-        // A layer with a window has freed what the next token would see: only an entry that is a whole prefix is left.
+    const auto reached = [](const auto* of, std::size_t common) {
+        const kvq::sequence& s = *of->value->sequence;
+        const auto n = static_cast<int>(common);
+        return s.can_trim(n) ? s.reach(n) : 0;
+    };
+    int held = reached(node, m.tokens);
+    // Windows and states may keep a longer entry from giving as much as one that is a whole prefix.
+    if (const int all = m.prefix ? reached(m.prefix, m.prefix->tokens().size()) : 0; all > held) {
         node = m.prefix;
         whole = true;
-        common = node ? static_cast<int>(node->tokens().size()) : 0;
-        if (!node || !reaches()) return {};
+        held = all;
     }
-    // With state fewer tokens than the entry has in common.
-    const int held = node->value->sequence->reach(common);
     if (held == 0) return {};
     if (node == m.exact) return {{prefix_match::exact, held}, node};
     if (is_all && !whole) return {{prefix_match::supersequence, held}, node};
@@ -268,11 +269,15 @@ KVQ_FUNC void prefix_cache::share(sequence& s, const sequence& from, int common)
     for (std::size_t layer = 0; layer < tables.size(); ++layer) {
         detail::page_table& mine = tables[layer];
         const detail::page_table& theirs = detail::sequence_access::tables(from)[layer];
-        for (int i = 0; i < detail::smaller(mine.size(), theirs.size()); ++i) {
-            if (mine[i].end() > common || mine[i].first_token != theirs[i].first_token ||
-                mine[i].tokens != theirs[i].tokens || !mine[i].full())
+        for (int i = 0, j = 0; i < mine.size() && j < theirs.size(); ++i, ++j) {
+            // A window may have left more of one than of the other.
+            while (i < mine.size() && mine[i].first_token < theirs[j].first_token) ++i;
+            while (i < mine.size() && j < theirs.size() && theirs[j].first_token < mine[i].first_token) ++j;
+            if (i == mine.size() || j == theirs.size() || mine[i].end() > common ||
+                mine[i].first_token != theirs[j].first_token || mine[i].tokens != theirs[j].tokens ||
+                !mine[i].full())
                 break;
-            for (int role = 0; role < 2; ++role) take(mine[i].pages[role], theirs[i].pages[role]);
+            for (int role = 0; role < 2; ++role) take(mine[i].pages[role], theirs[j].pages[role]);
         }
     }
 }

@@ -10,8 +10,9 @@
 //                                 prefix           an entry that is a prefix of these tokens
 //                                 lcp              the entry with the longest common prefix, trimmed
 //                                 miss...          no entry, or less than min_prefix_tokens from one of the last two
-// in this order; lcp comes before prefix if it reuses more tokens. Where a layer with a window has freed what the next token would see
-// (sequence::can_trim), an entry cannot be trimmed, and the longest prefix among the entries is the result.
+// in this order; lcp comes before prefix if it reuses more tokens. An entry gives the tokens to which it can be trimmed
+// (sequence::can_trim, sequence::reach): none where a layer with a window has freed what the next token would see, with state those of a
+// snapshot. Where that is less than the longest prefix among the entries, the prefix is the result.
 //
 // Entries are forks: a write to one sequence never changes another. Pages that equal those of the nearest entry are shared with it, also
 // where tokens were computed again. Bytes are those of pages (headers included), each counted once; token ids and tables (about 4 bytes
@@ -86,7 +87,8 @@ struct prefix_cache_statistics {
     std::size_t stored = 0;
     std::size_t duplicates = 0;
     std::size_t rejections = 0;
-    std::size_t replaced = 0;   ///< entries dropped because a new one begins with them
+    std::size_t replaced =
+        0;  ///< entries dropped because a new one begins with them, in a cache without windows and states
     std::size_t evictions = 0;  ///< entries dropped because of the limits, or by release()
 
     std::size_t operator[](prefix_match m) const noexcept { return fetches[static_cast<std::size_t>(m)]; }

@@ -73,9 +73,8 @@ KVQ_FUNC prefix_tiers::fetch_result prefix_tiers::fetch(token_ids tokens) {
         const attempted how = read(at, found);
         if (how == attempted::no_memory) too_large = pages;
         if (how != attempted::done) continue;
-        if (!found->can_trim(in_file)) break;  // to a snapshot of states, in front of what windows hold
-        const int again = found->tokens() > in_file ? found->trim(in_file) : 0;
-        return {kind, in_file - again, std::move(*found), prefix_tier::file};
+        if (found->tokens() > in_file) found->trim(in_file);
+        return {kind, in_file, std::move(*found), prefix_tier::file};
     }
     auto [match, n, sequence] = memory_.fetch(tokens);
     return {match, n, std::move(sequence), is_hit(match) ? prefix_tier::memory : prefix_tier::none};
@@ -104,15 +103,23 @@ KVQ_FUNC prefix_tier_statistics prefix_tiers::statistics() const {
 KVQ_FUNC prefix_tiers::nearest prefix_tiers::nearest_of(token_ids tokens) const {
     const auto m = tree_.find(tokens);
     if (m.tokens == 0) return {};
-    if (!m.exact && m.extension && static_cast<int>(m.tokens) < m.extension->value->trim_limit) {
-        if (!m.prefix) return {};
+    const position at = (m.exact ? m.exact : m.extension ? m.extension : m.prefix)->value;
+    const std::size_t held = at->reached(m.tokens);
+    if (m.prefix && m.prefix->tokens().size() > held)
         return {m.prefix->tokens().size(), m.prefix->value, prefix_match::prefix};
-    }
     const prefix_match match = m.exact                     ? prefix_match::exact
                                : m.tokens == tokens.size() ? prefix_match::supersequence
                                : m.prefix && m.prefix->tokens().size() == m.tokens ? prefix_match::prefix
                                                                                    : prefix_match::lcp;
-    return {m.tokens, (m.exact ? m.exact : m.extension ? m.extension : m.prefix)->value, match};
+    return {held, at, match};
+}
+
+KVQ_FUNC std::size_t prefix_tiers::file::reached(std::size_t n) const noexcept {
+    if (n == node->tokens().size()) return n;
+    if (static_cast<int>(n) < trim_limit) return 0;
+    if (stops.empty()) return n;
+    const auto behind = std::upper_bound(stops.begin(), stops.end(), static_cast<int>(n));
+    return behind == stops.begin() ? 0 : static_cast<std::size_t>(behind[-1]);
 }
 
 KVQ_FUNC prefix_tiers::nearest prefix_tiers::nearest_smaller(token_ids tokens, std::size_t bytes) {
@@ -121,13 +128,13 @@ KVQ_FUNC prefix_tiers::nearest prefix_tiers::nearest_smaller(token_ids tokens, s
         const token_ids own = f->node->tokens();
         const auto common = static_cast<std::size_t>(
             std::mismatch(own.begin(), own.end(), tokens.begin(), tokens.end()).first - own.begin());
-        if (f->pages >= bytes || common <= best.tokens) continue;
-        if (common < own.size() && static_cast<int>(common) < f->trim_limit) continue;
+        const std::size_t held = f->reached(common);
+        if (f->pages >= bytes || held <= best.tokens) continue;
         const prefix_match match = common < own.size() && common < tokens.size() ? prefix_match::lcp
                                    : common < own.size()                         ? prefix_match::supersequence
                                    : common < tokens.size()                      ? prefix_match::prefix
                                                                                  : prefix_match::exact;
-        best = {common, f, match};
+        best = {held, f, match};
     }
     return best;
 }
@@ -182,6 +189,10 @@ KVQ_FUNC bool prefix_tiers::write(token_ids tokens, const kvq::sequence& s) {
         f.bytes = static_cast<std::size_t>(std::filesystem::file_size(f.path, failed));
         detail::expect(!failed, "cannot see ", f.path, ": ", failed.message());
         f.trim_limit = s.trim_limit();
+        if (cache_.state_layout()) {
+            for (const snapshot_mark& mark : s.state().snapshots()) f.stops.push_back(mark.tokens);
+            f.stops.push_back(s.tokens());
+        }
         f.pages = detail::page_counts::bytes_of(detail::page_counts::of(s));
         if (f.bytes <= options_.file_bytes) node = tree_.insert(tokens).first;
     });
@@ -197,10 +208,8 @@ KVQ_FUNC bool prefix_tiers::write(token_ids tokens, const kvq::sequence& s) {
     ++statistics_.written;
     ++statistics_.files;
     statistics_.file_bytes += files_.front().bytes;
-    while (auto* const shorter = node->shorter()) {
-        if (static_cast<int>(shorter->tokens().size()) < files_.front().trim_limit) break;
+    while (auto* const shorter = cache_.trims_to_every_token() ? node->shorter() : nullptr)
         drop(shorter->value);
-    }
     while (statistics_.file_bytes > options_.file_bytes) drop(std::prev(files_.end()));
     return true;
 }

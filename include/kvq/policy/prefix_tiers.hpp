@@ -95,9 +95,13 @@ private:
     struct file {
         std::string path;
         std::size_t bytes = 0;
-        int trim_limit = 0;
-        std::size_t pages = 0;  // bytes of its pages in memory
+        int trim_limit = 0;           // of the sequence
+        std::vector<int> stops = {};  // tokens to which trims of a sequence with state go
+        std::size_t pages = 0;        // bytes of its pages in memory
         typename tree::node* node = nullptr;
+
+        /// Tokens of its sequence after a trim to n; 0: it cannot be trimmed.
+        std::size_t reached(std::size_t n) const noexcept;
     };
 
     /// A file with the most of some tokens. tokens 0: there is none.
