@@ -103,6 +103,8 @@ KVQ_FUNC sequence page_receiver::finish(int tokens) {
         detail::expect(came == tokens, detail::layer_text(layer, tensor::key), ": ", came,
                        " tokens were received, not ", tokens);
     }
+    detail::expect(!state_ || state_->tokens() == tokens, "a state of ", state_ ? state_->tokens() : 0,
+                   " tokens was received, not of ", tokens);
     return finish();
 }
 
@@ -123,8 +125,11 @@ KVQ_FUNC sequence page_receiver::finish() {
         fill(tables[layer], layer);
         tables[layer].restored(found[0].committed, cache_.geometry(), cache_.options().rollback, says_all_);
     }
+    std::vector<numbered_pages> kept;
+    for (std::size_t i = 0; keeps_ && i < received_.size(); ++i) kept.push_back(numbered(i));
+    // No step after this line can fail.
     for (std::size_t i = 0; i < received_.size(); ++i) {
-        if (keeps_) known_[i].merge(numbered(i));
+        if (keeps_) known_[i].merge(kept[i]);
         received_[i].clear();
     }
     says_all_ = true;
