@@ -116,6 +116,7 @@ public:
         if (m_.mask_row == nullptr || seen == page_visibility::none) return seen;
         return detail::smaller(seen, own_page(first_q, last_q, first_k, end_k));
     }
+    int text_position(int place) const noexcept { return tree_ ? tree_->text_position(place) : place; }
     void mask_row(float* row, int n, int q_pos, int first_k) const {
         each_mask([&](const auto& mask) { detail::hide_row(mask, row, n, q_pos, first_k); });
         if (m_.mask_row != nullptr) m_.mask_row(m_.user, row, n, q_pos, first_k);
@@ -180,6 +181,9 @@ struct hooks {
     void mask_row(float* row, int n, int q_pos, int first_k) const
         requires((Flags & mods_parts::masks) != 0) {
         of->mask_row(row, n, q_pos, first_k);
+    }
+    int text_position(int place) const noexcept requires((Flags & mods_parts::masks) != 0) {
+        return of->text_position(place);
     }
     page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const
         requires((Flags & mods_parts::masks) != 0) {

@@ -1240,6 +1240,47 @@ TEST_CASE("a prefix cache finds what its entries can be trimmed to") {
     CHECK(fetched(12) == 0);
 }
 
+TEST_CASE("a drafted tree sees within a window what its paths would see as accepted text") {
+    INFO("KVQ_SEED=", test::seed());
+    test::generator random(test::seed());
+    for (int round = 0; round < test::rounds(20); ++round) {
+        CAPTURE(round);
+        kvq::layer of{1, 8};
+        of.sinks = random.between(0, 2);
+        const int window = random.between(1, 40);
+        kvq::cache cache(
+            {random.one_in(2) ? kvq::chunked_attention(window, of) : kvq::sliding_attention(window, of)},
+            {.keys = {format_of<kvq::full<kvq::float16>>()}, .sinks = 2, .page_tokens = 8, .rollback = 3});
+        const int n = random.between(1, 60), drafted = random.between(1, 64);
+        const auto x = test::random_tensor(random, n + drafted, 1, 8),
+                   q = test::random_tensor(random, drafted, 1, 8);
+        auto s = cache.new_sequence();
+        s.append(0, x.slice(0, n), x.slice(0, n));
+        auto draft = s.fork();
+        draft.append_draft(0, x.slice(n, drafted), x.slice(n, drafted));
+        std::vector<int> parents;
+        for (int i = 0; i < drafted; ++i)
+            parents.push_back(random.one_in(3) ? i - 1 : random.between(-1, i - 1));
+        const kvq::token_tree tree(n, parents);
+        test::tensor<float> out(drafted, 1, 8), want(1, 1, 8);
+        if (random.one_in(2))
+            draft.attend(0, q.view(), out.view(), tree);
+        else
+            draft.attend(0, q.view(), out.view(), kvq::mods{kvq::softcap{1000.0f}, tree});
+        for (int some = 0; some < 6; ++some) {
+            const int node = random.between(0, drafted - 1);
+            std::vector<int> path;
+            for (int i = node; i >= 0; i = tree.parent(i)) path.insert(path.begin(), i);
+            auto accepted = s.fork();
+            for (const int i : path) accepted.append(0, x.slice(n + i, 1), x.slice(n + i, 1));
+            accepted.attend(0, q.slice(node, 1), want.view());
+            for (std::size_t c = 0; c < 8; ++c)
+                REQUIRE(std::abs(out.values()[static_cast<std::size_t>(node) * 8 + c] - want.values()[c]) <
+                        0.02f);
+        }
+    }
+}
+
 TEST_CASE("entries of a prefix cache share pages that are equal, also where a window has freed more of one") {
     kvq::cache cache({kvq::sliding_attention(64, {1, 32})},
                      {.keys = {format_of<kvq::int8>()}, .page_tokens = 16, .rollback = 0});

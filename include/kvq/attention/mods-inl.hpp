@@ -17,8 +17,17 @@ KVQ_FUNC float mods_view::scale(int head_dim) const {
     return scale_ ? scale_(object_, head_dim) : 1.0f / std::sqrt(static_cast<float>(head_dim));
 }
 
-KVQ_FUNC page_visibility mods_view::in_window(int first_q, int last_q, int first_k,
-                                              int end_k) const noexcept {
+KVQ_FUNC page_visibility mods_view::in_window(int first_q, int last_q, int first_k, int end_k) const {
+    if (text_position_) {
+        if (text_position(end_k - 1) < end_k - 1) return page_visibility::some;
+        int first = last_q, last = 0;
+        for (int q = first_q; q <= last_q; ++q) {
+            first = detail::smaller(first, text_position(q));
+            last = detail::larger(last, text_position(q));
+        }
+        first_q = first;
+        last_q = last;
+    }
     if (first_k >= window_.first_seen(last_q) || end_k <= window_.sinks) return page_visibility::all;
     return first_k >= window_.sinks && end_k <= window_.first_seen(first_q) ? page_visibility::none
                                                                             : page_visibility::some;
@@ -36,13 +45,23 @@ KVQ_FUNC page_visibility mods_view::page(int first_q, int last_q, int first_k, i
     return detail::smaller(own, seen);
 }
 
+KVQ_FUNC void mods_view::hide_outside_window(float* scores, int n, int q_pos, int first_k) const {
+    const int first_seen = window_.first_seen(text_position(q_pos)), last_k = first_k + n - 1;
+    if (text_position(last_k) == last_k) {
+        for (int t = detail::larger(0, window_.sinks - first_k); t < detail::smaller(n, first_seen - first_k);
+             ++t)
+            scores[t] = hidden_score;
+        return;
+    }
+    for (int t = 0; t < n; ++t)
+        if (const int k = text_position(first_k + t); k >= window_.sinks && k < first_seen)
+            scores[t] = hidden_score;
+}
+
 KVQ_FUNC void mods_view::hide(float* scores, int n, int q_pos, int first_k) const {
     if (is_causal_)
         for (int t = detail::larger(0, q_pos + 1 - first_k); t < n; ++t) scores[t] = hidden_score;
-    if (window_)
-        for (int t = detail::larger(0, window_.sinks - first_k);
-             t < detail::smaller(n, window_.first_seen(q_pos) - first_k); ++t)
-            scores[t] = hidden_score;
+    if (window_) hide_outside_window(scores, n, q_pos, first_k);
     if (mask_row_) mask_row_(object_, scores, n, q_pos, first_k);
 }
 

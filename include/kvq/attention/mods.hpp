@@ -12,6 +12,8 @@
 //   float sink_logit(int q_head) const          takes part in the softmax sum of every row of the head, without a value
 //   const selected_pages* selection() const     only the best pages are read (selection.hpp)
 //   const skipped_values* skipping() const      values of pages with hardly any weight are not read (selection.hpp)
+//   int text_position(int place) const          by which windows of layers count the token in a place of the sequence, at most the
+//                                               place; where it is the place, so it is in front of it (token_tree.hpp)
 //   void check(int q_heads) const               raises kvq::error for parameters out of range; called first in every attention
 //   static constexpr bool is_causal = false     lifts the causal mask, which holds otherwise
 //   static constexpr bool has_query_positions = false    q_pos is the number of the query in q, not its position in the sequence
@@ -89,6 +91,10 @@ template <class M>
 concept own_check = requires(M& m) {
     m.check(1);
 };
+template <class M>
+concept own_position = requires(M& m) {
+    { m.text_position(0) } -> std::same_as<int>;
+};
 
 template <class M>
 concept masking = pair_mask<const M> || row_mask<const M>;
@@ -135,7 +141,8 @@ constexpr bool const_hooks() noexcept {
            page_mask<M> == page_mask<const M> && pair_score<M> == pair_score<const M> &&
            row_score<M> == row_score<const M> && own_scale<M> == own_scale<const M> &&
            own_sink<M> == own_sink<const M> && own_selection<M> == own_selection<const M> &&
-           own_skipping<M> == own_skipping<const M> && own_check<M> == own_check<const M>;
+           own_skipping<M> == own_skipping<const M> && own_check<M> == own_check<const M> &&
+           own_position<M> == own_position<const M>;
 }
 
 /// Says at compile time what is wrong with a type.
@@ -203,6 +210,7 @@ struct hooks_of {
     static float sink_logit(const void* object, int q_head) {
         return static_cast<float>(of(object).sink_logit(q_head));
     }
+    static int text_position(const void* object, int place) { return of(object).text_position(place); }
     static page_visibility page(const void* object, int first_q, int last_q, int first_k, int end_k) {
         return of(object).mask_page(first_q, last_q, first_k, end_k);
     }
@@ -218,7 +226,7 @@ struct hooks_of {
 
 }  // namespace detail
 
-/// Several masks and score modifiers as one. At most one part each has a scale, a sink_logit, a selection, a skipping. The causal mask
+/// Several masks and score modifiers as one. At most one part each has a scale, a sink_logit, a selection, a skipping, a text_position. The causal mask
 /// holds unless a part lifts it; `causal{}` among the parts keeps it in any case.
 template <class... Parts>
 class mods : public detail::direction<(detail::own_direction<Parts> || ...),
@@ -230,6 +238,8 @@ class mods : public detail::direction<(detail::own_direction<Parts> || ...),
                   "kvq::mods: two parts have a selection");
     static_assert((0 + ... + int{detail::own_skipping<const Parts>}) <= 1,
                   "kvq::mods: two parts have a skipping");
+    static_assert((0 + ... + int{detail::own_position<const Parts>}) <= 1,
+                  "kvq::mods: two parts have a text_position");
 
 public:
     constexpr explicit mods(Parts... parts) : parts_(std::move(parts)...) {
@@ -305,6 +315,13 @@ public:
         });
         return of_part;
     }
+    int text_position(int place) const requires(detail::own_position<const Parts> || ...) {
+        int of_part = place;
+        each([&](const auto& part) {
+            if constexpr (detail::own_position<decltype(part)>) of_part = part.text_position(place);
+        });
+        return of_part;
+    }
     void check(int q_heads) const {
         each([&](const auto& part) {
             if constexpr (detail::own_check<decltype(part)>) part.check(q_heads);
@@ -340,6 +357,7 @@ public:
         if constexpr (detail::own_check<const M>) check_ = &hooks::check;
         if constexpr (detail::own_scale<const M>) scale_ = &hooks::scale;
         if constexpr (detail::own_sink<const M>) sink_logit_ = &hooks::sink_logit;
+        if constexpr (detail::own_position<const M>) text_position_ = &hooks::text_position;
         if constexpr (detail::page_mask<const M>) mask_page_ = &hooks::page;
         if constexpr (detail::masking<M>) mask_row_ = &hooks::hide;
         if constexpr (detail::scoring<M>) score_row_ = &hooks::change;
@@ -374,7 +392,10 @@ public:
     void change_scores(float* scores, int n, int q_head, int q_pos, int first_k, float factor) const;
 
 private:
-    page_visibility in_window(int first_q, int last_q, int first_k, int end_k) const noexcept;
+    /// Of the token in this place of the sequence: where windows count it.
+    int text_position(int place) const { return text_position_ ? text_position_(object_, place) : place; }
+    page_visibility in_window(int first_q, int last_q, int first_k, int end_k) const;
+    void hide_outside_window(float* scores, int n, int q_pos, int first_k) const;
 
     const void* object_;
     bool is_causal_, has_query_positions_;
@@ -384,6 +405,7 @@ private:
     void (*check_)(const void*, int) = nullptr;
     float (*scale_)(const void*, int) = nullptr;
     float (*sink_logit_)(const void*, int) = nullptr;
+    int (*text_position_)(const void*, int) = nullptr;
     page_visibility (*mask_page_)(const void*, int, int, int, int) = nullptr;
     void (*mask_row_)(const void*, float*, int, int, int) = nullptr;
     void (*score_row_)(const void*, float*, int, int, int, int, float) = nullptr;

@@ -4,7 +4,8 @@
 //
 // parents[i] < i is the token before token i in its guess, -1 for the accepted text. Drafted tokens are positions [first_token,
 // first_token + size()) of the sequence (sequence::append_draft); their rotary positions are the engine's, which rotates with
-// first_token + depth(i). Masks and score modifiers beside the tree get places in the sequence, not depths.
+// first_token + depth(i). Windows of layers count depths, too, so that a token sees what it would see as accepted text. Masks and score
+// modifiers beside the tree get places in the sequence.
 // Source: SpecInfer, arXiv 2305.09781, section 4.2.
 #pragma once
 
@@ -35,6 +36,8 @@ public:
             parents_[at] = static_cast<std::int8_t>(parent);
             ancestors_[at] =
                 std::uint64_t{1} << at | (parent < 0 ? 0 : ancestors_[static_cast<std::size_t>(parent)]);
+            depths_[at] =
+                static_cast<std::int8_t>(parent < 0 ? 0 : depths_[static_cast<std::size_t>(parent)] + 1);
         }
     }
 
@@ -45,11 +48,7 @@ public:
     /// Bit j is set for token i itself and for its ancestors j.
     std::uint64_t ancestors(int i) const noexcept { return ancestors_[static_cast<std::size_t>(i)]; }
     /// 0 for a token whose parent is the accepted text.
-    int depth(int i) const noexcept {
-        int n = 0;
-        for (i = parent(i); i >= 0; i = parent(i)) ++n;
-        return n;
-    }
+    int depth(int i) const noexcept { return depths_[static_cast<std::size_t>(i)]; }
     /// Is each token of the path the child of the token before it, and the first one a child of the accepted text?
     bool is_path(std::span<const int> path) const noexcept {
         int before = -1;
@@ -60,6 +59,10 @@ public:
         return true;
     }
 
+    /// The position in the text of the token in a place of the sequence, as a path through the draft has it.
+    int text_position(int place) const noexcept {
+        return holds(place) ? first_ + depth(place - first_) : place;
+    }
     bool mask(int q_pos, int k_pos) const noexcept {
         return k_pos < first_ || !holds(q_pos) ||
                (holds(k_pos) && (ancestors(q_pos - first_) >> (k_pos - first_) & 1) != 0);
@@ -72,7 +75,7 @@ private:
     bool holds(int pos) const noexcept { return pos >= first_ && pos - first_ < size_; }
 
     int first_, size_;
-    std::array<std::int8_t, most_tokens> parents_{};
+    std::array<std::int8_t, most_tokens> parents_{}, depths_{};
     std::array<std::uint64_t, most_tokens> ancestors_{};
 };
 
