@@ -636,7 +636,7 @@ TEST_CASE("tokens keep their values and positions beside the gap of a window, wh
         options.keys = {format_of<kvq::int8>(), format_of<kvq::full<kvq::float16>>()};
         options.values = {};
         options.repack = random.pick(std::vector<float>{0.1f, 0.25f, 0.5f});
-        std::vector<kvq::layer> layers = random_layers(random, options.sinks);
+        std::vector<kvq::layer> layers = random_layers(random, options.sinks, true, false);
         for (kvq::layer& of : layers) {
             of.value_dim = 0;
             of.formats = {random.between(0, 1), random.between(0, 1)};
@@ -841,7 +841,8 @@ TEST_CASE("a list that no cache can have is refused with the layer and the numbe
         CHECK(test::contains(message, part));
     };
     const kvq::layer good = kvq::full_attention({2, 64});
-    refused({}, "at least 1 layer");
+    refused({}, "a cache has 1 to 65536 layers, got 0");
+    refused(std::vector<kvq::layer>(65537, good), "a cache has 1 to 65536 layers, got 65537");
     refused({good, kvq::full_attention({0, 64})}, "layer 1, full attention of 0 x 64");
     refused({good, kvq::full_attention({1, 1 << 21})}, "layer 1, full attention of 1 x 2097152");
     kvq::layer wrong = good;
@@ -1209,6 +1210,32 @@ TEST_CASE(
             }
     CHECK(refused > 200);
     CHECK(cache.pool().pages_in_use() == pages);
+    // A text may be long, but a few hundred bytes take no gigabytes.
+    kvq::cache_options bounded = options;
+    test::counting_resource memory;
+    bounded.memory = &memory;
+    kvq::cache window({kvq::sliding_attention(10, {1, 8})}, bounded);
+    auto early = window.new_sequence();
+    early.append(0, x.view(), x.view());
+    auto late = test::saved(early);
+    const std::size_t late_start =
+        8 + static_cast<std::size_t>(kvq::detail::load_as<std::uint64_t>(late.data()));
+    std::size_t seal = 0;
+    for (const auto& t : kvq::read_safetensors_header(test::memory_source{late}).tensors) {
+        std::byte* const place = late.data() + late_start + t.begin;
+        const auto add = [](std::byte* number) {
+            kvq::detail::store_as(number, kvq::detail::load_as<std::int32_t>(number) + (1 << 30));
+        };
+        if (t.name == "tokens") add(place);
+        if (t.name == "freed") add(place + 4);
+        if (t.name == "seal") seal = late_start + static_cast<std::size_t>(t.begin);
+    }
+    kvq::detail::store_as(late.data() + seal, kvq::crc32c::of(late.data(), seal));
+    memory.reset_peak();
+    auto restored = test::restored(window, late);
+    restored.append(0, x.slice(0, 20), x.slice(0, 20));
+    CHECK(restored.tokens() == 47 + 20 + (1 << 30));
+    CHECK(memory.peak() < std::size_t{64} << 20);
 }
 
 TEST_CASE("a prefix cache finds what its entries can be trimmed to") {

@@ -184,6 +184,7 @@ KVQ_FUNC const cache_options& cache::checked(const detail::layer_shapes& shapes,
     detail::expect(!options.preallocate || options.byte_budget != page_pool::no_budget,
                    "a cache can allocate its pages up front only within a byte_budget");
     detail::expect(options.rollback >= 0, "rollback must not be negative, got ", options.rollback);
+    detail::expect(options.snapshots.every >= 0, "snapshots every ", options.snapshots.every, " tokens");
     detail::expect(options.page_tokens >= 1 && options.page_tokens <= 65536,
                    "page_tokens must be between 1 and 65536, got ", options.page_tokens);
     constexpr int most = (std::numeric_limits<int>::max)() / 4;

@@ -70,8 +70,9 @@ KVQ_FUNC std::vector<layer> with_owners(std::vector<layer> layers) {
 inline bool is_full(const layer& l) noexcept { return l.kind == layer_kind::full; }
 
 KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
+    expect(!layers.empty() && layers.size() <= std::size_t{most_layers}, "a cache has 1 to ", most_layers,
+           " layers, got ", layers.size());
     const auto n = static_cast<int>(layers.size());
-    expect(n >= 1, "a cache needs at least 1 layer, got 0");
     of_.reserve(layers.size());
     for (int i = 0; i < n; ++i) {
         const layer& l = layers[static_cast<std::size_t>(i)];

@@ -57,10 +57,11 @@ struct block_id {
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 // With these limits the bytes of a page of 65536 tokens do not overflow.
-inline constexpr int most_heads = 1 << 16, most_head_dim = 1 << 20;
+inline constexpr int most_layers = 1 << 16, most_heads = 1 << 16, most_head_dim = 1 << 20;
 
 inline void check_shape(const cache_shape& s) {
     expect(s.layers >= 1, "a cache needs at least 1 layer, got ", s.layers);
+    expect(s.layers <= most_layers, "a cache has at most ", most_layers, " layers, got ", s.layers);
     expect(s.kv_heads >= 1 && s.kv_heads <= most_heads, "a cache needs between 1 and ", most_heads,
            " kv heads, got ", s.kv_heads);
     expect(s.head_dim >= 1 && s.head_dim <= most_head_dim, "head_dim must be between 1 and ", most_head_dim,

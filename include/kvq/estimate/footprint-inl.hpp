@@ -100,8 +100,12 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
         if (!of.holds_tokens(layer)) continue;
         const bool cross = of.geometry(layer).window.cross;
         const int n = cross ? use.cross_tokens : tokens, chunk = cross && use.chunk > 0 ? n : use.chunk;
-        const auto spans = static_cast<std::size_t>(of.geometry().spans(n));
-        tables = detail::bounded_sum(tables, detail::table_capacity(spans) * sizeof(page_span));
+        const page_geometry g = of.geometry(layer);
+        const auto spans = static_cast<std::size_t>(g.spans(n));
+        const int front = g.first_needed(n, of.options().rollback),
+                  left = detail::larger(0, front - g.sinks) / g.page_tokens;
+        const auto uncounted = static_cast<std::size_t>(left - detail::page_table::freed_spans(front, g));
+        tables = detail::bounded_sum(tables, detail::table_capacity(spans - uncounted) * sizeof(page_span));
         most_spans = detail::larger(most_spans, spans);
         for (const tensor role : {tensor::key, tensor::value})
             detail::add_layer(of, role, layer, n, chunk, cross ? step_down_policy{} : policy, shared, f);

@@ -131,7 +131,7 @@ KVQ_FUNC void page_table::free_spans(int kept, int end) noexcept {
     const auto without = [&](int n) { return n > end ? n - (end - kept) : smaller(n, kept); };
     committed = without(committed);
     copies_from = without(copies_from);
-    freed += end - kept;
+    freed = smaller(freed + end - kept, most_freed);
 }
 
 KVQ_FUNC page_span page_table::next_span(int n, const page_geometry& g) const noexcept {

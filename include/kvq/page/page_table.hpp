@@ -38,8 +38,8 @@ struct page_table {
     bool rearranged = false;   ///< after an erase, shift or splice: two spans may share a page
     std::size_t repacked = 0;  ///< tokens that were quantized once more (cache/repack.hpp)
     resource_vector<page_span> spans;
-    int freed = 0;                 ///< spans in the gap; the vector has memory for them all the same
-    int draft = 0;                 ///< tokens of the last span that wait for keep() (cache/draft.hpp)
+    int freed = 0;  ///< spans in the gap, up to most_freed: the vector has memory for them all the same
+    int draft = 0;  ///< tokens of the last span that wait for keep() (cache/draft.hpp)
     std::size_t table_before = 0;  ///< capacity of `spans` before the draft
 
     page_table(std::pmr::memory_resource* memory, int key_target, int value_target);
@@ -144,9 +144,11 @@ struct page_table {
     static bool is_possible(const page_span& s, bool is_committed, bool last,
                             const page_geometry& g) noexcept;
 
-    /// Spans that have left a layer without cuts whose first token behind the gap is `front`; 0: there is no gap.
+    /// So that a text of any length, and a file that says it has one, takes a bounded table.
+    static constexpr int most_freed = 1 << 16;
+    /// Spans that have left a layer without cuts whose first token behind the gap is `front`, up to most_freed; 0: there is no gap.
     static int freed_spans(int front, const page_geometry& g) noexcept {
-        return larger(0, front - g.sinks) / g.page_tokens;
+        return smaller(larger(0, front - g.sinks) / g.page_tokens, most_freed);
     }
 
     /// May a page of a span, or its copy, have memory for so many tokens? Pages of a span that was closed had memory for a whole page once.
