@@ -6,7 +6,6 @@
 // KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its number.
 #include <doctest/doctest.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <kvq/cache/page_list.hpp>
 #include <kvq/cache/requantize.hpp>
@@ -33,12 +32,6 @@ namespace hybrid_tests {
 namespace {
 
 using ids = std::vector<kvq::token_id>;
-
-std::pair<int, int> numbers(int usual) {
-    if (const char* const one = std::getenv("KVQ_HISTORY")) return {std::atoi(one), std::atoi(one) + 1};
-    const char* const wanted = std::getenv("KVQ_HISTORIES");
-    return {0, wanted ? std::atoi(wanted) : test::rounds(usual)};
-}
 
 kvq::format fp16() {
     static const kvq::format f = test::made<test::usual>(kvq::full<kvq::float16>{});
@@ -143,7 +136,7 @@ kvq::cache_options hybrid_options(test::generator& random) {
 
 TEST_CASE("a sequence with state is one that ran its tokens once, whatever was done to it") {
     const auto seed = test::seed();
-    const auto [first, last] = numbers(15);
+    const auto [first, last] = test::histories(15);
     for (int history = first; history < last; ++history) {
         INFO("KVQ_SEED=", seed, " KVQ_HISTORY=", history);
         test::generator random(seed + static_cast<std::uint64_t>(history));

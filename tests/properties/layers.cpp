@@ -34,12 +34,6 @@ using kvq::tensor;
 
 constexpr int longest = 220;
 
-std::pair<int, int> numbers(int usual) {
-    if (const char* const one = std::getenv("KVQ_HISTORY")) return {std::atoi(one), std::atoi(one) + 1};
-    const char* const wanted = std::getenv("KVQ_HISTORIES");
-    return {0, wanted ? std::atoi(wanted) : test::rounds(usual)};
-}
-
 template <class Scheme>
 kvq::format format_of() {
     static const kvq::format f = test::made<test::usual>(Scheme{});
@@ -607,7 +601,7 @@ private:
 }  // namespace
 
 TEST_CASE("layers that differ are caches of one layer each, side by side") {
-    const auto [first, last] = numbers(40);
+    const auto [first, last] = test::histories(40);
     for (int history = first; history < last; ++history) {
         const auto seed = test::seed() + static_cast<std::uint64_t>(history);
         INFO("KVQ_SEED=", test::seed(), " KVQ_HISTORY=", history);
@@ -627,7 +621,7 @@ TEST_CASE("layers that differ are caches of one layer each, side by side") {
 }
 
 TEST_CASE("tokens keep their values and positions beside the gap of a window, whatever is cut and repacked") {
-    const auto [first, last] = numbers(60);
+    const auto [first, last] = test::histories(60);
     for (int history = first; history < last; ++history) {
         const auto seed = test::seed() + static_cast<std::uint64_t>(history);
         INFO("KVQ_SEED=", test::seed(), " KVQ_HISTORY=", history);
@@ -638,6 +632,7 @@ TEST_CASE("tokens keep their values and positions beside the gap of a window, wh
         options.repack = random.pick(std::vector<float>{0.1f, 0.25f, 0.5f});
         std::vector<kvq::layer> layers = random_layers(random, options.sinks, true, false);
         for (kvq::layer& of : layers) {
+            if (of.kind == kvq::layer_kind::shared) continue;
             of.value_dim = 0;
             of.formats = {random.between(0, 1), random.between(0, 1)};
             of.rotary = kvq::rotary_embedding{.dims = of.head_dim};
@@ -667,6 +662,7 @@ TEST_CASE("tokens keep their values and positions beside the gap of a window, wh
                 if (held + n > longest) continue;
                 for (int i = 0; i < n; ++i) x.numbers.push_back(random.between(1, 60));
                 for (int i = 0; i < cache.layer_count(); ++i) {
+                    if (!cache.holds_tokens(i)) continue;
                     const kvq::layer& of = layers[static_cast<std::size_t>(i)];
                     test::tensor<float> rows(n, of.kv_heads, of.head_dim);
                     const std::size_t row = static_cast<std::size_t>(of.kv_heads * of.head_dim);
@@ -697,6 +693,7 @@ TEST_CASE("tokens keep their values and positions beside the gap of a window, wh
                 const auto tokens = static_cast<int>(r.numbers.size());
                 REQUIRE(r.sequence.tokens() == tokens);
                 for (int i = 0; i < cache.layer_count(); ++i) {
+                    if (!cache.holds_tokens(i)) continue;
                     const kvq::layer_pages pages = r.sequence.pages(i);
                     const kvq::key_window window = cache.geometry(i).window;
                     REQUIRE(r.sequence.holds(i, window.first_seen(tokens), tokens));

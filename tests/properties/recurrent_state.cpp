@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <kvq/core/thread_pool.hpp>
 #include <kvq/io/state_wire.hpp>
@@ -34,12 +33,6 @@ using bytes = std::vector<std::byte>;
 using layer_list = std::vector<std::vector<state_part>>;
 
 /// Numbers [first, last) of the histories to run.
-std::pair<int, int> numbers(int usual) {
-    if (const char* const one = std::getenv("KVQ_HISTORY")) return {std::atoi(one), std::atoi(one) + 1};
-    const char* const wanted = std::getenv("KVQ_HISTORIES");
-    return {0, wanted ? std::atoi(wanted) : test::rounds(usual)};
-}
-
 bytes written(const kvq::recurrent_state& s) {
     bytes to;
     kvq::write_recurrent_state(
@@ -330,7 +323,7 @@ layer_list random_layers(test::generator& random) {
 
 TEST_CASE("states are those of a model that keeps every state by value, whatever is done to them") {
     const auto seed = test::seed();
-    const auto [first, last] = numbers(12);
+    const auto [first, last] = test::histories(12);
     for (int number = first; number < last; ++number) {
         INFO("KVQ_SEED=", seed, " KVQ_HISTORY=", number);
         test::generator random(seed + static_cast<std::uint64_t>(number));

@@ -5,7 +5,6 @@
 // KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its number.
 #include <doctest/doctest.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <kvq/adapters/distributed/send_sequence.hpp>
@@ -27,12 +26,6 @@ namespace {
 constexpr int longest = 300;
 
 /// Numbers [first, last) of the histories to run.
-std::pair<int, int> numbers(int usual) {
-    if (const char* const one = std::getenv("KVQ_HISTORY")) return {std::atoi(one), std::atoi(one) + 1};
-    const char* const wanted = std::getenv("KVQ_HISTORIES");
-    return {0, wanted ? std::atoi(wanted) : test::rounds(usual)};
-}
-
 // ---- caches -----------------------------------------------------------------------------------------------------------------
 
 template <class Scheme>
@@ -361,7 +354,7 @@ void require_alike(const world& a, const world& b) {
 
 TEST_CASE("what is saved, sent or stored comes back, and has the same future, after any history") {
     const auto seed = test::seed();
-    const auto [first, last] = numbers(150);
+    const auto [first, last] = test::histories(150);
     for (int number = first; number < last; ++number) {
         INFO("KVQ_SEED=", seed, " KVQ_HISTORY=", number);
         test::generator random(seed + static_cast<std::uint64_t>(number));
@@ -604,7 +597,7 @@ std::size_t bytes_needed(const table_world& w) {
 
 TEST_CASE("a state of many sequences is read back with the pages that they share, and has the same future") {
     const auto seed = test::seed();
-    const auto [first, last] = numbers(100);
+    const auto [first, last] = test::histories(100);
     for (int number = first; number < last; ++number) {
         test::generator random(seed + static_cast<std::uint64_t>(number));
         const kvq::cache_shape shape{.layers = random.between(1, 2), .kv_heads = 1, .head_dim = 32};

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace test {
@@ -28,6 +29,13 @@ constexpr int rounds(int usual) {
 #else
     return usual;
 #endif
+}
+
+/// Numbers [first, last) of random histories: KVQ_HISTORIES of them, or only number KVQ_HISTORY.
+inline std::pair<int, int> histories(int usual) {
+    if (const char* const one = std::getenv("KVQ_HISTORY")) return {std::atoi(one), std::atoi(one) + 1};
+    const char* const wanted = std::getenv("KVQ_HISTORIES");
+    return {0, wanted ? std::atoi(wanted) : rounds(usual)};
 }
 
 /// splitmix64.

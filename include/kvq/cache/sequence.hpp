@@ -87,9 +87,10 @@ public:
     /// sequence are those of its state as well. Raises kvq::error where no layer of the cache has state.
     [[nodiscard]] recurrent_state& state();
     [[nodiscard]] const recurrent_state& state() const;
-    /// The least n such that the sequence can be trimmed to n and to every number of tokens above; 0, unless a layer with a window has freed
-    /// tokens; cache_options::rollback tokens less than the longest length so far are always in reach, where no layer has state: with state,
-    /// trims go to snapshots. tokens() + 1: none of these is in reach. While a draft of several tokens waits, tokens(). O(layers * snapshots)
+    /// The least n such that the sequence can be trimmed to n, and to every number of tokens above it. It is 0
+    /// unless a layer with a window has freed tokens. Without state, cache_options::rollback tokens less than the
+    /// longest length so far are in reach. With state, trims go to snapshots: tokens() + 1 says that none of these
+    /// is in reach. While a draft of several tokens waits, it is tokens(). O(layers * snapshots)
     [[nodiscard]] int trim_limit() const noexcept;
     /// Can it be trimmed to n tokens? O(layers)
     [[nodiscard]] bool can_trim(int n) const noexcept;

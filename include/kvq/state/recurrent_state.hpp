@@ -10,8 +10,8 @@
 // State cannot be cut as keys and values can: after token n it is one sum over all tokens before. So a
 // snapshot is kept at some tokens.
 //
-//   live      a page per layer: values as the engine has them; none: zeros; after a trim that of a snapshot
-//   snapshot  a page per layer: that of the live state, or a quantized one where the layout says so
+//   live      a page per layer, with values as the engine has them; without one all values are zero
+//   snapshot  a page per layer: the live page, or a quantized one where the layout says so
 //
 // A page with several holders is copied, or dequantized, by the next access to the live state of its layer.
 // So a trim, a fork and an exact snapshot copy no state. A layer that has not changed since a quantized
@@ -65,8 +65,8 @@ public:
     /// The bytes of a part of a layer, [heads][rows][columns], to read and to write, until the next call that
     /// is not a part() or a const one. At a multiple of 64 bytes. The first access after a snapshot, fork or
     /// trim takes a page for the layer and copies or dequantizes it: kvq::out_of_memory or std::bad_alloc,
-    /// and nothing changes; else O(log layers). From an access until advance() or snapshot() the state counts as
-    /// one in the middle of a step: a trim goes back to a snapshot, since no other bytes are those of one token.
+    /// and nothing changes; else O(log layers). From an access until advance() or snapshot() a step is under way,
+    /// and some layers may be further than others: a trim goes back to a snapshot.
     std::span<std::byte> part(int layer, int part);
     /// The same as values. T: float, float16 or bfloat16, as the layout says.
     template <float_format T>
@@ -111,8 +111,8 @@ public:
     /// Goes back to token reach(n), and drops later snapshots. Returns how many tokens before n, of those that
     /// the state had taken, must run again. Takes no memory. Raises kvq::error for n < 0. O(layers)
     int trim(int n);
-    /// Counts as a use of the snapshot to which trim(n) goes: for who trims forks of this state, as a store of
-    /// prefixes does. O(log snapshots)
+    /// Makes the snapshot to which trim(n) goes the last one used, as trim(n) itself does. For a store that keeps
+    /// this state and trims forks of it. O(log snapshots)
     void touch(int n) noexcept;
     /// The same tokens, snapshots and live state; shares all pages. O(layers * snapshots)
     [[nodiscard]] recurrent_state fork() const;
