@@ -72,6 +72,12 @@ KVQ_FUNC page_geometry cache::geometry(int layer) const noexcept {
     return g;
 }
 
+KVQ_FUNC bool cache::trims_to_every_token() const noexcept {
+    bool every = !state_;
+    for (int i = 0; i < layer_count(); ++i) every = every && !geometry(i).window;
+    return every;
+}
+
 KVQ_FUNC const detail::format_table& cache::table(tensor role) const noexcept {
     return role == tensor::key ? keys_ : values_;
 }

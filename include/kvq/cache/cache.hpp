@@ -49,7 +49,7 @@ public:
     /// Are all layers full attention of one shape?
     bool has_equal_layers() const noexcept { return shapes_.equal(); }
     /// Can sequences be trimmed to any number of tokens? Not where a layer has a window or state.
-    bool trims_to_every_token() const noexcept { return shapes_.full(); }
+    bool trims_to_every_token() const noexcept;
     /// The shape of all layers. Raises kvq::error unless they are equal, so that code for equal layers is never silently wrong.
     const cache_shape& shape() const;
     /// The shape of one layer; its `layers` is the number of all.

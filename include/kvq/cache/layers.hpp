@@ -139,9 +139,7 @@ public:
     const cache_shape& operator[](int i) const noexcept { return of_[static_cast<std::size_t>(i)]; }
     /// One layer of each shape, in the order of the list; of layers with keys and values.
     const std::vector<int>& distinct() const noexcept { return distinct_; }
-    /// Are all of them full attention?
-    bool full() const noexcept { return full_; }
-    /// And of one shape?
+    /// Are all of them full attention of one shape?
     bool equal() const noexcept { return full_ && distinct_.size() == 1; }
 
 private:
