@@ -87,7 +87,7 @@ typedef struct kvq_cuda_cache_options {
     /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to step_tokens tokens.
     int32_t alibi;
     int32_t reserved;  // 0
-    /// NULL, or [layers]: KVQ_FULL_ATTENTION and KVQ_SLIDING_ATTENTION; kv_heads and head_dim are 0 then. Layers of one shape, window and formats
+    /// NULL, or [layers]: KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION and KVQ_SHARED; kv_heads and head_dim are 0 then. Layers of one shape, window and formats
     /// share launches. A layer with a window frees pages that no query sees any more, and hides what its window hides.
     const kvq_layer* layer_list;
     /// NULL, or [layers]: formats of keys and values of a layer, of `formats` or others; NULL in it: the first one. Formats that no layer has are
@@ -179,6 +179,8 @@ typedef struct kvq_cuda_attend_options {
 /// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that their sequences hold and over
 /// each other, causal. Prompts see themselves in 16 bit; pages behind the window are quantized afterwards. A step quantizes the page that leaves
 /// the window before its attention, in all layers of one shape with the first of them, which comes first.
+/// A shared layer takes k and v of 0 tokens. In a prompt it sees its owner's tokens in 16 bit, as the owner did: they wait in memory of the cache
+/// for the last layer that shares them, or for the next begin.
 /// k, v: [rows x new tokens][kv_heads][head_dim]; q, out: [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads.
 KVQ_API kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
                                           const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,

@@ -70,13 +70,14 @@ std::vector<layer> read_layers(const kvq_cuda_cache_options& o, std::vector<std:
         layer made{o.kv_heads, o.head_dim};
         if (o.layer_list != nullptr) {
             const kvq_layer& l = o.layer_list[i];
-            expect(l.kind == KVQ_FULL_ATTENTION || l.kind == KVQ_SLIDING_ATTENTION, KVQ_ERROR_UNSUPPORTED,
-                   "layer ", i, " has kind ", l.kind,
-                   ": caches on a device have KVQ_FULL_ATTENTION and KVQ_SLIDING_ATTENTION only");
+            expect(l.kind == KVQ_FULL_ATTENTION || l.kind == KVQ_SLIDING_ATTENTION || l.kind == KVQ_SHARED,
+                   KVQ_ERROR_UNSUPPORTED, "layer ", i, " has kind ", l.kind,
+                   ": caches on a device have KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION and KVQ_SHARED only");
             made = {l.kv_heads, l.head_dim, l.value_dim};
             made.kind = static_cast<layer_kind>(l.kind);
             made.window = l.window;
             made.sinks = l.sinks;
+            made.owner = l.owner;
         }
         if (o.layer_formats != nullptr)
             made.formats = {number(o.layer_formats[i].keys), number(o.layer_formats[i].values)};
@@ -408,12 +409,15 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
                 of.cache.prefill(layer, keys, values, queries, to, prefill_of(o), stream_of(stream)));
         }
         expect_modifiers(o, of.alibi);
-        expect(queries.tokens == keys.tokens, KVQ_ERROR_ARGUMENT, "q has ", queries.tokens, " tokens and k ",
-               keys.tokens);
+        const bool shared =
+            of.cache.layers()[static_cast<std::size_t>(layer)].kind == kvq::layer_kind::shared;
+        expect(shared ? keys.tokens == 0 && values.tokens == 0 : queries.tokens == keys.tokens,
+               KVQ_ERROR_ARGUMENT, "q has ", queries.tokens, " tokens, k ", keys.tokens, " and v ",
+               values.tokens, "; a shared layer takes 0 of k and v");
         kvq::cuda::attention_options a = attention_of(o);
         a.query_tokens = of.step.new_tokens;
         a.early = true;  // what it fetches early is older than the launches of append
-        check(of.cache.append(layer, keys, values, stream_of(stream)));
+        if (!shared) check(of.cache.append(layer, keys, values, stream_of(stream)));
         attend_layer(of, layer, queries, to, a, o, stream_of(stream));
     });
 }

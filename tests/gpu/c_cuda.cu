@@ -448,6 +448,35 @@ void list_of_layers() {
     const kvq_layer chunks[layers] = {list[1], {KVQ_CHUNKED_ATTENTION, kv_heads, dim, 0, 64, 0, 0}};
     o.layer_list = chunks;
     REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_UNSUPPORTED, "layer 1 has kind 2");
+    // A layer that shares the keys and values of another one sees what this one sees.
+    const kvq_layer sharing[layers] = {list[1], {KVQ_SHARED, 0, 0, 0, 0, 0, 0}};
+    o.layer_list = sharing;
+    o.layer_formats = nullptr;
+    OK(kvq_cuda_cache_create(&o, nullptr, &made));
+    kvq_cuda_sequence* one = nullptr;
+    OK(kvq_cuda_sequence_create(made, &one));
+    for (const int n : {150, 1}) {
+        OK(n == 1 ? kvq_cuda_cache_begin_step(made, &one, 1, n, c.stream)
+                  : kvq_cuda_cache_begin_prompt(made, one, n, c.stream));
+        c.x.write(c.r);
+        const kvq_tensor k = c.x.keys(n), v = c.x.values(n), q = c.x.queries(n), out = c.x.outputs(n),
+                         none = c.x.keys(0);
+        std::vector<kvq::float16> got[layers];
+        for (int layer = 0; layer < layers; ++layer) {
+            c.x.out.poison();
+            const bool own = layer == 0;
+            OK(kvq_cuda_cache_prefill(made, layer, own ? &k : &none, own ? &v : &none, &q, &out, nullptr,
+                                      c.stream));
+            CUDA_OK(cudaStreamSynchronize(c.stream));
+            got[layer] = c.x.out.download();
+        }
+        CHECK(std::memcmp(got[0].data(), got[1].data(), static_cast<std::size_t>(n) * q_heads * dim * 2) == 0,
+              "a shared layer sees other tokens in %d", n);
+        REFUSED(kvq_cuda_cache_prefill(made, 1, &k, &v, &q, &out, nullptr, c.stream), KVQ_ERROR_ARGUMENT,
+                "takes 0 of k and v");
+    }
+    OK(kvq_cuda_sequence_free(one));
+    OK(kvq_cuda_cache_free(made));
     std::printf("  a list of layers             error %.2e\n", c.worst);
 }
 

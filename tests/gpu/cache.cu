@@ -139,7 +139,7 @@ struct both_caches {
     cuda::cache gpu;
     test::device_buffer<float16> k, v, q, out;
 
-    static constexpr int room = 256, most_layers = 6;  // tokens of a launch; of a list
+    static constexpr int room = 256, most_layers = 8;  // tokens of a launch; of a list
 
     explicit both_caches(const both_options& options, const cuda::device_format& format = compiled())
         : o(options),
@@ -186,6 +186,9 @@ struct both_caches {
 
     int count() const { return cpu.layer_count(); }
     int heads_of(int layer) const { return cpu.shape(layer).kv_heads; }
+    bool is_shared(int layer) const {
+        return cpu.layers()[static_cast<std::size_t>(layer)].kind == layer_kind::shared;
+    }
     /// One layer's part of the buffers.
     token_view<const float16> rows(const test::device_buffer<float16>& x, int layer, int tokens) const {
         return {x.get() + layer * room * heads * dim, tokens, heads_of(layer), dim};
@@ -202,6 +205,7 @@ struct both_caches {
     void appended(kvq::sequence& s, const std::vector<float16>& keys, const std::vector<float16>& values,
                   int first, int count) {
         for (int layer = 0; layer < this->count(); ++layer) {
+            if (is_shared(layer)) continue;
             const int h = heads_of(layer);
             const auto at = static_cast<std::size_t>(layer * room * heads * dim + first * h * dim);
             s.append(layer, token_view<const float16>(&keys[at], count, h, dim),
@@ -241,7 +245,8 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count,
     for (int layer = 0; layer < c.count(); ++layer) {
         const int h = c.heads_of(layer);
         c.out.poison();
-        const cuda::status s = c.gpu.prefill(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n),
+        const int own = c.is_shared(layer) ? 0 : n;
+        const cuda::status s = c.gpu.prefill(layer, c.rows(c.k, layer, own), c.rows(c.v, layer, own),
                                              token_view<const float16>(c.q.get(), n, q_heads, dim),
                                              token_view<float16>(c.out.get(), n, q_heads, dim),
                                              {.window = window, .window_sinks = keeps_sinks}, c.stream);
@@ -251,8 +256,8 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count,
         std::vector<float> want(x.size());
         const std::size_t at = static_cast<std::size_t>(layer * c.room) * heads * dim;
         workspace space;
-        p.host.prefill(layer, token_view<const float16>(&keys[at], n, h, dim),
-                       token_view<const float16>(&values[at], n, h, dim),
+        p.host.prefill(layer, token_view<const float16>(&keys[at], own, h, dim),
+                       token_view<const float16>(&values[at], own, h, dim),
                        token_view<const float16>(x.data(), n, q_heads, dim),
                        token_view<float>(want.data(), n, q_heads, dim),
                        sink_window{window > 0 ? window : 1 << 24, keeps_sinks ? c.o.sinks : 0},
@@ -336,6 +341,7 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
                 int draft_begin = 1 << 30, std::uint64_t visible = 0, double slope = 0.0, int window = 0,
                 int kept_sinks = 0) {
     const kvq::cache& of = kvq::detail::sequence_access::cache(s);
+    layer = of.owner(layer);
     const key_window own = of.layers()[static_cast<std::size_t>(layer)].sees();
     const int h = of.shape(layer).kv_heads;
     const auto hidden = [&](int t) {
@@ -443,6 +449,7 @@ struct drafts {
     void host_append(int n, const std::vector<float16>& keys, const std::vector<float16>& values) {
         for (std::size_t b = 0; b < rows.size(); ++b)
             for (int layer = 0; layer < c.count(); ++layer) {
+                if (c.is_shared(layer)) continue;
                 const int h = c.heads_of(layer);
                 const auto at = static_cast<std::size_t>(layer * c.room * heads * dim +
                                                          static_cast<int>(b) * n * h * dim);
@@ -527,7 +534,8 @@ struct history {
             options.window = any(1, 400);
             options.window_sinks = any(0, 1) == 0;
             // Two windows that are one together.
-            const key_window own = c.cpu.layers()[static_cast<std::size_t>(layer)].sees();
+            const auto of = static_cast<std::size_t>(c.cpu.owner(layer));
+            const key_window own = c.cpu.layers()[of].sees();
             if (own) options.window_sinks = own.sinks > 0;
         }
         ok(c.gpu.attend(layer, token_view<const float16>(c.q.get(), n, q_heads, dim),
@@ -578,7 +586,8 @@ struct history {
             ok(c.gpu.begin_step(batch, n, c.stream));
             const int tokens = n * static_cast<int>(rows.size());
             for (int layer = 0; layer < c.count(); ++layer)
-                ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
+                if (!c.is_shared(layer))
+                    ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
             for (std::size_t b = 0; b < rows.size(); ++b)
                 if (rows[b]) c.appended(rows[b]->host, keys, values, static_cast<int>(b) * n, n);
             // Queries of older tokens, too.
@@ -604,7 +613,8 @@ struct history {
             return;
         }
         for (int layer = 0; layer < c.count(); ++layer)
-            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+            if (!c.is_shared(layer))
+                ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
         c.appended(p.host, keys, values, 0, n);
         if (any(0, 3) == 0) attend({&p}, std::min({n, 5, c.o.rollback + 1}));
     }
@@ -689,7 +699,8 @@ struct history {
             ok(d.begin(r, level, keys, values));
             const int tokens = level * static_cast<int>(rows.size());
             for (int layer = 0; layer < c.count(); ++layer)
-                ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
+                if (!c.is_shared(layer))
+                    ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
             d.host_append(level, keys, values);
             if (any(0, 1) == 0) {
                 const int layer = any(0, c.count() - 1);
@@ -1299,6 +1310,34 @@ void check_lists() {
     refused(c.gpu.attend(1, q1, out1, {.window = 60}, c.stream),
             "a window of 60 tokens without sinks is no window together with it");
     CHECK(c.gpu.trim(id, 203) && c.gpu.trim_limit(id) == 203, "a trim to what is held");
+
+    // A shared layer: what it refuses, and a prompt that it has not attended to when the next step begins.
+    both_options sharing;
+    sharing.list = {full_attention(of), shared_with(0)};
+    both_caches d(sharing);
+    pair p{d.gpu.new_sequence(), d.cpu.new_sequence()};
+    test::rng r(4);
+    std::vector<float16> keys, values;
+    d.write(r, keys, values);
+    const auto rows = [&](const auto& x, int n) { return d.rows(x, 0, n); };
+    const token_view<const float16> queries(d.q.get(), 150, q_heads, dim);
+    const token_view<float16> outs(d.out.get(), 150, q_heads, dim);
+    CHECK(d.gpu.begin_prompt(p.id, 150, d.stream), "begin");
+    refused(d.gpu.prefill(1, rows(d.k, 0), rows(d.v, 0), queries, outs, {}, d.stream),
+            "layer 1, shared with layer 0, 2 x 64: no prompt of its owner waits for it");
+    refused(d.gpu.append(1, rows(d.k, 150), rows(d.v, 150), d.stream), "it takes queries only");
+    CHECK(d.gpu.prefill(0, rows(d.k, 150), rows(d.v, 150), queries, outs, {}, d.stream), "prefill");
+    refused(d.gpu.prefill(1, rows(d.k, 150), rows(d.v, 150), queries, outs, {}, d.stream),
+            "takes 0 of k and v");
+    refused(d.gpu.attend(0, q1, out1, {}, d.stream), "its prompt waits for 1 layers");
+    refused(d.gpu.trim(p.id, 149), "1 layers share the keys of a prompt");
+    d.appended(p.host, keys, values, 0, 150);
+    d.write(r, keys, values);  // what waits is the cache's own
+    CHECK(d.gpu.begin_step(std::span(&p.id, 1), 1, d.stream), "begin");
+    CHECK(d.gpu.append(0, rows(d.k, 1), rows(d.v, 1), d.stream), "append");
+    CHECK(d.gpu.attend(1, q1, out1, {}, d.stream), "attend");
+    d.appended(p.host, keys, values, 0, 1);
+    compare(d, p, "a prompt that waits", 0);
 }
 
 #elif PART == 2
@@ -1509,9 +1548,13 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
                                           full_attention({.kv_heads = 1, .head_dim = dim, .formats = {1, 1}}),
                                           sliding_attention(70, {.kv_heads = heads, .head_dim = dim}),
                                           full_attention({.kv_heads = heads, .head_dim = dim}),
-                                          sliding_attention(9, {.kv_heads = 1, .head_dim = dim, .sinks = 4})};
-    history({.list = list}, 6, "windows and formats").run(long_run / 2);
-    history({.recent = 90, .rollback = 1, .list = list}, 7, "windows, rollback 1").run(long_run / 4);
+                                          sliding_attention(9, {.kv_heads = 1, .head_dim = dim, .sinks = 4}),
+                                          shared_with(0),
+                                          shared_with(3),
+                                          shared_with(3)};
+    history({.list = list}, 6, "windows and formats").run(std::min(long_run / 2, 250));
+    history({.recent = 90, .rollback = 1, .list = list}, 7, "windows, rollback 1")
+        .run(std::min(long_run / 4, 125));
     history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1, .draft_tokens = 32}, 3,
             "37 sinks, rollback 100")
         .run(long_run / 2);

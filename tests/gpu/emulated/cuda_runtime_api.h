@@ -323,6 +323,14 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes
     if (bytes > 0) std::memcpy(to, from, bytes);
     return cudaSuccess;
 }
+inline cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                                     std::size_t width, std::size_t height, cudaMemcpyKind kind,
+                                     cudaStream_t stream) {
+    for (std::size_t i = 0; i < height; ++i)
+        (void)cudaMemcpyAsync(static_cast<std::byte*>(to) + i * to_pitch,
+                              static_cast<const std::byte*>(from) + i * from_pitch, width, kind, stream);
+    return cudaSuccess;
+}
 inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
     if (kind != cudaMemcpyHostToDevice) return cudaMemcpyAsync(to, from, bytes, kind, nullptr);
     if (bytes > 0) emulated_late.add(to, from, bytes);

@@ -155,7 +155,7 @@ class Cache(Handle):
     """Keys and values of many sequences in pages on a GPU.
 
     layers, kv_heads, head_dim  of the model: layers of one shape; or
-    layers          a list of kvq.full_attention(...) and kvq.sliding_attention(...), which say kv_heads and head_dim. Layers with a
+    layers          a list of kvq.full_attention(...), kvq.sliding_attention(...) and kvq.shared_with(i), which say kv_heads and head_dim. Layers with a
                     window free pages that no query sees any more, and hide what their window hides
     layer_formats   {layer: (keys, values)} by name, None for the first one of formats
     formats         by name: a str with commas, or several. Pages are quantized to the first one; requantize and step_down take all.
@@ -282,12 +282,14 @@ class Cache(Handle):
         self._with_memory(self._f.kvq_cuda_cache_keep, self, *_rows(rows), integers(together, "paths")[0],
                           integers(starts, "starts")[0], self.stream())
 
-    def prefill(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: Optional[torch.Tensor] = None, *,
+    def prefill(self, layer: int, k: Optional[torch.Tensor], v: Optional[torch.Tensor], q: torch.Tensor,
+                out: Optional[torch.Tensor] = None, *,
                 lse: Optional[torch.Tensor] = None, **options: Any) -> torch.Tensor:
         """One call for each layer of a step, a prompt or a draft, layer 0 first: its new tokens, and their attention over all that their
         sequences hold and over each other, causal.
 
-        k, v     [rows x new tokens][kv_heads][head_dim], on the device: the tokens of row 0, of row 1, ...
+        k, v     [rows x new tokens][kv_heads][head_dim], on the device: the tokens of row 0, of row 1, ...; both None for a layer made by
+                 shared_with
         q, out   [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads. out=None: new memory
         lse      None, or float32 [rows x new tokens][q_heads], gets the natural logarithm of each softmax sum
         options  scale, softcap, window: of Mods. window_sinks: with a window, also the sinks of the cache.
@@ -298,6 +300,8 @@ class Cache(Handle):
         Returns out.
         """
         out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        if k is None and v is None:
+            k = v = q[:0, :1]  # no tokens
         o = attend_options(lse=lse, **options)
         self._f.kvq_cuda_cache_prefill(
             self, layer, *[ctypes.byref(tensor(x, name, self.dtype)) for name, x in (("k", k), ("v", v), ("q", q), ("out", out))],

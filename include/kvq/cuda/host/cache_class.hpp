@@ -84,6 +84,7 @@ public:
     /// also quantizes the pages that leave the recent windows of all of them. T: options().type.
     status append(int layer, const input_view& k, const input_view& v, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type}); !s) return s;
+        if (is_shared(layer)) return detail::bad_value("%s: it takes queries only", describe(layer).c_str());
         if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
         const int tokens = step_.rows * step_.new_tokens;
         if (k.tokens != tokens || v.tokens != tokens)
@@ -97,31 +98,19 @@ public:
         return g.format.functions->store_new(view(layer), k, v, step_.new_tokens, stream);
     }
     /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the window, in 16 bit, and quantized pages
-    /// as they are, without scratch memory (prefill.cuh). After begin_prompt(). q, out: [new_tokens][q_heads][head_dim].
+    /// as they are, without scratch memory (prefill.cuh). After begin_prompt(). q, out: [new_tokens][q_heads][head_dim]. The tokens of a layer
+    /// that others share wait until the last of these had its prefill(), with k and v of 0 tokens, or for the next begin: they see what
+    /// this layer saw.
     status prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
-                   const output_view& out, prefill_options options, cudaStream_t stream) {
-        if (status s = check_layer(layer, {k.type, v.type, q.type, out.type}); !s) return s;
-        if (!step_.prompt)
-            return detail::bad_value("prefill is for the tokens of begin_prompt(): append, then attend");
-        if (q.tokens != step_.new_tokens || k.tokens != step_.new_tokens || v.tokens != step_.new_tokens ||
-            out.tokens != step_.new_tokens)
-            return detail::bad_value("q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d",
-                                     q.tokens, k.tokens, v.tokens, out.tokens, step_.new_tokens);
-        detail::layer_group& g = group_of(layer);
-        const int member = member_of(layer);
-        if (status s = g.add_window(options, member); !s) return s;
-        if (status s =
-                g.format.functions->prefill(g.view_before_prompt(member), k, v, q, out,
-                                            g.words + g.prompt_at() + 2, step_.new_tokens, options, stream);
-            !s)
-            return s;
-        return g.append_prompt(member, k, v, stream);
-    }
+                   const output_view& out, prefill_options options, cudaStream_t stream);
     /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any number of them, or none, then also
     /// after a begin_step() of one sequence. options.lead says which of them a query sees. Before append().
     status prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
                         prefill_options options, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
+        if (is_shared(layer) || shared_chunk(layer) != nullptr)
+            return detail::bad_value("%s: parts of prompts are not for layers that share keys and values",
+                                     describe(layer).c_str());
         if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
             return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens",
                                      step_.rows, k.tokens, step_.prompt ? step_.new_tokens : 0);
@@ -147,6 +136,9 @@ public:
             return detail::bad_value(
                 "the cache was opened with kernels for another score modifier: add make_scored_format<its "
                 "type, ...>()");
+        if (const chunk* const c = shared_chunk(layer); c != nullptr && c->waits())
+            return detail::bad_value("%s: its prompt waits for %d layers that share it",
+                                     describe(layer).c_str(), c->waiting());
         const int of_step = step_.prompt ? 0 : common::larger(step_.new_tokens, step_.draft);
         if (!g.holds_queries(options.query_tokens, of_step))
             return detail::bad_value(
@@ -193,8 +185,13 @@ public:
     /// Of all memory of the cache: `bytes` is what the allocator was asked for. Each page counts once; `reserved` has the free ones.
     /// O(sequences)
     usage_report usage() const;
-    /// Part of usage().workspace: one layer of the longest prompt so far in 16 bit, and its slots.
-    std::size_t prompt_bytes() const noexcept { return staging_.bytes() + slots_.bytes(); }
+    /// Part of usage().workspace: one layer of the longest prompt so far in 16 bit, its slots, and its tokens in layers that
+    /// others share.
+    std::size_t prompt_bytes() const noexcept {
+        std::size_t sum = staging_.bytes() + slots_.bytes();
+        for (const chunk& c : chunks_) sum += c.keys.bytes() + c.values.bytes();
+        return sum;
+    }
     /// Bytes of all pages that sequences hold, each counted once, and of these and the free ones.
     std::size_t bytes_in_use() const noexcept;
     std::size_t bytes_held() const noexcept;
@@ -220,7 +217,18 @@ private:
         sequence_id id;  // of a prompt
         int rows = 0, new_tokens = 0;
     };
-    /// Where a layer is.
+    /// The tokens of a prompt in a layer that others share: [tokens][kv_heads][dim] in memory of the cache.
+    struct chunk {
+        int owner;
+        std::vector<int> readers;     // layers
+        std::vector<char> waits_for;  // of each reader: it has not attended yet
+        detail::device_memory keys, values;
+        input_view k = token_view<const float16>(nullptr, 0, 1, 1), v = k;
+
+        int waiting() const noexcept { return static_cast<int>(std::ranges::count(waits_for, char{1})); }
+        bool waits() const noexcept { return waiting() > 0; }
+    };
+    /// Where a layer is; of a shared one: where its owner is.
     struct place {
         int group, member;
     };
@@ -283,6 +291,28 @@ private:
     status requantize_pages(std::span<const sequence_id> ids, format_changes& changes,
                             std::string_view format, cudaStream_t stream);
     status check_format(std::string_view format) const;
+    std::string describe(int layer) const {
+        return common::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]);
+    }
+    bool is_shared(int layer) const noexcept {
+        return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::shared;
+    }
+    /// Of a layer that shares, or is shared; null for others.
+    chunk* shared_chunk(int layer) noexcept {
+        const int owner = is_shared(layer) ? layers_[static_cast<std::size_t>(layer)].owner : layer;
+        for (chunk& c : chunks_)
+            if (c.owner == owner) return &c;
+        return nullptr;
+    }
+    status reserve_chunks(int new_tokens, cudaStream_t stream);
+    status hold(chunk& c, const input_view& k, const input_view& v, cudaStream_t stream);
+    /// Appends the chunks that still wait.
+    status append_chunks(cudaStream_t stream);
+    int waiting() const noexcept {
+        int count = 0;
+        for (const chunk& c : chunks_) count += c.waiting();
+        return count;
+    }
     detail::layer_group& group_of(int layer) noexcept {
         return groups_[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)];
     }
@@ -298,6 +328,7 @@ private:
     std::vector<place> places_;  // by layer
     cache_options options_;
     std::vector<detail::layer_group> groups_;
+    std::vector<chunk> chunks_;
     detail::device_memory words_, workspace_, staging_, slots_;
     std::vector<entry> entries_;
     std::vector<int> unused_;  // entries

@@ -41,6 +41,7 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
     if (new_tokens < 0 || new_tokens > options_.draft_tokens - drafted)
         return detail::bad_value("%d drafted tokens behind %d, but draft_tokens is %d", new_tokens, drafted,
                                  options_.draft_tokens);
+    if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, true, stream); !s) return s;
     return send_step(batch, new_tokens, true, stream);
 }

@@ -47,9 +47,11 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
     for (int i = 0; i < layer_count(); ++i) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
         const auto text = [&] { return common::describe_layer(i, l); };
+        if (l.kind == layer_kind::shared) continue;
         if (l.kind != layer_kind::full && l.kind != layer_kind::sliding)
-            return detail::bad_value("%s: caches on a device hold full attention and sliding windows only",
-                                     text().c_str());
+            return detail::bad_value(
+                "%s: caches on a device hold full attention, sliding windows and layers that share those",
+                text().c_str());
         if (l.sinks != 0 && l.sinks != options_.sinks)
             return detail::bad_value(
                 "%s: its queries see %d sinks; on a device they see all %d of the cache, or none",
@@ -62,6 +64,17 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
     }
     for (int i = 0; i < layer_count(); ++i) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
+        if (l.kind == layer_kind::shared) {
+            places_.push_back(places_[static_cast<std::size_t>(l.owner)]);
+            chunk* c = shared_chunk(i);
+            if (c == nullptr) {
+                c = &chunks_.emplace_back();
+                c->owner = l.owner;
+            }
+            c->readers.push_back(i);
+            c->waits_for.push_back(0);
+            continue;
+        }
         int group = 0;
         const auto same = [&](const layer& a) {
             return a.kv_heads == l.kv_heads && a.head_dim == l.head_dim && a.value_dim == l.value_dim &&
@@ -166,7 +179,8 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
                           std::span<const device_format> compiled, cudaStream_t stream) {
     if (is_open()) return detail::bad_value("the cache is open already");
     if (status s = check_options(options); !s) return s;
-    (void)common::layer_shapes(layers);  // checks them
+    layers = common::with_owners(std::move(layers));
+    (void)common::layer_shapes(layers);  // both check them
     if (layers.size() > 65535)
         return detail::bad_value("a cache of %zu layers, but it has at most 65535", layers.size());
     layers_ = std::move(layers);
@@ -202,6 +216,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         return s;
     }
     groups_.clear();
+    chunks_.clear();
     places_.clear();
     layers_.clear();
     words_ = {};
@@ -211,9 +226,11 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
 
 inline status cache::check_equal_layers(const char* who) const {
     if (!is_open()) return detail::bad_value("the cache is not open");
-    if (groups_.size() == 1 && !groups_[0].geometry.window) return {};
+    int other = groups_.back().members[0];
+    if (!chunks_.empty()) other = chunks_[0].readers[0];
+    if (chunks_.empty() && groups_.size() == 1 && !groups_[0].geometry.window) return {};
     return detail::bad_value("%s takes caches of equal layers with full attention only, not %s", who,
-                             groups_.back().describe(0).c_str());
+                             describe(other).c_str());
 }
 
 /// Has any layer the format?
@@ -390,7 +407,7 @@ inline status cache::not_finite(std::span<unsigned> by_layer, cudaStream_t strea
     for (int i = 0; i < layer_count(); ++i) {
         const place& p = places_[static_cast<std::size_t>(i)];
         by_layer[static_cast<std::size_t>(i)] =
-            counts[static_cast<std::size_t>(p.group)][static_cast<std::size_t>(p.member)];
+            is_shared(i) ? 0 : counts[static_cast<std::size_t>(p.group)][static_cast<std::size_t>(p.member)];
     }
     return {};
 }

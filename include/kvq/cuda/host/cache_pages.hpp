@@ -35,6 +35,8 @@ inline status cache::free(sequence_id id) {
     e.pages.clear();
     e.alive = false;
     unused_.push_back(id.index);
+    if (step_.id == id)  // what waits is of this sequence
+        for (chunk& c : chunks_) std::ranges::fill(c.waits_for, char{0});
     step_.begun = false;
     return {};
 }
@@ -49,6 +51,11 @@ inline status cache::trim(sequence_id id, int n) {
     if (n > accepted)
         return detail::bad_value("cannot trim to %d: tokens %d to %d are a draft, keep() a part of it", n,
                                  accepted, held);
+    if (const int shared = waiting(); shared > 0 && (step_.id != id || n > held - step_.new_tokens))
+        return detail::bad_value(
+            "cannot trim to %d: %d layers share the keys of a prompt and have not attended to it; give them "
+            "prefill(), or begin the next step first",
+            n, shared);
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
         const detail::sequence_pages& s = e.pages[i];
@@ -63,6 +70,7 @@ inline status cache::trim(sequence_id id, int n) {
                 "token's page; trim to at most %d, or append the prompt to them first",
                 n, g.now.missing_layers, s[common::larger(g.now.committed_before, s.gone())].first_token);
     }
+    for (chunk& c : chunks_) std::ranges::fill(c.waits_for, char{0});
     for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].trim(n, groups_[i].geometry);
     e.version = ++versions_;
     step_.begun = false;
@@ -103,6 +111,7 @@ inline status cache::splice(sequence_id id, sequence_id other, int first, int la
 
 inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream) {
     if (status s = check_here(id); !s) return s;
+    if (status s = append_chunks(stream); !s) return s;
     const auto in_16_bit = [](const page_ref& p) { return p && p->format == 0; };
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::sequence_pages& s = entry_of(id).pages[i];
@@ -238,6 +247,7 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
     if (request.first_token < 0 || request.first_token > request.last_token)
         return detail::bad_value("tokens %d to %d are not a range", request.first_token, request.last_token);
     if (status s = check_format(request.format); !s) return s;
+    if (status s = append_chunks(stream); !s) return s;
     format_changes changes;
     find_changes(ids, {request.first_token, request.last_token}, request.format, request.only_smaller,
                  changes);
@@ -262,6 +272,7 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     std::vector<int> ages, lengths;
     for (const tier& t : tiers) ages.push_back(t.age);
     for (const sequence_id id : ids) lengths.push_back(tokens(id));
+    if (status s = append_chunks(stream); !s) return s;
     status result;
     format_changes changes;
     std::size_t changing = 0;  // the tier of `changes`

@@ -76,6 +76,7 @@ inline status cache::begin_step(std::span<const sequence_id> batch, int new_toke
     for (const sequence_id id : batch)
         if (id != sequence_id{})
             if (status s = check_growth(id, new_tokens); !s) return s;
+    if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, false, stream); !s) return s;
     return send_step(batch, new_tokens, false, stream);
 }
@@ -116,7 +117,9 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     if (status s = check_here(id); !s) return s;
     if (status s = check_no_draft(std::span(&id, 1)); !s) return s;
     if (status s = check_growth(id, new_tokens); !s) return s;
+    if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, stream); !s) return s;
+    if (status s = reserve_chunks(new_tokens, stream); !s) return s;
     // The scratch comes before the sequence changes.
     entry& e = entry_of(id);
     std::size_t scratch = 0;
@@ -151,6 +154,87 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     for (const detail::prompt_slots& of : found)
         if (s) s = groups_[0].format.functions->find_prompt_slots(of, stream);
     return s;
+}
+
+inline status cache::prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
+                             const output_view& out, prefill_options options, cudaStream_t stream) {
+    if (status s = check_layer(layer, {k.type, v.type, q.type, out.type}); !s) return s;
+    if (!step_.prompt)
+        return detail::bad_value("prefill is for the tokens of begin_prompt(): append, then attend");
+    const int own = is_shared(layer) ? 0 : step_.new_tokens;
+    if (q.tokens != step_.new_tokens || k.tokens != own || v.tokens != own || out.tokens != step_.new_tokens)
+        return detail::bad_value("q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d%s", q.tokens,
+                                 k.tokens, v.tokens, out.tokens, step_.new_tokens,
+                                 own == 0 ? ", and a shared layer takes 0 of k and v" : "");
+    chunk* const c = shared_chunk(layer);
+    std::size_t reader = 0;
+    if (own == 0) {
+        reader = static_cast<std::size_t>(std::ranges::find(c->readers, layer) - c->readers.begin());
+        if (c->waits_for[reader] == 0)
+            return detail::bad_value("%s: no prompt of its owner waits for it", describe(layer).c_str());
+    }
+    detail::layer_group& g = group_of(layer);
+    const int member = member_of(layer);
+    if (status s = g.add_window(options, member); !s) return s;
+    if (status s = g.format.functions->prefill(g.view_before_prompt(member), own == 0 ? c->k : k,
+                                               own == 0 ? c->v : v, q, out, g.words + g.prompt_at() + 2,
+                                               step_.new_tokens, options, stream);
+        !s)
+        return s;
+    if (c == nullptr) return g.append_prompt(member, k, v, stream);
+    if (own > 0) return hold(*c, k, v, stream);
+    c->waits_for[reader] = 0;
+    return c->waits() ? status{} : g.append_prompt(member, c->k, c->v, stream);
+}
+
+/// Memory for chunks of so many tokens. No chunk waits.
+inline status cache::reserve_chunks(int new_tokens, cudaStream_t stream) {
+    for (chunk& c : chunks_) {
+        const cache_shape of = shape(c.owner);
+        for (const tensor role : {tensor::key, tensor::value}) {
+            const std::size_t bytes = std::size_t{2} * static_cast<std::size_t>(new_tokens) *
+                                      static_cast<std::size_t>(of.kv_heads) *
+                                      static_cast<std::size_t>(of.dim(role));
+            detail::device_memory& memory = role == tensor::key ? c.keys : c.values;
+            if (bytes <= memory.bytes()) continue;
+            if (status s = detail::replace_memory(memory, options_.memory, bytes, "a shared prompt", stream);
+                !s)
+                return s;
+        }
+    }
+    return {};
+}
+
+/// The tokens of a prompt wait for the layers that share them.
+inline status cache::hold(chunk& c, const input_view& k, const input_view& v, cudaStream_t stream) {
+    const auto copy = [&](const input_view& from, detail::device_memory& to, input_view& held) -> status {
+        held = from;
+        const std::size_t row = std::size_t{2} * static_cast<std::size_t>(from.dim);
+        held.data = to.as<>();
+        held.head_bytes = static_cast<std::ptrdiff_t>(row);
+        held.token_bytes = from.heads * held.head_bytes;
+        for (int head = 0; head < from.heads; ++head) {
+            const cudaError_t code = cudaMemcpy2DAsync(
+                to.as<>() + static_cast<std::size_t>(head) * row, row * static_cast<std::size_t>(from.heads),
+                from.at(0, head), static_cast<std::size_t>(from.token_bytes), row,
+                static_cast<std::size_t>(from.tokens), cudaMemcpyDeviceToDevice, stream);
+            if (code != cudaSuccess) return detail::runtime_error(code, "holding a shared prompt");
+        }
+        return {};
+    };
+    if (status s = copy(k, c.keys, c.k); !s) return s;
+    if (status s = copy(v, c.values, c.v); !s) return s;
+    std::ranges::fill(c.waits_for, char{1});
+    return {};
+}
+
+inline status cache::append_chunks(cudaStream_t stream) {
+    for (chunk& c : chunks_) {
+        if (!c.waits()) continue;
+        if (status s = group_of(c.owner).append_prompt(member_of(c.owner), c.k, c.v, stream); !s) return s;
+        std::ranges::fill(c.waits_for, char{0});
+    }
+    return {};
 }
 
 }}}  // namespace kvq::cuda

@@ -47,8 +47,9 @@ struct cache_access {
         for (std::size_t i = 0; i < a.size(); ++i) {
             const auto layer = static_cast<int>(i);
             const kvq::cache_shape x = cpu.shape(layer), y = gpu.shape(layer);
-            if (a[i].kind != b[i].kind || !(a[i].sees() == b[i].sees()) || x.kv_heads != y.kv_heads ||
-                x.head_dim != y.head_dim || x.dim(tensor::value) != y.dim(tensor::value))
+            if (a[i].kind != b[i].kind || a[i].owner != b[i].owner || !(a[i].sees() == b[i].sees()) ||
+                x.kv_heads != y.kv_heads || x.head_dim != y.head_dim ||
+                x.dim(tensor::value) != y.dim(tensor::value))
                 return bad_value("the CPU's cache has %s; the device's has %s",
                                  common::describe_layer(layer, a[i]).c_str(),
                                  common::describe_layer(layer, b[i]).c_str());
@@ -106,6 +107,8 @@ struct cache_access {
         if (to.tokens() != 0)
             return bad_value("the CPU's sequence holds %d tokens, but must be empty", to.tokens());
         if (status s = gpu.check_no_draft(std::span(&id, 1)); !s) return s;
+        if (const int shared = gpu.waiting(); shared > 0)
+            return bad_value("%d layers share the keys of a prompt and have not attended to it", shared);
         // All layers are made before the sequence gets any.
         std::vector<made_layer> made;
         page_pool scratch(cpu.pool().memory());
@@ -130,6 +133,10 @@ struct cache_access {
             table.freed = m.from->freed;
             for (int role = 0; role < 2; ++role) table.targets[role] = m.targets[role];
         }
+        for (int i = 0; i < cpu.layer_count(); ++i)  // shared layers hold nothing
+            for (int role = 0; role < 2; ++role)
+                tables[static_cast<std::size_t>(i)].targets[role] =
+                    tables[static_cast<std::size_t>(cpu.owner(i))].targets[role];
         return result;
     }
 
