@@ -1175,13 +1175,13 @@ TEST_CASE(
     "a file that says wrong shapes, or that freed what it did not, is refused even under a right seal") {
     const kvq::cache_options options{
         .keys = {format_of<kvq::int8>()}, .sinks = 2, .page_tokens = 8, .rollback = 4};
-    kvq::cache cache(
-        {kvq::full_attention({1, 8}), kvq::sliding_attention(10, {1, 8}), kvq::chunked_attention(16, {1, 8})},
-        options);
+    kvq::cache cache({kvq::full_attention({1, 8}), kvq::sliding_attention(10, {1, 8}),
+                      kvq::chunked_attention(16, {1, 8}), kvq::shared_with(1), kvq::cross_layer({1, 8})},
+                     options);
     test::generator random(5);
     const auto x = test::random_tensor(random, 47, 1, 8);
     auto s = cache.new_sequence();
-    for (int i = 0; i < 3; ++i) s.append(i, x.view(), x.view());
+    for (const int i : {0, 1, 2, 4}) s.append(i, x.view(), x.view());
     const auto file = test::saved(s);
     const std::size_t start = 8 + static_cast<std::size_t>(kvq::detail::load_as<std::uint64_t>(file.data()));
     std::map<std::string, std::size_t> at;
@@ -1192,9 +1192,9 @@ TEST_CASE(
     }
     const std::size_t pages = cache.pool().pages_in_use();
     int refused = 0;
-    for (const char* name : {"shapes", "freed"})
+    for (const char* name : {"shapes", "freed", "tokens"})
         for (std::size_t i = 0; i < bytes.at(name) / 4; ++i)
-            for (const std::int32_t n : {-1, 0, 1, 2, 3, 9, 17, 46, 47, 1 << 30, -(1 << 30)}) {
+            for (const std::int32_t n : {-1, 0, 1, 2, 3, 4, 5, 9, 17, 46, 47, 1 << 30, -(1 << 30)}) {
                 test::file_bytes changed = file;
                 std::byte* const place = changed.data() + at.at(name) + 4 * i;
                 if (kvq::detail::load_as<std::int32_t>(place) == n) continue;

@@ -34,6 +34,7 @@ KVQ_FUNC cache::cache(const cache_shape& shape, const cache_options& options)
 
 KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
     : layers_(detail::with_owners(with_formats(std::move(layers), options))),
+      shared_(layers_.size()),
       shapes_(layers_),
       state_(detail::state_of(layers_)),
       options_(checked(shapes_, options)),
@@ -43,6 +44,7 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
       pool_(options.memory, options.byte_budget, options.preallocate) {
     for (int i = 0; i < layer_count(); ++i) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
+        if (owner(i) != i) shared_[static_cast<std::size_t>(owner(i))] = true;
         detail::expect(l.sinks <= options_.sinks, detail::describe_layer(i, l), ": its queries see ", l.sinks,
                        " sinks, the cache has ", options_.sinks);
         expect_listed(tensor::key, l.formats.key);
@@ -211,11 +213,7 @@ KVQ_FUNC const cache_options& cache::checked(const detail::layer_shapes& shapes,
     return options;
 }
 
-KVQ_FUNC bool cache::is_shared(int layer) const noexcept {
-    for (int i = layer + 1; i < layer_count(); ++i)
-        if (owner(i) == layer) return true;
-    return false;
-}
+KVQ_FUNC bool cache::is_shared(int layer) const noexcept { return shared_[static_cast<std::size_t>(layer)]; }
 
 KVQ_FUNC const format& cache::window_of(const cache_options& options) {
     if (options.window) return options.window;
@@ -252,7 +250,7 @@ KVQ_FUNC void cache::check_attention(int layer, int held, const query_view& q, c
     detail::expect(out.tokens == q.tokens && out.heads == q.heads && out.dim == of.dim(tensor::value),
                    "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
                    q.heads, " x ", of.dim(tensor::value));
-    const bool positions = mods.within(geometry(layer).window).has_query_positions();
+    const bool positions = mods.has_query_positions() && !geometry(layer).window.cross;
     const int most = positions ? held : (std::numeric_limits<int>::max)() / q.heads;
     detail::expect(q.tokens >= 0 && q.tokens <= most, "q has ", q.tokens, " tokens but layer ", layer,
                    " holds ", held);

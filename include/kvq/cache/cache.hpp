@@ -183,6 +183,7 @@ private:
                       executor_view executor, workspace& space) const;
 
     std::vector<layer> layers_;
+    std::vector<bool> shared_;  // by layer: do others read its keys and values?
     detail::layer_shapes shapes_;
     std::optional<kvq::state_layout> state_;
     cache_options options_;

@@ -226,7 +226,8 @@ KVQ_FUNC int sequence::tokens(int layer) const {
 KVQ_FUNC int sequence::tokens() const noexcept {
     int n = state_ ? state_->tokens() : 0;
     for (std::size_t layer = 0; layer < tables_.size(); ++layer)
-        if (cache_->takes_steps(static_cast<int>(layer))) n = detail::larger(n, tables_[layer].tokens);
+        if (tables_[layer].tokens > n && cache_->takes_steps(static_cast<int>(layer)))
+            n = tables_[layer].tokens;
     return n;
 }
 

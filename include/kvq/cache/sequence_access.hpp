@@ -14,12 +14,14 @@ struct sequence_access {
     template <class Sequence>
     static auto& tables(Sequence& s) {
         expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
-        for (const page_table& table : s.tables_) sequence::check_no_draft(table);
-        for (int i = 0; i < cache(s).layer_count(); ++i)
-            if (cache(s).holds_tokens(i) && s.table(i).waits)
+        for (int i = 0; i < cache(s).layer_count(); ++i) {
+            const page_table& table = s.tables_[static_cast<std::size_t>(i)];
+            sequence::check_no_draft(table);
+            if (table.waits && cache(s).holds_tokens(i))
                 fail(s.describe(i),
                      ": its last chunk waits in 16 bit for the layers that share it; trim() to ", s.tokens(),
                      ", all tokens, commits it");
+        }
         return s.tables_;
     }
     /// Commits chunks that wait for layers that share them.
