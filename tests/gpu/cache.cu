@@ -691,6 +691,8 @@ struct history {
                 rows.push_back(p);
         if (rows.empty()) return;
         const int n = any(1, std::min(c.o.draft_tokens, both_caches::room / static_cast<int>(rows.size())));
+        std::vector<int> limits;
+        for (const pair* p : rows) limits.push_back(p->host.trim_limit());
         drafts d(r, c, rows, n);
         // Level by level, or at once.
         for (int left = n; left > 0;) {
@@ -717,8 +719,9 @@ struct history {
         const int what = any(0, 7);
         if (what == 0) {  // all of it is gone, and more
             for (std::size_t b = 0; b < rows.size(); ++b) {
-                const int left =
-                    std::max(rows[b]->host.trim_limit(), d.accepted[b] - any(0, 2 * c.o.rollback));
+                CHECK(rows[b]->host.trim_limit() == c.gpu.trim_limit(rows[b]->id), "%s, step %d: a draft", name,
+                      step);
+                const int left = std::max(limits[b], d.accepted[b] - any(0, 2 * c.o.rollback));
                 ok(c.gpu.trim(rows[b]->id, left));
                 rows[b]->host.trim(left);
             }

@@ -1,6 +1,7 @@
 // Formats whose kernels may have less shared memory than others: a specialization stands outside of every test.
 #pragma once
 
+#include <kvq/cuda/decode/attend.cuh>
 #include <kvq/cuda/quantize/pages.cuh>
 
 namespace test {

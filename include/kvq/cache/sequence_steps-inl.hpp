@@ -53,11 +53,8 @@ KVQ_FUNC void sequence::commit_shared() {
 }
 
 KVQ_FUNC void sequence::try_commit_shared() noexcept {
-    try {
-        commit_shared();
-    } catch (...) {
-        // It waits on: the next change of the layer commits it, or raises the error.
-    }
+    // What is left waits on: the next change of its layer commits it, or raises the error.
+    (void)detail::caught([&] { commit_shared(); });
 }
 
 KVQ_FUNC void cache::check_member(const sequence* s, std::size_t i) const {

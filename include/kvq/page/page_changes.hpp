@@ -218,9 +218,10 @@ void step_down_by_budget(std::size_t tiers, std::span<const page_table* const> t
     for (const page_table* const table : tables)
         for (int i = 0; i < table->committed; ++i) {
             const page_span& s = (*table)[i];
-            for (int place = static_cast<int>(spans.size()); place <= i + table->freed; ++place)
+            const int at = i + table->freed;
+            for (int place = static_cast<int>(spans.size()); place <= at; ++place)
                 spans.push_back({change_range::all, 0, {}, true, place, place + 1});
-            change_range& range = spans[static_cast<std::size_t>(i + table->freed)];
+            change_range& range = spans[static_cast<std::size_t>(at)];
             range.first_token = smaller(range.first_token, s.first_token);
             range.last_token = larger(range.last_token, s.end());
         }

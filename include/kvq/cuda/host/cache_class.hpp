@@ -161,7 +161,8 @@ public:
     /// A begun prompt that some layer does not have yet can be taken back within `rollback`, or with the page of its first token; a step,
     /// within `rollback`.
     status trim(sequence_id id, int n);
-    /// The least n from which on trim(id, n) is possible for every n: layers with a window have freed what earlier lengths need. O(pages)
+    /// The least n from which on trim(id, n) is possible for every n: layers with a window have freed what earlier lengths need. While a
+    /// draft of several tokens waits, it is tokens(id). O(pages)
     int trim_limit(sequence_id id) const noexcept;
     /// As in sequence::erase, shift and splice, where no key moves: an erase to the end is a trim. Otherwise refused: attention on the
     /// device finds keys where they were appended. onload() says which sequences that a CPU's cache has rearranged come to the device.

@@ -78,8 +78,10 @@ inline status cache::trim(sequence_id id, int n) {
 }
 
 inline int cache::trim_limit(sequence_id id) const noexcept {
+    if (!is_here(id)) return 0;
+    if (entry_of(id).pages[0].drafted > 1) return tokens(id);
     int limit = 0;
-    for (std::size_t i = 0; is_here(id) && i < groups_.size(); ++i)
+    for (std::size_t i = 0; i < groups_.size(); ++i)
         limit = common::larger(limit, entry_of(id).pages[i].table.trim_limit(groups_[i].geometry));
     return limit;
 }
