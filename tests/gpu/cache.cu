@@ -719,8 +719,8 @@ struct history {
         const int what = any(0, 7);
         if (what == 0) {  // all of it is gone, and more
             for (std::size_t b = 0; b < rows.size(); ++b) {
-                CHECK(rows[b]->host.trim_limit() == c.gpu.trim_limit(rows[b]->id), "%s, step %d: a draft", name,
-                      step);
+                CHECK(rows[b]->host.trim_limit() == c.gpu.trim_limit(rows[b]->id), "%s, step %d: a draft",
+                      name, step);
                 const int left = std::max(limits[b], d.accepted[b] - any(0, 2 * c.o.rollback));
                 ok(c.gpu.trim(rows[b]->id, left));
                 rows[b]->host.trim(left);
