@@ -546,6 +546,9 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
         const auto other = std::move(moved);
         CHECK_THROWS_WITH_AS(f.cache.requantize(moved, r),
                              "kvq: a sequence that was moved from has no layers", kvq::error);
+        ladder_cache::sequence_type* const one = &moved;
+        CHECK_THROWS_WITH_AS(kvq::step_down(f.cache, std::span(&one, 1), {}),
+                             "kvq: a sequence that was moved from has no layers", kvq::error);
     }
     CHECK_THROWS_WITH_AS((void)f.cache.plan_requantize(sequence, {}, 0),
                          "kvq: requantizing needs at least 1 thread, got 0", kvq::error);
@@ -553,6 +556,9 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     fixture other(other_random);
     auto foreign = other.cache.new_sequence();
     CHECK_THROWS_WITH_AS(f.cache.requantize(foreign, {}),
+                         "kvq: sequence 0 of the request belongs to another cache", kvq::error);
+    ladder_cache::sequence_type* const stranger = &foreign;
+    CHECK_THROWS_WITH_AS(kvq::step_down(f.cache, std::span(&stranger, 1), {}),
                          "kvq: sequence 0 of the request belongs to another cache", kvq::error);
     ladder_cache::sequence_type* const twice[] = {&sequence, &sequence};
     const ladder_cache::sequence_type* const looked_at_twice[] = {&sequence, &sequence};

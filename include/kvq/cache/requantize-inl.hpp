@@ -251,10 +251,9 @@ KVQ_FUNC requantize_report cache::requantize(std::span<sequence* const> sequence
                                              const requantize_request& request, const requantize_limit& limit,
                                              executor_view executor, workspace& space) {
     detail::expect_distinct(sequences);
-    for (sequence* const s : sequences)
-        if (s != nullptr) detail::sequence_access::commit_shared(*s);
-    return detail::requantizer(*this, sequences, request)
-        .run(limit, executor.concurrency(), &executor, &space);
+    detail::requantizer all(*this, sequences, request);
+    detail::sequence_access::commit_shared(sequences);
+    return all.run(limit, executor.concurrency(), &executor, &space);
 }
 
 }}  // namespace kvq

@@ -3,6 +3,8 @@
 // that lasts.
 #pragma once
 
+#include <span>
+
 #include "../core/error.hpp"
 #include "sequence.hpp"
 
@@ -13,11 +15,9 @@ struct sequence_access {
     /// Sequence: const or not.
     template <class Sequence>
     static auto& tables(Sequence& s) {
-        expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
+        check_no_draft(s);
         for (int i = 0; i < cache(s).layer_count(); ++i) {
-            const page_table& table = s.tables_[static_cast<std::size_t>(i)];
-            sequence::check_no_draft(table);
-            if (table.waits && cache(s).holds_tokens(i))
+            if (s.tables_[static_cast<std::size_t>(i)].waits && cache(s).holds_tokens(i))
                 fail(s.describe(i),
                      ": its last chunk waits in 16 bit for the layers that share it; trim() to ", s.tokens(),
                      ", all tokens, commits it");
@@ -26,6 +26,11 @@ struct sequence_access {
     }
     /// Commits chunks that wait for layers that share them.
     static void commit_shared(sequence& s) { s.commit_shared(); }
+    /// The same of several, after all of them were checked for drafts.
+    static void commit_shared(std::span<sequence* const> all) {
+        for (const sequence* const s : all) check_no_draft(*s);
+        for (sequence* const s : all) s->commit_shared();
+    }
     /// Of a layer that shares those of another one: its queries have not come.
     static bool waits(const sequence& s, int layer) noexcept {
         return s.tables_[static_cast<std::size_t>(layer)].waits;
@@ -43,6 +48,12 @@ struct sequence_access {
              " has layers with keys and values only");
     }
     static kvq::cache& cache(const sequence& s) noexcept { return *s.cache_; }
+
+private:
+    static void check_no_draft(const sequence& s) {
+        expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
+        for (const page_table& table : s.tables_) sequence::check_no_draft(table);
+    }
 };
 
 }}}  // namespace kvq::detail

@@ -22,7 +22,8 @@ public:
             expect(sequences[i] != nullptr, "sequence ", i, " of those to step down is null");
         expect_distinct(sequences);
         check_policy(of, policy);
-        for (sequence* const s : sequences) sequence_access::commit_shared(*s);
+        (void)requantizer(of, sequences, {});  // checks the sequences
+        sequence_access::commit_shared(sequences);
         report_.bytes_before = report_.bytes_after = report_.bytes_peak = of.pool().bytes_in_use();
     }
 
