@@ -55,6 +55,8 @@ void expect_layer(const cuda::cache& of, int i) {
 /// The layers of a cache. names: its formats, to which those of the layers are added.
 std::vector<layer> read_layers(const kvq_cuda_cache_options& o, std::vector<std::string>& names) {
     expect(o.layers >= 1, KVQ_ERROR_ARGUMENT, "a cache needs at least 1 layer, got ", o.layers);
+    expect(o.layers <= 65535, KVQ_ERROR_ARGUMENT, "a cache of ", o.layers,
+           " layers, but it has at most 65535");
     expect(o.layer_list == nullptr || (o.kv_heads == 0 && o.head_dim == 0), KVQ_ERROR_ARGUMENT,
            "layer_list says the shape of each layer, so that kv_heads and head_dim must be 0, not ",
            o.kv_heads, " and ", o.head_dim);
@@ -417,6 +419,7 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
         kvq::cuda::attention_options a = attention_of(o);
         a.query_tokens = of.step.new_tokens;
         a.early = true;  // what it fetches early is older than the launches of append
+        check(of.cache.check_window(layer, a));
         if (!shared) check(of.cache.append(layer, keys, values, stream_of(stream)));
         attend_layer(of, layer, queries, to, a, o, stream_of(stream));
     });

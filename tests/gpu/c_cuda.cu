@@ -477,6 +477,26 @@ void list_of_layers() {
     }
     OK(kvq_cuda_sequence_free(one));
     OK(kvq_cuda_cache_free(made));
+    // A window that is refused comes before the tokens: layer 0 has not quantized for layer 1, either.
+    const kvq_layer with_sinks{KVQ_SLIDING_ATTENTION, kv_heads, dim, 0, 40, 4, 0},
+        windows[layers] = {with_sinks, with_sinks};
+    o.layer_list = windows;
+    OK(kvq_cuda_cache_create(&o, nullptr, &made));
+    OK(kvq_cuda_sequence_create(made, &one));
+    OK(kvq_cuda_cache_begin_step(made, &one, 1, 1, c.stream));
+    kvq_cuda_attend_options wider;
+    KVQ_INIT(wider);
+    wider.window = 60;
+    const kvq_tensor k = c.x.keys(1), v = c.x.values(1), q = c.x.queries(1), out = c.x.outputs(1);
+    REFUSED(kvq_cuda_cache_prefill(made, 0, &k, &v, &q, &out, &wider, c.stream), KVQ_ERROR_ARGUMENT,
+            "is no window together with it");
+    REFUSED(kvq_cuda_cache_append(made, 1, &k, &v, c.stream), KVQ_ERROR_ARGUMENT, "comes before layer 0");
+    OK(kvq_cuda_sequence_free(one));
+    OK(kvq_cuda_cache_free(made));
+    o.layer_list = nullptr;
+    o.kv_heads = kv_heads, o.head_dim = dim;
+    o.layers = 1 << 30;
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_ARGUMENT, "it has at most 65535");
     std::printf("  a list of layers             error %.2e\n", c.worst);
 }
 

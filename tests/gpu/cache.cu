@@ -1254,6 +1254,39 @@ void check_refusals() {
     CHECK(g.gpu.tokens(s) == 0 && g.gpu.usage().bytes > 0, "a prompt without memory has left something");
     counted_memory::limit = std::size_t{1} << 40;
     CHECK(g.gpu.begin_prompt(s, 100, g.stream), "begin");
+
+    // A keep() without memory leaves the step that has begun as it was.
+    both_options fixed;
+    fixed.growing = false;
+    fixed.recent = page;
+    fixed.rollback = 0;
+    fixed.draft_tokens = page;
+    fixed.pool_tokens = page;
+    fixed.pool_sequences = 2;
+    both_caches h(fixed);
+    pair p{h.gpu.new_sequence(), h.cpu.new_sequence()};
+    const cuda::sequence_id drafted = h.gpu.new_sequence();
+    const auto append = [&](int n) {
+        for (int l = 0; l < layers; ++l)
+            CHECK(h.gpu.append(l, h.rows(h.k, l, n), h.rows(h.v, l, n), h.stream), "append");
+    };
+    const int full_window = fixed.sinks + 2 * page - 1;
+    h.write(r, keys, values);
+    CHECK(h.gpu.begin_prompt(drafted, full_window, h.stream), "begin");
+    append(full_window);
+    CHECK(h.gpu.begin_draft(std::span(&drafted, 1), 1, h.stream), "begin");
+    append(1);
+    CHECK(h.gpu.begin_prompt(p.id, full_window, h.stream), "begin");
+    append(full_window);
+    h.appended(p.host, keys, values, 0, full_window);
+    h.write(r, keys, values);
+    CHECK(h.gpu.begin_step(std::span(&p.id, 1), 1, h.stream), "begin");
+    const int first[] = {0};
+    const std::span<const int> path(first);
+    refused(h.gpu.keep(std::span(&drafted, 1), std::span(&path, 1), h.stream), "pool");
+    append(1);
+    h.appended(p.host, keys, values, 0, 1);
+    compare(h, p, "a keep without memory", 0);
 }
 
 /// Lists of layers that the device does not hold, and what windows refuse.
@@ -1341,6 +1374,38 @@ void check_lists() {
     CHECK(d.gpu.attend(1, q1, out1, {}, d.stream), "attend");
     d.appended(p.host, keys, values, 0, 1);
     compare(d, p, "a prompt that waits", 0);
+    // What waits is appended before a keep() as well.
+    const auto wait_with = [&](int n) {
+        d.write(r, keys, values);
+        CHECK(d.gpu.begin_prompt(p.id, n, d.stream), "begin");
+        CHECK(d.gpu.prefill(0, rows(d.k, n), rows(d.v, n), {d.q.get(), n, q_heads, dim},
+                            {d.out.get(), n, q_heads, dim}, {}, d.stream),
+              "prefill");
+        CHECK(d.gpu.trim_limit(p.id) == d.gpu.tokens(p.id), "trims reach %d within a prompt that waits",
+              d.gpu.trim_limit(p.id));
+    };
+    const cuda::sequence_id other = d.gpu.new_sequence();
+    const std::span<const int> no_path;
+    wait_with(100);
+    CHECK(d.gpu.keep(std::span(&other, 1), std::span(&no_path, 1), d.stream), "keep");
+    d.appended(p.host, keys, values, 0, 100);
+    compare(d, p, "a prompt that waits for a keep", 0);
+    // A prompt that another call has ended has not quantized more than before.
+    wait_with(100);
+    CHECK(d.gpu.free(other), "free");
+    refused(d.gpu.trim(p.id, 230), "1 layers lack the prompt");
+    CHECK(d.gpu.trim(p.id, 32), "a trim to pages that were quantized before");
+    d.appended(p.host, keys, values, 0, 100);
+    p.host.trim(32);
+    compare(d, p, "a prompt that another call has ended", 0);
+
+    // A value_dim that is head_dim says nothing new: one group, of which layer 0 comes first.
+    both_options named;
+    named.list = {full, full_attention({heads, dim, dim})};
+    both_caches e(named);
+    const cuda::sequence_id of_both = e.gpu.new_sequence();
+    CHECK(e.gpu.begin_step(std::span(&of_both, 1), 1, e.stream), "begin");
+    refused(e.gpu.append(1, e.rows(e.k, 1, 1), e.rows(e.v, 1, 1), e.stream), "comes before layer 0");
 }
 
 #elif PART == 2

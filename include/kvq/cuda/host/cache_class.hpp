@@ -152,6 +152,11 @@ public:
         return g.format.functions->attend(view(layer), q, out, options, workspace_.as<>(), workspace_.bytes(),
                                           stream, &score);
     }
+    /// Do attend() and prefill() of a layer take the window of these options?
+    template <class Options>
+    status check_window(int layer, Options options) const {
+        return group_of(layer).add_window(options, member_of(layer));
+    }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the capture: it depends on the
     /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
     std::uint64_t graph_id() const noexcept;
@@ -162,7 +167,7 @@ public:
     /// within `rollback`.
     status trim(sequence_id id, int n);
     /// The least n from which on trim(id, n) is possible for every n: layers with a window have freed what earlier lengths need. While a
-    /// draft of several tokens waits, it is tokens(id). O(pages)
+    /// draft of several tokens waits, or a prompt for layers that lack it, it is tokens(id). O(pages)
     int trim_limit(sequence_id id) const noexcept;
     /// As in sequence::erase, shift and splice, where no key moves: an erase to the end is a trim. Otherwise refused: attention on the
     /// device finds keys where they were appended. onload() says which sequences that a CPU's cache has rearranged come to the device.
@@ -264,6 +269,7 @@ private:
     status check_rows(std::span<const sequence_id> batch) const;
     status check_no_draft(std::span<const sequence_id> ids) const;
     status check_growth(sequence_id id, int new_tokens) const;
+    bool lacks_page(sequence_id id, std::size_t group, int n) const noexcept;
     status check_options(const cache_options& options) const;
     status make_groups(std::span<const device_format> compiled);
     status open_group(detail::layer_group& g) const;

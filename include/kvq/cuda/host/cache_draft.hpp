@@ -68,22 +68,23 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
         counts.push_back(static_cast<int>(paths[b].size()));
         most = common::larger(most, counts.back());
     }
+    if (status s = append_chunks(stream); !s) return s;
+    std::vector<std::vector<int>> quantized;  // by group and format
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& g = groups_[i];
-        std::vector<int> quantized(g.format.kinds.size(), 0);
-        g.now = {};
+        std::vector<int>& of = quantized.emplace_back(g.format.kinds.size(), 0);
         for (std::size_t b = 0; b < batch.size(); ++b) {
             const detail::sequence_pages& s = entry_of(batch[b]).pages[i];
-            const int taken = s.missing_quantized(counts[b], g.geometry);
-            quantized[static_cast<std::size_t>(s.target())] += taken;
-            if (taken > 0) g.now.targets |= 1u << s.target();
+            of[static_cast<std::size_t>(s.target())] += s.missing_quantized(counts[b], g.geometry);
         }
-        if (status s = g.ensure_free(quantized, 0, 0, stream); !s) return s;
+        if (status s = g.ensure_free(of, 0, 0, stream); !s) return s;
     }
+    // From here on nothing is refused.
     step_ = {};
     detail::word_writer to = writer(stream);
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& g = groups_[i];
+        g.now = {};
         for (std::size_t b = 0; b < batch.size(); ++b) {
             const auto at = static_cast<int>(b);
             g.send(to, g.counts_at(at), counts[b]);
@@ -108,7 +109,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
                  options_.draft_tokens},
                 rows, g.shape.layers, stream);
         for (int f = 0; f < g.kinds() && result; ++f)
-            if ((g.now.targets >> f & 1) != 0)
+            if (quantized[i][static_cast<std::size_t>(f)] > 0)
                 result =
                     g.format.functions->commit(g.all_layers(rows), f, most, g.words + g.counts_at(0), stream);
     }

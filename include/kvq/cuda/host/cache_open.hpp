@@ -77,7 +77,8 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         }
         int group = 0;
         const auto same = [&](const layer& a) {
-            return a.kv_heads == l.kv_heads && a.head_dim == l.head_dim && a.value_dim == l.value_dim &&
+            const auto values = [](const layer& x) { return x.value_dim == 0 ? x.head_dim : x.value_dim; };
+            return a.kv_heads == l.kv_heads && a.head_dim == l.head_dim && values(a) == values(l) &&
                    a.formats == l.formats && a.kind == l.kind && a.sees() == l.sees();
         };
         while (group < static_cast<int>(groups_.size()) &&

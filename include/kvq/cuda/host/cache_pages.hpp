@@ -41,6 +41,14 @@ inline status cache::free(sequence_id id) {
     return {};
 }
 
+/// Would a trim to n end in or behind a page that layers of a begun prompt have not quantized yet? Also where another call has ended the
+/// prompt since.
+inline bool cache::lacks_page(sequence_id id, std::size_t group, int n) const noexcept {
+    const detail::layer_group& g = groups_[group];
+    return step_.id == id && g.now.missing_layers > 0 &&
+           entry_of(id).pages[group].committed_after_trim(n, g.geometry) > g.now.committed_before;
+}
+
 inline status cache::trim(sequence_id id, int n) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
@@ -63,8 +71,7 @@ inline status cache::trim(sequence_id id, int n) {
             return detail::bad_value(
                 "%s: cannot trim to %d tokens: it has freed what they need, and holds at least %d",
                 g.describe(0).c_str(), n, s.table.trim_limit(g.geometry));
-        if (step_.begun && step_.id == id && g.now.missing_layers > 0 &&
-            s.committed_after_trim(n, g.geometry) > g.now.committed_before)
+        if (lacks_page(id, i, n))
             return detail::bad_value(
                 "cannot trim to %d: %d layers lack the prompt that has begun and have not quantized that "
                 "token's page; trim to at most %d, or append the prompt to them first",
@@ -79,10 +86,13 @@ inline status cache::trim(sequence_id id, int n) {
 
 inline int cache::trim_limit(sequence_id id) const noexcept {
     if (!is_here(id)) return 0;
-    if (entry_of(id).pages[0].drafted > 1) return tokens(id);
+    const int held = tokens(id);
+    if (entry_of(id).pages[0].drafted > 1 || waiting() > 0) return held;
     int limit = 0;
     for (std::size_t i = 0; i < groups_.size(); ++i)
-        limit = common::larger(limit, entry_of(id).pages[i].table.trim_limit(groups_[i].geometry));
+        limit = lacks_page(id, i, held - 1)
+                    ? held
+                    : common::larger(limit, entry_of(id).pages[i].table.trim_limit(groups_[i].geometry));
     return limit;
 }
 
