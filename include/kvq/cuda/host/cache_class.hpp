@@ -194,7 +194,7 @@ public:
     /// Part of usage().workspace: one layer of the longest prompt so far in 16 bit, its slots, and its tokens in layers that
     /// others share.
     std::size_t prompt_bytes() const noexcept {
-        std::size_t sum = staging_.bytes() + slots_.bytes();
+        std::size_t sum = staging_.bytes();
         for (const chunk& c : chunks_) sum += c.keys.bytes() + c.values.bytes();
         return sum;
     }
@@ -336,7 +336,8 @@ private:
     cache_options options_;
     std::vector<detail::layer_group> groups_;
     std::vector<chunk> chunks_;
-    detail::device_memory words_, workspace_, staging_, slots_;
+    detail::device_memory words_, workspace_;
+    detail::device_memory staging_;  // slots of a prompt's tokens, then its pages of one layer
     std::vector<entry> entries_;
     std::vector<int> unused_;  // entries
     std::uint64_t versions_ = 0;

@@ -120,7 +120,8 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, stream); !s) return s;
     if (status s = reserve_chunks(new_tokens, stream); !s) return s;
-    // The scratch comes before the sequence changes.
+    // The scratch comes before the sequence changes. Nothing is refused behind it, since a prompt that has begun before writes to the
+    // scratch that it was given.
     entry& e = entry_of(id);
     std::size_t scratch = 0;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
@@ -129,12 +130,10 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
         const auto pages = static_cast<std::size_t>(g.staged_pages(e.pages[i], new_tokens).size());
         scratch = common::larger(scratch, pages * m.page_bytes());
     }
-    const std::size_t slot_list = groups_.size() * static_cast<std::size_t>(new_tokens) * sizeof(long long);
-    if (scratch > staging_.bytes())
-        if (status r = detail::replace_memory(staging_, options_.memory, scratch, "a prompt", stream); !r)
-            return r;
-    if (slot_list > slots_.bytes())
-        if (status r = detail::replace_memory(slots_, options_.memory, slot_list, "a prompt's slots", stream);
+    const std::size_t slots = common::round_up(
+        groups_.size() * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});
+    if (slots + scratch > staging_.bytes())
+        if (status r = detail::replace_memory(staging_, options_.memory, slots + scratch, "a prompt", stream);
             !r)
             return r;
     step next;
@@ -147,8 +146,8 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     std::vector<detail::prompt_slots> found;
     for (std::size_t i = 0; i < groups_.size(); ++i)
         found.push_back(
-            groups_[i].begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>(),
-                                    slots_.as<long long>() + i * static_cast<std::size_t>(new_tokens), to));
+            groups_[i].begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slots,
+                                    staging_.as<long long>() + i * static_cast<std::size_t>(new_tokens), to));
     status s = to.flush();
     if (!s) forget_rows();
     for (const detail::prompt_slots& of : found)
