@@ -1274,6 +1274,9 @@ void check_refusals() {
     h.write(r, keys, values);
     CHECK(h.gpu.begin_prompt(drafted, full_window, h.stream), "begin");
     append(full_window);
+    CHECK(h.gpu.requantize(std::span(&drafted, 1), {.format = host_formats().names[1], .new_pages = true},
+                           h.stream),
+          "new pages of another format");
     CHECK(h.gpu.begin_draft(std::span(&drafted, 1), 1, h.stream), "begin");
     append(1);
     CHECK(h.gpu.begin_prompt(p.id, full_window, h.stream), "begin");
