@@ -1381,8 +1381,9 @@ void check_lists() {
     const auto wait_with = [&](int n) {
         d.write(r, keys, values);
         CHECK(d.gpu.begin_prompt(p.id, n, d.stream), "begin");
-        CHECK(d.gpu.prefill(0, rows(d.k, n), rows(d.v, n), {d.q.get(), n, q_heads, dim},
-                            {d.out.get(), n, q_heads, dim}, {}, d.stream),
+        CHECK(d.gpu.prefill(0, rows(d.k, n), rows(d.v, n),
+                            token_view<const float16>(d.q.get(), n, q_heads, dim),
+                            token_view<float16>(d.out.get(), n, q_heads, dim), {}, d.stream),
               "prefill");
         CHECK(d.gpu.trim_limit(p.id) == d.gpu.tokens(p.id), "trims reach %d within a prompt that waits",
               d.gpu.trim_limit(p.id));
