@@ -1073,6 +1073,74 @@ TEST_CASE("what a layer that reads another one cannot do is refused with its num
     CHECK(t.usage().quantized > 0);
 }
 
+TEST_CASE("what is refused leaves a chunk waiting for the layers that share it") {
+    kvq::cache_options options{.keys = {format_of<kvq::int8>()}, .sinks = 2, .page_tokens = 8};
+    options.rotary = {kvq::rotary_embedding{}};
+    kvq::cache cache({kvq::full_attention({2, 8}), kvq::shared_with(0), kvq::full_attention({2, 8})},
+                     options);
+    kvq::cache another(cache.layers(), options);
+    INFO("KVQ_SEED=", test::seed());
+    test::generator random(test::seed());
+    const auto x = test::random_tensor(random, 40, 2, 8);
+    const auto prompt = x.slice(0, 30), none = x.slice(0, 0);
+    test::tensor<float> out(30, 2, 8);
+    auto waiting = cache.new_sequence(), drafting = cache.new_sequence(), other = another.new_sequence();
+    waiting.prefill(0, prompt, prompt, prompt, out.view());
+    const auto first = out.values();
+    waiting.append(2, prompt, prompt);
+    for (const int layer : {0, 2}) {
+        drafting.append(layer, prompt, prompt);
+        drafting.append_draft(layer, x.slice(0, 3), x.slice(0, 3));
+    }
+    other.append(0, prompt, prompt);
+    const auto refused = [&](auto&& call, const char* part) {
+        const std::string message = test::message_of(call);
+        INFO(message);
+        CHECK(test::contains(message, part));
+        CHECK(kvq::detail::sequence_access::waits(waiting));
+    };
+    kvq::workspace space;
+    const auto requantize = [&](std::vector<kvq::sequence*> all, int key) {
+        cache.requantize(all, {.key = key}, {}, kvq::serial_executor{}, space);
+    };
+    refused([&] { requantize({&waiting}, 7); }, "key format 7 is not among");
+    refused([&] { requantize({&waiting, &drafting}, 0); }, "holds a draft of 3");
+    refused([&] { requantize({&waiting, &other}, 0); }, "sequence 1 of the request belongs to another cache");
+    kvq::step_down_policy policy;
+    policy.tiers = {{0, {}}};
+    const auto step_down = [&](std::vector<kvq::sequence*> all) { kvq::step_down(cache, all, policy); };
+    refused([&] { step_down({&waiting, &drafting}); }, "holds a draft of 3");
+    refused(
+        [&] {
+            step_down({&waiting, &other});
+        },
+        "sequence 1 of those to step down belongs to another cache");
+    auto fork = waiting.fork();
+    refused([&] { waiting.splice(fork, 0, 30); }, "its last chunk waits in 16 bit");
+    waiting.prefill(1, none, none, prompt, out.view());
+    CHECK(out.values() == first);
+}
+
+TEST_CASE("a sequence that was moved from is refused, or has nothing to change") {
+    kvq::cache cache({kvq::full_attention({2, 8}), kvq::shared_with(0)}, {.keys = {format_of<kvq::int8>()}});
+    auto moved = cache.new_sequence();
+    const auto held = std::move(moved);
+    moved.trim(0);
+    moved.drop_copies();
+    const auto refused = [&](auto&& call, const char* part) {
+        const std::string message = test::message_of(call);
+        INFO(message);
+        CHECK(test::contains(message, part));
+    };
+    const char* const no_layers = "a sequence that was moved from has no layers";
+    refused([&] { cache.requantize(moved, {}); }, no_layers);
+    refused([&] { kvq::step_down(cache, moved, {}); }, no_layers);
+    refused([&] { (void)test::saved(moved); }, no_layers);
+    kvq::workspace space;
+    const kvq::step_request one{&moved, 1, 1};
+    refused([&] { cache.reserve(std::span(&one, 1), 2, 1, space); }, "layer 0 is not among the 0 layers");
+}
+
 TEST_CASE("cross attention is appended once, shared by forks, and no part of the sequence's text") {
     kvq::cache_options options{.keys = {format_of<kvq::int8>()}, .recent = 8, .page_tokens = 8};
     kvq::cache cache({kvq::full_attention({1, 8}), kvq::cross_layer({2, 16, 4})}, options);

@@ -559,7 +559,7 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
                          "kvq: sequence 0 of the request belongs to another cache", kvq::error);
     ladder_cache::sequence_type* const stranger = &foreign;
     CHECK_THROWS_WITH_AS(kvq::step_down(f.cache, std::span(&stranger, 1), {}),
-                         "kvq: sequence 0 of the request belongs to another cache", kvq::error);
+                         "kvq: sequence 0 of those to step down belongs to another cache", kvq::error);
     ladder_cache::sequence_type* const twice[] = {&sequence, &sequence};
     const ladder_cache::sequence_type* const looked_at_twice[] = {&sequence, &sequence};
     const char* const what = "kvq: sequence 1 of the request is sequence 0 again";

@@ -136,7 +136,7 @@ public:
     /// sequence::prefill of one layer for many sequences at once (continuous batching): prompts in chunks of any length beside
     /// sequences that decode one token. Every sequence gets the same pages and outputs as alone, bit for bit, on any number of
     /// threads. Takes scratch from `space`. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; all sequences are then
-    /// unchanged.
+    /// unchanged, but a chunk that waited for layers that share it may be committed.
     /// A layer that others share keeps its chunk in 16 bit until each of them has had its prefill(), in any batches, or until its
     /// sequence changes otherwise. Those calls have k and v of 0 tokens, and see the chunk as the owner saw it.
     void prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,

@@ -103,7 +103,7 @@ private:
 template <class Build>
 void rearrange(sequence& s, float* scratch, Build&& build) {
     kvq::cache& of = sequence_access::cache(s);
-    auto& tables = sequence_access::tables(s);
+    auto& tables = sequence_access::committed_tables(s);
     resource_vector<page_table> fresh(of.pool().memory());
     fresh.reserve(tables.size());
     for (std::size_t layer = 0; layer < tables.size(); ++layer) {
@@ -145,7 +145,6 @@ KVQ_FUNC void sequence::erase(int first, int last) {
     }
     const std::int64_t by = std::int64_t{first} - last;
     detail::expect_rotary(*cache_, by);
-    commit_shared();
     detail::rearrange(*this, scratch_.data(),
                       [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, first, 0);
@@ -159,7 +158,6 @@ KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
     detail::expect_range("shift", first, last, "sequence", held);
     detail::expect_rotary(*cache_, by);
     if (first == last || by == 0) return;
-    commit_shared();
     detail::rearrange(*this, scratch_.data(),
                       [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, first, 0);
@@ -189,8 +187,8 @@ KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
     const std::int64_t by = std::int64_t{held} - first;
     if (first == last) return;
     detail::expect_rotary(*cache_, by);
-    commit_shared();
-    auto& others = detail::sequence_access::tables(other);
+    auto& others = &other == this ? detail::sequence_access::committed_tables(*this)
+                                  : detail::sequence_access::tables(other);
     detail::rearrange(*this, scratch_.data(),
                       [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, held, 0);

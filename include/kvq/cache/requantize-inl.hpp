@@ -32,11 +32,7 @@ public:
           changes_(of.pool().memory(), of.geometry(), of.options().rollback),
           tables_(of.pool().memory()),
           spans_(of.pool().memory()) {
-        for (std::size_t i = 0; i < sequences.size(); ++i) {
-            expect(sequences[i] != nullptr, "sequence ", i, " of the request is null");
-            expect(&sequence_access::cache(*sequences[i]) == cache_, "sequence ", i,
-                   " of the request belongs to another cache");
-        }
+        sequence_access::expect_members(of, sequences, "of the request");
         const auto check = [](const char* name, int format, int size) {
             expect(format >= requantize_request::keep && format < size - 1, name, " format ", format,
                    " is not among the ", size - 1, " listed ones");
@@ -52,7 +48,6 @@ public:
                request.first_token, " to ", request.last_token, " are not a range");
         extent_.first_token = request.first_token;
         extent_.last_token = request.last_token;
-        report_.bytes_before = report_.bytes_after = report_.bytes_peak = cache_->pool().bytes_in_use();
     }
 
     /// Without executor and workspace a dry run for so many threads: the cache and its sequences are only read.
@@ -63,8 +58,10 @@ public:
         // At most one thread per page.
         std::size_t pages = 1;
         for (sequence* s : sequences_)
-            for (const page_table& table : sequence_access::tables(*s))
+            for (const page_table& table :
+                 dry_ ? sequence_access::tables(*s) : sequence_access::committed_tables(*s))
                 pages += 2 * static_cast<std::size_t>(table.committed);
+        report_.bytes_before = report_.bytes_after = report_.bytes_peak = cache_->pool().bytes_in_use();
         const auto workers = smaller(pages, static_cast<std::size_t>(larger(1, threads)));
         scratch_floats_ = cache_->scratch_floats();
         report_.workspace = workers * scratch_floats_ * sizeof(float);
@@ -251,9 +248,8 @@ KVQ_FUNC requantize_report cache::requantize(std::span<sequence* const> sequence
                                              const requantize_request& request, const requantize_limit& limit,
                                              executor_view executor, workspace& space) {
     detail::expect_distinct(sequences);
-    detail::requantizer all(*this, sequences, request);
-    detail::sequence_access::commit_shared(sequences);
-    return all.run(limit, executor.concurrency(), &executor, &space);
+    return detail::requantizer(*this, sequences, request)
+        .run(limit, executor.concurrency(), &executor, &space);
 }
 
 }}  // namespace kvq

@@ -1,6 +1,6 @@
 // Access to the tables of a sequence, for what is built on it: requantizing, saving, sending, policies.
-// Contract: a sequence with a draft, or with a chunk that waits for layers that share it, is refused: its last spans are in no state
-// that lasts.
+// Contract: a sequence with a draft is refused, since its last span is in no state that lasts. So is one with a chunk that waits for layers
+// that share it, unless the sequence changes anyway: its chunk is committed then.
 #pragma once
 
 #include <span>
@@ -15,21 +15,32 @@ struct sequence_access {
     /// Sequence: const or not.
     template <class Sequence>
     static auto& tables(Sequence& s) {
-        check_no_draft(s);
-        for (int i = 0; i < cache(s).layer_count(); ++i) {
-            if (s.tables_[static_cast<std::size_t>(i)].waits && cache(s).holds_tokens(i))
+        expect_no_draft(s);
+        for (int i = 0; i < cache(s).layer_count(); ++i)
+            if (waits(s, i) && cache(s).holds_tokens(i))
                 fail(s.describe(i),
                      ": its last chunk waits in 16 bit for the layers that share it; trim() to ", s.tokens(),
                      ", all tokens, commits it");
-        }
         return s.tables_;
     }
-    /// Commits chunks that wait for layers that share them.
-    static void commit_shared(sequence& s) { s.commit_shared(); }
-    /// The same of several, after all of them were checked for drafts.
-    static void commit_shared(std::span<sequence* const> all) {
-        for (const sequence* const s : all) check_no_draft(*s);
-        for (sequence* const s : all) s->commit_shared();
+    /// Of a sequence that changes: chunks that wait for layers that share them are committed first.
+    static auto& committed_tables(sequence& s) {
+        expect_no_draft(s);
+        s.commit_shared();
+        return s.tables_;
+    }
+    static void expect_no_draft(const sequence& s) {
+        expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
+        for (const page_table& table : s.tables_) sequence::check_no_draft(table);
+    }
+    /// Raises kvq::error unless sequences of a call are those of a cache, without drafts. whose: "of the request".
+    static void expect_members(const kvq::cache& of, std::span<sequence* const> sequences,
+                               const char* whose) {
+        for (std::size_t i = 0; i < sequences.size(); ++i) {
+            expect(sequences[i] != nullptr, "sequence ", i, " ", whose, " is null");
+            expect(&cache(*sequences[i]) == &of, "sequence ", i, " ", whose, " belongs to another cache");
+            expect_no_draft(*sequences[i]);
+        }
     }
     /// Of a layer that shares those of another one: its queries have not come.
     static bool waits(const sequence& s, int layer) noexcept {
@@ -48,12 +59,6 @@ struct sequence_access {
              " has layers with keys and values only");
     }
     static kvq::cache& cache(const sequence& s) noexcept { return *s.cache_; }
-
-private:
-    static void check_no_draft(const sequence& s) {
-        expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
-        for (const page_table& table : s.tables_) sequence::check_no_draft(table);
-    }
 };
 
 }}}  // namespace kvq::detail

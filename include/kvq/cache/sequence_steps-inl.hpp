@@ -48,7 +48,7 @@ KVQ_FUNC void sequence::commit_shared(int layer) {
 }
 
 KVQ_FUNC void sequence::commit_shared() {
-    for (int layer = 0; layer < cache_->layer_count(); ++layer)
+    for (int layer = 0; layer < static_cast<int>(tables_.size()); ++layer)  // none after a move
         if (cache_->holds_tokens(layer)) commit_shared(layer);
 }
 
@@ -218,6 +218,7 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
         check_member(r.sequence, i);
         detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
         for (int layer = 0; layer < layer_count(); ++layer) {
+            r.sequence->check_layer(layer);
             if (!takes_steps(layer)) continue;
             r.sequence->check_added(r.sequence->table(layer), r.tokens);
             sequence::check_no_draft(r.sequence->table(layer));

@@ -18,12 +18,10 @@ public:
           sequences_(sequences.begin(), sequences.end()),
           policy_(policy),
           space_(of.pool().memory()) {
-        for (std::size_t i = 0; i < sequences.size(); ++i)
-            expect(sequences[i] != nullptr, "sequence ", i, " of those to step down is null");
+        sequence_access::expect_members(of, sequences, "of those to step down");
         expect_distinct(sequences);
         check_policy(of, policy);
-        (void)requantizer(of, sequences, {});  // checks the sequences
-        sequence_access::commit_shared(sequences);
+        for (sequence* const s : sequences) (void)sequence_access::committed_tables(*s);
         report_.bytes_before = report_.bytes_after = report_.bytes_peak = of.pool().bytes_in_use();
     }
 

@@ -167,7 +167,7 @@ private:
 KVQ_FUNC void save_to(const sequence& s, const sink_view& write, const save_options& options) {
     if (options.copies && !sequence_access::waits(s)) return sequence_writer(s, options).write(write);
     sequence committed = s.fork();
-    sequence_access::commit_shared(committed);
+    (void)sequence_access::committed_tables(committed);
     if (!options.copies) committed.drop_copies();
     sequence_writer(committed, options).write(write);
 }

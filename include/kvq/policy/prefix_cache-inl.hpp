@@ -105,8 +105,8 @@ KVQ_FUNC store_outcome prefix_cache::store(token_ids tokens, const kvq::sequence
     }
     const auto kept = std::make_shared<kvq::sequence>(sequence.fork());
     detail::make_entry(*kept, static_cast<int>(tokens.size()));
-    detail::sequence_access::commit_shared(*kept);
-    (void)detail::sequence_access::tables(*kept);  // raises the error of a draft, which share() must not
+    (void)detail::sequence_access::committed_tables(
+        *kept);  // raises the error of a draft, which share() must not
     if (options_.format && static_cast<int>(tokens.size()) >= options_.min_quantize_tokens) quantize(*kept);
     if (nearest) {
         const std::shared_lock reading(changing_);
