@@ -228,6 +228,7 @@ public:
     }
 
     void check() {
+        check_usage();
         for (int s = 0; s < 3; ++s) {
             if (waits(together_[s])) continue;
             kvq::usage_report sum;
@@ -291,6 +292,44 @@ public:
     }
 
 private:
+    /// usage() counts every page of a sequence once, also while a chunk waits; and all pages of the pool are pages of the sequences.
+    void check_usage() {
+        struct use {
+            std::uint32_t spans = 0;
+            bool shown = false;
+        };
+        std::map<const kvq::page*, use> all;
+        std::size_t reserved = 0;
+        for (const kvq::sequence& s : together_) {
+            std::map<const kvq::page*, use> own;
+            for (int i = 0; i < cache_.layer_count(); ++i) {
+                if (cache_.owner(i) != i) continue;
+                const kvq::layer_pages held = s.pages(i);
+                for (int at = 0; at < held.count; ++at)
+                    for (int role = 0; role < 2; ++role) {
+                        if (const kvq::page* const p = held.spans[at].pages[role].get())
+                            ++own[p].spans, own[p].shown = true;
+                        if (const kvq::page* const p = held.spans[at].copies[role].get()) ++own[p].spans;
+                    }
+            }
+            kvq::usage_report want;
+            for (const auto& [p, of] : own) {
+                (!of.shown ? want.rollback : p->format == 0 ? want.window : want.quantized) += p->bytes;
+                if (p->references > of.spans) want.shared += p->bytes;
+            }
+            const kvq::usage_report u = s.usage();
+            REQUIRE(u.pages == own.size());
+            REQUIRE(u.quantized == want.quantized);
+            REQUIRE(u.window == want.window);
+            REQUIRE(u.rollback == want.rollback);
+            REQUIRE(u.shared == want.shared);
+            reserved += u.reserved;
+            all.merge(own);
+        }
+        std::size_t bytes = 0;
+        for (const auto& [p, of] : all) bytes += kvq::page_pool::allocation(p->bytes);
+        if (reserved == 0) REQUIRE(cache_.bytes_in_use() == bytes);
+    }
     static bool waits(const kvq::sequence& s) { return kvq::detail::sequence_access::waits(s); }
     static void commit(kvq::sequence& s) {
         s.trim(s.tokens());
