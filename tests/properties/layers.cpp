@@ -1160,6 +1160,25 @@ TEST_CASE("what is refused leaves a chunk waiting for the layers that share it")
     CHECK(out.values() == first);
 }
 
+TEST_CASE("pages of a window behind a long text keep their sharing when they change") {
+    // More pages have left the window than a table counts.
+    const std::array<int, 2> tokens{70000, 70005};
+    const int window = 40;
+    kvq::cache cache(
+        {kvq::sliding_attention(window, {1, 8})},
+        {.keys = {format_of<kvq::int8>(), format_of<kvq::affine<4>>()}, .page_tokens = 1, .rollback = 0});
+    const test::tensor<float> x(tokens[0], 1, 8);
+    auto s = cache.new_sequence();
+    s.append(0, x.view(), x.view());
+    auto fork = s.fork();
+    fork.append(0, x.slice(0, tokens[1] - tokens[0]), x.slice(0, tokens[1] - tokens[0]));
+    kvq::sequence* const both[] = {&s, &fork};
+    kvq::workspace space;
+    const auto pages = static_cast<std::size_t>(window + tokens[1] - tokens[0]);
+    CHECK(cache.plan_requantize(both, {.key = 1}).pages == pages);
+    CHECK(cache.requantize(both, {.key = 1}, {}, kvq::serial_executor{}, space).pages == pages);
+}
+
 TEST_CASE("a sequence that was moved from is refused, or has nothing to change") {
     kvq::cache cache({kvq::full_attention({2, 8}), kvq::shared_with(0)}, {.keys = {format_of<kvq::int8>()}});
     auto moved = cache.new_sequence();

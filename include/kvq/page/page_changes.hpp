@@ -70,7 +70,8 @@ public:
             const row own{larger(range.first_place - table.freed, static_cast<int>(first - at(0))),
                           smaller(range.last_place - table.freed, static_cast<int>(last - at(0)))};
             rows_.push_back(own);
-            elsewhere_ = elsewhere_ || table.rearranged || table.freed != tables[0]->freed;
+            elsewhere_ = elsewhere_ || table.rearranged || table.freed != tables[0]->freed ||
+                         table.freed == page_table::most_freed;
             begin_ = smaller(begin_, own.first);
             end_ = larger(end_, own.last);
         }
