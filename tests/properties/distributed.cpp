@@ -580,6 +580,55 @@ TEST_CASE("a sequence of window, full and state layers arrives as the same bytes
     }
 }
 
+TEST_CASE("a layer is sent while its chunk waits for a layer that shares it, which sees it in 16 bit then") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const std::vector<kvq::layer> layers{kvq::full_attention({2, 64}), kvq::shared_with(0),
+                                         kvq::full_attention({2, 64})};
+    for (const bool fewer_bits : {false, true}) {
+        const int tokens = random.between(200, 300);
+        const model m(random, {1, 2, 64}, 1, tokens);
+        const auto q = test::random_tensor(random, 3, 2, 64);
+        test::wire_bytes pages[2];
+        test::wire over(2);
+        const auto errors = test::on_ranks(over, 2, [&](test::channel& c) {
+            kvq::cache cache(layers, both_formats(c.rank() == 1));
+            const auto read_all = [&](const kvq::sequence& s) {
+                for (const int layer : {0, 2}) {
+                    const test::wire_bytes of = pages_of(s, layer, layer + 1);
+                    auto& all = pages[static_cast<std::size_t>(c.rank())];
+                    all.insert(all.end(), of.begin(), of.end());
+                }
+            };
+            if (c.rank() == 1) {
+                kvq::transfer_request request;
+                if (fewer_bits) request = {"std4", std4().values.name()};
+                kvq::sequence_receiver receiver(c, 0, cache, request);
+                read_all(receiver.receive().sequence);
+                return;
+            }
+            kvq::sequence_sender sender(c, 1, cache);
+            auto s = cache.new_sequence();
+            test::tensor<float> out(3, 2, 64), shared(3, 2, 64);
+            const auto none = m.k.slice(0, 0);
+            s.prefill(0, m.k.slice(0, tokens), m.v.slice(0, tokens), q.view(), out.view());
+            sender.send_layer(s, 0);
+            s.prefill(1, none, none, q.view(), shared.view());
+            REQUIRE(shared.values() == out.values());
+            sender.send_layer(s, 1);
+            s.append(2, m.k.slice(0, tokens), m.v.slice(0, tokens));
+            sender.send_layer(s, 2);
+            (void)sender.finish(s);
+            if (fewer_bits) cache.requantize(s, {.key = 1, .value = 1});
+            read_all(s);
+        });
+        for (const std::string& e : errors) REQUIRE(e == "");
+        REQUIRE_FALSE(pages[0].empty());
+        REQUIRE(pages[0] == pages[1]);
+    }
+}
+
 TEST_CASE("a request for a format that the sender does not list is an error on both sides") {
     test::wire over(2);
     const kvq::cache_shape shape{1, 1, 64};

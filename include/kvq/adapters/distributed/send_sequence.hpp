@@ -112,25 +112,25 @@ public:
         guard.done = true;
     }
 
-    /// Starts to send a layer whose tokens are all there. Layers in order. Returns as soon as the message is made. For a layer with state
-    /// nothing is sent yet.
+    /// Starts to send a layer whose tokens are all there. Layers in order. Returns as soon as the message is made. A layer with state sends
+    /// nothing yet, one that shares the keys and values of another layer never does. A chunk that waits for such layers goes on waiting:
+    /// its pages are quantized in a fork.
     void send_layer(const sequence& s, int layer) {
         detail::transfer_guard<Transport> guard{channel_, "a layer of a sequence cannot be sent"};
         detail::expect(layer == layer_, "layer ", layer, " is sent, but layer ", layer_, " is the next one");
-        report_.bytes_as_is += detail::layer_bytes(s, layer);
-        if (!cache_.holds_tokens(layer)) {
-            ++layer_;
-            guard.done = true;
-            return;
-        }
-        if (request_.key < 0 && request_.value < 0) {
-            send(s, layer);
-        } else {
-            sequence other = s.fork();
-            request_.first_layer = layer;
-            request_.last_layer = layer + 1;
-            cache_.requantize(other, request_);
-            send(other, layer);
+        if (cache_.holds_tokens(layer)) {
+            if (request_.key < 0 && request_.value < 0 && !detail::sequence_access::waits(s)) {
+                report_.bytes_as_is += detail::layer_bytes(s, layer);
+                send(s, layer);
+            } else {
+                sequence other = s.fork();
+                (void)detail::sequence_access::committed_tables(other);
+                report_.bytes_as_is += detail::layer_bytes(other, layer);
+                request_.first_layer = layer;
+                request_.last_layer = layer + 1;
+                cache_.requantize(other, request_);
+                send(other, layer);
+            }
         }
         ++layer_;
         guard.done = true;
