@@ -1158,6 +1158,11 @@ TEST_CASE("what is refused leaves a chunk waiting for the layers that share it")
     refused([&] { waiting.splice(fork, 0, 30); }, "its last chunk waits in 16 bit");
     waiting.prefill(1, none, none, prompt, out.view());
     CHECK(out.values() == first);
+    // A request that is met counts the bytes behind the commit.
+    CHECK(kvq::detail::sequence_access::waits(fork));
+    const kvq::requantize_report report = cache.requantize(fork, {.key = 0});
+    CHECK(report.bytes_after == report.bytes_before);
+    CHECK(report.bytes_after == cache.bytes_in_use());
 }
 
 TEST_CASE("pages of a window behind a long text keep their sharing when they change") {
