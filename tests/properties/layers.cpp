@@ -1165,6 +1165,38 @@ TEST_CASE("what is refused leaves a chunk waiting for the layers that share it")
     CHECK(report.bytes_after == cache.bytes_in_use());
 }
 
+TEST_CASE(
+    "while a chunk waits, append_bytes() and prefill_bytes() bound what its commit and new tokens take") {
+    INFO("KVQ_SEED=", test::seed());
+    test::generator random(test::seed());
+    const auto x = test::random_tensor(random, 150, 1, 8);
+    test::tensor<float> out(1, 1, 8);
+    const auto q = x.slice(0, 1);
+    for (int round = 0; round < 300; ++round) {
+        const int window = random.between(1, 60), first = random.between(1, 150), n = random.between(1, 150);
+        const bool forks = random.one_in(2), prefills = random.one_in(2);
+        CAPTURE(round);
+        kvq::cache_options options{.keys = {format_of<kvq::int8>()},
+                                   .sinks = 2,
+                                   .recent = random.between(0, 20),
+                                   .page_tokens = 8,
+                                   .rollback = random.between(0, 12)};
+        // The second time with no byte more.
+        for (int turn = 0; turn < 2; ++turn) {
+            kvq::cache cache({kvq::sliding_attention(window, {1, 8}), kvq::shared_with(0)}, options);
+            auto s = cache.new_sequence();
+            s.prefill(0, x.slice(0, first), x.slice(0, first), q, out.view());
+            const auto fork = forks ? s.fork() : cache.new_sequence();
+            options.byte_budget = cache.bytes_in_use() + (prefills ? s.prefill_bytes(n) : s.append_bytes(n));
+            if (prefills)
+                s.prefill(0, x.slice(0, n), x.slice(0, n), q, out.view());
+            else
+                s.append(0, x.slice(0, n), x.slice(0, n));
+            REQUIRE(s.tokens() == first + n);
+        }
+    }
+}
+
 TEST_CASE("pages of a window behind a long text keep their sharing when they change") {
     // More pages have left the window than a table counts.
     const std::array<int, 2> tokens{70000, 70005};

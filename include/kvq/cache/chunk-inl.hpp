@@ -182,9 +182,10 @@ KVQ_FUNC void chunk::commit() noexcept {
 KVQ_FUNC chunk::needs chunk::needs_of(const cache& of, int layer, const page_table& table, int tokens,
                                       chunk_pages when) {
     needs n;
-    for_each_need(
-        of, layer, table, tokens, when, [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); },
-        [&](std::size_t bytes) { n.returned += page_pool::allocation(bytes); });
+    const auto take = [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); };
+    if (table.waits) for_each_need(of, layer, table, 0, chunk_pages::after_attend, take, [](std::size_t) {});
+    for_each_need(of, layer, table, tokens, when, take,
+                  [&](std::size_t bytes) { n.returned += page_pool::allocation(bytes); });
     return n;
 }
 

@@ -61,7 +61,8 @@ public:
 
     void commit() noexcept;
 
-    /// Bytes that stage() takes from the pool, and how many of them commit() gives back.
+    /// Bytes that stage() takes from the pool, and how many of them commit() gives back. A chunk that waits is committed before: what that
+    /// takes counts as well, so that it is an upper bound then.
     struct needs {
         std::size_t taken = 0, returned = 0;  // a shared chunk returns it later
     };

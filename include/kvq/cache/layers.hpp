@@ -17,7 +17,7 @@
 //   shared    nothing: it reads the keys and values of an earlier layer, under its window      as that layer
 //   cross     tokens of another text, appended once: all queries see all of them           does not touch it
 //
-// Attention over the last two hides what their window hides; masks and score modifiers of the caller come on top, with positions in the text.
+// Attention hides what the window of a layer hides; masks and score modifiers of the caller come on top, with positions in the text.
 // Pages that no query can see any more are freed when tokens are appended. Positions stay.
 // Contract: cache() checks the list, and names the layer and its kind in an error.
 #pragma once
