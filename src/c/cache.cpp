@@ -99,6 +99,8 @@ std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
         "layer_list says the shape of each layer, so that kv_heads, head_dim and value_dim must be 0, not ",
         o.kv_heads, ", ", o.head_dim, " and ", o.value_dim);
     expect(o.layers >= 1, KVQ_ERROR_ARGUMENT, "a cache needs at least 1 layer, got ", o.layers);
+    expect(o.layers <= detail::most_layers, KVQ_ERROR_ARGUMENT, "a cache has at most ", detail::most_layers,
+           " layers, got ", o.layers);
     std::vector<layer> all;
     for (std::int32_t i = 0; i < o.layers; ++i) {
         const kvq_layer& l = o.layer_list[i];

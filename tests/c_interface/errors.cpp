@@ -601,6 +601,7 @@ TEST_CASE("numbers out of range, names that nobody knows") {
             "layer 0, cross attention of 1 x 8: it shares no keys and values with layer 1");
     list[0].kind = 77;
     refused([&](auto& o) { listed(o), o.layers = -1; }, KVQ_ERROR_ARGUMENT, "at least 1 layer, got -1");
+    refused([&](auto& o) { listed(o), o.layers = most; }, KVQ_ERROR_ARGUMENT, "at most 65536 layers");
     kvq_layer found{};
     CHECK_REFUSED(kvq_cache_get_layer(f.cache, layers, &found), KVQ_ERROR_ARGUMENT, "is not among the");
     auto allocator = init<kvq_allocator>();
