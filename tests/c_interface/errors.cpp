@@ -645,7 +645,7 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK_REFUSED(kvq_cache_commit_to(f.cache, KVQ_KEY, "int8", 5, 2), KVQ_ERROR_ARGUMENT, "5 to 2");
     CHECK_REFUSED(kvq_statistics_add_sequence(f.statistics, f.s, 0, 1 << 20), KVQ_ERROR_ARGUMENT, "1048576");
     CHECK_REFUSED(kvq_cache_add_format(f.cache, KVQ_KEY, f.format, nullptr), KVQ_ERROR_ARGUMENT, "already");
-    CHECK_REFUSED(kvq_statistics_create(most, 1 << 16, 1 << 20, 1, &f.made_statistics), KVQ_ERROR_ARGUMENT,
+    CHECK_REFUSED(kvq_statistics_create(1 << 16, 1 << 16, 1 << 20, 1, &f.made_statistics), KVQ_ERROR_ARGUMENT,
                   "larger than memory");
     CHECK_REFUSED(kvq_statistics_load(f.page, 20, &f.made_statistics), KVQ_ERROR_DATA, "not a calibration");
     auto nothing = init<kvq_allocator>();
