@@ -130,10 +130,11 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
         const auto pages = static_cast<std::size_t>(g.staged_pages(e.pages[i], new_tokens).size());
         scratch = common::larger(scratch, pages * m.page_bytes());
     }
-    const std::size_t slots = common::round_up(
+    const std::size_t slot_bytes = common::round_up(
         groups_.size() * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});
-    if (slots + scratch > staging_.bytes())
-        if (status r = detail::replace_memory(staging_, options_.memory, slots + scratch, "a prompt", stream);
+    if (slot_bytes + scratch > staging_.bytes())
+        if (status r =
+                detail::replace_memory(staging_, options_.memory, slot_bytes + scratch, "a prompt", stream);
             !r)
             return r;
     step next;
@@ -146,7 +147,7 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     std::vector<detail::prompt_slots> found;
     for (std::size_t i = 0; i < groups_.size(); ++i)
         found.push_back(
-            groups_[i].begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slots,
+            groups_[i].begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
                                     staging_.as<long long>() + i * static_cast<std::size_t>(new_tokens), to));
     status s = to.flush();
     if (!s) forget_rows();
