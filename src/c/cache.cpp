@@ -30,16 +30,6 @@ static_assert(static_cast<int>(layer_kind::chunked) == KVQ_CHUNKED_ATTENTION);
 static_assert(static_cast<int>(layer_kind::shared) == KVQ_SHARED);
 static_assert(static_cast<int>(layer_kind::cross) == KVQ_CROSS_ATTENTION);
 static_assert(static_cast<int>(layer_kind::state) == KVQ_STATE);
-kvq_layer layer_of(const kvq::cache& of, int i) noexcept {
-    const layer& l = of.layers()[static_cast<std::size_t>(i)];
-    return {static_cast<std::int32_t>(l.kind),
-            l.kv_heads,
-            l.head_dim,
-            of.shape(i).dim(tensor::value),
-            l.window,
-            l.sinks,
-            l.owner};
-}
 
 }  // namespace
 

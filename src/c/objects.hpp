@@ -111,6 +111,19 @@ inline std::vector<std::string> listed_names(const std::string& list, const char
 /// The format of a name, made from statistics if it takes them.
 format found_format(const std::string& name, tensor role, const calibration* statistics);
 
+/// Kind and shape of a layer of a cache, on the CPU or on a device.
+template <class Cache>
+kvq_layer layer_of(const Cache& of, int i) noexcept {
+    const layer& l = of.layers()[static_cast<std::size_t>(i)];
+    return {static_cast<std::int32_t>(l.kind),
+            l.kv_heads,
+            l.head_dim,
+            of.shape(i).dim(tensor::value),
+            l.window,
+            l.sinks,
+            l.owner};
+}
+
 }  // namespace kvq::c
 
 struct kvq_workspace : kvq::c::handle<kvq_workspace> {

@@ -36,17 +36,6 @@ kvq_cuda_sequence* new_sequence(const shared_device& of, Take&& take) {
     return made.release();
 }
 
-/// Kind and shape of a layer.
-kvq_layer layer_of(const cuda::cache& of, int i) noexcept {
-    const layer& l = of.layers()[static_cast<std::size_t>(i)];
-    return {static_cast<std::int32_t>(l.kind),
-            l.kv_heads,
-            l.head_dim,
-            of.shape(i).dim(tensor::value),
-            l.window,
-            l.sinks,
-            l.owner};
-}
 void expect_layer(const cuda::cache& of, int i) {
     expect(i >= 0 && i < of.layer_count(), KVQ_ERROR_ARGUMENT, "layer ", i, " is not among the ",
            of.layer_count(), " layers of the cache");
