@@ -193,12 +193,16 @@ struct both_caches {
     token_view<const float16> rows(const test::device_buffer<float16>& x, int layer, int tokens) const {
         return {x.get() + layer * room * heads * dim, tokens, heads_of(layer), dim};
     }
-    /// New values of all layers, [layer][room][head][dim], on both sides.
-    void write(test::rng& r, std::vector<float16>& keys, std::vector<float16>& values) {
-        keys.resize(k.size());
-        values.resize(v.size());
+    /// New values of the first `tokens` rows of all layers, [layer][room][head][dim], on both sides; the other rows are NaN. Most of the
+    /// time of a history is random numbers.
+    void write(test::rng& r, std::vector<float16>& keys, std::vector<float16>& values, int tokens = room) {
+        keys.assign(k.size(), float16(NAN));
+        values.assign(v.size(), float16(NAN));
         for (auto* x : {&keys, &values})
-            for (float16& y : *x) y = float16(test::normal(r));
+            for (int layer = 0; layer < count(); ++layer) {
+                float16* y = x->data() + layer * room * heads * dim;
+                for (int i = 0; i < tokens * heads_of(layer) * dim; ++i) y[i] = float16(test::normal(r));
+            }
         k.upload(keys);
         v.upload(values);
     }
@@ -441,7 +445,7 @@ struct drafts {
     /// n more drafted tokens on both sides; the device's launches are the caller's, between these two.
     cuda::status begin(test::rng& r, int n, std::vector<float16>& keys, std::vector<float16>& values) {
         CUDA_OK(cudaStreamSynchronize(c.stream));
-        c.write(r, keys, values);
+        c.write(r, keys, values, n * static_cast<int>(rows.size()));
         drafted += n;
         words.upload(newest(n));
         return c.gpu.begin_draft(batch, n, c.stream);
@@ -523,7 +527,7 @@ struct history {
     /// Attends with the last `queries` tokens of the rows that a begin has named, in one layer, and compares some rows.
     void attend(const std::vector<pair*>& rows, int queries) {
         const int layer = any(0, c.count() - 1), n = static_cast<int>(rows.size()) * queries;
-        std::vector<float16> x(c.q.size());
+        std::vector<float16> x(static_cast<std::size_t>(n * q_heads * dim));
         for (float16& y : x) y = float16(test::normal(r));
         c.q.upload(x);
         c.out.poison();
@@ -582,9 +586,9 @@ struct history {
             for (const pair* p : rows)
                 if (p && !fits(*p, n)) return;
             std::vector<float16> keys, values;
-            c.write(r, keys, values);
-            ok(c.gpu.begin_step(batch, n, c.stream));
             const int tokens = n * static_cast<int>(rows.size());
+            c.write(r, keys, values, tokens);
+            ok(c.gpu.begin_step(batch, n, c.stream));
             for (int layer = 0; layer < c.count(); ++layer)
                 if (!c.is_shared(layer))
                     ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
@@ -604,7 +608,7 @@ struct history {
         const int window =
             any(0, 2) > 0 || (listed && p.host.tokens() < c.o.sinks) ? 0 : any(listed ? 71 : 1, 400);
         std::vector<float16> keys, values;
-        c.write(r, keys, values);
+        c.write(r, keys, values, n);
         ok(c.gpu.begin_prompt(p.id, n, c.stream));
         if (any(0, 1) == 0) {
             // Sinks among the new tokens are those of no page.
@@ -802,7 +806,7 @@ struct history {
         // Half of the time it stays on the CPU for a while.
         if (any(0, 1) == 0 && fits(p, 40)) {
             std::vector<float16> keys, values;
-            c.write(r, keys, values);
+            c.write(r, keys, values, 40);
             c.appended(p.host, keys, values, 0, 40);
         }
         ok(cuda::onload(p.host, c.gpu, p.id, c.stream));
@@ -905,7 +909,7 @@ void check_graph() {
     double worst = 0.0;
     for (int step = 0; step < graph_steps; ++step) {
         CUDA_OK(cudaStreamSynchronize(c.stream));
-        c.write(r, keys, values);
+        c.write(r, keys, values, 3);
         std::vector<float16> x(c.q.size());
         for (float16& y : x) y = float16(test::normal(r));
         c.q.upload(x);
