@@ -62,7 +62,7 @@ ALLOWED = {
     "cuda/prefill": DEVICE | {"cuda/decode"},
     "cuda/store": DEVICE,
     "cuda/quantize": DEVICE,
-    "cuda/host": CUDA | {"page", "format/format_names", "cache/layers"},
+    "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers"},
     "cuda/host/offload": CACHE | CUDA,
     "cuda": CUDA,
     "format/make_format": KERNELS | {"cpu", "cpu/scalar", "cpu/block_product", "cpu/product"},

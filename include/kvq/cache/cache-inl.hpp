@@ -14,21 +14,6 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-namespace detail {
-
-/// The parts of layers with state, if there are any.
-KVQ_FUNC std::optional<state_layout> state_of(const std::vector<layer>& layers) {
-    std::vector<std::vector<state_part>> parts;
-    bool some = false;
-    for (const layer& l : layers) {
-        parts.push_back(l.parts);
-        some = some || l.kind == layer_kind::state;
-    }
-    return some ? std::optional<state_layout>(parts) : std::nullopt;
-}
-
-}  // namespace detail
-
 KVQ_FUNC cache::cache(const cache_shape& shape, const cache_options& options)
     : cache(detail::equal_layers(shape), options) {}
 

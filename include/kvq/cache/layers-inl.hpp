@@ -67,6 +67,16 @@ KVQ_FUNC std::vector<layer> with_owners(std::vector<layer> layers) {
     return layers;
 }
 
+KVQ_FUNC std::optional<state_layout> state_of(const std::vector<layer>& layers) {
+    std::vector<std::vector<state_part>> parts;
+    bool some = false;
+    for (const layer& l : layers) {
+        parts.push_back(l.parts);
+        some = some || l.kind == layer_kind::state;
+    }
+    return some ? std::optional<state_layout>(parts) : std::nullopt;
+}
+
 inline bool is_full(const layer& l) noexcept { return l.kind == layer_kind::full; }
 
 KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {

@@ -29,7 +29,7 @@
 #include "../attention/rotary.hpp"
 #include "../core/shape.hpp"
 #include "../page/key_window.hpp"
-#include "../state/state_part.hpp"
+#include "../state/state_layout.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -127,6 +127,9 @@ std::vector<layer> equal_layers(const cache_shape& shape);
 
 /// Gives shared layers the shape, formats and rotation of their owners. Raises kvq::error for an impossible owner, or another shape.
 std::vector<layer> with_owners(std::vector<layer> layers);
+
+/// The parts of layers with state, if there are any. Raises kvq::error for an impossible part.
+std::optional<state_layout> state_of(const std::vector<layer>& layers);
 
 /// The shapes of the layers of a cache.
 class layer_shapes {

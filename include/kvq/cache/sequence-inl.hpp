@@ -143,16 +143,7 @@ KVQ_FUNC int sequence::trim_limit() const noexcept {
     for (std::size_t layer = 0; layer < tables_.size(); ++layer)
         least = detail::larger(least, tables_[layer].trim_limit(cache_->geometry(static_cast<int>(layer))));
     if (!state_ || least == 0) return least;
-    // Trims go to a snapshot, or to the live state: if it is out of reach, so is every token up to the next one.
-    int limit = 0, from = 0;
-    const auto next = [&](int token) {
-        if (!can_trim(from)) limit = token;
-        from = token;
-    };
-    for (const snapshot_mark& mark : state_->snapshots()) next(mark.tokens);
-    if (const int live = state_->tokens(); reach(live) == live) next(live);
-    next(tokens() + 1);
-    return limit;
+    return state_->trim_limit(tokens(), [&](int n) { return can_trim(n); });
 }
 
 KVQ_FUNC bool sequence::can_trim(int n) const noexcept {

@@ -72,9 +72,6 @@ struct state_access {
         const auto* const p = reinterpret_cast<const std::byte*>(&value);
         to.insert(to.end(), p, p + sizeof(value));
     }
-    static const page_ref& page_of(const recurrent_state& s, std::size_t layer, std::size_t i) {
-        return i < s.marks_.size() ? s.pages_of(i)[layer] : s.live_[layer];
-    }
 
     static void put_layers(bytes& to, const state_layout& layout) {
         for (const state_layer& l : layout.layers()) {
@@ -105,7 +102,7 @@ struct state_access {
         for (std::size_t layer = 0; layer < s.layers(); ++layer) {
             const page* before = nullptr;
             for (std::size_t i = 0; i <= s.marks_.size(); ++i) {
-                const page* const p = page_of(s, layer, i).get();
+                const page* const p = s.held_page(layer, i).get();
                 put(description, !p            ? written_page::zeros
                                  : p == before ? written_page::same
                                                : written_page::next);
@@ -271,9 +268,7 @@ struct state_access {
         expect(pages == h.pages && data_bytes == h.data_bytes && from.left() < 16,
                "the state is impossible: ", pages, " pages of ", data_bytes, " bytes, its header says ",
                h.pages, " and ", h.data_bytes);
-        const std::uint64_t last = last_to_drop(s.marks_, 0, policy.most_bytes);
-        for (std::size_t i = s.marks_.size(); i-- > 0;)
-            if (s.marks_[i].used <= last) s.erase_snapshots(i, i + 1);
+        s.drop_to_budget();
         return s;
     }
 };

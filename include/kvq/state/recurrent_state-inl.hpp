@@ -13,9 +13,10 @@
 namespace kvq { inline namespace KVQ_COMMON {
 
 KVQ_FUNC recurrent_state::recurrent_state(const state_layout& layout, page_pool& pool,
-                                          const snapshot_policy& policy)
+                                          const snapshot_policy& policy, detail::state_device* device)
     : layout_(&layout),
       pool_(&pool),
+      device_(device),
       policy_(policy),
       live_(pool.memory()),
       pages_(pool.memory()),
@@ -29,6 +30,7 @@ KVQ_FUNC recurrent_state::recurrent_state(const state_layout& layout, page_pool&
 KVQ_FUNC recurrent_state::recurrent_state(recurrent_state&& other) noexcept
     : layout_(other.layout_),
       pool_(other.pool_),
+      device_(other.device_),
       policy_(other.policy_),
       tokens_(std::exchange(other.tokens_, 0)),
       accessed_(std::exchange(other.accessed_, false)),
@@ -51,6 +53,7 @@ KVQ_FUNC recurrent_state& recurrent_state::operator=(recurrent_state&& other) no
 KVQ_FUNC recurrent_state::recurrent_state(const recurrent_state& other, int)
     : layout_(other.layout_),
       pool_(other.pool_),
+      device_(other.device_),
       policy_(other.policy_),
       tokens_(other.tokens_),
       accessed_(other.accessed_),
@@ -62,6 +65,7 @@ KVQ_FUNC recurrent_state::recurrent_state(const recurrent_state& other, int)
 KVQ_FUNC recurrent_state recurrent_state::fork() const { return {*this, 0}; }
 
 KVQ_FUNC page_ref recurrent_state::new_page(std::size_t layer, detail::state_form form) const {
+    if (device_) return device_->allocate();
     const detail::state_layer& l = layout_->layers()[layer];
     page_ref p = pool_->allocate(l.page_bytes(form), static_cast<int>(form), 0);
     // Between parts, so that the bytes of a page are those of its values.
@@ -74,6 +78,7 @@ KVQ_FUNC page_ref recurrent_state::new_page(std::size_t layer, detail::state_for
 }
 
 KVQ_FUNC void recurrent_state::make_live(std::size_t layer, const page_ref& from, page& to) const noexcept {
+    if (device_) return from ? device_->copy(*from, to) : device_->zero(to);
     const detail::state_layer& l = layout_->layers()[layer];
     if (!from || form_of(*from) == detail::state_form::live) {
         if (from)
@@ -87,14 +92,23 @@ KVQ_FUNC void recurrent_state::make_live(std::size_t layer, const page_ref& from
                                 to.data() + l.place(detail::state_form::live, i).offset);
 }
 
-KVQ_FUNC std::byte* recurrent_state::own(std::size_t layer) {
-    page_ref& p = live_[layer];
-    if (!p || form_of(*p) != detail::state_form::live || p.shared()) {
-        page_ref fresh = new_page(layer, detail::state_form::live);
-        make_live(layer, p, *fresh);
-        p = std::move(fresh);
-    }
-    return p->data();
+KVQ_FUNC void recurrent_state::own(std::size_t layer) {
+    if (is_own(layer)) return;
+    page_ref fresh = new_page(layer, detail::state_form::live);
+    make_live(layer, live_[layer], *fresh);
+    live_[layer] = std::move(fresh);
+}
+
+KVQ_FUNC const page& recurrent_state::live_page(std::size_t at) {
+    own(at);
+    accessed_ = true;
+    return *live_[at];
+}
+
+KVQ_FUNC std::size_t recurrent_state::missing_pages() const noexcept {
+    std::size_t missing = 0;
+    for (std::size_t i = 0; i < layers(); ++i) missing += is_own(i) ? 0 : 1;
+    return missing;
 }
 
 KVQ_FUNC std::span<std::byte> recurrent_state::part(int layer, int part) {
@@ -104,9 +118,8 @@ KVQ_FUNC std::span<std::byte> recurrent_state::part(int layer, int part) {
                    " has no part ", part, ": it has ", l.parts.size());
     detail::expect(!live_.empty(), "a state that was moved from has no layers");
     const detail::state_place& place = l.place(detail::state_form::live, static_cast<std::size_t>(part));
-    std::byte* const data = own(at) + place.offset;
-    accessed_ = true;
-    return {data, place.bytes};
+    (void)live_page(at);
+    return {live_[at]->data() + place.offset, place.bytes};
 }
 
 KVQ_FUNC void recurrent_state::reserve(executor_view executor) {
@@ -204,6 +217,12 @@ KVQ_FUNC void recurrent_state::go_to_last_snapshot() noexcept {
     if (!none) marks_.back().used = ++clock_;
 }
 
+KVQ_FUNC void recurrent_state::drop_to_budget() noexcept {
+    const std::uint64_t last = detail::last_to_drop(marks_, 0, policy_.most_bytes);
+    for (std::size_t i = marks_.size(); i-- > 0;)
+        if (marks_[i].used <= last) erase_snapshots(i, i + 1);
+}
+
 KVQ_FUNC void recurrent_state::drop_live() {
     detail::expect(!marks_.empty() && marks_.back().tokens == tokens_, "the live state of token ", tokens_,
                    " has no snapshot to continue from: the last of ", marks_.size(), " is at token ",
@@ -260,12 +279,9 @@ KVQ_FUNC state_usage recurrent_state::usage() const noexcept {
         const detail::state_layer& l = layout_->layers()[layer];
         // Holders of a page are neighbours, the live state behind the snapshots: a page that was left never
         // comes back.
-        const auto page_of = [&](std::size_t i) -> const page_ref& {
-            return i < marks_.size() ? pages_of(i)[layer] : live_[layer];
-        };
         for (std::size_t i = 0, end = 1; i <= marks_.size(); i = end++) {
-            const page_ref& p = page_of(i);
-            while (end <= marks_.size() && page_of(end).get() == p.get()) ++end;
+            const page_ref& p = held_page(layer, i);
+            while (end <= marks_.size() && held_page(layer, end).get() == p.get()) ++end;
             if (!p) continue;
             (i < marks_.size() ? u.snapshots : u.live) += p->bytes;
             u.shared += p.references() > end - i ? p->bytes : 0;

@@ -29,6 +29,7 @@
 #include "../core/resource_vector.hpp"
 #include "../page/page.hpp"
 #include "snapshot_policy.hpp"
+#include "state_device.hpp"
 #include "state_layout.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
@@ -53,7 +54,12 @@ class recurrent_state {
 public:
     /// All zeros, 0 tokens. Takes no page. Raises kvq::error for a policy that is out of range, or under
     /// which no snapshot fits.
-    recurrent_state(const state_layout& layout, page_pool& pool, const snapshot_policy& policy = {});
+    recurrent_state(const state_layout& layout, page_pool& pool, const snapshot_policy& policy = {})
+        : recurrent_state(layout, pool, policy, nullptr) {}
+    /// With pages on a device, and tables in the memory of the pool. Snapshots of the layout are exact. part() and what reads
+    /// pages is not for such a state: live_page() is.
+    recurrent_state(const state_layout& layout, page_pool& pool, const snapshot_policy& policy,
+                    detail::state_device* device);
     recurrent_state(recurrent_state&&) noexcept;
     recurrent_state& operator=(recurrent_state&& other) noexcept;
     recurrent_state(const recurrent_state&) = delete;  // use fork()
@@ -81,6 +87,15 @@ public:
     }
     /// Every layer gets a live page of its own, so that a step takes no memory. Layers are tasks.
     void reserve(executor_view executor = serial_executor{});
+    /// Pages that reserve() takes. O(layers)
+    std::size_t missing_pages() const noexcept;
+    /// The live page of layer `at` of layout().layers(), to be written as through part().
+    const page& live_page(std::size_t at);
+    /// The page of layer `at` in snapshots()[holder], and for holder = snapshots().size() in the live state. Null: zeros. A page
+    /// that neighbours hold is one.
+    const page_ref& held_page(std::size_t at, std::size_t holder) const noexcept {
+        return holder < marks_.size() ? pages_of(holder)[at] : live_[at];
+    }
 
     /// Tokens that the live state has taken.
     int tokens() const noexcept { return tokens_; }
@@ -105,6 +120,21 @@ public:
     /// The same over all quantized parts of all layers.
     double snapshot_error(std::size_t i) const;
 
+    /// The least n from which on every trim(n) goes to a token that can_reach(token), of a sequence of so many tokens;
+    /// tokens + 1: none. O(snapshots)
+    template <class CanReach>
+    int trim_limit(int tokens, const CanReach& can_reach) const noexcept {
+        // If a snapshot, or the live state, is out of reach, so is every token up to the next one.
+        int limit = 0, from = 0;
+        const auto next = [&](int token) {
+            if (!can_reach(from)) limit = token;
+            from = token;
+        };
+        for (const snapshot_mark& mark : marks_) next(mark.tokens);
+        if (reach(tokens_) == tokens_) next(tokens_);
+        next(tokens + 1);
+        return limit;
+    }
     /// The token to which trim(n) goes: tokens() if n is not less and no step is under way, else that of the
     /// newest snapshot at or before n, or 0. O(log snapshots)
     int reach(int n) const noexcept;
@@ -125,6 +155,31 @@ public:
 
     /// O(layers * snapshots)
     [[nodiscard]] state_usage usage() const noexcept;
+    /// Makes an empty state one with the tokens and snapshots of `from`, whose pages lie elsewhere: copy(at, holder) returns what
+    /// held_page(at, holder) is to be, holder by holder. Then drops snapshots that policy() has no room for. Basic guarantee.
+    template <class Copy>
+    void assign(const recurrent_state& from, const Copy& copy) {
+        marks_.reserve(from.marks_.size());
+        pages_.reserve(from.marks_.size() * layers());
+        for (std::size_t holder = 0; holder <= from.marks_.size(); ++holder) {
+            std::size_t bytes = 0;
+            for (std::size_t at = 0; at < layers(); ++at) {
+                page_ref p = copy(at, holder);
+                bytes += p ? page_pool::allocation(p->bytes) : 0;
+                if (holder < from.marks_.size())
+                    pages_.push_back(std::move(p));
+                else
+                    live_[at] = std::move(p);
+            }
+            if (holder == from.marks_.size()) break;
+            marks_.push_back(from.marks_[holder]);
+            marks_.back().bytes = bytes;
+        }
+        tokens_ = from.tokens_;
+        accessed_ = from.accessed_;
+        clock_ = from.clock_;
+        drop_to_budget();
+    }
     /// Calls f(const page&) for every holder of a page: layers of the live state and of snapshots.
     template <class F>
     void for_each_page(F&& f) const {
@@ -150,16 +205,23 @@ private:
         return static_cast<detail::state_form>(p.format);
     }
     page_ref new_page(std::size_t layer, detail::state_form form) const;
-    /// The live page of a layer, with no other holder, in the form that the engine has.
-    std::byte* own(std::size_t layer);
+    /// Is the live page of a layer there, in the form that the engine has, with no other holder?
+    bool is_own(std::size_t layer) const noexcept {
+        const page_ref& p = live_[layer];
+        return p && form_of(*p) == detail::state_form::live && !p.shared();
+    }
+    /// Sees to it.
+    void own(std::size_t layer);
     void make_live(std::size_t layer, const page_ref& from, page& to) const noexcept;
     void erase_snapshots(std::size_t first, std::size_t last) noexcept;
     void go_to_last_snapshot() noexcept;
+    void drop_to_budget() noexcept;
     /// Snapshots at or before token n.
     std::size_t count_to(int n) const noexcept;
 
     const state_layout* layout_;
     page_pool* pool_;
+    detail::state_device* device_;  // null: pages are those of the pool
     snapshot_policy policy_;
     int tokens_ = 0;
     bool accessed_ = false;  // since the end of the last step

@@ -20,4 +20,5 @@
 #include "cache_draft.hpp"
 #include "cache_open.hpp"
 #include "cache_pages.hpp"
+#include "cache_state.hpp"
 #include "cache_step.hpp"

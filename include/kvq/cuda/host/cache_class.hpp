@@ -11,6 +11,7 @@
 #include "../../quant/rotation.hpp"
 #include "../layout/window_columns.hpp"
 #include "layer_group.hpp"
+#include "state_pages.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -51,7 +52,9 @@ public:
         return {layer_count(), l.kv_heads, l.head_dim, l.value_dim};
     }
     const cache_options& options() const noexcept { return options_; }
-    /// The entry that open() has taken for a layer. Formats of the layer are numbered as its kinds.
+    /// The parts of layers with state (kvq::state_layer); null if there are none.
+    const kvq::state_layout* state_layout() const noexcept { return states_ ? &states_->layers() : nullptr; }
+    /// The entry that open() has taken for a layer with keys and values. Formats of the layer are numbered as its kinds.
     const device_format& formats(int layer) const noexcept { return group_of(layer).format; }
     /// Is every layer full attention of one shape in the same formats? Divided contexts and transfers between GPUs take such caches only.
     status check_equal_layers(const char* who) const;
@@ -161,7 +164,23 @@ public:
     /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
     std::uint64_t graph_id() const noexcept;
 
-    /// Removes tokens from position n on. Exact within `rollback` tokens. After a deeper trim a quantized page that it ends in keeps its bytes
+    /// Part number `part` of the state of a layer, for the rows of the step or prompt that has begun: its kernels read and write it
+    /// in place. The state counts the tokens of a begin as taken, so a step that fails is taken back by trim(). Zeros at first.
+    /// What the view holds stays as long as graph_id() does; slots are those of the last begin.
+    status state(int layer, int part, state_view& view) const;
+    /// The same of one sequence, until the next call that changes it. Null: zeros. Others may share it, except after a begin.
+    status state(sequence_id id, int layer, int part, std::byte*& data) const;
+    /// Keeps the state at the sequence's tokens, with what the step that has begun makes of it. Copies nothing: the next begin does.
+    /// cache_options::snapshots say which ones are taken without this call, and which ones go.
+    status snapshot(sequence_id id);
+    status drop_snapshots(sequence_id id);
+    /// Ascending by tokens, until the sequence changes. None where no layer has state.
+    std::span<const snapshot_mark> snapshots(sequence_id id) const noexcept;
+    /// The token to which trim(id, n) goes: n, or where layers have state n = tokens(id), or that of the newest snapshot at or
+    /// before n, or 0. n - reach(id, n) tokens must run again.
+    int reach(sequence_id id, int n) const noexcept;
+
+    /// Removes tokens from position reach(id, n) on. Exact within `rollback` tokens. After a deeper trim a quantized page that it ends in keeps its bytes
     /// and shows fewer tokens, and new tokens begin a page: tokens that stay have the values that they had. Takes effect with the next begin.
     /// A begun prompt that some layer does not have yet can be taken back within `rollback`, or with the page of its first token; a step,
     /// within `rollback`.
@@ -174,7 +193,7 @@ public:
     status erase(sequence_id id, int first, int last);
     status shift(sequence_id id, int first, int last, std::int64_t by);
     status splice(sequence_id id, sequence_id other, int first, int last);
-    /// A second sequence with the same tokens. Quantized pages are shared, 16-bit pages are copied.
+    /// A second sequence with the same tokens. Quantized pages and states are shared, 16-bit pages are copied.
     status fork(sequence_id id, sequence_id& copy, cudaStream_t stream);
     /// Pages that several of the sequences share stay shared.
     status requantize(std::span<const sequence_id> ids, const requantize_request& request,
@@ -211,6 +230,7 @@ private:
 
     struct entry {
         std::vector<detail::sequence_pages> pages;  // by group
+        std::optional<recurrent_state> state;
         unsigned generation = 0;
         bool alive = false;
         unsigned stamp = 0;         // of the last begin that named it
@@ -234,7 +254,7 @@ private:
         int waiting() const noexcept { return static_cast<int>(std::ranges::count(waits_for, char{1})); }
         bool waits() const noexcept { return waiting() > 0; }
     };
-    /// Where a layer is; of a shared one: where its owner is.
+    /// Where a layer is; of a shared one: where its owner is. Of one with state: nowhere.
     struct place {
         int group, member;
     };
@@ -257,6 +277,8 @@ private:
         if (layer < 0 || layer >= layer_count())
             return detail::bad_value("layer %d is not among the %d layers of the cache", layer,
                                      layer_count());
+        if (has_state(layer))
+            return detail::bad_value("%s: it holds no keys and values", describe(layer).c_str());
         for (const float_type type : types)
             if (type != options_.type)
                 return detail::bad_value(
@@ -281,6 +303,7 @@ private:
     status send_step(std::span<const sequence_id> batch, int new_tokens, bool draft, cudaStream_t stream);
     void forget_rows() {
         for (detail::layer_group& g : groups_) g.forget_rows();
+        slots_.assign(states_ ? static_cast<std::size_t>(options_.max_batch) : 0, unknown_slot);
     }
     detail::word_writer writer(cudaStream_t stream) const noexcept {
         return {*groups_[0].format.functions, words_.as<int>(), stream};
@@ -301,6 +324,14 @@ private:
     std::string describe(int layer) const {
         return common::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]);
     }
+    bool has_state(int layer) const noexcept {
+        return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::state;
+    }
+    status check_states(std::span<const sequence_id> ids, const char* verb) const;
+    status check_part(int layer, int part) const;
+    status ensure_states(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
+    void write_states(std::span<const sequence_id> batch, int new_tokens, bool prompt,
+                      detail::word_writer& to);
     bool is_shared(int layer) const noexcept {
         return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::shared;
     }
@@ -336,6 +367,10 @@ private:
     cache_options options_;
     std::vector<detail::layer_group> groups_;
     std::vector<chunk> chunks_;
+    std::unique_ptr<detail::state_pages> states_;  // null: no layer has state
+    std::vector<int> slots_;                       // of rows, as the device has them
+    int first_slot_ = 0;                           // their first word
+    static constexpr int unknown_slot = -2;
     detail::device_memory words_, workspace_;
     detail::device_memory staging_;  // slots of a prompt's tokens, then its pages of one layer
     std::vector<entry> entries_;

@@ -26,6 +26,7 @@ inline status cache::check_no_draft(std::span<const sequence_id> ids) const {
 inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream) {
     if (status s = check_rows(batch); !s) return s;
     if (status s = check_batch(batch, true); !s) return s;
+    if (status s = check_states(batch, "draft"); !s) return s;
     int drafted = -1;
     for (const sequence_id id : batch) {
         if (id == sequence_id{}) continue;

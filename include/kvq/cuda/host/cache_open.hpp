@@ -34,8 +34,9 @@ inline status cache::check_options(const cache_options& o) const {
         if (x > detail::most_tokens)
             return detail::bad_value("sinks %d, recent %d and rollback %d must not be more than %d", o.sinks,
                                      o.recent, o.rollback, detail::most_tokens);
-    if (o.pool_tokens < 0 || o.pool_sequences < 0)
-        return detail::bad_value("pool_tokens is %d and pool_sequences %d", o.pool_tokens, o.pool_sequences);
+    if (o.pool_tokens < 0 || o.pool_sequences < 0 || o.pool_states < 0)
+        return detail::bad_value("pool_tokens is %d, pool_sequences %d and pool_states %d", o.pool_tokens,
+                                 o.pool_sequences, o.pool_states);
     return {};
 }
 
@@ -47,10 +48,11 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
     for (int i = 0; i < layer_count(); ++i) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
         const auto text = [&] { return common::describe_layer(i, l); };
-        if (l.kind == layer_kind::shared) continue;
+        if (l.kind == layer_kind::shared || l.kind == layer_kind::state) continue;
         if (l.kind != layer_kind::full && l.kind != layer_kind::sliding)
             return detail::bad_value(
-                "%s: caches on a device hold full attention, sliding windows and layers that share those",
+                "%s: caches on a device hold full attention, sliding windows, layers that share those, and "
+                "state",
                 text().c_str());
         if (l.sinks != 0 && l.sinks != options_.sinks)
             return detail::bad_value(
@@ -64,6 +66,10 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
     }
     for (int i = 0; i < layer_count(); ++i) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
+        if (l.kind == layer_kind::state) {
+            places_.push_back({-1, -1});
+            continue;
+        }
         if (l.kind == layer_kind::shared) {
             places_.push_back(places_[static_cast<std::size_t>(l.owner)]);
             chunk* c = shared_chunk(i);
@@ -118,6 +124,9 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         places_.push_back({group, g.shape.layers++});
         g.members.push_back(i);
     }
+    if (groups_.empty())
+        return detail::bad_value("a cache on a device has a layer with keys and values; all %d have state",
+                                 layer_count());
     return {};
 }
 
@@ -184,8 +193,14 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     (void)common::layer_shapes(layers);  // both check them
     if (layers.size() > 65535)
         return detail::bad_value("a cache of %zu layers, but it has at most 65535", layers.size());
+    std::unique_ptr<detail::state_pages> states;
+    if (const std::optional<kvq::state_layout> of = common::state_of(layers)) {
+        states = std::make_unique<detail::state_pages>(*of, options.memory);
+        (void)states->make(options.snapshots);  // checks the policy
+    }
     layers_ = std::move(layers);
     options_ = options;
+    states_ = std::move(states);
     status s = make_groups(compiled);
     long long words = 0;
     for (std::size_t i = 0; i < groups_.size() && s; ++i) {
@@ -198,6 +213,8 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
             s = detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
                                   options.max_tokens);
     }
+    first_slot_ = static_cast<int>(words);
+    if (states_) words += options.max_batch;
     if (s)
         s = words_.allocate(options.memory, static_cast<std::size_t>(words) * sizeof(int), "tables", stream);
     std::size_t workspace = 0;
@@ -211,6 +228,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         if (s) s = g.window.grow(options.pool_sequences * g.geometry.ring, stream);
         if (s) s = g.sinks.grow(options.pool_sequences * g.geometry.sink_pages(options.sinks), stream);
     }
+    if (s && states_) s = states_->grow(options.pool_states, stream);
     if (s) {
         step_ = {};
         forget_rows();
@@ -218,6 +236,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     }
     groups_.clear();
     chunks_.clear();
+    states_.reset();
     places_.clear();
     layers_.clear();
     words_ = {};
@@ -229,7 +248,8 @@ inline status cache::check_equal_layers(const char* who) const {
     if (!is_open()) return detail::bad_value("the cache is not open");
     int other = groups_.back().members[0];
     if (!chunks_.empty()) other = chunks_[0].readers[0];
-    if (chunks_.empty() && groups_.size() == 1 && !groups_[0].geometry.window) return {};
+    if (states_) other = states_->layers().layers()[0].number;
+    if (!states_ && chunks_.empty() && groups_.size() == 1 && !groups_[0].geometry.window) return {};
     return detail::bad_value("%s takes caches of equal layers with full attention only, not %s", who,
                              describe(other).c_str());
 }
@@ -350,13 +370,19 @@ inline std::uint64_t cache::graph_id() const noexcept {
     for (const detail::layer_group& g : groups_)
         id = id * 0x9e3779b97f4a7c15u ^ (g.generation() << 40 | static_cast<std::uint64_t>(step_.rows) << 20 |
                                          static_cast<std::uint64_t>(tokens) << 4 | g.now.targets);
-    return id;
+    return states_ ? id ^ std::uint64_t{states_->pages().generation()} << 56 : id;
 }
 
 inline usage_report cache::usage(sequence_id id) const {
     usage_report u;
     if (!is_here(id)) return u;
     for (const detail::sequence_pages& s : entry_of(id).pages) s.add_to(u);
+    if (const std::optional<recurrent_state>& state = entry_of(id).state) {
+        const state_usage held = state->usage();
+        u.state = held.live + held.snapshots;
+        u.shared += held.shared;
+        u.pages += held.pages;
+    }
     common::add_up(u);
     return u;
 }
@@ -372,6 +398,10 @@ inline usage_report cache::usage() const {
         }
         for (const detail::device_keys& k : g.keys) u.bookkeeping += k.bytes();
     }
+    if (states_) {
+        u.state = states_->pages().used_bytes();
+        u.pages += static_cast<std::size_t>(states_->pages().pages().used());
+    }
     u.reserved += bytes_held() - bytes_in_use();
     u.bookkeeping += words_.bytes();
     u.workspace = workspace_.bytes() + prompt_bytes();
@@ -380,13 +410,13 @@ inline usage_report cache::usage() const {
 }
 
 inline std::size_t cache::bytes_in_use() const noexcept {
-    std::size_t sum = 0;
+    std::size_t sum = states_ ? states_->pages().used_bytes() : 0;
     for (const detail::layer_group& g : groups_) sum += g.bytes_in_use();
     return sum;
 }
 
 inline std::size_t cache::bytes_held() const noexcept {
-    std::size_t sum = 0;
+    std::size_t sum = states_ ? states_->pages().allocated() : 0;
     for (const detail::layer_group& g : groups_) sum += g.bytes_held();
     return sum;
 }
@@ -408,7 +438,9 @@ inline status cache::not_finite(std::span<unsigned> by_layer, cudaStream_t strea
     for (int i = 0; i < layer_count(); ++i) {
         const place& p = places_[static_cast<std::size_t>(i)];
         by_layer[static_cast<std::size_t>(i)] =
-            is_shared(i) ? 0 : counts[static_cast<std::size_t>(p.group)][static_cast<std::size_t>(p.member)];
+            is_shared(i) || has_state(i)
+                ? 0
+                : counts[static_cast<std::size_t>(p.group)][static_cast<std::size_t>(p.member)];
     }
     return {};
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../../core/float_type.hpp"
+#include "../../state/snapshot_policy.hpp"
 #include "page_pool.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -27,7 +28,11 @@ struct cache_options {
     int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most; 0: prompts only
     int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
+    int pool_states = 0;     ///< and so many states: one for a sequence, and one for each of its snapshots
     bool growing = true;     ///< pools that are full grow, between steps
+    /// Of layers with state. prompt_end: at the end of every begin_prompt(); where prompts come in parts, snapshot() behind
+    /// the last one instead.
+    snapshot_policy snapshots = {};
     device_allocator memory = {};
 };
 

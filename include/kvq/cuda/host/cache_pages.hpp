@@ -23,6 +23,7 @@ inline sequence_id cache::new_sequence() {
     entry& e = entries_[static_cast<std::size_t>(index)];
     e.pages.resize(groups_.size());
     for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].set_target(groups_[i].target);
+    if (states_) e.state.emplace(states_->make(options_.snapshots));
     unused_.pop_back();
     e.alive = true;
     e.version = ++versions_;
@@ -33,6 +34,7 @@ inline status cache::free(sequence_id id) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
     e.pages.clear();
+    e.state.reset();
     e.alive = false;
     unused_.push_back(id.index);
     if (step_.id == id)  // what waits is of this sequence
@@ -55,6 +57,7 @@ inline status cache::trim(sequence_id id, int n) {
     const int accepted = e.pages[0].tokens(), held = tokens(id);
     if (n < 0 || n > held)
         return detail::bad_value("cannot trim to %d tokens: sequence %d holds %d", n, id.index, held);
+    const int wanted = std::exchange(n, reach(id, n));
     if (n == held) return {};
     if (n > accepted)
         return detail::bad_value("cannot trim to %d: tokens %d to %d are a draft, keep() a part of it", n,
@@ -79,6 +82,7 @@ inline status cache::trim(sequence_id id, int n) {
     }
     for (chunk& c : chunks_) std::ranges::fill(c.waits_for, char{0});
     for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].trim(n, groups_[i].geometry);
+    if (e.state) (void)e.state->trim(wanted);
     e.version = ++versions_;
     step_.begun = false;
     return {};
@@ -93,6 +97,8 @@ inline int cache::trim_limit(sequence_id id) const noexcept {
         limit = lacks_page(id, i, held - 1)
                     ? held
                     : common::larger(limit, entry_of(id).pages[i].table.trim_limit(groups_[i].geometry));
+    if (const std::optional<recurrent_state>& state = entry_of(id).state)
+        return state->trim_limit(held, [&](int n) { return n == 0 || n >= limit; });
     return limit;
 }
 
@@ -110,6 +116,7 @@ inline status cache::check_move(sequence_id id, const char* verb, int first, int
 }
 inline status cache::erase(sequence_id id, int first, int last) {
     const bool to_end = last == tokens(id);
+    if (status s = check_states(std::span(&id, 1), "erase"); !s) return s;
     if (status s = check_move(id, "erase", first, last, !to_end); !s) return s;
     return to_end ? trim(id, first) : status{};
 }
@@ -164,6 +171,7 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
         (void)free(made);
         return result;
     }
+    if (states_) entry_of(made).state.emplace(entry_of(id).state->fork());
     copy = made;
     return result;
 }

@@ -78,6 +78,7 @@ inline status cache::begin_step(std::span<const sequence_id> batch, int new_toke
             if (status s = check_growth(id, new_tokens); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, false, stream); !s) return s;
+    if (status s = ensure_states(batch, new_tokens, stream); !s) return s;
     return send_step(batch, new_tokens, false, stream);
 }
 
@@ -106,9 +107,10 @@ inline status cache::send_step(std::span<const sequence_id> batch, int new_token
         if (g.now.targets == 0) g.now.targets = 1u << g.target;
     }
     step_ = next;
+    write_states(batch, new_tokens, false, to);
     const status sent = to.flush();
     if (!sent) forget_rows();
-    return sent;
+    return sent && states_ ? states_->take_error() : sent;
 }
 
 inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t stream) {
@@ -120,6 +122,7 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, stream); !s) return s;
     if (status s = reserve_chunks(new_tokens, stream); !s) return s;
+    if (status s = ensure_states(std::span(&id, 1), new_tokens, stream); !s) return s;
     // The scratch comes before the sequence changes. Nothing is refused behind it, since a prompt that has begun before writes to the
     // scratch that it was given.
     entry& e = entry_of(id);
@@ -149,8 +152,10 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
         found.push_back(
             groups_[i].begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
                                     staging_.as<long long>() + i * static_cast<std::size_t>(new_tokens), to));
+    write_states(std::span(&id, 1), new_tokens, true, to);
     status s = to.flush();
     if (!s) forget_rows();
+    if (s && states_) s = states_->take_error();
     for (const detail::prompt_slots& of : found)
         if (s) s = groups_[0].format.functions->find_prompt_slots(of, stream);
     return s;

@@ -15,6 +15,7 @@
 #include "../../cache/sequence_access.hpp"
 #include "../../cache/window.hpp"
 #include "cache.hpp"
+#include "offload_state.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -47,8 +48,16 @@ struct cache_access {
         for (std::size_t i = 0; i < a.size(); ++i) {
             const auto layer = static_cast<int>(i);
             const kvq::cache_shape x = cpu.shape(layer), y = gpu.shape(layer);
-            if (a[i].kind != b[i].kind || a[i].owner != b[i].owner || !(a[i].sees() == b[i].sees()) ||
-                x.kv_heads != y.kv_heads || x.head_dim != y.head_dim ||
+            const auto same_parts = [](std::span<const state_part> p, std::span<const state_part> q) {
+                // Snapshots may differ: the CPU's can be quantized.
+                const auto same = [](state_part x, const state_part& y) {
+                    x.snapshot = y.snapshot;
+                    return x == y;
+                };
+                return std::equal(p.begin(), p.end(), q.begin(), q.end(), same);
+            };
+            if (!same_parts(a[i].parts, b[i].parts) || a[i].kind != b[i].kind || a[i].owner != b[i].owner ||
+                !(a[i].sees() == b[i].sees()) || x.kv_heads != y.kv_heads || x.head_dim != y.head_dim ||
                 x.dim(tensor::value) != y.dim(tensor::value))
                 return bad_value("the CPU's cache has %s; the device's has %s",
                                  common::describe_layer(layer, a[i]).c_str(),
@@ -117,8 +126,14 @@ struct cache_access {
         for (std::size_t i = 0; i < gpu.groups_.size() && result; ++i)
             result = offload_group(gpu.groups_[i], gpu.entry_of(id).pages[i], cpu, scratch, made, conversions,
                                    stream);
+        std::optional<recurrent_state> state;
+        if (gpu.states_ && result) {
+            state.emplace(*cpu.state_layout(), cpu.pool(), cpu.options().snapshots);
+            result = offload_state(*gpu.entry_of(id).state, *gpu.states_, *state, cpu.pool(), stream);
+        }
         if (result) result = wait(stream);
         if (!result) return result;
+        if (state) to.state() = std::move(*state);
         for (const conversion& c : conversions)
             common::move_tokens(gpu.options_.type, *c.other, 0, *c.here, c.at, c.role, c.dim, c.heads,
                                 c.count);
@@ -353,6 +368,14 @@ struct cache_access {
             if (tables[static_cast<std::size_t>(gpu.groups_[i].members[0])].tokens != tokens)
                 return bad_value("the layers of the CPU's sequence hold different numbers of tokens");
         }
+        if (gpu.states_) {
+            if (from.state().tokens() != tokens)
+                return bad_value("the state of the CPU's sequence has taken %d tokens, its keys are of %d",
+                                 from.state().tokens(), tokens);
+            if (status s = gpu.states_->ensure(distinct_pages(from.state()), gpu.options_.growing, stream);
+                !s)
+                return s;
+        }
         const sequence_id id = gpu.new_sequence();
         for (std::size_t i = 0; i < plans.size(); ++i) {
             take_pages(gpu.groups_[i], plans[i], tokens);
@@ -364,6 +387,8 @@ struct cache_access {
         for (std::size_t i = 0; i < plans.size() && result; ++i)
             for (int member = 0; member < gpu.groups_[i].shape.layers && result; ++member)
                 result = onload_layer(gpu.groups_[i], member, plans[i], tables, scratch, held, stream);
+        if (gpu.states_ && result)
+            result = onload_state(from.state(), *gpu.states_, *gpu.entry_of(id).state, stream);
         if (result) result = wait(stream);
         if (!result) {
             (void)gpu.free(id);
