@@ -1,0 +1,373 @@
+// Layers with recurrent state in a cache on the device (kvq/cuda/host/cache_state.hpp) against a CPU cache that does the same: random
+// histories of steps, prompts, trims, forks, snapshots and offload, after which both save the same bytes; bytes of memory; refusals.
+#include <kvq/cuda.cuh>
+#include <kvq/cuda/host/offload.hpp>
+#include <kvq/format/make_format.hpp>
+#include <kvq/io/save.hpp>
+
+#include "support.cuh"
+
+using namespace kvq;
+
+namespace {
+
+constexpr int dim = 64, heads = 2, page = 32, room = 96;
+
+const cuda::device_format& compiled() {
+    static const cuda::device_format f =
+        cuda::make_device_format<float16, cuda::block_pair<int8, int8, dim, page>>();
+    return f;
+}
+
+struct counted_memory {
+    static inline std::size_t bytes = 0;
+    static cuda::device_allocator allocator() {
+        cuda::device_allocator a;
+        a.allocate = [](std::size_t n, void*) -> void* {
+            void* p = nullptr;
+            if (cudaMalloc(&p, n) != cudaSuccess) return nullptr;
+            CUDA_OK(cudaMemset(p, 0xff, n));
+            bytes += n;
+            return p;
+        };
+        a.release = [](void* p, std::size_t n, void*) {
+            CUDA_OK(cudaFree(p));
+            bytes -= n;
+        };
+        return a;
+    }
+};
+
+void ok(const cuda::status& s, const char* what) { CHECK(s, "%s: %s", what, s.message); }
+void refused(const cuda::status& s, const char* part) {
+    CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
+}
+template <class F>
+void raises(F&& call, std::string_view part) {
+    std::string message;
+    try {
+        (void)call();
+    } catch (const kvq::error& e) {
+        message = e.what();
+    }
+    CHECK(message.find(part) != std::string::npos, "expected '%s', got '%s'", part.data(), message.c_str());
+}
+
+std::vector<std::byte> saved(const sequence& s) {
+    std::vector<std::byte> bytes;
+    save(s, [&](const void* data, std::size_t n) {
+        const auto* const p = static_cast<const std::byte*>(data);
+        bytes.insert(bytes.end(), p, p + n);
+    });
+    return bytes;
+}
+
+std::vector<layer> list_of(snapshot_type snapshot = snapshot_type::exact) {
+    const auto recurrent = [&](int rows) {
+        return state_layer(
+            {{.name = "recurrent", .heads = 3, .rows = rows, .columns = 5, .snapshot = snapshot},
+             {.name = "convolution", .type = float_type::fp16, .columns = 21}});
+    };
+    return {recurrent(7),   full_attention({1, dim}),
+            recurrent(4),   sliding_attention(40, {heads, dim}),
+            shared_with(1), recurrent(7)};
+}
+
+/// The same cache on both sides.
+struct both_caches {
+    cudaStream_t stream;
+    kvq::cache cpu;
+    cuda::cache gpu;
+    test::device_buffer<float16> x;
+
+    both_caches(const snapshot_policy& policy, int rollback, const std::vector<layer>& host = list_of())
+        : cpu(host, {.keys = {make_format<int8, scalar>()},
+                     .sinks = 2,
+                     .recent = 20,
+                     .page_tokens = page,
+                     .rollback = rollback,
+                     .repack = 0.0f,
+                     .snapshots = policy}),
+          x(room * heads * dim) {
+        CUDA_OK(cudaStreamCreate(&stream));
+        ok(gpu.open(list_of(), options(policy, rollback), std::span(&compiled(), 1), stream), "open");
+    }
+    ~both_caches() {
+        CUDA_OK(cudaStreamSynchronize(stream));
+        CUDA_OK(cudaStreamDestroy(stream));
+    }
+    static cuda::cache_options options(const snapshot_policy& policy, int rollback) {
+        cuda::cache_options o;
+        o.formats = {"int8"};
+        o.page_tokens = page;
+        o.sinks = 2;
+        o.recent = 20;
+        o.rollback = rollback;
+        o.max_batch = 4;
+        o.max_tokens = 900;
+        o.step_tokens = 3;
+        o.snapshots = policy;
+        o.memory = counted_memory::allocator();
+        return o;
+    }
+
+    /// New tokens of the rows in all layers, on both sides: the device's step has begun. Every value of a state becomes another
+    /// one that depends on it and on `added`.
+    void run(test::rng& r, const std::vector<sequence*>& hosts, int n, bool prompt) {
+        const auto rows = static_cast<int>(hosts.size());
+        const float added = static_cast<float>(test::uniform(r, -99, 99)) / 8.0f;
+        for (int i = 0; i < cpu.layer_count(); ++i) {
+            const layer& l = cpu.layers()[static_cast<std::size_t>(i)];
+            if (l.kind == layer_kind::shared) continue;
+            if (l.kind == layer_kind::state) {
+                for (std::size_t p = 0; p < l.parts.size(); ++p) {
+                    const auto part = static_cast<int>(p);
+                    if (l.parts[p].type == float_type::fp32)
+                        write<float>(hosts, i, part, added);
+                    else
+                        write<float16>(hosts, i, part, added);
+                }
+                continue;
+            }
+            std::vector<float16> values(x.size());
+            for (float16& y : values) y = float16(test::normal(r));
+            x.upload(values);
+            const token_view<const float16> on_device(x.get(), rows * n, l.kv_heads, dim);
+            ok(gpu.append(i, on_device, on_device, stream), "append");
+            CUDA_OK(cudaStreamSynchronize(stream));
+            for (int row = 0; row < rows; ++row) {
+                const token_view<const float16> tokens(
+                    &values[static_cast<std::size_t>(row * n * l.kv_heads * dim)], n, l.kv_heads, dim);
+                if (hosts[static_cast<std::size_t>(row)] != nullptr)
+                    hosts[static_cast<std::size_t>(row)]->append(i, tokens, tokens);
+            }
+        }
+        for (sequence* const host : hosts)
+            if (host != nullptr) (void)host->state().advance(n, prompt);
+    }
+    /// What an engine's kernel does, on both sides.
+    template <class T>
+    void write(const std::vector<sequence*>& hosts, int layer, int part, float added) {
+        cuda::state_view v;
+        ok(gpu.state(layer, part, v), "state");
+        CHECK(v.rows == static_cast<int>(hosts.size()), "%d rows", v.rows);
+        std::vector<int> slots(hosts.size());
+        CUDA_OK(cudaStreamSynchronize(stream));
+        CUDA_OK(cudaMemcpy(slots.data(), v.slots, slots.size() * sizeof(int), cudaMemcpyDeviceToHost));
+        for (std::size_t row = 0; row < hosts.size(); ++row) {
+            CHECK((slots[row] >= 0) == (hosts[row] != nullptr), "row %zu has slot %d", row, slots[row]);
+            if (hosts[row] == nullptr) continue;
+            const std::span<T> host = hosts[row]->state().values<T>(layer, part);
+            CHECK(host.size_bytes() == v.bytes, "a part of %zu bytes", v.bytes);
+            std::byte* const at = v.data + static_cast<std::size_t>(slots[row]) * v.slot_bytes;
+            std::vector<T> held(host.size());
+            CUDA_OK(cudaMemcpy(held.data(), at, v.bytes, cudaMemcpyDeviceToHost));
+            for (std::size_t i = 0; i < host.size(); ++i) {
+                const auto next = [&](T y) {
+                    return T(0.5f * static_cast<float>(y) + added + static_cast<float>(i % 7));
+                };
+                host[i] = next(host[i]);
+                held[i] = next(held[i]);
+            }
+            CUDA_OK(cudaMemcpy(at, held.data(), v.bytes, cudaMemcpyHostToDevice));
+        }
+    }
+};
+
+struct pair {
+    cuda::sequence_id id;
+    sequence host;
+};
+
+/// Are both sides the same?
+void compare(both_caches& c, const pair& p, unsigned seed, int step) {
+    CHECK(c.gpu.tokens(p.id) == p.host.tokens(), "seed %u, step %d: %d tokens, not %d", seed, step,
+          c.gpu.tokens(p.id), p.host.tokens());
+    const auto marks = c.gpu.snapshots(p.id), wanted = p.host.state().snapshots();
+    bool same = marks.size() == wanted.size();
+    for (std::size_t i = 0; i < marks.size() && same; ++i) same = marks[i].tokens == wanted[i].tokens;
+    CHECK(same, "seed %u, step %d: %zu snapshots, not %zu", seed, step, marks.size(), wanted.size());
+    sequence moved = c.cpu.new_sequence();
+    ok(cuda::offload(c.gpu, p.id, moved, c.stream), "offload");
+    CHECK(saved(moved) == saved(p.host), "seed %u, step %d: other bytes", seed, step);
+}
+
+void history(unsigned seed, int steps) {
+    test::rng r(seed);
+    const snapshot_policy policies[] = {{.every = 0, .prompt_end = true},
+                                        {.every = 16, .prompt_end = false},
+                                        {.every = 7, .prompt_end = true, .most_bytes = 4700}};
+    both_caches c(policies[seed % 3], seed % 2 == 0 ? 16 : 0);
+    std::vector<pair> all;
+    std::uint64_t graph = 0;
+    std::byte* data = nullptr;
+    for (int step = 0; step < steps; ++step) {
+        const int what = all.empty() ? 0 : test::uniform(r, 0, 19);
+        pair* const p =
+            all.empty()
+                ? nullptr
+                : &all[static_cast<std::size_t>(test::uniform(r, 0, static_cast<int>(all.size()) - 1))];
+        const int held = p != nullptr ? p->host.tokens() : 0;
+        if (what == 0 && all.size() < 5) {
+            all.push_back({c.gpu.new_sequence(), c.cpu.new_sequence()});
+        } else if (what <= 3) {
+            const int n = test::uniform(r, 1, room);
+            if (p == nullptr || held + n > 800) continue;
+            ok(c.gpu.begin_prompt(p->id, n, c.stream), "begin");
+            c.run(r, {&p->host}, n, true);
+        } else if (what <= 10) {
+            const int n = test::uniform(r, 1, 3);
+            std::vector<cuda::sequence_id> ids;
+            std::vector<sequence*> hosts;
+            for (pair& other : all)
+                if (ids.size() < 4 && other.host.tokens() <= 800) {
+                    const bool hole = test::uniform(r, 0, 3) == 0;
+                    ids.push_back(hole ? cuda::sequence_id{} : other.id);
+                    hosts.push_back(hole ? nullptr : &other.host);
+                }
+            if (ids.empty()) continue;
+            ok(c.gpu.begin_step(ids, n, c.stream), "begin");
+            cuda::state_view v;
+            ok(c.gpu.state(0, 0, v), "state");
+            CHECK(graph != c.gpu.graph_id() || data == v.data, "seed %u: state has moved within a graph",
+                  seed);
+            graph = c.gpu.graph_id();
+            data = v.data;
+            c.run(r, hosts, n, false);
+        } else if (what <= 13) {
+            const int n = test::uniform(r, 0, held);
+            CHECK(c.gpu.reach(p->id, n) == p->host.reach(n), "seed %u, step %d: a trim to %d reaches %d",
+                  seed, step, n, c.gpu.reach(p->id, n));
+            const bool possible = p->host.can_trim(n);
+            CHECK((n >= c.gpu.trim_limit(p->id)) <= possible, "seed %u, step %d: trims reach %d", seed, step,
+                  c.gpu.trim_limit(p->id));
+            const cuda::status s = c.gpu.trim(p->id, n);
+            CHECK(static_cast<bool>(s) == possible, "seed %u, step %d: %s", seed, step, s.message);
+            if (possible) (void)p->host.trim(n);
+        } else if (what == 14 && all.size() < 5) {
+            cuda::sequence_id copy;
+            ok(c.gpu.fork(p->id, copy, c.stream), "fork");
+            all.push_back({copy, p->host.fork()});
+        } else if (what == 15) {
+            ok(c.gpu.snapshot(p->id), "snapshot");
+            p->host.state().snapshot(held);
+        } else if (what == 16 && test::uniform(r, 0, 3) == 0) {
+            ok(c.gpu.drop_snapshots(p->id), "drop");
+            p->host.state().drop_snapshots();
+        } else if (what == 17) {
+            sequence moved = c.cpu.new_sequence();
+            ok(cuda::offload(c.gpu, p->id, moved, c.stream), "offload");
+            ok(c.gpu.free(p->id), "free");
+            ok(cuda::onload(moved, c.gpu, p->id, c.stream), "onload");
+        } else if (what == 18 && all.size() > 1) {
+            ok(c.gpu.free(p->id), "free");
+            all.erase(all.begin() + (p - all.data()));
+        } else {
+            compare(c, *p, seed, step);
+            CHECK(c.gpu.usage(p->id).state == p->host.usage().state,
+                  "seed %u, step %d: %zu bytes of state, not %zu", seed, step, c.gpu.usage(p->id).state,
+                  p->host.usage().state);
+            CHECK(c.gpu.usage().bytes == counted_memory::bytes, "seed %u, step %d: usage", seed, step);
+        }
+    }
+    for (const pair& p : all) compare(c, p, seed, steps);
+    std::printf("  seed %u: %d steps\n", seed, steps);
+}
+
+/// Snapshots that the CPU quantizes are quantized on the way there.
+void check_quantized() {
+    both_caches c({.every = 10}, 16, list_of(snapshot_type::int8_columns));
+    test::rng r(5);
+    sequence exact = c.cpu.new_sequence();
+    cuda::sequence_id id = c.gpu.new_sequence();
+    for (int i = 0; i < 25; ++i) {
+        ok(c.gpu.begin_step(std::span(&id, 1), 1, c.stream), "begin");
+        c.run(r, {&exact}, 1, false);
+    }
+    sequence moved = c.cpu.new_sequence();
+    ok(cuda::offload(c.gpu, id, moved, c.stream), "offload");
+    CHECK(saved(moved) == saved(exact), "quantized snapshots have other bytes");
+    const double error = moved.state().snapshot_error(0);
+    CHECK(error > 0 && error < 0.01, "error %.3g", error);
+    (void)moved.trim(20);
+    cuda::sequence_id back;
+    ok(cuda::onload(moved, c.gpu, back, c.stream), "onload");
+    CHECK(c.gpu.tokens(back) == 20 && c.gpu.snapshots(back).size() == 2, "%d tokens", c.gpu.tokens(back));
+    std::byte* at = nullptr;
+    ok(c.gpu.state(back, 2, 0, at), "state");
+    const std::span<float> want = moved.state().values<float>(2, 0);
+    std::vector<float> held(want.size());
+    CUDA_OK(cudaMemcpy(held.data(), at, want.size_bytes(), cudaMemcpyDeviceToHost));
+    CHECK(std::equal(held.begin(), held.end(), want.begin()), "a snapshot came back with other values");
+}
+
+void check_refusals() {
+    const auto open = [](const std::vector<layer>& list, const cuda::cache_options& o) {
+        cuda::cache c;
+        return c.open(list, o, std::span(&compiled(), 1), nullptr);
+    };
+    const cuda::cache_options o = both_caches::options({}, 0);
+    raises([&] { return open(list_of(snapshot_type::e4m3), o); },
+           "layer 0, part recurrent: a device keeps snapshots exact, not in e4m3");
+    raises([&] { return open(list_of(), both_caches::options({.every = -1}, 0)); },
+           "snapshots every -1 tokens");
+    raises([&] { return open(list_of(), both_caches::options({.most_bytes = 100}, 0)); },
+           "snapshots of at most 100 bytes");
+    refused(open({list_of()[0]}, o), "a layer with keys and values; all 1 have state");
+
+    both_caches c({.prompt_end = false}, 16);
+    const token_view<const float16> x(c.x.get(), 1, 1, dim);
+    const cuda::sequence_id id = c.gpu.new_sequence(), other = c.gpu.new_sequence();
+    cuda::state_view v;
+    std::byte* at = nullptr;
+    refused(c.gpu.state(0, 0, v), "no step with new tokens has begun");
+    ok(c.gpu.state(id, 0, 0, at), "state");
+    CHECK(at == nullptr, "an empty sequence has a state");
+    ok(c.gpu.begin_step(std::span(&id, 1), 1, c.stream), "begin");
+    refused(c.gpu.state(1, 0, v), "layer 1, full attention of 1 x 64: it has no state");
+    refused(c.gpu.state(6, 0, v), "layer 6 is not among the 6");
+    refused(c.gpu.state(0, 2, v), "layer 0 has no part 2: it has 2");
+    refused(c.gpu.append(0, x, x, c.stream), "layer 0, state of 2 parts: it holds no keys and values");
+    refused(c.gpu.attend(2, x, token_view<float16>(c.x.get(), 1, 1, dim), {}, c.stream),
+            "layer 2, state of 2 parts");
+    refused(c.gpu.begin_draft(std::span(&id, 1), 0, c.stream), "cannot draft tokens of a state");
+    refused(c.gpu.erase(id, 0, 1), "cannot erase tokens of a state");
+    refused(c.gpu.check_equal_layers("this"), "not layer 0, state of 2 parts");
+    refused(c.gpu.snapshot({}), "not one of this cache");
+    ok(c.gpu.state(id, 0, 0, at), "state");
+    CHECK(at != nullptr, "no state after a begin");
+    // Without a snapshot everything runs again.
+    CHECK(c.gpu.reach(id, 0) == 0 && c.gpu.reach(id, 1) == 1, "reach");
+    std::vector<unsigned> counts(6);
+    ok(c.gpu.not_finite(counts, c.stream), "counts");
+
+    // No memory for the page of a second sequence, or of a step behind a snapshot.
+    cuda::cache fixed;
+    cuda::cache_options few = both_caches::options({.prompt_end = false}, 16);
+    few.growing = false;
+    few.pool_states = 2;
+    few.pool_sequences = 3;
+    few.pool_tokens = 400;
+    ok(fixed.open(list_of(), few, std::span(&compiled(), 1), c.stream), "open");
+    const cuda::sequence_id ids[] = {fixed.new_sequence(), fixed.new_sequence(), fixed.new_sequence()};
+    refused(fixed.begin_step(ids, 1, c.stream), "states of sequences are needed, but 0 of 2 are in use");
+    CHECK(fixed.tokens(ids[0]) == 0, "a refused step has left tokens");
+    ok(fixed.begin_step(std::span(ids).first(1), 1, c.stream), "begin");
+    ok(fixed.snapshot(ids[0]), "snapshot");
+    ok(fixed.begin_step(std::span(ids).first(1), 1, c.stream), "begin");
+    refused(fixed.begin_step(std::span(ids).subspan(1, 1), 1, c.stream), "2 of 2 are in use");
+    ok(fixed.drop_snapshots(ids[0]), "drop");
+    ok(fixed.begin_step(std::span(ids).subspan(1, 1), 1, c.stream), "begin");
+    ok(c.gpu.free(other), "free");
+}
+
+}  // namespace
+
+int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
+    check_refusals();
+    check_quantized();
+    const int steps = argc > 1 ? std::atoi(argv[1]) : test::emulated_or(200, 1500);
+    for (unsigned seed = 1; seed <= 6; ++seed) history(seed, steps);
+    CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
+    return test::report("state");
+}
