@@ -14,6 +14,7 @@
 #include <kvq/cache/step_down.hpp>
 #include <kvq/cache/usage.hpp>
 #include <kvq/estimate/budget.hpp>
+#include <kvq/format/latent.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/ring.hpp>
@@ -33,6 +34,7 @@ namespace {
 using kvq::tensor;
 
 constexpr int longest = 220;
+constexpr int rotary_channels = 4;  // of latent layers
 
 template <class Scheme>
 kvq::format format_of() {
@@ -53,13 +55,21 @@ kvq::cache_options mixed_options(test::generator& random) {
     return o;
 }
 
+bool is_latent(const kvq::layer& of) { return of.kind == kvq::layer_kind::latent; }
+/// The first format of keys holds the rotary channels of latent layers.
+void expect_latents(kvq::cache_options& o, const std::vector<kvq::layer>& layers) {
+    if (std::none_of(layers.begin(), layers.end(), is_latent)) return;
+    o.keys = {kvq::with_rotary(o.keys[0], rotary_channels), o.keys[1], o.keys[2]};
+}
+
 std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool windows = true,
                                       bool shared = true) {
     std::vector<kvq::layer> layers;
     const bool rotated = random.one_in(2);
+    const bool latents = shared && random.one_in(2);
     const int n = random.between(1, shared ? 6 : 4);
     for (int i = 0; i < n; ++i) {
-        kvq::layer l{random.between(1, 3), 4 * random.between(1, 6),
+        kvq::layer l{random.between(1, 3), 4 * random.between(latents ? 2 : 1, 6),
                      random.one_in(2) ? 0 : random.between(1, 20)};
         l.formats = {random.between(0, 2), random.between(0, 1)};
         if (rotated) {
@@ -76,9 +86,20 @@ std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool w
             layers.push_back(kvq::cross_layer(l));
             continue;
         }
+        if (latents && i > 0 && random.one_in(2)) {
+            kvq::layer of = kvq::latent_attention(random.between(1, 40), rotary_channels);
+            of.formats = l.formats;
+            of.rotary = l.rotary;
+            if (of.rotary)
+                *of.rotary = {.dims = of.rotary_channels, .first_channel = of.head_dim - of.rotary_channels};
+            else
+                of.value_dim = random.between(1, of.head_dim);
+            layers.push_back(of);
+            continue;
+        }
         if (shared && i > 0 && random.one_in(2)) {
             int before = random.between(0, i - 1);
-            while (layers[static_cast<std::size_t>(before)].kind == kvq::layer_kind::cross) --before;
+            while (layers[static_cast<std::size_t>(before)].kind >= kvq::layer_kind::cross) --before;
             const kvq::layer& owner = layers[static_cast<std::size_t>(before)];
             layers.push_back(kvq::shared_with(owner.kind == kvq::layer_kind::shared ? owner.owner : before));
             continue;
@@ -92,7 +113,7 @@ std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool w
 
 /// A cache of one layer of a list, which holds all of its tokens.
 std::unique_ptr<kvq::cache> alone(kvq::layer of, const kvq::cache_options& options) {
-    of.kind = kvq::layer_kind::full;
+    if (!is_latent(of)) of.kind = kvq::layer_kind::full;
     of.window = of.sinks = of.owner = 0;
     return std::make_unique<kvq::cache>(std::vector<kvq::layer>{of}, options);
 }
@@ -346,6 +367,10 @@ private:
     const test::stream& stream(int layer) const {
         return streams_[static_cast<std::size_t>(cache_.owner(layer))];
     }
+    /// Rows of values; none of a latent layer.
+    kvq::token_view<const float> values(int layer, int first, int n) const {
+        return stream(layer).v.slice(first, cache_.tensors(layer).size() == 2 ? n : 0);
+    }
     int front(int s, int layer) const { return table(s, layer).front(); }
     kvq::key_window window(int layer) const { return cache_.geometry(layer).window; }
 
@@ -458,7 +483,7 @@ private:
         const bool skips = random_.one_in(4);
         for (const int i : order) {
             const auto layer = static_cast<std::size_t>(i);
-            const auto k = stream(i).k.slice(at % 64, n), v = stream(i).v.slice(at % 64, n);
+            const auto k = stream(i).k.slice(at % 64, n), v = values(i, at % 64, n);
             const bool reads = cache_.owner(i) != i;
             const auto given_k = reads ? k.slice(0, 0) : k, given_v = reads ? v.slice(0, 0) : v;
             kvq::sequence& own = parts_[s][layer];
@@ -533,7 +558,7 @@ private:
         for (int i = 0; i < cache_.layer_count(); ++i) {
             if (is_cross(i)) continue;
             const auto layer = static_cast<std::size_t>(i);
-            const auto k = stream(i).k.slice(at, n), v = stream(i).v.slice(at, n);
+            const auto k = stream(i).k.slice(at, n), v = values(i, at, n);
             if (cache_.owner(i) == i) together_[s].append_draft(i, k, v);
             parts_[s][layer].append_draft(0, k, v);
             const auto q = test::random_tensor(random_, n, 6, cache_.shape(i).head_dim);
@@ -651,6 +676,7 @@ TEST_CASE("layers that differ are caches of one layer each, side by side") {
         test::generator random(seed);
         kvq::cache_options options = mixed_options(random);
         const auto layers = random_layers(random, options.sinks, random.one_in(2));
+        expect_latents(options, layers);
         // Repacking looks at all spans of a layer, and a window leaves some of them.
         for (const kvq::layer& of : layers)
             if (of.window > 0) options.repack = 0.0f;
@@ -819,6 +845,7 @@ TEST_CASE("footprint and budget of layers that differ are what is allocated") {
         test::counting_resource memory;
         kvq::cache_options options = mixed_options(random);
         const auto layers = random_layers(random, options.sinks);
+        expect_latents(options, layers);
         const kvq::budget_use use{
             .tokens = 90, .sequences = 1, .chunk = 30, .cross_tokens = random.between(1, 80)};
         const kvq::attention_use cross{.cross_tokens = use.cross_tokens};
@@ -849,12 +876,13 @@ TEST_CASE("footprint and budget of layers that differ are what is allocated") {
                 if (cache.geometry(i).window.cross || (reads && (!prompt || random.one_in(4)))) continue;
                 const kvq::cache_shape& shape = cache.shape(i);
                 const auto k = test::random_tensor(random, n, shape.kv_heads, shape.head_dim);
-                const auto v = test::random_tensor(random, n, shape.kv_heads, shape.dim(tensor::value));
+                const int values = cache.tensors(i).size() == 2 ? n : 0;
+                const auto v = test::random_tensor(random, values, shape.kv_heads, shape.dim(tensor::value));
                 test::tensor<float> none(0, shape.kv_heads, shape.dim(tensor::value));
                 const int rows = reads ? 0 : n;
                 if (prompt)
-                    sequence.prefill(i, k.slice(0, rows), v.slice(0, rows), k.slice(0, 0), none.view(),
-                                     kvq::causal{}, kvq::serial_executor{}, space);
+                    sequence.prefill(i, k.slice(0, rows), v.slice(0, std::min(rows, values)), k.slice(0, 0),
+                                     none.view(), kvq::causal{}, kvq::serial_executor{}, space);
                 else
                     sequence.append(i, k.view(), v.view());
             }

@@ -9,6 +9,7 @@
 #include "../attention/attention_batch.hpp"
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
+#include "../format/latent.hpp"
 #include "../state/recurrent_state.hpp"
 #include "cache.hpp"
 
@@ -34,6 +35,7 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
                        " sinks, the cache has ", options_.sinks);
         expect_listed(tensor::key, l.formats.key);
         expect_listed(tensor::value, l.formats.value);
+        expect_holds_rotary(i, l.formats.key);
     }
     for (const tensor role : {tensor::key, tensor::value})
         for (int i = 0; i < table(role).listed(); ++i) {
@@ -44,6 +46,12 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
                            ": list a format once");
         }
     detail::check_backends(keys_, values_);
+    for (const layer& l : layers_) {
+        if (l.kind != layer_kind::latent || latent_values_.count(l.head_dim) > 0) continue;
+        detail::format_table read(tensor::value, detail::values_of_keys(keys_[0], l.head_dim), {});
+        for (int i = 1; i < keys_.size(); ++i) read.add(detail::values_of_keys(keys_[i], l.head_dim));
+        latent_values_.emplace(l.head_dim, std::move(read));
+    }
     if (state_) (void)recurrent_state(*state_, pool_, options.snapshots);  // checks the policy
 }
 
@@ -74,6 +82,8 @@ KVQ_FUNC int cache::add_format(tensor role, const format& f) {
     check(role, f, list.listed());
     if (const int i = list.find(f); i < list.listed()) return i;
     detail::check_backends(keys_, values_, f);
+    for (auto& [dim, read] : latent_values_)
+        if (role == tensor::key) read.add(detail::values_of_keys(f, dim));
     list.add(f);
     return list.listed() - 1;
 }
@@ -84,6 +94,8 @@ KVQ_FUNC void cache::commit_to(tensor role, int listed, int first_layer, int las
                        (last_layer <= layer_count() || last_layer == requantize_request::all),
                    "layers ", first_layer, " to ", last_layer, " are not a range of the ", layer_count(),
                    " layers of the cache");
+    for (int i = first_layer; role == tensor::key && i < detail::smaller(last_layer, layer_count()); ++i)
+        expect_holds_rotary(i, listed);
     options_.layers.reserve(layers_.size());
     for (int i = first_layer; i < detail::smaller(last_layer, layer_count()); ++i) {
         layer_format& f = layers_[static_cast<std::size_t>(i)].formats;
@@ -98,6 +110,7 @@ KVQ_FUNC void cache::commit_to(tensor role, int listed, int first_layer, int las
 
 KVQ_FUNC int cache::target_format(tensor role, int layer) const {
     const layer_format f = layers_[static_cast<std::size_t>(layer)].formats;
+    if (static_cast<std::size_t>(role) >= tensors(layer).size()) return 0;
     return table(role).index_of(role == tensor::key ? f.key : f.value);
 }
 
@@ -107,16 +120,19 @@ KVQ_FUNC const cache_shape& cache::shape() const {
     if (kinds.empty()) detail::fail("no layer of the cache holds keys and values: ", text(0));
     if (kinds.size() > 1)
         detail::fail("the layers of the cache have several shapes: ", text(kinds[0]), "; ", text(kinds[1]));
-    for (int i = 0; i < layer_count(); ++i)
+    for (int i = 0; i < layer_count(); ++i) {
         if (geometry(i).window != key_window{} || owner(i) != i)
             detail::fail("not all layers of the cache hold all of their tokens: ", text(i));
+        if (tensors(i).size() < 2) detail::fail("not all layers of the cache hold values: ", text(i));
+    }
     return shapes_[kinds[0]];
 }
 
 KVQ_FUNC void cache::expect_all_tokens(const char* who) const {
     for (int i = 0; i < layer_count(); ++i)
-        if (geometry(i).window != key_window{} || owner(i) != i)
-            detail::fail(who, " needs layers that hold all of their tokens, not ",
+        if (geometry(i).window != key_window{} || owner(i) != i || tensors(i).size() < 2)
+            detail::fail(who, " needs layers that hold all of their tokens",
+                         tensors(i).size() < 2 ? ", keys and values" : "", ", not ",
                          detail::describe_layer(i, layers_[static_cast<std::size_t>(i)]));
 }
 
@@ -208,9 +224,29 @@ KVQ_FUNC const format& cache::window_of(const cache_options& options) {
 KVQ_FUNC void cache::check(tensor role, const format& f, int number) const {
     std::string what = std::string(detail::name_of(role)) + " format " + std::to_string(number);
     for (const int layer : shapes_.distinct())
-        detail::check_format(
-            f, shape(layer), role, options_.page_tokens,
-            shapes_.distinct().size() == 1 ? what : what + " in layer " + std::to_string(layer));
+        if (static_cast<std::size_t>(role) < tensors(layer).size())
+            detail::check_format(
+                f, shape(layer), role, options_.page_tokens,
+                shapes_.distinct().size() == 1 ? what : what + " in layer " + std::to_string(layer));
+}
+
+KVQ_FUNC void cache::expect_holds_rotary(int layer, int listed) const {
+    const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
+    if (of.rotary_channels == 0) return;
+    const format& f = keys_[listed + 1];
+    const std::string_view name = f.name();
+    const int apart = detail::rotary_part_of(name.substr(0, name.rfind("-bounds"))).channels;
+    if (apart != of.rotary_channels &&
+        (apart > 0 || f.bits({tensor::key, options_.page_tokens, of.head_dim}) < 8.0))
+        detail::fail(detail::describe_layer(layer, of), ": key format ", listed, ", ", format_text(f),
+                     ", does not keep its ", of.rotary_channels,
+                     " rotary channels: name one that ends in -rotary", of.rotary_channels,
+                     ", which has them in 16 bits, or has 8 bits");
+}
+
+KVQ_FUNC const detail::format_table& cache::read_values(int layer) const noexcept {
+    const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
+    return of.kind == layer_kind::latent ? latent_values_.at(of.head_dim) : values_;
 }
 
 KVQ_FUNC void cache::expect_listed(tensor role, int number) const {
@@ -266,9 +302,9 @@ KVQ_FUNC std::size_t cache::attention_workspace(int tokens, int q_heads, int q_t
         const detail::attention_items items{&item, layer, 1, [](const void* of, int, int) {
                                                 return *static_cast<const detail::attention_item*>(of);
                                             }};
-        most = detail::larger(
-            most, detail::attention_batch(keys_, values_, shape(layer), geometry(), rotations_, items, mods)
-                      .bytes(threads));
+        most = detail::larger(most, detail::attention_batch(keys_, read_values(layer), shape(layer),
+                                                            geometry(), rotations_, items, mods)
+                                        .bytes(threads));
     }
     return most;
 }

@@ -8,6 +8,7 @@
 // Thread safety: every const member and new_sequence() may be called from any thread. A cache outlives its sequences.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <span>
 
@@ -66,6 +67,12 @@ public:
         const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
         return of.kind == layer_kind::shared ? of.owner : layer;
     }
+    /// Raises kvq::error for a listed format of keys in which a latent layer would lose its rotary channels.
+    void expect_holds_rotary(int layer, int listed) const;
+    /// The tensors of which a layer holds pages: K and V, or K alone, of which a latent layer reads its values.
+    std::span<const tensor> tensors(int layer) const noexcept {
+        return detail::tensors_of(layers_[static_cast<std::size_t>(layer)]);
+    }
     /// Does a layer take the new tokens of every step? Not one with those of another text.
     bool takes_steps(int layer) const noexcept {
         return holds_tokens(layer) && layers_[static_cast<std::size_t>(layer)].kind != layer_kind::cross;
@@ -79,7 +86,7 @@ public:
     page_pool& pool() noexcept { return pool_; }
     const page_pool& pool() const noexcept { return pool_; }
 
-    /// Formats of K or V: index 0 is the window, listed format i has index i + 1.
+    /// Formats of pages of K or V: index 0 is the window, listed format i has index i + 1.
     const detail::format_table& table(tensor role) const noexcept;
     const format& window() const noexcept { return keys_.window(); }
     /// Floats that quantizing a block of any layer takes as scratch.
@@ -168,6 +175,8 @@ private:
     static const format& window_of(const cache_options& options);
     void check(tensor role, const format& f, int number) const;
     void expect_listed(tensor role, int number) const;
+    /// The formats in which attention reads the values of a layer.
+    const detail::format_table& read_values(int layer) const noexcept;
     void check_member(const sequence* s, std::size_t i) const;
     /// held: tokens of the layer, those of the call included.
     void check_attention(int layer, int held, const query_view& q, const output_view& out,
@@ -189,6 +198,7 @@ private:
     cache_options options_;
     detail::format_table keys_;
     detail::format_table values_;
+    std::map<int, detail::format_table> latent_values_;  // by channels of a key
     detail::rotation_table rotations_;
     page_pool pool_;
 };

@@ -93,8 +93,7 @@ KVQ_FUNC void chunk::stage() {
 }
 
 KVQ_FUNC void chunk::write(const input_view& k, const input_view& v, float* scratch) {
-    write(tensor::key, k, scratch);
-    write(tensor::value, v, scratch);
+    for (const tensor role : cache_->tensors(layer_)) write(role, role == tensor::key ? k : v, scratch);
     move_keys(scratch);
 }
 
@@ -213,7 +212,7 @@ KVQ_FUNC void chunk::return_staged() noexcept {
     for (int i = spans_before_; i < table_->size(); ++i)
         for (page_ref& p : table_->spans[static_cast<std::size_t>(i)].pages) stock_->give_back(std::move(p));
     if (last_before_.pages[0])
-        for (int role = 0; role < 2; ++role) {
+        for (std::size_t role = 0; role < tensors().size(); ++role) {
             page_ref& p = table_->spans[static_cast<std::size_t>(spans_before_ - 1)].pages[role];
             if (p.get() != last_before_.pages[role].get()) stock_->give_back(std::move(p));
         }
@@ -238,9 +237,9 @@ KVQ_FUNC void chunk::stage_open_span() {
     page_span& s = table_->spans.back();
     const int tokens = s.tokens + smaller(after_ - before_, s.room - s.tokens);
     page_ref larger_pages[2];
-    for (int role = 0; role < 2; ++role) {
-        page& now = *s.pages[role];
-        const auto tensor_of = static_cast<tensor>(role);
+    for (const tensor tensor_of : tensors()) {
+        const int role = static_cast<int>(tensor_of);
+        page& now = *s.pages[static_cast<std::size_t>(role)];
         const float_type window = cache_->table(tensor::key).window_type();
         const int dim = shape().dim(tensor_of), heads = shape().kv_heads;
         if (!needs_copy(s, role, tokens, geometry())) {
@@ -260,7 +259,7 @@ KVQ_FUNC void chunk::stage_span(page_span& s) {
     if (when_ == chunk_pages::at_once && leaves(s)) return;
     const bool passes =
         when_ == chunk_pages::at_once && page_table::passes(s, after_, g, cache_->options().rollback);
-    for (int role = 0; role < 2; ++role) {
+    for (int role = 0; role < static_cast<int>(tensors().size()); ++role) {
         if (!passes || table_->targets[role] == 0)
             s.pages[role] = window_page(role, g.window_tokens(s.tokens, s.room));
         else if (!temporary_[role])
@@ -274,7 +273,7 @@ KVQ_FUNC void chunk::stage_commit(int i) {
         const int target = s.sinks ? 0 : table_->targets[role];
         quantized_.emplace_back();
         shorter_.emplace_back();
-        if (leaves(s)) continue;
+        if (leaves(s) || role == static_cast<int>(tensors().size())) continue;
         page_ref shorter;
         if (s.pages[role] && s.pages[role]->tokens != s.room)
             shorter = shorter_page(*cache_, layer_, *s.pages[role], role, s.room, stock_);

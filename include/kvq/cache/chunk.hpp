@@ -77,6 +77,7 @@ public:
                                      chunk_pages when, Take&& take, GiveBack&& give_back) {
         const page_geometry g = of.geometry(layer);
         const int after = table.tokens + tokens;
+        const int tensors = static_cast<int>(of.tensors(layer).size());
         const auto bytes_of = [&](int role, int format, int n) {
             return of.page_bytes(static_cast<tensor>(role), layer, format, n);
         };
@@ -89,7 +90,7 @@ public:
             const bool kept = page_table::keeps_copies(whole, after, g, of.options().rollback);
             const bool leaves = page_table::leaves(whole, after, g, of.options().rollback);
             commits += due;
-            for (int role = 0; role < 2; ++role) {
+            for (int role = 0; role < tensors; ++role) {
                 if (leaves) {
                     if (!is_new || when == chunk_pages::at_once) continue;
                     const std::size_t bytes = bytes_of(role, 0, g.window_tokens(room, room));
@@ -119,7 +120,7 @@ public:
             const bool last = i == table.size() - 1;
             if (last && table.has_open_span()) {
                 const int shown = s.tokens + smaller(tokens, s.room - s.tokens);
-                for (int role = 0; role < 2; ++role)
+                for (int role = 0; role < tensors; ++role)
                     if (needs_copy(s, role, shown, g))
                         take(bytes_of(role, 0, g.window_tokens(shown, s.room)));
                 at = s.first_token + shown;
@@ -154,6 +155,7 @@ private:
     void stage_span(page_span& s);
     void stage_commit(int i);
     page_geometry geometry() const noexcept { return cache_->geometry(layer_); }
+    std::span<const tensor> tensors() const noexcept { return cache_->tensors(layer_); }
     /// Is the span freed by commit()?
     bool leaves(const page_span& s) const noexcept {
         return page_table::leaves(s, after_, geometry(), cache_->options().rollback);

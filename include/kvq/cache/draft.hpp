@@ -33,7 +33,7 @@ inline std::size_t draft_pages_bytes(const cache& of, int n) {
         if (!of.takes_steps(layer)) continue;
         const auto pages = [&](int tokens) {
             std::size_t bytes = 0;
-            for (const tensor role : {tensor::key, tensor::value})
+            for (const tensor role : of.tensors(layer))
                 bytes += tokens == 0 ? 0 : page_pool::allocation(of.page_bytes(role, layer, 0, tokens));
             return bytes;
         };
@@ -49,11 +49,11 @@ inline void append_draft(cache& of, int layer, page_table& table, const input_vi
     const int drafted = table.draft + k.tokens;
     page_span span{table.tokens - table.draft, drafted, drafted, {}, {}};
     if (!begins) span.pages = table.spans.back().pages;
-    for (std::size_t role = 0; role < 2; ++role) {
+    for (const tensor tensor_of : of.tensors(layer)) {
+        const auto role = static_cast<std::size_t>(tensor_of);
         page_ref& held = span.pages[role];
         // This reference is the second one of a page that only this sequence holds.
         if (held && held.references() == 2 && held->tokens >= drafted) continue;
-        const auto tensor_of = static_cast<tensor>(role);
         page_ref larger_page = new_window_page(of, layer, static_cast<int>(role), draft_room(drafted));
         if (held)
             copy_tokens(of.table(tensor_of).window_type(), *held, *larger_page, tensor_of,
@@ -66,10 +66,10 @@ inline void append_draft(cache& of, int layer, page_table& table, const input_vi
         table.table_before = capacity;
         table.spans.emplace_back();
     }
-    for (std::size_t role = 0; role < 2; ++role) {
-        const input_view& rows = role == 0 ? k : v;
-        write_tokens(of.window(), *span.pages[role], static_cast<tensor>(role), rows.dim, rows, 0,
-                     rows.tokens, table.draft);
+    for (const tensor tensor_of : of.tensors(layer)) {
+        const input_view& rows = tensor_of == tensor::key ? k : v;
+        write_tokens(of.window(), *span.pages[static_cast<std::size_t>(tensor_of)], tensor_of, rows.dim, rows,
+                     0, rows.tokens, table.draft);
     }
     table.tokens += k.tokens;
     table.draft = drafted;
@@ -178,8 +178,10 @@ private:
     /// The accepted rows of a draft, in the type of the window: exactly what its pages hold.
     template <class Window>
     input_view rows(const draft& d, tensor role, std::span<const int> path) {
-        const page& from = *d.span.pages[static_cast<std::size_t>(role)];
         const int dim = cache_->shape(d.layer).dim(role), heads = cache_->shape(d.layer).kv_heads;
+        if (static_cast<std::size_t>(role) >= cache_->tensors(d.layer).size())
+            return token_view<Window>(nullptr, 0, heads, dim);
+        const page& from = *d.span.pages[static_cast<std::size_t>(role)];
         const block_shape block{role, from.tokens, dim};
         const format& window = cache_->table(role)[0];
         const std::size_t bytes = window.block_bytes(block);

@@ -26,6 +26,10 @@ KVQ_FUNC std::string describe_layer(int i, const layer& of) {
             break;
         case layer_kind::state:
             return text + "state of " + std::to_string(of.parts.size()) + " parts";
+        case layer_kind::latent:
+            text += "latent of " + std::to_string(of.head_dim - of.rotary_channels) + " + " +
+                    std::to_string(of.rotary_channels) + " channels, ";
+            break;
     }
     text += std::to_string(of.kv_heads) + " x " + std::to_string(of.head_dim);
     if (of.value_dim != 0 && of.value_dim != of.head_dim) text += " and " + std::to_string(of.value_dim);
@@ -84,6 +88,7 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
            " layers, got ", layers.size());
     const auto n = static_cast<int>(layers.size());
     of_.reserve(layers.size());
+    const auto values = [](const layer& l) { return l.value_dim == 0 ? l.head_dim : l.value_dim; };
     for (int i = 0; i < n; ++i) {
         const layer& l = layers[static_cast<std::size_t>(i)];
         const cache_shape shape{n, l.kv_heads, l.head_dim, l.value_dim};
@@ -105,6 +110,16 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
                    !impossible(l.value_dim, 0, most_head_dim),
                describe_layer(i, l), ": a layer has 1 to ", most_heads, " kv heads of 1 to ", most_head_dim,
                " channels");
+        if (l.kind == layer_kind::latent)
+            expect(l.rotary_channels >= 0 && l.rotary_channels < l.head_dim && values(l) <= l.head_dim &&
+                       (!l.rotary || l.rotary->dims == 0 ||
+                        l.rotary->first_channel >= l.head_dim - l.rotary_channels),
+                   describe_layer(i, l), ": it has at least 1 latent channel, values are the first of its ",
+                   l.head_dim, ", not ", values(l), ", and a rotation turns the last ", l.rotary_channels,
+                   ", not those from ", l.rotary ? l.rotary->first_channel : 0, " on");
+        else
+            expect(l.rotary_channels == 0, describe_layer(i, l), ": it has no rotary channels apart, got ",
+                   l.rotary_channels);
         const bool has_window = l.kind == layer_kind::sliding || l.kind == layer_kind::chunked;
         expect(!has_window || (l.window >= 1 && l.window <= most_window), describe_layer(i, l),
                ": a window has 1 to ", most_window, " tokens");
@@ -112,9 +127,10 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
                ": it has a window of ", l.window, " tokens and ", l.sinks, " sinks");
         bool known = false;
         for (const int other : distinct_) {
-            const cache_shape& o = of_[static_cast<std::size_t>(other)];
-            known = known || (o.kv_heads == shape.kv_heads && o.head_dim == shape.head_dim &&
-                              o.dim(tensor::value) == shape.dim(tensor::value));
+            const layer& o = layers[static_cast<std::size_t>(other)];
+            known = known || (o.kv_heads == l.kv_heads && o.head_dim == l.head_dim &&
+                              values(o) == values(l) && o.rotary_channels == l.rotary_channels &&
+                              (o.kind == layer_kind::latent) == (l.kind == layer_kind::latent));
         }
         if (!known) distinct_.push_back(i);
     }

@@ -16,6 +16,8 @@
 //   chunked   the same with the tokens of the current chunk of W
 //   shared    nothing: it reads the keys and values of an earlier layer, under its window      as that layer
 //   cross     tokens of another text, appended once: all queries see all of them           does not touch it
+//   latent    one latent per token, stored once: keys are all of its channels,             to any token
+//             values the first of them (MLA of DeepSeek)
 //
 // Attention hides what the window of a layer hides; masks and score modifiers of the caller come on top, with positions in the text.
 // Pages that no query can see any more are freed when tokens are appended. Positions stay.
@@ -23,6 +25,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -50,7 +53,8 @@ enum class layer_kind : unsigned char {
     shared = 3,  ///< reads the keys and values of another layer (Gemma 3n and 4)
     cross = 4,   ///< keys and values of another text, such as an encoder's (Whisper, T5)
     /// Recurrent state in place of keys and values: a trim reaches snapshots (state/recurrent_state.hpp)
-    state = 5
+    state = 5,
+    latent = 6  ///< keys alone: values are their first channels (MLA)
 };
 
 /// One layer of a model. Made by the function of its kind.
@@ -64,6 +68,8 @@ struct layer {
     /// rotary_embedding{}. Empty: not known. All layers say it, or none.
     std::optional<rotary_embedding> rotary = {};
     layer_kind kind = layer_kind::full;
+    /// Of a latent layer: the last channels of a key, which a format must hold in 16 bits, or all channels in 8 (format/latent.hpp).
+    int rotary_channels = 0;
     int window = 0;  ///< tokens of a sliding window or a chunk; of a shared layer 0, since its owner says it
     /// First tokens that every query sees as well, at most cache_options::sinks; of layers with a window.
     int sinks = 0;
@@ -109,6 +115,16 @@ struct layer {
     of.kind = layer_kind::cross;
     return of;
 }
+/// Latent attention (MLA): a token has one latent of latent_channels + rotary_channels, which is its key for all query heads. Its first
+/// value_channels (0: latent_channels) are its value. The engine multiplies the matrices of the heads into queries and outputs ("absorbed").
+/// It is stored once: append() and prefill() get k, and a v of 0 tokens. Queries have all channels, outputs value_channels.
+[[nodiscard]] inline layer latent_attention(int latent_channels, int rotary_channels,
+                                            int value_channels = 0) {
+    layer of{1, latent_channels + rotary_channels, value_channels == 0 ? latent_channels : value_channels};
+    of.kind = layer_kind::latent;
+    of.rotary_channels = rotary_channels;
+    return of;
+}
 /// A layer whose state the engine reads and writes in place, in sequence::state().
 [[nodiscard]] inline layer state_layer(std::vector<state_part> parts) {
     layer of;
@@ -118,6 +134,12 @@ struct layer {
 }
 
 namespace detail {
+
+/// The tensors of which a layer with tokens has pages: K and V, or K alone.
+inline std::span<const tensor> tensors_of(const layer& of) noexcept {
+    static constexpr tensor both[] = {tensor::key, tensor::value};
+    return std::span(both).first(of.kind == layer_kind::latent ? 1 : 2);
+}
 
 /// "layer 3, sliding window of 1024, 8 x 128": kv heads x channels of a key, and of a value where they differ. "layer 4, state of 2 parts".
 std::string describe_layer(int i, const layer& of);
@@ -140,7 +162,7 @@ public:
     int count() const noexcept { return static_cast<int>(of_.size()); }
     /// Of one layer; its `layers` is the number of all.
     const cache_shape& operator[](int i) const noexcept { return of_[static_cast<std::size_t>(i)]; }
-    /// One layer of each shape, in the order of the list; of layers with keys and values.
+    /// One layer of each shape, in the order of the list; of layers with keys and values. A latent layer has a shape of its own.
     const std::vector<int>& distinct() const noexcept { return distinct_; }
     /// Are all of them full attention of one shape?
     bool equal() const noexcept { return full_ && distinct_.size() == 1; }

@@ -16,14 +16,16 @@ KVQ_FUNC page_list::page_list(const cache& of, int layer)
 
 KVQ_FUNC void page_list::add(const borrowed_pages& p) {
     const auto place = spans_.size();
-    const int capacity = detail::smaller(p.key_capacity, p.value_capacity);
+    const int capacity = cache_.tensors(layer_).size() == 1
+                             ? p.key_capacity
+                             : detail::smaller(p.key_capacity, p.value_capacity);
     detail::expect(p.tokens >= 1 && p.tokens <= capacity && p.skip >= 0 && p.skip <= capacity - p.tokens,
                    "pages ", place, " show ", p.tokens, " tokens from ", p.skip, " on of ", capacity);
     detail::expect(tokens_ <= (std::numeric_limits<int>::max)() - cache_.options().page_tokens - p.tokens,
                    "pages ", place, " of ", p.tokens, " tokens behind ", tokens_, " tokens are too many");
     detail::expect_shift(cache_.rotations(), p.shift, "keys of pages ", place);
     page_span span{tokens_, p.tokens, capacity, {}, {}, p.skip, false, p.shift};
-    for (const tensor role : {tensor::key, tensor::value})
+    for (const tensor role : cache_.tensors(layer_))
         span.pages[static_cast<std::size_t>(role)] = header(role, p, place);
     spans_.push_back(std::move(span));
     tokens_ += p.tokens;

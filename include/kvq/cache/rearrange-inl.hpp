@@ -67,8 +67,8 @@ private:
     void commit(int end, float* scratch) {
         for (int& i = table_.committed; i < end; ++i) {
             page_span& s = table_[i];
-            for (int role = 0; role < 2; ++role) {
-                const auto tensor_of = static_cast<tensor>(role);
+            for (const tensor tensor_of : cache_.tensors(layer_)) {
+                const int role = static_cast<int>(tensor_of);
                 const int target = s.sinks ? 0 : table_.targets[role];
                 if (s.pages[role]->tokens != s.room)
                     s.pages[role] = shorter_page(cache_, layer_, *s.pages[role], role, s.room);
@@ -83,8 +83,8 @@ private:
 
     /// The pages of a 16-bit span without their first tokens.
     void copy_tokens_behind(page_span& s, int skip) {
-        for (int role = 0; role < 2; ++role) {
-            const auto tensor_of = static_cast<tensor>(role);
+        for (const tensor tensor_of : cache_.tensors(layer_)) {
+            const int role = static_cast<int>(tensor_of);
             const page_ref from = s.pages[role];
             const page_geometry g = geometry();
             s.pages[role] =
@@ -125,6 +125,13 @@ KVQ_FUNC void expect_rotary(const kvq::cache& of, std::int64_t by) {
            farthest);
     expect(by == 0 || of.rotations().known(), "keys cannot move by ", by,
            " positions: set cache_options::rotary to say how they are rotated");
+    for (int i = 0; by != 0 && i < of.layer_count(); ++i) {
+        const layer& l = of.layers()[static_cast<std::size_t>(i)];
+        if (l.kind == layer_kind::latent && of.rotations().at(i) &&
+            l.value_dim > l.head_dim - l.rotary_channels)
+            fail(describe_layer(i, l), ": its ", l.value_dim,
+                 " values have rotary channels, which do not turn when keys move by ", by, " positions");
+    }
 }
 
 KVQ_FUNC void expect_range(const char* verb, int first, int last, const char* whose, int held) {

@@ -39,7 +39,7 @@ private:
             if (plan.new_bytes(g) > pool.budget() - pool.bytes_in_use()) continue;
 #endif
             page_span fresh = plan.span_of(g);
-            for (int role = 0; role < 2; ++role)
+            for (int role = 0; role < static_cast<int>(cache_.tensors(layer_).size()); ++role)
                 fresh.pages[role] = page_of(g, role, plan.format_of(g, static_cast<std::size_t>(role)),
                                             plan.rows_of(g), fresh.shift);
             table_.join_spans(g.first, g.last, std::move(fresh));

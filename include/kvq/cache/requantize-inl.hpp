@@ -46,6 +46,8 @@ public:
                " layers of the cache");
         expect(request.first_token >= 0 && request.first_token <= request.last_token, "tokens ",
                request.first_token, " to ", request.last_token, " are not a range");
+        for (int layer = request.first_layer; request.key >= 0 && layer < last_layer(); ++layer)
+            cache_->expect_holds_rotary(layer, request.key);
         extent_.first_token = request.first_token;
         extent_.last_token = request.last_token;
     }
@@ -130,7 +132,7 @@ private:
     void set_targets() {
         for (sequence* s : sequences_)
             for (int layer = request_.first_layer; layer < last_layer(); ++layer)
-                for (const tensor role : {tensor::key, tensor::value})
+                for (const tensor role : cache_->tensors(layer))
                     if (wanted(role) >= 0) table_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
     }
 
@@ -144,7 +146,7 @@ private:
             tables_.clear();
             for (sequence* s : sequences_) tables_.push_back(&table_of(*s, layer));
             changes_.select(tables_, extent_);
-            for (const tensor role : {tensor::key, tensor::value}) {
+            for (const tensor role : cache_->tensors(layer)) {
                 const int format = wanted(role);
                 if (format < 0) continue;
                 const std::size_t bytes = whole_bytes(role, layer, format);

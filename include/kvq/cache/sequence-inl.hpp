@@ -233,6 +233,8 @@ KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const outp
                    out.heads, " x ", out.dim, " but blocks are ", shape(layer).kv_heads, " x ",
                    shape(layer).dim(role));
     detail::expect(out.data != nullptr || out.tokens == 0, "out has no data for ", out.tokens, " tokens");
+    if (static_cast<std::size_t>(role) >= cache_->tensors(layer).size())
+        return dequantize_values(layer, first, out);
     const layer_pages all = pages(layer);
     const int dim = shape(layer).dim(role);
     const auto longest = static_cast<std::size_t>(geometry().longest_page());
@@ -276,6 +278,20 @@ KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const outp
     }
 }
 
+KVQ_FUNC void sequence::dequantize_values(int layer, int first, const output_view& out) const {
+    const int dim = shape(layer).dim(tensor::key), step = geometry().longest_page();
+    resource_vector<float> rows(static_cast<std::size_t>(detail::smaller(step, out.tokens)) *
+                                    static_cast<std::size_t>(out.heads * dim),
+                                memory());
+    for (int t = 0; t < out.tokens; t += step) {
+        const int n = detail::smaller(step, out.tokens - t);
+        const token_view<float> keys(rows.data(), n, out.heads, dim);
+        dequantize(layer, tensor::key, first + t, keys);
+        for (int i = 0; i < n; ++i)
+            for (int h = 0; h < out.heads; ++h) out.store(t + i, h, keys.at(i, h));
+    }
+}
+
 KVQ_FUNC usage_report sequence::usage() const {
     usage_report u;
     u.workspace = scratch_.capacity() * sizeof(float);
@@ -285,11 +301,10 @@ KVQ_FUNC usage_report sequence::usage() const {
         const cache_shape& of = shape(static_cast<int>(layer));
         u.repacked += table.repacked;
         u.bookkeeping += table.spans.capacity() * sizeof(page_span);
-        for (std::size_t role = 0; role < 2; ++role) {
-            table.for_each_page(role, [&](const detail::held_page& p) { add_page(u, p); });
-        }
+        for (std::size_t piece = 0; piece < 2; ++piece)
+            table.for_each_page(piece, [&](const detail::held_page& p) { add_page(u, p); });
         for (int i = table.committed; i < table.size(); ++i)  // a trim or an erase may have hidden tokens
-            for (const tensor role : {tensor::key, tensor::value}) {
+            for (const tensor role : cache_->tensors(static_cast<int>(layer))) {
                 const page& p = *table[i].pages[static_cast<std::size_t>(role)];
                 u.not_finite -=
                     p.not_finite - detail::held_not_finite(cache_->table(role).window_type(), p, role,
@@ -375,8 +390,13 @@ KVQ_FUNC void sequence::check_rows(int layer, const input_view& k, const input_v
     cache_->expect_tokens(layer);
     if (!cache_->holds_tokens(layer)) detail::fail(describe(layer), ": it takes no keys and values");
     check_input(k, "k", layer, tensor::key);
-    check_input(v, "v", layer, tensor::value);
-    detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
+    if (cache_->tensors(layer).size() == 2) {
+        check_input(v, "v", layer, tensor::value);
+        detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
+    } else if (v.tokens != 0) {
+        detail::fail(describe(layer), ": its values are channels of its keys, and v has ", v.tokens,
+                     " tokens, not 0");
+    }
     check_added(tables_[static_cast<std::size_t>(layer)], k.tokens);
 }
 

@@ -193,6 +193,8 @@ private:
     /// Fills the stock for prefill() of n tokens in every layer; strong guarantee.
     void reserve_step(int n);
     std::size_t added_bytes(int n, detail::chunk_pages when) const;
+    /// Of a latent layer: the first channels of its keys.
+    void dequantize_values(int layer, int first, const output_view& out) const;
 
     cache* cache_;
     resource_vector<detail::page_table> tables_;

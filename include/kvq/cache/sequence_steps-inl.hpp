@@ -72,7 +72,8 @@ KVQ_FUNC void cache::attend_items(int layer, const detail::attention_items& item
     detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
     if (rows == 0) return;
     const int threads = executor.concurrency();
-    const detail::attention_batch all(keys_, values_, shape(layer), geometry(layer), rotations_, items, mods);
+    const detail::attention_batch all(keys_, read_values(layer), shape(layer), geometry(layer), rotations_,
+                                      items, mods);
     all.run(layer, executor, threads, space.reserve(all.bytes(threads)));
 }
 
@@ -132,10 +133,11 @@ KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, 
     const int heads = shape(layer).kv_heads;
     detail::expect(batch.size() <= static_cast<std::size_t>((std::numeric_limits<int>::max)() / (2 * heads)),
                    "a batch of ", batch.size(), " sequences with ", heads, " kv heads");
-    const int writes = static_cast<int>(batch.size()) * 2 * heads;
+    const int blocks = static_cast<int>(tensors(of).size()) * heads;
+    const int writes = static_cast<int>(batch.size()) * blocks;
     const auto write = [&](int i) {
-        const prefill_request& r = batch[static_cast<std::size_t>(i / (2 * heads))];
-        const tensor role = i % (2 * heads) < heads ? tensor::key : tensor::value;
+        const prefill_request& r = batch[static_cast<std::size_t>(i / blocks)];
+        const tensor role = i % blocks < heads ? tensor::key : tensor::value;
         if (r.k.tokens > 0) r.sequence->staged_->write_head(role, role == tensor::key ? r.k : r.v, i % heads);
     };
     // Few tokens are written sooner than threads are called.
@@ -260,8 +262,8 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
                 return detail::attention_item{pages, q, q, r.mods ? &*r.mods : nullptr};
             }};
         if (rows > 0)
-            bytes = detail::larger(bytes, detail::attention_batch(keys_, values_, shape(layer), geometry(),
-                                                                  rotations_, items, mods)
+            bytes = detail::larger(bytes, detail::attention_batch(keys_, read_values(layer), shape(layer),
+                                                                  geometry(), rotations_, items, mods)
                                               .bytes(threads));
     }
     space.reserve(bytes);

@@ -86,6 +86,8 @@ KVQ_FUNC void check_policy(const cache& of, const step_down_policy& policy) {
         expect(f.key >= 0 && f.key < key_formats && f.value >= 0 && f.value < value_formats, "tier ", i,
                " has formats ", f.key, " and ", f.value, ", not among the ", key_formats, " and ",
                value_formats, " listed ones");
+        for (int layer = policy.first_layers_kept; layer < layers - policy.last_layers_kept; ++layer)
+            of.expect_holds_rotary(layer, f.key);
         const int before = i == 0 ? 0 : policy.tiers[i - 1].age;
         expect(policy.tiers[i].age >= before, "tier ", i, " starts at age ", policy.tiers[i].age, ", before ",
                before);

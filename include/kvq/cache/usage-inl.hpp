@@ -11,7 +11,7 @@ KVQ_FUNC std::vector<usage_row> usage_rows(const sequence& s) {
     const cache& of = detail::sequence_access::cache(s);
     std::vector<usage_row> rows;
     for (int layer = 0; layer < of.layer_count(); ++layer)
-        for (const tensor role : {tensor::key, tensor::value}) {
+        for (const tensor role : of.tensors(layer)) {
             const cache_shape& shape = of.shape(layer);
             const detail::format_table& formats = of.table(role);
             std::vector<usage_row> by_format(static_cast<std::size_t>(formats.size()));

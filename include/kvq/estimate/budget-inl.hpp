@@ -53,7 +53,7 @@ public:
         for (int offset = 1; offset < smaller(page_geometry::window_step, g_.page_tokens); ++offset)
             most = larger(most, most_in_step(offset));
         for (const kind& k : kinds_)
-            for (std::size_t role = 0; role < 2; ++role)
+            for (std::size_t role = 0; role < of_.tensors(k.layer).size(); ++role)
                 most += static_cast<std::size_t>(smaller(use_.cuts, use_.tokens)) *
                         static_cast<std::size_t>(k.layers) *
                         (page(k, role, 0, larger(g_.page_tokens, g_.sinks)) +
@@ -71,7 +71,7 @@ private:
     bool alike(int a, int b) const noexcept {
         const cache_shape &x = of_.shape(a), &y = of_.shape(b);
         return x.kv_heads == y.kv_heads && x.head_dim == y.head_dim &&
-               x.dim(tensor::value) == y.dim(tensor::value);
+               x.dim(tensor::value) == y.dim(tensor::value) && of_.tensors(a).size() == of_.tensors(b).size();
     }
     /// After so many tokens pages lie alike among the steps of 16-bit pages again.
     std::int64_t period() const noexcept {
@@ -119,7 +119,7 @@ private:
     std::size_t held(int n) const {
         std::size_t bytes = 0;
         for (const kind& k : kinds_)
-            for (std::size_t role = 0; role < 2; ++role)
+            for (std::size_t role = 0; role < of_.tensors(k.layer).size(); ++role)
                 for_each_alike(g_, first_, n, rollback_, k.targets[role], {}, [&](const alike_pages& p) {
                     bytes += static_cast<std::size_t>(k.layers) * static_cast<std::size_t>(p.count) *
                              page(k, role, p.format, p.tokens);

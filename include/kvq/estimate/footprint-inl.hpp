@@ -107,7 +107,7 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
         const auto uncounted = static_cast<std::size_t>(left - detail::page_table::freed_spans(front, g));
         tables = detail::bounded_sum(tables, detail::table_capacity(spans - uncounted) * sizeof(page_span));
         most_spans = detail::larger(most_spans, spans);
-        for (const tensor role : {tensor::key, tensor::value})
+        for (const tensor role : of.tensors(layer))
             detail::add_layer(of, role, layer, n, chunk, cross ? step_down_policy{} : policy, shared, f);
     }
     f.transient = detail::bounded_sum(f.transient, detail::larger(shared[0], shared[1]));

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <charconv>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../core/bits.hpp"
@@ -11,6 +12,7 @@
 #include "../quant/calibration.hpp"
 #include "bounds.hpp"
 #include "find_format.hpp"
+#include "latent.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -81,7 +83,18 @@ KVQ_FUNC std::string_view name_before_bounds(std::string_view name) noexcept {
     return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : std::string_view{};
 }
 
-KVQ_FUNC format bounded(const format& f, tensor role) { return role == tensor::key ? with_bounds(f) : f; }
+/// Makes the format of a name with an ending: make(NAME) makes the format before the ending. An empty format: the name has none.
+template <class Make>
+format with_ending(std::string_view name, tensor role, const Make& make) {
+    if (const auto inner = name_before_bounds(name); !inner.empty()) {
+        const format f = make(inner);
+        return role == tensor::key ? with_bounds(f) : f;
+    }
+    const auto [inner, channels] = rotary_part_of(name);
+    if (inner.empty()) return {};
+    const format f = make(inner);
+    return role == tensor::key ? with_rotary(f, channels) : f;
+}
 
 KVQ_FUNC format asked_as(std::string_view name, format made) {
     made.set_asked_name(name.data(), name.size());
@@ -91,15 +104,15 @@ KVQ_FUNC format asked_as(std::string_view name, format made) {
 }
 
 KVQ_FUNC format find_format(std::string_view name, tensor role) {
-    if (const auto inner = detail::name_before_bounds(name); !inner.empty())
-        return detail::asked_as(name, detail::bounded(find_format(inner, role), role));
+    const auto make = [role](std::string_view inner) { return find_format(inner, role); };
+    if (format f = detail::with_ending(name, role, make)) return detail::asked_as(name, std::move(f));
     const auto [entry, group] = detail::find_builtin(name, role);
     return detail::asked_as(name, entry->make(group, nullptr, 0));
 }
 
 KVQ_FUNC format find_format(std::string_view name, tensor role, const calibration& statistics) {
-    if (const auto inner = detail::name_before_bounds(name); !inner.empty())
-        return detail::asked_as(name, detail::bounded(find_format(inner, role, statistics), role));
+    const auto make = [&](std::string_view inner) { return find_format(inner, role, statistics); };
+    if (format f = detail::with_ending(name, role, make)) return detail::asked_as(name, std::move(f));
     const auto [entry, group] = detail::find_builtin(name, role);
     if (!entry->takes_statistics) return detail::asked_as(name, entry->make(group, nullptr, 0));
     const std::vector<std::byte> saved = statistics.save();

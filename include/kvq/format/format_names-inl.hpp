@@ -1,6 +1,7 @@
 // Definitions of format_names.hpp.
 #pragma once
 
+#include <charconv>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -37,11 +38,23 @@ KVQ_FUNC std::string affine_sizes(std::string_view scheme, std::string_view axis
     return std::string(inner.substr(0, 1)) + "-g" + std::string(group);
 }
 
+KVQ_FUNC rotary_name rotary_part_of(std::string_view name) noexcept {
+    constexpr std::string_view ending = "-rotary";
+    const std::size_t at = name.rfind(ending);
+    if (at == std::string_view::npos || at == 0) return {};
+    rotary_name found{name.substr(0, at)};
+    const char *const first = name.data() + at + ending.size(), *const last = name.data() + name.size();
+    const auto [end, error] = std::from_chars(first, last, found.channels);
+    return error == std::errc() && end == last && found.channels > 0 ? found : rotary_name{};
+}
+
 KVQ_FUNC std::vector<std::string> built_in_names(std::string_view scheme, tensor role) {
     constexpr std::string_view bounds = "-bounds";
-    if (scheme.ends_with(bounds)) {
-        auto names = built_in_names(scheme.substr(0, scheme.size() - bounds.size()), role);
-        for (std::string& name : names) name += bounds;
+    std::string_view inner = rotary_part_of(scheme).inner;
+    if (scheme.ends_with(bounds)) inner = scheme.substr(0, scheme.size() - bounds.size());
+    if (!inner.empty()) {
+        auto names = built_in_names(inner, role);
+        for (std::string& name : names) name += scheme.substr(inner.size());
         return names;
     }
     std::vector<std::string> names;

@@ -22,6 +22,13 @@ namespace detail {
 /// The names by which find_format gives formats of this scheme.
 std::vector<std::string> built_in_names(std::string_view scheme, tensor role);
 
+/// A name that ends in "-rotary64", such as "std4-rotary64".
+struct rotary_name {
+    std::string_view inner;  ///< what stands before the ending; empty: the name has none
+    int channels = 0;
+};
+rotary_name rotary_part_of(std::string_view name) noexcept;
+
 }  // namespace detail
 
 /// The name that was asked for, and the scheme's in brackets if it is another one.

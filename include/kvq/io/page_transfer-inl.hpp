@@ -14,7 +14,7 @@ namespace kvq { inline namespace KVQ_COMMON {
 namespace detail {
 
 KVQ_FUNC void sent_pages::add(const sequence& s, int layer) {
-    for (const tensor role : {tensor::key, tensor::value})
+    for (const tensor role : sequence_access::cache(s).tensors(layer))
         extents_.add(sequence_access::tables(s)[static_cast<std::size_t>(layer)], role,
                      sequence_access::cache(s).geometry());
 }
@@ -31,7 +31,7 @@ KVQ_FUNC void send_pages(const sequence& s, int layer, const sink_view& write, s
     const cache_shape& shape = of.shape(layer);
     const page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
     page_pool scratch(of.pool().memory());
-    for (const tensor role : {tensor::key, tensor::value}) {
+    for (const tensor role : of.tensors(layer)) {
         const written_pages pages(of.window(), table, role, shape, scratch, sent.extents());
         const auto send = [&](page_kind kind, int entry, int i) {
             const written_pages::entry& e = pages.all()[static_cast<std::size_t>(entry)];
@@ -114,11 +114,15 @@ KVQ_FUNC sequence page_receiver::finish() {
     auto& tables = detail::sequence_access::tables(s);
     for (std::size_t layer = 0; layer < tables.size(); ++layer) {
         extent found[2];
-        for (std::size_t role = 0; role < 2; ++role) found[role] = check(layer, role);
-        const bool same_spans = std::equal(
-            received_[2 * layer].begin(), received_[2 * layer].end(), received_[2 * layer + 1].begin(),
-            received_[2 * layer + 1].end(),
-            [](const auto& k, const auto& v) { return k.first == v.first && k.second.alike(v.second); });
+        const bool has_values = cache_.tensors(static_cast<int>(layer)).size() == 2;
+        found[0] = found[1] = check(layer, 0);
+        if (has_values) found[1] = check(layer, 1);
+        const bool same_spans =
+            !has_values || std::equal(received_[2 * layer].begin(), received_[2 * layer].end(),
+                                      received_[2 * layer + 1].begin(), received_[2 * layer + 1].end(),
+                                      [](const auto& k, const auto& v) {
+                                          return k.first == v.first && k.second.alike(v.second);
+                                      });
         detail::expect(same_spans && found[0].committed == found[1].committed, "layer ", layer,
                        " was received with keys of ", found[0].tokens, " tokens (", found[0].committed,
                        " pages committed) and values of ", found[1].tokens, " (", found[1].committed, ")");
@@ -146,6 +150,9 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
     detail::expect(cache_.holds_tokens(m.layer),
                    detail::describe_layer(m.layer, cache_.layers()[static_cast<std::size_t>(m.layer)]),
                    ": it has no pages of tokens");
+    detail::expect(static_cast<std::size_t>(tensor_of) < cache_.tensors(m.layer).size(),
+                   detail::describe_layer(m.layer, cache_.layers()[static_cast<std::size_t>(m.layer)]),
+                   ": it has no pages of values");
     const cache_shape& shape = cache_.shape(m.layer);
     const page_geometry g = cache_.geometry();
     detail::expect(m.kv_heads == shape.kv_heads && m.dim == shape.dim(tensor_of), "a page of layer ", m.layer,

@@ -17,7 +17,7 @@ public:
         check_cache();
         for (const tensor role : {tensor::key, tensor::value}) find_formats(role);
         for (int layer = 0; layer < of.layer_count(); ++layer)
-            for (const tensor role : {tensor::key, tensor::value}) expect_tensors(role, layer);
+            for (const tensor role : of.tensors(layer)) expect_tensors(role, layer);
         if (of.state_layout()) state_bytes_ = index_.take_state();
         index_.expect_no_more();
     }
@@ -31,7 +31,7 @@ public:
                                                    static_cast<std::size_t>(page_table::freed_spans(
                                                        saved(layer).freed[1], cache_.geometry()))));
                 table.spans.assign(saved(layer).spans.begin(), saved(layer).spans.end());
-                for (const tensor role : {tensor::key, tensor::value}) place(role, layer, table);
+                for (const tensor role : cache_.tensors(layer)) place(role, layer, table);
                 table.restored(saved(layer).committed, cache_.geometry(), cache_.options().rollback,
                                index_.says_all());
             } else {
@@ -77,7 +77,7 @@ private:
             same_in_layer("head_dim", theirs.head_dim, mine.head_dim);
             same_in_layer("value_dim", theirs.value_dim, mine.value_dim);
             same_in_layer("kind", theirs.kind, mine.kind);
-            same_in_layer("window", theirs.window, mine.window);
+            same_in_layer(mine.is_latent() ? "rotary channels" : "window", theirs.window, mine.window);
             same_in_layer("visible sinks", theirs.sinks, mine.sinks);
         }
 
@@ -299,13 +299,17 @@ private:
     }
 
     void append_again(sequence& s, int layer) {
-        const loaded keys = load(tensor::key, layer), values = load(tensor::value, layer);
+        const bool has_values = cache_.tensors(layer).size() == 2;
+        const loaded keys = load(tensor::key, layer),
+                     values = has_values ? load(tensor::value, layer) : loaded{};
         std::vector<float> k, v;
         if (!cache_.takes_steps(layer)) return append_at_once(s, layer, keys, values);
         for (std::size_t i = 0; i < keys.pages.size(); ++i) {
             const page_span& span = saved(layer).spans[i];
             s.append(layer, dequantize(tensor::key, layer, *keys.pages[i], keys.formats[i], span, k),
-                     dequantize(tensor::value, layer, *values.pages[i], values.formats[i], span, v));
+                     has_values
+                         ? dequantize(tensor::value, layer, *values.pages[i], values.formats[i], span, v)
+                         : token_view<const float>());
         }
     }
 

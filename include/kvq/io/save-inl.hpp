@@ -125,7 +125,7 @@ private:
     template <class F>
     void for_each_page(F&& f) {
         for (std::size_t layer = 0; layer < sequence_access::tables(sequence_).size(); ++layer)
-            for (const tensor role : {tensor::key, tensor::value}) {
+            for (const tensor role : cache_.tensors(static_cast<int>(layer))) {
                 const page_table& table = sequence_access::tables(sequence_)[layer];
                 page_extents extents;
                 extents.add(table, role, cache_.geometry());

@@ -1,7 +1,8 @@
 // The description of a saved sequence: the metadata and the index of the file (docs/reference/files.md).
 //
 //   metadata     format, versions, model, shape, options, window, schemes and rotary embeddings with their fingerprints: all as text
-//   shapes       I32 [layers, 6]   version 5: kind, kv heads, channels of a key and of a value, window and visible sinks of each layer
+//   shapes       I32 [layers, 6]   version 5: kind, kv heads, channels of a key and of a value, window (of a latent layer its rotary
+//                                  channels) and visible sinks of each layer
 //   freed        I32 [layers, 2]   version 5: tokens [first, last) that a layer with a window has freed; 0, 0: none
 //   tokens       I32 [layers]       committed     I32 [layers]
 //   targets      I32 [layers, 2]                                        (K, V)
@@ -70,7 +71,8 @@ static_assert(sizeof(saved_span) == 4 * saved_span::columns);
 struct saved_shape {
     std::int32_t kind = 0;  ///< layer_kind
     std::int32_t kv_heads = 0, head_dim = 0, value_dim = 0;
-    std::int32_t window = 0;  ///< of a shared layer the number of its owner
+    std::int32_t window =
+        0;  ///< of a shared layer the number of its owner, of a latent one its rotary channels
     std::int32_t sinks = 0;
 
     static constexpr std::size_t columns = 6;
@@ -80,16 +82,19 @@ struct saved_shape {
                 l.kv_heads,
                 l.head_dim,
                 l.value_dim == 0 ? l.head_dim : l.value_dim,
-                l.kind == layer_kind::shared ? l.owner : l.window,
+                l.kind == layer_kind::shared   ? l.owner
+                : l.kind == layer_kind::latent ? l.rotary_channels
+                                               : l.window,
                 l.sinks};
     }
     bool holds_tokens() const noexcept {
         return kind != static_cast<std::int32_t>(layer_kind::state) &&
                kind != static_cast<std::int32_t>(layer_kind::shared);
     }
+    bool is_latent() const noexcept { return kind == static_cast<std::int32_t>(layer_kind::latent); }
     bool is_full() const noexcept { return kind == static_cast<std::int32_t>(layer_kind::full); }
     key_window sees() const noexcept {
-        if (kind == static_cast<std::int32_t>(layer_kind::shared)) return {};
+        if (kind == static_cast<std::int32_t>(layer_kind::shared) || is_latent()) return {};
         return {window, kind == static_cast<std::int32_t>(layer_kind::chunked), sinks};
     }
     friend bool operator==(const saved_shape&, const saved_shape&) = default;
@@ -259,14 +264,20 @@ public:
                 continue;
             }
             const bool cross = s.kind == static_cast<std::int32_t>(layer_kind::cross);
-            expect(cross || (s.kind >= 0 && s.kind <= static_cast<std::int32_t>(layer_kind::chunked)),
+            expect(cross || s.is_latent() ||
+                       (s.kind >= 0 && s.kind <= static_cast<std::int32_t>(layer_kind::chunked)),
                    "layer ", i, " of the saved sequence is of kind ", s.kind,
                    ", which this library does not know");
-            expect(s.is_full() || cross ? s.window == 0 && s.sinks == 0
-                                        : s.window >= 1 && s.window <= most_recent && s.sinks >= 0 &&
-                                              s.sinks <= geometry.sinks,
-                   "layer ", i, " of the saved sequence has a window of ", s.window, " tokens and ", s.sinks,
-                   " sinks");
+            if (s.is_latent())
+                expect(s.window >= 0 && s.window < s.head_dim && s.value_dim <= s.head_dim && s.sinks == 0,
+                       "layer ", i, " of the saved sequence is a latent of ", s.head_dim, " channels, ",
+                       s.window, " of them rotary, with ", s.value_dim, " values");
+            else
+                expect(s.is_full() || cross ? s.window == 0 && s.sinks == 0
+                                            : s.window >= 1 && s.window <= most_recent && s.sinks >= 0 &&
+                                                  s.sinks <= geometry.sinks,
+                       "layer ", i, " of the saved sequence has a window of ", s.window, " tokens and ",
+                       s.sinks, " sinks");
             expect(s.value_dim >= least, "layer ", i, " of the saved sequence has value_dim ", s.value_dim);
             check_shape({layers, s.kv_heads, s.head_dim, s.value_dim});
             if (s.value_dim == 0) s.value_dim = s.head_dim;

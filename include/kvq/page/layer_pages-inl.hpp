@@ -11,7 +11,8 @@ KVQ_FUNC const std::byte* layer_pages::data(const page& p) const noexcept {
 
 KVQ_FUNC layer_pages::entry layer_pages::at(int index) const noexcept {
     const page_span& s = spans[index];
-    return {s.first_token, s.tokens, s.pages[0].get(), s.pages[1].get(), s.skip, s.shift};
+    const page* const keys = s.pages[0].get();
+    return {s.first_token, s.tokens, keys, s.pages[1] ? s.pages[1].get() : keys, s.skip, s.shift};
 }
 
 KVQ_FUNC int layer_pages::lower_bound(int token) const noexcept {

@@ -24,7 +24,7 @@ struct page_span {
     int first_token = 0;  ///< position of its first token
     int tokens = 0;       ///< shown tokens
     int room = 0;  ///< tokens of its pages that may be shown: all of them, or fewer if it was closed early
-    std::array<page_ref, 2> pages;   ///< K, V
+    std::array<page_ref, 2> pages;   ///< K, V; a latent layer has no pages of V
     std::array<page_ref, 2> copies;  ///< 16-bit copies of the committed pages, for an exact trim; or null
     int skip = 0;                    ///< tokens of both pages before the first shown one
     bool sinks = false;              ///< its pages have room for the sinks, and are never quantized
@@ -45,7 +45,7 @@ struct layer_pages {
         int first_token;
         int tokens;
         const page* keys;
-        const page* values;
+        const page* values;  ///< of a layer without pages of values, which reads its keys: `keys`
         int skip;
         std::int64_t shift;
     };

@@ -312,7 +312,7 @@ KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, 
         uses.clear();
         for (int i = 0; i < committed; ++i) {
             page_ref& p = (*this)[i].pages[role];
-            uses.push_back({p.get(), &p});
+            if (p) uses.push_back({p.get(), &p});
         }
         const auto before = [](const page_use& first, const page_use& second) {
             const page &a = *first.of, &b = *second.of;

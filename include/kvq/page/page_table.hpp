@@ -12,8 +12,8 @@
 // Committed means: quantized, or left in 16 bit if that is the target format. Spans that are not committed are the last ones: they
 // hold 16-bit pages and skip no tokens, and the very last one may take more tokens; if its keys moved, new keys take its rotation. A
 // committed span that was closed before it was full (an erase) has pages for its own tokens only.
-// Pieces: the parts of a span's pages that are held and freed apart. On the CPU they are K and V; on a GPU there is one, and the
-// other is null.
+// Pieces: the parts of a span's pages that are held and freed apart. On the CPU they are K and V; on a GPU, and of a latent layer, there
+// is one, and the other is null.
 // Contract: all pieces share the spans. The vector reserves its memory before anything changes, so that later steps cannot fail. The
 // decisions depend on the spans alone, so that the same calls give the same tables on both sides (tests/properties/page_table.cpp).
 #pragma once

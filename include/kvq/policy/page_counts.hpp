@@ -59,7 +59,7 @@ private:
         for (const page_table& table : sequence_access::tables(s))
             for (const page_span& span : table.spans)
                 for (int role = 0; role < 2; ++role) {
-                    f(*span.pages[role]);
+                    if (span.pages[role]) f(*span.pages[role]);
                     if (span.copies[role]) f(*span.copies[role]);
                 }
         if (sequence_access::cache(s).state_layout()) s.state().for_each_page(f);

@@ -261,8 +261,8 @@ KVQ_FUNC void prefix_cache::quantize(sequence& s) {
 
 KVQ_FUNC void prefix_cache::share(sequence& s, const sequence& from, int common) const noexcept {
     const auto take = [](page_ref& mine, const page_ref& theirs) {
-        if (mine.get() != theirs.get() && mine->format == theirs->format && mine->bytes == theirs->bytes &&
-            std::memcmp(mine->data(), theirs->data(), mine->bytes) == 0)
+        if (mine && mine.get() != theirs.get() && mine->format == theirs->format &&
+            mine->bytes == theirs->bytes && std::memcmp(mine->data(), theirs->data(), mine->bytes) == 0)
             mine = theirs;
     };
     auto& tables = detail::sequence_access::tables(s);

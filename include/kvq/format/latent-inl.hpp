@@ -1,0 +1,328 @@
+// Definitions of latent.hpp.
+#pragma once
+
+#include <cstring>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "../core/bits.hpp"
+#include "../core/error.hpp"
+#include "../core/text.hpp"
+#include "../schemes/full.hpp"
+#include "latent.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+/// Parts of a plan or a workspace begin at cache lines.
+constexpr std::size_t whole_lines(std::size_t bytes) noexcept { return round_up(bytes, std::size_t{64}); }
+
+/// The functions of a format with rotary channels. The state is the record itself.
+struct rotary_record : format_record {
+    format inner;
+    int channels;
+    format_functions table;
+    short_text held_name;
+
+    rotary_record(format of, int n)
+        : inner(std::move(of)), channels(n), table(inner.functions()), held_name(inner.name()) {
+        const short_text ending = short_text("-rotary") + short_text::of(channels);
+        held_name += ending;
+        functions = &table;
+        scheme = this;
+        name = held_name.c_str();
+        const std::string asked = inner.asked_name() + std::string(ending);
+        if (inner.record().asked_name[0] != '\0' && asked.size() < sizeof(asked_name))
+            std::memcpy(asked_name, asked.c_str(), asked.size() + 1);
+        has_state = inner.record().has_state;
+        has_fingerprint = inner.record().has_fingerprint;
+        fingerprint = inner.record().fingerprint;
+        destroy = [](format_record* self) { delete static_cast<rotary_record*>(self); };
+
+        table.values = false;
+        table.begins_once[0] = table.begins_once[0] && rotary().functions().begins_once[0];
+        table.holds_values = false;
+        table.write_tokens = nullptr;
+        table.estimate_scores = nullptr;  // of a part of the channels it bounds no score: with_bounds() does
+        table.estimate_floats = nullptr;
+        table.estimates_first = false;
+        table.plan_bytes = plan_at(2);
+        table.check = [](const void* self, const cache_shape& shape, tensor role) {
+            const rotary_record& r = of_state(self);
+            if (shape.head_dim <= r.channels)
+                fail(r.name, " has ", r.channels, " rotary channels, of keys of ", shape.head_dim);
+            cache_shape part = shape;
+            part.head_dim -= r.channels;
+            r.inner.functions().check(r.inner.scheme(), part, role);
+        };
+        table.block_bytes = [](const void* self, const block_shape& shape) {
+            const rotary_record& r = of_state(self);
+            return r.inner.block_bytes(r.first(shape)) + r.rotary().block_bytes(r.last(shape));
+        };
+        table.code_bytes = [](const void* self, const block_shape& shape) {
+            const rotary_record& r = of_state(self);
+            return r.inner.functions().code_bytes(r.inner.scheme(), r.first(shape)) +
+                   r.rotary().block_bytes(r.last(shape));
+        };
+        table.quantize = &quantize;
+        table.quantize_values = [](const void* self, const block_shape& shape, block_id id, float* values,
+                                   std::byte* block) {
+            const rotary_record& r = of_state(self);
+            const std::uint32_t found = r.write_rotary(shape, values, block);
+            return found +
+                   r.inner.functions().quantize_values(r.inner.scheme(), r.first(shape), id, values, block);
+        };
+        table.requantize_values = [](const void* self, const block_shape& shape, block_id id, float* values,
+                                     float* token_scales, std::byte* block) {
+            const rotary_record& r = of_state(self);
+            const std::uint32_t found = r.write_rotary(shape, values, block);
+            return found + r.inner.functions().requantize_values(r.inner.scheme(), r.first(shape), id, values,
+                                                                 token_scales, block);
+        };
+        if (table.read_token_scales)
+            table.read_token_scales = [](const void* self, const block_shape& shape, const std::byte* block,
+                                         float* scales) {
+                const rotary_record& r = of_state(self);
+                r.inner.functions().read_token_scales(r.inner.scheme(), r.first(shape), block, scales);
+            };
+        table.dequantize = &dequantize;
+        table.make_plan = &make_plan;
+        table.begin = &begin;
+        table.finish = &finish;
+        table.describe = [](const void* self, const block_shape& shape, float_type window) {
+            const rotary_record& r = of_state(self);
+            return r.inner.functions().describe(r.inner.scheme(), r.first(shape), window);
+        };
+        if (!table.transforms) return;
+        table.transform_query = [](const void* self, const block_shape& shape, block_id id, float* x) {
+            const rotary_record& r = of_state(self);
+            r.inner.functions().transform_query(r.inner.scheme(), r.first(shape), id, x);
+        };
+    }
+
+private:
+    static const rotary_record& of_state(const void* self) noexcept {
+        return *static_cast<const rotary_record*>(self);
+    }
+    const format& rotary() const { return inner.functions().backend->fp16(); }
+    block_shape first(const block_shape& s) const noexcept { return {s.role, s.tokens, s.dim - channels}; }
+    block_shape last(const block_shape& s) const noexcept { return {s.role, s.tokens, channels}; }
+    std::size_t rotary_at(const block_shape& s) const { return inner.block_bytes(first(s)); }
+
+    /// A plan is [record and bytes of the inner workspace][plan of the inner format][plan of the rotary channels].
+    struct plan_head {
+        const rotary_record* of;
+        std::size_t inner_workspace;
+    };
+    std::size_t plan_at(int part) const {
+        const std::size_t sizes[] = {sizeof(plan_head), inner.functions().plan_bytes,
+                                     rotary().functions().plan_bytes};
+        std::size_t at = 0;
+        for (int i = 0; i <= part; ++i) at += whole_lines(sizes[i]);
+        return at;
+    }
+
+    /// Writes the rotary channels of values [tokens][dim], and leaves the others as [tokens][dim - channels].
+    std::uint32_t write_rotary(const block_shape& shape, float* values, std::byte* block) const {
+        const block_shape part = last(shape);
+        std::byte* const to = block + rotary_at(shape);
+        std::memset(to, 0, rotary().block_bytes(part));
+        const int n = shape.dim - channels;
+        const std::uint32_t found = rotary().functions().write_tokens(part, to, float_type::fp32, values + n,
+                                                                      shape.dim, shape.tokens, 0);
+        for (int t = 1; t < shape.tokens; ++t)
+            std::memmove(values + std::ptrdiff_t{t} * n, values + std::ptrdiff_t{t} * shape.dim,
+                         static_cast<std::size_t>(n) * sizeof(float));
+        return found;
+    }
+
+    static std::uint32_t quantize(const void* self, const block_shape& shape, block_id id, float_type type,
+                                  const std::byte* from, std::byte* block, float* scratch) {
+        const rotary_record& r = of_state(self);
+        visit_float_type(type, [&]<class T>(T) {
+            if constexpr (std::is_same_v<T, float16>)
+                r.rotary().functions().dequantize(r.rotary().scheme(), shape, id, from, float_type::fp32,
+                                                  scratch, shape.dim, scratch);
+            else
+                full<T>{}.dequantize(shape, id, from, scratch);
+        });
+        return r.table.quantize_values(self, shape, id, scratch, block);
+    }
+
+    static void dequantize(const void* self, const block_shape& shape, block_id id, const std::byte* block,
+                           float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
+        const rotary_record& r = of_state(self);
+        const block_shape first = r.first(shape), last = r.last(shape);
+        const std::size_t size = size_of(type);
+        auto* const to = static_cast<std::byte*>(out);
+        const std::byte* const rotary_block = block + r.rotary_at(shape);
+        // Rows that are dequantized in place have no room for the scratch of the inner format between them.
+        const bool in_place = out == scratch;
+        r.inner.functions().dequantize(r.inner.scheme(), first, id, block, type, out,
+                                       in_place ? first.dim : stride, scratch);
+        if (!in_place) {
+            r.rotary().functions().dequantize(r.rotary().scheme(), last, id, rotary_block, type,
+                                              to + static_cast<std::size_t>(first.dim) * size, stride,
+                                              scratch);
+            return;
+        }
+        const value_layout<float16> layout(last);
+        for (int t = shape.tokens - 1; t >= 0; --t) {
+            float* const row = scratch + std::ptrdiff_t{t} * shape.dim;
+            std::memmove(row, scratch + std::ptrdiff_t{t} * first.dim,
+                         static_cast<std::size_t>(first.dim) * sizeof(float));
+            for (int c = 0; c < last.dim; ++c)
+                row[first.dim + c] =
+                    static_cast<float>(load_as<float16>(rotary_block + 2 * layout.element(t, c)));
+        }
+    }
+
+    static std::size_t make_plan(const void* self, const block_shape& shape, block_id id, int rows,
+                                 void* plan) {
+        const rotary_record& r = of_state(self);
+        auto* const at = static_cast<std::byte*>(plan);
+        const auto part = [&](int i) -> void* { return at ? at + r.plan_at(i) : nullptr; };
+        const std::size_t inner_bytes =
+            whole_lines(r.inner.functions().make_plan(r.inner.scheme(), r.first(shape), id, rows, part(0)));
+        if (at) ::new (plan) plan_head{&r, inner_bytes};
+        return inner_bytes +
+               r.rotary().functions().make_plan(r.rotary().scheme(), r.last(shape), id, rows, part(1));
+    }
+    static void begin(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                      const float* x, std::ptrdiff_t x_stride, std::byte* workspace) {
+        const auto& [r, inner_workspace] = *static_cast<const plan_head*>(plan);
+        const auto* const at = static_cast<const std::byte*>(plan);
+        const block_shape first = r->first(shape);
+        r->inner.functions().begin(at + r->plan_at(0), first, id, block, x, x_stride, workspace);
+        r->rotary().functions().begin(at + r->plan_at(1), r->last(shape), id, block + r->rotary_at(shape),
+                                      x + first.dim, x_stride, workspace + inner_workspace);
+    }
+    static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                       const float* x, std::ptrdiff_t x_stride, int rows, int, float* y,
+                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
+        const auto& [r, inner_workspace] = *static_cast<const plan_head*>(plan);
+        const auto* const at = static_cast<const std::byte*>(plan);
+        const block_shape first = r->first(shape);
+        r->inner.functions().finish(at + r->plan_at(0), first, id, block, x, x_stride, rows, first.dim, y,
+                                    y_stride, add, ahead, workspace);
+        r->rotary().functions().finish(at + r->plan_at(1), r->last(shape), id, block + r->rotary_at(shape),
+                                       x + first.dim, x_stride, rows, r->channels, y, y_stride, true, ahead,
+                                       workspace + inner_workspace);
+    }
+};
+
+/// The functions of the values of a latent layer. The state is the record itself.
+struct latent_values_record : format_record {
+    format keys;
+    format values;  ///< multiplies blocks in the workspace
+    int key_dim;
+    format_functions table{};
+
+    latent_values_record(format of, int dim)
+        : keys(std::move(of)),
+          values(keys.holds_values() ? keys : keys.functions().backend->fp16()),
+          key_dim(dim) {
+        functions = &table;
+        scheme = this;
+        name = keys.name();
+        destroy = [](format_record* self) { delete static_cast<latent_values_record*>(self); };
+        table.backend = keys.functions().backend;
+        table.values = true;
+        table.begins_once[1] = true;
+        table.value_type = type();
+        table.holds_values = keys.holds_values();
+        table.plan_bytes = sizeof(plan_head) + values.functions().plan_bytes;
+        table.block_bytes = [](const void* self, const block_shape& shape) {
+            const latent_values_record& r = of_state(self);
+            return r.keys.block_bytes(r.key_block(shape));
+        };
+        table.make_plan = &make_plan;
+        table.begin = [](const void*, const block_shape&, block_id, const std::byte*, const float*,
+                         std::ptrdiff_t, std::byte*) {};
+        table.finish = &finish;
+    }
+
+private:
+    struct alignas(64) plan_head {
+        const latent_values_record* of;
+        int rows;
+    };
+    /// A workspace: rows of dequantized keys, a block of values, scratch, the workspace of a product with this block.
+    struct places {
+        std::size_t block, scratch, product;
+    };
+
+    static const latent_values_record& of_state(const void* self) noexcept {
+        return *static_cast<const latent_values_record*>(self);
+    }
+    float_type type() const noexcept { return values.functions().value_type; }
+    block_shape key_block(const block_shape& s) const noexcept { return {tensor::key, s.tokens, key_dim}; }
+    places places_of(const block_shape& shape) const {
+        const std::size_t all = key_block(shape).values();
+        places p{};
+        p.block = whole_lines(all * size_of(type()));
+        p.scratch = p.block + whole_lines(values.block_bytes(shape));
+        p.product = p.scratch + whole_lines(all * sizeof(float));
+        return p;
+    }
+
+    static std::size_t make_plan(const void* self, const block_shape& shape, block_id id, int rows,
+                                 void* plan) {
+        const latent_values_record& r = of_state(self);
+        if (plan) ::new (plan) plan_head{&r, rows};
+        void* const own = plan ? static_cast<plan_head*>(plan) + 1 : nullptr;
+        return r.places_of(shape).product +
+               r.values.functions().make_plan(r.values.scheme(), shape, id, rows, own);
+    }
+    static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                       const float* x, std::ptrdiff_t x_stride, int rows, int cols, float* y,
+                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t, std::byte* workspace) {
+        const plan_head& head = *static_cast<const plan_head*>(plan);
+        const latent_values_record& r = *head.of;
+        const block_shape keys = r.key_block(shape);
+        const places at = r.places_of(shape);
+        auto* const scratch = reinterpret_cast<float*>(workspace + at.scratch);
+        std::byte* const to = workspace + at.block;
+        r.keys.functions().dequantize(r.keys.scheme(), keys, id, block, r.type(), workspace, keys.dim,
+                                      scratch);
+        std::memset(to, 0, r.values.block_bytes(shape));  // odd tokens and channels leave gaps
+        const std::uint32_t beyond =
+            r.values.functions().write_tokens(shape, to, r.type(), workspace, keys.dim, cols, 0);
+        if (beyond > 0 && !r.table.holds_values)
+            return multiply_floats(r, keys, id, block, head.rows, x, x_stride, rows, cols, y, y_stride, add,
+                                   scratch);
+        r.values.functions().begin(&head + 1, shape, id, to, x, x_stride, workspace + at.product);
+        r.values.functions().finish(&head + 1, shape, id, to, x, x_stride, rows, cols, y, y_stride, add, 0,
+                                    workspace + at.product);
+    }
+    /// Of keys that fp16 does not hold.
+    static void multiply_floats(const latent_values_record& r, const block_shape& keys, block_id id,
+                                const std::byte* block, int n, const float* x, std::ptrdiff_t x_stride,
+                                int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                                float* scratch) {
+        r.keys.functions().dequantize(r.keys.scheme(), keys, id, block, float_type::fp32, scratch, keys.dim,
+                                      scratch);
+        for (int i = 0; i < n; ++i, x += x_stride, y += y_stride) {
+            for (int c = 0; c < rows && !add; ++c) y[c] = 0.0f;
+            for (int t = 0; t < cols; ++t)
+                for (int c = 0; c < rows; ++c) y[c] += x[t] * scratch[std::ptrdiff_t{t} * keys.dim + c];
+        }
+    }
+};
+
+KVQ_FUNC format values_of_keys(const format& keys, int key_dim) {
+    return format(new latent_values_record(keys, key_dim));
+}
+
+}  // namespace detail
+
+KVQ_FUNC format with_rotary(const format& f, int channels) {
+    detail::expect(static_cast<bool>(f), "with_rotary takes a format, not an empty one");
+    detail::expect(channels >= 0, "a key has at least 0 rotary channels, not ", channels);
+    if (channels == 0 || !f.supports(tensor::key)) return f;
+    return format(new detail::rotary_record(f, channels));
+}
+
+}}

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: mixed-precision reduction. Latent attention against double arithmetic on the dequantized keys, over random histories of all
+// verbs; what a latent takes, to the byte; its error beside that of the codec; and what is refused.
+//
+// KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its number.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <kvq/attention/reference.hpp>
+#include <kvq/cache/requantize.hpp>
+#include <kvq/cache/usage.hpp>
+#include <kvq/estimate/footprint.hpp>
+#include <kvq/format/latent.hpp>
+#include <kvq/policy/prefix_cache.hpp>
+#include <kvq/policy/ring.hpp>
+#include <optional>
+
+#include "support/caches.hpp"
+#include "support/memory.hpp"
+#include "support/saved.hpp"
+
+namespace latent_tests {
+
+namespace {
+
+using kvq::tensor;
+
+constexpr int longest = 300;
+
+template <class Scheme>
+kvq::format format_of() {
+    static const kvq::format f = test::made<test::usual>(Scheme{});
+    return f;
+}
+
+kvq::input_view none() { return {static_cast<const float*>(nullptr), 0, 1, 1}; }
+
+struct errors {
+    double difference = 0, norm = 0;
+    double relative() const { return norm > 0 ? std::sqrt(difference / norm) : 0.0; }
+    void add(const test::tensor<float>& out, const test::tensor<double>& want) {
+        for (std::size_t i = 0; i < out.values().size(); ++i) {
+            const double d = static_cast<double>(out.values()[i]) - want.values()[i];
+            difference += d * d;
+            norm += want.values()[i] * want.values()[i];
+        }
+    }
+};
+
+/// Attention in double over keys [tokens][1][channels], whose first `values` channels are the values.
+test::tensor<double> attended(const test::tensor<float>& keys, const test::tensor<float>& q, int values) {
+    test::tensor<float> v(keys.tokens(), 1, values);
+    for (int t = 0; t < keys.tokens(); ++t) std::copy_n(keys.view().at(t, 0), values, v.view().at(t, 0));
+    test::tensor<double> out(q.tokens(), q.view().heads, values);
+    kvq::reference_attend(keys.view(), std::as_const(v).view(), q.view(), out.view(), kvq::causal{});
+    return out;
+}
+
+/// The same over what a sequence holds.
+test::tensor<double> attended(const kvq::sequence& s, const kvq::layer& of, const test::tensor<float>& q) {
+    test::tensor<float> keys(s.tokens(0), 1, of.head_dim);
+    s.dequantize(0, tensor::key, 0, keys.view());
+    return attended(keys, q, of.value_dim);
+}
+
+}  // namespace
+
+TEST_CASE("a latent is read as keys and as values, whatever became of its tokens") {
+    const auto [first, last] = test::histories(40);
+    for (int history = first; history < last; ++history) {
+        INFO("KVQ_SEED=", test::seed(), " KVQ_HISTORY=", history);
+        test::generator random(test::seed() + static_cast<std::uint64_t>(history));
+        const int rotary = 2 * random.between(0, 6), latent = random.between(1, random.one_in(3) ? 150 : 40);
+        kvq::layer of = kvq::latent_attention(latent, rotary);
+        const bool moves = random.one_in(2);
+        if (!moves) of.value_dim = random.between(1, of.head_dim);
+        if (moves) of.rotary = kvq::rotary_embedding{.dims = rotary, .first_channel = latent};
+        kvq::cache_options options = test::random_options(random);
+        options.window = random.pick(std::vector<kvq::format>{format_of<kvq::full<kvq::float16>>(),
+                                                              format_of<kvq::full<kvq::bfloat16>>(),
+                                                              format_of<kvq::full<float>>()});
+        for (const kvq::format& f :
+             {format_of<kvq::affine<4, kvq::per_channel<32>>>(), format_of<kvq::std4_h::keys>(),
+              format_of<kvq::affine<5, kvq::per_token<64>>>(), format_of<kvq::low2::keys>()})
+            options.keys.push_back(kvq::with_rotary(f, rotary));
+        options.keys.push_back(format_of<kvq::int8>());
+        of.formats.key = random.between(0, 4);
+        kvq::cache cache({of}, options);
+        std::vector<kvq::sequence> all;
+        for (int i = 0; i < 2; ++i) all.push_back(cache.new_sequence());
+        for (int step = 0; step < 14; ++step) {
+            CAPTURE(step);
+            kvq::sequence& s = all[static_cast<std::size_t>(random.between(0, 1))];
+            const int held = s.tokens();
+            const int n = std::min(longest - held, random.between(0, random.one_in(2) ? 90 : 5));
+            const auto rows = test::random_tensor(random, n, 1, of.head_dim);
+            const auto q = test::random_tensor(random, std::min(3, n), random.between(1, 20), of.head_dim);
+            test::tensor<float> out(q.tokens(), q.view().heads, of.value_dim);
+            switch (random.between(0, 9)) {
+                case 0:
+                case 1:
+                    s.append(0, rows.view(), none());
+                    break;
+                case 2: {
+                    // A prompt sees what was quantized before it, and its own tokens in the type of the window.
+                    test::tensor<float> keys(held + n, 1, of.head_dim);
+                    s.dequantize(0, tensor::key, 0, keys.view().slice(0, held));
+                    for (int t = 0; t < n; ++t)
+                        std::copy_n(rows.view().at(t, 0), of.head_dim, keys.view().at(held + t, 0));
+                    s.prefill(0, rows.view(), none(), q.view(), out.view());
+                    errors e;
+                    if (q.tokens() > 0) e.add(out, attended(keys, q, of.value_dim));
+                    REQUIRE(e.relative() <= 1e-2);  // a window of bf16 rounds to 8 bits
+                    break;
+                }
+                case 3:
+                    s.trim(random.between(std::max(0, held - 60), held));
+                    break;
+                case 4:
+                    if (const int a = random.between(0, held), b = random.between(a, held); moves)
+                        s.erase(a, b);
+                    break;
+                case 5:
+                    if (moves) s.shift(random.between(0, held), held, random.between(-40, 40));
+                    break;
+                case 6:
+                    all[0] = all[1].fork();
+                    break;
+                case 7: {
+                    if (n == 0) break;
+                    const int drafted = std::min(n, 9);
+                    s.append_draft(0, rows.slice(0, drafted), none());
+                    const auto rows_of = test::random_tensor(random, drafted, 3, of.head_dim);
+                    test::tensor<float> drafts(drafted, 3, of.value_dim);
+                    s.attend(0, rows_of.view(), drafts.view());
+                    errors e;
+                    e.add(drafts, attended(s, of, rows_of));
+                    REQUIRE(e.relative() <= 1e-3);
+                    std::vector<int> path;
+                    for (int i = 0; i < drafted; ++i)
+                        if (random.one_in(2)) path.push_back(i);
+                    s.keep(path);
+                    break;
+                }
+                case 8:
+                    cache.requantize(s, {.key = random.between(0, 4), .new_pages = random.one_in(2)});
+                    break;
+                default:
+                    s = test::restored(cache, test::saved(s));
+            }
+            if (s.tokens() == 0) continue;
+            const auto rows_of = test::random_tensor(random, std::min(s.tokens(), random.between(1, 3)),
+                                                     random.between(1, 40), of.head_dim);
+            test::tensor<float> found(rows_of.tokens(), rows_of.view().heads, of.value_dim);
+            s.attend(0, rows_of.view(), found.view());
+            errors e;
+            const auto want = attended(s, of, rows_of);
+            e.add(found, want);
+            CAPTURE(s.tokens());
+            REQUIRE(e.relative() <= (found.values().size() < 32     ? 1e-2
+                                     : found.values().size() < 1000 ? 1e-3
+                                                                    : 5e-4));
+            test::tensor<float> keys(1, 1, of.head_dim), values(1, 1, of.value_dim);
+            const int at = random.between(0, s.tokens() - 1);
+            s.dequantize(0, tensor::key, at, keys.view());
+            s.dequantize(0, tensor::value, at, values.view());
+            REQUIRE(std::equal(values.values().begin(), values.values().end(), keys.values().begin()));
+        }
+    }
+}
+
+TEST_CASE("a latent is stored once: 400 bytes per token at 4 bits, with its rotary channels in 16") {
+    const kvq::layer of = kvq::latent_attention(512, 64);
+    kvq::cache_options options;
+    options.keys = kvq::with_rotary(format_of<kvq::std4::keys>(), 64);
+    options.rollback = 0;
+    test::counting_resource memory;
+    options.memory = &memory;
+    kvq::cache cache({of, of}, options);
+    CHECK(cache.page_bytes(tensor::key, 0, 1, 128) <= 410u * 128u);
+    test::generator random(1);
+    const auto rows = test::random_tensor(random, 4 * 128, 1, 576);
+    auto s = cache.new_sequence();
+    for (int i = 0; i < 2; ++i) s.append(i, rows.view(), none());
+    const kvq::usage_report u = s.usage();
+    CHECK(u.pages == 2 * 4);
+    CHECK(u.quantized == 2 * 4 * cache.page_bytes(tensor::key, 0, 1, 128));
+    CHECK(u.window == 0);
+    CHECK(u.bytes == memory.bytes());
+    CHECK(kvq::footprint(cache, 4 * 128, 1).total == memory.bytes());
+    const auto by_format = kvq::usage_rows(s);
+    REQUIRE(by_format.size() == 2);
+    CHECK(by_format[0].role == tensor::key);
+    // Attention takes scratch for a tile, however long the text.
+    CHECK(cache.attention_workspace(1 << 20, 16) - cache.attention_workspace(1 << 17, 16) <
+          std::size_t{1 << 20} * 16 * 4);
+}
+
+TEST_CASE("outputs of a 4-bit latent are off by what its codec loses, and no more") {
+    test::generator random(test::seed());
+    INFO("KVQ_SEED=", test::seed());
+    const kvq::layer of = kvq::latent_attention(512, 64);
+    auto rows = test::random_tensor(random, 1000, 1, 576);
+    for (int t = 0; t < rows.tokens(); ++t)
+        for (const int c : {3, 77, 300, 520, 575}) rows.view().at(t, 0)[c] *= 8.0f;
+    const auto q = test::random_tensor(random, 1, 16, 576);
+    for (const kvq::format& f :
+         {format_of<kvq::std4::keys>(), format_of<kvq::affine<4, kvq::per_channel<64>>>(),
+          format_of<kvq::std4_h::keys>()}) {
+        CAPTURE(f.name());
+        kvq::cache cache({of}, {.keys = kvq::with_rotary(f, 64)});
+        auto s = cache.new_sequence();
+        s.append(0, rows.view(), none());
+        test::tensor<float> out(1, 16, 512);
+        s.attend(0, q.view(), out.view());
+        const auto exact = attended(rows, q, 512), decoded = attended(s, of, q);
+        errors own, codec;
+        own.add(out, exact);
+        for (std::size_t i = 0; i < exact.values().size(); ++i) {
+            codec.difference += std::pow(decoded.values()[i] - exact.values()[i], 2.0);
+            codec.norm += exact.values()[i] * exact.values()[i];
+        }
+        CHECK(own.relative() <= 1.1 * codec.relative());
+        CHECK(own.relative() >= 0.9 * codec.relative());
+    }
+}
+
+TEST_CASE("keys beyond fp16 are values all the same") {
+    const kvq::layer of = kvq::latent_attention(64, 0);
+    kvq::cache cache(
+        {of}, {.keys = format_of<kvq::int8>(), .window = format_of<kvq::full<float>>(), .page_tokens = 32});
+    test::generator random(3);
+    auto rows = test::random_tensor(random, 64, 1, 64);
+    for (float& x : rows.values()) x *= 1e6f;
+    auto s = cache.new_sequence();
+    s.append(0, rows.view(), none());
+    auto q = test::random_tensor(random, 1, 20, 64);
+    for (float& x : q.values()) x *= 1e-6f;
+    test::tensor<float> out(1, 20, 64);
+    s.attend(0, q.view(), out.view());
+    errors e;
+    e.add(out, attended(s, of, q));
+    CHECK(e.relative() <= 5e-4);
+}
+
+TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its numbers") {
+    kvq::cache_options options;
+    options.keys = {kvq::with_rotary(format_of<kvq::affine<4>>(), 8), format_of<kvq::affine<4>>(),
+                    format_of<kvq::int8>()};
+    const auto says = [&](auto&& call, const char* part) {
+        const std::string message = test::message_of(call);
+        INFO(message);
+        CHECK(test::contains(message, part));
+    };
+    const auto refused = [&](const kvq::layer& of, const char* part) {
+        says([&] { kvq::cache cache({of}, options); }, part);
+    };
+    refused(
+        kvq::latent_attention(32, 8, 41),
+        "layer 0, latent of 32 + 8 channels, 1 x 40 and 41: it has at least 1 latent channel, values are the "
+        "first of its 40, not 41");
+    refused(kvq::latent_attention(0, 8), "latent of 0 + 8 channels");
+    refused(kvq::latent_attention(32, -1), "latent of 32 + -1 channels");
+    kvq::layer of = kvq::latent_attention(32, 8);
+    of.rotary = kvq::rotary_embedding{.dims = 8};
+    refused(of, "a rotation turns the last 8, not those from 0 on");
+    of = kvq::latent_attention(32, 8);
+    of.formats.key = 1;
+    refused(
+        of,
+        "layer 0, latent of 32 + 8 channels, 1 x 40 and 32: key format 1, affine4-token-g64-fp16, does not "
+        "keep its 8 rotary channels: name one that ends in -rotary8");
+    of = kvq::latent_attention(32, 4);
+    refused(of, "key format 0, affine4-token-g64-fp16-rotary8, does not keep its 4 rotary channels");
+    refused(kvq::latent_attention(8, 0),
+            "affine4-token-g64-fp16-rotary8 has 8 rotary channels, of keys of 8");
+    of = kvq::full_attention({1, 64});
+    of.rotary_channels = 8;
+    refused(of, "layer 0, full attention of 1 x 64: it has no rotary channels apart, got 8");
+    refused(kvq::sliding_attention(4, kvq::latent_attention(32, 8)), "it has no rotary channels apart");
+
+    of = kvq::latent_attention(32, 8);
+    of.rotary = kvq::rotary_embedding{.dims = 8, .first_channel = 32};
+    kvq::layer wide = kvq::latent_attention(32, 8, 40);
+    wide.rotary = of.rotary;
+    options.page_tokens = 16;
+    kvq::cache cache({of}, options), wider({wide}, options);
+    test::generator random(4);
+    const auto x = test::random_tensor(random, 40, 1, 40);
+    auto s = cache.new_sequence(), t = wider.new_sequence();
+    s.append(0, x.view(), none());
+    t.append(0, x.view(), none());
+    says([&] { s.append(0, x.view(), x.view()); },
+         "layer 0, latent of 32 + 8 channels, 1 x 40 and 32: its values are channels of its keys, and v has "
+         "40 "
+         "tokens, not 0");
+    says([&] { t.erase(3, 9); },
+         "layer 0, latent of 32 + 8 channels, 1 x 40: its 40 values have rotary channels, which do "
+         "not turn "
+         "when keys move by -6 positions");
+    says([&] { cache.requantize(s, {.key = 1}); }, "does not keep its 8 rotary channels");
+    says([&] { cache.commit_to(tensor::key, 1); }, "does not keep its 8 rotary channels");
+    cache.requantize(s, {.key = 2});
+    says([&] { (void)cache.shape(); }, "not all layers of the cache hold values: layer 0, latent of 32 + 8");
+    says([&] { kvq::ring ring(s.fork(), {.window = 5}); },
+         "a ring needs layers that hold all of their tokens, keys and values, not layer 0, latent of 32 + 8");
+    says([&] { test::restored(wider, test::saved(s)); }, "value_dim 32, the cache 40");
+    kvq::layer same = kvq::full_attention({1, 40, 32});
+    same.rotary = of.rotary;
+    options.values = format_of<kvq::int8>();
+    kvq::cache full({same}, options);
+    says([&] { test::restored(full, test::saved(s)); }, "kind 6, the cache 0");
+    says(
+        [&] {
+            kvq::cache wrong({of, kvq::shared_with(0)}, options);
+        },
+        "it needs one with keys and values of its own text, not layer 0, latent of 32 + 8");
+    CHECK(s.tokens() == 40);
+    says([&] { (void)kvq::with_rotary(format_of<kvq::int8>(), -1); }, "at least 0 rotary channels, not -1");
+    says([&] { (void)kvq::with_rotary({}, 8); }, "not an empty one");
+}
+
+}  // namespace latent_tests
