@@ -15,4 +15,5 @@
 #include "estimate/bytes.hpp"
 #include "estimate/footprint.hpp"
 #include "format/bounds.hpp"
+#include "format/latent.hpp"
 #include "version.hpp"

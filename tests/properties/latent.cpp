@@ -33,8 +33,6 @@ kvq::format format_of() {
     return f;
 }
 
-kvq::input_view none() { return {static_cast<const float*>(nullptr), 0, 1, 1}; }
-
 struct errors {
     double difference = 0, norm = 0;
     double relative() const { return norm > 0 ? std::sqrt(difference / norm) : 0.0; }
@@ -99,7 +97,7 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
             switch (random.between(0, 9)) {
                 case 0:
                 case 1:
-                    s.append(0, rows.view(), none());
+                    s.append(0, rows.view(), kvq::no_rows());
                     break;
                 case 2: {
                     // A prompt sees what was quantized before it, and its own tokens in the type of the window.
@@ -107,7 +105,7 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
                     s.dequantize(0, tensor::key, 0, keys.view().slice(0, held));
                     for (int t = 0; t < n; ++t)
                         std::copy_n(rows.view().at(t, 0), of.head_dim, keys.view().at(held + t, 0));
-                    s.prefill(0, rows.view(), none(), q.view(), out.view());
+                    s.prefill(0, rows.view(), kvq::no_rows(), q.view(), out.view());
                     errors e;
                     if (q.tokens() > 0) e.add(out, attended(keys, q, of.value_dim));
                     REQUIRE(e.relative() <= 1e-2);  // a window of bf16 rounds to 8 bits
@@ -129,7 +127,7 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
                 case 7: {
                     if (n == 0) break;
                     const int drafted = std::min(n, 9);
-                    s.append_draft(0, rows.slice(0, drafted), none());
+                    s.append_draft(0, rows.slice(0, drafted), kvq::no_rows());
                     const auto rows_of = test::random_tensor(random, drafted, 3, of.head_dim);
                     test::tensor<float> drafts(drafted, 3, of.value_dim);
                     s.attend(0, rows_of.view(), drafts.view());
@@ -181,7 +179,7 @@ TEST_CASE("a latent is stored once: 400 bytes per token at 4 bits, with its rota
     test::generator random(1);
     const auto rows = test::random_tensor(random, 4 * 128, 1, 576);
     auto s = cache.new_sequence();
-    for (int i = 0; i < 2; ++i) s.append(i, rows.view(), none());
+    for (int i = 0; i < 2; ++i) s.append(i, rows.view(), kvq::no_rows());
     const kvq::usage_report u = s.usage();
     CHECK(u.pages == 2 * 4);
     CHECK(u.quantized == 2 * 4 * cache.page_bytes(tensor::key, 0, 1, 128));
@@ -210,7 +208,7 @@ TEST_CASE("outputs of a 4-bit latent are off by what its codec loses, and no mor
         CAPTURE(f.name());
         kvq::cache cache({of}, {.keys = kvq::with_rotary(f, 64)});
         auto s = cache.new_sequence();
-        s.append(0, rows.view(), none());
+        s.append(0, rows.view(), kvq::no_rows());
         test::tensor<float> out(1, 16, 512);
         s.attend(0, q.view(), out.view());
         const auto exact = attended(rows, q, 512), decoded = attended(s, of, q);
@@ -233,7 +231,7 @@ TEST_CASE("keys beyond fp16 are values all the same") {
     auto rows = test::random_tensor(random, 64, 1, 64);
     for (float& x : rows.values()) x *= 1e6f;
     auto s = cache.new_sequence();
-    s.append(0, rows.view(), none());
+    s.append(0, rows.view(), kvq::no_rows());
     auto q = test::random_tensor(random, 1, 20, 64);
     for (float& x : q.values()) x *= 1e-6f;
     test::tensor<float> out(1, 20, 64);
@@ -288,8 +286,8 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
     test::generator random(4);
     const auto x = test::random_tensor(random, 40, 1, 40);
     auto s = cache.new_sequence(), t = wider.new_sequence();
-    s.append(0, x.view(), none());
-    t.append(0, x.view(), none());
+    s.append(0, x.view(), kvq::no_rows());
+    t.append(0, x.view(), kvq::no_rows());
     says([&] { s.append(0, x.view(), x.view()); },
          "layer 0, latent of 32 + 8 channels, 1 x 40 and 32: its values are channels of its keys, and v has "
          "40 "

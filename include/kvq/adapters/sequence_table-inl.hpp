@@ -138,11 +138,14 @@ KVQ_FUNC void sequence_table::prefill(int layer, const input_view& k, const inpu
                    cache_->layer_count(), " layers of the cache");
     const bool is_shared = cache_->owner(layer) != layer;
     const int added = is_shared ? 0 : step_tokens_;
-    detail::expect(
-        k.tokens == added && v.tokens == added && q.tokens == step_tokens_ && out.tokens == step_tokens_,
-        "layer ", layer, " has ", k.tokens, " keys, ", v.tokens, " values, ", q.tokens, " queries and ",
-        out.tokens, " outputs, but the step has ", step_tokens_, " tokens",
-        is_shared ? ", and the layer takes queries only" : "");
+    const bool has_values = !is_shared && cache_->tensors(layer).size() == 2;
+    detail::expect(k.tokens == added && v.tokens == (has_values ? added : 0) && q.tokens == step_tokens_ &&
+                       out.tokens == step_tokens_,
+                   "layer ", layer, " has ", k.tokens, " keys, ", v.tokens, " values, ", q.tokens,
+                   " queries and ", out.tokens, " outputs, but the step has ", step_tokens_, " tokens",
+                   is_shared     ? ", and the layer takes queries only"
+                   : !has_values ? ", and the layer takes no values"
+                                 : "");
     batch_.clear();
     auto* free = reinterpret_cast<std::byte*>(gathered_.data());
     float* lse = gathered_.data() + gathered_.size();  // of gathered outputs: from the end to the front
@@ -177,15 +180,15 @@ KVQ_FUNC void sequence_table::prefill(int layer, const input_view& k, const inpu
     for (const part& p : parts_) {
         const std::span<const int> rows = p.rows,
                                    asked = rows.subspan(static_cast<std::size_t>(p.first_query));
-        const auto added_rows = [&](const input_view& x) {
-            return is_shared ? x : p.regular() ? p.view(x, 0) : gather(x, rows, true);
+        const auto added_rows = [&](const input_view& x, bool given) {
+            return !given ? x : p.regular() ? p.view(x, 0) : gather(x, rows, true);
         };
         if (p.regular())
-            batch_.push_back({&p.of->tokens, added_rows(k), added_rows(v), p.view(q, p.first_query),
-                              p.view(out, p.first_query)});
+            batch_.push_back({&p.of->tokens, added_rows(k, !is_shared), added_rows(v, has_values),
+                              p.view(q, p.first_query), p.view(out, p.first_query)});
         else
-            batch_.push_back(
-                {&p.of->tokens, added_rows(k), added_rows(v), gather(q, asked, true), gather_out(asked)});
+            batch_.push_back({&p.of->tokens, added_rows(k, !is_shared), added_rows(v, has_values),
+                              gather(q, asked, true), gather_out(asked)});
     }
     cache_->prefill(layer, batch_, mods, executor, space);
     for (std::size_t i = 0; i < parts_.size(); ++i) {

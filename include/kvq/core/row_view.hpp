@@ -78,6 +78,9 @@ public:
     noexcept : input_view(token_view<T>(rows, shape...)) {}
 };
 
+/// No rows: the values of a latent layer, or the keys and values of a layer that takes queries only.
+inline input_view no_rows() noexcept { return token_view<const float>(); }
+
 /// Queries, [tokens][q_heads][head_dim], read-only.
 class query_view : public detail::row_view<const void> {
 public:

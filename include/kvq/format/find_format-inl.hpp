@@ -12,6 +12,7 @@
 #include "../quant/calibration.hpp"
 #include "bounds.hpp"
 #include "find_format.hpp"
+#include "format_names.hpp"
 #include "latent.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
