@@ -87,12 +87,21 @@ typedef struct kvq_cuda_cache_options {
     /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to step_tokens tokens.
     int32_t alibi;
     int32_t reserved;  // 0
-    /// NULL, or [layers]: KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION and KVQ_SHARED; kv_heads and head_dim are 0 then. Layers of one shape, window and formats
+    /// NULL, or [layers]: KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION, KVQ_SHARED and KVQ_STATE; kv_heads and
+    /// head_dim are 0 then. Layers of one shape, window and formats
     /// share launches. A layer with a window frees pages that no query sees any more, and hides what its window hides.
     const kvq_layer* layer_list;
     /// NULL, or [layers]: formats of keys and values of a layer, of `formats` or others; NULL in it: the first one. Formats that no layer has are
     /// for kvq_cuda_cache_requantize and _step_down.
     const kvq_layer_formats* layer_formats;
+    const kvq_state_part*
+        state_parts;  // NULL, or [state_part_count]: of all layers of kind KVQ_STATE. Snapshots are exact
+    size_t snapshot_bytes;  // as in kvq_cache_options, as the next three
+    int32_t state_part_count;
+    int32_t snapshot_every;
+    /// One at the end of every kvq_cuda_cache_begin_prompt; 0: 1; KVQ_NONE, where prompts come in parts
+    int32_t snapshot_prompt_end;
+    int32_t pool_states;  // states allocated at once: one for a sequence, and one for each of its snapshots
 } kvq_cuda_cache_options;
 
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, for a layer of another kind, or for formats that were not compiled
@@ -105,7 +114,7 @@ KVQ_API kvq_status kvq_cuda_cache_free(kvq_cuda_cache* cache);
 /// The options in force, and bytes of device memory.
 typedef struct kvq_cuda_cache_info {
     size_t size;
-    int32_t layers, kv_heads, head_dim;  // the latter two 0 where layers differ
+    int32_t layers, kv_heads, head_dim;  // the latter two 0 where layers with keys differ
     int32_t page_tokens, sinks, recent, rollback;
     int32_t max_batch, max_tokens, step_tokens, draft_tokens;
     int32_t device;
@@ -115,7 +124,8 @@ typedef struct kvq_cuda_cache_info {
     size_t tables;     // and lengths, plans, matrices of feedback
     size_t workspace;
     size_t prompt;  // one layer of the longest prompt so far in 16 bit, and its slots
-    size_t bytes;   // the sum of all: what the allocator was asked for
+    size_t bytes;   // the sum of all, with `state`: what the allocator was asked for
+    size_t state;   // states of sequences and of snapshots, in use
 } kvq_cuda_cache_info;
 KVQ_API kvq_status kvq_cuda_cache_get_info(const kvq_cuda_cache* cache, kvq_cuda_cache_info* info);
 /// Kind and shape of a layer, value_dim filled in.
@@ -139,9 +149,45 @@ KVQ_API kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, si
 /// Removes every token from position `tokens` on. Exact within `rollback` tokens. After a deeper trim the quantized page that it ends in keeps
 /// its bytes and hides the tokens behind, and new tokens begin a page. A sequence has room for 64 such pages beyond max_tokens.
 /// A prompt that some layer does not have yet is taken back within `rollback`, or with the page of its first token.
+/// With layers with state it goes to the token that kvq_cuda_sequence_reach says.
 /// KVQ_ERROR_ARGUMENT where a layer with a window has freed what the next token sees; from the limit on every number is possible, and 0.
 KVQ_API kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens);
 KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequence, int32_t* tokens);
+
+// ---- recurrent state
+// ------------------------------------------------------------------------------------------------- Of layers
+// of kind KVQ_STATE: the caller's kernels read and write it in place, between a begin and the next one. A
+// begin counts its tokens as taken and takes the snapshots that are due; it copies a state that a snapshot or
+// a fork holds, too. A step that fails is taken back by a trim. Drafts are refused. Snapshots are exact here;
+// offloading quantizes them where the cache on the CPU says so.
+
+/// A part for the rows of the step: that of row b begins at data + slots[b] * slot_bytes. A slot of -1 is a
+/// row that is not there.
+typedef struct kvq_cuda_state_view {
+    size_t size;
+    void* data;  // device memory, a multiple of 64; stays as long as kvq_cuda_cache_graph_id does
+    size_t slot_bytes;
+    size_t bytes;          // of one sequence
+    const int32_t* slots;  // device memory, [rows]
+    int32_t slot_count;    // slots that there is memory for
+    int32_t rows;
+} kvq_cuda_state_view;
+/// Part number `part` of a layer, behind a begin with new tokens. Zeros at first.
+KVQ_API kvq_status kvq_cuda_cache_state(kvq_cuda_cache* cache, int32_t layer, int32_t part,
+                                        kvq_cuda_state_view* view);
+/// The same of one sequence, until the next call that changes it. data gets NULL for zeros. To be written
+/// behind a begin only.
+KVQ_API kvq_status kvq_cuda_sequence_state(kvq_cuda_sequence* sequence, int32_t layer, int32_t part,
+                                           void** data, size_t* bytes);
+/// Keeps the state at the sequence's tokens, with what the step that has begun makes of it. Copies nothing:
+/// the next begin does.
+KVQ_API kvq_status kvq_cuda_sequence_snapshot(kvq_cuda_sequence* sequence);
+KVQ_API kvq_status kvq_cuda_sequence_drop_snapshots(kvq_cuda_sequence* sequence);
+/// As kvq_sequence_reach and kvq_sequence_get_snapshots. Errors are 0: snapshots are exact.
+KVQ_API kvq_status kvq_cuda_sequence_reach(const kvq_cuda_sequence* sequence, int32_t tokens,
+                                           int32_t* reached);
+KVQ_API kvq_status kvq_cuda_sequence_get_snapshots(const kvq_cuda_sequence* sequence, kvq_snapshot* snapshots,
+                                                   int32_t capacity, int32_t* count);
 
 // ---- steps -----------------------------------------------------------------------------------------------------------
 

@@ -73,11 +73,34 @@ cache_options cache_state::read(const kvq_cache_options& o) {
                             f.values ? list(tensor::value, f.values, c.values, statistics) : 0});
     }
     for (std::int32_t i = 0; i < o.rotary_count; ++i) c.rotary.push_back(rotary_of(o.rotary[i]));
-    c.snapshots.every = o.snapshot_every;
-    c.snapshots.prompt_end = o.snapshot_prompt_end != KVQ_NONE;
-    if (o.snapshot_bytes != 0) c.snapshots.most_bytes = o.snapshot_bytes;
+    c.snapshots = snapshots_of(o);
     c.memory = &memory;
     return c;
+}
+
+layer layer_of(const kvq_layer& given) {
+    layer made{given.kv_heads, given.head_dim, given.value_dim};
+    made.kind = static_cast<layer_kind>(given.kind);
+    made.window = given.window;
+    made.sinks = given.sinks;
+    made.owner = given.owner;
+    return made;
+}
+
+void add_parts(std::vector<layer>& layers, const kvq_state_part* parts, std::int32_t count) {
+    expect_list(parts, count, "state_parts");
+    for (std::int32_t i = 0; i < count; ++i) {
+        const kvq_state_part& p = parts[i];
+        expect(p.layer >= 0 && static_cast<std::size_t>(p.layer) < layers.size(), KVQ_ERROR_ARGUMENT,
+               "state_parts[", i, "] is of layer ", p.layer, " of ", layers.size());
+        expect(p.snapshot >= KVQ_SNAPSHOT_EXACT && p.snapshot <= KVQ_SNAPSHOT_E4M3, KVQ_ERROR_ARGUMENT,
+               "state_parts[", i, "] has snapshot ", p.snapshot,
+               ", not KVQ_SNAPSHOT_EXACT to KVQ_SNAPSHOT_E4M3");
+        place(p.name, "the name of a part of a state");
+        layers[static_cast<std::size_t>(p.layer)].parts.push_back(
+            {p.name, type_of(p.dtype, "a part of a state"), p.heads, p.rows, p.columns,
+             static_cast<snapshot_type>(p.snapshot)});
+    }
 }
 
 std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
@@ -96,26 +119,9 @@ std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
         const kvq_layer& l = o.layer_list[i];
         expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_STATE, KVQ_ERROR_ARGUMENT, "layer ", i,
                " has kind ", l.kind, ", none of KVQ_FULL_ATTENTION, ...");
-        layer made{l.kv_heads, l.head_dim, l.value_dim};
-        made.kind = static_cast<layer_kind>(l.kind);
-        made.window = l.window;
-        made.sinks = l.sinks;
-        made.owner = l.owner;
-        all.push_back(made);
+        all.push_back(layer_of(l));
     }
-    expect_list(o.state_parts, o.state_part_count, "state_parts");
-    for (std::int32_t i = 0; i < o.state_part_count; ++i) {
-        const kvq_state_part& p = o.state_parts[i];
-        expect(p.layer >= 0 && p.layer < o.layers, KVQ_ERROR_ARGUMENT, "state_parts[", i, "] is of layer ",
-               p.layer, " of ", o.layers);
-        expect(p.snapshot >= KVQ_SNAPSHOT_EXACT && p.snapshot <= KVQ_SNAPSHOT_E4M3, KVQ_ERROR_ARGUMENT,
-               "state_parts[", i, "] has snapshot ", p.snapshot,
-               ", not KVQ_SNAPSHOT_EXACT to KVQ_SNAPSHOT_E4M3");
-        place(p.name, "the name of a part of a state");
-        all[static_cast<std::size_t>(p.layer)].parts.push_back({p.name, type_of(p.dtype, "a part of a state"),
-                                                                p.heads, p.rows, p.columns,
-                                                                static_cast<snapshot_type>(p.snapshot)});
-    }
+    add_parts(all, o.state_parts, o.state_part_count);
     return all;
 }
 

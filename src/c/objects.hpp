@@ -111,6 +111,19 @@ inline std::vector<std::string> listed_names(const std::string& list, const char
 /// The format of a name, made from statistics if it takes them.
 format found_format(const std::string& name, tensor role, const calibration* statistics);
 
+/// A layer without its formats and parts of state.
+layer layer_of(const kvq_layer& given);
+/// Gives layers their parts of state.
+void add_parts(std::vector<layer>& layers, const kvq_state_part* parts, std::int32_t count);
+/// Options of a cache on the CPU or on a device.
+template <class Options>
+snapshot_policy snapshots_of(const Options& o) {
+    snapshot_policy p;
+    p.every = o.snapshot_every;
+    p.prompt_end = o.snapshot_prompt_end != KVQ_NONE;
+    if (o.snapshot_bytes != 0) p.most_bytes = o.snapshot_bytes;
+    return p;
+}
 /// Kind and shape of a layer of a cache, on the CPU or on a device.
 template <class Cache>
 kvq_layer layer_of(const Cache& of, int i) noexcept {

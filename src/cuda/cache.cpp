@@ -61,25 +61,26 @@ std::vector<layer> read_layers(const kvq_cuda_cache_options& o, std::vector<std:
         layer made{o.kv_heads, o.head_dim};
         if (o.layer_list != nullptr) {
             const kvq_layer& l = o.layer_list[i];
-            expect(l.kind == KVQ_FULL_ATTENTION || l.kind == KVQ_SLIDING_ATTENTION || l.kind == KVQ_SHARED,
+            expect(l.kind == KVQ_FULL_ATTENTION || l.kind == KVQ_SLIDING_ATTENTION || l.kind == KVQ_SHARED ||
+                       l.kind == KVQ_STATE,
                    KVQ_ERROR_UNSUPPORTED, "layer ", i, " has kind ", l.kind,
-                   ": caches on a device have KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION and KVQ_SHARED only");
-            made = {l.kv_heads, l.head_dim, l.value_dim};
-            made.kind = static_cast<layer_kind>(l.kind);
-            made.window = l.window;
-            made.sinks = l.sinks;
-            made.owner = l.owner;
+                   ": caches on a device have KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION, KVQ_SHARED and "
+                   "KVQ_STATE only");
+            made = layer_of(l);
         }
         if (o.layer_formats != nullptr)
             made.formats = {number(o.layer_formats[i].keys), number(o.layer_formats[i].values)};
         all.push_back(made);
     }
+    add_parts(all, o.state_parts, o.state_part_count);
     return all;
 }
 
 /// What attention refuses, before a call has appended anything.
 void expect_queries(const device_state& of, int layer, const query_view& q, const output_view& out) {
     expect_layer(of.cache, layer);
+    expect(of.cache.layers()[static_cast<std::size_t>(layer)].kind != layer_kind::state, KVQ_ERROR_ARGUMENT,
+           "layer ", layer, " has a state: it holds no keys and values");
     const cache_shape s = of.cache.shape(layer);
     expect(q.tokens == out.tokens && q.heads == out.heads && q.dim == s.head_dim && out.dim == s.head_dim &&
                q.heads >= 1 && q.heads % s.kv_heads == 0,
@@ -121,14 +122,21 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.pool_tokens = o.pool_tokens;
     c.pool_sequences = o.pool_sequences;
     c.growing = o.fixed == 0;
+    c.pool_states = o.pool_states;
+    c.snapshots = snapshots_of(o);
     const std::vector<layer> layers = read_layers(o, c.formats);
     const bool equal = o.layer_list == nullptr && o.layer_formats == nullptr;
     if (c.formats.size() == 1 && holds_values(c.formats[0])) {
         const char* const window = c.type == float_type::fp16 ? "fp16" : "bf16";
         expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0], " needs a window of ",
                c.formats[0], ", not of ", window);
+        int head_dim = 0;
+        for (const layer& l : layers)
+            if (head_dim == 0) head_dim = l.head_dim;
+        expect(head_dim > 0, KVQ_ERROR_ARGUMENT, "a cache on a device has a layer with keys and values; all ",
+               o.layers, " have state");
         // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
-        c.formats = {find_compiled({}, layers[0].head_dim, c.page_tokens, c.type, alibi).kinds[0].name};
+        c.formats = {find_compiled({}, head_dim, c.page_tokens, c.type, alibi).kinds[0].name};
         c.sinks = c.rollback = c.pool_tokens = 0;
         c.recent = c.max_tokens;
         if (o.pool_tokens > 0 && c.max_tokens > 0)
@@ -206,23 +214,26 @@ kvq_status kvq_cuda_cache_get_info(const kvq_cuda_cache* cache, kvq_cuda_cache_i
         device_state& of = *get(cache, "cache").state;
         expect_struct(info, "info");
         const device_call call(of);
-        kvq_layer s = layer_of(of.cache, 0);
+        kvq_layer s{};
         const int layers = of.cache.layer_count();
-        for (int i = 1; i < layers; ++i) {
+        bool first = true;
+        for (int i = 0; i < layers; ++i) {
             const kvq_layer own = layer_of(of.cache, i);
+            if (own.kind == KVQ_STATE) continue;
+            if (std::exchange(first, false)) s = own;
             if (own.kv_heads != s.kv_heads) s.kv_heads = 0;
             if (own.head_dim != s.head_dim) s.head_dim = 0;
         }
         const kvq::cuda::cache_options& o = of.cache.options();
         const kvq::usage_report u = of.cache.usage();
-        const std::size_t in_use = of.cache.bytes_in_use(), window = in_use - u.quantized,
+        const std::size_t in_use = of.cache.bytes_in_use(), window = in_use - u.quantized - u.state,
                           free = of.cache.bytes_held() - in_use, prompt = of.cache.prompt_bytes();
         write_struct(
             info, kvq_cuda_cache_info{
                       0,         layers,      s.kv_heads,  s.head_dim,   o.page_tokens, o.sinks,
                       o.recent,  o.rollback,  o.max_batch, o.max_tokens, o.step_tokens, o.draft_tokens,
                       of.device, u.quantized, window,      free,         u.bookkeeping, u.workspace - prompt,
-                      prompt,    u.bytes});
+                      prompt,    u.bytes,     u.state});
     });
 }
 
@@ -286,6 +297,76 @@ kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens) {
         const kvq_cuda_sequence& s = get(sequence, "sequence");
         const device_call call(*s.of);
         check(s.of->cache.trim(s.id, tokens));
+    });
+}
+
+kvq_status kvq_cuda_cache_state(kvq_cuda_cache* cache, int32_t layer, int32_t part,
+                                kvq_cuda_state_view* view) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        expect_struct(view, "view");
+        const device_call call(of);
+        kvq::cuda::state_view found;
+        check(of.cache.state(layer, part, found));
+        write_struct(view, kvq_cuda_state_view{0, found.data, found.slot_bytes, found.bytes, found.slots,
+                                               found.slot_count, found.rows});
+    });
+}
+
+kvq_status kvq_cuda_sequence_state(kvq_cuda_sequence* sequence, int32_t layer, int32_t part, void** data,
+                                   size_t* bytes) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        place(data, "data");
+        place(bytes, "bytes");
+        const std::lock_guard lock(s.of->mutex);
+        std::byte* found = nullptr;
+        check(s.of->cache.state(s.id, layer, part, found));
+        const kvq::state_part& p = s.of->cache.state_layout()->parts(layer)[static_cast<std::size_t>(part)];
+        *data = found;
+        *bytes = p.values() * kvq::size_of(p.type);
+    });
+}
+
+kvq_status kvq_cuda_sequence_snapshot(kvq_cuda_sequence* sequence) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        const std::lock_guard lock(s.of->mutex);
+        check(s.of->cache.snapshot(s.id));
+    });
+}
+
+kvq_status kvq_cuda_sequence_drop_snapshots(kvq_cuda_sequence* sequence) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        const std::lock_guard lock(s.of->mutex);
+        check(s.of->cache.drop_snapshots(s.id));
+    });
+}
+
+kvq_status kvq_cuda_sequence_reach(const kvq_cuda_sequence* sequence, int32_t tokens, int32_t* reached) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        place(reached, "reached");
+        const std::lock_guard lock(s.of->mutex);
+        const int held = s.of->cache.tokens(s.id);
+        expect(tokens >= 0 && tokens <= held, KVQ_ERROR_ARGUMENT, "cannot trim to ", tokens,
+               " tokens: the sequence holds ", held);
+        *reached = s.of->cache.reach(s.id, tokens);
+    });
+}
+
+kvq_status kvq_cuda_sequence_get_snapshots(const kvq_cuda_sequence* sequence, kvq_snapshot* snapshots,
+                                           int32_t capacity, int32_t* count) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        expect_list(snapshots, capacity, "snapshots");
+        place(count, "count");
+        const std::lock_guard lock(s.of->mutex);
+        const auto marks = s.of->cache.snapshots(s.id);
+        *count = static_cast<std::int32_t>(marks.size());
+        for (std::size_t i = 0; i < marks.size() && i < static_cast<std::size_t>(capacity); ++i)
+            snapshots[i] = {marks[i].tokens, 0, marks[i].bytes, 0.0};
     });
 }
 

@@ -500,6 +500,96 @@ void list_of_layers() {
     std::printf("  a list of layers             error %.2e\n", c.worst);
 }
 
+/// State beside full attention: views, snapshots, trims, a fork, and the way to the CPU.
+void layers_with_state() {
+    const kvq_layer list[layers] = {{KVQ_STATE, 0, 0, 0, 0, 0, 0},
+                                    {KVQ_FULL_ATTENTION, kv_heads, dim, 0, 0, 0, 0}};
+    const kvq_state_part parts[] = {{"recurrent", 0, KVQ_FP32, 2, 3, 8, KVQ_SNAPSHOT_EXACT},
+                                    {"convolution", 0, KVQ_BF16, 1, 1, 30, KVQ_SNAPSHOT_EXACT}};
+    kvq_cuda_cache_options o = device_options();
+    kvq_cache_options h = host_options();
+    o.kv_heads = o.head_dim = h.kv_heads = h.head_dim = 0;
+    o.layer_list = h.layer_list = list;
+    o.state_parts = h.state_parts = parts;
+    o.state_part_count = h.state_part_count = 2;
+    o.snapshot_every = h.snapshot_every = 16;
+    o.snapshot_prompt_end = KVQ_NONE;
+    o.draft_tokens = 0;
+    both c(o, h);
+    kvq_cuda_sequence* s = nullptr;
+    OK(kvq_cuda_sequence_create(c.gpu, &s));
+    const kvq_tensor k = c.x.keys(10), v = c.x.values(10), q = c.x.queries(10), out = c.x.outputs(10);
+    kvq_cuda_state_view view;
+    KVQ_INIT(view);
+    const auto write = [&](float value) {
+        OK(kvq_cuda_cache_state(c.gpu, 0, 0, &view));
+        int slot = -1;
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        CUDA_OK(cudaMemcpy(&slot, view.slots, sizeof(slot), cudaMemcpyDeviceToHost));
+        const std::vector<float> values(48, value);
+        CHECK(view.bytes == 48 * sizeof(float) && view.rows == 1 && slot >= 0, "a view of %zu bytes",
+              view.bytes);
+        CUDA_OK(cudaMemcpy(static_cast<char*>(view.data) + static_cast<std::size_t>(slot) * view.slot_bytes,
+                           values.data(), view.bytes, cudaMemcpyHostToDevice));
+    };
+    const auto value = [&](kvq_cuda_sequence* of) {
+        void* data = nullptr;
+        std::size_t bytes = 0;
+        float x = 0.0f;
+        OK(kvq_cuda_sequence_state(of, 0, 0, &data, &bytes));
+        CHECK(bytes == 48 * sizeof(float), "%zu bytes", bytes);
+        if (data != nullptr) CUDA_OK(cudaMemcpy(&x, data, sizeof(x), cudaMemcpyDeviceToHost));
+        return x;
+    };
+    for (int i = 1; i <= 3; ++i) {
+        c.x.write(c.r);
+        OK(kvq_cuda_cache_begin_prompt(c.gpu, s, 10, c.stream));
+        write(static_cast<float>(i));
+        OK(kvq_cuda_cache_append(c.gpu, 1, &k, &v, c.stream));
+    }
+    REFUSED(kvq_cuda_cache_state(c.gpu, 1, 0, &view), KVQ_ERROR_ARGUMENT, "it has no state");
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, nullptr, c.stream), KVQ_ERROR_ARGUMENT,
+            "layer 0 has a state: it holds no keys and values");
+    int n = 0, reached = 0;
+    kvq_snapshot marks[2];
+    OK(kvq_cuda_sequence_get_snapshots(s, marks, 2, &n));
+    CHECK(n == 1 && marks[0].tokens == 20, "%d snapshots", n);
+    OK(kvq_cuda_sequence_snapshot(s));
+    kvq_cuda_sequence* fork = nullptr;
+    OK(kvq_cuda_sequence_fork(s, c.stream, &fork));
+    kvq_cuda_cache_info info;
+    KVQ_INIT(info);
+    OK(kvq_cuda_cache_get_info(c.gpu, &info));
+    // Two pages: that of snapshot 20, and that of 30, which both sequences hold.
+    CHECK(info.state == 2 * view.slot_bytes && info.head_dim == dim && info.bytes == c.memory.bytes,
+          "%zu bytes of state", info.state);
+    OK(kvq_cuda_sequence_reach(s, 29, &reached));
+    CHECK(reached == 20, "a trim to 29 reaches %d", reached);
+    REFUSED(kvq_cuda_sequence_reach(s, 31, &reached), KVQ_ERROR_ARGUMENT, "the sequence holds 30");
+    OK(kvq_cuda_sequence_trim(s, 29));
+    OK(kvq_cuda_sequence_tokens(s, &n));
+    CHECK(n == 20 && value(s) == 2.0f && value(fork) == 3.0f, "%d tokens, state %g", n,
+          static_cast<double>(value(s)));
+    kvq_sequence* moved = nullptr;
+    OK(kvq_cuda_sequence_offload(s, c.cpu, c.stream, &moved));
+    void* data = nullptr;
+    std::size_t bytes = 0;
+    OK(kvq_sequence_state(moved, 0, 0, &data, &bytes));
+    CHECK(static_cast<const float*>(data)[47] == 2.0f, "state has other values on the CPU");
+    OK(kvq_sequence_free(moved));
+    OK(kvq_cuda_sequence_drop_snapshots(s));
+    OK(kvq_cuda_sequence_get_snapshots(s, nullptr, 0, &n));
+    CHECK(n == 0, "%d snapshots", n);
+    OK(kvq_cuda_sequence_free(s));
+    OK(kvq_cuda_sequence_free(fork));
+    kvq_cuda_cache* made = nullptr;
+    kvq_state_part rounded[] = {parts[0], parts[1]};
+    rounded[0].snapshot = KVQ_SNAPSHOT_E4M3;
+    o.state_parts = rounded;
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_ARGUMENT,
+            "layer 0, part recurrent: a device keeps snapshots exact, not in e4m3");
+}
+
 void variants() {
     {
         kvq_cuda_cache_options o = device_options();
@@ -1310,6 +1400,7 @@ int main() {
     CHECK(wrong.empty(), "a program without nvcc: %s", wrong.c_str());
     scenario();
     list_of_layers();
+    layers_with_state();
     variants();
     several_widths();
     alibi();

@@ -1,5 +1,6 @@
-// Layers with recurrent state in a cache on the device (kvq/cuda/host/cache_state.hpp) against a CPU cache that does the same: random
-// histories of steps, prompts, trims, forks, snapshots and offload, after which both save the same bytes; bytes of memory; refusals.
+// Layers with recurrent state in a cache on the device (kvq/cuda/host/cache_state.hpp) against a CPU cache
+// that does the same: random histories of steps, prompts, trims, forks, snapshots and offload, after which
+// both save the same bytes; bytes of memory; refusals.
 #include <kvq/cuda.cuh>
 #include <kvq/cuda/host/offload.hpp>
 #include <kvq/format/make_format.hpp>
@@ -111,8 +112,8 @@ struct both_caches {
         return o;
     }
 
-    /// New tokens of the rows in all layers, on both sides: the device's step has begun. Every value of a state becomes another
-    /// one that depends on it and on `added`.
+    /// New tokens of the rows in all layers, on both sides: the device's step has begun. Every value of a
+    /// state becomes another one that depends on it and on `added`.
     void run(test::rng& r, const std::vector<sequence*>& hosts, int n, bool prompt) {
         const auto rows = static_cast<int>(hosts.size());
         const float added = static_cast<float>(test::uniform(r, -99, 99)) / 8.0f;

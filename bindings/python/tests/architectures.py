@@ -96,9 +96,7 @@ HELD = {
     "GraniteMoeHybrid": dict(MAMBA, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32,
                              layer_types=["linear_attention", "full_attention", "linear_attention"]),
 }
-# Looks for layers of the cache before it has given them anything: for Cache.for_model.
-NEEDS_CONFIG = {"OlmoHybrid": LINEAR}
-# With Cache.for_model; those of NEEDS_CONFIG and REFUSED with it alone.
+# With Cache.for_model; those of REFUSED with it alone.
 FOR_MODEL = ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Gemma4, nothing shared", "Phi3", "Olmo3", "Cohere2", "Exaone4", "GptOss",
              "Llama4", "DeepseekV3", "Qwen3Next", "Qwen3_5", "OlmoHybrid", "NemotronH", "Lfm2", "Jamba", "Bamba", "GraniteMoeHybrid",
              "Gemma3n", "Gemma4", "Whisper", "Bart")
@@ -110,6 +108,7 @@ REFUSED = {
                      altup_num_inputs=2),
                 "keys of another layer"),
     "Gemma4": (dict(GEMMA4, num_kv_shared_layers=1), "keys of another layer"),
+    "OlmoHybrid": (LINEAR, "looks for layer 0 of the cache"),
     "Bloom": (dict(n_layer=3, n_head=4), OWN_ATTENTION),
     "Falcon": (dict(new_decoder_architecture=False, multi_query=True, alibi=False, head_dim=None),
                OWN_ATTENTION),
@@ -213,7 +212,7 @@ def compare(row):
     warnings.simplefilter("ignore")
     start, results, log = time.perf_counter(), {}, []
     try:
-        model = made(name, {**HELD, **NEEDS_CONFIG, **{n: options for n, (options, _) in REFUSED.items()}}[name])
+        model = made(name, {**HELD, **{n: options for n, (options, _) in REFUSED.items()}}[name])
     except Exception as e:
         return row, {m: "?" for m in MODES}, [f"is not made: {line(e)}\n{traceback.format_exc()}"], 0.0
     if model is None:

@@ -97,7 +97,8 @@ class Caches(OnGpu):
         self.prefilled(gpu, cpu, [again], [host[1]], 1, True)
         self.same(again, cpu, host[1])
         info = gpu.info()
-        self.assertEqual(info.bytes, info.quantized + info.window + info.unused + info.tables + info.workspace + info.prompt)
+        self.assertEqual(info.bytes, info.quantized + info.window + info.state + info.unused + info.tables + info.workspace
+                         + info.prompt)
         self.assertGreaterEqual(info.bytes_in_use, rows[0].bytes)
         self.assertEqual(gpu.not_finite(), [0] * LAYERS)
         self.assertIn("kivi-4-g64", [name for e in kvq.cuda.formats() for name in e.formats])
@@ -122,6 +123,51 @@ class Caches(OnGpu):
         self.assertTrue(torch.equal(a, b))
         with self.assertRaisesRegex(kvq.UnsupportedError, "layer 0 has kind 2"):
             kvq.cuda.Cache([kvq.chunked_attention(64, KV, D)])
+
+    def test_state(self):
+        """Layers with state beside full attention, read and written in place; snapshots, trims, forks, and the way to the CPU."""
+        given = dict(sinks=4, recent=40, rollback=16, page_tokens=64, snapshot_every=16, snapshot_prompt_end=False)
+        layers = [kvq.state_layer([kvq.StatePart("recurrent", heads=2, rows=3, columns=5),
+                                   kvq.StatePart("convolution", "bfloat16", rows=2, columns=7)]), kvq.full_attention(KV, D)]
+        gpu = kvq.cuda.Cache(layers, formats="kivi-4-g64", dtype=torch.float16, max_batch=2, max_tokens=1000, **given)
+        cpu = kvq.Cache(layers, keys="kivi-4-g64", window="fp16", **given)
+        self.assertEqual(gpu.layers, cpu.layers)
+        rows = [gpu.new_sequence() for _ in range(2)]
+        self.assertIsNone(rows[0].state(0, "convolution"))
+        for step in range(10):
+            gpu.begin_step(rows, 1)
+            for part, dtype in (("recurrent", torch.float32), ("convolution", torch.bfloat16)):
+                view = gpu.state(0, part)
+                self.assertEqual(view.values.dtype, dtype)
+                chosen = view.slots.long()
+                now = view.values[chosen]
+                self.assertTrue((now == (0 if step == 0 else step)).all())
+                view.values[chosen] = now + 1
+                self.assertTrue(torch.equal(rows[1].state(0, part), view.values[chosen[1]]))
+            x = normal(2, KV, D)
+            gpu.prefill(1, x, x, normal(2, Q, D))
+        rows[0].snapshot()
+        for n in (4, 8):
+            gpu.begin_prompt(rows[0], n)
+            view = gpu.state(0)
+            view.values[view.slots.long()] += 1
+            x = normal(n, KV, D)
+            gpu.prefill(1, x, x, normal(n, Q, D))
+        self.assertEqual([s.tokens for s in rows[0].snapshots], [10, 22])
+        self.assertEqual(rows[0].reach(21), 10)
+        fork = rows[0].fork()
+        self.assertEqual((rows[0].trim(21), len(rows[0]), len(fork)), (11, 10, 22))
+        self.assertEqual([s.state(0)[0, 0, 0].item() for s in (*rows, fork)], [10, 10, 12])
+        moved = fork.offload(cpu)
+        self.assertEqual([s.tokens for s in moved.snapshots], [10, 22])
+        self.assertEqual(float(moved.state(0, "recurrent")[1, 2, 4]), 12)
+        fork.drop_snapshots()
+        self.assertEqual(fork.snapshots, [])
+        for call, text in ((lambda: gpu.state(1), "it has no state"), (lambda: gpu.state(0, 2), "has no part 2"),
+                           (lambda: gpu.state(0, "other"), "only recurrent, convolution")):
+            with self.assertRaisesRegex(kvq.ArgumentError, text):
+                gpu.begin_step(rows, 1)
+                call()
 
     def test_drafts(self):
         gpu, cpu = self.both(draft_tokens=8)

@@ -580,6 +580,9 @@ class StandIn(unittest.TestCase):
         other = copy.deepcopy(cache)
         other.layers[1].conv_states[0] += 1
         self.assertEqual(cache.layers[1].conv_states[0].max().item(), 1)
+        for of in (cache, other, self.module.Cache("fp32")):
+            with self.assertRaisesRegex(kvq.UnsupportedError, "looks for layer 7 of the cache before it has given it anything"):
+                of.layers[7].conv_states
         with self.assertRaisesRegex(kvq.UnsupportedError, "keys of an indexer"):
             cache.update_indexer(one, 0)
         for f in (lambda: cache.update(key, key, 1), lambda: cache.update_conv_state(one, 3)):

@@ -56,8 +56,8 @@ public:
     /// which no snapshot fits.
     recurrent_state(const state_layout& layout, page_pool& pool, const snapshot_policy& policy = {})
         : recurrent_state(layout, pool, policy, nullptr) {}
-    /// With pages on a device, and tables in the memory of the pool. Snapshots of the layout are exact. part() and what reads
-    /// pages is not for such a state: live_page() is.
+    /// With pages on a device, and tables in the memory of the pool. Snapshots of the layout are exact.
+    /// part() and what reads pages is not for such a state: live_page() is.
     recurrent_state(const state_layout& layout, page_pool& pool, const snapshot_policy& policy,
                     detail::state_device* device);
     recurrent_state(recurrent_state&&) noexcept;
@@ -91,8 +91,8 @@ public:
     std::size_t missing_pages() const noexcept;
     /// The live page of layer `at` of layout().layers(), to be written as through part().
     const page& live_page(std::size_t at);
-    /// The page of layer `at` in snapshots()[holder], and for holder = snapshots().size() in the live state. Null: zeros. A page
-    /// that neighbours hold is one.
+    /// The page of layer `at` in snapshots()[holder], and for holder = snapshots().size() in the live state.
+    /// Null: zeros. A page that neighbours hold is one.
     const page_ref& held_page(std::size_t at, std::size_t holder) const noexcept {
         return holder < marks_.size() ? pages_of(holder)[at] : live_[at];
     }
@@ -120,8 +120,8 @@ public:
     /// The same over all quantized parts of all layers.
     double snapshot_error(std::size_t i) const;
 
-    /// The least n from which on every trim(n) goes to a token that can_reach(token), of a sequence of so many tokens;
-    /// tokens + 1: none. O(snapshots)
+    /// The least n from which on every trim(n) goes to a token that can_reach(token), of a sequence of so
+    /// many tokens; tokens + 1: none. O(snapshots)
     template <class CanReach>
     int trim_limit(int tokens, const CanReach& can_reach) const noexcept {
         // If a snapshot, or the live state, is out of reach, so is every token up to the next one.
@@ -155,8 +155,9 @@ public:
 
     /// O(layers * snapshots)
     [[nodiscard]] state_usage usage() const noexcept;
-    /// Makes an empty state one with the tokens and snapshots of `from`, whose pages lie elsewhere: copy(at, holder) returns what
-    /// held_page(at, holder) is to be, holder by holder. Then drops snapshots that policy() has no room for. Basic guarantee.
+    /// Makes an empty state one with the tokens and snapshots of `from`, whose pages lie elsewhere: copy(at,
+    /// holder) returns what held_page(at, holder) is to be, holder by holder. Then drops snapshots that
+    /// policy() has no room for. Basic guarantee.
     template <class Copy>
     void assign(const recurrent_state& from, const Copy& copy) {
         marks_.reserve(from.marks_.size());

@@ -1,8 +1,8 @@
-// Memory of a device for the pages of recurrent state: a page that host code cannot read has an owner that zeroes
-// and copies it.
+// Memory of a device for the pages of recurrent state: a page that host code cannot read has an owner that
+// zeroes and copies it.
 //
-// Contract: there are pages when allocate() is called (recurrent_state::missing_pages()). What is started here
-// ends before the engine's next work on the state, which the owner sees to. Errors are its own.
+// Contract: there are pages when allocate() is called (recurrent_state::missing_pages()). What is started
+// here ends before the engine's next work on the state, which the owner sees to. Errors are its own.
 #pragma once
 
 #include "../page/page.hpp"

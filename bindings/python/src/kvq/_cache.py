@@ -9,7 +9,7 @@ from . import _abi
 from ._attention import Call, Mods, Threads, Workspace, choice
 from ._errors import ArgumentError
 from ._formats import Format, Statistics, from_c, role_of
-from ._layers import Layer, layer_from_c, layers_to_c, parts_to_c
+from ._layers import Layer, layer_from_c, layers_to_c
 from ._library import Handle, ask, count, handle_of, handles, library, limit, optional_handle, text
 from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, policy_to_c, query_to_c)
 from ._sequence import Attended, File, Sequence, save_options
@@ -105,7 +105,6 @@ def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names =
     if hasattr(layers, "__iter__"):
         listed = list(layers)
         layers_to_c(listed, o)
-        parts_to_c(listed, o)
     else:
         o.layers = layers
     o.statistics = optional_handle(statistics, Statistics, "statistics")

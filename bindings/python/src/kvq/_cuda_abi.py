@@ -30,7 +30,9 @@ class kvq_cuda_cache_options(Struct):
                 ("step_tokens", c_int32), ("draft_tokens", c_int32), ("pool_tokens", c_int32),
                 ("pool_sequences", c_int32), ("fixed", c_int32), ("statistics", handle),
                 ("allocator", POINTER(kvq_cuda_allocator)), ("alibi", c_int32), ("reserved", c_int32),
-                ("layer_list", POINTER(kvq_layer)), ("layer_formats", POINTER(kvq_layer_formats))]
+                ("layer_list", POINTER(kvq_layer)), ("layer_formats", POINTER(kvq_layer_formats)),
+                ("state_parts", POINTER(kvq_state_part)), ("snapshot_bytes", c_size_t), ("state_part_count", c_int32),
+                ("snapshot_every", c_int32), ("snapshot_prompt_end", c_int32), ("pool_states", c_int32)]
 
 
 class kvq_cuda_cache_info(Struct):
@@ -38,7 +40,13 @@ class kvq_cuda_cache_info(Struct):
                 ("page_tokens", c_int32), ("sinks", c_int32), ("recent", c_int32), ("rollback", c_int32),
                 ("max_batch", c_int32), ("max_tokens", c_int32), ("step_tokens", c_int32), ("draft_tokens", c_int32),
                 ("device", c_int32), ("quantized", c_size_t), ("window", c_size_t), ("unused", c_size_t),
-                ("tables", c_size_t), ("workspace", c_size_t), ("prompt", c_size_t), ("bytes", c_size_t)]
+                ("tables", c_size_t), ("workspace", c_size_t), ("prompt", c_size_t), ("bytes", c_size_t),
+                ("state", c_size_t)]
+
+
+class kvq_cuda_state_view(Struct):
+    _fields_ = [("size", c_size_t), ("data", c_void_p), ("slot_bytes", c_size_t), ("bytes", c_size_t),
+                ("slots", c_void_p), ("slot_count", c_int32), ("rows", c_int32)]
 
 
 class kvq_cuda_attend_options(Struct):
@@ -89,6 +97,12 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_sequence_bytes": [handle, POINTER(c_size_t)],
     "kvq_cuda_sequence_trim": [handle, c_int32],
     "kvq_cuda_sequence_trim_limit": [handle, POINTER(c_int32)],
+    "kvq_cuda_cache_state": [handle, c_int32, c_int32, POINTER(kvq_cuda_state_view)],
+    "kvq_cuda_sequence_state": [handle, c_int32, c_int32, c_void_p, POINTER(c_size_t)],
+    "kvq_cuda_sequence_snapshot": [handle],
+    "kvq_cuda_sequence_drop_snapshots": [handle],
+    "kvq_cuda_sequence_reach": [handle, c_int32, POINTER(c_int32)],
+    "kvq_cuda_sequence_get_snapshots": [handle, POINTER(kvq_snapshot), c_int32, POINTER(c_int32)],
     "kvq_cuda_cache_begin_step": [handle, POINTER(handle), c_int32, c_int32, c_void_p],
     "kvq_cuda_cache_begin_prompt": [handle, handle, c_int32, c_void_p],
     "kvq_cuda_cache_begin_draft": [handle, POINTER(handle), c_int32, c_int32, c_void_p],

@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Iterable, List, Optional, Tuple
+from typing import Any, Iterable, List, Optional, Tuple, Union
 
 from . import _abi
 from ._attention import choice
+from ._errors import ArgumentError
 from ._library import limit, text
 
 _KINDS = {"full": _abi.FULL_ATTENTION, "sliding": _abi.SLIDING_ATTENTION, "chunked": _abi.CHUNKED_ATTENTION,
@@ -101,8 +102,19 @@ def state_layer(parts: Iterable[StatePart]) -> Layer:
     return Layer("state", parts=tuple(parts))
 
 
+def part_number(layers: Tuple[Layer, ...], layer: int, part: Union[int, str]) -> int:
+    """The number of a part of a layer's state. Where the layer has none, one that the library refuses."""
+    parts = layers[layer].parts if 0 <= layer < len(layers) else ()
+    if not isinstance(part, str):
+        return part
+    names = [p.name for p in parts]
+    if parts and part not in names:
+        raise ArgumentError(f"kvq: layer {layer} has no part {part!r} of its state, only {', '.join(names)}")
+    return names.index(part) if parts else 0
+
+
 def layers_to_c(layers: List[Any], o: Any) -> None:
-    """Makes this the list of layers of a cache, in options for the CPU or for a GPU."""
+    """Makes this the list of layers of a cache, and their parts of state, in options for the CPU or for a GPU."""
     for i, layer in enumerate(layers):
         if not isinstance(layer, Layer):
             raise TypeError(f"layers[{i}] is a {type(layer).__name__}, not a kvq.Layer")
@@ -112,10 +124,6 @@ def layers_to_c(layers: List[Any], o: Any) -> None:
                        value_dim=limit(l.value_dim, f"value_dim of layer {i}"), window=l.window, sinks=l.sinks,
                        owner=l.owner)
         for i, l in enumerate(layers)])
-
-
-def parts_to_c(layers: List[Layer], o: _abi.kvq_cache_options) -> None:
-    """And these the parts of their states."""
     parts = [_abi.kvq_state_part(name=text(p.name), layer=i, dtype=choice(_DTYPES, p.dtype, "dtype"), heads=p.heads,
                                  rows=p.rows, columns=p.columns, snapshot=choice(_SNAPSHOTS, p.snapshot, "snapshot"))
              for i, l in enumerate(layers) for p in l.parts]

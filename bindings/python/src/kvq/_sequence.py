@@ -9,6 +9,7 @@ from . import _abi
 from ._attention import Call, Mods, Threads, Workspace
 from ._formats import from_c, messages, role_of, stream, written
 from ._errors import ArgumentError
+from ._layers import part_number
 from ._library import Handle, ask, handle_of, library, optional_handle, text
 from ._reports import RequantizeReport, StepDownPolicy, StepDownReport, Snapshot, Usage
 from ._tensors import Tensor, empty_beside, integers, optional_tensor, rows, tensor, view
@@ -191,16 +192,10 @@ class Sequence(TokenStore):
         bfloat16 is uint16 with the bits; in torch: torch.from_numpy(x).view(torch.bfloat16). Without numpy it is a
         memoryview.
         """
-        parts = self.cache.layers[layer].parts if 0 <= layer < len(self.cache.layers) else ()
-        number = part
-        if isinstance(part, str):
-            names = [p.name for p in parts]
-            if parts and part not in names:
-                raise ArgumentError(f"kvq: layer {layer} has no part {part!r} of its state, only {', '.join(names)}")
-            number = names.index(part) if parts else 0  # without parts the call is refused
+        number = part_number(self.cache.layers, layer, part)
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
         library.kvq_sequence_state(self, layer, number, ctypes.byref(data), ctypes.byref(size))
-        p = parts[number]
+        p = self.cache.layers[layer].parts[number]
         return view(data.value, (p.heads, p.rows, p.columns), p.dtype, self)
 
     def advance(self, n: int, prompt_ends: bool = False, threads: Optional[Threads] = None) -> bool:

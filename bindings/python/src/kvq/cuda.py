@@ -24,12 +24,13 @@ from . import _abi, _cuda_abi
 from ._cache import Cache as _HostCache, _names, formats_of_layers
 from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
 from ._formats import Statistics, from_c
-from ._layers import Layer, layer_from_c, layers_to_c
+from ._layers import Layer, StatePart, layer_from_c, layers_to_c, part_number
 from ._library import Handle, _checked, ask, count, handle_of, library, limit, optional_handle, text
+from ._reports import Snapshot
 from ._sequence import Sequence as _HostSequence
 from ._tensors import Tensor, integers
 
-__all__ = ["Cache", "CacheInfo", "FormatEntry", "Sequence", "available", "formats"]
+__all__ = ["Cache", "CacheInfo", "FormatEntry", "Sequence", "StateView", "available", "formats"]
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NUMBERS = {torch.float16: _abi.FP16, torch.bfloat16: _abi.BF16}
@@ -123,11 +124,23 @@ class CacheInfo:
     """One layer of the longest prompt so far in 16 bit."""
     bytes: int
     """The sum of all."""
+    state: int
+    """Recurrent states of sequences and of snapshots, in use."""
 
     @property
     def bytes_in_use(self) -> int:
         """Of all pages that sequences hold."""
-        return self.quantized + self.window
+        return self.quantized + self.window + self.state
+
+
+@dataclass(frozen=True)
+class StateView:
+    """A part of a layer's recurrent state for the rows of a step: that of row b is values[slots[b]], read and written in place."""
+
+    values: torch.Tensor
+    """[slots][heads][rows][columns]; stays as long as Cache.graph_id() does."""
+    slots: torch.Tensor
+    """int32 [rows], on the device; -1 for a row that is not there."""
 
 
 def tensor(x: Tensor, name: str, dtype: Optional[torch.dtype] = None) -> _abi.kvq_tensor:
@@ -155,8 +168,9 @@ class Cache(Handle):
     """Keys and values of many sequences in pages on a GPU.
 
     layers, kv_heads, head_dim  of the model: layers of one shape; or
-    layers          a list of kvq.full_attention(...), kvq.sliding_attention(...) and kvq.shared_with(i), which say kv_heads and head_dim. Layers with a
-                    window free pages that no query sees any more, and hide what their window hides
+    layers          a list of kvq.full_attention(...), kvq.sliding_attention(...), kvq.shared_with(i) and kvq.state_layer(...),
+                    which say kv_heads and head_dim, or the parts of a state. Layers with a window free pages that no query
+                    sees any more, and hide what their window hides
     layer_formats   {layer: (keys, values)} by name, None for the first one of formats
     formats         by name: a str with commas, or several. Pages are quantized to the first one; requantize and step_down take all.
                     "fp16" or "bf16": nothing is quantized. kvq.cuda.formats() says what there is
@@ -172,6 +186,9 @@ class Cache(Handle):
     draft_tokens    drafted tokens of a sequence, at most 64
     pool_tokens     quantized pages for so many tokens are allocated at once,
     pool_sequences  and 16-bit pages for so many sequences
+    pool_states     and recurrent states: one for a sequence, and one for each of its snapshots
+    snapshot_every, snapshot_prompt_end, snapshot_bytes
+                    of recurrent states, as of kvq.Cache; the end of a prompt is that of every begin_prompt
     growing         pools that are full grow, in a begin, which then waits for the stream
     statistics      for keys whose format takes them
     alibi           attention takes alibi_slopes, always; prompts are steps of up to step_tokens tokens
@@ -185,8 +202,9 @@ class Cache(Handle):
                  dtype: torch.dtype = torch.float16, device: Any = None, page_tokens: Optional[int] = None,
                  sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None, max_batch: int = 1,
                  max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, pool_tokens: int = 0,
-                 pool_sequences: int = 0, growing: bool = True, statistics: Optional[Statistics] = None,
-                 alibi: bool = False) -> None:
+                 pool_sequences: int = 0, pool_states: int = 0, snapshot_every: Optional[int] = None,
+                 snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None, growing: bool = True,
+                 statistics: Optional[Statistics] = None, alibi: bool = False) -> None:
         if dtype not in _NAMES:
             raise ArgumentError(f"kvq: a cache on a GPU is of torch.float16 or torch.bfloat16, not {dtype}")
         for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens), ("step_tokens", step_tokens)):
@@ -207,7 +225,9 @@ class Cache(Handle):
             page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent,
             "recent"), rollback=count(rollback, "rollback"), max_batch=max_batch, max_tokens=max_tokens,
             step_tokens=step_tokens, draft_tokens=draft_tokens, pool_tokens=pool_tokens,
-            pool_sequences=pool_sequences, fixed=int(not growing), alibi=int(alibi))
+            pool_sequences=pool_sequences, pool_states=pool_states, snapshot_every=limit(snapshot_every, "snapshot_every"),
+            snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
+            snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"), fixed=int(not growing), alibi=int(alibi))
         o.statistics = optional_handle(statistics, Statistics, "statistics")
         if listed is not None:
             layers_to_c(listed, o)
@@ -217,7 +237,8 @@ class Cache(Handle):
             made = ctypes.c_void_p()
             self._with_memory(self._f.kvq_cuda_cache_create, ctypes.byref(o), self.stream(), ctypes.byref(made))
         super().__init__(made.value, self._f.kvq_cuda_cache_free)
-        self.layers = tuple(layer_from_c(ask(self._f.kvq_cuda_cache_get_layer, self, i, out=_abi.kvq_layer))
+        self.layers = tuple(layer_from_c(ask(self._f.kvq_cuda_cache_get_layer, self, i, out=_abi.kvq_layer),
+                                         listed[i].parts if listed else ())
                             for i in range(o.layers))
 
     def stream(self) -> int:
@@ -322,6 +343,22 @@ class Cache(Handle):
                                       ctypes.byref(tensor(out, "out", self.dtype)), ctypes.byref(o), self.stream())
         return out
 
+    def state(self, layer: int, part: Union[int, str] = 0) -> StateView:
+        """A part of the state of a layer made by kvq.state_layer, by number or name, for the rows of the step that has begun. The begin counts
+        its tokens as taken: a step that fails is taken back by trim. Zeros at first."""
+        c = _cuda_abi.kvq_cuda_state_view()
+        number = part_number(self.layers, layer, part)
+        self._f.kvq_cuda_cache_state(self, layer, number, ctypes.byref(c))
+        return StateView(self._in_memory(c.data, self.layers[layer].parts[number], c.slot_count, c.slot_bytes),
+                         _on_device(c.slots, 4 * c.rows, self.device).view(torch.int32))
+
+    def _in_memory(self, data: int, p: StatePart, slots: int, slot_bytes: int) -> torch.Tensor:
+        """Values of a part on the device, [slots][heads][rows][columns]."""
+        dtype = getattr(torch, p.dtype)
+        size = torch.empty((), dtype=dtype).element_size()
+        values = _on_device(data, (slots - 1) * slot_bytes + p.heads * p.rows * p.columns * size, self.device).view(dtype)
+        return values.as_strided((slots, p.heads, p.rows, p.columns), (slot_bytes // size, p.rows * p.columns, p.columns, 1))
+
     def graph_id(self) -> int:
         """A captured step may be replayed after a begin as long as this number is what it was at the capture."""
         return ask(self._f.kvq_cuda_cache_graph_id, self, out=ctypes.c_uint64)
@@ -377,10 +414,44 @@ class Sequence(Handle):
         self.cache._with_memory(self.cache._f.kvq_cuda_sequence_fork, self, self.cache.stream(), ctypes.byref(made))
         return Sequence(self.cache, made.value)
 
-    def trim(self, tokens: int) -> None:
+    def trim(self, tokens: int) -> int:
         """Removes every token from position `tokens` on, which trim_limit() bounds. Within `rollback` tokens it is exact. After a deeper one the quantized page
-        that it ends in keeps its bytes and hides the tokens behind; new tokens begin a page."""
+        that it ends in keeps its bytes and hides the tokens behind; new tokens begin a page.
+
+        Returns how many tokens must run again: more than 0 where layers have state, which goes back to reach(tokens)."""
         self.cache._f.kvq_cuda_sequence_trim(self, tokens)
+        return tokens - len(self)
+
+    def state(self, layer: int, part: Union[int, str] = 0) -> Optional[torch.Tensor]:
+        """The part of Cache.state of this sequence, [heads][rows][columns] on the device, until the next call that changes it; None: zeros. To
+        be written behind a begin only: others may share it before."""
+        data, size = ctypes.c_void_p(), ctypes.c_size_t()
+        number = part_number(self.cache.layers, layer, part)
+        self.cache._f.kvq_cuda_sequence_state(self, layer, number, ctypes.byref(data), ctypes.byref(size))
+        if data.value is None:
+            return None
+        return self.cache._in_memory(data.value, self.cache.layers[layer].parts[number], 1, size.value)[0]
+
+    def snapshot(self) -> None:
+        """Keeps the state at all tokens of the sequence, with what the step that has begun makes of it."""
+        self.cache._f.kvq_cuda_sequence_snapshot(self)
+
+    def drop_snapshots(self) -> None:
+        """Gives all snapshots back."""
+        self.cache._f.kvq_cuda_sequence_drop_snapshots(self)
+
+    def reach(self, tokens: int) -> int:
+        """The token to which trim(tokens) goes: `tokens`, or where layers have state that of the newest snapshot at or before it, or 0."""
+        return ask(self.cache._f.kvq_cuda_sequence_reach, self, tokens, out=ctypes.c_int32)
+
+    @property
+    def snapshots(self) -> List[Snapshot]:
+        """Ascending by tokens. They are exact."""
+        count = ctypes.c_int32()
+        self.cache._f.kvq_cuda_sequence_get_snapshots(self, None, 0, ctypes.byref(count))
+        marks = (_abi.kvq_snapshot * count.value)()
+        self.cache._f.kvq_cuda_sequence_get_snapshots(self, marks, count.value, ctypes.byref(count))
+        return [from_c(Snapshot, c) for c in marks]
 
     def trim_limit(self) -> int:
         """From this number of tokens on, trim reaches every one; earlier ones need tokens that a layer with a window has freed."""
@@ -390,6 +461,20 @@ class Sequence(Handle):
         """A sequence of a CPU cache with the same options and the same bytes of pages. Waits for the stream."""
         return _HostSequence(to, ask(self.cache._f.kvq_cuda_sequence_offload, self, handle_of(to, _HostCache, "to"),
                                      self.cache.stream()))
+
+
+class _Memory:
+    """Bytes of the library's, as torch takes memory of a device."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def _on_device(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """Bytes of the library's as a tensor, without a copy."""
+    if _KIND == "cuda":
+        return torch.as_tensor(_Memory(address, size), device=device)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
 def _rows(rows: Iterable[Optional[Sequence]]) -> Tuple[Any, int]:

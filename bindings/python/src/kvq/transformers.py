@@ -416,6 +416,16 @@ def _zero_keeps_all() -> bool:
     return layer.get_seq_length() > 0
 
 
+class _Layers(list):
+    """The layers that a cache has been given so far."""
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, int) and i >= len(self):
+            raise UnsupportedError(f"kvq: {model_name()} looks for layer {i} of the cache before it has given it anything; "
+                                   "kvq.transformers.Cache.for_model(model, ...) makes all layers at once")
+        return super().__getitem__(i)
+
+
 class Cache(_Cache):
     """past_key_values of a model whose attention is "kvq".
 
@@ -442,6 +452,7 @@ class Cache(_Cache):
         self._rows: Optional[Rows] = None  # on the CPU
         self._states: Optional[States] = None
         super().__init__(layer_class_to_replicate=lambda: Layer(keys, values, threads, padding, **options))
+        self.layers = _Layers()
 
     @classmethod
     def for_model(cls, model: Any, keys: Any = "std4", values: Any = None, *, threads: Optional[Threads] = None,
@@ -523,8 +534,8 @@ class Cache(_Cache):
         if self._rows is not None:
             made._begin(self._of_model, self._kind)
             made._rows = self._rows.copy()
-        made.layers = [layer.copy(made._padding, made._rows or layer._rows.copy()) if isinstance(layer, Layer)
-                       else copy.deepcopy(layer, memo) for layer in self.layers]
+        made.layers = _Layers(layer.copy(made._padding, made._rows or layer._rows.copy()) if isinstance(layer, Layer)
+                              else copy.deepcopy(layer, memo) for layer in self.layers)
         return made
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,

@@ -54,7 +54,8 @@ public:
     const cache_options& options() const noexcept { return options_; }
     /// The parts of layers with state (kvq::state_layer); null if there are none.
     const kvq::state_layout* state_layout() const noexcept { return states_ ? &states_->layers() : nullptr; }
-    /// The entry that open() has taken for a layer with keys and values. Formats of the layer are numbered as its kinds.
+    /// The entry that open() has taken for a layer with keys and values. Formats of the layer are numbered as
+    /// its kinds.
     const device_format& formats(int layer) const noexcept { return group_of(layer).format; }
     /// Is every layer full attention of one shape in the same formats? Divided contexts and transfers between GPUs take such caches only.
     status check_equal_layers(const char* who) const;
@@ -164,23 +165,27 @@ public:
     /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
     std::uint64_t graph_id() const noexcept;
 
-    /// Part number `part` of the state of a layer, for the rows of the step or prompt that has begun: its kernels read and write it
-    /// in place. The state counts the tokens of a begin as taken, so a step that fails is taken back by trim(). Zeros at first.
-    /// What the view holds stays as long as graph_id() does; slots are those of the last begin.
+    /// Part number `part` of the state of a layer, for the rows of the step or prompt that has begun: its
+    /// kernels read and write it in place. The state counts the tokens of a begin as taken, so a step that
+    /// fails is taken back by trim(). Zeros at first. What the view holds stays as long as graph_id() does;
+    /// slots are those of the last begin.
     status state(int layer, int part, state_view& view) const;
-    /// The same of one sequence, until the next call that changes it. Null: zeros. Others may share it, except after a begin.
+    /// The same of one sequence, until the next call that changes it. Null: zeros. Others may share it,
+    /// except after a begin.
     status state(sequence_id id, int layer, int part, std::byte*& data) const;
-    /// Keeps the state at the sequence's tokens, with what the step that has begun makes of it. Copies nothing: the next begin does.
-    /// cache_options::snapshots say which ones are taken without this call, and which ones go.
+    /// Keeps the state at the sequence's tokens, with what the step that has begun makes of it. Copies
+    /// nothing: the next begin does. cache_options::snapshots say which ones are taken without this call, and
+    /// which ones go.
     status snapshot(sequence_id id);
     status drop_snapshots(sequence_id id);
     /// Ascending by tokens, until the sequence changes. None where no layer has state.
     std::span<const snapshot_mark> snapshots(sequence_id id) const noexcept;
-    /// The token to which trim(id, n) goes: n, or where layers have state n = tokens(id), or that of the newest snapshot at or
-    /// before n, or 0. n - reach(id, n) tokens must run again.
+    /// The token to which trim(id, n) goes: n, or where layers have state n = tokens(id), or that of the
+    /// newest snapshot at or before n, or 0. n - reach(id, n) tokens must run again.
     int reach(sequence_id id, int n) const noexcept;
 
-    /// Removes tokens from position reach(id, n) on. Exact within `rollback` tokens. After a deeper trim a quantized page that it ends in keeps its bytes
+    /// Removes tokens from position reach(id, n) on. Exact within `rollback` tokens. After a deeper trim a
+    /// quantized page that it ends in keeps its bytes
     /// and shows fewer tokens, and new tokens begin a page: tokens that stay have the values that they had. Takes effect with the next begin.
     /// A begun prompt that some layer does not have yet can be taken back within `rollback`, or with the page of its first token; a step,
     /// within `rollback`.
@@ -193,7 +198,8 @@ public:
     status erase(sequence_id id, int first, int last);
     status shift(sequence_id id, int first, int last, std::int64_t by);
     status splice(sequence_id id, sequence_id other, int first, int last);
-    /// A second sequence with the same tokens. Quantized pages and states are shared, 16-bit pages are copied.
+    /// A second sequence with the same tokens. Quantized pages and states are shared, 16-bit pages are
+    /// copied.
     status fork(sequence_id id, sequence_id& copy, cudaStream_t stream);
     /// Pages that several of the sequences share stay shared.
     status requantize(std::span<const sequence_id> ids, const requantize_request& request,

@@ -30,8 +30,8 @@ struct cache_options {
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     int pool_states = 0;     ///< and so many states: one for a sequence, and one for each of its snapshots
     bool growing = true;     ///< pools that are full grow, between steps
-    /// Of layers with state. prompt_end: at the end of every begin_prompt(); where prompts come in parts, snapshot() behind
-    /// the last one instead.
+    /// Of layers with state. prompt_end: at the end of every begin_prompt(); where prompts come in parts,
+    /// snapshot() behind the last one instead.
     snapshot_policy snapshots = {};
     device_allocator memory = {};
 };

@@ -1,13 +1,13 @@
-// Recurrent state of a cache on the device (cache.hpp): what a begin does for it, snapshots, and where parts lie.
+// Recurrent state of a cache on the device (cache.hpp): begins, snapshots, and where parts lie.
 //
 //   s = cache.begin_step(batch, 1, stream);
 //   cuda::state_view v;
-//   s = cache.state(layer, 0, v);         the engine's kernel of a layer with state: v.data + v.slots[row] * v.slot_bytes
+//   s = cache.state(layer, 0, v);         a kernel of the engine: v.data + v.slots[row] * v.slot_bytes
 //   s = cache.snapshot(id);               keeps what the step makes of it
 //   int from = cache.reach(id, n);        s = cache.trim(id, n) goes there; tokens [from, n) must run again
 //
-// A begin gives every row a page of its own, counts its tokens and takes the snapshots that are due. A snapshot shares the page that
-// the launches of the step write, and the next begin copies it.
+// A begin gives every row a page of its own, counts its tokens and takes the snapshots that are due. A
+// snapshot shares the page that the launches of the step write, and the next begin copies it.
 // Contract: as cache.hpp. Drafts are refused: a state cannot take back a part of them.
 #pragma once
 
@@ -66,8 +66,12 @@ inline status cache::state(int layer, int part, state_view& view) const {
     const common::state_place& place =
         states_->layers().layers()[at].place(common::state_form::live, static_cast<std::size_t>(part));
     const detail::pool_memory& pages = states_->pages().memory();
-    view = {pages.data + states_->offset(at) + place.offset, pages.page_bytes(), place.bytes,
-            words_.as<int>() + first_slot_, step_.rows};
+    view = {pages.data + states_->offset(at) + place.offset,
+            pages.page_bytes(),
+            place.bytes,
+            pages.pages,
+            words_.as<int>() + first_slot_,
+            step_.rows};
     return {};
 }
 

@@ -1,9 +1,10 @@
 // Recurrent states from a device to the CPU, and back (offload.hpp): live state and snapshots.
 //
-// A page of the device holds all layers (state_pages.hpp), one of the CPU a layer: its bytes are a range of the other's. What
-// snapshots share stays shared. Snapshots that the CPU's layout quantizes are quantized there, and exact again on the device.
-// Contract: the device has free pages for all that come (distinct_pages()). The caller waits for the stream behind offload_state();
-// onload_state() does it itself. Memory of the CPU's pool as in offload.hpp. O(bytes)
+// A page of the device holds all layers (state_pages.hpp), one of the CPU a layer: its bytes are a range of
+// the other's. What snapshots share stays shared. Snapshots that the CPU's layout quantizes are quantized
+// there, and exact again on the device.
+// Contract: the device has free pages for all that come (distinct_pages()). The caller waits for the stream
+// behind offload_state(); onload_state() does it itself. Memory of the CPU's pool as in offload.hpp. O(bytes)
 #pragma once
 
 #include "../../state/snapshot_codec.hpp"

@@ -1,8 +1,10 @@
 // Recurrent state of a cache on the device (cache.hpp): memory for it, and where a layer's parts lie.
 //
-// A page holds the state of all layers that have it, layer by layer, each as on the CPU (state/state_layout.hpp): so a sequence has one
-// page, and one more for each snapshot that the live state has left. The host counts and shares them (state/recurrent_state.hpp).
-// Contract: snapshots are exact here. Pages are zeroed and copied in the order of the step's stream, by the begin of a step.
+// A page holds the state of all layers that have it, layer by layer, each as on the CPU
+// (state/state_layout.hpp): so a sequence has one page, and one more for each snapshot that the live state
+// has left. The host counts and shares them (state/recurrent_state.hpp).
+// Contract: snapshots are exact here. Pages are zeroed and copied in the order of the step's stream, by the
+// begin of a step.
 #pragma once
 
 #include <limits>
@@ -14,12 +16,13 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
-/// A part of the state of a layer for the rows of a step: that of row b begins at data + slots[b] * slot_bytes. A slot of -1 is a row that
-/// is not there.
+/// A part of the state of a layer for the rows of a step: that of row b begins at data + slots[b] *
+/// slot_bytes. A slot of -1 is a row that is not there.
 struct state_view {
     std::byte* data = nullptr;   ///< device memory, a multiple of 64
     std::size_t slot_bytes = 0;  ///< from one sequence to the next
     std::size_t bytes = 0;       ///< of a sequence
+    int slot_count = 0;          ///< slots that there is memory for
     const int* slots = nullptr;  ///< device memory, [rows]
     int rows = 0;
 };
@@ -46,7 +49,8 @@ public:
     std::byte* data(const page& p) const noexcept { return pages_.memory().page(tensor::key, 0, p.number); }
 
     status grow(int pages, cudaStream_t stream) { return pages_.grow(pages, stream); }
-    /// Free pages for so many sequences that write, or are restored. Pages are zeroed and copied on this stream from now on.
+    /// Free pages for so many sequences that write, or are restored. Pages are zeroed and copied on this
+    /// stream from now on.
     status ensure(std::size_t more, bool may_grow, cudaStream_t stream) {
         stream_ = stream;
         return more == 0 ? status{} : pages_.ensure(static_cast<int>(more), may_grow, stream);
