@@ -224,7 +224,8 @@ def generated() -> Dict[pathlib.Path, str]:
     headers = [c_header.read(HERE.parent / "include/kvq" / name) for name in ("kvq.h", "kvq_cuda.h")]
     rust = Rust(headers[0])
     return {HERE / "python/src/kvq/_abi.py": python_module("kvq.h", headers[:1], []),
-            HERE / "python/src/kvq/_cuda_abi.py": python_module("kvq_cuda.h", headers, ["from ._abi import kvq_layer, kvq_layer_formats, kvq_tensor"]),
+            HERE / "python/src/kvq/_cuda_abi.py": python_module("kvq_cuda.h", headers, [
+                "from ._abi import kvq_layer, kvq_layer_formats, kvq_snapshot, kvq_state_part, kvq_tensor"]),
             HERE / "rust/kvq-sys/src/lib.rs": rust.library(), HERE / "rust/kvq-sys/tests/layout.rs": rust.layout_test()}
 
 
