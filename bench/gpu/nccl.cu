@@ -249,32 +249,40 @@ void print_decode(const decode_times& t, int batch, int tokens) {
     if (batch == 8) bound(h >= 1.85, "head parallel 1.85 x of one GPU");
 }
 
-/// Microseconds per call of launch(i), of ranks that start together: the slowest rank's median of five runs of four calls.
-double time_prompt(int rank, meeting& m, cudaStream_t stream, const std::function<cuda::status()>& wait,
-                   const std::function<void(int)>& launch) {
-    constexpr int count = 4;
+constexpr int prompt_layers = 4;
+
+/// Microseconds per layer of a prompt, of ranks that start together: the slowest rank's median of five runs. begin(id) begins the prompt of a
+/// fork of the cache's sequence, launch(layer) is what is timed.
+double time_prompt(int rank, meeting& m, filled_cache& c, cudaStream_t stream,
+                   const std::function<void(cuda::sequence_id)>& begin,
+                   const std::function<cuda::status()>& wait, const std::function<void(int)>& launch) {
     cudaEvent_t from, to;
     BENCH_OK(cudaEventCreate(&from));
     BENCH_OK(cudaEventCreate(&to));
     std::vector<float> times;
     for (int run = 0; run < 6; ++run) {
+        cuda::sequence_id fork;
+        must(c.cache.fork(c.batch[0], fork, stream));
+        begin(fork);
+        BENCH_OK(cudaStreamSynchronize(stream));
         m.all.arrive_and_wait();
         BENCH_OK(cudaEventRecord(from, stream));
-        for (int i = 0; i < count; ++i) launch(i);
+        for (int layer = 0; layer < prompt_layers; ++layer) launch(layer);
         BENCH_OK(cudaEventRecord(to, stream));
         must(wait());
         float ms = 0.0f;
         BENCH_OK(cudaEventElapsedTime(&ms, from, to));
         if (run > 0) times.push_back(ms);
+        must(c.cache.free(fork));
     }
     BENCH_OK(cudaEventDestroy(from));
     BENCH_OK(cudaEventDestroy(to));
     std::sort(times.begin(), times.end());
-    return m.slowest(rank, 1000.0 * static_cast<double>(times[times.size() / 2]) / count);
+    return m.slowest(rank, 1000.0 * static_cast<double>(times[times.size() / 2]) / prompt_layers);
 }
 
 void prompts(int rank, meeting& m, meeting& alone, cuda::nccl_group& group, bool quick, cudaStream_t stream) {
-    constexpr int layers = 2, chunk = 2048;
+    constexpr int chunk = 2048;
     const std::size_t values = static_cast<std::size_t>(chunk) * q_heads * dim;
     float16* const q = random_values(values, stream);
     float16* const kv = random_values(values, stream);
@@ -283,38 +291,41 @@ void prompts(int rank, meeting& m, meeting& alone, cuda::nccl_group& group, bool
         if (quick && tokens > 32768) continue;
         double one_us = 0.0;
         if (rank == 0) {
-            filled_cache one(layers, kv_heads, recent, sinks, 1, tokens + chunk, stream);
+            filled_cache one(prompt_layers, kv_heads, recent, sinks, 1, tokens + chunk, stream);
             one.add(tokens, stream);
-            must(one.cache.begin_prompt(one.batch[0], chunk, stream));
             const token_view<const float16> x(kv, chunk, kv_heads, dim);
             one_us = time_prompt(
-                0, alone, stream,
+                0, alone, one, stream,
+                [&](cuda::sequence_id id) { must(one.cache.begin_prompt(id, chunk, stream)); },
                 [&] {
                     BENCH_OK(cudaStreamSynchronize(stream));
                     return cuda::status{};
                 },
-                [&](int i) {
-                    must(one.cache.prefill(i % layers, x, x,
-                                           token_view<const float16>(q, chunk, q_heads, dim),
+                [&](int layer) {
+                    must(one.cache.prefill(layer, x, x, token_view<const float16>(q, chunk, q_heads, dim),
                                            token_view<float16>(out, chunk, q_heads, dim), {}, stream));
                 });
         }
         m.all.arrive_and_wait();
         const std::vector<int> weights(static_cast<std::size_t>(ranks), 1);
-        context_split split({sinks, recent, page_tokens}, weights, -1, page_tokens);
+        context_split split({sinks, recent, page_tokens}, weights, -1, page_tokens), of_fork = split;
         split.add(tokens);
         const page_geometry g = split.geometry(rank);
-        filled_cache own(layers, kv_heads, g.recent, g.sinks, 1, tokens + chunk, stream);
+        filled_cache own(prompt_layers, kv_heads, g.recent, g.sinks, 1, tokens + chunk, stream);
         own.add(split.tokens(rank), stream);
         cuda::context_prefill prompt;
         must(prompt.open(group, q_heads));
-        must(prompt.begin(own.cache, own.batch[0], split, chunk, stream));
-        const int n = prompt.own_tokens();
-        const token_view<const float16> x(kv, n, kv_heads, dim);
         const double us = time_prompt(
-            rank, m, stream, [&] { return group.wait(stream, "for outputs of a prompt"); },
-            [&](int i) {
-                must(prompt.prefill(i % layers, x, x, token_view<const float16>(q, n, q_heads, dim),
+            rank, m, own, stream,
+            [&](cuda::sequence_id id) {
+                of_fork = split;
+                must(prompt.begin(own.cache, id, of_fork, chunk, stream));
+            },
+            [&] { return group.wait(stream, "for outputs of a prompt"); },
+            [&](int layer) {
+                const int n = prompt.own_tokens();
+                const token_view<const float16> x(kv, n, kv_heads, dim);
+                must(prompt.prefill(layer, x, x, token_view<const float16>(q, n, q_heads, dim),
                                     token_view<float16>(out, n, q_heads, dim), {}, stream));
             });
         const double sent = m.slowest(rank, static_cast<double>(prompt.sent_bytes()));

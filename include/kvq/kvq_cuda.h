@@ -195,7 +195,8 @@ KVQ_API kvq_status kvq_cuda_sequence_get_snapshots(const kvq_cuda_sequence* sequ
 /// ignored, its output is 0.
 KVQ_API kvq_status kvq_cuda_cache_begin_step(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows,
                                              int32_t count, int32_t new_tokens, void* stream);
-/// One sequence gets any number of tokens.
+/// One sequence gets any number of tokens. Until every layer has them, what reads them (fork, requantize, step_down, offload) and the next
+/// begin are refused; a trim takes all of them back.
 KVQ_API kvq_status kvq_cuda_cache_begin_prompt(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence,
                                                int32_t new_tokens, void* stream);
 /// Every sequence of the batch gets new_tokens drafted tokens behind those that it has. They stay in 16 bit until kvq_cuda_cache_keep.

@@ -1103,6 +1103,71 @@ void refused(const cuda::status& s, const char* part) {
     CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
 }
 
+/// A second append of a layer; and what reads or follows a prompt that some layer lacks.
+void check_unfinished() {
+    both_caches c({});
+    pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    const cuda::sequence_id other = c.gpu.new_sequence(), one[] = {p.id}, others[] = {other};
+    const std::span<const int> no_path;
+    std::vector<float16> keys, values;
+    test::rng r(2);
+    const auto append = [&](int layer, int n) {
+        CHECK(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream), "append");
+        refused(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream),
+                "it has the tokens of this step already");
+    };
+    const auto write = [&](int n) {
+        c.write(r, keys, values);
+        c.appended(p.host, keys, values, 0, n);
+    };
+    for (const int n : {150, 70}) {
+        const int held = c.gpu.tokens(p.id);
+        write(n);
+        CHECK(c.gpu.begin_prompt(p.id, n, c.stream), "begin");
+        for (int layer = 0; layer < layers; ++layer) {
+            cuda::sequence_id copy;
+            kvq::sequence away = c.cpu.new_sequence();
+            const cuda::tier tiers[] = {{0, "int8"}};
+            for (const cuda::status& s :
+                 {c.gpu.fork(p.id, copy, c.stream), cuda::offload(c.gpu, p.id, away, c.stream),
+                  c.gpu.requantize(one, {.format = "int8"}, c.stream), c.gpu.step_down(one, tiers, c.stream),
+                  c.gpu.begin_prompt(other, 1, c.stream), c.gpu.begin_step(others, 0, c.stream),
+                  c.gpu.begin_draft(one, 1, c.stream), c.gpu.keep(others, std::span(&no_path, 1), c.stream)})
+                refused(s, layer == 0 ? "2 layers lack tokens" : "1 layers lack tokens");
+            refused(c.gpu.trim(p.id, held + n - 1), "lack the prompt that has begun; trim to at most");
+            CHECK(copy == cuda::sequence_id{} && away.tokens() == 0 && c.gpu.tokens(p.id) == held + n &&
+                      c.gpu.trim_limit(p.id) == held + n,
+                  "a refused call has changed something");
+            append(layer, n);
+            const token_view<const float16> q(c.q.get(), n, q_heads, dim);
+            refused(c.gpu.prefill(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), q,
+                                  token_view<float16>(c.out.get(), n, q_heads, dim), {}, c.stream),
+                    "already");
+            refused(c.gpu.prefill_part(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), q, {}, c.stream),
+                    "already");
+        }
+        compare(c, p, "a prompt that was given twice", n);
+    }
+    for (int i = 0; i < 40; ++i) {
+        write(1);
+        CHECK(c.gpu.begin_step(one, 1, c.stream), "begin");
+        for (int layer = 0; layer < layers; ++layer) append(layer, 1);
+    }
+    compare(c, p, "steps that were given twice", 0);
+    // A prompt that another call has ended is taken back, and given again.
+    CHECK(c.gpu.begin_prompt(p.id, 9, c.stream) && c.gpu.trim(other, 0) && c.gpu.free(other), "free");
+    refused(c.gpu.begin_step(one, 1, c.stream), "or trim the sequence to 260");
+    CHECK(c.gpu.trim(p.id, 260) && c.gpu.begin_prompt(p.id, 9, c.stream), "begin");
+    write(9);
+    for (int layer = 0; layer < layers; ++layer) append(layer, 9);
+    compare(c, p, "a prompt that was taken back", 0);
+    // A draft.
+    CHECK(c.gpu.begin_draft(one, 2, c.stream), "begin");
+    append(0, 2);
+    CHECK(c.gpu.trim(p.id, c.gpu.tokens(p.id) - 2), "trim");
+    compare(c, p, "a draft that was given twice", 0);
+}
+
 void check_refusals() {
     const cache_shape shape{.layers = layers, .kv_heads = heads, .head_dim = dim};
     const auto open = [&](auto change, const cache_shape& of) {
@@ -1239,7 +1304,7 @@ void check_refusals() {
     }
     CHECK(f.gpu.trim(x, 70), "a trim into a quantized page");
     const auto back = f.gpu.new_sequence();
-    CHECK(f.gpu.begin_prompt(back, 200, f.stream) && f.gpu.trim(back, 4) && f.gpu.tokens(back) == 4,
+    CHECK(f.gpu.begin_prompt(back, 200, f.stream) && f.gpu.trim(back, 0) && f.gpu.tokens(back) == 0,
           "a prompt that is taken back");
     CHECK(f.gpu.free(back), "free");
     refused(
@@ -1610,6 +1675,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
 #if PART == 0
     if (argc > 1) long_run = graph_steps = std::atoi(argv[1]);  // shorter, under compute-sanitizer
     check_refusals();
+    check_unfinished();
     CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
     check_graph();
     check_draft_graph();

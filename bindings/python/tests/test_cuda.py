@@ -200,6 +200,11 @@ class Caches(OnGpu):
             gpu.begin_prompt(s, 50)
             outs.append(gpu.prefill(0, *given, out, lse=lse))
             self.assertTrue(torch.isfinite(lse).all())
+            with self.assertRaisesRegex(kvq.ArgumentError, "it has the tokens of this step already"):
+                gpu.prefill(0, *given)
+            with self.assertRaisesRegex(kvq.ArgumentError, "lack tokens 0 to 50"):
+                s.fork()
+            s.trim(0)
         self.assertTrue(torch.equal(*outs))
 
     def test_graph(self):

@@ -84,7 +84,7 @@ public:
     /// all layers: the sequence is bit for bit what appending the accepted tokens alone gives. One launch, and one if pages leave a window.
     status keep(std::span<const sequence_id> batch, std::span<const std::span<const int>> paths,
                 cudaStream_t stream);
-    /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer, the first one of a shape and format before the others: it
+    /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer (a second time is refused), the first one of a shape and format before the others: it
     /// also quantizes the pages that leave the recent windows of all of them. T: options().type.
     status append(int layer, const input_view& k, const input_view& v, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type}); !s) return s;
@@ -94,12 +94,16 @@ public:
         if (k.tokens != tokens || v.tokens != tokens)
             return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d", k.tokens, v.tokens,
                                      step_.rows, step_.new_tokens);
+        if (status s = check_lacks(layer); !s) return s;
         detail::layer_group& g = group_of(layer);
         const int member = member_of(layer);
         if (step_.prompt) return g.append_prompt(member, k, v, stream);
         if (!step_.draft)
             if (status s = g.commit(member, step_.rows, step_.new_tokens, stream); !s) return s;
-        return g.format.functions->store_new(view(layer), k, v, step_.new_tokens, stream);
+        if (status s = g.format.functions->store_new(view(layer), k, v, step_.new_tokens, stream); !s)
+            return s;
+        g.appended[static_cast<std::size_t>(member)] = 1;
+        return {};
     }
     /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the window, in 16 bit, and quantized pages
     /// as they are, without scratch memory (prefill.cuh). After begin_prompt(). q, out: [new_tokens][q_heads][head_dim]. The tokens of a layer
@@ -118,6 +122,8 @@ public:
         if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
             return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens",
                                      step_.rows, k.tokens, step_.prompt ? step_.new_tokens : 0);
+        if (step_.prompt)
+            if (status s = check_lacks(layer); !s) return s;
         const auto nowhere = common::visit_float_type(q.type, [&]<class T>(T) -> output_view {
             return token_view<T>(nullptr, q.tokens, q.heads, q.dim);
         });
@@ -187,7 +193,7 @@ public:
     /// Removes tokens from position reach(id, n) on. Exact within `rollback` tokens. After a deeper trim a
     /// quantized page that it ends in keeps its bytes
     /// and shows fewer tokens, and new tokens begin a page: tokens that stay have the values that they had. Takes effect with the next begin.
-    /// A begun prompt that some layer does not have yet can be taken back within `rollback`, or with the page of its first token; a step,
+    /// A begun prompt that some layer does not have yet is taken back whole, within `rollback` or with the page of its first token; a step,
     /// within `rollback`.
     status trim(sequence_id id, int n);
     /// The least n from which on trim(id, n) is possible for every n: layers with a window have freed what earlier lengths need. While a
@@ -199,7 +205,8 @@ public:
     status shift(sequence_id id, int first, int last, std::int64_t by);
     status splice(sequence_id id, sequence_id other, int first, int last);
     /// A second sequence with the same tokens. Quantized pages and states are shared, 16-bit pages are
-    /// copied.
+    /// copied. Refused, as requantize(), step_down(), offload() and the next begin, while some layer lacks a
+    /// prompt that has begun.
     status fork(sequence_id id, sequence_id& copy, cudaStream_t stream);
     /// Pages that several of the sequences share stay shared.
     status requantize(std::span<const sequence_id> ids, const requantize_request& request,
@@ -296,6 +303,16 @@ private:
     status check_move(sequence_id id, const char* verb, int first, int last, bool moves) const;
     status check_rows(std::span<const sequence_id> batch) const;
     status check_no_draft(std::span<const sequence_id> ids) const;
+    /// Has no layer of these sequences still to get a prompt that has begun?
+    status check_whole(std::span<const sequence_id> ids) const;
+    /// Has the layer not been given the tokens of this step?
+    status check_lacks(int layer) {
+        const chunk* const c = shared_chunk(layer);
+        if (group_of(layer).appended[static_cast<std::size_t>(member_of(layer))] == 0 &&
+            (c == nullptr || !c->waits()))
+            return {};
+        return detail::bad_value("%s: it has the tokens of this step already", describe(layer).c_str());
+    }
     status check_growth(sequence_id id, int new_tokens) const;
     bool lacks_page(sequence_id id, std::size_t group, int n) const noexcept;
     status check_options(const cache_options& options) const;
@@ -356,6 +373,21 @@ private:
         int count = 0;
         for (const chunk& c : chunks_) count += c.waiting();
         return count;
+    }
+    /// Layers that a begun prompt has not been given to. What waits for layers that share it is given.
+    int missing() const noexcept {
+        if (step_.id == sequence_id{}) return 0;
+        int count = 0;
+        for (const detail::layer_group& g : groups_) count += g.missing_layers();
+        for (const chunk& c : chunks_) count -= c.waits() ? 1 : 0;
+        return count;
+    }
+    /// A sequence has changed, so the step has ended; its own prompt has as well.
+    void end_step(sequence_id changed) noexcept {
+        step_.begun = false;
+        if (step_.id != changed) return;
+        step_.id = {};
+        for (chunk& c : chunks_) std::ranges::fill(c.waits_for, char{0});
     }
     detail::layer_group& group_of(int layer) noexcept {
         return groups_[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)];

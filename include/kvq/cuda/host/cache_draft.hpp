@@ -42,6 +42,7 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
     if (new_tokens < 0 || new_tokens > options_.draft_tokens - drafted)
         return detail::bad_value("%d drafted tokens behind %d, but draft_tokens is %d", new_tokens, drafted,
                                  options_.draft_tokens);
+    if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, true, stream); !s) return s;
     return send_step(batch, new_tokens, true, stream);
@@ -69,6 +70,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
         counts.push_back(static_cast<int>(paths[b].size()));
         most = common::larger(most, counts.back());
     }
+    if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     std::vector<std::vector<int>> quantized;  // by group and format
     for (std::size_t i = 0; i < groups_.size(); ++i) {
@@ -85,7 +87,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
     detail::word_writer to = writer(stream);
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& g = groups_[i];
-        g.now = {};
+        g.new_step();
         for (std::size_t b = 0; b < batch.size(); ++b) {
             const auto at = static_cast<int>(b);
             g.send(to, g.counts_at(at), counts[b]);

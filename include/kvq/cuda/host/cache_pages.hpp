@@ -37,9 +37,7 @@ inline status cache::free(sequence_id id) {
     e.state.reset();
     e.alive = false;
     unused_.push_back(id.index);
-    if (step_.id == id)  // what waits is of this sequence
-        for (chunk& c : chunks_) std::ranges::fill(c.waits_for, char{0});
-    step_.begun = false;
+    end_step(id);
     return {};
 }
 
@@ -47,7 +45,7 @@ inline status cache::free(sequence_id id) {
 /// prompt since.
 inline bool cache::lacks_page(sequence_id id, std::size_t group, int n) const noexcept {
     const detail::layer_group& g = groups_[group];
-    return step_.id == id && g.now.missing_layers > 0 &&
+    return step_.id == id && g.missing_layers() > 0 &&
            entry_of(id).pages[group].committed_after_trim(n, g.geometry) > g.now.committed_before;
 }
 
@@ -62,6 +60,11 @@ inline status cache::trim(sequence_id id, int n) {
     if (n > accepted)
         return detail::bad_value("cannot trim to %d: tokens %d to %d are a draft, keep() a part of it", n,
                                  accepted, held);
+    if (const int lacking = missing(); step_.id == id && lacking > 0 && n > held - step_.new_tokens)
+        return detail::bad_value(
+            "cannot trim to %d: %d layers lack the prompt that has begun; trim to at most %d, or append the "
+            "prompt to them first",
+            n, lacking, held - step_.new_tokens);
     if (const int shared = waiting(); shared > 0 && (step_.id != id || n > held - step_.new_tokens))
         return detail::bad_value(
             "cannot trim to %d: %d layers share the keys of a prompt and have not attended to it; give them "
@@ -78,25 +81,22 @@ inline status cache::trim(sequence_id id, int n) {
             return detail::bad_value(
                 "cannot trim to %d: %d layers lack the prompt that has begun and have not quantized that "
                 "token's page; trim to at most %d, or append the prompt to them first",
-                n, g.now.missing_layers, s[common::larger(g.now.committed_before, s.gone())].first_token);
+                n, g.missing_layers(), s[common::larger(g.now.committed_before, s.gone())].first_token);
     }
-    for (chunk& c : chunks_) std::ranges::fill(c.waits_for, char{0});
     for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].trim(n, groups_[i].geometry);
     if (e.state) (void)e.state->trim(wanted);
     e.version = ++versions_;
-    step_.begun = false;
+    end_step(id);
     return {};
 }
 
 inline int cache::trim_limit(sequence_id id) const noexcept {
     if (!is_here(id)) return 0;
     const int held = tokens(id);
-    if (entry_of(id).pages[0].drafted > 1 || waiting() > 0) return held;
+    if (entry_of(id).pages[0].drafted > 1 || waiting() > 0 || (step_.id == id && missing() > 0)) return held;
     int limit = 0;
     for (std::size_t i = 0; i < groups_.size(); ++i)
-        limit = lacks_page(id, i, held - 1)
-                    ? held
-                    : common::larger(limit, entry_of(id).pages[i].table.trim_limit(groups_[i].geometry));
+        limit = common::larger(limit, entry_of(id).pages[i].table.trim_limit(groups_[i].geometry));
     if (const std::optional<recurrent_state>& state = entry_of(id).state)
         return state->trim_limit(held, [&](int n) { return n == 0 || n >= limit; });
     return limit;
@@ -130,6 +130,7 @@ inline status cache::splice(sequence_id id, sequence_id other, int first, int la
 
 inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream) {
     if (status s = check_here(id); !s) return s;
+    if (status s = check_whole(std::span(&id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     const auto in_16_bit = [](const page_ref& p) { return p && p->format == 0; };
     for (std::size_t i = 0; i < groups_.size(); ++i) {
@@ -267,6 +268,7 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
     if (request.first_token < 0 || request.first_token > request.last_token)
         return detail::bad_value("tokens %d to %d are not a range", request.first_token, request.last_token);
     if (status s = check_format(request.format); !s) return s;
+    if (status s = check_whole(ids); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     format_changes changes;
     find_changes(ids, {request.first_token, request.last_token}, request.format, request.only_smaller,
@@ -292,6 +294,7 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     std::vector<int> ages, lengths;
     for (const tier& t : tiers) ages.push_back(t.age);
     for (const sequence_id id : ids) lengths.push_back(tokens(id));
+    if (status s = check_whole(ids); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     status result;
     format_changes changes;

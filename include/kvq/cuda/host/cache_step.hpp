@@ -45,6 +45,16 @@ inline status cache::check_growth(sequence_id id, int new_tokens) const {
     return {};
 }
 
+inline status cache::check_whole(std::span<const sequence_id> ids) const {
+    const int lacking = missing();
+    if (lacking == 0 || std::ranges::find(ids, step_.id) == ids.end()) return {};
+    const int held = tokens(step_.id);
+    return detail::bad_value(
+        "%d layers lack tokens %d to %d of sequence %d, a prompt that has begun: append it to them, or trim "
+        "the sequence to %d",
+        lacking, held - step_.new_tokens, held, step_.id.index, held - step_.new_tokens);
+}
+
 /// Free pages for new_tokens tokens more, or drafted tokens.
 inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_tokens, bool draft,
                                   cudaStream_t stream) {
@@ -76,6 +86,7 @@ inline status cache::begin_step(std::span<const sequence_id> batch, int new_toke
     for (const sequence_id id : batch)
         if (id != sequence_id{})
             if (status s = check_growth(id, new_tokens); !s) return s;
+    if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, false, stream); !s) return s;
     if (status s = ensure_states(batch, new_tokens, stream); !s) return s;
@@ -92,7 +103,7 @@ inline status cache::send_step(std::span<const sequence_id> batch, int new_token
     detail::word_writer to = writer(stream);
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& g = groups_[i];
-        g.now = {};
+        g.new_step();
         for (int b = 0; b < next.rows; ++b) {
             const sequence_id id = batch[static_cast<std::size_t>(b)];
             if (id == sequence_id{}) {
@@ -119,6 +130,7 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     if (status s = check_here(id); !s) return s;
     if (status s = check_no_draft(std::span(&id, 1)); !s) return s;
     if (status s = check_growth(id, new_tokens); !s) return s;
+    if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, stream); !s) return s;
     if (status s = reserve_chunks(new_tokens, stream); !s) return s;
@@ -180,6 +192,8 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
     }
     detail::layer_group& g = group_of(layer);
     const int member = member_of(layer);
+    if (own > 0)
+        if (status s = check_lacks(layer); !s) return s;
     if (status s = g.add_window(options, member); !s) return s;
     if (status s = g.format.functions->prefill(g.view_before_prompt(member), own == 0 ? c->k : k,
                                                own == 0 ? c->v : v, q, out, g.words + g.prompt_at() + 2,

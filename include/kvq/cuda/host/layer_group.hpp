@@ -44,10 +44,9 @@ struct layer_group {
     };
     /// What the step that has begun is for these layers.
     struct step {
-        bool committed = false;
         unsigned targets = 0;  // formats that pages are committed to
-        // Of a prompt: the quantized pages before it, and the layers that it still has to be appended to.
-        int committed_before = 0, missing_layers = 0;
+        // Of a prompt: the quantized pages before it.
+        int committed_before = 0;
         prompt_ranges ranges;
         int opened = 0;  // of its tokens: the end of those in a page that has tokens already
         prompt_jobs jobs;
@@ -78,6 +77,7 @@ struct layer_group {
     std::vector<int> mirror;     // what they are, but for lists
     std::vector<row> rows;
     step now;
+    std::vector<char> appended;  // of each layer: it has the new tokens of this step
 
     // ---- device words: what begin_step() sends ----
     int kinds() const noexcept { return static_cast<int>(format.kinds.size()); }
@@ -116,6 +116,12 @@ struct layer_group {
         held = value;
         send(to, index, value);
     }
+    void new_step() {
+        now = {};
+        appended.assign(members.size(), 0);
+    }
+    /// Layers without the step's new tokens.
+    int missing_layers() const noexcept { return static_cast<int>(std::ranges::count(appended, char{0})); }
     /// All words are sent again: what the device has is not known.
     void forget_rows() {
         mirror.assign(static_cast<std::size_t>(list_at(false)), (std::numeric_limits<int>::min)());
@@ -198,7 +204,7 @@ struct layer_group {
                               std::byte* scratch, long long* slot_list, word_writer& to) {
         const page_run staged = staged_pages(s, new_tokens);
         const int before = s.paged_tokens(geometry), first_new = s.pages(), kept = staged.end;
-        now = {};
+        new_step();
         now.targets = 1u << s.target();
         now.staging = pool_memory{scratch, window.memory().key_page_bytes, window.memory().value_page_bytes,
                                   staged.size()}
@@ -233,7 +239,6 @@ struct layer_group {
         const int of_prompt[prompt_words] = {before, held, 0, new_tokens};
         for (int i = 0; i < prompt_words; ++i) send(to, prompt_at() + i, of_prompt[i]);
         now.committed_before = held;
-        now.missing_layers = shape.layers;
         return {now.ranges,           before,        geometry.sinks,
                 geometry.page_tokens, geometry.ring, words + window_at(0),
                 words + sinks_at(0),  slot_list};
@@ -369,9 +374,9 @@ struct layer_group {
         return !geometry.window || count <= geometry.rollback + 1 + of_step;
     }
     /// Quantizes what leaves the windows of a step, in all layers, with the first of them.
-    status commit(int member, int sequences, int new_tokens, cudaStream_t stream) {
+    status commit(int member, int sequences, int new_tokens, cudaStream_t stream) const {
         if (member > 0)
-            return now.committed
+            return appended[0] != 0
                        ? status{}
                        : bad_value(
                              "layer %d of a step comes before layer %d, which commits the pages of all "
@@ -381,7 +386,6 @@ struct layer_group {
         for (int f = 0; f < kinds(); ++f)
             if ((now.targets >> f & 1) != 0)
                 if (status s = format.functions->commit(layers, f, new_tokens, nullptr, stream); !s) return s;
-        now.committed = true;
         return {};
     }
     status append_prompt(int member, const input_rows& k, const input_rows& v, cudaStream_t stream) {
@@ -415,7 +419,7 @@ struct layer_group {
         if (s) s = quantize(now.staging, now.jobs.staged);
         if (s) s = store(l.window, false, r.kept, r.count);
         if (s) s = quantize(l.window, now.jobs.after);
-        if (s) --now.missing_layers;
+        if (s) appended[static_cast<std::size_t>(member)] = 1;
         return s;
     }
 };

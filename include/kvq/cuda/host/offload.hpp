@@ -116,6 +116,7 @@ struct cache_access {
         if (to.tokens() != 0)
             return bad_value("the CPU's sequence holds %d tokens, but must be empty", to.tokens());
         if (status s = gpu.check_no_draft(std::span(&id, 1)); !s) return s;
+        if (status s = gpu.check_whole(std::span(&id, 1)); !s) return s;
         if (const int shared = gpu.waiting(); shared > 0)
             return bad_value("%d layers share the keys of a prompt and have not attended to it", shared);
         // All layers are made before the sequence gets any.
