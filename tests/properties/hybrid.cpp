@@ -343,6 +343,20 @@ TEST_CASE("a store gives at least the tokens of every entry that begins a reques
         kvq::prefix_tiers tiers(cache, {.memory = {.byte_limit = 1, .min_prefix_tokens = 1},
                                         .folder = std::filesystem::temp_directory_path().string()});
         std::vector<ids> stored;
+        std::vector<kvq::sequence> entries;
+        // What any entry could give of a request.
+        const auto reached = [&](const ids& asked) {
+            int most = 0;
+            for (std::size_t i = 0; i < entries.size(); ++i) {
+                const auto end =
+                    std::mismatch(stored[i].begin(), stored[i].end(), asked.begin(), asked.end());
+                const auto same = static_cast<int>(end.first - stored[i].begin());
+                if (end.first == stored[i].end()) most = std::max(most, same);
+                for (int n = most + 1; n <= same; ++n)
+                    if (entries[i].can_trim(n) && entries[i].reach(n) == n) most = n;
+            }
+            return most;
+        };
         const auto text_of = [&](int n) {  // one of two texts
             const bool other = random.one_in(2);
             ids text;
@@ -356,6 +370,7 @@ TEST_CASE("a store gives at least the tokens of every entry that begins a reques
             model.run(s, stored.back(), 0, tokens, random.between(1, 30), false);
             (void)store.store(stored.back(), s);
             CHECK(tiers.store(stored.back(), s) != kvq::store_outcome::too_large);
+            entries.push_back(std::move(s));
             for (const ids& entry : stored) {
                 ids asked = entry;
                 asked.resize(asked.size() + static_cast<std::size_t>(random.between(0, 5)), 3);
@@ -367,11 +382,18 @@ TEST_CASE("a store gives at least the tokens of every entry that begins a reques
                 // A part of an entry, as far back as its layers go.
                 asked.resize(static_cast<std::size_t>(random.between(1, all)));
                 const auto part = tiers.fetch(asked);
-                const int same = store.lookup(asked).tokens;
-                REQUIRE((window ? part.tokens <= same : part.tokens == same));  // sinks are not looked at
+                REQUIRE(part.tokens == reached(asked));
+                REQUIRE(store.lookup(asked).tokens == part.tokens);
                 REQUIRE(part.sequence.tokens() == part.tokens);
                 REQUIRE((part.tokens > 0) == (part.tier == kvq::prefix_tier::file));
                 limited += part.tokens < static_cast<int>(asked.size());
+                // One that leaves the text: an entry with fewer tokens in common may give more.
+                const ids other = text_of(70);
+                asked.insert(asked.end(), other.begin() + static_cast<std::ptrdiff_t>(asked.size()),
+                             other.end());
+                const auto left = tiers.fetch(asked);
+                REQUIRE(left.tokens == reached(asked));
+                REQUIRE(store.lookup(asked).tokens == left.tokens);
             }
         }
     }

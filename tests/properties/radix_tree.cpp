@@ -37,6 +37,16 @@ struct model {
                 (!prefix || k.size() > prefix->size()))
                 prefix = &k;
         }
+        // Every key with a token in common once, with that number, which never rises.
+        std::size_t last = query.size() + 1, visited = 0, near_keys = 0;
+        t.visit_closest(query, [&](const tree::node* n, std::size_t same) {
+            const key k = key_of(n);
+            REQUIRE((keys.at(k) == n && same == common_prefix(k, query) && same > 0 && same <= last));
+            last = same;
+            return ++visited <= keys.size();
+        });
+        for (const auto& [k, node] : keys) near_keys += common_prefix(k, query) > 0;
+        REQUIRE(visited == near_keys);
         const key head(query.begin(), query.begin() + static_cast<std::ptrdiff_t>(common));
         const auto extension = keys.upper_bound(head);
         const auto exact = keys.find(query);

@@ -28,6 +28,14 @@ KVQ_FUNC token_ids entry_tokens(token_ids tokens, const sequence& s) {
     return held < n ? tokens.first(static_cast<std::size_t>(held)) : tokens;
 }
 
+/// To how many of its first n tokens an entry can be trimmed.
+KVQ_FUNC int trimmed_tokens(const sequence& s, int n) noexcept {
+    // What a window has freed leaves nothing between the sinks and the first token that a trim reaches.
+    const int sinks = sequence_access::cache(s).options().sinks;
+    for (n = s.reach(n); n > 0 && !s.can_trim(n);) n = s.reach(smaller(n - 1, sinks));
+    return n;
+}
+
 /// Trims a fork to the tokens of its entry. Of state an entry holds snapshots.
 KVQ_FUNC void make_entry(sequence& s, int tokens) {
     s.trim(tokens);
@@ -215,29 +223,19 @@ KVQ_FUNC void prefix_cache::reset_statistics() {
 }
 
 KVQ_FUNC prefix_cache::found prefix_cache::find(token_ids tokens) const noexcept {
-    const auto m = tree_.find(tokens);
-    if (m.tokens == 0) return {};
-    const bool is_all = m.exact || m.tokens == tokens.size();
-    bool whole = !is_all && m.prefix && m.prefix->tokens().size() == m.tokens;
-    const auto* node = m.exact ? m.exact : whole ? m.prefix : m.extension;
-    const auto reached = [](const auto* of, std::size_t common) {
-        const kvq::sequence& s = *of->value->sequence;
-        const auto n = static_cast<int>(common);
-        return s.can_trim(n) ? s.reach(n) : 0;
-    };
-    int held = reached(node, m.tokens);
-    // Windows and states may keep a longer entry from giving as much as one that is a whole prefix.
-    if (const int all = m.prefix ? reached(m.prefix, m.prefix->tokens().size()) : 0; all > held) {
-        node = m.prefix;
-        whole = true;
-        held = all;
-    }
-    if (held == 0) return {};
-    if (node == m.exact) return {{prefix_match::exact, held}, node};
-    if (is_all && !whole) return {{prefix_match::supersequence, held}, node};
-    if (held < options_.min_prefix_tokens)
+    found best;
+    // Windows and states may keep an entry from giving all that it has in common.
+    tree_.visit_closest(tokens, [&](const tree::node* node, std::size_t common) {
+        const auto same = static_cast<int>(common);
+        if (same <= best.result.tokens) return false;
+        if (const int held = detail::trimmed_tokens(*node->value->sequence, same); held > best.result.tokens)
+            best = {{match_of(node->tokens(), tokens, common), held}, node};
+        return true;
+    });
+    const bool whole = best.result.match == prefix_match::prefix;
+    if ((whole || best.result.match == prefix_match::lcp) && best.result.tokens < options_.min_prefix_tokens)
         return {{whole ? prefix_match::miss_short_prefix : prefix_match::miss_short_lcp, 0}, nullptr};
-    return {{whole ? prefix_match::prefix : prefix_match::lcp, held}, node};
+    return best;
 }
 
 KVQ_FUNC bool prefix_cache::is_duplicate(token_ids tokens) {

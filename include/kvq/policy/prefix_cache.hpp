@@ -10,15 +10,15 @@
 //                                 prefix           an entry that is a prefix of these tokens
 //                                 lcp              the entry with the longest common prefix, trimmed
 //                                 miss...          no entry, or less than min_prefix_tokens from one of the last two
-// in this order; lcp comes before prefix if it reuses more tokens. An entry gives the tokens to which it can be trimmed
+// in this order, but the entry that reuses most tokens is the result. An entry gives the tokens to which it can be trimmed
 // (sequence::can_trim, sequence::reach): none where a layer with a window has freed what the next token would see, with state those of a
-// snapshot. Where that is less than the longest prefix among the entries, the prefix is the result.
+// snapshot. So an entry with fewer tokens in common may give more.
 //
 // Entries are forks: a write to one sequence never changes another. Pages that equal those of the nearest entry are shared with it, also
 // where tokens were computed again. Bytes are those of pages (headers included), each counted once; token ids and tables (about 4 bytes
 // per token, and 60 per page) are not included.
 //
-// Cost, n tokens, p pages of a sequence: lookup O(n + log) (radix_tree.hpp); fetch the same plus a fork, O(p), and one
+// Cost, n tokens, p pages of a sequence: lookup O(n + log) (radix_tree.hpp), with windows or states also O(layers) for each entry; fetch the same plus a fork, O(p), and one
 // page per layer and tensor where a trim cuts a quantized page; store O(n + p) plus the quantizing of pages and one comparison
 // with those of the nearest entry; an eviction O(p).
 // Thread safety: all members may be called from any thread. Only step_down, which changes entries in place, keeps the lock while it works.
@@ -66,6 +66,13 @@ enum class prefix_match : unsigned char {
     miss_short_lcp
 };
 inline constexpr int prefix_match_kinds = 7;
+
+/// Of an entry and a request that have `common` tokens in common.
+constexpr prefix_match match_of(token_ids entry, token_ids request, std::size_t common) noexcept {
+    if (common == request.size())
+        return common == entry.size() ? prefix_match::exact : prefix_match::supersequence;
+    return common == entry.size() ? prefix_match::prefix : prefix_match::lcp;
+}
 
 constexpr const char* name(prefix_match m) noexcept {
     constexpr const char* names[prefix_match_kinds] = {"exact", "supersequence",     "prefix",        "lcp",

@@ -58,10 +58,11 @@ KVQ_FUNC prefix_tiers::~prefix_tiers() {
 
 KVQ_FUNC prefix_tiers::fetch_result prefix_tiers::fetch(token_ids tokens) {
     const std::lock_guard lock(mutex_);
-    std::optional<std::size_t> too_large;  // bytes of the pages that memory had no room for
+    std::size_t too_large =
+        (std::numeric_limits<std::size_t>::max)();  // bytes of pages that memory had no room for
     while (true) {
         const int in_memory = memory_.lookup(tokens).tokens;
-        const nearest m = too_large ? nearest_smaller(tokens, *too_large) : nearest_of(tokens);
+        const nearest m = nearest_of(tokens, too_large);
         const int in_file = static_cast<int>(m.tokens);
         if (in_file <= in_memory || (m.tokens < tokens.size() && in_file < options_.memory.min_prefix_tokens))
             break;
@@ -100,43 +101,22 @@ KVQ_FUNC prefix_tier_statistics prefix_tiers::statistics() const {
     return statistics_;
 }
 
-KVQ_FUNC prefix_tiers::nearest prefix_tiers::nearest_of(token_ids tokens) const {
-    const auto m = tree_.find(tokens);
-    if (m.tokens == 0) return {};
-    const position at = (m.exact ? m.exact : m.extension ? m.extension : m.prefix)->value;
-    const std::size_t held = at->reached(m.tokens);
-    if (m.prefix && m.prefix->tokens().size() > held)
-        return {m.prefix->tokens().size(), m.prefix->value, prefix_match::prefix};
-    const prefix_match match = m.exact                     ? prefix_match::exact
-                               : m.tokens == tokens.size() ? prefix_match::supersequence
-                               : m.prefix && m.prefix->tokens().size() == m.tokens ? prefix_match::prefix
-                                                                                   : prefix_match::lcp;
-    return {held, at, match};
+KVQ_FUNC prefix_tiers::nearest prefix_tiers::nearest_of(token_ids tokens, std::size_t bytes) const {
+    nearest best;
+    tree_.visit_closest(tokens, [&](const tree::node* node, std::size_t common) {
+        if (common <= best.tokens) return false;
+        const file& f = *node->value;
+        if (const std::size_t held = f.pages < bytes ? f.reached(common) : 0; held > best.tokens)
+            best = {held, node->value, match_of(node->tokens(), tokens, common)};
+        return true;
+    });
+    return best;
 }
 
 KVQ_FUNC std::size_t prefix_tiers::file::reached(std::size_t n) const noexcept {
-    if (n == node->tokens().size()) return n;
-    if (static_cast<int>(n) < trim_limit) return 0;
-    if (stops.empty()) return n;
+    if (n == node->tokens().size() || static_cast<int>(n) >= trim_limit) return n;
     const auto behind = std::upper_bound(stops.begin(), stops.end(), static_cast<int>(n));
     return behind == stops.begin() ? 0 : static_cast<std::size_t>(behind[-1]);
-}
-
-KVQ_FUNC prefix_tiers::nearest prefix_tiers::nearest_smaller(token_ids tokens, std::size_t bytes) {
-    nearest best;
-    for (position f = files_.begin(); f != files_.end(); ++f) {
-        const token_ids own = f->node->tokens();
-        const auto common = static_cast<std::size_t>(
-            std::mismatch(own.begin(), own.end(), tokens.begin(), tokens.end()).first - own.begin());
-        const std::size_t held = f->reached(common);
-        if (f->pages >= bytes || held <= best.tokens) continue;
-        const prefix_match match = common < own.size() && common < tokens.size() ? prefix_match::lcp
-                                   : common < own.size()                         ? prefix_match::supersequence
-                                   : common < tokens.size()                      ? prefix_match::prefix
-                                                                                 : prefix_match::exact;
-        best = {held, f, match};
-    }
-    return best;
 }
 
 KVQ_FUNC prefix_cache_options prefix_tiers::with_hook(prefix_cache_options o) {
@@ -188,11 +168,15 @@ KVQ_FUNC bool prefix_tiers::write(token_ids tokens, const kvq::sequence& s) {
         std::error_code failed;
         f.bytes = static_cast<std::size_t>(std::filesystem::file_size(f.path, failed));
         detail::expect(!failed, "cannot see ", f.path, ": ", failed.message());
-        f.trim_limit = s.trim_limit();
-        if (cache_.state_layout()) {
-            for (const snapshot_mark& mark : s.state().snapshots()) f.stops.push_back(mark.tokens);
-            f.stops.push_back(s.tokens());
-        }
+        f.trim_limit = cache_.state_layout() ? s.tokens() : s.trim_limit();
+        const auto stop = [&](int n) {
+            if (n < f.trim_limit && s.can_trim(n) && s.reach(n) == n) f.stops.push_back(n);
+        };
+        const int sinks = cache_.options().sinks;
+        for (int n = 1; n <= sinks; ++n) stop(n);
+        if (cache_.state_layout())
+            for (const snapshot_mark& mark : s.state().snapshots())
+                if (mark.tokens > sinks) stop(mark.tokens);
         f.pages = detail::page_counts::bytes_of(detail::page_counts::of(s));
         if (f.bytes <= options_.file_bytes) node = tree_.insert(tokens).first;
     });

@@ -95,8 +95,8 @@ private:
     struct file {
         std::string path;
         std::size_t bytes = 0;
-        int trim_limit = 0;           // of the sequence
-        std::vector<int> stops = {};  // tokens to which trims of a sequence with state go
+        int trim_limit = 0;           // its sequence can be trimmed to every token from here on,
+        std::vector<int> stops = {};  // and to these before it
         std::size_t pages = 0;        // bytes of its pages in memory
         typename tree::node* node = nullptr;
 
@@ -110,9 +110,8 @@ private:
         position at = {};
         prefix_match match = prefix_match::miss;
     };
-    nearest nearest_of(token_ids tokens) const;
-    /// The same, of the files whose pages have fewer bytes. O(files * tokens)
-    nearest nearest_smaller(token_ids tokens, std::size_t bytes);
+    /// Of the files whose pages have fewer bytes.
+    nearest nearest_of(token_ids tokens, std::size_t bytes) const;
 
     prefix_cache_options with_hook(prefix_cache_options o);
 

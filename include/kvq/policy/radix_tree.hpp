@@ -105,6 +105,24 @@ public:
         }
     }
 
+    /// Calls f(key, tokens that it has in common with the query) for stored keys, those with most in common first and a key before those
+    /// that it begins, while f returns true. None with no token in common. O(n + keys that are visited * log(children))
+    template <class F>
+    void visit_closest(token_ids query, F&& f) const {
+        const node* top = &root_;
+        std::size_t same = 0;
+        while (same < query.size() && same == top->end_) {
+            const node* const next = top->follow(query[same]);
+            if (!next) break;
+            same = common(query, *next);
+            top = next;
+        }
+        for (const node* done = nullptr; top->parent_;
+             done = std::exchange(top, top->parent_), same = top->end_)
+            for (const node* n = top; n; n = behind(n, top, done))
+                if (n != done && n->stored_ && !f(n, same)) return;
+    }
+
     /// The node of `key`, and whether it is new. Strong exception guarantee.
     std::pair<node*, bool> insert(token_ids key) {
         node* at = &root_;
@@ -212,6 +230,15 @@ private:
     static const node* first_at_or_below(const node* n) noexcept {
         while (!n->stored_) n = n->children_.front().down.get();
         return n;
+    }
+    /// The node after n among those at and below top, without those below `done`.
+    static const node* behind(const node* n, const node* top, const node* done) noexcept {
+        if (n != done && !n->children_.empty()) return n->children_.front().down.get();
+        for (; n != top; n = n->parent_) {
+            const auto next = const_cast<node*>(n->parent_)->slot(n->key_[n->begin_]) + 1;
+            if (next != n->parent_->children_.end()) return next->down.get();
+        }
+        return nullptr;
     }
     bool store(node& n) noexcept {
         const bool fresh = !n.stored_;
