@@ -161,15 +161,15 @@ KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequenc
 // a fork holds, too. A step that fails is taken back by a trim. Drafts are refused. Snapshots are exact here;
 // offloading quantizes them where the cache on the CPU says so.
 
-/// A part for the rows of the step: that of row b begins at data + slots[b] * slot_bytes. A slot of -1 is a
-/// row that is not there.
+/// A part for the rows of the step: that of row b begins at data + row_slots[b] * slot_bytes. A slot of -1 is
+/// a row that is not there.
 typedef struct kvq_cuda_state_view {
     size_t size;
     void* data;  // device memory, a multiple of 64; stays as long as kvq_cuda_cache_graph_id does
     size_t slot_bytes;
-    size_t bytes;          // of one sequence
-    const int32_t* slots;  // device memory, [rows]
-    int32_t slot_count;    // slots that there is memory for
+    size_t bytes;              // of one sequence
+    const int32_t* row_slots;  // device memory, [rows]
+    int32_t slot_count;        // slots that there is memory for
     int32_t rows;
 } kvq_cuda_state_view;
 /// Part number `part` of a layer, behind a begin with new tokens. Zeros at first.
@@ -195,8 +195,8 @@ KVQ_API kvq_status kvq_cuda_sequence_get_snapshots(const kvq_cuda_sequence* sequ
 /// ignored, its output is 0.
 KVQ_API kvq_status kvq_cuda_cache_begin_step(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows,
                                              int32_t count, int32_t new_tokens, void* stream);
-/// One sequence gets any number of tokens. Until every layer has them, what reads them (fork, requantize, step_down, offload) and the next
-/// begin are refused; a trim takes all of them back.
+/// One sequence gets any number of tokens. Until every layer has them, what reads them (fork, requantize,
+/// step_down, offload) and the next begin are refused; a trim takes all of them back.
 KVQ_API kvq_status kvq_cuda_cache_begin_prompt(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence,
                                                int32_t new_tokens, void* stream);
 /// Every sequence of the batch gets new_tokens drafted tokens behind those that it has. They stay in 16 bit until kvq_cuda_cache_keep.

@@ -308,7 +308,7 @@ kvq_status kvq_cuda_cache_state(kvq_cuda_cache* cache, int32_t layer, int32_t pa
         const device_call call(of);
         kvq::cuda::state_view found;
         check(of.cache.state(layer, part, found));
-        write_struct(view, kvq_cuda_state_view{0, found.data, found.slot_bytes, found.bytes, found.slots,
+        write_struct(view, kvq_cuda_state_view{0, found.data, found.slot_bytes, found.bytes, found.row_slots,
                                                found.slot_count, found.rows});
     });
 }

@@ -83,6 +83,19 @@ void list_of_layers(kvq::cuda::cache& model, const kvq::cuda::cache_options& opt
     if (!s) std::puts(s.message);
 }
 
+void recurrent_state(kvq::cuda::cache& cache, std::span<const kvq::cuda::sequence_id> batch, int layer, int n,
+                     cudaStream_t stream) {
+    using namespace kvq;
+    cuda::status s;
+    const cuda::sequence_id id = batch[0];
+    s = cache.begin_step(batch, 1, stream);
+    cuda::state_view view;
+    s = cache.state(layer, /*part*/ 0, view);
+    int from = cache.reach(id, n);
+    s = cache.trim(id, n);
+    if (!s) std::printf("%s: %d\n", s.message, from);
+}
+
 template <int = 0>
 void drafted_trees(kvq::cuda::cache& cache, std::span<const kvq::cuda::sequence_id> batch,
                    const kvq::token_view<const kvq::float16>* k, const kvq::token_view<const kvq::float16>* v,

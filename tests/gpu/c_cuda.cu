@@ -525,7 +525,7 @@ void layers_with_state() {
         OK(kvq_cuda_cache_state(c.gpu, 0, 0, &view));
         int slot = -1;
         CUDA_OK(cudaStreamSynchronize(c.stream));
-        CUDA_OK(cudaMemcpy(&slot, view.slots, sizeof(slot), cudaMemcpyDeviceToHost));
+        CUDA_OK(cudaMemcpy(&slot, view.row_slots, sizeof(slot), cudaMemcpyDeviceToHost));
         const std::vector<float> values(48, value);
         CHECK(view.bytes == 48 * sizeof(float) && view.rows == 1 && slot >= 0, "a view of %zu bytes",
               view.bytes);

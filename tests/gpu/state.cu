@@ -154,7 +154,7 @@ struct both_caches {
         CHECK(v.rows == static_cast<int>(hosts.size()), "%d rows", v.rows);
         std::vector<int> slots(hosts.size());
         CUDA_OK(cudaStreamSynchronize(stream));
-        CUDA_OK(cudaMemcpy(slots.data(), v.slots, slots.size() * sizeof(int), cudaMemcpyDeviceToHost));
+        CUDA_OK(cudaMemcpy(slots.data(), v.row_slots, slots.size() * sizeof(int), cudaMemcpyDeviceToHost));
         for (std::size_t row = 0; row < hosts.size(); ++row) {
             CHECK((slots[row] >= 0) == (hosts[row] != nullptr), "row %zu has slot %d", row, slots[row]);
             if (hosts[row] == nullptr) continue;

@@ -46,7 +46,7 @@ class kvq_cuda_cache_info(Struct):
 
 class kvq_cuda_state_view(Struct):
     _fields_ = [("size", c_size_t), ("data", c_void_p), ("slot_bytes", c_size_t), ("bytes", c_size_t),
-                ("slots", c_void_p), ("slot_count", c_int32), ("rows", c_int32)]
+                ("row_slots", c_void_p), ("slot_count", c_int32), ("rows", c_int32)]
 
 
 class kvq_cuda_attend_options(Struct):

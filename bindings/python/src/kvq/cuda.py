@@ -350,7 +350,7 @@ class Cache(Handle):
         number = part_number(self.layers, layer, part)
         self._f.kvq_cuda_cache_state(self, layer, number, ctypes.byref(c))
         return StateView(self._in_memory(c.data, self.layers[layer].parts[number], c.slot_count, c.slot_bytes),
-                         _on_device(c.slots, 4 * c.rows, self.device).view(torch.int32))
+                         _on_device(c.row_slots, 4 * c.rows, self.device).view(torch.int32))
 
     def _in_memory(self, data: int, p: StatePart, slots: int, slot_bytes: int) -> torch.Tensor:
         """Values of a part on the device, [slots][heads][rows][columns]."""

@@ -2,7 +2,7 @@
 //
 //   s = cache.begin_step(batch, 1, stream);
 //   cuda::state_view v;
-//   s = cache.state(layer, 0, v);         a kernel of the engine: v.data + v.slots[row] * v.slot_bytes
+//   s = cache.state(layer, 0, v);         a kernel of the engine: v.data + v.row_slots[row] * v.slot_bytes
 //   s = cache.snapshot(id);               keeps what the step makes of it
 //   int from = cache.reach(id, n);        s = cache.trim(id, n) goes there; tokens [from, n) must run again
 //

@@ -16,14 +16,14 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
-/// A part of the state of a layer for the rows of a step: that of row b begins at data + slots[b] *
+/// A part of the state of a layer for the rows of a step: that of row b begins at data + row_slots[b] *
 /// slot_bytes. A slot of -1 is a row that is not there.
 struct state_view {
-    std::byte* data = nullptr;   ///< device memory, a multiple of 64
-    std::size_t slot_bytes = 0;  ///< from one sequence to the next
-    std::size_t bytes = 0;       ///< of a sequence
-    int slot_count = 0;          ///< slots that there is memory for
-    const int* slots = nullptr;  ///< device memory, [rows]
+    std::byte* data = nullptr;       ///< device memory, a multiple of 64
+    std::size_t slot_bytes = 0;      ///< from one sequence to the next
+    std::size_t bytes = 0;           ///< of a sequence
+    int slot_count = 0;              ///< slots that there is memory for
+    const int* row_slots = nullptr;  ///< device memory, [rows]
     int rows = 0;
 };
 
