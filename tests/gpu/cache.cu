@@ -1,6 +1,8 @@
 // A cache that owns its pages (kvq/cuda/host/cache.hpp) against a CPU cache that does the same: random histories of steps, prompts,
 // trims, forks, drafted trees, requantizing and offload with the same bytes afterwards, attention against double arithmetic, graphs that
 // are replayed while contexts grow, bytes of memory, refusals.
+#include <bit>
+
 #include <kvq/attention/masks.hpp>
 #include <kvq/attention/token_tree.hpp>
 #include <kvq/cache/rearrange.hpp>
@@ -189,6 +191,9 @@ struct both_caches {
     bool is_shared(int layer) const {
         return cpu.layers()[static_cast<std::size_t>(layer)].kind == layer_kind::shared;
     }
+    key_window window_of(int layer) const {
+        return cpu.layers()[static_cast<std::size_t>(cpu.owner(layer))].sees();
+    }
     /// One layer's part of the buffers.
     token_view<const float16> rows(const test::device_buffer<float16>& x, int layer, int tokens) const {
         return {x.get() + layer * room * heads * dim, tokens, heads_of(layer), dim};
@@ -247,13 +252,13 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count,
     for (float16& y : x) y = float16(test::normal(r));
     c.q.upload(x);
     for (int layer = 0; layer < c.count(); ++layer) {
-        const int h = c.heads_of(layer);
+        const int h = c.heads_of(layer), w = c.window_of(layer).chunked ? 0 : window;
         c.out.poison();
         const int own = c.is_shared(layer) ? 0 : n;
         const cuda::status s = c.gpu.prefill(layer, c.rows(c.k, layer, own), c.rows(c.v, layer, own),
                                              token_view<const float16>(c.q.get(), n, q_heads, dim),
                                              token_view<float16>(c.out.get(), n, q_heads, dim),
-                                             {.window = window, .window_sinks = keeps_sinks}, c.stream);
+                                             {.window = w, .window_sinks = keeps_sinks}, c.stream);
         CHECK(s, "%s, step %d: %s", name, step, s.message);
         CUDA_OK(cudaStreamSynchronize(c.stream));
         const auto got = c.out.download();
@@ -264,8 +269,8 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count,
                        token_view<const float16>(&values[at], own, h, dim),
                        token_view<const float16>(x.data(), n, q_heads, dim),
                        token_view<float>(want.data(), n, q_heads, dim),
-                       sink_window{window > 0 ? window : 1 << 24, keeps_sinks ? c.o.sinks : 0},
-                       serial_executor{}, space);
+                       sink_window{w > 0 ? w : 1 << 24, keeps_sinks ? c.o.sinks : 0}, serial_executor{},
+                       space);
         for (std::size_t row = 0; row < static_cast<std::size_t>(n) * q_heads; ++row) {
             double error = 0.0, size = 0.0;
             for (std::size_t d = row * dim; d < (row + 1) * dim; ++d) {
@@ -340,7 +345,7 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
 }
 
 /// Relative error of a row of the output against double arithmetic on what the CPU dequantizes. Of tokens from draft_begin on, the row sees
-/// those whose bits are set; of others, sinks that it keeps and the last `window` ones.
+/// those whose bits are set, which are the text before it; of others, sinks that it keeps and the last `window` ones.
 double error_of(const kvq::sequence& s, int layer, int head, int seen, const float16* q, const float16* out,
                 int draft_begin = 1 << 30, std::uint64_t visible = 0, double slope = 0.0, int window = 0,
                 int kept_sinks = 0) {
@@ -348,10 +353,18 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
     layer = of.owner(layer);
     const key_window own = of.layers()[static_cast<std::size_t>(layer)].sees();
     const int h = of.shape(layer).kv_heads;
+    // The position of a token in the text that the row continues.
+    const auto in_text = [&](int t) {
+        return t < draft_begin
+                   ? t
+                   : draft_begin + std::popcount(visible & ((std::uint64_t{1} << (t - draft_begin)) - 1));
+    };
+    const int position = in_text(seen - 1);
     const auto hidden = [&](int t) {
-        return (own && t < own.first_seen(seen - 1) && t >= own.sinks) ||
+        const int at = in_text(t);
+        return (own && at < own.first_seen(position) && at >= own.sinks) ||
                (t >= draft_begin && (visible >> (t - draft_begin) & 1) == 0) ||
-               (window > 0 && t < seen - window && t >= kept_sinks);
+               (window > 0 && at <= position - window && at >= kept_sinks);
     };
     std::vector<float> x[2];
     const int tokens = s.tokens();
@@ -403,7 +416,8 @@ struct random_tree {
     std::vector<int> parents;
 
     random_tree(test::rng& r, int tokens) {
-        for (int i = 0; i < tokens; ++i) parents.push_back(test::uniform(r, std::max(-1, i - 7), i - 1));
+        const int width = test::uniform(r, 1, 8);  // 1: a chain
+        for (int i = 0; i < tokens; ++i) parents.push_back(test::uniform(r, std::max(-1, i - width), i - 1));
     }
     token_tree tree() const { return token_tree(0, parents); }
     /// From the root to a token, or nothing.
@@ -461,15 +475,18 @@ struct drafts {
                                            token_view<const float16>(&values[at], n, h, dim));
             }
     }
-    void attend(int layer, int n) {
+    void attend(int layer, int n, int window = 0, bool keeps_sinks = false) {
         const int count = n * static_cast<int>(rows.size());
-        const cuda::status s = c.gpu.attend(layer, token_view<const float16>(c.q.get(), count, q_heads, dim),
-                                            token_view<float16>(c.out.get(), count, q_heads, dim),
-                                            {.query_tokens = n, .ancestors = words.get()}, c.stream);
+        const cuda::status s = c.gpu.attend(
+            layer, token_view<const float16>(c.q.get(), count, q_heads, dim),
+            token_view<float16>(c.out.get(), count, q_heads, dim),
+            {.window = window, .window_sinks = keeps_sinks, .query_tokens = n, .ancestors = words.get()},
+            c.stream);
         CHECK(s, "draft: %s", s.message);
     }
     /// The largest error of a random row of every sequence.
-    double error(test::rng& r, int layer, int n, const std::vector<float16>& q) {
+    double error(test::rng& r, int layer, int n, const std::vector<float16>& q, int window = 0,
+                 bool keeps_sinks = false) {
         CUDA_OK(cudaStreamSynchronize(c.stream));
         const auto y = c.out.download();
         double worst = 0.0;
@@ -481,7 +498,8 @@ struct drafts {
                 dim;
             const int token = drafted - n + i;
             worst = std::max(worst, error_of(rows[b]->host, layer, head, accepted[b] + token + 1, &q[at],
-                                             &y[at], accepted[b], trees[b].tree().ancestors(token)));
+                                             &y[at], accepted[b], trees[b].tree().ancestors(token), 0.0,
+                                             window, keeps_sinks ? c.o.sinks : 0));
         }
         return worst;
     }
@@ -538,9 +556,9 @@ struct history {
             options.window = any(1, 400);
             options.window_sinks = any(0, 1) == 0;
             // Two windows that are one together.
-            const auto of = static_cast<std::size_t>(c.cpu.owner(layer));
-            const key_window own = c.cpu.layers()[of].sees();
+            const key_window own = c.window_of(layer);
             if (own) options.window_sinks = own.sinks > 0;
+            if (own.chunked) options.window = 0;
         }
         ok(c.gpu.attend(layer, token_view<const float16>(c.q.get(), n, q_heads, dim),
                         token_view<float16>(c.out.get(), n, q_heads, dim), options, c.stream));
@@ -560,6 +578,9 @@ struct history {
                     continue;
                 }
                 const int seen = rows[b]->host.tokens() - queries + i + 1;
+                // A step on the device still holds what more of its queries see than the CPU's sequence does behind it.
+                const key_window own = c.window_of(layer);
+                if (own && !rows[b]->host.holds(c.cpu.owner(layer), own.first_seen(seen - 1), seen)) continue;
                 const double error =
                     error_of(rows[b]->host, layer, head, std::max(0, seen), &x[at], &y[at], 1 << 30, 0, 0.0,
                              options.window, options.window_sinks ? c.o.sinks : 0);
@@ -712,10 +733,14 @@ struct history {
                 const int layer = any(0, c.count() - 1);
                 const std::vector<float16> x = random_queries(r, c);
                 c.out.poison();
-                d.attend(layer, level);
-                const double error = d.error(r, layer, level, x);
+                const bool windowed = any(0, 2) == 0 && !c.window_of(layer);
+                const int window = windowed ? any(1, any(0, 1) == 0 ? 12 : 100) : 0;
+                const bool keeps_sinks = windowed && any(0, 1) == 0;
+                d.attend(layer, level, window, keeps_sinks);
+                const double error = d.error(r, layer, level, x, window, keeps_sinks);
                 worst = std::max(worst, error);
-                CHECK(error <= 2e-3, "%s, step %d: error %.3g of a draft of %d", name, step, error, n);
+                CHECK(error <= 2e-3, "%s, step %d: error %.3g of a draft of %d in layer %d, window %d", name,
+                      step, error, n, layer, window);
             }
             left -= level;
         }
@@ -1373,7 +1398,7 @@ void check_lists() {
         return c.open(list, o, std::span(&compiled(), 1), nullptr);
     };
     const layer full = full_attention(of);
-    refused(open({full, chunked_attention(64, of)}, 0), "layer 1, chunks of 64, 2 x 64: caches on a device");
+    refused(open({full, cross_layer(of)}, 0), "layer 1, cross attention of 2 x 64: caches on a device");
     layer sees_two = sliding_attention(64, of), mixed = full;
     sees_two.sinks = 2;
     refused(open({sees_two}, 4), "sliding window of 64, 2 x 64: its queries see 2 sinks");
@@ -1697,6 +1722,11 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     history({.list = list}, 6, "windows and formats").run(std::min(long_run / 2, 250));
     history({.recent = 90, .rollback = 1, .list = list}, 7, "windows, rollback 1")
         .run(std::min(long_run / 4, 125));
+    const std::vector<kvq::layer> chunks = {
+        chunked_attention(70, {.kv_heads = heads, .head_dim = dim}),
+        full_attention({.kv_heads = 1, .head_dim = dim}),
+        chunked_attention(9, {.kv_heads = 1, .head_dim = dim, .sinks = 4}), shared_with(0)};
+    history({.list = chunks}, 8, "chunks").run(std::min(long_run / 2, 250));
     history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1, .draft_tokens = 32}, 3,
             "37 sinks, rollback 100")
         .run(long_run / 2);

@@ -213,7 +213,8 @@ attention_args<Pair, T> make_arguments(const cache_ref<Pair>& cache, const token
               cache.first_token,
               cache.table_columns * Pair::page_tokens,
               o.query_tokens,
-              kvq::detail::smaller(o.window, most_tokens)};
+              o.query_tokens,
+              row_window(o.window, o.chunked)};
     a.q = q;
     a.out = out;
     a.scale = o.scale != 0.0f ? o.scale : 1.0f / std::sqrt(static_cast<float>(Pair::head_dim));
@@ -221,6 +222,8 @@ attention_args<Pair, T> make_arguments(const cache_ref<Pair>& cache, const token
     a.softcap = o.softcap;
     a.ancestors = o.ancestors;
     a.drafted = o.drafted == 0 ? o.query_tokens : o.drafted;
+    if (a.ancestors != nullptr) a.work.oldest = a.drafted;
+    a.order = {o.all_keys ? 1 : o.query_tokens, o.all_keys ? 0 : -1, a.ancestors != nullptr ? 0 : -1};
     a.window_sinks = o.window_sinks;
     a.lse = o.lse;
     a.state_in = o.state_in;
@@ -256,7 +259,9 @@ status check_attention(const cache_ref<Pair>& cache, const token_view<const T>& 
         return bad_value("out is %d x %d x %d but must be %d x %d x %d", out.tokens, out.heads, out.dim,
                          q.tokens, q.heads, Pair::value_dim);
     if (!std::isfinite(o.scale)) return bad_value("scale is %g", static_cast<double>(o.scale));
-    if (o.window < 0) return bad_value("the sliding window is %d tokens", o.window);
+    if (o.window < 0) return bad_value("the window is %d tokens", o.window);
+    if (o.all_keys && (o.window > 0 || o.ancestors != nullptr))
+        return bad_value("queries that see all keys have no window (%d tokens) and no tree", o.window);
     if (!(o.softcap >= 0.0f && o.softcap < INFINITY))
         return bad_value("softcap is %g", static_cast<double>(o.softcap));
     if (o.ancestors != nullptr) {
@@ -409,7 +414,7 @@ part_args<Pair, T> make_part(const cache_part<Pair>& part, int recent, const tok
                          0,
                          {}};
     if (part.range == page_range::window) p.a.work.capacity = most_tokens;  // the table is a ring
-    if (options.window_sinks && part.capacity >= 0) p.a.work.window = 0;    // sink_tokens()
+    if (options.window_sinks && part.capacity >= 0) p.a.work.window = {};   // sink_tokens()
     if (part.capacity >= 0) p.a.work.capacity = kvq::detail::smaller(p.a.work.capacity, part.capacity);
     (take_sinks(p, all), ...);
     return p;

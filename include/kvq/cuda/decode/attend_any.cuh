@@ -57,9 +57,12 @@ __global__ void __launch_bounds__(any_threads)
     }
 
     const int length = a.work.tokens[sequence];
-    const int begin = larger(0, a.row_begin(length, row)), end = a.row_end(length, row);
-    const int query_at = length - a.work.query_tokens + a.row_query(row) - a.cache.first_token;
-    const std::uint64_t visible = a.ancestors == nullptr ? ~std::uint64_t{0} : a.ancestors[token];
+    const bool of_tree = a.ancestors != nullptr;
+    const std::uint64_t visible = of_tree ? a.ancestors[token] : ~std::uint64_t{0};
+    const int first_seen =
+        a.begin_at(of_tree ? a.text_place(length, visible) : a.row_place(length, row), 0, [] { return 0; });
+    const int begin = larger(0, first_seen), end = a.row_end(length, row);
+    const int query_at = a.row_position(length, row) - a.cache.first_token;
     float max = -INFINITY, sum = 0.0f, part[per_lane] = {};
     for (int t = begin + warp; t < end; t += warps) {
         const int page = a.cache.block_table[a.cache.table_entry(sequence, t / Pair::page_tokens)];
@@ -71,7 +74,7 @@ __global__ void __launch_bounds__(any_threads)
         for (int step = warp_size / 2; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
         if (a.softcap > 0.0f) score = capped(score, a.softcap);
         if constexpr (has_score<Score>) score = modified_score(a, modifier, score, head, query_at, t);
-        if (a.ancestors != nullptr && is_hidden(visible, t, a.draft_begin(length))) score = -INFINITY;
+        if (of_tree && is_hidden(a, visible, t, 0, a.draft_begin(length), first_seen)) score = -INFINITY;
         if (score == -INFINITY) continue;
         const float next = fmaxf(max, score);
         const float keep = max == -INFINITY ? 0.0f : exp2f(max - next), weight = exp2f(score - next);

@@ -207,7 +207,8 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;
         return at;
     };
-    span seen_by_all = seen_tokens<Pair, T>(a, *item, rows).common;
+    const auto skipped = [&] { return feed.skipped(); };
+    span seen_by_all = seen_tokens<Pair, T>(a, *item, rows, 0, skipped).common;
     // Warp tiles before it are looked at again (page_cuts.cuh).
     if constexpr (Feed::reads_cuts && !Feed::reads_sinks)
         seen_by_all.begin = larger(seen_by_all.begin, feed.cut_end());
@@ -268,7 +269,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         if constexpr (Feed::reads_cuts && !keys::joined && !Feed::reads_sinks) {
             if (rare && masked && first < feed.cut_end()) [[unlikely]] {
                 const shown_tokens shown = shown_here();
-                const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift);
+                const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, skipped);
                 present = present && shown.begin < shown.end && first + memory::tokens > seen.any.begin;
                 masked = shown.end - shown.begin < memory::tokens || first < seen.common.begin ||
                          first + memory::tokens > seen.common.end;
@@ -296,11 +297,11 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                                                shown_here().shift, id);
                 if (masked) {
                     const shown_tokens shown = shown_here();
-                    const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift);
+                    const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, skipped);
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
                         const int row = seen.first_row + lane_row<Rows4>(n, id.t);
-                        const span of_row = seen.of(a, row);
+                        const span of_row = seen.of(a, row, skipped);
                         const int begin = larger(sees_sinks() ? first : of_row.begin,
                                                  first + larger(held_begin, shown.begin)),
                                   end = smaller(of_row.end, first + smaller(held_end, shown.end));
@@ -314,7 +315,9 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                     }
                     if constexpr (takes_trees<Rows4>) {
                         if (a.ancestors != nullptr) [[unlikely]]
-                            hide_scores<keys, Rows4>(scores, hidden_scores<keys, Rows4>(a, item, first));
+                            hide_scores<keys, Rows4>(
+                                scores,
+                                hidden_scores<keys, Rows4>(a, item, first, shown.shift, feed.skipped()));
                     }
                 }
             }
@@ -328,7 +331,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                 const shown_tokens shown = shown_here();
                 int shift = shown.shift;
                 if constexpr (Feed::reads_cuts && keys::joined) shift = feed.shift_of_full(first);
-                const span any = seen_tokens<Pair, T>(a, *item, rows, shift).any;
+                const span any = seen_tokens<Pair, T>(a, *item, rows, shift, skipped).any;
                 int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
                     to = smaller(any.end - first, held_end);
                 if constexpr (Feed::reads_cuts && keys::joined) {

@@ -19,6 +19,13 @@ __device__ __forceinline__ float sink_score(float logit) {
     return (logit > largest_score ? largest_score : logit) * log2e;
 }
 
+/// How the places of query rows follow from their numbers: masks of all bits or none, so that no kernel branches.
+struct row_order {
+    int behind;  // query 0 is so many places before the end: query_tokens; without a causal mask all queries are at place 1
+    int causal;  // does each query have a place of its own?
+    int text;    // is its place also its position in the text? Not in a tree
+};
+
 /// Kernel arguments. T: of query and output.
 template <class Pair, class T>
 struct attention_args {
@@ -30,6 +37,7 @@ struct attention_args {
     float softcap;
     const std::uint64_t* ancestors;
     int drafted;
+    row_order order;
     bool window_sinks;  // rows see the sinks before position 0 through a window
     float* lse;
     const float* state_in;
@@ -57,20 +65,38 @@ struct attention_args {
     __device__ __forceinline__ int row_head(int kv_head, int row) const {
         return kv_head * group + row - row_query(row) * group;
     }
+    /// The paged position of a row's query; of a tree, the place of its token.
+    __device__ __forceinline__ int row_place(int length, int row) const {
+        return length - order.behind + (row_query(row) & order.causal);
+    }
+    /// The position that score modifiers get: without a causal mask queries have none but their number.
+    __device__ __forceinline__ int row_position(int length, int row) const {
+        return (length - work.query_tokens & order.causal) + row_query(row);
+    }
+    /// Where windows end at the earliest that are those of this row or later ones: tokens of a tree are at least as deep as
+    /// its first one.
+    __device__ __forceinline__ int oldest_place(int length, int row) const {
+        return length - work.oldest + (row_query(row) & order.text);
+    }
+    /// The paged position that a token of a tree has as accepted text. visible: its word.
+    __device__ __forceinline__ int text_place(int length, std::uint64_t visible) const {
+        return length - drafted + __popcll(visible) - 1;
+    }
     /// Keys of this row end before this position of the format (position 0 is first_token). shift: of their
     /// page (page_cuts.cuh).
     __device__ __forceinline__ int row_end(int length, int row, int shift = 0) const {
-        const int position = length - work.query_tokens + row_query(row) - shift;
-        return smaller(position + 1 - cache.first_token, work.capacity);
+        return smaller(row_place(length, row) - shift + 1 - cache.first_token, work.capacity);
     }
     /// Where the draft begins.
     __device__ __forceinline__ int draft_begin(int length) const {
         return length - drafted - cache.first_token;
     }
-    /// And begin here; before position 0 are the sinks that attend_mixed.cuh reads together with the window.
-    __device__ __forceinline__ int row_begin(int length, int row, int shift = 0) const {
-        if (work.window == 0) return -most_tokens;
-        return length - work.query_tokens + row_query(row) - work.window + 1 - cache.first_token - shift;
+    /// Keys of a query at a place begin here; before position 0 are the sinks that attend_mixed.cuh reads together with the
+    /// window. skipped(): as in row_window.
+    template <class Skipped>
+    __device__ __forceinline__ int begin_at(int place, int shift, Skipped&& skipped) const {
+        if (work.window.tokens == 0) return -most_tokens;
+        return work.window.first_seen(place, skipped) - cache.first_token - shift;
     }
 };
 
@@ -82,18 +108,25 @@ struct span {
 template <class Pair, class T>
 struct seen_tokens {
     int length, first_row, shift;
-    span common, any;  // what every row sees, what some row sees
+    span common,
+        any;  // what every row sees, what some row sees; of trees, bounds that hold for all of their tokens
 
+    /// skipped(): as in row_window.
+    template <class Skipped>
     __device__ __forceinline__ seen_tokens(const attention_args<Pair, T>& a, const item_part& item, int rows,
-                                           int of_page = 0)
+                                           int of_page, Skipped&& skipped)
         : length(a.work.tokens[item.sequence]), first_row(item.row_block * rows), shift(of_page) {
         const int last_row = kvq::detail::smaller(first_row + rows, a.rows) - 1;
-        common = {a.row_begin(length, last_row, shift), a.row_end(length, first_row, shift)};
-        any = {a.row_begin(length, first_row, shift), a.row_end(length, last_row, shift)};
+        common = {a.begin_at(a.row_place(length, last_row), shift, skipped),
+                  a.row_end(length, first_row, shift)};
+        any = {a.begin_at(a.oldest_place(length, first_row), shift, skipped),
+               a.row_end(length, last_row, shift)};
     }
-    /// Of one row; nothing where there is no such row.
-    __device__ __forceinline__ span of(const attention_args<Pair, T>& a, int row) const {
-        return {a.row_begin(length, row, shift), row < a.rows ? a.row_end(length, row, shift) : 0};
+    /// Of one row; nothing where there is no such row. hidden_scores() hides more of a tree's.
+    template <class Skipped>
+    __device__ __forceinline__ span of(const attention_args<Pair, T>& a, int row, Skipped&& skipped) const {
+        return {a.begin_at(a.oldest_place(length, row), shift, skipped),
+                row < a.rows ? a.row_end(length, row, shift) : 0};
     }
 };
 

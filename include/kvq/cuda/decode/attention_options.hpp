@@ -11,14 +11,17 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 struct attention_options {
-    float scale = 0.0f;         ///< of scores; 0: 1/sqrt(head_dim)
-    float softcap = 0.0f;       ///< cap * tanh(score / cap); 0: none
-    int window = 0;             ///< a query sees itself and the window - 1 tokens before it; 0: all
+    float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
+    int window = 0;        ///< a query sees itself and the window - 1 tokens before it; 0: all
+    bool chunked = false;  ///< instead the tokens of its own chunk, from the last multiple of `window` on
     bool window_sinks = false;  ///< and the tokens of a mixed cache's sink_tokens()
     int query_tokens = 1;       ///< per sequence: the last ones of it, with a causal mask among them
+    /// No causal mask: queries see all tokens. Score modifiers get their numbers, from 0 on, as positions.
+    bool all_keys = false;
     /// Trees of drafted tokens: [sequences][query_tokens] words, a query sees those of the last `drafted`
     /// tokens of its sequence whose bit is set (bit 0: the first of them; token_tree::ancestors()) and all
-    /// before; later tokens never. Null: a causal mask.
+    /// before; later tokens never. Windows count depths. Null: a causal mask.
     const std::uint64_t* ancestors = nullptr;
     int drafted = 0;                  ///< query_tokens to 64; 0: query_tokens
     float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
@@ -37,6 +40,7 @@ struct prefill_options {
     float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
     float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
     int window = 0;        ///< a query sees itself and the window - 1 tokens before it; 0: all
+    bool chunked = false;  ///< instead the tokens of its own chunk, from the last multiple of `window` on
     /// The sequence's first tokens, as many as a sink_part may hold, are seen in spite of a window.
     bool window_sinks = false;
     const float* sink_logits =

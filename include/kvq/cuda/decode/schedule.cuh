@@ -28,6 +28,27 @@ __device__ __forceinline__ int divide(int a, int b) {
 }
 __device__ __forceinline__ int divide_up(int a, int b) { return divide(a + b - 1, b); }
 
+/// What a query sees through the window of a layer (page/key_window.hpp).
+struct row_window {
+    int tokens = 0;        // 0: all
+    unsigned inverse = 0;  // of chunks of `tokens` tokens: 2^32 / tokens, rounded up; 0: a sliding window
+
+    row_window() = default;
+    /// A chunk of one token is a sliding window of one.
+    row_window(int of_tokens, bool chunked)
+        : tokens(smaller(of_tokens, most_tokens)),
+          inverse(chunked && tokens > 1 ? 0xffffffffu / static_cast<unsigned>(tokens) + 1u : 0u) {}
+    /// The first paged position that the query at this one sees, if tokens are not 0. skipped(): tokens of the sequence
+    /// that no span shows (page_cuts.hpp), since chunks are counted without them.
+    template <class Skipped>
+    __device__ __forceinline__ int first_seen(int query, Skipped&& skipped) const {
+        const auto at = static_cast<unsigned>(query - skipped());
+        int rest = static_cast<int>(at - __umulhi(at, inverse) * static_cast<unsigned>(tokens));
+        rest += rest < 0 ? tokens : 0;  // the quotient may be one too large
+        return query - (inverse == 0 ? tokens - 1 : rest);
+    }
+};
+
 /// What the schedule must know about a call.
 struct work_shape {
     const int* tokens;  // [sequences]
@@ -37,7 +58,8 @@ struct work_shape {
     int first_token;  // position of the first token of this format's first page
     int capacity;     // tokens that the block table can name
     int query_tokens;
-    int window;  // 0: none
+    int oldest;  // queries are at positions from length - oldest on
+    row_window window;
 
     struct span {
         int first, count;  // warp tiles; count is at least 1
@@ -45,10 +67,10 @@ struct work_shape {
     };
     /// Where the tokens of sequence b that this format may hold end, counted from first_token.
     __device__ __forceinline__ int end(int b) const { return smaller(tokens[b] - first_token, capacity); }
-    /// The first one that some query sees: the oldest query sits at position length - query_tokens and sees
-    /// `window` tokens.
+    /// The first one that some query sees.
     __device__ __forceinline__ int begin(int length) const {
-        return window > 0 ? larger(0, length - query_tokens - window + 1 - first_token) : 0;
+        if (window.tokens == 0) return 0;
+        return larger(0, window.first_seen(length - oldest, [] { return 0; }) - first_token);
     }
     /// hint: while the previous launch may still write lengths; what is read then stays out of the first-level
     /// cache.

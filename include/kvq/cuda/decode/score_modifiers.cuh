@@ -63,7 +63,7 @@ __device__ __forceinline__ void modify_scores(float (&scores)[Keys::tiles][Rows4
         const int row = item.row_block * 4 * Rows4 + lane_row<Rows4>(n, id.t);
         if (row >= a.rows) continue;
         const int head = a.row_head(item.kv_head, row),
-                  query = length - a.work.query_tokens + a.row_query(row) - a.cache.first_token;
+                  query = a.row_position(length, row) - a.cache.first_token;
 #pragma unroll
         for (int tile = 0; tile < Keys::tiles; ++tile)
 #pragma unroll
@@ -74,10 +74,18 @@ __device__ __forceinline__ void modify_scores(float (&scores)[Keys::tiles][Rows4
     }
 }
 
-/// Is a token a drafted one that the query does not see? `visible`: the query's word. Tokens behind the
-/// query: anything.
-__device__ __forceinline__ bool is_hidden(std::uint64_t visible, int token, int draft_begin) {
-    return token >= draft_begin && (visible >> (token - draft_begin & 63) & 1u) == 0;
+/// Does a token of a tree, which sees text from `begin` on, not see a token with this shift? `visible`: the query's word.
+/// Drafted tokens count as the text that the query's path makes of them. Tokens behind the query: anything.
+template <class Pair, class T>
+__device__ __forceinline__ bool is_hidden(const attention_args<Pair, T>& a, std::uint64_t visible, int token,
+                                          int shift, int draft_begin, int begin) {
+    int place = token;
+    if (token >= draft_begin) {
+        const std::uint64_t bit = std::uint64_t{1} << (token - draft_begin & 63);
+        if ((visible & bit) == 0) return true;
+        place = draft_begin + __popcll(visible & (bit - 1));
+    }
+    return place + shift < begin && !(a.window_sinks && place < 0);
 }
 /// Are these kernels also for trees of drafted tokens? Others would become longer, and slower by up to 4 %
 /// where caches of instructions are full (low2).
@@ -86,24 +94,27 @@ inline constexpr bool takes_trees = Rows4 == 4;
 /// A bit for each of a lane's scores.
 template <class Keys, int Rows4>
 using score_bits = std::conditional_t<(Keys::tiles * Rows4 * 4 > 32), std::uint64_t, std::uint32_t>;
-/// For each of a lane's rows and tokens of a warp tile a bit: is it a drafted token that the row does not
-/// see? Bit (tile * Rows4 + n) * 4 + r. A call: inline it would make windows' loops a fifth longer.
+/// For each of a lane's rows and tokens of a warp tile a bit: does the row, a token of a tree, not see it? Bit
+/// (tile * Rows4 + n) * 4 + r. A call: inline it would make windows' loops a fifth longer.
 template <class Keys, int Rows4, class Pair, class T>
 __device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_args<Pair, T>& a,
-                                                              const item_part* item, int first) {
+                                                              const item_part* item, int first, int shift,
+                                                              int skipped) {
     static_assert(Keys::tiles * Rows4 * 4 <= 64);
     using bits = score_bits<Keys, Rows4>;
     const lane_id id;
-    const int draft_begin = a.draft_begin(a.work.tokens[item->sequence]);
+    const int length = a.work.tokens[item->sequence], draft_begin = a.draft_begin(length);
     bits hidden = 0;
 #pragma unroll 1
     for (int n = 0; n < Rows4; ++n) {
         const int row = item->row_block * 4 * Rows4 + lane_row<Rows4>(n, id.t);
         if (row >= a.rows) continue;
         const std::uint64_t visible = a.ancestors[a.row_token(item->sequence, row)];
+        const int begin = a.begin_at(a.text_place(length, visible), 0, [&] { return skipped; });
 #pragma unroll 1
         for (int i = 0; i < 4 * Keys::tiles; ++i)
-            if (is_hidden(visible, first + i / 4 * Keys::tile_height + 4 * id.g + i % 4, draft_begin))
+            if (is_hidden(a, visible, first + i / 4 * Keys::tile_height + 4 * id.g + i % 4, shift,
+                          draft_begin, begin))
                 hidden |= bits{1} << ((i / 4 * Rows4 + n) * 4 + i % 4);
     }
     return hidden;

@@ -49,9 +49,9 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
         const auto text = [&] { return common::describe_layer(i, l); };
         if (l.kind == layer_kind::shared || l.kind == layer_kind::state) continue;
-        if (l.kind != layer_kind::full && l.kind != layer_kind::sliding)
+        if (l.kind > layer_kind::chunked)
             return detail::bad_value(
-                "%s: caches on a device hold full attention, sliding windows, layers that share those, and "
+                "%s: caches on a device hold full attention, windows, chunks, layers that share those, and "
                 "state",
                 text().c_str());
         if (l.sinks != 0 && l.sinks != options_.sinks)

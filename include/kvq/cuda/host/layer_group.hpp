@@ -352,9 +352,13 @@ struct layer_group {
         if (!own) return {};
         if (o.window == 0) {
             o.window = own.tokens;
+            o.chunked = own.chunked;
             o.window_sinks = own.sinks > 0;
             return {};
         }
+        if (own.chunked || o.chunked)
+            return bad_value("%s: a %s of %d tokens is no window together with it", describe(member).c_str(),
+                             o.chunked ? "chunk" : "window", o.window);
         const bool sinks_within = o.window < own.tokens ? o.window_sinks : own.sinks > 0,
                    sinks_around = o.window < own.tokens ? own.sinks > 0 : o.window_sinks;
         if (o.window != own.tokens && sinks_within && !sinks_around && geometry.sinks > 0)

@@ -163,7 +163,7 @@ status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<co
                                    group,
                                    0.0f,
                                    options.softcap,
-                                   options.window,
+                                   row_window(options.window, options.chunked),
                                    options.window_sinks,
                                    sinks,
                                    options.sink_logits,

@@ -45,14 +45,6 @@ struct prefill_block {
         last_query = a.newest_of_row(kvq::detail::smaller(first_row + block_rows, rows) - 1);
     }
     __device__ __forceinline__ bool empty() const { return first_row < 0 || rows <= 0; }
-    /// The first new token that a row of the block sees, a whole number of tiles from the first one.
-    __device__ __forceinline__ int new_from(int window, int tile) const {
-        return window == 0 ? 0 : kvq::detail::larger(0, first_query - window + 1) / tile * tile;
-    }
-    /// The first position that a row of the block sees; sinks aside.
-    __device__ __forceinline__ int seen_from(int window) const {
-        return window == 0 ? 0 : kvq::detail::larger(0, history + first_query - window + 1);
-    }
 };
 
 /// The new tokens that rows of a block see, in tiles: [0, sinks) and [first, end). `first` is a whole number
@@ -80,7 +72,7 @@ struct prefill_args {
     const int* tokens;  // [sequences], before the new ones
     int recent, group;
     float scale, softcap;
-    int window;
+    row_window window;
     bool keep_sinks;
     int sinks;  // so many first tokens are seen in spite of a window, also those that are new
     const float* sink_logits;
@@ -89,12 +81,29 @@ struct prefill_args {
     float* state_out;
     int lead;
 
+    /// Are all tokens of a part seen in spite of a window?
+    template <class Part>
+    __device__ __forceinline__ bool keeps() const {
+        return keep_sinks && is_sink_part<Part>;
+    }
     /// The newest of the new tokens that a row sees; -1: none.
     __device__ __forceinline__ int newest_of_row(int row) const {
         return kvq::detail::larger(row / group + lead, -1);
     }
+    /// The first paged position that the query at this one sees; sinks aside.
+    __device__ __forceinline__ int first_seen(const prefill_block& block, int position) const {
+        if (window.tokens == 0) return -most_tokens;
+        return window.first_seen(position, [&] {
+            return window.inverse == 0 || cuts.skipped == nullptr ? 0 : __ldg(cuts.skipped + block.sequence);
+        });
+    }
+    /// That a row of the block sees.
+    __device__ __forceinline__ int seen_from(const prefill_block& block) const {
+        return first_seen(block, block.history + block.first_query);
+    }
     __device__ __forceinline__ new_range new_tokens(const prefill_block& block, int tile) const {
-        const int first = block.new_from(window, tile);
+        // A whole number of tiles from the first one.
+        const int first = kvq::detail::larger(0, seen_from(block) - block.history) / tile * tile;
         return {kvq::detail::smaller(kvq::detail::larger(sinks - block.history, 0), first), first,
                 kvq::detail::smaller(block.last_query + 1, block.new_tokens)};
     }
@@ -115,16 +124,16 @@ struct prefill_args {
     __device__ __forceinline__ bool hides_tokens(const prefill_block& block, int position, int tile) const {
         if (position >= block.cut_end) return false;
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        return __any_sync(0xffffffffu, window > 0 || slice(block, position, lane, tile).tokens != 0xffffu);
+        return __any_sync(0xffffffffu,
+                          window.tokens > 0 || slice(block, position, lane, tile).tokens != 0xffffu);
     }
     /// tile_note::cut of a tile. All lanes of a warp.
     __device__ __forceinline__ int cut(const prefill_block& block, int position, int count, int slices,
                                        bool sinks, int tile) const {
         const int all = (1 << tile / 16) - 1;
-        const bool partly =
-            count < tile || (slices & all) != all ||
-            position + tile - 1 > block.history + block.first_query ||
-            (window > 0 && !sinks && position < block.history + block.last_query - window + 1);
+        const bool partly = count < tile || (slices & all) != all ||
+                            position + tile - 1 > block.history + block.first_query ||
+                            (!sinks && position < first_seen(block, block.history + block.last_query));
         const bool hides = hides_tokens(block, position, tile);
         return partly || hides ? (sinks ? 2 : 1) | (hides ? 4 : 0) : 0;
     }
@@ -138,16 +147,15 @@ struct token_range {
         return kvq::detail::ceil_div(kvq::detail::larger(0, end - first), tile);
     }
 };
-template <class Pair>
-__device__ __forceinline__ token_range tokens_of(const cache_part<Pair>& part, bool sinks,
-                                                 const prefill_block& block, int recent, int window,
+template <class Args, class Part>
+__device__ __forceinline__ token_range tokens_of(const Args& a, const Part& part, const prefill_block& block,
                                                  int tile) {
-    constexpr int page = Pair::page_tokens;
+    constexpr int page = Part::pair_type::page_tokens;
     const int b = block.sequence, behind = block.history - part.cache.first_token;
     const int named = part.range == page_range::window ? most_tokens : part.cache.table_columns * page;
     int from = 0, end = kvq::detail::smaller(behind, part.capacity < 0 ? named : part.capacity);
     if (part.range != page_range::all) {
-        const int committed = committed_pages(behind, recent, page);
+        const int committed = committed_pages(behind, a.recent, page);
         if (part.range == page_range::window)
             from = committed;
         else
@@ -156,8 +164,9 @@ __device__ __forceinline__ token_range tokens_of(const cache_part<Pair>& part, b
     if (part.first_page != nullptr) from = kvq::detail::larger(from, __ldg(part.first_page + b));
     if (part.end_page != nullptr) end = kvq::detail::smaller(end, __ldg(part.end_page + b) * page);
     from *= page;
-    if (!sinks && window > 0) {
-        const int unseen = first_seen(part.cuts, b, block.seen_from(window)) - part.cache.first_token - from;
+    if (a.window.tokens > 0 && !a.template keeps<Part>()) {
+        const int unseen = first_seen(part.cuts, b, kvq::detail::larger(0, a.seen_from(block))) -
+                           part.cache.first_token - from;
         if (unseen > 0) from += unseen / tile * tile;
     }
     return {from, end};
@@ -184,10 +193,7 @@ __device__ __forceinline__ void each_part(const Args& a, F&& f) {
 template <class Args>
 __device__ __forceinline__ int count_tiles(const Args& a, const prefill_block& block, int tile) {
     int tiles = a.new_tokens(block, tile).tiles(tile);
-    each_part(a, [&]<class Part>(const Part& part) {
-        tiles +=
-            tokens_of(part, a.keep_sinks && is_sink_part<Part>, block, a.recent, a.window, tile).tiles(tile);
-    });
+    each_part(a, [&](const auto& part) { tiles += tokens_of(a, part, block, tile).tiles(tile); });
     return tiles;
 }
 

@@ -161,8 +161,8 @@ struct mma_rows {
     template <class Part>
     __device__ __forceinline__ void pages(const Part& part) {
         using pair = typename Part::pair_type;
-        const bool sinks = a.keep_sinks && is_sink_part<Part>;
-        const token_range range = tokens_of(part, sinks, block, a.recent, a.window, tile);
+        const bool sinks = a.template keeps<Part>();
+        const token_range range = tokens_of(a, part, block, tile);
         if (range.first >= range.end) return;
         // Queries and outputs are behind the part's transform while it is read.
         if constexpr (has_transform<typename pair::keys>)

@@ -136,7 +136,10 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
     typename Args::shown_slice own;
     if ((note.cut & 4) != 0) own = a.slice(block, note.position, lane, 2 * N);
     own.tokens = (note.slices >> lane & 1) == 0 ? 0u : own.tokens & bits_below(note.count - 16 * lane);
-    const bool all = a.window == 0 || (note.cut & 2) != 0;
+    int begin[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+        begin[r] = (note.cut & 2) != 0 ? -most_tokens : a.first_seen(block, position[r]);
 #pragma unroll
     for (int slice = 0; slice < N / 8; ++slice) {
         const int at = note.position + 16 * slice + __shfl_sync(0xffffffffu, own.shift, slice);
@@ -144,8 +147,7 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int end = position[r] + 1 - at;
-            const unsigned seen =
-                (shown & bits_below(end) & ~(all ? 0u : bits_below(end - a.window) & ~sinks)) >> 2 * t;
+            const unsigned seen = (shown & bits_below(end) & ~(bits_below(begin[r] - at) & ~sinks)) >> 2 * t;
 #pragma unroll
             for (int k = 0; k < 4; ++k)
                 if ((seen & 1u << (k / 2 * 8 + k % 2)) == 0)

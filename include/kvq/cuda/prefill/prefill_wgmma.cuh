@@ -155,8 +155,8 @@ struct tile_producer {
     __device__ __forceinline__ void pages(const Part& part) {
         using pair = typename Part::pair_type;
         using blocks = blocks_in_slot<Role, pair>;
-        const bool sinks = a.keep_sinks && is_sink_part<Part>;
-        const token_range range = tokens_of(part, sinks, block, a.recent, a.window, tile);
+        const bool sinks = a.template keeps<Part>();
+        const token_range range = tokens_of(a, part, block, tile);
         if (range.first >= range.end) return;
         if constexpr (wide) return wide_pages(part, range, sinks);
         const bool leads = warp == 0;
