@@ -87,9 +87,8 @@ typedef struct kvq_cuda_cache_options {
     /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to step_tokens tokens.
     int32_t alibi;
     int32_t reserved;  // 0
-    /// NULL, or [layers]: KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION, KVQ_SHARED and KVQ_STATE; kv_heads and
-    /// head_dim are 0 then. Layers of one shape, window and formats
-    /// share launches. A layer with a window frees pages that no query sees any more, and hides what its window hides.
+    /// NULL, or [layers] of any kind; kv_heads and head_dim are 0 then. Layers of one shape, window and formats share
+    /// launches. A layer with a window frees pages that no query sees any more, and hides what its window hides.
     const kvq_layer* layer_list;
     /// NULL, or [layers]: formats of keys and values of a layer, of `formats` or others; NULL in it: the first one. Formats that no layer has are
     /// for kvq_cuda_cache_requantize and _step_down.
@@ -199,6 +198,10 @@ KVQ_API kvq_status kvq_cuda_cache_begin_step(kvq_cuda_cache* cache, kvq_cuda_seq
 /// step_down, offload) and the next begin are refused; a trim takes all of them back.
 KVQ_API kvq_status kvq_cuda_cache_begin_prompt(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence,
                                                int32_t new_tokens, void* stream);
+/// The text of the layers of kind KVQ_CROSS_ATTENTION, once for a sequence: kvq_cuda_cache_append of each of them writes its tokens. From then on
+/// these layers take queries only, with k and v of 0 tokens; every query sees all of the text. Forks share its pages, trims leave it.
+KVQ_API kvq_status kvq_cuda_cache_begin_cross(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence,
+                                              int32_t tokens, void* stream);
 /// Every sequence of the batch gets new_tokens drafted tokens behind those that it has. They stay in 16 bit until kvq_cuda_cache_keep.
 KVQ_API kvq_status kvq_cuda_cache_begin_draft(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows,
                                               int32_t count, int32_t new_tokens, void* stream);
@@ -226,7 +229,7 @@ typedef struct kvq_cuda_attend_options {
 /// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that their sequences hold and over
 /// each other, causal. Prompts see themselves in 16 bit; pages behind the window are quantized afterwards. A step quantizes the page that leaves
 /// the window before its attention, in all layers of one shape with the first of them, which comes first.
-/// A shared layer takes k and v of 0 tokens. In a prompt it sees its owner's tokens in 16 bit, as the owner did: they wait in memory of the cache
+/// A shared layer, and one with cross attention, takes k and v of 0 tokens. In a prompt a shared layer sees its owner's tokens in 16 bit, as the owner did: they wait in memory of the cache
 /// for the last layer that shares them, or for the next begin.
 /// k, v: [rows x new tokens][kv_heads][head_dim]; q, out: [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads.
 KVQ_API kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,

@@ -127,7 +127,12 @@ inline void add_learned_sinks(const output_view& out, const kvq_cuda_attend_opti
 }
 inline cuda::prefill_options prefill_of(const kvq_cuda_attend_options& o) {
     const cuda::attention_options a = attention_of(o);
-    return {a.scale, a.softcap, a.window, a.window_sinks, o.sink_logits, a.lse};
+    return {.scale = a.scale,
+            .softcap = a.softcap,
+            .window = a.window,
+            .window_sinks = a.window_sinks,
+            .sink_logits = o.sink_logits,
+            .lse = a.lse};
 }
 
 }  // namespace kvq::c

@@ -61,11 +61,9 @@ std::vector<layer> read_layers(const kvq_cuda_cache_options& o, std::vector<std:
         layer made{o.kv_heads, o.head_dim};
         if (o.layer_list != nullptr) {
             const kvq_layer& l = o.layer_list[i];
-            expect(l.kind == KVQ_FULL_ATTENTION || l.kind == KVQ_SLIDING_ATTENTION || l.kind == KVQ_SHARED ||
-                       l.kind == KVQ_STATE,
-                   KVQ_ERROR_UNSUPPORTED, "layer ", i, " has kind ", l.kind,
-                   ": caches on a device have KVQ_FULL_ATTENTION, KVQ_SLIDING_ATTENTION, KVQ_SHARED and "
-                   "KVQ_STATE only");
+            expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_STATE, KVQ_ERROR_UNSUPPORTED, "layer ", i,
+                   " has kind ", l.kind,
+                   ": caches on a device have the kinds KVQ_FULL_ATTENTION to KVQ_STATE");
             made = layer_of(l);
         }
         if (o.layer_formats != nullptr)
@@ -401,6 +399,18 @@ kvq_status kvq_cuda_cache_begin_prompt(kvq_cuda_cache* cache, kvq_cuda_sequence*
     });
 }
 
+kvq_status kvq_cuda_cache_begin_cross(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence, int32_t tokens,
+                                      void* stream) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        expect(s.of == of, KVQ_ERROR_HANDLE, "sequence belongs to another cache");
+        const device_call call(*of);
+        check(of->cache.begin_cross(s.id, tokens, stream_of(stream)));
+        of->step = {1, tokens, true};
+    });
+}
+
 kvq_status kvq_cuda_cache_begin_draft(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows, int32_t count,
                                       int32_t new_tokens, void* stream) {
     return guard([&] {
@@ -481,16 +491,15 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
                 of.cache.prefill(layer, keys, values, queries, to, prefill_of(o), stream_of(stream)));
         }
         expect_modifiers(o, of.alibi);
-        const bool shared =
-            of.cache.layers()[static_cast<std::size_t>(layer)].kind == kvq::layer_kind::shared;
-        expect(shared ? keys.tokens == 0 && values.tokens == 0 : queries.tokens == keys.tokens,
+        const bool takes = of.cache.takes_tokens(layer);
+        expect(takes ? queries.tokens == keys.tokens : keys.tokens == 0 && values.tokens == 0,
                KVQ_ERROR_ARGUMENT, "q has ", queries.tokens, " tokens, k ", keys.tokens, " and v ",
-               values.tokens, "; a shared layer takes 0 of k and v");
+               values.tokens, "; a layer that is shared or has cross attention takes 0 of k and v");
         kvq::cuda::attention_options a = attention_of(o);
         a.query_tokens = of.step.new_tokens;
         a.early = true;  // what it fetches early is older than the launches of append
         check(of.cache.check_window(layer, a));
-        if (!shared) check(of.cache.append(layer, keys, values, stream_of(stream)));
+        if (takes) check(of.cache.append(layer, keys, values, stream_of(stream)));
         attend_layer(of, layer, queries, to, a, o, stream_of(stream));
     });
 }

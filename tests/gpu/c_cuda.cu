@@ -445,9 +445,9 @@ void list_of_layers() {
     o.kv_heads = 2;
     REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_ARGUMENT, "must be 0, not 2 and 0");
     o.kv_heads = 0;
-    const kvq_layer chunks[layers] = {list[1], {KVQ_CHUNKED_ATTENTION, kv_heads, dim, 0, 64, 0, 0}};
-    o.layer_list = chunks;
-    REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_UNSUPPORTED, "layer 1 has kind 2");
+    const kvq_layer unknown[layers] = {list[1], {99, kv_heads, dim, 0, 0, 0, 0}};
+    o.layer_list = unknown;
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_UNSUPPORTED, "layer 1 has kind 99");
     // A layer that shares the keys and values of another one sees what this one sees.
     const kvq_layer sharing[layers] = {list[1], {KVQ_SHARED, 0, 0, 0, 0, 0, 0}};
     o.layer_list = sharing;
@@ -474,6 +474,44 @@ void list_of_layers() {
               "a shared layer sees other tokens in %d", n);
         REFUSED(kvq_cuda_cache_prefill(made, 1, &k, &v, &q, &out, nullptr, c.stream), KVQ_ERROR_ARGUMENT,
                 "takes 0 of k and v");
+    }
+    OK(kvq_cuda_sequence_free(one));
+    OK(kvq_cuda_cache_free(made));
+    // A layer with cross attention, whose text has the same tokens as the sequence: the last query sees the same.
+    const kvq_layer crossing[layers] = {list[1], {KVQ_CROSS_ATTENTION, kv_heads, dim, 0, 0, 0, 0}};
+    o.layer_list = crossing;
+    OK(kvq_cuda_cache_create(&o, nullptr, &made));
+    OK(kvq_cuda_sequence_create(made, &one));
+    {
+        c.x.write(c.r);
+        constexpr int n = 151;
+        kvq_tensor k = c.x.keys(n), v = c.x.values(n);
+        const kvq_tensor q = c.x.queries(n - 1), out = c.x.outputs(n - 1), q1 = c.x.queries(1),
+                         out1 = c.x.outputs(1), none = c.x.keys(0);
+        OK(kvq_cuda_cache_begin_cross(made, one, n, c.stream));
+        OK(kvq_cuda_cache_append(made, 1, &k, &v, c.stream));
+        REFUSED(kvq_cuda_cache_begin_cross(made, one, 1, c.stream), KVQ_ERROR_ARGUMENT, "holds 151 tokens");
+        OK(kvq_cuda_cache_begin_prompt(made, one, n - 1, c.stream));
+        k.tokens = v.tokens = n - 1;
+        OK(kvq_cuda_cache_prefill(made, 0, &k, &v, &q, &out, nullptr, c.stream));
+        OK(kvq_cuda_cache_prefill(made, 1, &none, &none, &q, &out, nullptr, c.stream));
+        OK(kvq_cuda_cache_begin_step(made, &one, 1, 1, c.stream));
+        for (kvq_tensor* const x : {&k, &v}) {
+            x->data = static_cast<std::byte*>(x->data) + (n - 1) * kv_heads * dim * 2;
+            x->tokens = 1;
+        }
+        REFUSED(kvq_cuda_cache_prefill(made, 1, &k, &v, &q1, &out1, nullptr, c.stream), KVQ_ERROR_ARGUMENT,
+                "takes 0 of k and v");
+        std::vector<kvq::float16> got[layers];
+        for (int layer = 0; layer < layers; ++layer) {
+            c.x.out.poison();
+            OK(kvq_cuda_cache_prefill(made, layer, layer == 0 ? &k : &none, layer == 0 ? &v : &none, &q1,
+                                      &out1, nullptr, c.stream));
+            CUDA_OK(cudaStreamSynchronize(c.stream));
+            got[layer] = c.x.out.download();
+        }
+        CHECK(std::memcmp(got[0].data(), got[1].data(), std::size_t{q_heads} * dim * 2) == 0,
+              "cross attention sees other tokens");
     }
     OK(kvq_cuda_sequence_free(one));
     OK(kvq_cuda_cache_free(made));

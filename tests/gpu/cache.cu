@@ -188,9 +188,11 @@ struct both_caches {
 
     int count() const { return cpu.layer_count(); }
     int heads_of(int layer) const { return cpu.shape(layer).kv_heads; }
-    bool is_shared(int layer) const {
-        return cpu.layers()[static_cast<std::size_t>(layer)].kind == layer_kind::shared;
+    bool is_cross(int layer) const {
+        return cpu.layers()[static_cast<std::size_t>(layer)].kind == layer_kind::cross;
     }
+    /// Does a layer take the tokens of steps and prompts?
+    bool takes_tokens(int layer) const { return cpu.takes_steps(layer); }
     key_window window_of(int layer) const {
         return cpu.layers()[static_cast<std::size_t>(cpu.owner(layer))].sees();
     }
@@ -214,12 +216,15 @@ struct both_caches {
     void appended(kvq::sequence& s, const std::vector<float16>& keys, const std::vector<float16>& values,
                   int first, int count) {
         for (int layer = 0; layer < this->count(); ++layer) {
-            if (is_shared(layer)) continue;
-            const int h = heads_of(layer);
-            const auto at = static_cast<std::size_t>(layer * room * heads * dim + first * h * dim);
-            s.append(layer, token_view<const float16>(&keys[at], count, h, dim),
-                     token_view<const float16>(&values[at], count, h, dim));
+            if (takes_tokens(layer)) append_to(s, layer, keys, values, first, count);
         }
+    }
+    void append_to(kvq::sequence& s, int layer, const std::vector<float16>& keys,
+                   const std::vector<float16>& values, int first, int count) {
+        const int h = heads_of(layer);
+        const auto at = static_cast<std::size_t>(layer * room * heads * dim + first * h * dim);
+        s.append(layer, token_view<const float16>(&keys[at], count, h, dim),
+                 token_view<const float16>(&values[at], count, h, dim));
     }
 };
 
@@ -252,9 +257,10 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count,
     for (float16& y : x) y = float16(test::normal(r));
     c.q.upload(x);
     for (int layer = 0; layer < c.count(); ++layer) {
-        const int h = c.heads_of(layer), w = c.window_of(layer).chunked ? 0 : window;
+        if (c.is_cross(layer) && p.host.tokens(layer) == 0) continue;
+        const int h = c.heads_of(layer), w = c.window_of(layer).chunked || c.is_cross(layer) ? 0 : window;
         c.out.poison();
-        const int own = c.is_shared(layer) ? 0 : n;
+        const int own = c.takes_tokens(layer) ? n : 0;
         const cuda::status s = c.gpu.prefill(layer, c.rows(c.k, layer, own), c.rows(c.v, layer, own),
                                              token_view<const float16>(c.q.get(), n, q_heads, dim),
                                              token_view<float16>(c.out.get(), n, q_heads, dim),
@@ -351,6 +357,7 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
                 int kept_sinks = 0) {
     const kvq::cache& of = kvq::detail::sequence_access::cache(s);
     layer = of.owner(layer);
+    if (!of.takes_steps(layer)) seen = s.tokens(layer), draft_begin = 1 << 30;
     const key_window own = of.layers()[static_cast<std::size_t>(layer)].sees();
     const int h = of.shape(layer).kv_heads;
     // The position of a token in the text that the row continues.
@@ -367,7 +374,7 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
                (window > 0 && at <= position - window && at >= kept_sinks);
     };
     std::vector<float> x[2];
-    const int tokens = s.tokens();
+    const int tokens = s.tokens(layer);
     for (const tensor role : {tensor::key, tensor::value}) {
         auto& to = x[static_cast<int>(role)];
         const auto row = static_cast<std::size_t>(h * dim);
@@ -467,7 +474,7 @@ struct drafts {
     void host_append(int n, const std::vector<float16>& keys, const std::vector<float16>& values) {
         for (std::size_t b = 0; b < rows.size(); ++b)
             for (int layer = 0; layer < c.count(); ++layer) {
-                if (c.is_shared(layer)) continue;
+                if (!c.takes_tokens(layer)) continue;
                 const int h = c.heads_of(layer);
                 const auto at = static_cast<std::size_t>(layer * c.room * heads * dim +
                                                          static_cast<int>(b) * n * h * dim);
@@ -539,7 +546,27 @@ struct history {
     int any(int low, int high) { return test::uniform(r, low, high); }
     pair& one() { return pairs[static_cast<std::size_t>(any(0, static_cast<int>(pairs.size()) - 1))]; }
     void ok(const cuda::status& s) { CHECK(s, "%s, step %d: %s", name, step, s.message); }
-    void add() { pairs.push_back({c.gpu.new_sequence(), c.cpu.new_sequence()}); }
+    void add() {
+        pairs.push_back({c.gpu.new_sequence(), c.cpu.new_sequence()});
+        if (any(0, 3) > 0) read_text(pairs.back());
+    }
+    /// The text that layers with cross attention see.
+    void read_text(pair& p) {
+        int last = c.count() - 1;
+        while (last >= 0 && !c.is_cross(last)) --last;
+        if (last < 0 || p.host.tokens(last) > 0) return;
+        const int n = any(1, 200);
+        std::vector<float16> keys, values;
+        c.write(r, keys, values, n);
+        ok(c.gpu.begin_cross(p.id, n, c.stream));
+        for (int layer = 0; layer < c.count(); ++layer)
+            if (c.is_cross(layer)) {
+                ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+                c.append_to(p.host, layer, keys, values, 0, n);
+            }
+        CHECK(c.gpu.tokens(p.id, last) == n, "%s: %d tokens of another text", name, c.gpu.tokens(p.id, last));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    }
     bool fits(const pair& p, int n) const { return p.host.tokens() + n <= c.o.max_tokens; }
 
     /// Attends with the last `queries` tokens of the rows that a begin has named, in one layer, and compares some rows.
@@ -558,7 +585,7 @@ struct history {
             // Two windows that are one together.
             const key_window own = c.window_of(layer);
             if (own) options.window_sinks = own.sinks > 0;
-            if (own.chunked) options.window = 0;
+            if (own.chunked || own.cross) options.window = 0;
         }
         ok(c.gpu.attend(layer, token_view<const float16>(c.q.get(), n, q_heads, dim),
                         token_view<float16>(c.out.get(), n, q_heads, dim), options, c.stream));
@@ -611,7 +638,7 @@ struct history {
             c.write(r, keys, values, tokens);
             ok(c.gpu.begin_step(batch, n, c.stream));
             for (int layer = 0; layer < c.count(); ++layer)
-                if (!c.is_shared(layer))
+                if (c.takes_tokens(layer))
                     ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
             for (std::size_t b = 0; b < rows.size(); ++b)
                 if (rows[b]) c.appended(rows[b]->host, keys, values, static_cast<int>(b) * n, n);
@@ -638,7 +665,7 @@ struct history {
             return;
         }
         for (int layer = 0; layer < c.count(); ++layer)
-            if (!c.is_shared(layer))
+            if (c.takes_tokens(layer))
                 ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
         c.appended(p.host, keys, values, 0, n);
         if (any(0, 3) == 0) attend({&p}, std::min({n, 5, c.o.rollback + 1}));
@@ -726,14 +753,14 @@ struct history {
             ok(d.begin(r, level, keys, values));
             const int tokens = level * static_cast<int>(rows.size());
             for (int layer = 0; layer < c.count(); ++layer)
-                if (!c.is_shared(layer))
+                if (c.takes_tokens(layer))
                     ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
             d.host_append(level, keys, values);
             if (any(0, 1) == 0) {
                 const int layer = any(0, c.count() - 1);
                 const std::vector<float16> x = random_queries(r, c);
                 c.out.poison();
-                const bool windowed = any(0, 2) == 0 && !c.window_of(layer);
+                const bool windowed = any(0, 2) == 0 && !c.window_of(layer) && !c.is_cross(layer);
                 const int window = windowed ? any(1, any(0, 1) == 0 ? 12 : 100) : 0;
                 const bool keeps_sinks = windowed && any(0, 1) == 0;
                 d.attend(layer, level, window, keeps_sinks);
@@ -822,8 +849,9 @@ struct history {
         pair& p = one();
         compare(c, p, name, step);
         const std::size_t bytes = c.gpu.usage(p.id).bytes;
-        CHECK((bytes > 0) == (p.host.tokens() > 0), "%s: %d tokens in %zu bytes", name, p.host.tokens(),
-              bytes);
+        int longest = 0;
+        for (int layer = 0; layer < c.count(); ++layer) longest = std::max(longest, p.host.tokens(layer));
+        CHECK((bytes > 0) == (longest > 0), "%s: %d tokens in %zu bytes", name, longest, bytes);
         kvq::sequence away = c.cpu.new_sequence();
         ok(cuda::offload(c.gpu, p.id, away, c.stream));
         ok(c.gpu.free(p.id));
@@ -863,6 +891,8 @@ struct history {
                 pairs.push_back({copy, std::move(host)});
             } else if (what < 93 && pairs.size() < 6) {
                 add();
+            } else if (what < 94) {
+                read_text(one());
             } else if (what < 97 && pairs.size() > 1) {
                 const auto i = static_cast<std::size_t>(any(0, static_cast<int>(pairs.size()) - 1));
                 ok(c.gpu.free(pairs[i].id));
@@ -1398,7 +1428,8 @@ void check_lists() {
         return c.open(list, o, std::span(&compiled(), 1), nullptr);
     };
     const layer full = full_attention(of);
-    refused(open({full, cross_layer(of)}, 0), "layer 1, cross attention of 2 x 64: caches on a device");
+    refused(open({cross_layer(of), state_layer({{.name = "state"}})}, 0),
+            "has a layer with keys and values of its own text; all 2 have others, or state");
     layer sees_two = sliding_attention(64, of), mixed = full;
     sees_two.sinks = 2;
     refused(open({sees_two}, 4), "sliding window of 64, 2 x 64: its queries see 2 sinks");
@@ -1496,6 +1527,28 @@ void check_lists() {
     d.appended(p.host, keys, values, 0, 100);
     p.host.trim(32);
     compare(d, p, "a prompt that another call has ended", 0);
+
+    // The text of another sequence is there once, and forks hold its pages together.
+    both_options crossing;
+    crossing.list = {full_attention(of), cross_layer(of)};
+    both_caches f(crossing);
+    cuda::sequence_id beam, fork;
+    beam = f.gpu.new_sequence();
+    const token_view<const float16> text = f.rows(f.k, 1, 100), one = f.rows(f.k, 1, 1);
+    refused(c.gpu.begin_cross(id, 10, c.stream), "no layer of the cache has cross attention");
+    refused(f.gpu.begin_cross(beam, 5000, f.stream), "cannot take 5000 more: max_tokens is 1200");
+    CHECK(f.gpu.begin_cross(beam, 100, f.stream), "begin_cross");
+    refused(f.gpu.append(0, text, text, f.stream), "takes the tokens of begin_step, begin_prompt");
+    CHECK(f.gpu.append(1, text, text, f.stream), "append");
+    refused(f.gpu.begin_cross(beam, 1, f.stream), "holds 100 tokens in its layers with cross attention");
+    CHECK(f.gpu.tokens(beam) == 0 && f.gpu.tokens(beam, 1) == 100, "tokens");
+    const std::size_t in_use = f.gpu.bytes_in_use();
+    CHECK(f.gpu.fork(beam, fork, f.stream) && f.gpu.bytes_in_use() == in_use, "a fork has copied pages");
+    CHECK(f.gpu.begin_step(std::span(&fork, 1), 1, f.stream), "begin");
+    refused(f.gpu.append(1, one, one, f.stream), "takes the tokens of begin_cross()");
+    refused(f.gpu.attend(1, q1, out1, {.window = 60}, f.stream), "its queries see all tokens");
+    CHECK(f.gpu.append(0, one, one, f.stream) && f.gpu.attend(1, q1, out1, {}, f.stream), "attend");
+    CHECK(f.gpu.trim(fork, 0) && f.gpu.tokens(fork, 1) == 100, "a trim");
 
     // A value_dim that is head_dim says nothing new: one group, of which layer 0 comes first.
     both_options named;
@@ -1725,8 +1778,12 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     const std::vector<kvq::layer> chunks = {
         chunked_attention(70, {.kv_heads = heads, .head_dim = dim}),
         full_attention({.kv_heads = 1, .head_dim = dim}),
-        chunked_attention(9, {.kv_heads = 1, .head_dim = dim, .sinks = 4}), shared_with(0)};
-    history({.list = chunks}, 8, "chunks").run(std::min(long_run / 2, 250));
+        chunked_attention(9, {.kv_heads = 1, .head_dim = dim, .sinks = 4}),
+        shared_with(0),
+        cross_layer({.kv_heads = heads, .head_dim = dim}),
+        cross_layer({.kv_heads = heads, .head_dim = dim}),
+        cross_layer({.kv_heads = 1, .head_dim = dim, .formats = {1, 1}})};
+    history({.list = chunks}, 8, "chunks and another text").run(std::min(long_run / 2, 250));
     history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1, .draft_tokens = 32}, 3,
             "37 sinks, rollback 100")
         .run(long_run / 2);

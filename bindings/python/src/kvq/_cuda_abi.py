@@ -105,6 +105,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_sequence_get_snapshots": [handle, POINTER(kvq_snapshot), c_int32, POINTER(c_int32)],
     "kvq_cuda_cache_begin_step": [handle, POINTER(handle), c_int32, c_int32, c_void_p],
     "kvq_cuda_cache_begin_prompt": [handle, handle, c_int32, c_void_p],
+    "kvq_cuda_cache_begin_cross": [handle, handle, c_int32, c_void_p],
     "kvq_cuda_cache_begin_draft": [handle, POINTER(handle), c_int32, c_int32, c_void_p],
     "kvq_cuda_cache_keep": [handle, POINTER(handle), c_int32, POINTER(c_int32), POINTER(c_int32), c_void_p],
     "kvq_cuda_cache_prefill": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor), POINTER(kvq_tensor),

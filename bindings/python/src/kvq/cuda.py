@@ -168,7 +168,7 @@ class Cache(Handle):
     """Keys and values of many sequences in pages on a GPU.
 
     layers, kv_heads, head_dim  of the model: layers of one shape; or
-    layers          a list of kvq.full_attention(...), kvq.sliding_attention(...), kvq.shared_with(i) and kvq.state_layer(...),
+    layers          a list of kvq.full_attention(...), sliding_attention, chunked_attention, shared_with, cross_layer and state_layer,
                     which say kv_heads and head_dim, or the parts of a state. Layers with a window free pages that no query
                     sees any more, and hide what their window hides
     layer_formats   {layer: (keys, values)} by name, None for the first one of formats
@@ -288,6 +288,11 @@ class Cache(Handle):
         self._with_memory(self._f.kvq_cuda_cache_begin_prompt, self, handle_of(sequence, Sequence, "sequence"), new_tokens,
                           self.stream())
 
+    def begin_cross(self, sequence: "Sequence", tokens: int) -> None:
+        """The text of the layers made by cross_layer, once for a sequence: append() of each of them writes its tokens. From then on these
+        layers take queries only, which see all of the text. Forks share its pages, trims leave it."""
+        self._with_memory(self._f.kvq_cuda_cache_begin_cross, self, handle_of(sequence, Sequence, "sequence"), tokens, self.stream())
+
     def begin_draft(self, rows: List_[Optional["Sequence"]], new_tokens: int) -> None:
         """Every sequence of the batch gets new_tokens drafted tokens behind those that it has, until keep()."""
         self._with_memory(self._f.kvq_cuda_cache_begin_draft, self, *_rows(rows), new_tokens, self.stream())
@@ -310,7 +315,7 @@ class Cache(Handle):
         sequences hold and over each other, causal.
 
         k, v     [rows x new tokens][kv_heads][head_dim], on the device: the tokens of row 0, of row 1, ...; both None for a layer made by
-                 shared_with
+                 shared_with or cross_layer
         q, out   [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads. out=None: new memory
         lse      None, or float32 [rows x new tokens][q_heads], gets the natural logarithm of each softmax sum
         options  scale, softcap, window: of Mods. window_sinks: with a window, also the sinks of the cache.

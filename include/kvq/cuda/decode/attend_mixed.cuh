@@ -65,8 +65,7 @@ struct part_args {
         if (first_page != nullptr) from = larger(from, __ldcg(first_page + b));
         if (end_page != nullptr) until = smaller(until, __ldcg(end_page + b));
         end = smaller(end, until * page);
-        // Of the first token that some row may see.
-        const int begin = a.begin_at(length - a.work.oldest, skipped, [&] { return skipped; });
+        const int begin = a.begin_at(length - a.work.oldest, skipped, skipped);  // of what some row may see
         const int first = larger(larger(begin, 0), from * page) / Tokens;
         int of_sinks = 0;
         if constexpr (reads_sinks<Pair>)

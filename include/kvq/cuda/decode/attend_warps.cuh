@@ -207,8 +207,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;
         return at;
     };
-    const auto skipped = [&] { return feed.skipped(); };
-    span seen_by_all = seen_tokens<Pair, T>(a, *item, rows, 0, skipped).common;
+    span seen_by_all = seen_tokens<Pair, T>(a, *item, rows, 0, feed.skipped()).common;
     // Warp tiles before it are looked at again (page_cuts.cuh).
     if constexpr (Feed::reads_cuts && !Feed::reads_sinks)
         seen_by_all.begin = larger(seen_by_all.begin, feed.cut_end());
@@ -269,7 +268,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         if constexpr (Feed::reads_cuts && !keys::joined && !Feed::reads_sinks) {
             if (rare && masked && first < feed.cut_end()) [[unlikely]] {
                 const shown_tokens shown = shown_here();
-                const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, skipped);
+                const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, feed.skipped());
                 present = present && shown.begin < shown.end && first + memory::tokens > seen.any.begin;
                 masked = shown.end - shown.begin < memory::tokens || first < seen.common.begin ||
                          first + memory::tokens > seen.common.end;
@@ -297,11 +296,11 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                                                shown_here().shift, id);
                 if (masked) {
                     const shown_tokens shown = shown_here();
-                    const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, skipped);
+                    const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, feed.skipped());
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
                         const int row = seen.first_row + lane_row<Rows4>(n, id.t);
-                        const span of_row = seen.of(a, row, skipped);
+                        const span of_row = seen.of(a, row, feed.skipped());
                         const int begin = larger(sees_sinks() ? first : of_row.begin,
                                                  first + larger(held_begin, shown.begin)),
                                   end = smaller(of_row.end, first + smaller(held_end, shown.end));
@@ -315,9 +314,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                     }
                     if constexpr (takes_trees<Rows4>) {
                         if (a.ancestors != nullptr) [[unlikely]]
-                            hide_scores<keys, Rows4>(
-                                scores,
-                                hidden_scores<keys, Rows4>(a, item, first, shown.shift, feed.skipped()));
+                            hide_scores<keys, Rows4>(scores, a, item, first, shown.shift, feed.skipped());
                     }
                 }
             }
@@ -331,7 +328,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                 const shown_tokens shown = shown_here();
                 int shift = shown.shift;
                 if constexpr (Feed::reads_cuts && keys::joined) shift = feed.shift_of_full(first);
-                const span any = seen_tokens<Pair, T>(a, *item, rows, shift, skipped).any;
+                const span any = seen_tokens<Pair, T>(a, *item, rows, shift, feed.skipped()).any;
                 int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
                     to = smaller(any.end - first, held_end);
                 if constexpr (Feed::reads_cuts && keys::joined) {

@@ -38,11 +38,10 @@ struct row_window {
     row_window(int of_tokens, bool chunked)
         : tokens(smaller(of_tokens, most_tokens)),
           inverse(chunked && tokens > 1 ? 0xffffffffu / static_cast<unsigned>(tokens) + 1u : 0u) {}
-    /// The first paged position that the query at this one sees, if tokens are not 0. skipped(): tokens of the sequence
-    /// that no span shows (page_cuts.hpp), since chunks are counted without them.
-    template <class Skipped>
-    __device__ __forceinline__ int first_seen(int query, Skipped&& skipped) const {
-        const auto at = static_cast<unsigned>(query - skipped());
+    /// The first paged position that the query at this one sees, if tokens are not 0. skipped: tokens of the sequence that
+    /// no span shows (page_cuts.hpp), since chunks are counted without them. Without a branch: it is inlined often.
+    __device__ __forceinline__ int first_seen(int query, int skipped) const {
+        const auto at = static_cast<unsigned>(query - skipped);
         int rest = static_cast<int>(at - __umulhi(at, inverse) * static_cast<unsigned>(tokens));
         rest += rest < 0 ? tokens : 0;  // the quotient may be one too large
         return query - (inverse == 0 ? tokens - 1 : rest);
@@ -70,7 +69,7 @@ struct work_shape {
     /// The first one that some query sees.
     __device__ __forceinline__ int begin(int length) const {
         if (window.tokens == 0) return 0;
-        return larger(0, window.first_seen(length - oldest, [] { return 0; }) - first_token);
+        return larger(0, window.first_seen(length - oldest, 0) - first_token);
     }
     /// hint: while the previous launch may still write lengths; what is read then stays out of the first-level
     /// cache.

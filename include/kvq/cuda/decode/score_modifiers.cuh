@@ -110,7 +110,7 @@ __device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_ar
         const int row = item->row_block * 4 * Rows4 + lane_row<Rows4>(n, id.t);
         if (row >= a.rows) continue;
         const std::uint64_t visible = a.ancestors[a.row_token(item->sequence, row)];
-        const int begin = a.begin_at(a.text_place(length, visible), 0, [&] { return skipped; });
+        const int begin = a.begin_at(a.text_place(length, visible), 0, skipped);
 #pragma unroll 1
         for (int i = 0; i < 4 * Keys::tiles; ++i)
             if (is_hidden(a, visible, first + i / 4 * Keys::tile_height + 4 * id.g + i % 4, shift,
@@ -119,9 +119,11 @@ __device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_ar
     }
     return hidden;
 }
-template <class Keys, int Rows4>
+template <class Keys, int Rows4, class Pair, class T>
 __device__ __forceinline__ void hide_scores(float (&scores)[Keys::tiles][Rows4][4],
-                                            score_bits<Keys, Rows4> hidden) {
+                                            const attention_args<Pair, T>& a, const item_part* item,
+                                            int first, int shift, int skipped) {
+    const auto hidden = hidden_scores<Keys, Rows4>(a, item, first, shift, skipped);
 #pragma unroll
     for (int i = 0; i < Keys::tiles * Rows4 * 4; ++i)
         if ((hidden >> i & 1) != 0) scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4] = -INFINITY;

@@ -7,6 +7,7 @@
 //   s = cache.begin_prompt(a, n, stream);        then for every layer prefill(layer, q, k, v, out)
 //   s = cache.begin_step(batch, 1, stream);      then for every layer append(layer, k, v) and attend(layer, q, out)
 //   s = cache.begin_draft(batch, n, stream);     the same with n guesses of the next tokens; then keep(batch, paths)
+//   s = cache.begin_cross(a, n, stream);         then append(layer, k, v) for every layer with cross attention, once
 //
 // begin_*() does what the host must do: lengths, page numbers, memory; it sends the words that changed in a small launch. What follows
 // takes its numbers from device memory. So the appends and attends of a step can be captured in a graph and replayed after every

@@ -51,6 +51,10 @@ public:
         const kvq::layer& l = layers_[static_cast<std::size_t>(layer)];
         return {layer_count(), l.kv_heads, l.head_dim, l.value_dim};
     }
+    /// Does a layer take the tokens of steps, prompts and drafts? Others have no keys and values of the sequence's own text.
+    bool takes_tokens(int layer) const noexcept {
+        return layers_[static_cast<std::size_t>(layer)].kind <= layer_kind::chunked;
+    }
     const cache_options& options() const noexcept { return options_; }
     /// The parts of layers with state (kvq::state_layer); null if there are none.
     const kvq::state_layout* state_layout() const noexcept { return states_ ? &states_->layers() : nullptr; }
@@ -70,12 +74,18 @@ public:
         const detail::sequence_pages& s = entry_of(id).pages[0];
         return s.tokens() + s.drafted;
     }
+    /// Tokens that the sequence has in a layer: of one with cross attention those of its own text.
+    int tokens(sequence_id id, int layer) const noexcept;
 
     /// Every sequence of the batch gets new_tokens tokens more, in all layers: append() writes them. 0: attend() only. A sequence_id{} is a
     /// row that is not there: its keys are ignored, its output is 0.
     status begin_step(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
     /// One sequence gets any number of tokens. Pages that fall behind the window are quantized at once.
     status begin_prompt(sequence_id id, int new_tokens, cudaStream_t stream);
+    /// The text of the layers with cross attention (kvq::cross_layer), of any number of tokens up to max_tokens, once for a sequence. append()
+    /// writes them, in each of these layers; then they take any number of queries of attend() in steps and drafts, or of prefill() with k and v
+    /// of 0 tokens in prompts, which see all of them. Trims leave them, forks share their pages.
+    status begin_cross(sequence_id id, int tokens, cudaStream_t stream);
     /// Every sequence of the batch gets new_tokens drafted tokens behind those that it has: a tree, whose words attend() takes as
     /// options.ancestors, or a chain. They stay 16 bit and no page is quantized. Further calls make all drafts of the batch longer; 0: attend()
     /// only. Until keep(), or a trim() to the accepted tokens, other begins, offload and requantizing of these sequences are refused.
@@ -90,6 +100,9 @@ public:
         if (status s = check_layer(layer, {k.type, v.type}); !s) return s;
         if (is_shared(layer)) return detail::bad_value("%s: it takes queries only", describe(layer).c_str());
         if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
+        if (is_cross(layer) != step_.cross)
+            return detail::bad_value("%s: it takes the tokens of begin_%s()", describe(layer).c_str(),
+                                     is_cross(layer) ? "cross" : "step, begin_prompt or begin_draft");
         const int tokens = step_.rows * step_.new_tokens;
         if (k.tokens != tokens || v.tokens != tokens)
             return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d", k.tokens, v.tokens,
@@ -116,9 +129,11 @@ public:
     status prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
                         prefill_options options, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
-        if (is_shared(layer) || shared_chunk(layer) != nullptr)
-            return detail::bad_value("%s: parts of prompts are not for layers that share keys and values",
-                                     describe(layer).c_str());
+        if (is_shared(layer) || is_cross(layer) || shared_chunk(layer) != nullptr)
+            return detail::bad_value(
+                "%s: parts of prompts are not for layers that share keys and values, or have cross "
+                "attention",
+                describe(layer).c_str());
         if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
             return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens",
                                      step_.rows, k.tokens, step_.prompt ? step_.new_tokens : 0);
@@ -159,6 +174,10 @@ public:
         if (status s = g.add_window(options, member_of(layer)); !s) return s;
         if (step_.prompt) options.early = false;  // pages were requantized right before
         if (options.drafted == 0) options.drafted = step_.draft;
+        if (is_cross(layer)) {
+            options.all_keys = true;
+            options.ancestors = nullptr;
+        }
         return g.format.functions->attend(view(layer), q, out, options, workspace_.as<>(), workspace_.bytes(),
                                           stream, &score);
     }
@@ -252,8 +271,9 @@ private:
     /// Of all groups.
     struct step {
         bool begun = false, prompt = false;
-        int draft = 0;   // drafted tokens of every sequence
-        sequence_id id;  // of a prompt
+        bool cross = false;  // the prompt is of the layers with cross attention
+        int draft = 0;       // drafted tokens of every sequence
+        sequence_id id;      // of a prompt
         int rows = 0, new_tokens = 0;
     };
     /// The tokens of a prompt in a layer that others share: [tokens][kv_heads][dim] in memory of the cache.
@@ -313,7 +333,9 @@ private:
             return {};
         return detail::bad_value("%s: it has the tokens of this step already", describe(layer).c_str());
     }
-    status check_growth(sequence_id id, int new_tokens) const;
+    status check_growth(sequence_id id, int new_tokens, bool cross = false) const;
+    status check_prompt(sequence_id id, int new_tokens) const;
+    status begin_text(sequence_id id, int new_tokens, bool cross, cudaStream_t stream);
     bool lacks_page(sequence_id id, std::size_t group, int n) const noexcept;
     status check_options(const cache_options& options) const;
     status make_groups(std::span<const device_format> compiled);
@@ -322,7 +344,8 @@ private:
     template <class T>
     status put_layers(detail::device_memory& to, const detail::layer_group& g,
                       std::initializer_list<const T*> arrays, std::size_t count, cudaStream_t stream) const;
-    status ensure_pages(std::span<const sequence_id> batch, int new_tokens, bool draft, cudaStream_t stream);
+    status ensure_pages(std::span<const sequence_id> batch, int new_tokens, bool draft, bool cross,
+                        cudaStream_t stream);
     status send_step(std::span<const sequence_id> batch, int new_tokens, bool draft, cudaStream_t stream);
     void forget_rows() {
         for (detail::layer_group& g : groups_) g.forget_rows();
@@ -355,6 +378,15 @@ private:
     status ensure_states(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
     void write_states(std::span<const sequence_id> batch, int new_tokens, bool prompt,
                       detail::word_writer& to);
+    /// Groups whose layers take steps. Those with cross attention stand behind them.
+    std::size_t step_groups() const noexcept {
+        std::size_t n = groups_.size();
+        while (n > 0 && !groups_[n - 1].takes_steps()) --n;
+        return n;
+    }
+    bool is_cross(int layer) const noexcept {
+        return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::cross;
+    }
     bool is_shared(int layer) const noexcept {
         return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::shared;
     }

@@ -44,7 +44,7 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
                                  options_.draft_tokens);
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
-    if (status s = ensure_pages(batch, new_tokens, true, stream); !s) return s;
+    if (status s = ensure_pages(batch, new_tokens, true, false, stream); !s) return s;
     return send_step(batch, new_tokens, true, stream);
 }
 
@@ -73,7 +73,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     std::vector<std::vector<int>> quantized;  // by group and format
-    for (std::size_t i = 0; i < groups_.size(); ++i) {
+    for (std::size_t i = 0; i < step_groups(); ++i) {
         detail::layer_group& g = groups_[i];
         std::vector<int>& of = quantized.emplace_back(g.format.kinds.size(), 0);
         for (std::size_t b = 0; b < batch.size(); ++b) {
@@ -85,7 +85,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
     // From here on nothing is refused.
     step_ = {};
     detail::word_writer to = writer(stream);
-    for (std::size_t i = 0; i < groups_.size(); ++i) {
+    for (std::size_t i = 0; i < step_groups(); ++i) {
         detail::layer_group& g = groups_[i];
         g.new_step();
         for (std::size_t b = 0; b < batch.size(); ++b) {
@@ -101,7 +101,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
     status result = to.flush();
     if (!result) forget_rows();
     const auto rows = static_cast<int>(batch.size());
-    for (std::size_t i = 0; i < groups_.size() && most > 0; ++i) {
+    for (std::size_t i = 0; i < step_groups() && most > 0; ++i) {
         const detail::layer_group& g = groups_[i];
         const detail::pool_memory& window = g.window.memory();
         if (result)
@@ -118,7 +118,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
     }
     for (const sequence_id id : batch) {
         entry& e = entry_of(id);
-        for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].release_unused(groups_[i].geometry);
+        for (std::size_t i = 0; i < step_groups(); ++i) e.pages[i].release_unused(groups_[i].geometry);
         e.version = ++versions_;
     }
     return result;

@@ -6,6 +6,8 @@
 // runs once. calibrate() and not_finite() wait for the stream.
 #pragma once
 
+#include <set>
+
 #include "cache_class.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -49,11 +51,9 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
         const auto text = [&] { return common::describe_layer(i, l); };
         if (l.kind == layer_kind::shared || l.kind == layer_kind::state) continue;
-        if (l.kind > layer_kind::chunked)
-            return detail::bad_value(
-                "%s: caches on a device hold full attention, windows, chunks, layers that share those, and "
-                "state",
-                text().c_str());
+        if (l.kind == layer_kind::latent)
+            return detail::bad_value("%s: caches on a device hold all kinds of layers but latent attention",
+                                     text().c_str());
         if (l.sinks != 0 && l.sinks != options_.sinks)
             return detail::bad_value(
                 "%s: its queries see %d sinks; on a device they see all %d of the cache, or none",
@@ -64,14 +64,10 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
                                      text().c_str(), f.key, f.value, n);
         own[static_cast<std::size_t>(f.key)] = own[static_cast<std::size_t>(f.value)] = 1;
     }
-    for (int i = 0; i < layer_count(); ++i) {
-        const layer& l = layers_[static_cast<std::size_t>(i)];
-        if (l.kind == layer_kind::state) {
-            places_.push_back({-1, -1});
-            continue;
-        }
+    places_.assign(layers_.size(), {-1, -1});
+    const auto add = [&](int i, const layer& l) -> status {
         if (l.kind == layer_kind::shared) {
-            places_.push_back(places_[static_cast<std::size_t>(l.owner)]);
+            places_[static_cast<std::size_t>(i)] = places_[static_cast<std::size_t>(l.owner)];
             chunk* c = shared_chunk(i);
             if (c == nullptr) {
                 c = &chunks_.emplace_back();
@@ -79,7 +75,7 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
             }
             c->readers.push_back(i);
             c->waits_for.push_back(0);
-            continue;
+            return {};
         }
         int group = 0;
         const auto same = [&](const layer& a) {
@@ -119,25 +115,35 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
             g.target = best->find(names[0]);
             g.options = &options_;
             g.list = &layers_;
+            g.geometry.window = l.sees();
         }
         detail::layer_group& g = groups_[static_cast<std::size_t>(group)];
-        places_.push_back({group, g.shape.layers++});
+        places_[static_cast<std::size_t>(i)] = {group, g.shape.layers++};
         g.members.push_back(i);
-    }
-    if (groups_.empty())
-        return detail::bad_value("a cache on a device has a layer with keys and values; all %d have state",
-                                 layer_count());
+        return {};
+    };
+    // Groups whose layers take steps come first.
+    for (const bool crosses : {false, true})
+        for (int i = 0; i < layer_count(); ++i) {
+            const layer& l = layers_[static_cast<std::size_t>(i)];
+            if (l.kind == layer_kind::state || (l.kind == layer_kind::cross) != crosses) continue;
+            if (status s = add(i, l); !s) return s;
+        }
+    if (step_groups() == 0)
+        return detail::bad_value(
+            "a cache on a device has a layer with keys and values of its own text; all %d have others, or "
+            "state",
+            layer_count());
     return {};
 }
 
 /// Tables and pools of a group whose layers and kernels are known, without memory for tables.
 inline status cache::open_group(detail::layer_group& g) const {
     const cache_options& o = options_;
-    g.geometry = {{o.sinks, o.recent, o.page_tokens},
+    g.geometry = {{o.sinks, o.recent, o.page_tokens, g.geometry.window},
                   o.rollback,
                   common::larger(window_columns(o.recent + o.rollback + o.draft_tokens, o.page_tokens, 0),
                                  window_columns(o.recent, o.page_tokens, o.step_tokens))};
-    g.geometry.window = layers_[static_cast<std::size_t>(g.members[0])].sees();
     g.columns = common::larger(1, g.geometry.pages(o.max_tokens));
     g.columns += common::smaller(o.cut_pages, detail::most_tokens / o.page_tokens - g.columns);
     g.sink_columns = common::larger(1, g.geometry.sink_pages(o.sinks));
@@ -377,6 +383,7 @@ inline usage_report cache::usage(sequence_id id) const {
     usage_report u;
     if (!is_here(id)) return u;
     for (const detail::sequence_pages& s : entry_of(id).pages) s.add_to(u);
+    u.tokens = entry_of(id).pages[0].tokens();
     if (const std::optional<recurrent_state>& state = entry_of(id).state) {
         const state_usage held = state->usage();
         u.state = held.live + held.snapshots;
@@ -389,8 +396,12 @@ inline usage_report cache::usage(sequence_id id) const {
 
 inline usage_report cache::usage() const {
     usage_report u;
+    std::set<const page*> counted;
     for (const entry& e : entries_)
-        for (const detail::sequence_pages& s : e.pages) s.add_window(u);
+        for (const detail::sequence_pages& s : e.pages) {
+            s.add_window(u, &counted);
+            u.tokens = common::larger(u.tokens, e.pages[0].tokens());
+        }
     for (const detail::layer_group& g : groups_) {
         for (const detail::device_pages& p : g.quantized) {
             u.quantized += p.used_bytes();

@@ -60,6 +60,8 @@ inline status cache::trim(sequence_id id, int n) {
     if (n > accepted)
         return detail::bad_value("cannot trim to %d: tokens %d to %d are a draft, keep() a part of it", n,
                                  accepted, held);
+    if (step_.cross)
+        if (status s = check_whole(std::span(&id, 1)); !s) return s;
     if (const int lacking = missing(); step_.id == id && lacking > 0 && n > held - step_.new_tokens)
         return detail::bad_value(
             "cannot trim to %d: %d layers lack the prompt that has begun; trim to at most %d, or append the "
@@ -70,7 +72,7 @@ inline status cache::trim(sequence_id id, int n) {
             "cannot trim to %d: %d layers share the keys of a prompt and have not attended to it; give them "
             "prefill(), or begin the next step first",
             n, shared);
-    for (std::size_t i = 0; i < groups_.size(); ++i) {
+    for (std::size_t i = 0; i < step_groups(); ++i) {
         const detail::layer_group& g = groups_[i];
         const detail::sequence_pages& s = e.pages[i];
         if (!s.table.reaches(n, g.geometry))
@@ -83,11 +85,19 @@ inline status cache::trim(sequence_id id, int n) {
                 "token's page; trim to at most %d, or append the prompt to them first",
                 n, g.missing_layers(), s[common::larger(g.now.committed_before, s.gone())].first_token);
     }
-    for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i].trim(n, groups_[i].geometry);
+    for (std::size_t i = 0; i < step_groups(); ++i) e.pages[i].trim(n, groups_[i].geometry);
     if (e.state) (void)e.state->trim(wanted);
     e.version = ++versions_;
     end_step(id);
     return {};
+}
+
+inline int cache::tokens(sequence_id id, int layer) const noexcept {
+    if (!is_here(id) || layer < 0 || layer >= layer_count()) return 0;
+    if (!is_cross(layer)) return tokens(id);
+    return entry_of(id)
+        .pages[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)]
+        .tokens();
 }
 
 inline int cache::trim_limit(sequence_id id) const noexcept {
@@ -95,7 +105,7 @@ inline int cache::trim_limit(sequence_id id) const noexcept {
     const int held = tokens(id);
     if (entry_of(id).pages[0].drafted > 1 || waiting() > 0 || (step_.id == id && missing() > 0)) return held;
     int limit = 0;
-    for (std::size_t i = 0; i < groups_.size(); ++i)
+    for (std::size_t i = 0; i < step_groups(); ++i)
         limit = common::larger(limit, entry_of(id).pages[i].table.trim_limit(groups_[i].geometry));
     if (const std::optional<recurrent_state>& state = entry_of(id).state)
         return state->trim_limit(held, [&](int n) { return n == 0 || n >= limit; });
@@ -133,7 +143,7 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
     if (status s = check_whole(std::span(&id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     const auto in_16_bit = [](const page_ref& p) { return p && p->format == 0; };
-    for (std::size_t i = 0; i < groups_.size(); ++i) {
+    for (std::size_t i = 0; i < step_groups(); ++i) {
         const detail::sequence_pages& s = entry_of(id).pages[i];
         int window = static_cast<int>(s.ahead.size());
         for (const page_span& span : s.table.spans)
@@ -148,6 +158,7 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
         detail::sequence_pages& s = entry_of(made).pages[i];
         s = entry_of(id).pages[i];
         s.leaving.clear();
+        if (!g.takes_steps()) continue;  // nothing is appended to its pages any more
         detail::page_copies copies;
         const auto launch = [&](const detail::device_pages& pool) {
             if (result && copies.count > 0)
@@ -193,7 +204,10 @@ inline std::size_t cache::find_changes(std::span<const sequence_id> ids, const c
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
         const int f = g.format.find(format);
-        if (f < 0) continue;
+        // Tokens of a range are those of the sequence.
+        const bool all_tokens = range.first_token == 0 && range.last_token == common::change_range::all &&
+                                range.last_tokens.empty();
+        if (f < 0 || (!all_tokens && !g.takes_steps())) continue;
         const std::vector<common::page_table*> tables = tables_of(ids, i);
         common::page_changes found(std::pmr::new_delete_resource(), g.geometry, g.geometry.rollback);
         found.select(tables, range);
@@ -315,7 +329,7 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     carry_out();
     in_use = bytes_in_use();
     std::vector<const common::page_table*> read;
-    for (std::size_t i = 0; i < groups_.size(); ++i)
+    for (std::size_t i = 0; i < step_groups(); ++i)
         for (const common::page_table* const table : tables_of(ids, i)) read.push_back(table);
     common::step_down_by_budget(tiers.size(), read, in_use, byte_budget, lower);
     carry_out();

@@ -27,14 +27,16 @@ inline status cache::check_rows(std::span<const sequence_id> batch) const {
     return {};
 }
 
-inline status cache::check_growth(sequence_id id, int new_tokens) const {
-    const int held = tokens(id);
+/// cross: in layers with cross attention.
+inline status cache::check_growth(sequence_id id, int new_tokens, bool cross) const {
+    const int held = cross ? 0 : tokens(id);
     if (new_tokens > options_.max_tokens - held)
         return detail::bad_value("sequence %d holds %d tokens and cannot take %d more: max_tokens is %d",
                                  id.index, held, new_tokens, options_.max_tokens);
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::device_geometry& g = groups_[i].geometry;
         const detail::sequence_pages& s = entry_of(id).pages[i];
+        if (g.window.cross != cross) continue;
         if (new_tokens > g.first_token(groups_[i].columns) - s.paged_tokens(g) - s.drafted)
             return detail::bad_value(
                 "sequence %d holds %d tokens and %d pages that trims have cut, and cannot take %d tokens "
@@ -48,6 +50,10 @@ inline status cache::check_growth(sequence_id id, int new_tokens) const {
 inline status cache::check_whole(std::span<const sequence_id> ids) const {
     const int lacking = missing();
     if (lacking == 0 || std::ranges::find(ids, step_.id) == ids.end()) return {};
+    if (step_.cross)
+        return detail::bad_value(
+            "%d layers lack the %d tokens of begin_cross() for sequence %d: append them first", lacking,
+            step_.new_tokens, step_.id.index);
     const int held = tokens(step_.id);
     return detail::bad_value(
         "%d layers lack tokens %d to %d of sequence %d, a prompt that has begun: append it to them, or trim "
@@ -56,11 +62,12 @@ inline status cache::check_whole(std::span<const sequence_id> ids) const {
 }
 
 /// Free pages for new_tokens tokens more, or drafted tokens.
-inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_tokens, bool draft,
+inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_tokens, bool draft, bool cross,
                                   cudaStream_t stream) {
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& of = groups_[i];
         const detail::device_geometry& g = of.geometry;
+        if (of.takes_steps() == cross) continue;
         std::vector<int> quantized(of.format.kinds.size(), 0);
         int window = 0, sinks = 0;
         for (const sequence_id id : batch) {
@@ -88,7 +95,7 @@ inline status cache::begin_step(std::span<const sequence_id> batch, int new_toke
             if (status s = check_growth(id, new_tokens); !s) return s;
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
-    if (status s = ensure_pages(batch, new_tokens, false, stream); !s) return s;
+    if (status s = ensure_pages(batch, new_tokens, false, false, stream); !s) return s;
     if (status s = ensure_states(batch, new_tokens, stream); !s) return s;
     return send_step(batch, new_tokens, false, stream);
 }
@@ -111,9 +118,10 @@ inline status cache::send_step(std::span<const sequence_id> batch, int new_token
                 continue;
             }
             entry& e = entry_of(id);
-            g.grow_row(b, id, e.version, e.pages[i], new_tokens, draft, to);
+            const bool grows = g.takes_steps();
+            g.grow_row(b, id, e.version, e.pages[i], grows ? new_tokens : 0, grows && draft, to);
             g.now.targets |= 1u << e.pages[i].target();
-            next.draft = e.pages[i].drafted;
+            if (grows) next.draft = e.pages[i].drafted;
         }
         if (g.now.targets == 0) g.now.targets = 1u << g.target;
     }
@@ -125,22 +133,44 @@ inline status cache::send_step(std::span<const sequence_id> batch, int new_token
 }
 
 inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t stream) {
+    if (status s = check_prompt(id, new_tokens); !s) return s;
+    return begin_text(id, new_tokens, false, stream);
+}
+
+inline status cache::begin_cross(sequence_id id, int new_tokens, cudaStream_t stream) {
+    if (status s = check_prompt(id, new_tokens); !s) return s;
+    if (step_groups() == groups_.size())
+        return detail::bad_value("no layer of the cache has cross attention: kvq::cross_layer makes one");
+    if (const int held = entry_of(id).pages.back().tokens(); held > 0)
+        return detail::bad_value(
+            "sequence %d holds %d tokens in its layers with cross attention already: they are appended once",
+            id.index, held);
+    return begin_text(id, new_tokens, true, stream);
+}
+
+inline status cache::check_prompt(sequence_id id, int new_tokens) const {
     if (!is_open()) return detail::bad_value("the cache is not open");
     if (new_tokens < 1) return detail::bad_value("a prompt of %d tokens", new_tokens);
     if (status s = check_here(id); !s) return s;
-    if (status s = check_no_draft(std::span(&id, 1)); !s) return s;
-    if (status s = check_growth(id, new_tokens); !s) return s;
+    return check_no_draft(std::span(&id, 1));
+}
+
+/// new_tokens tokens more in the layers that take steps, or with `cross` in the others. Queries of all layers find the sequence in row 0.
+inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cudaStream_t stream) {
+    const int of_steps = cross ? 0 : new_tokens;
+    if (status s = check_growth(id, new_tokens, cross); !s) return s;
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
-    if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, stream); !s) return s;
-    if (status s = reserve_chunks(new_tokens, stream); !s) return s;
-    if (status s = ensure_states(std::span(&id, 1), new_tokens, stream); !s) return s;
+    if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, cross, stream); !s) return s;
+    if (status s = reserve_chunks(of_steps, stream); !s) return s;
+    if (status s = ensure_states(std::span(&id, 1), of_steps, stream); !s) return s;
     // The scratch comes before the sequence changes. Nothing is refused behind it, since a prompt that has begun before writes to the
     // scratch that it was given.
     entry& e = entry_of(id);
     std::size_t scratch = 0;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
+        if (g.takes_steps() == cross) continue;
         const detail::pool_memory& m = g.window.memory();
         const auto pages = static_cast<std::size_t>(g.staged_pages(e.pages[i], new_tokens).size());
         scratch = common::larger(scratch, pages * m.page_bytes());
@@ -154,17 +184,26 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
             return r;
     step next;
     next.begun = next.prompt = true;
+    next.cross = cross;
     next.rows = 1;
     next.new_tokens = new_tokens;
     next.id = id;
     step_ = next;
     detail::word_writer to = writer(stream);
     std::vector<detail::prompt_slots> found;
-    for (std::size_t i = 0; i < groups_.size(); ++i)
-        found.push_back(
-            groups_[i].begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
-                                    staging_.as<long long>() + i * static_cast<std::size_t>(new_tokens), to));
-    write_states(std::span(&id, 1), new_tokens, true, to);
+    for (std::size_t i = 0; i < groups_.size(); ++i) {
+        detail::layer_group& g = groups_[i];
+        if (g.takes_steps() == cross) {
+            g.new_step();
+            std::ranges::fill(g.appended, char{1});  // there is nothing to append
+            g.grow_row(0, id, e.version, e.pages[i], 0, false, to);
+            continue;
+        }
+        found.push_back(g.begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
+                                       staging_.as<long long>() + i * static_cast<std::size_t>(new_tokens),
+                                       to));
+    }
+    write_states(std::span(&id, 1), of_steps, true, to);
     status s = to.flush();
     if (!s) forget_rows();
     if (s && states_) s = states_->take_error();
@@ -178,11 +217,21 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
     if (status s = check_layer(layer, {k.type, v.type, q.type, out.type}); !s) return s;
     if (!step_.prompt)
         return detail::bad_value("prefill is for the tokens of begin_prompt(): append, then attend");
-    const int own = is_shared(layer) ? 0 : step_.new_tokens;
+    if (step_.cross)
+        return detail::bad_value("begin_cross() is for append() alone; queries come in steps and prompts");
+    const int own = is_shared(layer) || is_cross(layer) ? 0 : step_.new_tokens;
     if (q.tokens != step_.new_tokens || k.tokens != own || v.tokens != own || out.tokens != step_.new_tokens)
-        return detail::bad_value("q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d%s", q.tokens,
-                                 k.tokens, v.tokens, out.tokens, step_.new_tokens,
-                                 own == 0 ? ", and a shared layer takes 0 of k and v" : "");
+        return detail::bad_value(
+            "q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d%s", q.tokens, k.tokens, v.tokens,
+            out.tokens, step_.new_tokens,
+            own == 0 ? ", and a layer that is shared or has cross attention takes 0 of k and v" : "");
+    detail::layer_group& g = group_of(layer);
+    const int member = member_of(layer);
+    if (is_cross(layer)) {
+        if (status s = g.add_window(options, member); !s) return s;
+        return g.format.functions->prefill(view(layer), k, v, q, out, nullptr, step_.new_tokens, options,
+                                           stream);
+    }
     chunk* const c = shared_chunk(layer);
     std::size_t reader = 0;
     if (own == 0) {
@@ -190,8 +239,6 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
         if (c->waits_for[reader] == 0)
             return detail::bad_value("%s: no prompt of its owner waits for it", describe(layer).c_str());
     }
-    detail::layer_group& g = group_of(layer);
-    const int member = member_of(layer);
     if (own > 0)
         if (status s = check_lacks(layer); !s) return s;
     if (status s = g.add_window(options, member); !s) return s;

@@ -349,6 +349,9 @@ struct layer_group {
     template <class Options>
     status add_window(Options& o, int member) const {
         const key_window& own = geometry.window;
+        if (own.cross && o.window > 0)
+            return bad_value("%s: its queries see all tokens, and have no window of %d",
+                             describe(member).c_str(), o.window);
         if (!own) return {};
         if (o.window == 0) {
             o.window = own.tokens;
@@ -373,6 +376,8 @@ struct layer_group {
         const int layer = members[static_cast<std::size_t>(member)];
         return common::describe_layer(layer, (*list)[static_cast<std::size_t>(layer)]);
     }
+    /// Do steps and prompts give these layers tokens? Those with cross attention have the tokens of another text.
+    bool takes_steps() const noexcept { return !geometry.window.cross; }
     /// Do queries of the step's last `count` tokens see nothing that their window has freed?
     bool holds_queries(int count, int of_step) const noexcept {
         return !geometry.window || count <= geometry.rollback + 1 + of_step;

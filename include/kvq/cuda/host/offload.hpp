@@ -113,8 +113,10 @@ struct cache_access {
         kvq::cache& cpu = common::sequence_access::cache(to);
         if (status s = check(cpu, gpu); !s) return s;
         if (status s = gpu.check_here(id); !s) return s;
-        if (to.tokens() != 0)
-            return bad_value("the CPU's sequence holds %d tokens, but must be empty", to.tokens());
+        for (int i = 0; i < cpu.layer_count(); ++i)
+            if (const int held = common::sequence_access::tables(to)[static_cast<std::size_t>(i)].tokens;
+                held != 0)
+                return bad_value("the CPU's sequence holds %d tokens, but must be empty", held);
         if (status s = gpu.check_no_draft(std::span(&id, 1)); !s) return s;
         if (status s = gpu.check_whole(std::span(&id, 1)); !s) return s;
         if (const int shared = gpu.waiting(); shared > 0)
@@ -337,7 +339,7 @@ struct cache_access {
         }
         return of.ensure_free(wanted, in_window, g.sink_pages(first.tokens), stream);
     }
-    static void take_pages(layer_group& of, planned_group& plan, int tokens) {
+    static void take_pages(layer_group& of, planned_group& plan) {
         const device_geometry& g = of.geometry;
         sequence_pages& s = plan.pages;
         const int committed = s.table.committed, gone = s.gone();
@@ -351,7 +353,7 @@ struct cache_access {
         }
         s.table.restored(committed, g, g.rollback);
         s.table.freed = gone;
-        for (int i = 0; i < g.sink_pages(tokens); ++i) s.sinks.push_back(of.sinks.pages().take());
+        for (int i = 0; i < g.sink_pages(s.tokens()); ++i) s.sinks.push_back(of.sinks.pages().take());
     }
 
     static status onload(const sequence& from, cache& gpu, sequence_id& made, cudaStream_t stream) {
@@ -366,7 +368,8 @@ struct cache_access {
         std::vector<planned_group> plans(gpu.groups_.size());
         for (std::size_t i = 0; i < plans.size(); ++i) {
             if (status s = plan_group(tables, cpu, gpu, gpu.groups_[i], plans[i], stream); !s) return s;
-            if (tables[static_cast<std::size_t>(gpu.groups_[i].members[0])].tokens != tokens)
+            if (gpu.groups_[i].takes_steps() &&
+                tables[static_cast<std::size_t>(gpu.groups_[i].members[0])].tokens != tokens)
                 return bad_value("the layers of the CPU's sequence hold different numbers of tokens");
         }
         if (gpu.states_) {
@@ -379,7 +382,7 @@ struct cache_access {
         }
         const sequence_id id = gpu.new_sequence();
         for (std::size_t i = 0; i < plans.size(); ++i) {
-            take_pages(gpu.groups_[i], plans[i], tokens);
+            take_pages(gpu.groups_[i], plans[i]);
             gpu.entry_of(id).pages[i] = plans[i].pages;
         }
         page_pool scratch(cpu.pool().memory());

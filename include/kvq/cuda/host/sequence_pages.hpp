@@ -16,6 +16,7 @@
 #pragma once
 
 #include <memory_resource>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -215,24 +216,27 @@ struct sequence_pages {
         release_unused(g);
     }
 
-    /// Adds the 16-bit pages, which are of this sequence alone, to a report. O(pages in the window)
-    void add_window(usage_report& u) const noexcept {
+    /// Adds the 16-bit pages to a report. They are of this sequence alone, but for those of layers with cross attention: with `counted`
+    /// each of these counts once. O(pages in the window)
+    void add_window(usage_report& u, std::set<const page*>* counted = nullptr) const {
+        const auto add = [&](const common::held_page& p) {
+            if (counted == nullptr || !p.shared() || counted->insert(&p.held).second) common::add_page(u, p);
+        };
         for (std::size_t i = 0; i < sinks.size(); ++i) {
             const int room = sinks[i]->tokens, before = static_cast<int>(i) * room;
-            common::add_page(u, {*sinks[i], common::smaller(room, tokens() - before)});
+            add({*sinks[i], common::smaller(room, tokens() - before)});
         }
         for (int i = table.copies_from; i < table.size(); ++i) {
             const page_span& s = table[i];
-            if (s.copies[0]) common::add_page(u, {*s.copies[0], 0, true});
-            if (i >= table.committed && !s.sinks) common::add_page(u, {*s.pages[0], s.tokens});
+            if (s.copies[0]) add({*s.copies[0], 0, true});
+            if (i >= table.committed && !s.sinks) add({*s.pages[0], s.tokens});
         }
         for (const page_ref& p : ahead) u.reserved += p->bytes;
         for (const leaving_page& l : leaving)
             if (l.held->format == 0) u.reserved += l.held->bytes;
-        u.tokens = common::larger(u.tokens, tokens());
     }
     /// And the quantized ones, without the sum. O(pages)
-    void add_to(usage_report& u) const noexcept {
+    void add_to(usage_report& u) const {
         add_window(u);
         for (int i = gone(); i < committed(); ++i)
             common::add_page(u, {*(*this)[i].pages[0], (*this)[i].tokens});

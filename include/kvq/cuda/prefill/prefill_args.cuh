@@ -93,9 +93,8 @@ struct prefill_args {
     /// The first paged position that the query at this one sees; sinks aside.
     __device__ __forceinline__ int first_seen(const prefill_block& block, int position) const {
         if (window.tokens == 0) return -most_tokens;
-        return window.first_seen(position, [&] {
-            return window.inverse == 0 || cuts.skipped == nullptr ? 0 : __ldg(cuts.skipped + block.sequence);
-        });
+        const bool skips = window.inverse != 0 && cuts.skipped != nullptr;
+        return window.first_seen(position, skips ? __ldg(cuts.skipped + block.sequence) : 0);
     }
     /// That a row of the block sees.
     __device__ __forceinline__ int seen_from(const prefill_block& block) const {
