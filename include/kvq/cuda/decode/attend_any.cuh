@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(any_threads)
     const bool of_tree = a.ancestors != nullptr;
     const std::uint64_t visible = of_tree ? a.ancestors[token] : ~std::uint64_t{0};
     const int first_seen =
-        a.begin_at(of_tree ? a.text_place(length, visible) : a.row_place(length, row), 0, 0);
+        a.begin_at(of_tree ? a.text_place(length, visible) : a.row_place(length, row), 0, skipped_tokens{});
     const int begin = larger(0, first_seen), end = a.row_end(length, row);
     const int query_at = a.row_position(length, row) - a.cache.first_token;
     float max = -INFINITY, sum = 0.0f, part[per_lane] = {};

@@ -65,11 +65,11 @@ struct part_args {
         if (first_page != nullptr) from = larger(from, __ldcg(first_page + b));
         if (end_page != nullptr) until = smaller(until, __ldcg(end_page + b));
         end = smaller(end, until * page);
-        const int begin = a.begin_at(length - a.work.oldest, skipped, skipped);  // of what some row may see
-        const int first = larger(larger(begin, 0), from * page) / Tokens;
+        const int seen_from = a.begin_at(length - a.work.oldest, skipped, skipped_tokens{skipped});
+        const int first = larger(larger(seen_from, 0), from * page) / Tokens;
         int of_sinks = 0;
         if constexpr (reads_sinks<Pair>)
-            if (sink_tokens > 0 && (a.window_sinks || begin < 0))
+            if (sink_tokens > 0 && (a.window_sinks || seen_from < 0))
                 of_sinks = kvq::detail::ceil_div(larger(smaller(sink_tokens, length), 0), Tokens);
         const int count = larger(0, kvq::detail::ceil_div(larger(end, 0), Tokens) - first);
         return {first, of_sinks + count, of_sinks, from, until};

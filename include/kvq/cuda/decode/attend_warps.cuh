@@ -207,7 +207,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;
         return at;
     };
-    span seen_by_all = seen_tokens<Pair, T>(a, *item, rows, 0, feed.skipped()).common;
+    span seen_by_all = seen_tokens<Pair, T>(a, *item, rows, 0, feed).common;
     // Warp tiles before it are looked at again (page_cuts.cuh).
     if constexpr (Feed::reads_cuts && !Feed::reads_sinks)
         seen_by_all.begin = larger(seen_by_all.begin, feed.cut_end());
@@ -268,7 +268,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         if constexpr (Feed::reads_cuts && !keys::joined && !Feed::reads_sinks) {
             if (rare && masked && first < feed.cut_end()) [[unlikely]] {
                 const shown_tokens shown = shown_here();
-                const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, feed.skipped());
+                const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, feed);
                 present = present && shown.begin < shown.end && first + memory::tokens > seen.any.begin;
                 masked = shown.end - shown.begin < memory::tokens || first < seen.common.begin ||
                          first + memory::tokens > seen.common.end;
@@ -296,11 +296,11 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                                                shown_here().shift, id);
                 if (masked) {
                     const shown_tokens shown = shown_here();
-                    const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, feed.skipped());
+                    const seen_tokens<Pair, T> seen(a, *item, rows, shown.shift, feed);
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
                         const int row = seen.first_row + lane_row<Rows4>(n, id.t);
-                        const span of_row = seen.of(a, row, feed.skipped());
+                        const span of_row = seen.of(a, row, feed);
                         const int begin = larger(sees_sinks() ? first : of_row.begin,
                                                  first + larger(held_begin, shown.begin)),
                                   end = smaller(of_row.end, first + smaller(held_end, shown.end));
@@ -328,7 +328,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                 const shown_tokens shown = shown_here();
                 int shift = shown.shift;
                 if constexpr (Feed::reads_cuts && keys::joined) shift = feed.shift_of_full(first);
-                const span any = seen_tokens<Pair, T>(a, *item, rows, shift, feed.skipped()).any;
+                const span any = seen_tokens<Pair, T>(a, *item, rows, shift, feed).any;
                 int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
                     to = smaller(any.end - first, held_end);
                 if constexpr (Feed::reads_cuts && keys::joined) {

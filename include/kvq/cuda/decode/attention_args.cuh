@@ -92,10 +92,11 @@ struct attention_args {
         return length - drafted - cache.first_token;
     }
     /// Keys of a query at a place begin here; before position 0 are the sinks that attend_mixed.cuh reads together with the
-    /// window. skipped: as in row_window.
-    __device__ __forceinline__ int begin_at(int place, int shift, int skipped) const {
+    /// window. cuts: as in row_window.
+    template <class Cuts>
+    __device__ __forceinline__ int begin_at(int place, int shift, const Cuts& cuts) const {
         if (work.window.tokens == 0) return -most_tokens;
-        return work.window.first_seen(place, skipped) - cache.first_token - shift;
+        return work.window.first_seen(place, cuts) - cache.first_token - shift;
     }
 };
 
@@ -110,19 +111,21 @@ struct seen_tokens {
     span common,
         any;  // what every row sees, what some row sees; of trees, bounds that hold for all of their tokens
 
-    /// skipped: as in row_window.
+    /// cuts: as in row_window.
+    template <class Cuts>
     __device__ __forceinline__ seen_tokens(const attention_args<Pair, T>& a, const item_part& item, int rows,
-                                           int of_page, int skipped)
+                                           int of_page, const Cuts& cuts)
         : length(a.work.tokens[item.sequence]), first_row(item.row_block * rows), shift(of_page) {
         const int last_row = kvq::detail::smaller(first_row + rows, a.rows) - 1;
-        common = {a.begin_at(a.row_place(length, last_row), shift, skipped),
+        common = {a.begin_at(a.row_place(length, last_row), shift, cuts),
                   a.row_end(length, first_row, shift)};
-        any = {a.begin_at(a.oldest_place(length, first_row), shift, skipped),
+        any = {a.begin_at(a.oldest_place(length, first_row), shift, cuts),
                a.row_end(length, last_row, shift)};
     }
     /// Of one row; nothing where there is no such row. hidden_scores() hides more of a tree's.
-    __device__ __forceinline__ span of(const attention_args<Pair, T>& a, int row, int skipped) const {
-        return {a.begin_at(a.oldest_place(length, row), shift, skipped),
+    template <class Cuts>
+    __device__ __forceinline__ span of(const attention_args<Pair, T>& a, int row, const Cuts& cuts) const {
+        return {a.begin_at(a.oldest_place(length, row), shift, cuts),
                 row < a.rows ? a.row_end(length, row, shift) : 0};
     }
 };

@@ -28,6 +28,12 @@ __device__ __forceinline__ int divide(int a, int b) {
 }
 __device__ __forceinline__ int divide_up(int a, int b) { return divide(a + b - 1, b); }
 
+/// How many tokens of a sequence no span shows (page_cuts.hpp). Feeds of pages look it up where it is asked for, since registers are few.
+struct skipped_tokens {
+    int count = 0;
+    __device__ __forceinline__ int skipped() const { return count; }
+};
+
 /// What a query sees through the window of a layer (page/key_window.hpp).
 struct row_window {
     int tokens = 0;        // 0: all
@@ -38,10 +44,11 @@ struct row_window {
     row_window(int of_tokens, bool chunked)
         : tokens(smaller(of_tokens, most_tokens)),
           inverse(chunked && tokens > 1 ? 0xffffffffu / static_cast<unsigned>(tokens) + 1u : 0u) {}
-    /// The first paged position that the query at this one sees, if tokens are not 0. skipped: tokens of the sequence that
-    /// no span shows (page_cuts.hpp), since chunks are counted without them. Without a branch: it is inlined often.
-    __device__ __forceinline__ int first_seen(int query, int skipped) const {
-        const auto at = static_cast<unsigned>(query - skipped);
+    /// The first paged position that the query at this one sees, if tokens are not 0. Chunks are counted without the
+    /// skipped tokens of the sequence. No branch: it is inlined often.
+    template <class Cuts>
+    __device__ __forceinline__ int first_seen(int query, const Cuts& cuts) const {
+        const auto at = static_cast<unsigned>(query - cuts.skipped());
         int rest = static_cast<int>(at - __umulhi(at, inverse) * static_cast<unsigned>(tokens));
         rest += rest < 0 ? tokens : 0;  // the quotient may be one too large
         return query - (inverse == 0 ? tokens - 1 : rest);
@@ -69,7 +76,7 @@ struct work_shape {
     /// The first one that some query sees.
     __device__ __forceinline__ int begin(int length) const {
         if (window.tokens == 0) return 0;
-        return larger(0, window.first_seen(length - oldest, 0) - first_token);
+        return larger(0, window.first_seen(length - oldest, skipped_tokens{}) - first_token);
     }
     /// hint: while the previous launch may still write lengths; what is read then stays out of the first-level
     /// cache.

@@ -110,7 +110,7 @@ __device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_ar
         const int row = item->row_block * 4 * Rows4 + lane_row<Rows4>(n, id.t);
         if (row >= a.rows) continue;
         const std::uint64_t visible = a.ancestors[a.row_token(item->sequence, row)];
-        const int begin = a.begin_at(a.text_place(length, visible), 0, skipped);
+        const int begin = a.begin_at(a.text_place(length, visible), 0, skipped_tokens{skipped});
 #pragma unroll 1
         for (int i = 0; i < 4 * Keys::tiles; ++i)
             if (is_hidden(a, visible, first + i / 4 * Keys::tile_height + 4 * id.g + i % 4, shift,

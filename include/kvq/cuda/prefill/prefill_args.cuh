@@ -94,7 +94,7 @@ struct prefill_args {
     __device__ __forceinline__ int first_seen(const prefill_block& block, int position) const {
         if (window.tokens == 0) return -most_tokens;
         const bool skips = window.inverse != 0 && cuts.skipped != nullptr;
-        return window.first_seen(position, skips ? __ldg(cuts.skipped + block.sequence) : 0);
+        return window.first_seen(position, skipped_tokens{skips ? __ldg(cuts.skipped + block.sequence) : 0});
     }
     /// That a row of the block sees.
     __device__ __forceinline__ int seen_from(const prefill_block& block) const {
