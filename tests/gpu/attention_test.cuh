@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvq/cuda/decode/attend.cuh>
+#include <kvq/page/key_window.hpp>
 
 #include "support.cuh"
 
@@ -18,6 +19,7 @@ struct attention_case {
     std::vector<float> value_sizes = {1.0f};  // blocks of values are multiplied by one of them
     std::vector<float> key_sizes = {1.0f};    // the same of keys
     bool peaked = false;                      // one key of every page dominates
+    bool chunked = false;                     // of the window
 };
 
 /// Softmax state of one query row in double, over those tokens of [from, to) of one head whose pages are held.
@@ -100,6 +102,7 @@ void check_attention(rng& r, const attention_case& c, const char* name, double* 
     kvq::cuda::attention_options options;
     options.query_tokens = c.query_tokens;
     options.window = c.window;
+    options.chunked = c.chunked;
     options.softcap = c.softcap;
     options.lse = lse.get();
     options.state_out = state.get();
@@ -120,7 +123,7 @@ void check_attention(rng& r, const attention_case& c, const char* name, double* 
             for (int h = 0; h < q_heads; ++h) {
                 const std::size_t row = static_cast<std::size_t>((b * c.query_tokens + i) * q_heads + h);
                 const int position = c.lengths[static_cast<std::size_t>(b)] - c.query_tokens + i;
-                const int from = c.window > 0 ? std::max(0, position - c.window + 1) : 0;
+                const int from = std::max(0, kvq::key_window{c.window, c.chunked}.first_seen(position));
                 const auto expected =
                     reference_row(batch, static_cast<std::size_t>(b), static_cast<std::size_t>(h / c.group),
                                   &qf[row * dim], from, std::max(from, position + 1), c.softcap);
@@ -189,6 +192,14 @@ void check_format(const char* name) {
     check_attention<Format, T>(
         r, {.kv_heads = 1, .group = 2, .query_tokens = 8, .window = 40, .lengths = {page + 3, 600}}, name,
         &worst, &state);
+    check_attention<Format, T>(r,
+                               {.kv_heads = 1,
+                                .group = 2,
+                                .query_tokens = 8,
+                                .window = 40,
+                                .lengths = {page + 3, 603},
+                                .chunked = true},
+                               name, &worst, &state);
     check_attention<Format, T>(
         r, {.kv_heads = 2, .group = 2, .window = 100, .softcap = 5.0f, .lengths = {40, 900, page}}, name,
         &worst, &state);

@@ -1,5 +1,8 @@
 // Attention over sequences whose pages have several formats, in one launch, against double arithmetic on the dequantized values.
+#include <bit>
+
 #include <kvq/attention/token_tree.hpp>
+#include <kvq/page/key_window.hpp>
 
 #include "attention_test.cuh"
 
@@ -15,7 +18,7 @@ struct mixed_case {
     bool scattered =
         false;  // pages of the quantized formats in any order, named by negative entries; otherwise they follow each other
     int drafted = 0;  // a random tree of so many tokens, of which the last query_tokens ask
-    bool sink_logits = false, window_sinks = false;
+    bool sink_logits = false, window_sinks = false, chunked = false, all_keys = false;
 };
 
 /// Trees, logits of sinks: what else the options point to.
@@ -29,8 +32,9 @@ struct other_options {
         std::vector<std::uint64_t> words;
         for (std::size_t b = 0; b < c.lengths.size() && c.drafted > 0; ++b) {
             std::vector<int> parents;
+            const int width = test::uniform(r, 1, 7);  // 1: a chain
             for (int i = 0; i < c.drafted; ++i)
-                parents.push_back(test::uniform(r, std::max(-1, i - 6), i - 1));
+                parents.push_back(test::uniform(r, std::max(-1, i - width), i - 1));
             const token_tree tree(0, parents);
             for (int i = c.drafted - c.query_tokens; i < c.drafted; ++i) words.push_back(tree.ancestors(i));
         }
@@ -49,17 +53,26 @@ struct other_options {
         o.query_tokens = c.query_tokens;
         o.window = c.window;
         o.window_sinks = c.window_sinks;
+        o.chunked = c.chunked;
+        o.all_keys = c.all_keys;
         o.softcap = c.softcap;
         o.drafted = c.drafted;
         if (c.drafted > 0) o.ancestors = ancestors_device.get();
     }
     /// Does query token i of sequence b see token t?
     bool sees(const mixed_case& c, std::size_t b, int i, int t) const {
-        const int position = c.lengths[b] - c.query_tokens + i, bit = t - (c.lengths[b] - c.drafted);
-        if (c.window > 0 && t <= position - c.window && !(c.window_sinks && t < c.sinks)) return false;
-        return c.drafted == 0 || bit < 0 ||
-               (ancestors[b * static_cast<std::size_t>(c.query_tokens) + static_cast<std::size_t>(i)] >> bit &
-                1) != 0;
+        const int draft = c.lengths[b] - c.drafted, bit = t - draft;
+        // Drafted tokens count as the text that the query's path makes of them.
+        int position = c.lengths[b] - c.query_tokens + i, key = t;
+        if (c.drafted > 0) {
+            const std::uint64_t word =
+                ancestors[b * static_cast<std::size_t>(c.query_tokens) + static_cast<std::size_t>(i)];
+            if (bit >= 0 && (word >> bit & 1) == 0) return false;
+            position = draft + std::popcount(word) - 1;
+            if (bit >= 0) key = draft + std::popcount(word & ((std::uint64_t{1} << bit) - 1));
+        }
+        return c.window == 0 || (c.window_sinks && key < c.sinks) ||
+               key >= key_window{c.window, c.chunked}.first_seen(position);
     }
 };
 
@@ -88,11 +101,11 @@ void check_rows(const mixed_case& c, const other_options& others, [[maybe_unused
                 const std::size_t row =
                     static_cast<std::size_t>((static_cast<int>(b) * c.query_tokens + i) * q_heads + h);
                 const auto head = static_cast<std::size_t>(h / c.group);
-                const int position = c.lengths[b] - c.query_tokens + i;
+                const int position = c.all_keys ? i : c.lengths[b] - c.query_tokens + i;
                 std::vector<double> scores, sums(value_dim, 0.0);
                 std::vector<const float*> values;
                 double top = -INFINITY, sum = 0.0, error = 0.0, size = 0.0;
-                for (int t = 0; t <= position; ++t) {
+                for (int t = 0; t < c.lengths[b] && (c.all_keys || t <= position); ++t) {
                     if (!others.sees(c, b, i, t)) continue;
                     const token_numbers x = numbers(b, head, t);
                     double s = 0.0;
@@ -283,6 +296,13 @@ void check_mixes(const char* name) {
            .query_tokens = 2,
            .window = 90,
            .lengths = {1000, 2 * page + 1, 5, 400}});
+    check({.kv_heads = 1,
+           .group = 4,
+           .query_tokens = 5,
+           .window = 90,
+           .lengths = {992, 2 * page + 1, 5, 364},
+           .chunked = true});
+    check({.kv_heads = 1, .group = 2, .query_tokens = 6, .lengths = {500, 2, 0}, .all_keys = true});
     check({.kv_heads = 1, .group = 2, .window = 300, .softcap = 5.0f, .lengths = {40, 900, page, 300}});
     check({.sinks = 0, .recent = 200, .lengths = ragged});
     check({.group = 2, .lengths = {700, 700, 700}});
@@ -307,6 +327,16 @@ void check_mixes(const char* name) {
            .softcap = 5.0f,
            .lengths = {400, 40},
            .drafted = 12});
+    for (const bool chunked : {false, true})
+        check({.kv_heads = 1,
+               .group = 1,
+               .query_tokens = 40,
+               .window = 7,
+               .sinks = 3,
+               .lengths = {300, 47},
+               .drafted = 45,
+               .window_sinks = true,
+               .chunked = chunked});
     check({.kv_heads = 1,
            .group = 2,
            .query_tokens = 3,
@@ -358,7 +388,27 @@ void check_single(const char* name, Score score) {
           .lengths = {100, 8, 700, 5},
           .drafted = 10},
           mixed_case{
-              .kv_heads = 1, .group = 16, .query_tokens = 2, .window = 60, .sinks = 0, .lengths = {500}}}) {
+              .kv_heads = 1, .group = 16, .query_tokens = 2, .window = 60, .sinks = 0, .lengths = {500}},
+          mixed_case{.kv_heads = 1,
+          .group = 2,
+          .query_tokens = 8,
+          .window = 6,
+          .sinks = 0,
+          .lengths = {100, 33},
+          .drafted = 30},
+          mixed_case{.kv_heads = 1,
+          .group = 2,
+          .query_tokens = 9,
+          .window = 60,
+          .sinks = 0,
+          .lengths = {487, 30},
+          .chunked = true},
+          mixed_case{.kv_heads = 1,
+          .group = 2,
+          .query_tokens = 5,
+          .sinks = 0,
+          .lengths = {90, 3},
+          .all_keys = true}}) {
         const test::quantized_batch<Format> batch(r, c.kv_heads, c.lengths);
         const test::device_batch<Format> device(batch);
         const int q_heads = c.kv_heads * c.group, rows = static_cast<int>(c.lengths.size()) * c.query_tokens;

@@ -5,6 +5,7 @@
 #define __CUDA_ARCH_LIST__ 800, 890
 #endif
 #include <kvq/cuda/prefill/prefill.cuh>
+#include <kvq/page/key_window.hpp>
 #include <string_view>
 
 #include "support.cuh"
@@ -23,7 +24,7 @@ constexpr bool few = true;  // cases, where another format is checked with all o
 
 struct prefill_case {
     int kv_heads = 2, group = 4, window = 0;
-    bool keep_sinks = false, logits = false, holes = false;
+    bool keep_sinks = false, logits = false, holes = false, chunked = false;
     float softcap = 0.0f;
     int sinks = 4, recent = 128;
     std::vector<int> lengths;     // before the new tokens, sinks included
@@ -99,6 +100,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         cuda::prefill_options options;
         options.window = c.window;
         options.window_sinks = c.keep_sinks;
+        options.chunked = c.chunked;
         options.softcap = c.softcap;
         options.sink_logits = c.logits ? logits_device.get() : nullptr;
         options.lse = to_lse;
@@ -150,6 +152,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
             cuda::prefill_options options;
             options.window = c.window;
             options.window_sinks = c.keep_sinks;
+            options.chunked = c.chunked;
             options.softcap = c.softcap;
             options.sink_logits = c.logits ? logits_device.get() : nullptr;
             options.state_out = states.get();
@@ -213,7 +216,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
                 for (int t = 0; t <= position; ++t) {
                     const int n = t - c.sinks;
                     const bool kept = c.keep_sinks && n < 0;
-                    if (c.window > 0 && t < position - c.window + 1 && !kept) continue;
+                    if (!kept && t < key_window{c.window, c.chunked}.first_seen(position)) continue;
                     const float *key, *value;
                     if (t >= c.lengths[b]) {
                         const std::size_t at =
@@ -315,6 +318,14 @@ void check_format(const char* name, bool few = false) {
            .recent = 32,
            .lengths = {500},
            .new_tokens = {37}});
+    check({.kv_heads = 1,
+           .group = 2,
+           .window = 90,
+           .keep_sinks = true,
+           .chunked = true,
+           .recent = 32,
+           .lengths = {400, 0, 81},
+           .new_tokens = {170, 95, 10}});
     // Sinks that are new themselves: behind no history, and behind one that ends among them; more than a tile of them.
     check({.kv_heads = 1,
            .group = 4,
@@ -344,6 +355,7 @@ void check_format(const char* name, bool few = false) {
         c.recent = test::uniform(r, 0, 150);
         c.window = test::uniform(r, 0, 1) * test::uniform(r, 1, 400);
         c.keep_sinks = c.window > 0 && test::uniform(r, 0, 1) == 0;
+        c.chunked = c.window > 0 && test::uniform(r, 0, 1) == 0;
         c.sinks = test::uniform(r, 0, 1) == 0 ? 4 : test::uniform(r, 1, 100);
         c.logits = test::uniform(r, 0, 3) == 0;
         c.softcap = test::uniform(r, 0, 3) == 0 ? 5.0f : 0.0f;
