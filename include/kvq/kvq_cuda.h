@@ -229,8 +229,8 @@ typedef struct kvq_cuda_attend_options {
 /// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that their sequences hold and over
 /// each other, causal. Prompts see themselves in 16 bit; pages behind the window are quantized afterwards. A step quantizes the page that leaves
 /// the window before its attention, in all layers of one shape with the first of them, which comes first.
-/// A shared layer, and one with cross attention, takes k and v of 0 tokens. In a prompt a shared layer sees its owner's tokens in 16 bit, as the owner did: they wait in memory of the cache
-/// for the last layer that shares them, or for the next begin.
+/// A shared layer, and one with cross attention, takes k and v of 0 tokens. In a prompt a shared layer sees its owner's tokens in 16 bit, as
+/// the owner did: they wait in memory of the cache for the last layer that shares them, or for the next begin.
 /// k, v: [rows x new tokens][kv_heads][head_dim]; q, out: [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads.
 KVQ_API kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
                                           const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,

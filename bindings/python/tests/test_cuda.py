@@ -104,25 +104,35 @@ class Caches(OnGpu):
         self.assertIn("kivi-4-g64", [name for e in kvq.cuda.formats() for name in e.formats])
 
     def test_list_of_layers(self):
+        """A window or chunks, full attention in a format of its own, and another text."""
         given = dict(sinks=4, recent=40, rollback=16, page_tokens=64, layer_formats={1: ("kivi-4-g64", None)})
-        layers = [kvq.sliding_attention(50, KV, D), kvq.full_attention(KV, D)]
-        gpu = kvq.cuda.Cache(layers, formats="kivi-4-g64", dtype=torch.float16, max_batch=2, max_tokens=1000, **given)
-        cpu = kvq.Cache(layers, keys="kivi-4-g64", window="fp16", **given)
-        self.assertEqual(gpu.layers, cpu.layers)
-        rows, host = [gpu.new_sequence()], [cpu.new_sequence()]
-        self.prefilled(gpu, cpu, rows, host, 250, False)
-        for _ in range(3):
-            self.prefilled(gpu, cpu, rows, host, 1, True)
-        self.assertEqual(rows[0].trim_limit(), host[0].trim_limit())
-        self.assertGreater(rows[0].trim_limit(), 100)
-        with self.assertRaisesRegex(kvq.ArgumentError, "layer 0, sliding window of 50, 2 x 64: cannot trim"):
-            rows[0].trim(100)
-        moved = rows[0].offload(cpu)
-        self.assertEqual(len(moved), len(host[0]))
-        a, b = (x.dequantize(1, "key", torch.empty(len(moved), KV, D)) for x in (moved, host[0]))
-        self.assertTrue(torch.equal(a, b))
-        with self.assertRaisesRegex(kvq.UnsupportedError, "layer 0 has kind 2"):
-            kvq.cuda.Cache([kvq.chunked_attention(64, KV, D)])
+        for first, kind in ((kvq.sliding_attention(50, KV, D), "sliding window of 50"), (kvq.chunked_attention(100, KV, D), "chunks of 100")):
+            layers = [first, kvq.full_attention(KV, D), kvq.cross_layer(KV, D)]
+            gpu = kvq.cuda.Cache(layers, formats="kivi-4-g64", dtype=torch.float16, max_batch=2, max_tokens=1000, **given)
+            cpu = kvq.Cache(layers, keys="kivi-4-g64", window="fp16", **given)
+            self.assertEqual(gpu.layers, cpu.layers)
+            rows, host = [gpu.new_sequence()], [cpu.new_sequence()]
+            text = [normal(130, KV, D) for _ in range(2)]
+            gpu.begin_cross(rows[0], 130)
+            gpu.append(2, *text)
+            host[0].append(2, *(x.cpu() for x in text))
+            with self.assertRaisesRegex(kvq.ArgumentError, "holds 130 tokens in its layers with cross attention"):
+                gpu.begin_cross(rows[0], 1)
+            self.prefilled(gpu, cpu, rows, host, 250, False)
+            for _ in range(3):
+                self.prefilled(gpu, cpu, rows, host, 1, True)
+            q = normal(1, Q, D)
+            want = host[0].attend(2, q.cpu()).float()
+            self.assertLess(((gpu.attend(2, q).cpu().float() - want).norm() / want.norm()).item(), 3e-3)
+            self.assertEqual(rows[0].trim_limit(), host[0].trim_limit())
+            self.assertGreater(rows[0].trim_limit(), 100)
+            with self.assertRaisesRegex(kvq.ArgumentError, f"layer 0, {kind}, 2 x 64: cannot trim"):
+                rows[0].trim(100)
+            moved = rows[0].offload(cpu)
+            self.assertEqual(len(moved), len(host[0]))
+            for layer, tokens in ((1, len(moved)), (2, 130)):
+                a, b = (x.dequantize(layer, "key", torch.empty(tokens, KV, D)) for x in (moved, host[0]))
+                self.assertTrue(torch.equal(a, b))
 
     def test_state(self):
         """Layers with state beside full attention, read and written in place; snapshots, trims, forks, and the way to the CPU."""

@@ -141,10 +141,12 @@ inline status cache::begin_cross(sequence_id id, int new_tokens, cudaStream_t st
     if (status s = check_prompt(id, new_tokens); !s) return s;
     if (step_groups() == groups_.size())
         return detail::bad_value("no layer of the cache has cross attention: kvq::cross_layer makes one");
-    if (const int held = entry_of(id).pages.back().tokens(); held > 0)
-        return detail::bad_value(
-            "sequence %d holds %d tokens in its layers with cross attention already: they are appended once",
-            id.index, held);
+    for (std::size_t i = step_groups(); i < groups_.size(); ++i)
+        if (const int held = entry_of(id).pages[i].tokens(); held > 0)
+            return detail::bad_value(
+                "sequence %d holds %d tokens in its layers with cross attention already: they are appended "
+                "once",
+                id.index, held);
     return begin_text(id, new_tokens, true, stream);
 }
 
