@@ -428,6 +428,9 @@ int main(int argc, char** argv) {
     check<bfloat16, turned_channels, f<full<float16>, full<bfloat16>, 80, 32, 48>>("the same -> 16 bit");
     check<float16, cuda::preset_pair<std4, 64, 64>, cuda::preset_pair<std4_h, 64, 64>>(
         "std4 -> std4-h, dim 64");
+    check<bfloat16, cuda::preset_pair<std4_h, 64, 32>>("std4-h, dim 64, page 32");
+    check<bfloat16, f<hadamard<affine<4, per_channel<>>, 16, 3>, affine<4, per_token<>>, 32, 64>>(
+        "Hadamard blocks of 16, dim 32");
     check<float16, f<hadamard<mixed_affine<code_widths<4, 2, 0>, average_eighths<16>, per_channel<32>>>,
                      detail::preset_values<2>, 64, 32>>("Hadamard before 4, 2 and 0 bits");
 #endif

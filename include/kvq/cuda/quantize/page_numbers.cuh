@@ -9,6 +9,8 @@
 // (turn_tokens); all threads of a block take part.
 #pragma once
 
+#include <bit>
+
 #include "../layout/block_access.cuh"
 #include "../layout/transform_row.cuh"
 #include "../layout/warp_tile.cuh"
@@ -158,6 +160,98 @@ __device__ __forceinline__ odd_numbers turn_tokens(const cache_ref<From>& from, 
             }
     }
     return odd;
+}
+
+/// May Hadamard matrices be applied to 16-bit keys on their way from the page (turn_rows)?
+template <tensor Role, class From, class To>
+inline constexpr bool turns_rows = [] {
+    if constexpr (Role == tensor::key && full_precision<scheme_of<Role, From>> &&
+                  !has_transform<scheme_of<Role, From>> && has_transform<scheme_of<Role, To>>) {
+        constexpr block_shape s = shape_of<Role, From>;
+        return sizeof(typename scheme_of<Role, From>::value_type) == 2 &&
+               std::has_single_bit(unsigned(s.dim)) && s.dim >= 32 && s.dim <= 128 &&
+               s.tokens % tile_layout::tile_rows == 0;
+    } else {
+        return false;
+    }
+}();
+
+/// What turn_tokens does behind visit_page, of 16-bit keys and Hadamard matrices: `at` is written once. A lane has
+/// 32 channels of a token, so that most steps are sums of registers; one, two or four lanes share the token.
+template <int Threads, class From, class To, class Slot, class Place, class Put>
+__device__ __forceinline__ odd_numbers turn_rows(const cache_ref<From>& from, const cache_ref<To>& to,
+                                                 int page, int head, float* at, int stride, const Slot& slot,
+                                                 const Place& place, const Put& put) {
+    using T = typename From::keys::value_type;
+    constexpr int dim = From::head_dim, count = 32, parts = dim / count, rows = warp_size / parts,
+                  height = tile_layout::tile_rows;
+    // A lane's runs of channels are so long that what lanes write meets no bank conflict.
+    constexpr int run = hadamard_steps<8 / parts>;
+    using layout = row_layout<run, hadamard_steps<parts>, hadamard_steps<rows>>;
+    const device_transform& transform = transform_of<tensor::key>(to);
+    const int lane = static_cast<int>(threadIdx.x) % warp_size, part = lane / rows;
+    std::uint32_t signs[parts];  // a bit for every channel whose sign changes
+#pragma unroll
+    for (int i = 0; i < parts; ++i)
+        signs[i] = __ballot_sync(~0u, kvq::detail::random_sign(transform.what.seed, {transform.layer, head},
+                                                               i * warp_size + lane) < 0.0f) >>
+                   (part << run);
+    odd_numbers odd;
+#pragma unroll 1
+    for (int first = static_cast<int>(threadIdx.x) / warp_size * rows; first < From::page_tokens;
+         first += Threads / parts) {
+        const int t = first + lane % rows;
+        const auto* const row = reinterpret_cast<const std::uint32_t*>(static_cast<const std::byte*>(
+                                    from.template block<tensor::key>(page, head))) +
+                                t / height * (height * dim / 2) + (part << run) / 2 * height + t % height;
+        float x[count];
+#pragma unroll
+        for (int k = 0; k < count; k += 2) {
+            const std::uint32_t word = row[layout::channel(k, 0) / 2 * height];
+            x[k] = unpack_half<T, 0>(word);
+            x[k + 1] = unpack_half<T, 1>(word);
+        }
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+            if (!kvq::detail::is_finite(x[k])) {
+                ++odd.not_finite;
+                x[k] = 0.0f;
+            }
+            const int bit = layout::channel(k, 0);
+            x[k] =
+                __uint_as_float(__float_as_uint(x[k]) ^
+                                (signs[bit / warp_size] << (warp_size - 1 - bit % warp_size) & 0x80000000u));
+        }
+        hadamard_row<layout, dim>(x, transform.what.largest);
+        float* const token = at + slot(t);
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+            // Of half floats no sum is that large.
+            if (!std::is_same_v<T, float16> && !(fabsf(x[k]) < 0x1p99f)) {
+                const bool finite = kvq::detail::is_finite(x[k]);
+                odd.dirty = odd.dirty || !finite;
+                x[k] = put(x[k], finite);
+            }
+            token[place(layout::channel(k, lane)) * stride] = x[k];
+        }
+    }
+    return odd;
+}
+
+/// Numbers of a page behind transforms: of `from`, which is undone, and of `to`. All threads of a block; a barrier
+/// is still to come.
+template <int Threads, tensor Role, class From, class To, class Slot, class Place, class Put>
+__device__ __forceinline__ odd_numbers turn_page(const cache_ref<From>& from, const cache_ref<To>& to,
+                                                 int page, int head, float* at, int stride, const Slot& slot,
+                                                 const Place& place, const Put& put) {
+    if constexpr (turns_rows<Role, From, To>)
+        if (transform_of<Role>(to).what.kind == transform_kind::hadamard)
+            return turn_rows<Threads>(from, to, page, head, at, stride, slot, place, put);
+    visit_page<Threads, Role>(from, page, head, [&](int channel, int token, const auto& x, int n) {
+        for (int k = 0; k < n; ++k) at[channel * stride + slot(token + k)] = x[k];
+    });
+    __syncthreads();
+    return turn_tokens<Threads, Role>(from, to, head, at, stride, slot, place, put);
 }
 
 }}}  // namespace kvq::cuda::detail

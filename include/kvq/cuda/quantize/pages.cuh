@@ -96,19 +96,19 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
             if constexpr (numbers_fit<S, Role, To> || turns<Role, From, To>) {
                 constexpr int stride = numbers_stride(shape.tokens);
                 auto* const numbers = reinterpret_cast<float*>(shared);
-                visit_page<threads, Role>(
-                    source, from, head, [&](int channel, int token, const auto& x, int n) {
-#pragma unroll
-                        for (int k = 0; k < static_cast<int>(sizeof(x) / sizeof(float)); ++k)
-                            if (k < n) numbers[channel * stride + token + k] = x[k];
-                    });
                 odd_numbers odd;
                 if constexpr (turns<Role, From, To>) {
-                    __syncthreads();
-                    odd = turn_tokens<threads, Role>(
-                        source, target, head, numbers, stride, [](int token) { return token; },
+                    odd = turn_page<threads, Role>(
+                        source, target, from, head, numbers, stride, [](int token) { return token; },
                         [](int channel) { return channel; }, [](float x, bool) { return x; });
                     __syncthreads();
+                } else {
+                    visit_page<threads, Role>(
+                        source, from, head, [&](int channel, int token, const auto& x, int n) {
+#pragma unroll
+                            for (int k = 0; k < static_cast<int>(sizeof(x) / sizeof(float)); ++k)
+                                if (k < n) numbers[channel * stride + token + k] = x[k];
+                        });
                 }
                 const auto number = [&](int token, int channel) { return numbers[channel * stride + token]; };
                 if constexpr (numbers_fit<S, Role, To>)

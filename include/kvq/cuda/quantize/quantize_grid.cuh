@@ -207,14 +207,8 @@ private:
                 memory::whole,
                 "kvq::cuda: a transform needs all channels of a page in shared memory: pages of fewer "
                 "tokens have room");
-            visit_page<Threads, Role>(source_, from_, head_,
-                                      [&](int channel, int token, const auto& x, int n) {
-                                          for (int k = 0; k < n; ++k)
-                                              to[channel * stride + axis().slot(token + k)] = x[k];
-                                      });
-            __syncthreads();
-            const odd_numbers odd = turn_tokens<Threads, Role>(
-                source_, target_, head_, to, stride, [](int token) { return axis().slot(token); },
+            const odd_numbers odd = turn_page<Threads, Role>(
+                source_, target_, from_, head_, to, stride, [](int token) { return axis().slot(token); },
                 [this](int channel) { return place_of(channel); },
                 [](float x, bool finite) {
                     return finite ? kvq::detail::bound_magnitude(x) : Zeroed ? 0.0f : x;
