@@ -153,6 +153,11 @@ void check_shapes() {
 #endif
         check_scheme<S, float16>(S{}, random, shape, {});
     }
+    // Latents have up to 512 channels.
+    const bool values = codes<S>(kvq::tensor::value) && random.one_in(2);
+    const kvq::block_shape wide{values ? kvq::tensor::value : kvq::tensor::key, slow ? 4 : 64,
+                                16 * random.between(17, 32)};
+    check_scheme<S, float16>(S{}, random, wide, {});
 }
 
 }  // namespace

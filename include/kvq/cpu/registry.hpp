@@ -17,8 +17,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Most tokens, and most channels, of blocks that are quantized and dequantized channel by channel.
-inline constexpr int most_channels = 256;
+/// Most channels, and most tokens, of blocks that are quantized and dequantized channel by channel.
+inline constexpr int most_channels = 512, most_tokens = 256;
 
 /// A kernel, or why there is none.
 struct kernel_choice {
@@ -84,7 +84,7 @@ constexpr kernel_choice read_choice(const block_shape& s, float_type type, int w
 constexpr kernel_choice channels_choice(const codec_spec& c, const block_shape& s,
                                         const char* header) noexcept {
     if (s.dim > most_channels) return {nullptr, "# channels are more than #", s.dim, most_channels};
-    if (s.tokens > most_channels) return {nullptr, "# tokens are more than #", s.tokens, most_channels};
+    if (s.tokens > most_tokens) return {nullptr, "# tokens are more than #", s.tokens, most_tokens};
     if (s.dim % 4 != 0) return {nullptr, "# channels are no multiple of #", s.dim, 4};
     if (s.role == tensor::key) return {header};
     if (c.several_widths()) return {nullptr, "several widths are for keys"};

@@ -191,7 +191,7 @@ private:
     int place_[most];
     alignas(64) float scale_[most], bias_[most];
     // By slots: a group of one token has four of them.
-    alignas(64) float token_scale_[4 * most];
+    alignas(64) float token_scale_[4 * most_tokens];
 };
 
 }}}  // namespace kvq::kernels

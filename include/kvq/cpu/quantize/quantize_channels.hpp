@@ -32,7 +32,8 @@ protected:
     using ints = typename Lanes::ints;
     static constexpr int width = Lanes::width, half = width / 2;
     static constexpr int most = most_channels;
-    static_assert(most <= channel_fits<Lanes>::most_tokens && most <= token_scale_fit<Lanes>::most_channels);
+    static_assert(most_tokens <= channel_fits<Lanes>::most_tokens && most_tokens <= most &&
+                  most <= token_scale_fit<Lanes>::most_channels);
 
     channel_grids(const channel_blocks& of, const channel_encoding& encoding, float* values, std::byte* block)
         : of_(of),
@@ -58,7 +59,7 @@ protected:
 
     /// known: token scales of the last block, or null. top: the largest code.
     KVQ_NOINLINE void divide_by_token_scales(const float* known, int top) {
-        float token_scales[most];
+        float token_scales[most_tokens];
         if (known)
             std::memcpy(token_scales, known, sizeof(float) * static_cast<std::size_t>(shape_.tokens));
         else

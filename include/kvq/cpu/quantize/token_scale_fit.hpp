@@ -17,7 +17,7 @@ template <class Lanes>
 class token_scale_fit {
 public:
     static constexpr int width = Lanes::width;
-    static constexpr int most_channels = 256, most_tokens = 256;
+    static constexpr int most_channels = 512, most_tokens = 256;
 
     /// values: [tokens][dim]; token_scales: output, `tokens` token scales.
     static void run(const float* values, int tokens, int dim, float* token_scales, int iterations = 8) {

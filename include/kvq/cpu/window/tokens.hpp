@@ -62,14 +62,15 @@ public:
         search found;
         const std::ptrdiff_t tile_bytes =
             4 * std::ptrdiff_t{tile_layout::tile_rows} * layout_.tiles.words_per_row;
-        for (int t = at, n; t < end; t += n, from += n * stride) {
-            // One token alone is the second of its word, or the last one.
-            n = per_word == 2 && t % 2 == 0 && t + 1 < end ? 2 : 1;
-            std::byte* tile = to_;
+        // All tokens of one tile after those of the other: tiles of long pages lie whole pages of memory apart.
+        std::byte* tile = to_;
+        for (int left = channels; left > 0;
+             left -= tile_layout::tile_rows, tile += tile_bytes, from += tile_layout::tile_rows) {
+            const int rows = detail::smaller(tile_layout::tile_rows, left);
             const T* token = from;
-            for (int left = channels; left > 0;
-                 left -= tile_layout::tile_rows, tile += tile_bytes, token += tile_layout::tile_rows) {
-                const int rows = detail::smaller(tile_layout::tile_rows, left);
+            for (int t = at, n; t < end; t += n, token += n * stride) {
+                // One token alone is the second of its word, or the last one.
+                n = per_word == 2 && t % 2 == 0 && t + 1 < end ? 2 : 1;
                 std::byte* const to = tile + 4 * std::ptrdiff_t{t / per_word} * detail::round_up(rows, 4);
                 int r = 0;
                 if (n == per_word)
