@@ -329,15 +329,16 @@ typedef struct kvq_layer_formats {
     const char *keys, *values;
 } kvq_layer_formats;
 
-/// What a layer holds: all of its tokens; a sliding window; the tokens of the current chunk; a recurrent state. Windows and chunks free pages by
-/// themselves.
+/// What a layer holds: all of its tokens; a sliding window; the tokens of the current chunk; a recurrent state; latents, which are keys and in their
+/// first value_dim channels values (MLA). Windows and chunks free pages by themselves.
 enum {
     KVQ_FULL_ATTENTION = 0,
     KVQ_SLIDING_ATTENTION = 1,
     KVQ_CHUNKED_ATTENTION = 2,
     KVQ_SHARED = 3,
     KVQ_CROSS_ATTENTION = 4,
-    KVQ_STATE = 5
+    KVQ_STATE = 5,
+    KVQ_LATENT = 6
 };
 
 /// One layer of a model whose layers differ.
@@ -345,7 +346,7 @@ typedef struct kvq_layer {
     int32_t kind;                // KVQ_FULL_ATTENTION, ...
     int32_t kv_heads, head_dim;  // 0 of KVQ_STATE; 0 or those of the owner of KVQ_SHARED
     int32_t value_dim;           // 0: head_dim
-    int32_t window;              // tokens of a sliding window or a chunk; 0 of other kinds
+    int32_t window;  // tokens of a sliding window or a chunk; of KVQ_LATENT its last, rotary channels; else 0
     int32_t
         sinks;  // first tokens that every query sees as well, at most those of the cache; 0 of other kinds
     int32_t owner;  // of KVQ_SHARED the earlier layer whose keys and values it reads; 0 of other kinds

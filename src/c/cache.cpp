@@ -30,6 +30,7 @@ static_assert(static_cast<int>(layer_kind::chunked) == KVQ_CHUNKED_ATTENTION);
 static_assert(static_cast<int>(layer_kind::shared) == KVQ_SHARED);
 static_assert(static_cast<int>(layer_kind::cross) == KVQ_CROSS_ATTENTION);
 static_assert(static_cast<int>(layer_kind::state) == KVQ_STATE);
+static_assert(static_cast<int>(layer_kind::latent) == KVQ_LATENT);
 
 }  // namespace
 
@@ -81,7 +82,7 @@ cache_options cache_state::read(const kvq_cache_options& o) {
 layer layer_of(const kvq_layer& given) {
     layer made{given.kv_heads, given.head_dim, given.value_dim};
     made.kind = static_cast<layer_kind>(given.kind);
-    made.window = given.window;
+    (made.kind == layer_kind::latent ? made.rotary_channels : made.window) = given.window;
     made.sinks = given.sinks;
     made.owner = given.owner;
     return made;
@@ -117,7 +118,7 @@ std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
     std::vector<layer> all;
     for (std::int32_t i = 0; i < o.layers; ++i) {
         const kvq_layer& l = o.layer_list[i];
-        expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_STATE, KVQ_ERROR_ARGUMENT, "layer ", i,
+        expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_LATENT, KVQ_ERROR_ARGUMENT, "layer ", i,
                " has kind ", l.kind, ", none of KVQ_FULL_ATTENTION, ...");
         all.push_back(layer_of(l));
     }

@@ -132,7 +132,7 @@ kvq_layer layer_of(const Cache& of, int i) noexcept {
             l.kv_heads,
             l.head_dim,
             of.shape(i).dim(tensor::value),
-            l.window,
+            l.kind == layer_kind::latent ? l.rotary_channels : l.window,
             l.sinks,
             l.owner};
 }

@@ -1059,6 +1059,37 @@ TEST_CASE("a list of layers in C is the list in C++") {
     OK(kvq_cache_free(c));
 }
 
+TEST_CASE("a latent layer in C: no values are given, and the keys are read as such") {
+    const kvq_layer list[] = {{KVQ_LATENT, 1, 40, 32, 8, 0, 0}};
+    auto o = init<kvq_cache_options>();
+    o.layers = 1;
+    o.layer_list = list;
+    o.keys = "int8-rotary8";
+    kvq_cache* c = nullptr;
+    kvq_sequence* s = nullptr;
+    OK(kvq_cache_create(&o, &c));
+    OK(kvq_sequence_create(c, &s));
+    kvq_layer found{};
+    OK(kvq_cache_get_layer(c, 0, &found));
+    CHECK(found.kind == KVQ_LATENT);
+    CHECK(found.window == 8);
+    kvq::cache cpp({kvq::latent_attention(32, 8)},
+                   {.keys = kvq::find_format("int8-rotary8", kvq::tensor::key), .sinks = 4, .recent = 32});
+    auto sequence = cpp.new_sequence();
+    test::generator random(6);
+    rows<float> k(random, 300, 1, 40), none(0, 1, 32), q(random, 1, 8, 40), out(1, 8, 32), want(1, 8, 32);
+    const kvq_tensor ck = k.c(), cv = none.c(), cq = q.c(), co = out.c();
+    OK(kvq_sequence_append(s, 0, &ck, &cv));
+    sequence.append(0, k.view(), kvq::no_rows());
+    OK(kvq_sequence_attend(s, 0, &cq, &co, nullptr));
+    sequence.attend(0, q.view(), want.view());
+    CHECK(out.x == want.x);
+    CHECK(kvq_sequence_append(s, 0, &ck, &ck) == KVQ_ERROR_ARGUMENT);
+    CHECK(std::string(kvq_last_error()).find("its values are channels of its keys") != std::string::npos);
+    OK(kvq_sequence_free(s));
+    OK(kvq_cache_free(c));
+}
+
 TEST_CASE("layers with state in C: read and written in place, trimmed to snapshots, saved and sent") {
     const kvq_layer list[] = {{KVQ_FULL_ATTENTION, 2, 16, 0, 0, 0, 0},
                               {KVQ_STATE, 0, 0, 0, 0, 0, 0},

@@ -6,7 +6,9 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <kvq/attention/merge_partials.hpp>
 #include <kvq/attention/reference.hpp>
+#include <kvq/attention/score_modifiers.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/usage.hpp>
 #include <kvq/estimate/footprint.hpp>
@@ -189,6 +191,12 @@ TEST_CASE("a latent is stored once: 400 bytes per token at 4 bits, with its rota
     const auto by_format = kvq::usage_rows(s);
     REQUIRE(by_format.size() == 2);
     CHECK(by_format[0].role == tensor::key);
+    kvq::cache_options shorter = options;
+    shorter.page_tokens = 96;
+    kvq::cache other(cache.layers(), shorter);
+    const auto again = test::restored(other, test::saved(s), {.convert = true});
+    CHECK(again.tokens(1) == 4 * 128);
+    CHECK(again.usage().pages == 2 * 6);
     // Attention takes scratch for a tile, however long the text.
     CHECK(cache.attention_workspace(1 << 20, 16) - cache.attention_workspace(1 << 17, 16) <
           std::size_t{1 << 20} * 16 * 4);
@@ -221,6 +229,64 @@ TEST_CASE("outputs of a 4-bit latent are off by what its codec loses, and no mor
         CHECK(own.relative() <= 1.1 * codec.relative());
         CHECK(own.relative() >= 0.9 * codec.relative());
     }
+}
+
+TEST_CASE("a prompt in expanded form beside its latent history, merged, is the prompt over latents") {
+    test::generator random(test::seed());
+    INFO("KVQ_SEED=", test::seed());
+    constexpr int latent = 24, rotary = 4, heads = 3, nope = 8, before = 90, chunk = 40;
+    const kvq::format exact = format_of<kvq::full<float>>();
+    const kvq::cache_options options{.keys = exact, .window = exact, .page_tokens = 32};
+    kvq::cache latents({kvq::latent_attention(latent, rotary)}, options),
+        expanded({kvq::full_attention({heads, nope + rotary, nope})}, options);
+    const auto x = test::random_tensor(random, before + chunk, 1, latent + rotary);
+    const auto up_keys = test::random_tensor(random, heads, nope, latent),
+               up_values = test::random_tensor(random, heads, nope, latent);
+    const auto q = test::random_tensor(random, chunk, heads, nope + rotary);
+    // absorbed queries; keys and values of the chunk
+    test::tensor<float> absorbed(chunk, heads, latent + rotary), k(chunk, heads, nope + rotary),
+        v(chunk, heads, nope);
+    for (int t = 0; t < chunk; ++t)
+        for (int h = 0; h < heads; ++h) {
+            const float* const token = x.view().at(before + t, 0);
+            for (int i = 0; i < nope; ++i)
+                for (int c = 0; c < latent; ++c) {
+                    absorbed.view().at(t, h)[c] += up_keys.view().at(h, i)[c] * q.view().at(t, h)[i];
+                    k.view().at(t, h)[i] += up_keys.view().at(h, i)[c] * token[c];
+                    v.view().at(t, h)[i] += up_values.view().at(h, i)[c] * token[c];
+                }
+            std::copy_n(q.view().at(t, h) + nope, rotary, absorbed.view().at(t, h) + latent);
+            std::copy_n(token + latent, rotary, k.view().at(t, h) + nope);
+        }
+    const auto up = [&](const test::tensor<float>& sums) {
+        test::tensor<float> out(chunk, heads, nope);
+        for (int t = 0; t < chunk; ++t)
+            for (int h = 0; h < heads; ++h)
+                for (int i = 0; i < nope; ++i)
+                    for (int c = 0; c < latent; ++c)
+                        out.view().at(t, h)[i] += up_values.view().at(h, i)[c] * sums.view().at(t, h)[c];
+        return out;
+    };
+    const kvq::score_scale scale{0.2f};
+    kvq::workspace space;
+    std::vector<float> lse[2];
+    for (auto& of : lse) of.resize(chunk * heads);
+    auto s = latents.new_sequence(), e = expanded.new_sequence();
+    s.append(0, x.slice(0, before), kvq::no_rows());
+    test::tensor<float> sums(chunk, heads, latent), own(chunk, heads, nope), merged(chunk, heads, nope);
+    s.attend(0, absorbed.view(), kvq::output_view(sums.view()).with_lse(lse[0].data()),
+             kvq::mods{kvq::cross_attention{}, scale});
+    e.prefill(0, k.view(), v.view(), q.view(), kvq::output_view(own.view()).with_lse(lse[1].data()), scale,
+              kvq::serial_executor{}, space);
+    auto history = up(sums);
+    const kvq::partial_output parts[] = {{history.values().data(), lse[0].data()},
+                                         {own.values().data(), lse[1].data()}};
+    kvq::merge_partials(parts, chunk * heads, nope, merged.values().data());
+    s.prefill(0, x.slice(before, chunk), kvq::no_rows(), absorbed.view(), sums.view(), scale,
+              kvq::serial_executor{}, space);
+    const auto want = up(sums);
+    for (std::size_t i = 0; i < want.values().size(); ++i)
+        CHECK(merged.values()[i] == doctest::Approx(want.values()[i]).epsilon(1e-3).scale(1.0));
 }
 
 TEST_CASE("keys beyond fp16 are values all the same") {

@@ -10,7 +10,8 @@ from ._errors import ArgumentError
 from ._library import limit, text
 
 _KINDS = {"full": _abi.FULL_ATTENTION, "sliding": _abi.SLIDING_ATTENTION, "chunked": _abi.CHUNKED_ATTENTION,
-          "shared": _abi.SHARED, "cross": _abi.CROSS_ATTENTION, "state": _abi.STATE}
+          "shared": _abi.SHARED, "cross": _abi.CROSS_ATTENTION, "state": _abi.STATE,
+          "latent": _abi.LATENT}
 _NAMES = {number: name for name, number in _KINDS.items()}
 _DTYPES = {"float32": _abi.FP32, "float16": _abi.FP16, "bfloat16": _abi.BF16}
 _SNAPSHOTS = {"exact": _abi.SNAPSHOT_EXACT, "int8-rows": _abi.SNAPSHOT_INT8_ROWS,
@@ -38,12 +39,12 @@ class StatePart:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a model. Made by full_attention, sliding_attention, chunked_attention, shared_with, cross_layer and
-    state_layer.
+    """One layer of a model. Made by full_attention, sliding_attention, chunked_attention, shared_with, cross_layer,
+    latent_attention and state_layer.
 
-    kind       "full", "sliding", "chunked", "shared", "cross" or "state"
+    kind       "full", "sliding", "chunked", "shared", "cross", "latent" or "state"
     value_dim  channels of a value; None: head_dim
-    window     tokens of a sliding window or a chunk; 0 of other kinds
+    window     tokens of a sliding window or a chunk; of kind "latent" its rotary channels; 0 of other kinds
     sinks      first tokens that every query sees as well
     parts      of kind "state", which has no heads and channels
     owner      of kind "shared": the earlier layer whose keys and values it reads
@@ -95,6 +96,14 @@ def cross_layer(kv_heads: int, head_dim: int, value_dim: Optional[int] = None) -
     queries in attend, which see all of them. Its tokens are no part of Sequence.tokens() and of trims; forks share its pages.
     """
     return Layer("cross", kv_heads, head_dim, value_dim)
+
+
+def latent_attention(latent_channels: int, rotary_channels: int, value_channels: Optional[int] = None) -> Layer:
+    """A layer of latent attention (MLA): a token has one latent, the key of all query heads. Its first value_channels are its value (None:
+    latent_channels). prefill, append and append_draft take v None. Formats of keys keep the rotary channels: "std4-rotary64".
+    """
+    return Layer("latent", 1, latent_channels + rotary_channels,
+                 latent_channels if value_channels is None else value_channels, rotary_channels)
 
 
 def state_layer(parts: Iterable[StatePart]) -> Layer:

@@ -59,8 +59,8 @@ class TokenStore(Handle):
         step. Attention reads the chunk in 16 bit; pages behind the recent window are quantized afterwards.
 
         k    [n][kv_heads][head_dim], rotated if the model has rotary positions
-        v    [n][kv_heads][value_dim], of the dtype of k; both None for a layer made by shared_with, which sees the chunk as its owner
-             saw it: once after each prefill of the owner
+        v    [n][kv_heads][value_dim], of the dtype of k; None for a layer made by latent_attention; both None for one made by
+             shared_with, which sees the chunk as its owner saw it: once after each prefill of the owner
         q    [m][q_heads][head_dim], m at most n unless mods say otherwise; q_heads is a multiple of kv_heads
         out  [m][q_heads][value_dim]; None: new memory of the dtype of q
         lse  None, or float32 [m][q_heads], gets the natural logarithm of each softmax sum
@@ -73,9 +73,9 @@ class TokenStore(Handle):
             ctypes.byref(optional_tensor(v, "v")), ctypes.byref(a.q), ctypes.byref(a.out))
         return a.result
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def append(self, layer: int, k: Tensor, v: Optional[Tensor]) -> None:
         """Appends n tokens to a layer, without queries. k, v: as of prefill"""
-        self._function("append")(self, layer, ctypes.byref(tensor(k, "k")), ctypes.byref(tensor(v, "v")))
+        self._function("append")(self, layer, ctypes.byref(tensor(k, "k")), ctypes.byref(optional_tensor(v, "v")))
 
     def attend(self, layer: int, q: Tensor, out: Optional[Tensor] = None, *, mods: Optional[Mods] = None,
                lse: Optional[Tensor] = None, threads: Optional[Threads] = None,
@@ -86,9 +86,9 @@ class TokenStore(Handle):
             self._function("attend"), self, layer, ctypes.byref(a.q), ctypes.byref(a.out))
         return a.result
 
-    def append_draft(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def append_draft(self, layer: int, k: Tensor, v: Optional[Tensor]) -> None:
         """Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under Mods(tree_parents=...)."""
-        self._function("append_draft")(self, layer, ctypes.byref(tensor(k, "k")), ctypes.byref(tensor(v, "v")))
+        self._function("append_draft")(self, layer, ctypes.byref(tensor(k, "k")), ctypes.byref(optional_tensor(v, "v")))
 
     def keep(self, path: Iterable[int]) -> None:
         """Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every layer with a

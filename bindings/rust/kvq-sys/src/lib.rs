@@ -38,6 +38,7 @@ pub const KVQ_CHUNKED_ATTENTION: i32 = 2;
 pub const KVQ_SHARED: i32 = 3;
 pub const KVQ_CROSS_ATTENTION: i32 = 4;
 pub const KVQ_STATE: i32 = 5;
+pub const KVQ_LATENT: i32 = 6;
 pub const KVQ_SNAPSHOT_EXACT: i32 = 0;
 pub const KVQ_SNAPSHOT_INT8_ROWS: i32 = 1;
 pub const KVQ_SNAPSHOT_INT8_COLUMNS: i32 = 2;

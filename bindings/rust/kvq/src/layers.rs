@@ -19,6 +19,8 @@ pub enum LayerKind {
     Cross,
     /// Recurrent state in place of keys and values (Gated DeltaNet, Mamba, RWKV).
     State,
+    /// Latents, which are keys and in their first value_dim channels values (MLA).
+    Latent,
 }
 
 /// One layer of a model: `Layer { value_dim: Some(64), ..Layer::full_attention(8, 128) }`.
@@ -29,7 +31,7 @@ pub struct Layer {
     pub head_dim: usize,
     /// Channels of values; None: head_dim.
     pub value_dim: Option<usize>,
-    /// Tokens of a sliding window or a chunk, at least 1; 0 of other kinds.
+    /// Tokens of a sliding window or a chunk, at least 1; of a latent layer its rotary channels; 0 of other kinds.
     pub window: usize,
     /// First tokens that every query sees as well, at most those of the cache; of layers with a window.
     pub sinks: usize,
@@ -82,6 +84,15 @@ impl Layer {
             ..Layer::default()
         }
     }
+    /// Its first latent_channels are normed, the others rotated. It takes no values.
+    pub fn latent(latent_channels: usize, rotary_channels: usize) -> Self {
+        Layer {
+            kind: LayerKind::Latent,
+            value_dim: Some(latent_channels),
+            window: rotary_channels,
+            ..Layer::full_attention(1, latent_channels + rotary_channels)
+        }
+    }
     pub(crate) fn to_c(&self) -> Result<sys::kvq_layer> {
         Ok(sys::kvq_layer {
             kind: match self.kind {
@@ -91,6 +102,7 @@ impl Layer {
                 LayerKind::Shared => sys::KVQ_SHARED,
                 LayerKind::Cross => sys::KVQ_CROSS_ATTENTION,
                 LayerKind::State => sys::KVQ_STATE,
+                LayerKind::Latent => sys::KVQ_LATENT,
             },
             kv_heads: int(self.kv_heads, "kv_heads")?,
             head_dim: int(self.head_dim, "head_dim")?,
