@@ -164,7 +164,8 @@ KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequenc
 /// a row that is not there.
 typedef struct kvq_cuda_state_view {
     size_t size;
-    void* data;  // device memory, a multiple of 64; stays as long as kvq_cuda_cache_graph_id does
+    void*
+        data;  // device memory, a multiple of 64, or NULL without slots; stays as long as kvq_cuda_cache_graph_id does
     size_t slot_bytes;
     size_t bytes;              // of one sequence
     const int32_t* row_slots;  // device memory, [rows]

@@ -1475,6 +1475,26 @@ void check_lists() {
             "a window of 60 tokens without sinks is no window together with it");
     CHECK(c.gpu.trim(id, 203) && c.gpu.trim_limit(id) == 203, "a trim to what is held");
 
+    // A prompt reads pages that a trim has cut and that it frees.
+    both_options cutting;
+    cutting.list = {sliding_attention(40, of)};
+    cutting.list[0].sinks = cutting.sinks;
+    cutting.recent = 3;
+    cutting.rollback = cutting.draft_tokens = 0;
+    both_caches w(cutting);
+    pair cut{w.gpu.new_sequence(), w.cpu.new_sequence()};
+    test::rng random(14);
+    std::vector<float16> some, others;
+    for (const int n : {106, 150}) {
+        w.write(random, some, others);
+        CHECK(w.gpu.begin_prompt(cut.id, n, w.stream), "begin");
+        prefill(random, w, cut, n, some, others, 0, false, "a prompt behind a cut", n);
+        if (n == 150) break;
+        CHECK(w.gpu.trim(cut.id, 80), "a trim into a quantized page of a window");
+        cut.host.trim(80);
+    }
+    compare(w, cut, "a prompt behind a cut", 0);
+
     // A shared layer: what it refuses, and a prompt that it has not attended to when the next step begins.
     both_options sharing;
     sharing.list = {full_attention(of), shared_with(0)};

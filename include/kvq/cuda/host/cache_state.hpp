@@ -66,12 +66,10 @@ inline status cache::state(int layer, int part, state_view& view) const {
     const common::state_place& place =
         states_->layers().layers()[at].place(common::state_form::live, static_cast<std::size_t>(part));
     const detail::pool_memory& pages = states_->pages().memory();
-    view = {pages.data + states_->offset(at) + place.offset,
-            pages.page_bytes(),
-            place.bytes,
-            pages.pages,
-            words_.as<int>() + first_slot_,
-            step_.rows};
+    // None while no sequence has a state.
+    std::byte* const first =
+        pages.data == nullptr ? nullptr : pages.data + states_->offset(at) + place.offset;
+    view = {first, pages.page_bytes(), place.bytes, pages.pages, words_.as<int>() + first_slot_, step_.rows};
     return {};
 }
 

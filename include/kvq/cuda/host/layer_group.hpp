@@ -145,6 +145,21 @@ struct layer_group {
         const bool known = r.id == id && r.version == version;
         const int before = s.committed(), gone = s.gone(),
                   after = s.paged_tokens(geometry) + s.drafted + new_tokens;
+        if (!known) {
+            // Before it grows: launches of the step read pages that it frees.
+            const int cut_end = s.cut_end(geometry);
+            // Pages that are gone show nothing, and lie before all others.
+            for (int i = 0; i < common::smaller(gone, cut_end); ++i)
+                for (const int word : {0, 1}) put(to, shown_at(b) + 2 * i + word, 0);
+            for (int i = gone; i < cut_end; ++i) {
+                put(to, shown_at(b) + 2 * i, s[i].first_token);
+                put(to, shown_at(b) + 2 * i + 1,
+                    static_cast<int>(static_cast<unsigned>(s[i].skip) |
+                                     static_cast<unsigned>(s[i].skip + s[i].tokens) << 16));
+            }
+            put(to, cut_end_at(b), cut_end);
+            put(to, skipped_at(b), s.skipped(geometry));
+        }
         if (draft)
             s.draft(new_tokens, geometry, pools_of(s));
         else
@@ -167,20 +182,6 @@ struct layer_group {
                 put(to, first_at(f, b), first);
                 put(to, end_at(f, b), last);
             }
-        if (!known) {
-            const int cut_end = s.cut_end(geometry);
-            // Pages that are gone show nothing, and lie before all others.
-            for (int i = 0; i < common::smaller(gone, cut_end); ++i)
-                for (const int word : {0, 1}) put(to, shown_at(b) + 2 * i + word, 0);
-            for (int i = gone; i < cut_end; ++i) {
-                put(to, shown_at(b) + 2 * i, s[i].first_token);
-                put(to, shown_at(b) + 2 * i + 1,
-                    static_cast<int>(static_cast<unsigned>(s[i].skip) |
-                                     static_cast<unsigned>(s[i].skip + s[i].tokens) << 16));
-            }
-            put(to, cut_end_at(b), cut_end);
-            put(to, skipped_at(b), s.skipped(geometry));
-        }
         const int pages = s.pages() + static_cast<int>(s.ahead.size());
         for (int i = common::larger(0, pages - geometry.ring); i < pages; ++i) {
             const page* const held = s.window_page(i);
