@@ -154,10 +154,12 @@ struct product_scheme {
             float* const row = values + t * s.dim;
             float largest = 0.0f;
             for (int c = 0; c < s.dim; ++c)
-                if (std::isfinite(row[c]))
+                if (std::isfinite(row[c])) {
+                    row[c] = std::clamp(row[c], -0x1p100f, 0x1p100f);
                     largest = std::fmax(largest, std::fabs(row[c]));
-                else
+                } else {
                     ++not_finite;
+                }
             const kvq::float16 token_scale = rounded_up(largest > 0.0f ? largest : 1.0f);
             std::memcpy(block + at.token_scales + 2 * static_cast<std::size_t>(t), &token_scale,
                         sizeof token_scale);

@@ -109,6 +109,9 @@ inline const std::vector<float>& hostile_values() {
                                               -1.0f,
                                               1e30f,
                                               -1e30f,
+                                              -2.5e38f,
+                                              limits::max(),
+                                              -limits::max(),
                                               3e-8f};
     return values;
 }

@@ -3,8 +3,8 @@
 //   scale = round_up(max|x| / (2^(B-1) - 1))       to the stored parameter type
 //   code  = 2^(B-1) + round_half_even(x / scale)
 //
-// Contract: |x - x^| <= scale/2 (plus float evaluation); zero is exact. Needs at least 2 bits. NaN is quantized as zero,
-// infinities saturate. The grid is that of symmetric INT8 per (token, head) caches, with rounding to nearest instead of
+// Contract: |x - x^| <= scale/2 (plus float evaluation) up to 2^126, larger magnitudes saturate; zero is exact. Needs at least 2
+// bits. NaN is quantized as zero, infinities saturate. The grid is that of symmetric INT8 per (token, head) caches, with rounding to nearest instead of
 // truncation (truncation has four times the squared error).
 #pragma once
 
@@ -24,7 +24,7 @@ struct symmetric {
 
     template <int Bits, class P>
     KVQ_HD static constexpr stored_parameters<P> fit(float lo, float hi) noexcept {
-        const float largest = detail::larger(-lo, hi);
+        const float largest = detail::bound_range(detail::larger(-lo, hi));
         if (!(largest > 0.0f)) return {P(0.0f), P(0.0f)};
         const float steps = static_cast<float>(top<Bits> - zero_code<Bits>);
         return {

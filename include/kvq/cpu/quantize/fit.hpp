@@ -7,8 +7,8 @@
 //
 // Contract: bit for bit the results of levels::fit and levels::code. Stored types other than float, float16
 // and bfloat16 are fitted lane by lane. Scaled: values are float16 times 2^-112, which every step here undoes
-// exactly. Codes need no clamping unless a wanted parameter exceeds the stored type: with bias rounded down
-// and scale rounded up, (x - bias) / scale is at most top * (1 + 2^-22), which rounds to top.
+// exactly. Codes need no clamping unless a wanted parameter exceeds the stored type, or a magnitude 2^126: with
+// bias rounded down and scale rounded up, (x - bias) / scale is at most top * (1 + 2^-22), which rounds to top.
 #pragma once
 
 #include <cstddef>
@@ -44,30 +44,35 @@ private:
     /// A vector of groups; returns the larger parameters that were wanted.
     static KVQ_INLINE floats fit(const float* low, const float* high, int n, float steps, std::byte* to,
                                  std::size_t section, float* bias_out, float* inverse_out) {
-        floats lo = Lanes::load_floats(low);
-        const floats hi = Lanes::load_floats(high), none = Lanes::splat_float(0.0f);
+        floats lo = Lanes::load_floats(low), hi = Lanes::load_floats(high);
+        const floats none = Lanes::splat_float(0.0f);
         floats range = hi, most = none, bias = none;
+        if constexpr (limit > detail::most_ranged) {  // otherwise parameters saturate below it
+            most = Lanes::larger(Lanes::subtract(none, lo), hi);
+            lo = bounded(lo, detail::most_ranged);
+            hi = bounded(hi, detail::most_ranged);
+        }
         if constexpr (Levels::has_bias) {
             // + 0 turns -0 into +0, as in asymmetric::fit.
             lo = Lanes::add(lo, none);
-            store(to + section, rounded<false>(bounded(lo), bias), n);
+            store(to + section, rounded<false>(bounded(lo, limit), bias), n);
             range = Lanes::subtract(hi, bias);
-            most = Lanes::subtract(none, lo);
+            most = Lanes::larger(most, Lanes::subtract(none, lo));
         } else {
             range = Lanes::larger(Lanes::subtract(none, lo), hi);
         }
         const floats wanted = Lanes::divide(range, Lanes::splat_float(steps));
         const floats least = Lanes::larger(wanted, Lanes::splat_float(1.17549435e-38f));
         floats scale;
-        store(to, rounded<true>(Lanes::keep_above(bounded(least), range, 0.0f), scale), n);
+        store(to, rounded<true>(Lanes::keep_above(bounded(least, limit), range, 0.0f), scale), n);
         Lanes::store_floats(bias_out, bias);
         Lanes::store_floats(inverse_out,
                             Lanes::keep_above(Lanes::divide(Lanes::splat_float(1.0f), scale), scale, 0.0f));
         return Lanes::larger(most, wanted);
     }
 
-    static KVQ_INLINE floats bounded(floats x) {
-        return Lanes::smaller(Lanes::larger(x, Lanes::splat_float(-limit)), Lanes::splat_float(limit));
+    static KVQ_INLINE floats bounded(floats x, float most) {
+        return Lanes::smaller(Lanes::larger(x, Lanes::splat_float(-most)), Lanes::splat_float(most));
     }
     /// Rounded down or up to the stored type: its bits, and their value.
     template <bool Up>
@@ -121,11 +126,11 @@ constexpr range_fit range_fit_of() {
     else
         return &fit_own<Levels, Bits, P>;
 }
-/// Codes must be clamped if a wanted parameter is above this: types of one's own may round in any direction.
+/// Codes must be clamped if a wanted parameter, or a magnitude, is above this: types of one's own may round in any direction.
 template <class P>
 constexpr float range_limit() {
     if constexpr (float_format<P>)
-        return detail::max_finite<P>;
+        return detail::smaller(detail::max_finite<P>, detail::most_ranged);
     else
         return -1.0f;
 }

@@ -87,6 +87,14 @@ __device__ __forceinline__ P round_outside(float x, bool up) {
         return up ? kvq::detail::round_up_to<P>(x) : kvq::detail::round_down<P>(x);
     }
 }
+/// Where parameters of type P saturate below it anyway, nothing.
+template <class P>
+__device__ __forceinline__ float bound_range(float x) {
+    if constexpr (std::is_same_v<P, float16>)
+        return x;
+    else
+        return kvq::detail::bound_range(x);
+}
 /// Levels::fit(lo, hi), the same bits in fewer instructions.
 template <class S>
 __device__ __forceinline__ stored_parameters<typename S::parameter> fit_range(float lo, float hi) {
@@ -95,12 +103,12 @@ __device__ __forceinline__ stored_parameters<typename S::parameter> fit_range(fl
     constexpr float least = 1.17549435e-38f;
     constexpr int top = levels::template top<S::code_bits>;
     if constexpr (std::is_same_v<levels, asymmetric>) {
-        const P bias = round_outside<P>(lo + 0.0f, false);
-        const float range = hi - to_float(bias);
+        const P bias = round_outside<P>(bound_range<P>(lo + 0.0f), false);
+        const float range = bound_range<P>(hi) - to_float(bias);
         if (!(range > 0.0f)) return {P{}, bias};
         return {round_outside<P>(fmaxf(__fdiv_rn(range, static_cast<float>(top)), least), true), bias};
     } else {
-        const float largest = fmaxf(-lo, hi);
+        const float largest = bound_range<P>(fmaxf(-lo, hi));
         if (!(largest > 0.0f)) return {P{}, P{}};
         constexpr float steps = static_cast<float>(top - levels::template zero_code<S::code_bits>);
         return {round_outside<P>(fmaxf(__fdiv_rn(largest, steps), least), true), P{}};
