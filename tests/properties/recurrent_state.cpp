@@ -149,7 +149,6 @@ struct model_layer {
 using model_state = std::vector<model_layer>;
 struct model_snapshot {
     int tokens = 0;
-    std::uint64_t used = 0;
     model_state state;
 };
 
@@ -161,7 +160,6 @@ struct model {
     std::vector<model_snapshot> snapshots;
     int tokens = 0;
     bool accessed = false;
-    std::uint64_t clock = 0;
 
     model(const layer_list& list, const kvq::snapshot_policy& p)
         : layers(&list), policy(p), live(list.size()) {}
@@ -199,7 +197,7 @@ struct model {
     }
     void snapshot() {
         accessed = false;
-        model_snapshot taken{tokens, ++clock, live};
+        model_snapshot taken{tokens, live};
         for (std::size_t layer = 0; layer < live.size(); ++layer) {
             model_layer& l = taken.state[layer];
             for (std::size_t i = 0; i < l.parts.size(); ++i) {
@@ -212,13 +210,10 @@ struct model {
         if (!snapshots.empty() && snapshots.back().tokens == tokens) snapshots.pop_back();
         snapshots.push_back(taken);
         for (;;) {
-            std::size_t sum = 0, oldest = 0;
-            for (std::size_t i = 0; i < snapshots.size(); ++i) {
-                sum += bytes_of(snapshots[i].state);
-                if (snapshots[i].used < snapshots[oldest].used) oldest = i;
-            }
+            std::size_t sum = 0;
+            for (const model_snapshot& s : snapshots) sum += bytes_of(s.state);
             if (sum <= policy.most_bytes || snapshots.size() == 1) break;
-            snapshots.erase(snapshots.begin() + static_cast<std::ptrdiff_t>(oldest));
+            snapshots.erase(snapshots.begin());
         }
     }
     bool advance(int n, bool prompt_ends) {
@@ -242,13 +237,6 @@ struct model {
             if (s.tokens <= n) token = s.tokens;
         return token;
     }
-    void touch(int n) {
-        for (std::size_t i = snapshots.size(); i-- > 0;)
-            if (snapshots[i].tokens <= n) {
-                snapshots[i].used = ++clock;
-                return;
-            }
-    }
     void go_back() {
         accessed = false;
         tokens = snapshots.empty() ? 0 : snapshots.back().tokens;
@@ -256,7 +244,6 @@ struct model {
             live.assign(live.size(), {});
         } else {
             live = snapshots.back().state;
-            snapshots.back().used = ++clock;
         }
     }
 };
@@ -344,7 +331,7 @@ TEST_CASE("states are those of a model that keeps every state by value, whatever
                 const auto which =
                     static_cast<std::size_t>(random.between(0, static_cast<int>(all.size()) - 1));
                 auto& [s, m] = all[which];
-                const int verb = random.between(0, 12);
+                const int verb = random.between(0, 11);
                 INFO("step ", step, " verb ", verb, " of state ", which);
                 if (verb <= 4) {
                     for (std::size_t layer = 0; layer < list.size(); ++layer)
@@ -379,10 +366,6 @@ TEST_CASE("states are those of a model that keeps every state by value, whatever
                     s = read(file, layout, pool, policy);
                     REQUIRE(written(s) == file);
                 } else if (verb == 11) {
-                    const int n = random.between(0, m.tokens + 2);
-                    s.touch(n);
-                    m.touch(n);
-                } else if (verb == 12) {
                     if (!m.snapshots.empty() && m.snapshots.back().tokens == m.tokens && random.one_in(2)) {
                         s.drop_live();
                         m.go_back();
@@ -543,16 +526,6 @@ TEST_CASE("the footprint is what is allocated, and a policy keeps to its bytes")
         }
         CHECK(s.snapshots().size() == static_cast<std::size_t>(most));
         CHECK(s.snapshots().front().tokens == 80 - 4 * (most - 1));
-        // A snapshot that is used stays, and the next one goes.
-        if (most >= 2) {
-            const int first = s.snapshots().front().tokens;
-            s.touch(first + 3);
-            s.reserve();
-            s.advance(4);
-            CHECK(s.snapshots().size() == static_cast<std::size_t>(most));
-            CHECK(s.snapshots()[0].tokens == first);
-            CHECK(s.snapshots()[1].tokens == first + 8);
-        }
     }
 }
 

@@ -93,11 +93,9 @@ struct state_access {
                                       std::vector<const page*>& pages, bool data) {
         state_wire_header h{};
         put_layers(description, s.layout());
-        for (const snapshot_mark& m : s.marks_) {
-            std::int32_t rank = 1;
-            for (const snapshot_mark& other : s.marks_) rank += other.used < m.used ? 1 : 0;
+        for (std::int32_t rank = 1; const snapshot_mark& m : s.marks_) {
             put(description, static_cast<std::int32_t>(m.tokens));
-            put(description, rank);
+            put(description, rank++);
         }
         for (std::size_t layer = 0; layer < s.layers(); ++layer) {
             const page* before = nullptr;
@@ -187,9 +185,8 @@ struct state_access {
                    "the state is impossible: snapshot ", i, " of ", h.snapshots, " at token ", tokens, " of ",
                    h.tokens, ", rank ", rank);
             ranks[static_cast<std::size_t>(rank) - 1] = true;
-            s.marks_.push_back({tokens, static_cast<std::uint64_t>(rank), 0});
+            s.marks_.push_back({tokens, 0});
         }
-        s.clock_ = h.snapshots;
     }
 
     /// A page of a layer as `own` keeps it, from one as `from` does.

@@ -15,7 +15,7 @@
 //   description, one thing after the other:
 //     L layers      number of the layer, parts; of each part: type (8 bits), snapshot type (8 bits),
 //                   bytes of the name (16 bits), heads, rows, columns, name
-//     S snapshots   tokens; rank by use, from 1 on: the larger, the more recently used
+//     S snapshots   tokens; its number, from 1 on
 //     L layers      S + 1 times 8 bits, for the snapshots and the live state: 0 zeros, 1 the page before,
 //                   2 the next page
 //     P pages       layer by layer; CRC32C of the data, and the form: 0 live, 1 snapshot
@@ -46,7 +46,7 @@ void write_recurrent_state(Sink&& write, const recurrent_state& s) {
 /// The bytes that write_recurrent_state() writes. O(layers * snapshots)
 [[nodiscard]] std::size_t written_bytes(const recurrent_state& s);
 
-/// Reads a state. Snapshots that the policy has no room for are left out, the least recently used ones first.
+/// Reads a state. Snapshots that the policy has no room for are left out, the earliest ones first.
 /// Raises kvq::error for damaged bytes or another layout, kvq::out_of_memory or std::bad_alloc; the pool is
 /// then as before. O(bytes)
 template <byte_source Source>

@@ -35,7 +35,6 @@ KVQ_FUNC recurrent_state::recurrent_state(recurrent_state&& other) noexcept
       tokens_(std::exchange(other.tokens_, 0)),
       accessed_(std::exchange(other.accessed_, false)),
       skipped_(other.skipped_),
-      clock_(other.clock_),
       live_(std::move(other.live_)),
       pages_(std::move(other.pages_)),
       marks_(std::move(other.marks_)) {}
@@ -57,7 +56,6 @@ KVQ_FUNC recurrent_state::recurrent_state(const recurrent_state& other, int)
       policy_(other.policy_),
       tokens_(other.tokens_),
       accessed_(other.accessed_),
-      clock_(other.clock_),
       live_(other.live_.begin(), other.live_.end(), pool_->memory()),
       pages_(other.pages_.begin(), other.pages_.end(), pool_->memory()),
       marks_(other.marks_.begin(), other.marks_.end(), pool_->memory()) {}
@@ -152,10 +150,8 @@ KVQ_FUNC void recurrent_state::snapshot(int tokens, executor_view executor) {
                    policy_.most_bytes);
     // One at the same token is the last one, and goes.
     const std::size_t others = marks_.size() - (!marks_.empty() && marks_.back().tokens == tokens ? 1 : 0);
-    const std::uint64_t last =
-        detail::last_to_drop(std::span(marks_).first(others), bytes, policy_.most_bytes);
-    std::size_t kept = 0;
-    for (std::size_t i = 0; i < others; ++i) kept += marks_[i].used > last ? 1 : 0;
+    const std::size_t gone = detail::surplus(std::span(marks_).first(others), bytes, policy_.most_bytes),
+                      kept = others - gone;
     marks_.reserve(kept + 1);
     pages_.reserve((kept + 1) * layers());
 
@@ -171,9 +167,8 @@ KVQ_FUNC void recurrent_state::snapshot(int tokens, executor_view executor) {
 
     accessed_ = false;
     erase_snapshots(others, marks_.size());
-    for (std::size_t i = others; i-- > 0;)
-        if (marks_[i].used <= last) erase_snapshots(i, i + 1);
-    marks_.push_back({tokens, ++clock_, bytes});
+    erase_snapshots(0, gone);
+    marks_.push_back({tokens, bytes});
     for (page_ref& p : taken) pages_.push_back(std::move(p));
 }
 
@@ -195,11 +190,6 @@ KVQ_FUNC int recurrent_state::reach(int n) const noexcept {
     return count == 0 ? 0 : marks_[count - 1].tokens;
 }
 
-KVQ_FUNC void recurrent_state::touch(int n) noexcept {
-    const std::size_t count = count_to(n);
-    if (count > 0) marks_[count - 1].used = ++clock_;
-}
-
 KVQ_FUNC int recurrent_state::trim(int n) {
     detail::expect(n >= 0, "cannot trim a state to ", n, " tokens: it has taken ", tokens_);
     const int wanted = detail::smaller(n, tokens_);
@@ -214,13 +204,10 @@ KVQ_FUNC void recurrent_state::go_to_last_snapshot() noexcept {
     for (std::size_t i = 0; i < layers(); ++i) live_[i] = none ? page_ref() : pages_of(marks_.size() - 1)[i];
     tokens_ = none ? 0 : marks_.back().tokens;
     accessed_ = false;
-    if (!none) marks_.back().used = ++clock_;
 }
 
 KVQ_FUNC void recurrent_state::drop_to_budget() noexcept {
-    const std::uint64_t last = detail::last_to_drop(marks_, 0, policy_.most_bytes);
-    for (std::size_t i = marks_.size(); i-- > 0;)
-        if (marks_[i].used <= last) erase_snapshots(i, i + 1);
+    erase_snapshots(0, detail::surplus(marks_, 0, policy_.most_bytes));
 }
 
 KVQ_FUNC void recurrent_state::drop_live() {

@@ -141,9 +141,6 @@ public:
     /// Goes back to token reach(n), and drops later snapshots. Returns how many tokens before n, of those that
     /// the state had taken, must run again. Takes no memory. Raises kvq::error for n < 0. O(layers)
     int trim(int n);
-    /// Makes the snapshot to which trim(n) goes the last one used, as trim(n) itself does. For a store that keeps
-    /// this state and trims forks of it. O(log snapshots)
-    void touch(int n) noexcept;
     /// The same tokens, snapshots and live state; shares all pages. O(layers * snapshots)
     [[nodiscard]] recurrent_state fork() const;
 
@@ -178,7 +175,6 @@ public:
         }
         tokens_ = from.tokens_;
         accessed_ = from.accessed_;
-        clock_ = from.clock_;
         drop_to_budget();
     }
     /// Calls f(const page&) for every holder of a page: layers of the live state and of snapshots.
@@ -227,7 +223,6 @@ private:
     int tokens_ = 0;
     bool accessed_ = false;  // since the end of the last step
     std::size_t skipped_ = 0;
-    std::uint64_t clock_ = 0;
     resource_vector<page_ref> live_;   // of layers; null: zeros
     resource_vector<page_ref> pages_;  // of snapshots, layer by layer; null: zeros
     resource_vector<snapshot_mark> marks_;

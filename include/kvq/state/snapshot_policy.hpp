@@ -1,13 +1,12 @@
 // When snapshots of recurrent state are taken without being asked for, and which go when they take too much.
 //
 //   due      a step from token a to token b that reaches or passes a multiple of `every`; the end of a prompt
-//   goes     the least recently used one (taken, or gone back to by a trim), while all take more than `most_bytes`
+//   goes     the earliest one, while all take more than `most_bytes`
 //
 // Contract: allocates nothing. A snapshot that is just taken stays.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <limits>
 #include <span>
 
@@ -26,8 +25,7 @@ struct snapshot_policy {
 /// A snapshot: the state of all layers after some tokens.
 struct snapshot_mark {
     int tokens = 0;
-    std::uint64_t used = 0;  ///< the larger, the more recently
-    std::size_t bytes = 0;   ///< of its pages, headers included
+    std::size_t bytes = 0;  ///< of its pages, headers included
 };
 
 namespace detail {
@@ -38,22 +36,13 @@ constexpr bool is_due(const snapshot_policy& policy, int from, int to, bool prom
            (policy.prompt_end && prompt_ends && to > 0);
 }
 
-/// Snapshots with `used` up to this number must go so that the others and `added` bytes take at most `limit`.
-/// 0: none. O(snapshots * those that go)
-inline std::uint64_t last_to_drop(std::span<const snapshot_mark> marks, std::size_t added,
-                                  std::size_t limit) noexcept {
-    std::size_t held = added;
+/// How many of the first snapshots must go so that the others and `added` bytes take at most `limit`.
+inline std::size_t surplus(std::span<const snapshot_mark> marks, std::size_t added,
+                           std::size_t limit) noexcept {
+    std::size_t held = added, n = 0;
     for (const snapshot_mark& m : marks) held += m.bytes;
-    std::uint64_t last = 0;
-    while (held > limit) {
-        const snapshot_mark* oldest = nullptr;
-        for (const snapshot_mark& m : marks)
-            if (m.used > last && (!oldest || m.used < oldest->used)) oldest = &m;
-        if (!oldest) break;
-        held -= oldest->bytes;
-        last = oldest->used;
-    }
-    return last;
+    while (held > limit && n < marks.size()) held -= marks[n++].bytes;
+    return n;
 }
 
 }  // namespace detail

@@ -138,7 +138,7 @@ class Cache(Handle):
     repack         cuts repack pages that show less than this part of their tokens, 0.5 at most; 0: never; None: 0.25
     snapshot_every       Sequence.advance takes a snapshot of recurrent state every so many tokens; None: none
     snapshot_prompt_end  and one at the end of a prompt
-    snapshot_bytes       of all snapshots of a sequence, the least recently used ones go first; None: no limit
+    snapshot_bytes       of all snapshots of a sequence, the earliest ones go first; None: no limit
 
     Takes no memory for pages yet, unless `preallocate`. The memory of a closed cache stays until its last sequence is closed.
     """

@@ -110,7 +110,7 @@ pub struct CacheOptions {
     pub snapshot_every: Option<usize>,
     /// And one at the end of a prompt; None: true.
     pub snapshot_prompt_end: Option<bool>,
-    /// Of all snapshots of a sequence; the least recently used ones go first. None: no limit.
+    /// Of all snapshots of a sequence; the earliest ones go first. None: no limit.
     pub snapshot_bytes: Option<usize>,
 }
 impl CacheOptions {
