@@ -23,6 +23,7 @@ std::vector<float> hostile_values(test::rng& r, int tokens, int dim) {
         if (tokens > 7) x[static_cast<std::size_t>(7 * dim + c)] = static_cast<float>(c % 5) * 6e-8f;
         if (tokens > 8) x[static_cast<std::size_t>(8 * dim + c)] = static_cast<float>(c % 7) * 1e-37f;
         if (tokens > 9) x[static_cast<std::size_t>(9 * dim + c)] = static_cast<float>(c % 7 - 3) * 2e33f;
+        if (tokens > 10) x[static_cast<std::size_t>(10 * dim + c)] = static_cast<float>(c % 3 - 1) * 3.3e38f;
     }
     for (int t = 0; t < tokens; ++t)
         x[static_cast<std::size_t>(t * dim + dim / 2)] = -2.25f;  // a constant channel
