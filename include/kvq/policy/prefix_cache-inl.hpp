@@ -217,11 +217,6 @@ KVQ_FUNC prefix_cache_statistics prefix_cache::statistics() const {
     return statistics_;
 }
 
-KVQ_FUNC void prefix_cache::reset_statistics() {
-    const std::lock_guard lock(mutex_);
-    statistics_ = {};
-}
-
 KVQ_FUNC prefix_cache::found prefix_cache::find(token_ids tokens) const noexcept {
     found best;
     // Windows and states may keep an entry from giving all that it has in common.

@@ -160,7 +160,6 @@ public:
     /// Bytes of the pages that entries hold, each counted once.
     [[nodiscard]] std::size_t bytes() const;
     [[nodiscard]] prefix_cache_statistics statistics() const;
-    void reset_statistics();
     const prefix_cache_options& options() const noexcept { return options_; }
 
 private:
