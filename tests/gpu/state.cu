@@ -314,7 +314,7 @@ void check_refusals() {
            "snapshots every -1 tokens");
     raises([&] { return open(list_of(), both_caches::options({.most_bytes = 100}, 0)); },
            "snapshots of at most 100 bytes");
-    refused(open({list_of()[0]}, o), "a layer with keys and values; all 1 have state");
+    refused(open({list_of()[0]}, o), "keys and values of its own text; all 1 have others, or state");
 
     both_caches c({.prompt_end = false}, 16);
     const token_view<const float16> x(c.x.get(), 1, 1, dim);
@@ -341,6 +341,17 @@ void check_refusals() {
     CHECK(c.gpu.reach(id, 0) == 0 && c.gpu.reach(id, 1) == 1, "reach");
     std::vector<unsigned> counts(6);
     ok(c.gpu.not_finite(counts, c.stream), "counts");
+
+    // The text of layers with cross attention is no step.
+    cuda::cache crosses;
+    std::vector<layer> list = list_of();
+    list.push_back(cross_layer({1, dim}));
+    ok(crosses.open(list, both_caches::options({}, 0), std::span(&compiled(), 1), c.stream), "open");
+    const cuda::sequence_id listens = crosses.new_sequence();
+    ok(crosses.begin_step(std::span(&listens, 1), 1, c.stream), "begin");
+    ok(crosses.state(0, 0, v), "state");
+    ok(crosses.begin_cross(listens, 3, c.stream), "begin");
+    refused(crosses.state(0, 0, v), "no step with new tokens has begun");
 
     // No memory for the page of a second sequence, or of a step behind a snapshot.
     cuda::cache fixed;

@@ -59,7 +59,7 @@ inline void cache::write_states(std::span<const sequence_id> batch, int new_toke
 
 inline status cache::state(int layer, int part, state_view& view) const {
     if (status s = check_part(layer, part); !s) return s;
-    if (!step_.begun || step_.new_tokens == 0)
+    if (!step_.begun || step_.new_tokens == 0 || step_.cross)
         return detail::bad_value(
             "no step with new tokens has begun since the sequences of the cache were changed");
     const std::size_t at = states_->layers().index(layer);
