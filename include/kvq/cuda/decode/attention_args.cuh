@@ -108,8 +108,8 @@ struct span {
 template <class Pair, class T>
 struct seen_tokens {
     int length, first_row, shift;
-    span common,
-        any;  // what every row sees, what some row sees; of trees, bounds that hold for all of their tokens
+    span common;  // what every row sees, or less
+    span any;     // what some row sees, or of trees more
 
     /// cuts: as in row_window.
     template <class Cuts>
