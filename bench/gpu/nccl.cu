@@ -1,6 +1,6 @@
 // Decode, prompts and transfers on several GPUs over NCCL, against one GPU in the same run.
 //
-//   nccl [--json] [--quick] [--ranks N] [--blocking]
+//   nccl [--json] [--quick] [--ranks N] [--blocking] [--only context|prompt|transfer]
 //
 // With -DPART=0: std4, and transfers; 1: kivi-4-g64. 32 query heads, 8 kv heads of 128, 4 sinks, 128 recent tokens, one token per sequence.
 //   context   every rank has a range of the tokens: attend, partial states to all ranks (ncclAllGather, or peer memory), merge; all ranks
@@ -66,9 +66,11 @@ float16* random_values(std::size_t n, cudaStream_t stream) {
     return p;
 }
 
-const cuda::device_format& compiled() {
-    static const cuda::device_format f = cuda::make_device_format<float16, bench_format>();
-    return f;
+const cuda::device_format& compiled(bool across) {
+    static const cuda::device_format
+        plain = cuda::make_device_format<float16, bench_format>(),
+        ranks = cuda::make_scored_format<cuda::across_ranks, float16, bench_format>();
+    return across ? ranks : plain;
 }
 
 /// A cache with random sequences.
@@ -77,10 +79,12 @@ struct filled_cache {
     std::vector<cuda::sequence_id> batch;
     int layers, heads, held_recent;
 
-    filled_cache(int l, int h, int window, int first, int max_batch, int max_tokens, cudaStream_t stream)
+    filled_cache(int l, int h, int window, int first, int max_batch, int max_tokens, cudaStream_t stream,
+                 bool across = false)
         : layers(l), heads(h), held_recent(window) {
         cuda::cache_options o;
-        o.formats = {compiled().kinds[0].name};
+        const cuda::device_format& f = compiled(across);
+        o.formats = {f.kinds[0].name};
         o.page_tokens = page_tokens;
         o.sinks = first;
         o.recent = window;
@@ -88,8 +92,7 @@ struct filled_cache {
         o.step_tokens = window > 0 ? 1 : 0;
         o.max_batch = max_batch;
         o.max_tokens = max_tokens;
-        must(cache.open({.layers = layers, .kv_heads = heads, .head_dim = dim}, o, std::span(&compiled(), 1),
-                        stream));
+        must(cache.open({.layers = layers, .kv_heads = heads, .head_dim = dim}, o, std::span(&f, 1), stream));
     }
     void add(int tokens, cudaStream_t stream) {
         constexpr int chunk = 32768;
@@ -175,10 +178,10 @@ decode_times time_decode(int rank, meeting& m, meeting& alone, cuda::nccl_group&
         context_split split({sinks, recent, page_tokens}, weights, -1, page_tokens);
         split.add(tokens);
         const page_geometry g = split.geometry(rank);
-        filled_cache own(layers, kv_heads, g.recent, g.sinks, batch, tokens + 1, stream);
-        for (int b = 0; b < batch; ++b) own.add(split.tokens(rank), stream);
-        must(own.cache.begin_step(own.batch, 0, stream));
-        const auto run = [&](auto& merge, double& all_of_it, double& alone_of_it) {
+        const auto run = [&](auto& merge, bool across, double& all_of_it, double& alone_of_it) {
+            filled_cache own(layers, kv_heads, g.recent, g.sinks, batch, tokens + 1, stream, across);
+            for (int b = 0; b < batch; ++b) own.add(split.tokens(rank), stream);
+            must(own.cache.begin_step(own.batch, 0, stream));
             must(merge.open(group, batch, q_heads, dim, stream));
             all_of_it = time_together(rank, m, count, stream, [&](int i) {
                 must(merge.attend(own.cache, i % layers, token_view<const float16>(view(q, q_heads)),
@@ -186,14 +189,15 @@ decode_times time_decode(int rank, meeting& m, meeting& alone, cuda::nccl_group&
             });
             alone_of_it = time_together(rank, m, count, stream,
                                         [&](int) { must(merge.merge(view(out, q_heads), nullptr, stream)); });
-            t.part = time_together(rank, m, count, stream,
-                                   [&](int i) { step(own, q_heads, true, merge.own_states(), i); });
+            if (!across)
+                t.part = time_together(rank, m, count, stream,
+                                       [&](int i) { step(own, q_heads, true, merge.own_states(), i); });
             m.all.arrive_and_wait();
         };
         cuda::context_attention merge;
-        run(merge, t.context, t.exchange);
+        run(merge, false, t.context, t.exchange);
         cuda::peer_context_attention peers;
-        run(peers, t.peers, t.peer_exchange);
+        run(peers, true, t.peers, t.peer_exchange);
         must(peers.wait(stream, "for the last outputs"));
         m.all.arrive_and_wait();
     }
@@ -459,12 +463,14 @@ void transfers(int rank, meeting& m, cuda::nccl_group& group, cudaStream_t strea
 
 int main(int argc, char** argv) {
     bool quick = false;
+    std::string only;
     for (int i = 1; i < argc; ++i) {
         const std::string argument = argv[i];
         json = json || argument == "--json";
         quick = quick || argument == "--quick";
         blocking = blocking || argument == "--blocking";
         if (argument == "--ranks" && i + 1 < argc) ranks = std::atoi(argv[++i]);
+        if (argument == "--only" && i + 1 < argc) only = argv[++i];
     }
     int devices = 0;
     BENCH_OK(cudaGetDeviceCount(&devices));
@@ -479,6 +485,7 @@ int main(int argc, char** argv) {
     ncclUniqueId id;
     must(cuda::nccl_group::make_id(id));
     meeting all(ranks), pair(2), alone(1);
+    const auto wanted = [&](const char* what) { return only.empty() || only == what; };
     std::vector<std::thread> threads;
     for (int r = 0; r < ranks; ++r)
         threads.emplace_back([&, r] {
@@ -494,14 +501,15 @@ int main(int argc, char** argv) {
                 must(group.open(id, r, ranks));
             }
             for (const int batch : {1, 8}) {
+                if (!wanted("context")) break;
                 const int tokens = quick ? 16384 : 131072;
                 const decode_times t = time_decode(r, all, alone, group, batch, tokens, stream);
                 if (r == 0) print_decode(t, batch, tokens);
                 std::fflush(stdout);
             }
-            prompts(r, all, alone, group, quick, stream);
+            if (wanted("prompt")) prompts(r, all, alone, group, quick, stream);
 #if !defined(PART) || PART == 0
-            if (r < 2) transfers(r, pair, group, stream);
+            if (r < 2 && wanted("transfer")) transfers(r, pair, group, stream);
             std::fflush(stdout);
 #endif
             all.all.arrive_and_wait();

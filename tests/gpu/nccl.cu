@@ -3,10 +3,8 @@
 #include <kvq/adapters/distributed/nccl_attention.cuh>
 #include <kvq/adapters/distributed/nccl_prefill.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
-#include <kvq/cuda.cuh>
-#ifdef __CUDACC__
 #include <kvq/adapters/distributed/peer_attention.cuh>
-#endif
+#include <kvq/cuda.cuh>
 
 #include <functional>
 #include <map>
@@ -32,9 +30,11 @@ using kivi4 = cuda::kivi_pair<4, page_size, dim, page_size>;
 using wide = cuda::block_pair<int8, int8, dim, page_size>;
 const std::string kivi4_name = "kivi-4-g" + std::to_string(page_size);
 
-const cuda::device_format& compiled() {
-    static const cuda::device_format f = cuda::make_device_format<float16, kivi4, wide>();
-    return f;
+/// across: of caches whose attention is one launch on all ranks.
+const cuda::device_format& compiled(bool across) {
+    static const cuda::device_format plain = cuda::make_device_format<float16, kivi4, wide>(),
+                                     ranks = cuda::make_scored_format<cuda::across_ranks, float16, kivi4>();
+    return across ? ranks : plain;
 }
 
 std::mutex checking;
@@ -110,7 +110,7 @@ struct held_cache {
     cudaStream_t stream;
 
     held_cache(int h, const page_geometry& g, cudaStream_t s, int batch = 4, int max_tokens = 3000,
-               std::vector<std::string> formats = {kivi4_name, "int8"})
+               std::vector<std::string> formats = {kivi4_name, "int8"}, bool across = false)
         : heads(h), stream(s) {
         cuda::cache_options o;
         o.formats = std::move(formats);
@@ -121,7 +121,7 @@ struct held_cache {
         o.step_tokens = g.recent > 0 ? 1 : 0;
         o.max_batch = batch;
         o.max_tokens = max_tokens;
-        OK(cache.open({.layers = layers, .kv_heads = h, .head_dim = dim}, o, std::span(&compiled(), 1),
+        OK(cache.open({.layers = layers, .kv_heads = h, .head_dim = dim}, o, std::span(&compiled(across), 1),
                       stream));
     }
     std::size_t used_pages() const { return cache.bytes_in_use(); }
@@ -242,7 +242,10 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
     run_ranks(ranks, 60s, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
         std::vector<context_split> splits(lengths.size(), context_split(whole, weights, -1, unit));
         const bool home = splits[0].home() == rank;
-        held_cache own(heads, splits[0].geometry(rank), stream, 4, most_tokens);
+        const bool across = seed % 2 == 1;
+        const std::vector<std::string> formats =
+            across ? std::vector{kivi4_name} : std::vector<std::string>{kivi4_name, "int8"};
+        held_cache own(heads, splits[0].geometry(rank), stream, 4, most_tokens, formats, across);
         held_cache one(heads, whole, stream, 4, most_tokens);
         std::vector<cuda::sequence_id> batch, all;
         for (std::size_t i = 0; i < lengths.size(); ++i) {
@@ -263,15 +266,13 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
         }
         cuda::context_attention merge;
         OK(merge.open(g, 3, q_heads, dim, stream));
-#ifdef __CUDACC__
         cuda::peer_context_attention peers;
         OK(peers.open(g, 3, q_heads, dim, stream));
-#endif
         std::vector<float>& mine = outputs[static_cast<std::size_t>(rank)];
         const int rows = static_cast<int>(lengths.size());
         test::device_buffer<float> out(static_cast<std::size_t>(rows * q_heads * dim));
-        const test::device_buffer<float> lse(static_cast<std::size_t>(rows * q_heads));
-        const test::device_buffer<float16> half(out.size());
+        test::device_buffer<float> lse(static_cast<std::size_t>(rows * q_heads));
+        test::device_buffer<float16> half(out.size());
         for (int step = 0; step < steps; ++step) {
             std::vector<int> at;
             for (std::size_t i = 0; i < lengths.size(); ++i) {
@@ -301,15 +302,22 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
                 RANK_CHECK(rounded == y.size(), "%zu of %zu float16 outputs are the float ones, rounded",
                            rounded, y.size());
                 mine.insert(mine.end(), y.begin(), y.end());
-#ifdef __CUDACC__
+                // Outputs of the cache's type come from the launch of attention itself, if `across`.
+                const auto sums = lse.download();
                 out.poison();
+                half.poison();
+                lse.poison();
+                CUDA_OK(cudaDeviceSynchronize());
                 OK(peers.attend(own.cache, layer, view, token_view<float>(out.get(), rows, q_heads, dim),
                                 {.early = true}, stream));
+                OK(peers.attend(own.cache, layer, view, token_view<float16>(half.get(), rows, q_heads, dim),
+                                {.lse = lse.get(), .early = true}, stream));
                 OK(peers.wait(stream, "for outputs"));
-                const auto other = out.download();
-                RANK_CHECK(std::memcmp(other.data(), y.data(), y.size() * sizeof(float)) == 0,
+                const auto same = [](const auto& a, const auto& b) {
+                    return std::memcmp(a.data(), b.data(), a.size() * sizeof a[0]) == 0;
+                };
+                RANK_CHECK(same(out.download(), y) && same(half.download(), z) && same(lse.download(), sums),
                            "rank %d, step %d: outputs over peer memory differ", rank, step);
-#endif
                 std::vector<float> own_states(static_cast<std::size_t>(rows * q_heads * (dim + 2)));
                 CUDA_OK(cudaMemcpy(own_states.data(), merge.own_states(), own_states.size() * sizeof(float),
                                    cudaMemcpyDeviceToHost));
@@ -933,7 +941,6 @@ void check_silence(int ranks) {
         const std::lock_guard lock(mutex);
         ++noticed;
     });
-#ifdef __CUDACC__
     noticed = 0;
     run_ranks(ranks, limit, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
         cuda::peer_context_attention peers;
@@ -950,7 +957,6 @@ void check_silence(int ranks) {
         const std::lock_guard lock(mutex);
         ++noticed;
     });
-#endif
     // A rank that takes no part in a layer of a prompt; all queries go to it.
     noticed = 0;
     run_ranks(ranks, limit, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {

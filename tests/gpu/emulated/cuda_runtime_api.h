@@ -145,7 +145,7 @@ inline int __dp4a(int a, int b, int sum) {
 }
 /// Every look at the clock takes a while.
 inline long long clock64() {
-    static long long now = 0;
+    static thread_local long long now = 0;
     return now += 1000;
 }
 template <class T>
@@ -172,6 +172,7 @@ enum cudaError_t {
     cudaErrorMemoryAllocation,
     cudaErrorNotReady,
     cudaErrorTimeout,
+    cudaErrorPeerAccessAlreadyEnabled,
     cudaErrorUnknown
 };
 inline const char* cudaGetErrorString(cudaError_t code) {
@@ -309,6 +310,11 @@ inline cudaError_t cudaFree(void* p) {
     std::free(p);
     return cudaSuccess;
 }
+template <class T>
+cudaError_t cudaMallocHost(T** p, std::size_t bytes) {
+    return cudaMalloc(p, bytes);
+}
+inline cudaError_t cudaFreeHost(void* p) { return cudaFree(p); }
 inline cudaError_t cudaMemsetAsync(void* p, int value, std::size_t bytes, cudaStream_t stream) {
     emulated_late.finish_before(stream);
     std::memset(p, value, bytes);
@@ -350,6 +356,15 @@ inline cudaError_t cudaGetDevice(int* device) {
     return cudaSuccess;
 }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+// Ranks are threads of one process.
+struct cudaIpcMemHandle_t {};
+inline constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
+inline cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t*, void*) { return cudaSuccess; }
+inline cudaError_t cudaIpcOpenMemHandle(void**, const cudaIpcMemHandle_t&, unsigned) {
+    return cudaErrorInvalidValue;
+}
+inline cudaError_t cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     // Of compute capability 8.9, unless it has more shared memory than that.
     const bool large = emulated::device_shared_memory > 99 * 1024;
@@ -410,8 +425,6 @@ struct cudaLaunchConfig_t {
     cudaLaunchAttribute* attrs;
     unsigned numAttrs;
 };
-/// Kernels of several threads run one after the other.
-inline std::mutex emulated_kernels;
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
@@ -419,7 +432,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
         return cudaErrorInvalidConfiguration;
     if (cudaStreamQuery(config->stream) != cudaSuccess) return cudaSuccess;
     emulated_late.finish_before(config->stream);
-    const std::lock_guard lock(emulated_kernels);
     const auto launch = [call = [=] { kernel(static_cast<const std::decay_t<Parameters>&>(arguments)...); },
                          grid = config->gridDim, threads = config->blockDim,
                          shared_bytes = config->dynamicSmemBytes] {

@@ -4,6 +4,7 @@
 //   warp    32 threads that meet at every instruction that exchanges numbers (shuffles, votes, products of tensor cores)
 //   block   the first warp that can runs, up to the next barrier: later warps may wait for parts of earlier ones
 //   grid    blocks in the order of their numbers, so a block may wait for parts of earlier ones
+//   device  a thread of the host: kernels of several run at the same time, and may wait for each other
 //
 // Asynchronous copies take place when they are waited for, not before, and shared memory is NaN at first: whoever forgets to wait or to
 // write does not find what he looks for. Stops the program where threads of a warp meet at different instructions or wait for
@@ -119,9 +120,10 @@ struct block_state {
     context scheduler = nullptr;
 };
 
-inline dim3 threadIdx, blockIdx, blockDim, gridDim;
-inline block_state* block = nullptr;
-inline thread_state* thread = nullptr;
+// Threads of the host, which are ranks, run kernels at the same time.
+inline constinit thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+inline constinit thread_local block_state* block = nullptr;
+inline constinit thread_local thread_state* thread = nullptr;
 /// A block finds nothing useful in the first bytes of shared memory.
 inline void (*spoil_shared_memory)(std::size_t bytes) = [](std::size_t) {};
 inline thread_local std::size_t used_shared_memory =
@@ -239,9 +241,19 @@ inline void make_fiber(thread_state& t) {
 inline void run_block(const dim3& index, const dim3& grid, const dim3& size, std::size_t shared_bytes,
                       void (*run)(const void* kernel), const void* kernel) {
     constexpr std::size_t most_threads = 1024;
-    // They are never freed: exit() may be called on a fiber.
-    static thread_state* const first = new thread_state[most_threads];
-    static block_state own;
+    struct fibers {
+        thread_state* const first = new thread_state[most_threads];
+        block_state of_block;
+        fibers() = default;
+        fibers(const fibers&) = delete;
+        fibers& operator=(const fibers&) = delete;
+        ~fibers() {
+            if (thread == nullptr) delete[] first;  // exit() may be called on a fiber
+        }
+    };
+    static thread_local fibers of_thread;
+    thread_state* const first = of_thread.first;
+    block_state& own = of_thread.of_block;
     block = &own;
     spoil_shared_memory(std::max(shared_bytes, std::exchange(used_shared_memory, shared_bytes)));
     blockIdx = index;

@@ -3,6 +3,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
+#include <thread>
+
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -278,6 +281,21 @@ inline void load_relaxed_if(bool wanted, std::uint32_t& word, const std::uint32_
 }
 inline void load_relaxed_if(bool wanted, uint4& v, const uint4* from) {
     if (wanted) v = *from;
+}
+
+inline void store_system(uint4* to, const uint4& v) {
+    const unsigned words[] = {v.x, v.y, v.z, v.w};
+    unsigned* const at[] = {&to->x, &to->y, &to->z, &to->w};
+    for (int i = 0; i < 4; ++i) __atomic_store_n(at[i], words[i], __ATOMIC_RELEASE);
+}
+inline uint4 load_system(const uint4* from) {
+    const auto word = [](const unsigned& at) { return __atomic_load_n(&at, __ATOMIC_ACQUIRE); };
+    return {word(from->x), word(from->y), word(from->z), word(from->w)};
+}
+/// Who looks at the clock waits for another rank.
+inline unsigned long long nanoseconds() {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    return static_cast<unsigned long long>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 
 inline void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes = 16) {

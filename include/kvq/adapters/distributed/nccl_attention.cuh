@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(128)
                 output = fmaf(state(r)[2 + channel], exp2_fast(state(r)[0] - max), output);
         to[channel] = from_float<T>(output * inverse);
     }
-    if (lse != nullptr && lane == 0) lse[row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
+    if (lse != nullptr && lane == 0) lse[row] = natural_log(max, sum);
 }
 
 /// [tokens][heads of a rank][dim] to their place in [tokens][all heads][dim]. Block: a token and a head.
@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(128)
 
 }  // namespace detail
 
-/// What attention over a divided context is, however states go to other ranks. Derived: exchange(rows, out, lse, stream).
+/// What attention over a divided context is, however states go to other ranks. Derived: exchange(rows, out, lse, stream), and
+/// attend_divided(), which may be attend_and_exchange().
 template <class Derived>
 class divided_context {
 public:
@@ -83,11 +84,8 @@ public:
     template <class T, class Out>
     status attend(cache& own, int layer, const token_view<const T>& q, const token_view<Out>& out,
                   attention_options options, cudaStream_t stream) {
-        float* const lse = std::exchange(options.lse, nullptr);
         if (status s = check(q.tokens, q.heads, out, options); !s) return s;
-        options.state_out = states_;
-        if (status s = own.attend(layer, q, token_view<T>{}, options, stream); !s) return s;
-        return merge(out, lse, stream);
+        return static_cast<Derived*>(this)->attend_divided(own, layer, q, out, options, stream);
     }
     /// For engines that compute partial states themselves: where a rank writes its own, [rows][q_heads][value_dim + 2], before merge().
     float* own_states() const noexcept { return states_; }
@@ -112,6 +110,24 @@ protected:
         rows_ = max_batch * q_heads;
         dim_ = value_dim;
         return {};
+    }
+    /// Was the cache opened with formats that make_scored_format<across_ranks, ...>() has compiled?
+    static bool in_one_launch(const cache& own, int layer) {
+        return layer >= 0 && layer < own.layer_count() &&
+               own.formats(layer).functions->score == detail::score_mark::of<across_ranks>();
+    }
+    /// In two launches.
+    template <class T, class Out>
+    status attend_and_exchange(cache& own, int layer, const token_view<const T>& q,
+                               const token_view<Out>& out, attention_options options, cudaStream_t stream) {
+        float* const lse = std::exchange(options.lse, nullptr);
+        options.state_out = states_;
+        const token_view<T> nowhere{};
+        const status s = in_one_launch(own, layer)
+                             ? own.attend(layer, q, nowhere, options, stream, across_ranks{})
+                             : own.attend(layer, q, nowhere, options, stream);
+        if (!s) return s;
+        return merge(out, lse, stream);
     }
     std::size_t own_values() const noexcept {
         return kvq::detail::round_up(static_cast<std::size_t>(rows_) * static_cast<std::size_t>(dim_ + 2),
@@ -163,6 +179,11 @@ public:
 private:
     friend divided_context;
 
+    template <class T, class Out>
+    status attend_divided(cache& own, int layer, const token_view<const T>& q, const token_view<Out>& out,
+                          const attention_options& options, cudaStream_t stream) {
+        return attend_and_exchange(own, layer, q, out, options, stream);
+    }
     template <class Out>
     status exchange(int rows, const token_view<Out>& out, float* lse, cudaStream_t stream) {
         const std::size_t count = static_cast<std::size_t>(rows) * static_cast<std::size_t>(dim_ + 2);

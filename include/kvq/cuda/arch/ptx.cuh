@@ -267,6 +267,26 @@ __device__ __forceinline__ void load_relaxed_if(bool wanted, uint4& v, const uin
                  : "l"(from), "r"(static_cast<std::uint32_t>(wanted)));
 }
 
+/// Words that other devices read or have written, without any order among them.
+__device__ __forceinline__ void store_system(uint4* to, const uint4& v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+}
+__device__ __forceinline__ uint4 load_system(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ unsigned long long nanoseconds() {
+    unsigned long long t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+
 /// 16 bytes from device memory to shared memory, past the first-level cache; behind the first `bytes` of them
 /// zeros: nothing is read where that is 0.
 __device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes = 16) {

@@ -53,6 +53,10 @@ struct share_launch {
             return bad_value("the workspace must start on 16 bytes");
         if (trees && !takes_trees<memory::rows / 4>)
             return bad_value("trees of drafted tokens need more shared memory than the device has");
+        if constexpr (exchanges<Score>)
+            if (score.exchange.ranks > 0 && work.query_tokens != 1)
+                return bad_value("attention across ranks takes one query token per sequence, got %d",
+                                 work.query_tokens);
         cudaError_t code = cudaSuccess;
         const int blocks = grid(code);
         if (blocks == 0) {

@@ -132,6 +132,8 @@ __global__ void __launch_bounds__(any_threads)
 
 template <class Pair, class T, class Score>
 status run_any(const attention_args<Pair, T>& a, const Score& score, cudaStream_t stream) noexcept {
+    static_assert(!exchanges<Score>,
+                  "kvq::cuda::attend: across_ranks is for pages that attend_warps.cuh takes");
     const int blocks = a.work.sequences * a.cache.kv_heads * a.rows;  // of query rows, see check_attention
     return launch("launching attention (any shape)", overlap::no, attend_any_kernel<Pair, T, Score>,
                   dim3(static_cast<unsigned>(blocks)), any_threads, 0, stream, a, score);

@@ -402,7 +402,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
     if (walk.share_begin >= walk.share_end) return;
     if (id.lane == 0) notes->team = team;
     __syncwarp();
-    if (team.thread() == 0) team_memory::of<memory>(shared, team).later->pending = 0;
+    if (team.thread() == 0) team_memory::of<memory>(shared, team).later->clear();
     if (!asked) query_part.fetch(common_args, walk.item, team);
     walk.park(&notes->reader);
 

@@ -303,12 +303,11 @@ __device__ __forceinline__ bool end_item(const attention_args<Pair, T>& a, const
     if (!last) [[unlikely]]
         query_part.fetch(a, walk.item, own);
     merge_warps<Memory, Rows4>(state(), common, own, id);
-    if (done.is_whole()) {
+    if (done.is_whole())
         write_rows<Memory>(a, score, done, common, common.parts, own);
-    } else {
-        write_partial<Memory>(a, common, first_of_share, own);
-        if (done.has_end() && own.thread() == 0) *common.later = {1, notes->span, done};
-    }
+    else
+        leave_part<Memory>(a, common, first_of_share, done, notes->span, own);
+    if constexpr (exchanges<Score>) note_rows<Memory>(a, score, done, *common.later, own);
     own.wait();
     if (last) return false;
     store_query(own);
@@ -321,6 +320,7 @@ __device__ __forceinline__ void end_share(const attention_args<Pair, T>& a, cons
     const warp_team own = notes->team;
     const team_memory common = team_memory::of<Memory>(shared, own);
     if (common.later->pending) merge_parts<Memory>(a, score, common, own);
+    if constexpr (exchanges<Score>) merge_sent_rows(a, score, *common.later, own);
 }
 
 template <class Pair, class T, int Rows4, bool Small, class Score>
@@ -374,7 +374,7 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
     if (id.lane == 0) notes->team = team;
     __syncwarp();
     float* const query = team_memory::of<memory>(shared, team).output;
-    if (team.thread() == 0) team_memory::of<memory>(shared, team).later->pending = 0;
+    if (team.thread() == 0) team_memory::of<memory>(shared, team).later->clear();
 
     unit_feed<memory, Pair, T> feed(a, walk, team, notes, entry, first_page);
     walk.park(&notes->reader);

@@ -8,10 +8,10 @@
 #include "../../core/token_view.hpp"
 #include "attention_options.hpp"
 #include "schedule.cuh"
+#include "state_exchange.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
-inline constexpr float log2e = 1.44269504f;
 /// A learned sink in powers of two. Logits above 2.3586e38 count as that: the next ones have no float in
 /// powers of two.
 __device__ __forceinline__ float sink_score(float logit) {
@@ -82,6 +82,10 @@ struct attention_args {
     __device__ __forceinline__ int text_place(int length, std::uint64_t visible) const {
         return length - drafted + __popcll(visible) - 1;
     }
+    /// Place of an item's first head among all rows of the launch, of one query token per sequence.
+    __device__ __forceinline__ int row_number(const item_part& item) const {
+        return item.sequence * q.heads + item.kv_head * group;
+    }
     /// Keys of this row end before this position of the format (position 0 is first_token). shift: of their
     /// page (page_cuts.cuh).
     __device__ __forceinline__ int row_end(int length, int row, int shift = 0) const {
@@ -151,19 +155,12 @@ __device__ __forceinline__ void finish_channels(const attention_args<Pair, T>& a
     }
     if (a.out.data) {
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // NaN stays NaN
-        T* const to = a.out.at(token, head) + channel;
-        struct alignas(N * sizeof(T)) together {
-            T x[N];
-        } out;
+        float divided[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) out.x[i] = from_float<T>(output[i] * inverse);
-        if (N > 1 && reinterpret_cast<std::uintptr_t>(to) % sizeof out == 0)
-            *reinterpret_cast<together*>(to) = out;
-        else
-#pragma unroll
-            for (int i = 0; i < N; ++i) to[i] = out.x[i];
+        for (int i = 0; i < N; ++i) divided[i] = output[i] * inverse;
+        write_channels(a.out.at(token, head) + channel, divided);
     }
-    if (a.lse && channel == 0) a.lse[row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
+    if (a.lse && channel == 0) a.lse[row] = natural_log(max, sum);
     // max and sum are read by the threads of other channels: they are written by attention's last step
     // (finish_header).
     if (a.state_out)

@@ -2,11 +2,12 @@
 //
 //   state {max, sum, output}: max = max of maxes, sum and output = those of the parts times 2^(max of the part - max)
 //
-// A team that handled a whole item writes its rows. Otherwise it leaves a partial state in the workspace; the
-// team with the item's last part merges all of them in token order when its share is done. Every word of a
-// state says itself whether it has arrived, so nothing is fenced or counted. A team waits for shares of lower
-// numbers only: of its block, or of blocks dispatched before it. Loops that need no constants are not
-// unrolled: code that runs once per share waits for its instructions.
+// A team that handled a whole item writes its rows, or sends them to all ranks that share the sequences
+// (state_exchange.cuh). Otherwise it leaves a partial state in the workspace; the team with the item's last
+// part merges all of them in token order when its share is done. Every word of a state says itself whether it
+// has arrived, so nothing is fenced or counted. A team waits for shares of lower numbers only: of its block,
+// or of blocks dispatched before it. Loops that need no constants are not unrolled: code that runs once per
+// share waits for its instructions.
 // Contract: the order of additions is fixed by the shares. `Memory` is attention_memory<...>.
 // Source: words that carry their own flag are the "LL" protocol of NCCL; waiting for lower numbers: decoupled
 // look-back (CUB).
@@ -28,11 +29,14 @@ __device__ __forceinline__ share_span find_span(const share_plan& plan, const it
     return {from, plan.holder(item.begin + item.warp_tiles() - 1), plan.begin(from) != item.begin};
 }
 
-/// What a team notes for the end of its share: the item that it merges.
+/// What a team notes for the end of its share.
 struct merge_note {
-    int pending;
+    int pending;  // does it merge an item?
     share_span span;
     item_part item;
+    int begin_row, end_row;  // by number: those that it sends to all ranks
+
+    __device__ __forceinline__ void clear() { pending = begin_row = end_row = 0; }
 };
 
 /// What the warps of a team share, in shared memory.
@@ -107,8 +111,8 @@ __device__ __forceinline__ void merge_warps(const finished_rows<Tiles, Rows4>& s
             to.sum[row] = (bad >> row & 1u) != 0 && top > -INFINITY ? NAN : sum;
         }
     }
-    // The warps of a part add to it in turn, the last ones first, those of all bands together; parts are added when they
-    // are read.
+    // The warps of a part add to it in turn, the last ones first, those of all bands together; parts are
+    // added when they are read.
     constexpr int turns = Memory::warps / (Memory::most_teams * Memory::bands);
     const int taker = team.taker(Memory::bands);
 #pragma unroll 1
@@ -197,7 +201,7 @@ __device__ __forceinline__ void add_sinks(const attention_args<Pair, T>& a, cons
     team.wait();
 }
 
-/// Writes the rows of a finished item. All threads of the team.
+/// Writes the rows of a finished item, or sends them to all ranks. All threads of the team.
 template <class Memory, class Pair, class T, class Score>
 __device__ __forceinline__ void write_rows(const attention_args<Pair, T>& a, const Score& score,
                                            const item_part& item, const team_memory& state, int parts,
@@ -206,6 +210,17 @@ __device__ __forceinline__ void write_rows(const attention_args<Pair, T>& a, con
     const int first_row = item.row_block * Memory::rows;
     const int rows = smaller(Memory::rows, a.rows - first_row);
     if constexpr (has_sinks<Score>) add_sinks<Memory>(a, score, item, state, parts, team);
+    if constexpr (exchanges<Score>)
+        if (score.exchange.ranks > 0) {
+            const int first = a.row_number(item);
+#pragma unroll 1
+            for (int row = team.member; row < rows; row += team.warps)
+                score.exchange.send(first + first_row + row, team.thread() % warp_size, [&](int vector) {
+                    return vector == 0 ? float4{state.max[row], state.sum[row], 0.0f, 0.0f}
+                                       : read_output<Memory>(state, parts, row, 4 * (vector - 1));
+                });
+            return;
+        }
 #pragma unroll 1
     for (int i = team.thread(); i < rows * Pair::value_dim / 4; i += team.threads()) {
         const int row = i / (Pair::value_dim / 4), channel = i % (Pair::value_dim / 4) * 4;
@@ -221,20 +236,6 @@ __device__ __forceinline__ void write_rows(const attention_args<Pair, T>& a, con
             finish_header(a, a.row_token(item.sequence, first_row + row),
                           a.row_head(kv_head, first_row + row), state.max[row], state.sum[row]);
     }
-}
-
-/// A float on its way to another thread block. Zero, which the workspace holds between launches, says that it
-/// has not arrived: the inverse of a NaN that no instruction makes.
-__device__ __forceinline__ std::uint32_t sealed(float x) {
-    const std::uint32_t bits = __float_as_uint(x);
-    return bits == ~0u ? 0x80000000u : ~bits;
-}
-__device__ __forceinline__ uint4 sealed(const float4& v) {
-    return {sealed(v.x), sealed(v.y), sealed(v.z), sealed(v.w)};
-}
-__device__ __forceinline__ float opened(std::uint32_t word) { return __uint_as_float(~word); }
-__device__ __forceinline__ bool arrived(const uint4& v) {
-    return (v.x != 0) & (v.y != 0) & (v.z != 0) & (v.w != 0);
 }
 
 template <class Memory, class Pair, class T>
@@ -261,6 +262,18 @@ __device__ __forceinline__ void write_partial(const attention_args<Pair, T>& a, 
     }
 }
 
+/// Likewise; the team that has the item's last part notes that it merges all of them.
+template <class Memory, class Pair, class T>
+__device__ __forceinline__ void leave_part(const attention_args<Pair, T>& a, const team_memory& state,
+                                           bool first_of_share, const item_part& item, const share_span& span,
+                                           const warp_team& team) {
+    write_partial<Memory>(a, state, first_of_share, team);
+    if (!item.has_end() || team.thread() > 0) return;
+    state.later->pending = 1;
+    state.later->span = span;
+    state.later->item = item;
+}
+
 /// Merges all parts of an item, as they arrive in the workspace, in token order, writes its rows, and leaves
 /// zeros. All threads of the team that has the item's last part, when they have nothing else to do.
 template <class Memory, class Pair, class T, class Score>
@@ -271,9 +284,9 @@ __device__ __forceinline__ void merge_parts(const attention_args<Pair, T>& a, co
     const int from = span.from, count = span.to - from + 1, second = span.from_is_second;
     const auto part = [&](int i) { return partial_state<Memory>(a, 2 * (from + i) + (i == 0 ? second : 0)); };
     // A row belongs to `width` neighbouring lanes; each takes every so-manieth group of 4 channels. Small
-    // teams take some rows after the other; with twice as many threads as rows need, and memory for two outputs, there
-    // are two sets, which take turns with the parts. All loads of a step are under way together; those of parts that have not
-    // arrived are repeated.
+    // teams take some rows after the other; with twice as many threads as rows need, and memory for two
+    // outputs, there are two sets, which take turns with the parts. All loads of a step are under way
+    // together; those of parts that have not arrived are repeated.
     constexpr int width = smaller(warp_size, 128 / rows), groups = ceil_div(dim / 4, width);
     constexpr int at_once = larger(1, smaller(8 / groups, width / 2));  // parts of a set
     static_assert(2 * at_once <= width && dim % 4 == 0);
@@ -368,6 +381,30 @@ __device__ __forceinline__ void merge_parts(const attention_args<Pair, T>& a, co
 #pragma unroll 1
     for (int i = team.thread(); i < count * 2 * rows; i += team.threads())
         store_relaxed(part(i / (2 * rows)) + i % (2 * rows), 0u);
+}
+
+/// Notes which rows the share has sent: they follow each other, since a sequence has one query token.
+template <class Memory, class Pair, class T>
+__device__ __forceinline__ void note_rows(const attention_args<Pair, T>& a, const across_ranks& score,
+                                          const item_part& item, merge_note& note, const warp_team& team) {
+    if (!item.has_end() || team.thread() + 1 < team.threads() || score.exchange.ranks == 0) return;
+    const int first = item.row_block * Memory::rows, row = a.row_number(item) + first;
+    if (note.end_row == 0) note.begin_row = row;
+    note.end_row = row + smaller(Memory::rows, a.rows - first);
+    prefetch_line(score.exchange.steps + row);
+}
+/// Writes these rows, merged with those of the other ranks. All threads of the team, when they have nothing
+/// else to do.
+template <class Pair, class T>
+__device__ __forceinline__ void merge_sent_rows(const attention_args<Pair, T>& a, const across_ranks& score,
+                                                const merge_note& note, const warp_team& team) {
+    team.wait();
+#pragma unroll 1
+    for (int row = note.begin_row + team.member; row < note.end_row; row += team.warps) {
+        const int token = divide(row, a.q.heads), head = row - token * a.q.heads;
+        merge_ranks(score.exchange, row, team.thread() % warp_size, a.out.at(token, head), Pair::value_dim,
+                    a.lse);
+    }
 }
 
 }}}  // namespace kvq::cuda::detail

@@ -24,7 +24,10 @@ inline constexpr bool has_sinks = requires(const Score& s) {
     s.sink_logit(0);
 };
 template <class Score>
-inline constexpr bool is_modifier = has_score<Score> || has_sinks<Score> || std::is_same_v<Score, unmodified>;
+inline constexpr bool exchanges = std::is_same_v<Score, across_ranks>;
+template <class Score>
+inline constexpr bool is_modifier =
+    has_score<Score> || has_sinks<Score> || exchanges<Score> || std::is_same_v<Score, unmodified>;
 
 /// A row's learned sink becomes a part of its state: one more score, without a value. Returns the factor of
 /// the row's output.
