@@ -287,7 +287,8 @@ private:
         std::byte* const to = workspace + at.block;
         r.keys.functions().dequantize(r.keys.scheme(), keys, id, block, r.type(), workspace, keys.dim,
                                       scratch);
-        std::memset(to, 0, r.values.block_bytes(shape));  // odd tokens and channels leave gaps
+        // Odd tokens, and channels that are no multiple of 4, leave gaps.
+        if (cols % 2 != 0 || shape.dim % 4 != 0) std::memset(to, 0, r.values.block_bytes(shape));
         const std::uint32_t beyond =
             r.values.functions().write_tokens(shape, to, r.type(), workspace, keys.dim, cols, 0);
         if (beyond > 0 && !r.table.holds_values)
