@@ -1,6 +1,6 @@
-// Each ingredient on and off: first one tensor at a time, keys quantized and values in 16 bit, or the other way round; then whole
-// presets with one ingredient changed. Options and columns are those of bench_quality; the bits to read are those of K (or 16 - K
-// for values).
+// Each ingredient on and off: first one tensor at a time, keys quantized and values in 16 bit, or the other
+// way round; then whole presets with one ingredient changed. Options and columns are those of bench_quality;
+// the bits to read are those of K (or 16 - K for values).
 #include <kvq/cpu/simd.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/presets.hpp>
@@ -13,7 +13,8 @@ namespace {
 
 using list = std::vector<quality::listed_format>;
 
-/// A format that quantizes and dequantizes, and nothing else: with attention this file would take six minutes to compile.
+/// A format that quantizes and dequantizes, and nothing else: with attention this file would take six minutes
+/// to compile.
 template <class Scheme>
 struct coder : kvq::format_record {
     Scheme held;
@@ -97,7 +98,8 @@ void keys(list& to) {
     key.template operator()<typename kvarn<B>::keys>("variance normalized, Hadamard (KVarN)");
 }
 
-/// Statistics of queries: widths of channels, error feedback, both. Widths are those of the presets mix4, low3 and low2.
+/// Statistics of queries: widths of channels, error feedback, both. Widths are those of the presets mix4,
+/// low3 and low2.
 template <int B, class Widths>
 void keys_with_statistics(list& to) {
     using namespace kvq;

@@ -1,8 +1,9 @@
-// Attention over packed pages, one query token (decode) or a block of them at the end of the cache (prefill): time, bytes,
-// share of the read bandwidth measured in the same run, ratio to this library's 16-bit pages (or to --baseline), and two errors:
-// of the kernel (against double precision on the dequantized values) and of the scheme (the same against the 16-bit values; random
-// data is a hard case, since attention then averages noise). All schemes are measured in turns, so all their caches are in memory
-// at once. Where CMake finds ggml, its attention runs on the same tensors: flash attention on a cache that lies head after head (what
+// Attention over packed pages, one query token (decode) or a block of them at the end of the cache (prefill):
+// time, bytes, share of the read bandwidth measured in the same run, ratio to this library's 16-bit pages (or
+// to --baseline), and two errors: of the kernel (against double precision on the dequantized values) and of
+// the scheme (the same against the 16-bit values; random data is a hard case, since attention then averages
+// noise). All schemes are measured in turns, so all their caches are in memory at once. Where CMake finds
+// ggml, its attention runs on the same tensors: flash attention on a cache that lies head after head (what
 // its kernel reads fastest) or token after token (llama.cpp's), and products of matrices without it.
 // Other tables: --select, --skip, --documents, --masks (attention_parts.hpp).
 #include <CLI/CLI.hpp>

@@ -1,10 +1,11 @@
-// What a quantized cache does to attention, in double: relative error of the output, KL divergence of the weights, worst query.
+// What a quantized cache does to attention, in double: relative error of the output, KL divergence of the
+// weights, worst query.
 //
 //   out   = sqrt(sum |o' - o|^2 / sum |o|^2) over the queries of a head         kld = mean KL(p || p'), nats
 //   worst = largest |o' - o| / |o| of one query
 //
-// A query sees the keys up to its own position. A window of `sinks` first and `recent` last tokens *as seen from that query*
-// is exact: what a sequence has while it decodes.
+// A query sees the keys up to its own position. A window of `sinks` first and `recent` last tokens *as seen
+// from that query* is exact: what a sequence has while it decodes.
 #pragma once
 
 #include <algorithm>
@@ -98,7 +99,8 @@ inline exact_query make_exact(const head_values& head, const float* q, int seen)
     return e;
 }
 
-/// Adds one query of the quantized head; `logits` are those of the quantized keys, tokens of the window are taken from `exact`.
+/// Adds one query of the quantized head; `logits` are those of the quantized keys, tokens of the window are
+/// taken from `exact`.
 inline void add_query(const head_values& exact, const head_values& quantized, const exact_query& e,
                       std::vector<double> logits, int sinks, int recent, error_sums& sums) {
     const int first_recent = std::max(e.seen - recent, 0);

@@ -1,15 +1,17 @@
 // Attention that reads a part of the cache: bench_attention --select, --skip, --documents and --masks.
 //
-//   select      the best pages (kvq::selected_pages), and values that hardly weigh left out (kvq::skipped_values), against dense attention
-//               in the same format
-//   documents   a prompt as several documents in one sequence (kvq::document_mask), against the same tokens without a mask
+//   select      the best pages (kvq::selected_pages), and values that hardly weigh left out
+//               (kvq::skipped_values), against dense attention in the same format
+//   documents   a prompt as several documents in one sequence (kvq::document_mask), against the same tokens
+//               without a mask
 //   masks       one token under masks and score modifiers, and over moved keys, against causal attention
 //
-// Keys of --select have structure, as those of text have: the tokens are cut into segments of 96, which do not lie at the limits of pages; the
-// keys of a segment share a random vector, and each adds noise of the same size. Queries of a kv head point to 8 segments, every query head to
-// 2 of them. The first 4 tokens take about half of the weights, as attention sinks do, with small values; of 131072 tokens, those outside
-// of sinks and the two segments have a few hundredths of the weights together. Values are normal. The first 4 tokens and the
-// last 128 are in 16 bit; the other tables have no window.
+// Keys of --select have structure, as those of text have: the tokens are cut into segments of 96, which do
+// not lie at the limits of pages; the keys of a segment share a random vector, and each adds noise of the
+// same size. Queries of a kv head point to 8 segments, every query head to 2 of them. The first 4 tokens take
+// about half of the weights, as attention sinks do, with small values; of 131072 tokens, those outside of
+// sinks and the two segments have a few hundredths of the weights together. Values are normal. The first 4
+// tokens and the last 128 are in 16 bit; the other tables have no window.
 #pragma once
 
 #include <algorithm>

@@ -1,13 +1,16 @@
-// Quantizing and dequantizing of blocks of one head: time against passes over the same memory in the same run.
+// Quantizing and dequantizing of blocks of one head: time against passes over the same memory in the same
+// run.
 //
-//   read, store, copy     a read-only pass over the input, a store-only pass over the output, memcpy of the float side
+//   read, store, copy     a read-only pass over the input, a store-only pass over the output, memcpy of the
+//                         float side
 //   quantize              float32, float16 or bfloat16 values of a window block of the cache to codes
 //   dequantize            codes to tokens in float32, float16 or bfloat16
 //   requantize            from a 16-bit window or 8-bit codes to 4 bits
 //
-// roofline: share of the speed of the read-only pass (quantize, requantize) or of the store-only pass (dequantize) over the bytes
-// of the float side (requantize from codes: of the codes). vs_copy: the same against memcpy.
-// --portable: schemes that have no kernel for quantizing or dequantizing, beside affine-4-g64; which of the two stands behind the name.
+// roofline: share of the speed of the read-only pass (quantize, requantize) or of the store-only pass
+// (dequantize) over the bytes of the float side (requantize from codes: of the codes). vs_copy: the same
+// against memcpy. --portable: schemes that have no kernel for quantizing or dequantizing, beside
+// affine-4-g64; which of the two stands behind the name.
 // Working sets: L2 64 Ki values; DRAM 64 Mi values, walked through from end to end.
 #include <CLI/CLI.hpp>
 #include <algorithm>

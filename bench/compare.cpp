@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: MIT
-// One round of the rows of scripts/compare for the format FORMAT: microseconds of each, the fifth percentile of many calls. The same
-// file compiles against this tree and against older ones, where a cache was a template.
+// One round of the rows of scripts/compare for the format FORMAT: microseconds of each, the fifth percentile
+// of many calls. The same file compiles against this tree and against older ones, where a cache was a
+// template.
 //
-//   decode     attention of one token, 32/8 heads of 128 channels, pages of 128. 4k: one layer, which stays in the processor's cache.
-//              16k: six layers in turn, as a model reads them, from memory; one layer of 64 MB alone stays in a large cache or not, as
-//              its physical pages happen to lie, and the same program differs by a third from start to start.
+//   decode     attention of one token, 32/8 heads of 128 channels, pages of 128. 4k: one layer, which stays
+//              in the processor's cache. 16k: six layers in turn, as a model reads them, from memory; one
+//              layer of 64 MB alone stays in a large cache or not, as its physical pages happen to lie, and
+//              the same program differs by a third from start to start.
 //   prefill    attention of 512 query tokens over 4096 tokens
-//   prompt     what an engine calls for 512 new tokens behind 4096, quantizing included: prefill, or append and attend where there is no
-//              prefill; and the trim that takes them away again
-//   quantize   one block of 128 tokens, from 16-bit values; dequantize: to 16-bit values; blocks that stay in L2
+//   prompt     what an engine calls for 512 new tokens behind 4096, quantizing included: prefill, or append
+//              and attend where there is no prefill; and the trim that takes them away again
+//   quantize   one block of 128 tokens, from 16-bit values; dequantize: to 16-bit values; blocks that stay in
+//              L2
 #if __has_include(<kvq/cpu/simd.hpp>)
 #include <kvq/cpu/simd.hpp>
 #else

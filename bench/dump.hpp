@@ -1,9 +1,11 @@
 // Real q, k and v, read from files.
 //
-// A folder:       L02_k_f16_T2048_H4_D64.bin, L02_q_..., L02_v_...: layer, tensor, type (f16, bf16 or f32), tokens, heads,
-//                 channels; raw little-endian [token][head][channel], positions already applied to q and k. q are the last
-//                 positions, and its number of heads is a multiple of that of k.
-// A .safetensors file: tensors "L02.k", "L02.q", "L02.v" of shape [token, head, channel], types F16, BF16 or F32.
+// A folder:       L02_k_f16_T2048_H4_D64.bin, L02_q_..., L02_v_...: layer, tensor, type (f16, bf16 or f32),
+//                 tokens, heads, channels; raw little-endian [token][head][channel], positions already
+//                 applied to q and k. q are the last positions, and its number of heads is a multiple of that
+//                 of k.
+// A .safetensors file: tensors "L02.k", "L02.q", "L02.v" of shape [token, head, channel], types F16, BF16 or
+// F32.
 #pragma once
 
 #include <algorithm>

@@ -1,9 +1,12 @@
-// What an engine does to a sequence, and what it must not cost: scripts/quality prefill, scripts/quality cuts.
+// What an engine does to a sequence, and what it must not cost: scripts/quality prefill, scripts/quality
+// cuts.
 //
-//   prefill DUMP...   the last queries of a dump, token by token and in chunks: error of the attention output against double on the
-//                     values of the dump. Chunks must not be worse than token by token by more than --bound, a layer that shares the keys
-//                     and values not worse than their owner by more than --shared-bound.
-//   cuts              N times: cut back to a prompt and append other tokens. What is left of the prompt must not change.
+//   prefill DUMP...   the last queries of a dump, token by token and in chunks: error of the attention output
+//                     against double on the values of the dump. Chunks must not be worse than token by token
+//                     by more than --bound, a layer that shares the keys and values not worse than their
+//                     owner by more than --shared-bound.
+//   cuts              N times: cut back to a prompt and append other tokens. What is left of the prompt must
+//                     not change.
 //
 // Exit status 1 where a bound does not hold. Dumps: bench/dump.hpp.
 #include <CLI/CLI.hpp>
@@ -51,7 +54,7 @@ kvq::token_view<const float> tokens_of(const bench::tensor_dump& x, int first, i
     return {x.at(first, 0), count, x.heads, x.dim};
 }
 
-// ---- prefill ---------------------------------------------------------------------------------------------------------
+// ---- prefill ---------------------------------------------------------------------------------------------
 
 struct prefill_settings {
     std::vector<std::string> dumps, wanted;
@@ -79,9 +82,9 @@ std::vector<double> exact_outputs(const bench::layer_dump& l) {
     return out;
 }
 
-/// Relative error of what the queries of a dump get: the tokens before them appended, the last ones in chunks. chunk 0: token by
-/// token, append and attend. Chunks of more tokens than there are queries begin in the history. shared: the queries are those of a layer that
-/// shares the keys and values.
+/// Relative error of what the queries of a dump get: the tokens before them appended, the last ones in
+/// chunks. chunk 0: token by token, append and attend. Chunks of more tokens than there are queries begin in
+/// the history. shared: the queries are those of a layer that shares the keys and values.
 double prefill_error(const bench::layer_dump& l, const scheme& s, int chunk, const std::vector<double>& exact,
                      bool shared = false) {
     kvq::cache cache({kvq::full_attention({l.k.heads, l.k.dim, l.v.dim}), kvq::shared_with(0)},
@@ -197,7 +200,7 @@ int prefill(const prefill_settings& settings) {
     return holds ? 0 : 1;
 }
 
-// ---- cuts ------------------------------------------------------------------------------------------------------------
+// ---- cuts ------------------------------------------------------------------------------------------------
 
 struct cut_settings {
     std::vector<std::string> wanted;

@@ -1,6 +1,7 @@
-// Attention of ggml's CPU backend, for rows beside this library's own: flash attention (ggml_flash_attn_ext) on caches whose rows lie
-// head after head or token after token, and two matrix products with a softmax between them. With KVQ_BENCH_IK_LLAMA: of the ggml in
-// ik_llama.cpp, which has no thread pools and wants masks in blocks of 16 rows.
+// Attention of ggml's CPU backend, for rows beside this library's own: flash attention (ggml_flash_attn_ext)
+// on caches whose rows lie head after head or token after token, and two matrix products with a softmax
+// between them. With KVQ_BENCH_IK_LLAMA: of the ggml in ik_llama.cpp, which has no thread pools and wants
+// masks in blocks of 16 rows.
 #pragma once
 
 #include <ggml-alloc.h>
@@ -22,10 +23,12 @@ namespace bench {
 /// How ggml attends, and how the cache lies in memory:
 ///   head_major    flash attention, [kv_heads][tokens][head_dim]: what its kernel reads fastest
 ///   token_major   flash attention, [tokens][kv_heads][head_dim]: llama.cpp's cache
-///   no_flash      products of matrices, K token-major, V [kv_heads][head_dim][tokens]: llama.cpp's cache without flash attention
+///   no_flash      products of matrices, K token-major, V [kv_heads][head_dim][tokens]: llama.cpp's cache
+///                 without flash attention
 enum class ggml_path { head_major, token_major, no_flash };
 
-/// One layer: q is [query tokens, q_heads, head_dim], k and v are [tokens, kv_heads, head_dim], the queries are the last tokens.
+/// One layer: q is [query tokens, q_heads, head_dim], k and v are [tokens, kv_heads, head_dim], the queries
+/// are the last tokens.
 class ggml_attention {
 public:
     ggml_attention(ggml_path path, ggml_type type, int q_tokens, int q_heads, int kv_heads, int head_dim,

@@ -1,11 +1,14 @@
-// The node of adapters/ggml.hpp beside ggml's own attention, in graphs of ggml in one process: one layer, decode and prefill.
+// The node of adapters/ggml.hpp beside ggml's own attention, in graphs of ggml in one process: one layer,
+// decode and prefill.
 //
-// ggml     attention alone, over a cache as llama.cpp lays it out: f16 without flash attention (V transposed), and f16, q8_0 and q4_0 with it
+// ggml     attention alone, over a cache as llama.cpp lays it out: f16 without flash attention (V
+//          transposed), and f16, q8_0 and q4_0 with it
 // kvq      storing the new tokens, attention, and quantizing pages that fall behind the recent window
 // step     what begin() and end() take beside the node, once per step of all layers
 //
-// All of them run in turns. Medians, and the least times, to which other work of the machine has added least. On one thread CPU time is measured,
-// so that such work counts less; on several, real time, which it makes longer and uncertain.
+// All of them run in turns. Medians, and the least times, to which other work of the machine has added least.
+// On one thread CPU time is measured, so that such work counts less; on several, real time, which it makes
+// longer and uncertain.
 #if !defined(KVQ_BENCH_GGML)
 #include <cstdio>
 int main() {

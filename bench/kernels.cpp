@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT
-// Prints the registry of kernels (cpu/registry.hpp): for every kind of format, the kernel of each operation, or why portable code runs.
+// Prints the registry of kernels (cpu/registry.hpp): for every kind of format, the kernel of each operation,
+// or why portable code runs.
 //
-//   scripts/bench kernels --dim 80 --tokens 128 --width 16      width: numbers of a vector, 16 with AVX-512, 8 with AVX2, 4 with SSE and NEON
+//   scripts/bench kernels --dim 80 --tokens 128 --width 16      width: numbers of a vector, 16 with AVX-512,
+//                                                               8 with AVX2, 4 with SSE and NEON
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <kvq/cpu/describe.hpp>

@@ -1,13 +1,16 @@
-// What a cache of each scheme holds, loses and costs: memory, error, time to store a prompt and to read it back; and what
-// appending one token costs next to attending with it.
+// What a cache of each scheme holds, loses and costs: memory, error, time to store a prompt and to read it
+// back; and what appending one token costs next to attending with it.
 //
 // memory     bytes of the pages of all layers; savings against 16-bit values
-// error      of the values that come back against those that went in: mean and largest absolute difference, normal data
-// quantize   append of the whole prompt, 16-bit input, all layers; dequantize: dequantize of it to 16-bit tensors
-// append     one token in all layers, averaged over a page (so that quantizing a page is in it), and its share of the time of
-//            decode attention over --attend-tokens tokens (query heads: four times the kv heads)
-// prefill    a chunk of --seq-len tokens with its queries over --attend-tokens tokens, one layer, one thread; and how long append
-//            followed by attend of the same takes beside it, in turns
+// error      of the values that come back against those that went in: mean and largest absolute difference,
+//            normal data
+// quantize   append of the whole prompt, 16-bit input, all layers; dequantize: dequantize of it to 16-bit
+//            tensors
+// append     one token in all layers, averaged over a page (so that quantizing a page is in it), and its
+//            share of the time of decode attention over --attend-tokens tokens (query heads: four times the
+//            kv heads)
+// prefill    a chunk of --seq-len tokens with its queries over --attend-tokens tokens, one layer, one thread;
+//            and how long append followed by attend of the same takes beside it, in turns
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
@@ -195,7 +198,8 @@ int main(int argc, char** argv) {
                         r.quantize_ms, r.dequantize_ms, r.append_us, 100.0 * r.append_share, r.prefill_ms,
                         r.append_attend_ms);
         }
-        // Half a step of 4 bits on normal data is about 0.15: more than a tenth of the values' spread shows in models.
+        // Half a step of 4 bits on normal data is about 0.15: more than a tenth of the values' spread shows
+        // in models.
         if (r.mean_error < 0.1 && (!best || r.memory < best->memory)) best = &r;
     }
     if (!s.json && best)

@@ -1,7 +1,8 @@
-// Latent attention (MLA): formats against 16-bit latents, 512 + 64 channels, one thread: scripts/bench latent.
+// Latent attention (MLA): formats against 16-bit latents, 512 + 64 channels, one thread: scripts/bench
+// latent.
 //
-// GMAC/s: multiply-adds of both products (tokens x rows x 1088) per second of CPU time, so that other programs disturb it little. Rounds take
-// turns; the fastest one of each format counts.
+// GMAC/s: multiply-adds of both products (tokens x rows x 1088) per second of CPU time, so that other
+// programs disturb it little. Rounds take turns; the fastest one of each format counts.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>

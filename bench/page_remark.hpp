@@ -1,4 +1,5 @@
-// What a page does to a scheme whose keys share parameters over more tokens than the page holds: nothing may change silently.
+// What a page does to a scheme whose keys share parameters over more tokens than the page holds: nothing may
+// change silently.
 //
 // A name says the number: "kivi-4-g64"; presets have 64, "kivi-4" is short for "kivi-4-g32".
 #pragma once
@@ -9,7 +10,8 @@
 
 namespace quality {
 
-/// A sentence without its full stop; empty where a page holds the group. `label`: what the sentence calls the scheme.
+/// A sentence without its full stop; empty where a page holds the group. `label`: what the sentence calls the
+/// scheme.
 inline std::string page_remark(std::string_view key_name, int page_tokens, const std::string& label) {
     int group = 0;
     for (const std::string_view preset : {"ref8", "std5", "std4", "mix4", "low3", "low2"})

@@ -1,5 +1,6 @@
-// Prefix cache under many long entries: how long a lookup takes, by what it finds, and what fetching and storing take.
-// Single calls are timed (CPU time), with other tokens each time, so that percentiles can be shown.
+// Prefix cache under many long entries: how long a lookup takes, by what it finds, and what fetching and
+// storing take. Single calls are timed (CPU time), with other tokens each time, so that percentiles can be
+// shown.
 // All entries are forks of one sequence: the store looks at token ids alone, and this fits into memory.
 #include <CLI/CLI.hpp>
 #include <algorithm>

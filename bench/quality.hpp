@@ -1,8 +1,10 @@
-// The program behind bench_quality and bench_ablation: quality of schemes on real q, k and v. Bits, error of the attention
-// output, divergence of its weights, worst query, each with an exact window and without; and what quantizing costs.
+// The program behind bench_quality and bench_ablation: quality of schemes on real q, k and v. Bits, error of
+// the attention output, divergence of its weights, worst query, each with an exact window and without; and
+// what quantizing costs.
 //
-// Pages cover the whole sequence, also tokens behind a query (the state in which a finished cache is); the query sees the keys
-// up to its own position. All sums are double, on dequantized values. Nothing here runs the attention kernels.
+// Pages cover the whole sequence, also tokens behind a query (the state in which a finished cache is); the
+// query sees the keys up to its own position. All sums are double, on dequantized values. Nothing here runs
+// the attention kernels.
 #pragma once
 
 #include <time.h>
@@ -64,12 +66,14 @@ inline quantized_tensor code(const kvq::format& f, kvq::tensor role, kvq::block_
     return result;
 }
 
-/// What keys can be made from: of a text, and of the first tokens of the sequence itself (kvq/policy/self_calibration.hpp).
+/// What keys can be made from: of a text, and of the first tokens of the sequence itself
+/// (kvq/policy/self_calibration.hpp).
 struct known_statistics {
     kvq::calibration text, own;
 };
 
-/// What a row of the table is about. Formats with statistics are three of them: name, name+stats and name+self.
+/// What a row of the table is about. Formats with statistics are three of them: name, name+stats and
+/// name+self.
 struct entry {
     std::string name, source;
     std::function<kvq::format_pair(const known_statistics&)> make;
@@ -97,7 +101,8 @@ inline kvq::calibration empty_statistics(const std::vector<bench::layer_dump>& l
         {.layers = layers.back().layer + 1, .kv_heads = any.k.heads, .head_dim = any.k.dim}, true);
 }
 
-/// Adds what the first 1/part of a sequence has, and at most `most` tokens: keys, and the same share of its queries.
+/// Adds what the first 1/part of a sequence has, and at most `most` tokens: keys, and the same share of its
+/// queries.
 inline void add_statistics(kvq::calibration& statistics, const std::vector<bench::layer_dump>& layers,
                            int part, int most = std::numeric_limits<int>::max()) {
     for (const bench::layer_dump& l : layers) {
@@ -113,7 +118,8 @@ inline bool has_layer(const std::vector<bench::layer_dump>& layers, int layer) {
                        [&](const bench::layer_dump& l) { return l.layer == layer; });
 }
 
-/// Variance of the logarithm of a channel's importance from one text to another, over the channels of a head; mean over heads.
+/// Variance of the logarithm of a channel's importance from one text to another, over the channels of a head;
+/// mean over heads.
 /// What kvq::text_doubt stands for.
 inline double text_variance(const kvq::calibration& a, const kvq::calibration& b) {
     const kvq::cache_shape& s = a.shape();
@@ -144,7 +150,8 @@ struct head_result {
     double key_seconds = 0.0, value_seconds = 0.0;
 };
 
-/// Query tokens spread evenly over the second half of the dump's (the first is for statistics), the last one among them.
+/// Query tokens spread evenly over the second half of the dump's (the first is for statistics), the last one
+/// among them.
 inline std::vector<int> pick_queries(int tokens, int wanted) {
     const int first = tokens / 2, most = tokens - first;
     const int n = wanted < 1 || wanted > most ? most : wanted;

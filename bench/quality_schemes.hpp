@@ -1,6 +1,7 @@
 // The schemes that are compared, by name: one list for bench_quality and for examples/llama.
 //
-// Built-in formats come from kvq::library; the others are compiled once, with quality_schemes.cpp (quality_schemes.cmake).
+// Built-in formats come from kvq::library; the others are compiled once, with quality_schemes.cpp
+// (quality_schemes.cmake).
 #pragma once
 
 #include <functional>
@@ -36,8 +37,8 @@ std::vector<listed_format> kvarn_formats();
 std::vector<listed_format> recent_formats();
 /// This library's presets.
 std::vector<listed_format> preset_formats();
-/// The presets with mixed widths whose statistics make a plan of widths and nothing else, no error feedback: -plan with those of
-/// queries and keys, -key-plan with those of keys alone.
+/// The presets with mixed widths whose statistics make a plan of widths and nothing else, no error feedback:
+/// -plan with those of queries and keys, -key-plan with those of keys alone.
 std::vector<listed_format> plan_formats();
 /// Each preset with mixed widths with one ingredient changed at a time, and each of its tensors alone.
 std::vector<listed_format> ingredient_formats();

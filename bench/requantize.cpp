@@ -1,7 +1,9 @@
-// Requantizing a live cache: how much memory it takes beside the cache, and how fast it is against quantizing the same pages.
+// Requantizing a live cache: how much memory it takes beside the cache, and how fast it is against quantizing
+// the same pages.
 //
-// The peak is measured by the memory resource that all pages and all scratch come from, not computed; the dry run stands
-// beside it. `quantize` is the time of quantizing the same blocks into one buffer, the least that this work can take.
+// The peak is measured by the memory resource that all pages and all scratch come from, not computed; the dry
+// run stands beside it. `quantize` is the time of quantizing the same blocks into one buffer, the least that
+// this work can take.
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <kvq/core/thread_pool.hpp>

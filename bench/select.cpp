@@ -1,13 +1,17 @@
-// What attention loses that reads only the best pages, or leaves out values that hardly weigh, on real q, k and v: scripts/quality select.
+// What attention loses that reads only the best pages, or leaves out values that hardly weigh, on real q, k
+// and v: scripts/quality select.
 //
-// The sequence grows to the position of a query, as in decode, with 4 sinks and 32 recent tokens in 16 bit; then the query attends to all pages, to
-// the best ones (kvq::selected_pages), and without values (kvq::skipped_values). Compared with attention over all pages of the same
-// format:
+// The sequence grows to the position of a query, as in decode, with 4 sinks and 32 recent tokens in 16 bit;
+// then the query attends to all pages, to the best ones (kvq::selected_pages), and without values
+// (kvq::skipped_values). Compared with attention over all pages of the same format:
 //   kept      share of the weights on the pages that were read, mean over queries and query heads
-//   best      the same for the pages with the most weight: as many, for the same query heads together, besides those that are always read
-//   KL        KL divergence of the weights on the pages that were read from those on all pages, nats: -log(kept), mean
+//   best      the same for the pages with the most weight: as many, for the same query heads together,
+//             besides those that are always read
+//   KL        KL divergence of the weights on the pages that were read from those on all pages, nats:
+//             -log(kept), mean
 //   error     |o' - o| / |o| over all outputs
-//   of bound  largest |o' - o| of a channel over the bound: share left out * largest |value|, and 1e-6 of it for float sums
+//   of bound  largest |o' - o| of a channel over the bound: share left out * largest |value|, and 1e-6 of it
+//             for float sums
 // Exit status 1: an output is outside of its bound, or more weights were left out than asked for.
 #include <CLI/CLI.hpp>
 #include <cmath>
@@ -70,7 +74,8 @@ public:
                          kvq::output_view(out).with_lse(o.lse.data()), mods);
         return o;
     }
-    /// The share of the weights on the pages with the most weight: always read ones and `more`, by kv head. Mean over query heads.
+    /// The share of the weights on the pages with the most weight: always read ones and `more`, by kv head.
+    /// Mean over query heads.
     double best_kept(int query, int more) const {
         const int tokens = sequence_.tokens(), heads = dump_.k.heads, group = dump_.q.heads / heads,
                   dim = dump_.k.dim;

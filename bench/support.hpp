@@ -1,5 +1,5 @@
-// What the bench programs share: timing by Google Benchmark (median of repetitions), random tensors, read bandwidth, and
-// memory on huge pages where the system has them.
+// What the bench programs share: timing by Google Benchmark (median of repetitions), random tensors, read
+// bandwidth, and memory on huge pages where the system has them.
 #pragma once
 
 #include <benchmark/benchmark.h>
@@ -41,9 +41,9 @@ inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
     return x;
 }
 
-/// Median nanoseconds of one call of each, by Google Benchmark: of CPU time on one thread (what else the machine does then
-/// counts less), of real time on several. Repetitions of all are mixed at random, so that a machine whose speed changes does not
-/// change ratios.
+/// Median nanoseconds of one call of each, by Google Benchmark: of CPU time on one thread (what else the
+/// machine does then counts less), of real time on several. Repetitions of all are mixed at random, so that a
+/// machine whose speed changes does not change ratios.
 inline std::vector<double> median_ns(const std::vector<std::function<void()>>& works, int threads,
                                      int repetitions = 7, double seconds = 0.05) {
     struct quiet : benchmark::BenchmarkReporter {

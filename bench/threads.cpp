@@ -1,6 +1,7 @@
-// How attention and decode steps gain from threads: the time of one layer on 1, 2, 4 ... threads of a kvq::thread_pool, and of a kvq::team
-// as large (threads that enter every operation), and how many times as fast as on one thread. All of them in turns; the least time of
-// each counts, since everything else that a machine does only adds to it.
+// How attention and decode steps gain from threads: the time of one layer on 1, 2, 4 ... threads of a
+// kvq::thread_pool, and of a kvq::team as large (threads that enter every operation), and how many times as
+// fast as on one thread. All of them in turns; the least time of each counts, since everything else that a
+// machine does only adds to it.
 //
 // attend   cache.attend of --batch sequences of --tokens tokens, one query token each
 // step     cache.prefill of one more token each; every --page tokens it quantizes a page per sequence
@@ -90,7 +91,8 @@ double microseconds(const auto& work) {
     return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Threads of an engine that enter one operation after another. The time of one is that from the first to the last, divided.
+/// Threads of an engine that enter one operation after another. The time of one is that from the first to the
+/// last, divided.
 class engine {
 public:
     explicit engine(int threads) : threads_(threads) {}

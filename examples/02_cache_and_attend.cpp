@@ -21,7 +21,8 @@ int main() {
         for (float& f : *x) f = normal(random);
 
     auto sequence = cache.new_sequence();
-    // One call for each layer of a step: a chunk of the prompt, later a token. Attention reads the chunk in 16 bit.
+    // One call for each layer of a step: a chunk of the prompt, later a token. Attention reads the chunk in
+    // 16 bit.
     const auto step = [&](int first, int count) {
         for (int layer = 0; layer < layers; ++layer) {
             const auto all = [&](std::vector<float>& x, int heads) {

@@ -12,7 +12,8 @@
 using my_keys = kvq::scheme<kvq::bits<3>, kvq::asymmetric, kvq::per_channel<32>, kvq::params<kvq::bfloat16>>;
 static_assert(kvq::key_scheme<my_keys>);
 
-// 2. Written by hand: the sign of every value and one mean magnitude per block (attention dequantizes it page by page).
+// 2. Written by hand: the sign of every value and one mean magnitude per block (attention dequantizes it page
+// by page).
 struct sign_only {
     std::string name() const { return "sign-only"; }
     constexpr std::size_t block_bytes(const kvq::block_shape& s) const {

@@ -1,5 +1,5 @@
-// Estimates the bytes of a cache and the longest context that fits, before anything is allocated: of a model with equal layers, and of one
-// whose layers differ.
+// Estimates the bytes of a cache and the longest context that fits, before anything is allocated: of a model
+// with equal layers, and of one whose layers differ.
 //
 //   04_estimate_memory [TOKENS]
 //
@@ -29,7 +29,8 @@ void show(const char* name, const kvq::format_pair& formats) {
         kvq::longest_context(cache, std::size_t{4} << 30, 1, use));
 }
 
-// Gemma 4 31B: 50 layers with a window of 1024 tokens, 16 kv heads of 256; 10 of full attention, 4 kv heads of 512.
+// Gemma 4 31B: 50 layers with a window of 1024 tokens, 16 kv heads of 256; 10 of full attention, 4 kv heads
+// of 512.
 constexpr int window = 1024;
 std::vector<kvq::layer> mixed_layers(bool windows) {
     std::vector<kvq::layer> model;

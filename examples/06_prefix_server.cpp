@@ -1,5 +1,6 @@
 // A server that reuses earlier results: requests with a common system prompt share its pages, and entries are
-// stored in 4 bit while the engine computes in 16 bit. Token ids and K/V are made up; the measured bytes are real.
+// stored in 4 bit while the engine computes in 16 bit. Token ids and K/V are made up; the measured bytes are
+// real.
 #include <cstdio>
 #include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
@@ -25,7 +26,8 @@ tokens operator+(tokens a, const tokens& b) {
     return a;
 }
 
-/// Replaces the model: K and V of one token and layer. Returns a row of kv_heads * head_dim values in [-1, 1).
+/// Replaces the model: K and V of one token and layer. Returns a row of kv_heads * head_dim values in [-1,
+/// 1).
 void compute(kvq::token_id token, int layer, unsigned what, float* row) {
     auto state =
         static_cast<std::uint32_t>(token) * 2654435761u + static_cast<unsigned>(layer) * 40503u + what;

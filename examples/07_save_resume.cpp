@@ -1,4 +1,5 @@
-// A long prompt is read once and saved. A later process resumes from the file with the same results as without a stop.
+// A long prompt is read once and saved. A later process resumes from the file with the same results as
+// without a stop.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -105,7 +106,8 @@ int main() {
         (void)kvq::restore(cache, path);
     });
 
-    // A cache that quantizes to 4 bits and also lists the file's formats keeps the pages unchanged, or converts them to 4 bits.
+    // A cache that quantizes to 4 bits and also lists the file's formats keeps the pages unchanged, or
+    // converts them to 4 bits.
     kvq::cache cache(shape, options({four_bit.keys, eight_bit.keys}, {four_bit.values, eight_bit.values}));
     for (const bool convert : {false, true}) {
         auto sequence = kvq::restore(cache, path, {.convert = convert});

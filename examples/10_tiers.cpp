@@ -1,4 +1,5 @@
-// Conversations that wait leave memory for files, and come back when the next question comes: a prefix cache over two tiers.
+// Conversations that wait leave memory for files, and come back when the next question comes: a prefix cache
+// over two tiers.
 #include <cstdio>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>

@@ -1,5 +1,6 @@
-// Every example of docs/guide/attention.md, run: masks, score modifiers, drafted trees, pages worth reading, moved tokens. Outputs are compared
-// with a softmax in double over the dequantized tokens. Exit status 1: one of them is off.
+// Every example of docs/guide/attention.md, run: masks, score modifiers, drafted trees, pages worth reading,
+// moved tokens. Outputs are compared with a softmax in double over the dequantized tokens. Exit status 1: one
+// of them is off.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -16,7 +17,7 @@ namespace {
 using tokens_in = kvq::token_view<const float>;
 using tokens_out = kvq::token_view<float>;
 
-// ---- what the guide shows --------------------------------------------------------------------------------------------
+// ---- what the guide shows --------------------------------------------------------------------------------
 
 void masks(kvq::sequence& sequence, kvq::sequence& encoder, int layer, tokens_in k, tokens_in v, tokens_in q,
            tokens_out out, kvq::thread_pool& executor, kvq::workspace& workspace) {
@@ -87,7 +88,8 @@ void trees(kvq::sequence& sequence, int layers, tokens_in k, tokens_in v, tokens
     sequence.keep(accepted);
 }
 
-/// Tokens [first, last) go; those of a document from the fifth on follow; the first n keys move by `by`. use(sequence) sees the result.
+/// Tokens [first, last) go; those of a document from the fifth on follow; the first n keys move by `by`.
+/// use(sequence) sees the result.
 template <class Fill, class Use>
 void moves(kvq::cache_shape shape, kvq::cache_options options, int first, int last, int n, int by,
            const Fill& fill, const Use& use) {
@@ -104,7 +106,7 @@ void moves(kvq::cache_shape shape, kvq::cache_options options, int first, int la
     use(sequence);
 }
 
-// ---- what it is compared with ----------------------------------------------------------------------------------------
+// ---- what it is compared with ----------------------------------------------------------------------------
 
 constexpr int q_heads = 2, dim = 32;
 int failures = 0;
@@ -160,7 +162,8 @@ double error(
         }
     return worst;
 }
-/// Outputs of this size are means of normal values; kernels multiply a high and a low byte of a query with codes.
+/// Outputs of this size are means of normal values; kernels multiply a high and a low byte of a query with
+/// codes.
 constexpr double near = 2e-3;
 
 }  // namespace
@@ -267,7 +270,8 @@ int main() {
             error(both[1], q, outs[1], 504, [](int at, int j) { return j < 500 || j == at; });
         expect(chained < near && beside < near, "a batch in which every request has its tree");
     }
-    {  // Moves: 300 tokens of which 50 go, 100 of a document without its first four, and every key moves by 7.
+    // Moves: 300 tokens of which 50 go, 100 of a document without its first four, and every key moves by 7.
+    {
         const kvq::cache_shape wide{.layers = 1, .kv_heads = 1, .head_dim = 128};
         const tensor k(400, 1, 128, random), v(400, 1, 128, random);
         const auto fill = [&](kvq::sequence& sequence, kvq::sequence& document) {

@@ -1,4 +1,5 @@
-// An engine in C++ with kvq::library: formats by name, for the CPU that it runs on. Its files compile quickly, since caches are the library's.
+// An engine in C++ with kvq::library: formats by name, for the CPU that it runs on. Its files compile
+// quickly, since caches are the library's.
 //
 //   12_library [format [tokens]]      any name of find_format, std4 by default; of the prompt, 700
 #include <cstdio>

@@ -1,5 +1,5 @@
-// Latent attention (MLA, as in DeepSeek V3): a prompt and decode steps over a cache of latents in 4 bits, beside attention in double over the
-// keys and values of all heads, which a program need not make.
+// Latent attention (MLA, as in DeepSeek V3): a prompt and decode steps over a cache of latents in 4 bits,
+// beside attention in double over the keys and values of all heads, which a program need not make.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -82,7 +82,8 @@ int main() {
         make(tokens * channels, 1.0f);  // normed, and rotated behind the first `latent` channels
     const numbers queries = make(tokens * heads * (nope + rotary), 1.0f);
 
-    // 4 bits for the latent channels, 16 for the rotary ones. By name: find_format("std4-rotary16", tensor::key).
+    // 4 bits for the latent channels, 16 for the rotary ones. By name: find_format("std4-rotary16",
+    // tensor::key).
     kvq::cache_options options;
     options.keys = kvq::with_rotary(kvq::make_format<kvq::affine<4, kvq::per_channel<64>>>(), rotary);
     options.sinks = 4;

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT
-// A batch of sequences on the GPU: prompts, then decode steps that are captured in a CUDA graph once and replayed while contexts grow.
+// A batch of sequences on the GPU: prompts, then decode steps that are captured in a CUDA graph once and
+// replayed while contexts grow.
 //
-//   nvcc -std=c++20 -arch=native -Iinclude examples/gpu_decode.cu -o gpu_decode && ./gpu_decode [kivi-4-g64 | int8]
+//   nvcc -std=c++20 -arch=native -Iinclude examples/gpu_decode.cu -o gpu_decode && ./gpu_decode [kivi-4-g64 |
+//     int8]
 //
-// The format is chosen when the program runs, among those that it has compiled. 4 sinks and the 64 newest tokens stay in 16 bit.
+// The format is chosen when the program runs, among those that it has compiled. 4 sinks and the 64 newest
+// tokens stay in 16 bit.
 #include <kvq/cuda.cuh>
 
 #include <algorithm>

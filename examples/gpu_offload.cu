@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Host offload: a sequence goes from the GPU to the CPU, is attended there, and comes back; nothing is converted.
+// Host offload: a sequence goes from the GPU to the CPU, is attended there, and comes back; nothing is
+// converted.
 //
 //   nvcc -std=c++20 -arch=native -Iinclude examples/gpu_offload.cu -o gpu_offload && ./gpu_offload
 //

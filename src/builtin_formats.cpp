@@ -1,4 +1,5 @@
-// The list of built-in formats for the CPU that the program runs on. kvq_levels.inc, which CMake writes, defines
+// The list of built-in formats for the CPU that the program runs on. kvq_levels.inc, which CMake writes,
+// defines
 //   KVQ_LEVELS(X)          X(level) of every instruction set in the library, the best one first
 //   KVQ_PARTS(X, level)    X(level, part) of every part of the formats (format/builtin_schemes.hpp)
 #include <kvq/cpu/arch/arch.hpp>

@@ -1,6 +1,6 @@
-// One part of the built-in formats for one instruction set. CMake compiles this file once for each of them: KVQ_PART is a number,
-// KVQ_LEVEL an architecture of cpu/arch/arch.hpp, or `best` for the best one that the flags allow. KVQ_FORMATS, if it is defined, lists
-// the names, without group sizes, of the wanted formats.
+// One part of the built-in formats for one instruction set. CMake compiles this file once for each of them:
+// KVQ_PART is a number, KVQ_LEVEL an architecture of cpu/arch/arch.hpp, or `best` for the best one that the
+// flags allow. KVQ_FORMATS, if it is defined, lists the names, without group sizes, of the wanted formats.
 #include <kvq/cpu/simd.hpp>
 #include <kvq/format/builtin_kernels.hpp>
 #include <kvq/format/builtin_schemes.hpp>
@@ -24,7 +24,8 @@ static constexpr bool KVQ_NAME(kvq_wants, KVQ_LEVEL, KVQ_PART)(std::string_view 
 #endif
 }
 
-// Entries cross one by one through a function with C linkage: the type of a list belongs to one instruction set.
+// Entries cross one by one through a function with C linkage: the type of a list belongs to one instruction
+// set.
 extern "C" void KVQ_NAME(kvq_builtin, KVQ_LEVEL,
                          KVQ_PART)(void* list, void (*add)(void* list, const kvq::builtin_format* entry)) {
     kvq::detail::builtin_list entries;
@@ -38,7 +39,8 @@ extern "C" void KVQ_NAME(kvq_kernels, KVQ_LEVEL,
     kvq::detail::add_kernels<kvq::simd<kvq::arch::KVQ_LEVEL>, KVQ_PART>(list, add);
 }
 
-// What all parts need is compiled with the first one, which every library has. Several parts may be one translation unit.
+// What all parts need is compiled with the first one, which every library has. Several parts may be one
+// translation unit.
 #if KVQ_PART == 0
 #define KVQ_HAS_FIRST_PART
 template struct kvq::detail::backend_table<kvq::simd<kvq::arch::KVQ_LEVEL>>;

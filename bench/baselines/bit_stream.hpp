@@ -1,4 +1,5 @@
-// Codes of any width one behind the other, the lowest bit first, for schemes whose codes are dequantized before they are multiplied.
+// Codes of any width one behind the other, the lowest bit first, for schemes whose codes are dequantized
+// before they are multiplied.
 //
 //   code of width w at bit position p: bits p, ..., p + w - 1 of the bytes
 //

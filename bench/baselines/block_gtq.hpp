@@ -1,17 +1,20 @@
 // block_gtq: keys whose pairs of channels that RoPE turns together get widths by their energy.
 //
 //   s_i = (E[|q_i|^2] + E[|k_i|^2]) / 2 of pair i, per layer and kv head, from statistics
-//   widths: every pair has 1 bit a channel at first; then the pair with the largest s_i 4^-b_i gets the next bit, up to 8, until the
-//   average is B. Pairs of one width are a group, with its own length and its own codes:
+//   widths: every pair has 1 bit a channel at first; then the pair with the largest s_i 4^-b_i gets the next
+//   bit, up to 8, until the average is B. Pairs of one width are a group, with its own length and its own
+//   codes:
 //   g = |x|, as float16;   y = H S x sqrt(n) / g;   x^ = S H level[code] g / sqrt(n)      of n channels
 //   H S: Hadamard with random signs; levels: Lloyd-Max for a channel of a uniform unit vector of n channels
 //   block = [codes][g: float16 per token and group], each section padded to 16 bytes
 //
-// Bits of keys, with everything counted: B + 16 G / D with G groups (3 to 6), the largest number of all heads, since the blocks of a
-// shape are alike. Values are TurboQuant's of B bits: B + 16 / D. Widths by head, a byte a pair, do not grow with the context and are
-// not counted. Without statistics there is one group: TurboQuant without renormalizing.
-// Assumed: which channels are a pair is not known to a scheme; it is half a head apart or side by side, and RoPE makes the
-// energies of both alike, so the arrangement with the more similar energies is taken, for all heads together.
+// Bits of keys, with everything counted: B + 16 G / D with G groups (3 to 6), the largest number of all
+// heads, since the blocks of a shape are alike. Values are TurboQuant's of B bits: B + 16 / D. Widths by
+// head, a byte a pair, do not grow with the context and are not counted. Without statistics there is one
+// group: TurboQuant without renormalizing.
+// Assumed: which channels are a pair is not known to a scheme; it is half a head apart or side by side, and
+// RoPE makes the energies of both alike, so the arrangement with the more similar energies is taken, for all
+// heads together.
 //
 // Contract: head_dim is even. NaN and infinities become 0 and are counted. Not foldable.
 // Source: Block-GTQ, arXiv 2606.24033, algorithm 1.

@@ -1,13 +1,17 @@
-// centred<Inner>: keys without their mean. Each block stores the mean of every channel, and Inner quantizes the differences.
+// centred<Inner>: keys without their mean. Each block stores the mean of every channel, and Inner quantizes
+// the differences.
 //
-//   m_c = mean over the block's tokens, as float16;   k^ = Inner(k - m) + m;   q . k^ = q . Inner(k - m) + q . m
+//   m_c = mean over the block's tokens, as float16;   k^ = Inner(k - m) + m;
+//     q . k^ = q . Inner(k - m) + q . m
 //   block = [block of Inner][m: float16 per channel, padded to 16 bytes]
 //
-// Keys have large channel means (a bias of the projection, low rotary frequencies), which ruin groups of channels of one token.
-// q . m is one value per query and block, and attention adds it: blocks have different means, sinks and recent tokens none.
+// Keys have large channel means (a bias of the projection, low rotary frequencies), which ruin groups of
+// channels of one token. q . m is one value per query and block, and attention adds it: blocks have different
+// means, sinks and recent tokens none.
 //
-// Folding: m is a bias of columns. centred<Inner> is foldable if Inner is foldable, has no scales on the rows of keys (per-channel
-// schemes) and no transform, since m is the mean of the values before it. Otherwise attention dequantizes block by block.
+// Folding: m is a bias of columns. centred<Inner> is foldable if Inner is foldable, has no scales on the rows
+// of keys (per-channel schemes) and no transform, since m is the mean of the values before it. Otherwise
+// attention dequantizes block by block.
 // Contract: that of Inner for k - m. NaN and infinities do not enter the mean.
 #pragma once
 
@@ -45,7 +49,8 @@ struct centred : Inner {
         return Inner::block_bytes(s) + half_section(s.dim);
     }
 
-    /// values: [tokens][dim], overwritten by k - m. Writes the whole block. Returns how many values were not finite.
+    /// values: [tokens][dim], overwritten by k - m. Writes the whole block. Returns how many values were not
+    /// finite.
     std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id& id, float* values,
                            std::byte* block) const {
         std::byte* const means = block + Inner::block_bytes(s);

@@ -1,10 +1,12 @@
 // clipped<Inner, Permille>: each token is cut off at a quantile of its own magnitudes before another scheme.
 //
-//   tau_t = the value of rank floor(Permille / 1000 D) among |x_t|, from 0;   x^ = Inner(min(max(x, -tau), tau))
+//   tau_t = the value of rank floor(Permille / 1000 D) among |x_t|, from 0;
+//     x^ = Inner(min(max(x, -tau), tau))
 //   block = that of Inner
 //
 // Contract: that of Inner for the clipped values; NaN is no magnitude, and infinities are cut off.
-// Source: OSCAR, arXiv 2605.17757, token-wise clip thresholds, with the quantiles of its published code: 0.96 for keys, 0.92 for values.
+// Source: OSCAR, arXiv 2605.17757, token-wise clip thresholds, with the quantiles of its published code: 0.96
+// for keys, 0.92 for values.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// codebook_scheme<Codebook, Granularity, Params>: codes of a codebook (levels that form no affine grid) under one scale per group.
+// codebook_scheme<Codebook, Granularity, Params>: codes of a codebook (levels that form no affine grid) under
+// one scale per group.
 //
 //   x^ = value(code, scale)          usually scale * table[code]
 //   block = [codes][scales]          the same as kvq::scheme<> without biases
@@ -6,11 +7,13 @@
 // A codebook is a type with these static members:
 //   bits, name                        width of a code; name for scheme names
 //   fit(x, n) -> fitted               the scale of n >= 0 finite values
-//   code(x, scale) -> int             in [0, 2^bits); infinities saturate, NaN gets the code of the value nearest zero
+//   code(x, scale) -> int
+//     in [0, 2^bits); infinities saturate, NaN gets the code of the value nearest zero
 //   value(code, scale) -> float
 //
-// Contract: the finite values of a group set its scale, which is rounded to nearest and kept finite. NaN and infinities are
-// counted. Not foldable, since the value is not linear in the code: attention dequantizes page by page.
+// Contract: the finite values of a group set its scale, which is rounded to nearest and kept finite. NaN and
+// infinities are counted. Not foldable, since the value is not linear in the code: attention dequantizes page
+// by page.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +28,8 @@
 
 namespace baselines {
 
-/// A group's scale: `working` while codes are chosen, `stored` for the block. Most codebooks have one for both.
+/// A group's scale: `working` while codes are chosen, `stored` for the block. Most codebooks have one for
+/// both.
 struct fitted {
     float working = 0.0f;
     float stored = 0.0f;
@@ -54,7 +58,8 @@ inline double norm(const float* x, int n) noexcept {
     return std::sqrt(sum);
 }
 
-/// Index of the nearest of `count` ascending levels, `count` a power of two; of two equally near ones the upper. NaN: index of 0.
+/// Index of the nearest of `count` ascending levels, `count` a power of two; of two equally near ones the
+/// upper. NaN: index of 0.
 template <class Level>
 constexpr int nearest_level(const Level* levels, int count, float x) noexcept {
     if (x != x) x = 0.0f;
@@ -96,8 +101,8 @@ struct by_largest : table_levels<Table> {
     }
 };
 
-/// The group's root mean square is the table's unit: scale = |x| / sqrt(n). Renormalized: the stored scale gives
-/// the dequantized group the length of the input, |x^| = |x|.
+/// The group's root mean square is the table's unit: scale = |x| / sqrt(n). Renormalized: the stored scale
+/// gives the dequantized group the length of the input, |x^| = |x|.
 template <class Table, bool Renormalized = false>
 struct by_norm : table_levels<Table> {
     static fitted fit(const float* x, int n) noexcept {
@@ -140,7 +145,8 @@ public:
     using base::name;
     using typename base::parameter;
 
-    /// values: [tokens][dim]. Writes all block_bytes(s) bytes of the block. Returns how many values were not finite.
+    /// values: [tokens][dim]. Writes all block_bytes(s) bytes of the block. Returns how many values were not
+    /// finite.
     std::uint32_t quantize(const kvq::block_shape& s, kvq::block_id, const float* values,
                            std::byte* block) const {
         std::memset(block, 0, block_bytes(s));

@@ -1,16 +1,21 @@
-// KVarN: rotate, normalize the variances of tokens and channels in turns, then round min-max. All scales are float16.
+// KVarN: rotate, normalize the variances of tokens and channels in turns, then round min-max. All scales are
+// float16.
 //
-//   Y = X / (r_t c_c)      r, c: products of the standard deviations of 8 turns over channels, then tokens. The turn with the
-//                          smallest max/min of deviations (tokens + channels) is kept
-//   keys:   lines are channels, values: lines are tokens;  s = max((max - min) / (2^B - 1), 1e-10), z = min of the line in Y
-//   x^ = (s' code + z') f    s' and z' are s and z times the line's own scale, f is the scale of the other axis
+//   Y = X / (r_t c_c)      r, c: products of the standard deviations of 8 turns over channels, then tokens.
+//                          The turn with the smallest max/min of deviations (tokens + channels) is kept
+//   keys:   lines are channels, values: lines are tokens;
+//     s = max((max - min) / (2^B - 1), 1e-10), z = min of the line in Y
+//   x^ = (s' code + z') f    s' and z' are s and z times the line's own scale, f is the scale of the other
+//                            axis
 //   block = [codes][f of rows][s' of columns][z' of columns]
 //
-// A tile is a page. Floor: scales r and c are at least e^-0.3, as in the paper, so that variances below about 0.5 do not change.
-// Without Floor they are at least 1e-6. The codes are integers under row and column scales, so the scheme is foldable.
+// A tile is a page. Floor: scales r and c are at least e^-0.3, as in the paper, so that variances below about
+// 0.5 do not change. Without Floor they are at least 1e-6. The codes are integers under row and column
+// scales, so the scheme is foldable.
 //
-// Contract: r and c are products of square roots of sums in double, the same on every platform. Codes round half to even.
-// NaN and infinities enter no deviation and no range. Infinities saturate, NaN gets the code of the value nearest zero.
+// Contract: r and c are products of square roots of sums in double, the same on every platform. Codes round
+// half to even. NaN and infinities enter no deviation and no range. Infinities saturate, NaN gets the code of
+// the value nearest zero.
 // Source: KVarN, arXiv 2606.03458; the alternating normalization is that of SINQ, arXiv 2509.22944.
 #pragma once
 
@@ -47,7 +52,8 @@ struct variance_normalized {
         return bias_offset(s) + half_section(codes(s).cols.padded_size());
     }
 
-    /// values: [tokens][dim]. Writes all block_bytes(s) bytes of the block. Returns how many values were not finite.
+    /// values: [tokens][dim]. Writes all block_bytes(s) bytes of the block. Returns how many values were not
+    /// finite.
     std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id&, const float* values,
                            std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
@@ -122,7 +128,8 @@ private:
     static constexpr double smallest = Floor ? 0.74081822068171788 : 1e-6;  // e^-0.3
     static constexpr double most = 22026.465794806718;                      // e^10
 
-    /// Standard deviation of the finite values among x(0), ..., x(n - 1), clamped to [1e-3, 1e3]; 1 if none is finite.
+    /// Standard deviation of the finite values among x(0), ..., x(n - 1), clamped to [1e-3, 1e3]; 1 if none
+    /// is finite.
     template <class F>
     static double deviation(int n, const F& x) {
         double sum = 0.0, squares = 0.0;

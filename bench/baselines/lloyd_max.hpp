@@ -2,8 +2,9 @@
 //
 //   levels[i] = mean of the density over cell i,   cells end half-way between levels
 //
-// Contract: points ascend, weights are >= 0. Starts at quantiles and iterates until no level moves by more than 1e-9 of the range, at
-// most 2000 times. Levels ascend. exp, pow and sqrt of the platform enter the densities: levels may differ in the last digits.
+// Contract: points ascend, weights are >= 0. Starts at quantiles and iterates until no level moves by more
+// than 1e-9 of the range, at most 2000 times. Levels ascend. exp, pow and sqrt of the platform enter the
+// densities: levels may differ in the last digits.
 // Source: Max, IRE Trans. IT-6, 1960; Lloyd, IEEE Trans. IT-28, 1982.
 #pragma once
 
@@ -50,7 +51,8 @@ inline std::vector<float> lloyd_max(const weighted_points& of, int count) {
     return {level.begin(), level.end()};
 }
 
-/// A coordinate of a uniform unit vector of n >= 2 channels, times sqrt(n): x = sin(phi), density cos(phi)^(n - 2).
+/// A coordinate of a uniform unit vector of n >= 2 channels, times sqrt(n): x = sin(phi), density cos(phi)^(n
+/// - 2).
 inline weighted_points unit_coordinate(int n) {
     constexpr int steps = 16384;
     const double pi = std::acos(-1.0);

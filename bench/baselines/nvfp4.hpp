@@ -4,17 +4,19 @@
 //   code  = e2m1(x / (scale * global))             0 where scale * global is 0
 //   x^    = e2m1 value * (scale * global)          each product rounded to float
 //
-//   nvfp4_rows     the published bytes: rows of tokens, [tokens][dim / 2] codes, two in a byte, the even channel in its low half;
+//   nvfp4_rows     the published bytes: rows of tokens, [tokens][dim / 2] codes, two in a byte, the even
+//                  channel in its low half;
 //                  then [tokens][dim / 16] scales
-//   nvfp4          the same codes and scales in the library's tiles: a block of codes, then scales [dim / 16][token slot]. Attention
-//                  multiplies 2 e2m1 + 12, which is an integer, in place of a code
+//   nvfp4          the same codes and scales in the library's tiles: a block of codes, then scales [dim /
+//                  16][token slot]. Attention multiplies 2 e2m1 + 12, which is an integer, in place of a code
 //
 // to_tiles() and to_rows() turn blocks of one into blocks of the other: no value changes.
-// Contract: NaN gets the code 0, infinities saturate, and neither sets a scale. Scales saturate at 448. |x - x^| is at most half the
-// distance of the two values of e2m1 beside x / (scale * global), times scale * global; beyond the largest value at most
-// scale * global, as long as the scale neither saturates nor is below the normal numbers of e4m3. head_dim is a multiple of 16.
-// Sources: NVIDIA, Introducing NVFP4 (developer.nvidia.com, 2025); FlashInfer, nvfp4_kv_quantize (linear scales). They multiply by
-// rounded reciprocals, so that a code between two values may differ.
+// Contract: NaN gets the code 0, infinities saturate, and neither sets a scale. Scales saturate at 448. |x -
+// x^| is at most half the distance of the two values of e2m1 beside x / (scale * global), times scale *
+// global; beyond the largest value at most scale * global, as long as the scale neither saturates nor is
+// below the normal numbers of e4m3. head_dim is a multiple of 16.
+// Sources: NVIDIA, Introducing NVFP4 (developer.nvidia.com, 2025); FlashInfer, nvfp4_kv_quantize (linear
+// scales). They multiply by rounded reciprocals, so that a code between two values may differ.
 #pragma once
 
 #include <algorithm>
@@ -120,8 +122,8 @@ struct nvfp4_tile_view {
     }
 
 private:
-    /// f(i, byte, shift) for the 16 channels. A word holds two quads of columns of one row, the first one in the low halves of its
-    /// bytes. Words of neighbouring rows follow one another.
+    /// f(i, byte, shift) for the 16 channels. A word holds two quads of columns of one row, the first one in
+    /// the low halves of its bytes. Words of neighbouring rows follow one another.
     template <class F>
     void each_code(int token, int g, F f) const {
         if (key) {
@@ -287,7 +289,8 @@ private:
     }
 };
 
-/// The codes and scales of a block in the other layout: from rows to tiles, or back. `bytes`: of the new block, which is overwritten.
+/// The codes and scales of a block in the other layout: from rows to tiles, or back. `bytes`: of the new
+/// block, which is overwritten.
 template <template <class> class To, template <class> class From>
 void convert(const kvq::block_shape& s, const From<const std::byte>& from, std::byte* block,
              std::size_t bytes) {

@@ -1,17 +1,19 @@
 // octopus<B>: directions of three channels each on a square, by the octahedral map, and their lengths.
 //
 //   g = |x|, u = x / g;   t_i = (u_3i, u_3i+1, u_3i+2), channels beyond the last are 0;   n = t / |t|
-//   map of n to [-1, 1]^2: p = n / (|n_x| + |n_y| + |n_z|); (p_x, p_y) if p_z >= 0, else (sign(p_x)(1 - |p_y|), sign(p_y)(1 - |p_x|))
-//   codes: B + 1 bits for each coordinate of the square, B - 1 for the length, all on Lloyd-Max levels of what a uniform
-//   direction of D channels gives; of the 3 x 3 cells around the nearest levels the one whose direction n' has the largest t . n',
-//   then the level of the length nearest to t . n'
+//   map of n to [-1, 1]^2: p = n / (|n_x| + |n_y| + |n_z|); (p_x, p_y) if p_z >= 0, else (sign(p_x)(1 -
+//   |p_y|), sign(p_y)(1 - |p_x|)) codes: B + 1 bits for each coordinate of the square, B - 1 for the length,
+//   all on Lloyd-Max levels of what a uniform direction of D channels gives; of the 3 x 3 cells around the
+//   nearest levels the one whose direction n' has the largest t . n', then the level of the length nearest to
+//   t . n'
 //   x^ = g * length * n'
 //   block = [codes][g: float32 per token], each section padded to 16 bytes
 //
 // Bits, with everything counted: (ceil(D / 3) (3 B + 1) + 32) / D; B = 2: 2.60 at D = 128, 2.91 at D = 64.
 // Behind a Hadamard transform, for keys and values. Assumed: levels by head_dim; ties of codes go up.
 //
-// Contract: NaN and infinities become 0 and are counted (the transform in front has already done so). Not foldable.
+// Contract: NaN and infinities become 0 and are counted (the transform in front has already done so). Not
+// foldable.
 // Source: OCTOPUS, arXiv 2605.21226; the map: Cigolle et al., JCGT 3(2), 2014.
 #pragma once
 
@@ -80,7 +82,8 @@ inline weighted_points coordinate() {
     return p;
 }
 
-/// Of the length of 3 of n >= 4 channels of a uniform unit vector: density r^2 (1 - r^2)^((n - 5) / 2), with r = sin(phi).
+/// Of the length of 3 of n >= 4 channels of a uniform unit vector: density r^2 (1 - r^2)^((n - 5) / 2), with
+/// r = sin(phi).
 inline weighted_points length(int n) {
     constexpr int steps = 8192;
     const double half_pi = std::acos(0.0);

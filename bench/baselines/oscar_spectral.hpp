@@ -1,14 +1,18 @@
 // OSCAR: rotations from the covariance of queries, a quantile of each token cut off, then a range per token.
 //
-//   keys:    k' = P H U k,   U: eigenvectors of E[q q^T] of the layer and kv head, the largest first; H: Hadamard; P: bit reversal
+//   keys:    k' = P H U k,   U: eigenvectors of E[q q^T] of the layer and kv head, the largest first; H:
+//                            Hadamard; P: bit reversal
 //   values:  v' = H v
-//   then B bits per token and head between the minimum and maximum of clipped<> tokens (0.96 of keys, 0.92 of values)
+//   then B bits per token and head between the minimum and maximum of clipped<> tokens (0.96 of keys, 0.92 of
+//     values)
 //
-// Bits, with everything counted: B + 32 / D (2 bits: 2.25 at D = 128, 2.5 at D = 64). The rotations, D^2 fp32 per layer and kv head, do
-// not grow with the context and are not counted. The paper keeps 64 sinks and 256 recent tokens in 16 bit.
-// Assumed: range and minimum in fp16. One matrix per kv head, as for the models with per-head rotations. Values have no covariance
-// here (the paper weights theirs by attention scores): kvq::calibration sums queries and keys, so their rotation is H alone. Without
-// statistics keys have H alone as well. A head_dim that is no power of two has H in blocks and no P.
+// Bits, with everything counted: B + 32 / D (2 bits: 2.25 at D = 128, 2.5 at D = 64). The rotations, D^2 fp32
+// per layer and kv head, do not grow with the context and are not counted. The paper keeps 64 sinks and 256
+// recent tokens in 16 bit.
+// Assumed: range and minimum in fp16. One matrix per kv head, as for the models with per-head rotations.
+// Values have no covariance here (the paper weights theirs by attention scores): kvq::calibration sums
+// queries and keys, so their rotation is H alone. Without statistics keys have H alone as well. A head_dim
+// that is no power of two has H in blocks and no P.
 // Source: OSCAR, arXiv 2605.17757, section 3, and the README of its published code.
 #pragma once
 

@@ -1,14 +1,18 @@
-// progressive<Last, Earlier...>: values that went through wider schemes before, as the pages of a cache that steps down while it fills.
+// progressive<Last, Earlier...>: values that went through wider schemes before, as the pages of a cache that
+// steps down while it fills.
 //
-//   x -> Earlier_1 -> x_1 -> Earlier_2 -> x_2 ... -> Last        each dequantized and quantized again, as kvq::step_down does
+//   x -> Earlier_1 -> x_1 -> Earlier_2 -> x_2 ... -> Last        each dequantized and quantized again, as
+//                                                                kvq::step_down does
 //   block = that of Last
 //
-// progressive_kivi<4, 8> is PM-KVQ's widths 8, 4 and progressive_kivi<2, 8, 4> its 8, 4, 2, on KIVI's grid of G tokens or channels. The
-// bits are those of KIVI's last width: they say what the oldest tokens take, and what a full cache takes.
-// Not here: PM-KVQ's budgets by layer, its factors of channels from calibration, and its shift of codes, which keeps the grid of the
-// wider code; kvq's step_down fits a new one.
+// progressive_kivi<4, 8> is PM-KVQ's widths 8, 4 and progressive_kivi<2, 8, 4> its 8, 4, 2, on KIVI's grid of
+// G tokens or channels. The bits are those of KIVI's last width: they say what the oldest tokens take, and
+// what a full cache takes.
+// Not here: PM-KVQ's budgets by layer, its factors of channels from calibration, and its shift of codes,
+// which keeps the grid of the wider code; kvq's step_down fits a new one.
 //
-// Contract: that of Last for the values that the last earlier scheme gives; NaN and infinities are counted by the first.
+// Contract: that of Last for the values that the last earlier scheme gives; NaN and infinities are counted by
+// the first.
 // Source: PM-KVQ, arXiv 2505.18610, section 3.2.
 #pragma once
 
@@ -53,7 +57,8 @@ struct progressive_kivi {
 };
 }  // namespace parts
 
-/// KIVI's schemes with groups of 64 behind wider ones: the last width, then those before it, the widest first.
+/// KIVI's schemes with groups of 64 behind wider ones: the last width, then those before it, the widest
+/// first.
 template <int Last, int... Earlier>
 using progressive_kivi = parts::progressive_kivi<64, Last, Earlier...>;
 

@@ -1,19 +1,20 @@
-// Published methods under their own names, to compare the library with. Each is a pair of schemes, for keys and for values.
+// Published methods under their own names, to compare the library with. Each is a pair of schemes, for keys
+// and for values.
 // Contract: they follow the published arithmetic; the layout of bits in memory is kvq's own.
 //
-// | pair                    | what                                                                  | source                    |
-// |-------------------------|-----------------------------------------------------------------------|---------------------------|
-// | turboquant<K, V>        | Hadamard, Lloyd-Max codes, norm in fp16, renormalized                 | arXiv 2504.19874, vLLM    |
-// | turboquant_plain<K, V>  | the same without renormalizing                                        | arXiv 2504.19874          |
-// | quarot<B>               | Hadamard, min-max per token and head, fp16 scale and minimum          | arXiv 2404.00456          |
-// | vllm_int4               | Hadamard, min-max per token and head, integer zero inside the scale   | vLLM int4_per_token_head  |
-// | exllamav3<B>            | Hadamard over 32 channels, midpoint grid, fp16 scale per 32           | exllamav3                 |
-// | nf4_groups<G>           | NormalFloat table, fp16 largest magnitude per G channels              | arXiv 2305.14314          |
-// | ggml_iq4_nl, ggml_q4_0  | 32 channels under one fp16 scale                                      | ggml                      |
-// | ggml_q8_0               | the same, 8 bits, symmetric                                           | ggml                      |
-// | fp8_per_token_head      | E4M3 under one fp32 scale per token and head                          | vLLM                      |
-// | kvarn<K, V>             | kvarn.hpp                                                             | arXiv 2606.03458          |
-// | rotating<Pair>          | Hadamard without signs before a pair, as for quantized caches         | llama.cpp                 |
+// | pair                   | what                                                                | source                   |
+// |------------------------|---------------------------------------------------------------------|--------------------------|
+// | turboquant<K, V>       | Hadamard, Lloyd-Max codes, norm in fp16, renormalized               | arXiv 2504.19874, vLLM   |
+// | turboquant_plain<K, V> | the same without renormalizing                                      | arXiv 2504.19874         |
+// | quarot<B>              | Hadamard, min-max per token and head, fp16 scale and minimum        | arXiv 2404.00456         |
+// | vllm_int4              | Hadamard, min-max per token and head, integer zero inside the scale | vLLM int4_per_token_head |
+// | exllamav3<B>           | Hadamard over 32 channels, midpoint grid, fp16 scale per 32         | exllamav3                |
+// | nf4_groups<G>          | NormalFloat table, fp16 largest magnitude per G channels            | arXiv 2305.14314         |
+// | ggml_iq4_nl, ggml_q4_0 | 32 channels under one fp16 scale                                    | ggml                     |
+// | ggml_q8_0              | the same, 8 bits, symmetric                                         | ggml                     |
+// | fp8_per_token_head     | E4M3 under one fp32 scale per token and head                        | vLLM                     |
+// | kvarn<K, V>            | kvarn.hpp                                                           | arXiv 2606.03458         |
+// | rotating<Pair>         | Hadamard without signs before a pair, as for quantized caches       | llama.cpp                |
 #pragma once
 
 #include <kvq/schemes/affine.hpp>

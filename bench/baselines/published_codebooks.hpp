@@ -8,7 +8,8 @@
 //   fp8_e4m3             8-bit floats under one scale                         vLLM, TensorRT-LLM
 //   integer_zero<B>      affine with an integer zero in the scale's mantissa  vLLM int4_per_token_head
 //
-// Contract: that of a codebook (codebook.hpp). The arithmetic is the published one, in float unless it says otherwise.
+// Contract: that of a codebook (codebook.hpp). The arithmetic is the published one, in float unless it says
+// otherwise.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +21,10 @@
 
 namespace baselines {
 
-/// The 2^B levels with the smallest mean squared error for N(0, 1): each the mean of its cell, cells end half-way.
-/// Sources: Max, Quantizing for minimum distortion, IRE Trans. IT-6, 1960, table I; Lloyd, IEEE Trans. IT-28, 1982.
+/// The 2^B levels with the smallest mean squared error for N(0, 1): each the mean of its cell, cells end
+/// half-way.
+/// Sources: Max, Quantizing for minimum distortion, IRE Trans. IT-6, 1960, table I; Lloyd, IEEE Trans. IT-28,
+/// 1982.
 template <int B>
 struct normal_levels;
 template <>
@@ -69,8 +72,8 @@ struct nf4_levels {
 };
 using nf4 = by_largest<nf4_levels>;
 
-/// ggml iq4_nl: d0 = m / -127 with m the first value of the largest magnitude; codes are the entries nearest to x / d0;
-/// stored d = sum w x t / sum w t^2 with t the entries and w = x^2. The codes stay.
+/// ggml iq4_nl: d0 = m / -127 with m the first value of the largest magnitude; codes are the entries nearest
+/// to x / d0; stored d = sum w x t / sum w t^2 with t the entries and w = x^2. The codes stay.
 /// Source: ggml, ggml-common.h (kvalues_iq4nl) and quantize_row_iq4_nl.
 struct iq4_nl_levels {
     static constexpr int bits = 4;
@@ -115,7 +118,8 @@ struct q4_0 {
     }
 };
 
-/// exllamav3: s = max|x| + 1e-10, m = 2^(B-1), code = clamp(floor(x / s * m + m), 0, 2m - 1), x^ = (code - (m - 1/2)) s / m.
+/// exllamav3: s = max|x| + 1e-10, m = 2^(B-1), code = clamp(floor(x / s * m + m), 0, 2m - 1), x^ = (code - (m
+/// - 1/2)) s / m.
 /// Source: exllamav3, q_cache_kernels.cuh.
 template <int B>
 struct midpoint {
@@ -138,8 +142,8 @@ struct midpoint {
     }
 };
 
-/// FP8 under one scale: s = max(max|x| / 448, 1e-6), code = e4m3(x / s); NaN becomes 0. The patterns of NaN, which code() never gives,
-/// read as 0.
+/// FP8 under one scale: s = max(max|x| / 448, 1e-6), code = e4m3(x / s); NaN becomes 0. The patterns of NaN,
+/// which code() never gives, read as 0.
 /// Source: vLLM, fp8_per_token_head (pull request 38378).
 struct fp8_e4m3 {
     static constexpr int bits = 8;
@@ -157,9 +161,10 @@ struct fp8_e4m3 {
     }
 };
 
-/// vLLM int4_per_token_head: s = max((max - min) / 15, 1e-6), z = clamp(round(-min / s), 0, 15), code = clamp(round(x / s + z)),
-/// x^ = s (code - z). z lies in the low bits of the mantissa of s, which must be stored as float. If all values of a group have one
-/// sign and are far from zero, the grid does not reach them: this is a property of the method.
+/// vLLM int4_per_token_head: s = max((max - min) / 15, 1e-6), z = clamp(round(-min / s), 0, 15), code =
+/// clamp(round(x / s + z)), x^ = s (code - z). z lies in the low bits of the mantissa of s, which must be
+/// stored as float. If all values of a group have one sign and are far from zero, the grid does not reach
+/// them: this is a property of the method.
 /// Source: vLLM, int4_per_token_head.py (pull request 40835).
 template <int B>
 struct integer_zero {

@@ -2,7 +2,8 @@
 //
 //   A = U diag(lambda) U^T;   lambda descending, row i of the result is eigenvector i
 //
-// Contract: double, cyclic sweeps until the off-diagonal part is 1e-12 of the matrix or 60 sweeps are done. O(n^3) per sweep.
+// Contract: double, cyclic sweeps until the off-diagonal part is 1e-12 of the matrix or 60 sweeps are done.
+// O(n^3) per sweep.
 // Source: Jacobi, 1846; Golub and Van Loan, Matrix Computations, section 8.5.
 #pragma once
 

@@ -1,15 +1,17 @@
-// token_normalized<Inner>: keys of one length each before another scheme, so that one small or large token sets no range of a channel.
+// token_normalized<Inner>: keys of one length each before another scheme, so that one small or large token
+// sets no range of a channel.
 //
 //   r_t = |k_t| / sqrt(D), as float16;   k^_t = r_t Inner(k_t / r_t)
 //   block = [block of Inner][r: float16 per token, padded to 16 bytes]
 //
-// oscar_scaled<B, G> is OScaR: keys behind a Hadamard transform ("canalized rotation"), then of one length ("omni-token scaling"), then
-// B bits per channel over G tokens; values behind a Hadamard transform, B bits per token over G channels. Bits of keys, with
-// everything counted: B + 32 / G + 16 / D (2 bits, G = 32, D = 64: 3.25), of values B + 32 / G.
-// The paper has G = 32 and 128 recent tokens in 16 bit. Assumed: range and minimum in fp16, the length as fp16 root mean square.
+// oscar_scaled<B, G> is OScaR: keys behind a Hadamard transform ("canalized rotation"), then of one length
+// ("omni-token scaling"), then B bits per channel over G tokens; values behind a Hadamard transform, B bits
+// per token over G channels. Bits of keys, with everything counted: B + 32 / G + 16 / D (2 bits, G = 32, D =
+// 64: 3.25), of values B + 32 / G. The paper has G = 32 and 128 recent tokens in 16 bit. Assumed: range and
+// minimum in fp16, the length as fp16 root mean square.
 //
-// Contract: that of Inner for k / r. NaN and infinities do not enter r. A foldable Inner without parameters on the rows of keys stays
-// foldable: r is a scale of rows.
+// Contract: that of Inner for k / r. NaN and infinities do not enter r. A foldable Inner without parameters
+// on the rows of keys stays foldable: r is a scale of rows.
 // Source: OScaR, arXiv 2605.19660.
 #pragma once
 
@@ -41,7 +43,8 @@ requires(!Inner::fold(kvq::tensor::key).row_scale && !Inner::fold(kvq::tensor::k
         return Inner::block_bytes(s) + section(s);
     }
 
-    /// values: [tokens][dim], overwritten by k / r. Writes the whole block. Returns how many values were not finite.
+    /// values: [tokens][dim], overwritten by k / r. Writes the whole block. Returns how many values were not
+    /// finite.
     std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id& id, float* values,
                            std::byte* block) const {
         std::byte* const lengths = block + Inner::block_bytes(s);

@@ -2,17 +2,17 @@
 //
 //   attention [--json] [--quick] [--only NAME] [--batch N] [--baseline FILE]
 //
-// FILE has lines "batch tokens q_heads kv_heads head_dim microseconds", as torch_sdpa.py prints them.
-// Every launch reads other pages than the one before (the set is larger than the second-level cache), pages are in random
-// order, contents are random. Rows with ~: ragged batches, of so many tokens on average. "early": with
-// attention_options::early, where launches that follow each other overlap. The error is against the float kernel for any shape
-// (attend_any.cuh) on the same pages.
+// FILE has lines "batch tokens q_heads kv_heads head_dim microseconds", as torch_sdpa.py prints them. Every
+// launch reads other pages than the one before (the set is larger than the second-level cache), pages are in
+// random order, contents are random. Rows with ~: ragged batches, of so many tokens on average. "early": with
+// attention_options::early, where launches that follow each other overlap. The error is against the float
+// kernel for any shape (attend_any.cuh) on the same pages.
 //
 // With -DLARGE_HEADS: heads of 256 and 512 channels.
-// With -DMINE: one row for a table of cards (scripts/gpu-bench --mine), in less memory.
-// With -DPRESETS=1 (5 to 8 bits) or 2 (the narrower ones): the presets, each behind the plain affine format of its width; "-plan":
-// channels of different widths, where importance differs between channels by factors of exp(4) and more, otherwise mixed widths
-// are even.
+// With -DMINE: one row for a table of cards (scripts/gpu-bench --mine), in less memory. With -DPRESETS=1 (5
+// to 8 bits) or 2 (the narrower ones): the presets, each behind the plain affine format of its width;
+// "-plan": channels of different widths, where importance differs between channels by factors of exp(4) and
+// more, otherwise mixed widths are even.
 #include <kvq/cuda/decode/attend.cuh>
 #include <kvq/schemes/presets.hpp>
 

@@ -1,14 +1,17 @@
-// The engine of examples/llama with random weights of a real shape: what a format of the cache is worth to the whole.
+// The engine of examples/llama with random weights of a real shape: what a format of the cache is worth to
+// the whole.
 //
 //   engine [--json] [--quick] [--random llama-3-8b] [--baseline FILE] [--only NAME]... [--formats a,b,...]
 //
-// bf16 weights and activations; 4 sinks and 128 recent tokens in 16 bit, pages of 64; greedy decode steps by CUDA graphs, whose tokens stay on
-// the device. One sequence is a prompt of random tokens that was really read (time to first token); the others take keys and values that the
-// model made for it, from other places on. Contexts grow by 48 tokens to the shape's.
+// bf16 weights and activations; 4 sinks and 128 recent tokens in 16 bit, pages of 64; greedy decode steps by
+// CUDA graphs, whose tokens stay on the device. One sequence is a prompt of random tokens that was really
+// read (time to first token); the others take keys and values that the model made for it, from other places
+// on. Contexts grow by 48 tokens to the shape's.
 //   decode   64 x 8192, 16 x 32768 and 16 x 2048. Of layers as many as fit beside the 16-bit cache
 //   memory   as many sequences of 8192 tokens as have pages of 40 GB, all layers
 //   fits     tokens that fit into 80 % of an 80 GB card beside weights and activations, by context
-// Ratios are to 16 bit. FILE: torch_engine.py's lines "batch context layers ms" for llama-3-8b; its layers are taken, so that rows compare.
+// Ratios are to 16 bit. FILE: torch_engine.py's lines "batch context layers ms" for llama-3-8b; its layers
+// are taken, so that rows compare.
 #include "../../examples/llama/cuda/engine.hpp"
 
 #include <algorithm>

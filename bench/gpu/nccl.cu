@@ -2,15 +2,19 @@
 //
 //   nccl [--json] [--quick] [--ranks N] [--blocking] [--only context|prompt|transfer]
 //
-// With -DPART=0: std4, and transfers; 1: kivi-4-g64. 32 query heads, 8 kv heads of 128, 4 sinks, 128 recent tokens, one token per sequence.
-//   context   every rank has a range of the tokens: attend, partial states to all ranks (ncclAllGather, or peer memory), merge; all ranks
-//             get all outputs
+// With -DPART=0: std4, and transfers; 1: kivi-4-g64. 32 query heads, 8 kv heads of 128, 4 sinks, 128 recent
+// tokens, one token per sequence.
+//   context   every rank has a range of the tokens: attend, partial states to all ranks (ncclAllGather, or
+//             peer memory), merge; all ranks get all outputs
 //   heads     every rank has 8 / N kv heads: attend; "gathered": with all heads on all ranks afterwards
-//   prompt    2048 tokens behind a context, all of them divided: queries to all ranks, prefill, states back, merge, pages of own tokens
-//   transfer  a prompt of 32768 tokens and 32 layers to another GPU, against ncclSend and ncclRecv of as many bytes
-// Times are those of a layer: a graph of many layers, replayed by all ranks at once, the slowest rank's median (prompts: without a graph). --blocking: with
-// communicators that block, as an engine may bring them. Ends with 1 where a bound is missed: context 1.7 x and heads (8 x 131072) 1.85 x
-// of one GPU on two ranks, transfer 0.8 of NCCL's rate, std4 0.29 of the bytes of fp16.
+//   prompt    2048 tokens behind a context, all of them divided: queries to all ranks, prefill, states back,
+//             merge, pages of own tokens
+//   transfer  a prompt of 32768 tokens and 32 layers to another GPU, against ncclSend and ncclRecv of as many
+//             bytes
+// Times are those of a layer: a graph of many layers, replayed by all ranks at once, the slowest rank's
+// median (prompts: without a graph). --blocking: with communicators that block, as an engine may bring them.
+// Ends with 1 where a bound is missed: context 1.7 x and heads (8 x 131072) 1.85 x of one GPU on two ranks,
+// transfer 0.8 of NCCL's rate, std4 0.29 of the bytes of fp16.
 #include <kvq/adapters/distributed/nccl_attention.cuh>
 #include <kvq/adapters/distributed/nccl_prefill.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
@@ -255,8 +259,8 @@ void print_decode(const decode_times& t, int batch, int tokens) {
 
 constexpr int prompt_layers = 4;
 
-/// Microseconds per layer of a prompt, of ranks that start together: the slowest rank's median of five runs. begin(id) begins the prompt of a
-/// fork of the cache's sequence, launch(layer) is what is timed.
+/// Microseconds per layer of a prompt, of ranks that start together: the slowest rank's median of five runs.
+/// begin(id) begins the prompt of a fork of the cache's sequence, launch(layer) is what is timed.
 double time_prompt(int rank, meeting& m, filled_cache& c, cudaStream_t stream,
                    const std::function<void(cuda::sequence_id)>& begin,
                    const std::function<cuda::status()>& wait, const std::function<void(int)>& launch) {
@@ -394,7 +398,8 @@ transfer_time time_transfer(int rank, meeting& m, cuda::nccl_group& group, fille
     }
     return best;
 }
-/// ncclSend and ncclRecv of so many bytes, in messages of at most 1 GiB from and to the same memory: best of three.
+/// ncclSend and ncclRecv of so many bytes, in messages of at most 1 GiB from and to the same memory: best of
+/// three.
 double time_messages(int rank, meeting& m, cuda::nccl_group& group, std::size_t bytes, cudaStream_t stream) {
     const std::size_t most = std::min(bytes, std::size_t{1} << 30);
     std::byte* memory = nullptr;

@@ -1,11 +1,13 @@
 // A prompt's attention: chunks of new tokens over a long context in one format.
 //
-//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 5: the rows of one format; with -DHEAD_DIM=256 or 512, too
+//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 5: the rows of one format; with
+//                                                      -DHEAD_DIM=256 or 512, too
 //
-// 32 query heads, 8 kv heads, head_dim 128 or HEAD_DIM, one sequence, fp16 tensors. 4 sinks and a recent window of 128 tokens in 16 bit, everything else
-// quantized; new tokens in 16 bit, causal among each other. Baseline: torch's scaled_dot_product_attention (cuDNN) on 16-bit keys and values
-// of all tokens (torch_prefill.py), the same number of products. Error: of some rows, against double on the dequantized values. "-plan": with
-// widths of keys that differ between channels and heads.
+// 32 query heads, 8 kv heads, head_dim 128 or HEAD_DIM, one sequence, fp16 tensors. 4 sinks and a recent
+// window of 128 tokens in 16 bit, everything else quantized; new tokens in 16 bit, causal among each other.
+// Baseline: torch's scaled_dot_product_attention (cuDNN) on 16-bit keys and values of all tokens
+// (torch_prefill.py), the same number of products. Error: of some rows, against double on the dequantized
+// values. "-plan": with widths of keys that differ between channels and heads.
 #include <kvq/cuda/prefill/prefill.cuh>
 #include <kvq/cuda/quantize/pages.cuh>
 #include <kvq/schemes/presets.hpp>

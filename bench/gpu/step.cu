@@ -2,20 +2,25 @@
 //
 //   step [--json] [--quick] [--only NAME] [--heads Q/KV] [--baseline FILE]
 //
-// With -DPART=0 to 6: the rows of one format, or (4) those of formats alone. "-plan": widths by channel (key_plans.cuh).
-// Real steps: sequences with 4 sinks and a recent window of 128 tokens in 16 bit, everything else quantized; `store_new_tokens` of one token
-// per sequence and `attend`, two launches a layer, and `commit_due_pages` once per step of 32 layers, against `store` and `attend` of 16-bit
-// pages of the same lengths. Times are those of a layer, the 32nd part of a commit included.
-//   equal    lengths are the largest not above those of the shape with a page half filled behind the window: no page is due
-//   ragged   lengths are up to half a page shorter or longer: in most steps some sequence has a page due. Mean of 8 steps
+// With -DPART=0 to 6: the rows of one format, or (4) those of formats alone. "-plan": widths by channel
+// (key_plans.cuh).
+// Real steps: sequences with 4 sinks and a recent window of 128 tokens in 16 bit, everything else quantized;
+// `store_new_tokens` of one token per sequence and `attend`, two launches a layer, and `commit_due_pages`
+// once per step of 32 layers, against `store` and `attend` of 16-bit pages of the same lengths. Times are
+// those of a layer, the 32nd part of a commit included.
+//   equal    lengths are the largest not above those of the shape with a page half filled behind the window:
+//            no page is due
+//   ragged   lengths are up to half a page shorter or longer: in most steps some sequence has a page due.
+//            Mean of 8 steps
 //   trees    attend of 16 and 64 drafted tokens a sequence
-//   cache    kvq::cuda::cache of 32 layers: append and attend of a layer in a captured step, ragged lengths, begin_step() before every replay
-//            included. Mean of 64 steps
-// "early" is attention_options::early; ratios are those of such steps. Heads: 32 of queries over 8, 64 over 8, 32 over 32.
-// FILE: times of torch_sdpa.py, which are for the shape's round number of tokens.
-// Then (not with --quick) formats alone: `store` and `attend` of one format; "early": attention_options::early.
-// Launches follow each other as in an engine that does nothing else. "attend": without the other launch.
-// Every step has the cache of another layer; together they take 0.75 GB or more.
+//   cache    kvq::cuda::cache of 32 layers: append and attend of a layer in a captured step, ragged lengths,
+//            begin_step() before every replay included. Mean of 64 steps
+// "early" is attention_options::early; ratios are those of such steps. Heads: 32 of queries over 8, 64 over
+// 8, 32 over 32.
+// FILE: times of torch_sdpa.py, which are for the shape's round number of tokens. Then (not with --quick)
+// formats alone: `store` and `attend` of one format; "early": attention_options::early. Launches follow each
+// other as in an engine that does nothing else. "attend": without the other launch. Every step has the cache
+// of another layer; together they take 0.75 GB or more.
 #include <kvq/cuda.cuh>
 
 #include <algorithm>
@@ -159,7 +164,8 @@ struct step_times {
 };
 constexpr int model_layers = 32;
 
-/// Lengths of sequences in steps of real batches: uniform between half a page less than `tokens` and half a page more.
+/// Lengths of sequences in steps of real batches: uniform between half a page less than `tokens` and half a
+/// page more.
 std::vector<int> ragged_lengths(int batch, int tokens, int page, int draw) {
     std::mt19937 random(static_cast<unsigned>(draw));
     std::vector<int> lengths;

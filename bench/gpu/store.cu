@@ -1,11 +1,13 @@
-// Storing new tokens, and quantizing full pages: time and bandwidth of what is read and written, against a plain copy.
+// Storing new tokens, and quantizing full pages: time and bandwidth of what is read and written, against a
+// plain copy.
 //
 //   store [--json]
 //
-// Store: up to 512 tokens: one per sequence, each to a page of its own. "rows": a plain 16-bit store into pages of [token][head]
-// [channel], as engines without quantization have it; nothing but copies.
-// Pages: requantize_pages, from 16-bit window pages of 128 tokens if no other format is named; "plan": channels of different
-// widths, "feedback": error feedback. Commit: commit_full_pages of 128 sequences, of which so many have a page that is due.
+// Store: up to 512 tokens: one per sequence, each to a page of its own. "rows": a plain 16-bit store into
+// pages of [token][head] [channel], as engines without quantization have it; nothing but copies.
+// Pages: requantize_pages, from 16-bit window pages of 128 tokens if no other format is named; "plan":
+// channels of different widths, "feedback": error feedback. Commit: commit_full_pages of 128 sequences, of
+// which so many have a page that is due.
 #include <kvq/cuda/quantize/pages.cuh>
 #include <kvq/cuda/store/store.cuh>
 #include <kvq/schemes/presets.hpp>

@@ -32,7 +32,8 @@ void check(const Status& status) {
     std::exit(2);
 }
 
-/// Times of torch_sdpa.py in microseconds, by batch, tokens, query heads, kv heads and head_dim. A file that is not there has none.
+/// Times of torch_sdpa.py in microseconds, by batch, tokens, query heads, kv heads and head_dim. A file that
+/// is not there has none.
 inline std::map<std::tuple<int, int, int, int, int>, double> read_baseline(const char* path) {
     std::map<std::tuple<int, int, int, int, int>, double> times;
     if (std::FILE* file = std::fopen(path, "r")) {
@@ -54,7 +55,8 @@ T* on_device(const std::vector<T>& host) {
     return device;
 }
 
-/// Microseconds per launch: `launch(i, stream)` is captured `count` times, the graph replayed, the median taken.
+/// Microseconds per launch: `launch(i, stream)` is captured `count` times, the graph replayed, the median
+/// taken.
 template <class F>
 double time_launches(int count, F&& launch, int replays = 9) {
     cudaStream_t stream;

@@ -1,5 +1,5 @@
-// Compiled once for each instruction set, with its own flags and -DFORMATS_ARCH=avx2, ...
-// All functions of one instruction set are in a namespace of that name, so the objects share no function of kvq.
+// Compiled once for each instruction set, with its own flags and -DFORMATS_ARCH=avx2, ... All functions of
+// one instruction set are in a namespace of that name, so the objects share no function of kvq.
 #include "formats.hpp"
 
 #include <kvq/cpu/simd.hpp>

@@ -1,4 +1,5 @@
-// The interface for the rest of the program: the same formats, once per instruction set. Any object may use a format.
+// The interface for the rest of the program: the same formats, once per instruction set. Any object may use a
+// format.
 #pragma once
 
 #include <kvq/format/format.hpp>

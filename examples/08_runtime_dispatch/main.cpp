@@ -1,5 +1,5 @@
-// One program for every x86-64 CPU: formats for four instruction sets; the program chooses the best of them at its start. All other
-// functions are compiled once, for the weakest instruction set.
+// One program for every x86-64 CPU: formats for four instruction sets; the program chooses the best of them
+// at its start. All other functions are compiled once, for the weakest instruction set.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

@@ -1,4 +1,5 @@
-// Growing buffers, the memory of MLX-like engines: [batch][heads][capacity][dim] for K and for V, plain and in MLX's bits.
+// Growing buffers, the memory of MLX-like engines: [batch][heads][capacity][dim] for K and for V, plain and
+// in MLX's bits.
 //
 //   growing::buffers<kvq::float16> buffers({.batch = 1, .heads = 8, .head_dim = 128});
 //   auto all = buffers.append(k, v);            // views of all held tokens: all.keys(row), all.values(row)
@@ -6,9 +7,9 @@
 //   growing::append_from(buffers, sequence, layer, first);
 //   growing::quantized small(buffers, {.bits = 4, .group = 64});
 //
-// Capacity grows in steps (256 tokens), so that most appends copy only new tokens. trim() removes tokens and keeps the
-// memory; trim_to_offset() frees the memory beyond the held tokens: call it before you count or store such buffers. All parts change
-// their capacity, or none.
+// Capacity grows in steps (256 tokens), so that most appends copy only new tokens. trim() removes tokens and
+// keeps the memory; trim_to_offset() frees the memory beyond the held tokens: call it before you count or
+// store such buffers. All parts change their capacity, or none.
 #pragma once
 
 #include <algorithm>
@@ -62,7 +63,8 @@ public:
                shape.value_dim, " channels, growing by ", shape.step);
     }
 
-    /// Makes room for `added` more tokens. Returns the old memory, if any: the tokens to append may be views of it.
+    /// Makes room for `added` more tokens. Returns the old memory, if any: the tokens to append may be views
+    /// of it.
     std::tuple<std::vector<E>...> reserve(int added) {
         expect(added >= 0 && added <= (std::numeric_limits<int>::max)() - tokens_ - shape_.step,
                "buffers of ", tokens_, " tokens cannot take ", added, " more");
@@ -153,8 +155,8 @@ public:
     explicit buffers(const buffer_shape& shape)
         : arrays_(shape, {shape.dim(kvq::tensor::key), shape.dim(kvq::tensor::value)}) {}
 
-    /// Appends n tokens. k, v: one view of [n][heads][dim] per row of the batch; they may be views of tokens in these
-    /// buffers. Returns a view of all held tokens.
+    /// Appends n tokens. k, v: one view of [n][heads][dim] per row of the batch; they may be views of tokens
+    /// in these buffers. Returns a view of all held tokens.
     template <class U>
     view_of_all<T> append(std::span<const kvq::token_view<U>> k, std::span<const kvq::token_view<U>> v) {
         const int n = k.empty() ? 0 : k[0].tokens;
@@ -286,7 +288,8 @@ private:
         return {format.words(key),   format.groups(key),   format.groups(key),
                 format.words(value), format.groups(value), format.groups(value)};
     }
-    /// Calls f(row, head, token, codes, scales, biases) for tokens [first, first + n); Codes: index of the first of three arrays.
+    /// Calls f(row, head, token, codes, scales, biases) for tokens [first, first + n); Codes: index of the
+    /// first of three arrays.
     template <std::size_t Codes, class Arrays, class F>
     static void for_each_token(Arrays& arrays, int first, int n, F&& f) {
         const buffer_shape& s = arrays.shape();
@@ -312,7 +315,8 @@ void append_to(kvq::sequence& s, int layer, const view_of_all<T>& from, int firs
              from.values(row).slice(first, from.tokens - first));
 }
 
-/// Appends x^ of tokens [first, tokens) of a layer of a sequence to buffers of one row. Returns a view of all held tokens.
+/// Appends x^ of tokens [first, tokens) of a layer of a sequence to buffers of one row. Returns a view of all
+/// held tokens.
 template <kvq::float_format T>
 view_of_all<T> append_from(buffers<T>& to, const kvq::sequence& s, int layer, int first = 0) {
     expect(to.shape().batch == 1, "a sequence fills buffers of 1 row, not ", to.shape().batch);

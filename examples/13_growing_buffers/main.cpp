@@ -1,5 +1,5 @@
-// An engine whose memory are growing buffers, as MLX has them, with kvq beside it: tokens go into a quantized sequence, drafted ones are
-// trimmed away on both sides, and what remains goes back and into MLX's own bits.
+// An engine whose memory are growing buffers, as MLX has them, with kvq beside it: tokens go into a quantized
+// sequence, drafted ones are trimmed away on both sides, and what remains goes back and into MLX's own bits.
 #include <cstdio>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>

@@ -1,16 +1,20 @@
-// MLX's group-wise affine format, in the layout of MLX's arrays: for reading and writing MLX memory, not for attention.
+// MLX's group-wise affine format, in the layout of MLX's arrays: for reading and writing MLX memory, not for
+// attention.
 //
 //   a row of D channels  ->  D*B/32 words: codes of B bits one after the other, little end first
-//                            D/G scales and D/G biases of the input's type T;   x^ = T(T(scale * code) + bias)
-//   n = 2^B - 1;  s = max((max - min) / n, 1e-7);  edge = min and s if |min| > |max|, otherwise edge = max and -s
+//                            D/G scales and D/G biases of the input's type T;
+//                              x^ = T(T(scale * code) + bias)
+//   n = 2^B - 1;  s = max((max - min) / n, 1e-7);
+//     edge = min and s if |min| > |max|, otherwise edge = max and -s
 //   k = round(edge / s);  k != 0:  s = edge / k, bias = edge;   k == 0:  bias = 0
 //   code = clamp(round((x - bias) / s), 0, n) with s and bias in float; both are then rounded to T
 //
-// The end of the range with the larger magnitude dequantizes exactly, and zero nearly so. MLX's devices differ: the CPU
-// rounds ties to even; Metal and CUDA round them away from zero and let the maximum start at 0, so that a group of
-// negative values is quantized over [min, 0]. Groups of 32, 64 or 128 channels; 2, 3, 4, 5, 6 or 8 bits; D is a multiple
-// of G. Contract: finite input gives MLX's words, scales and biases. MLX leaves NaN and infinities undefined; here
-// finite members set the parameters, NaN is quantized as zero, infinities saturate.
+// The end of the range with the larger magnitude dequantizes exactly, and zero nearly so. MLX's devices
+// differ: the CPU rounds ties to even; Metal and CUDA round them away from zero and let the maximum start at
+// 0, so that a group of negative values is quantized over [min, 0]. Groups of 32, 64 or 128 channels; 2, 3,
+// 4, 5, 6 or 8 bits; D is a multiple of G. Contract: finite input gives MLX's words, scales and biases. MLX
+// leaves NaN and infinities undefined; here finite members set the parameters, NaN is quantized as zero,
+// infinities saturate.
 // Source: mlx ops.cpp (affine_quantize), backend/cpu/quantized.cpp, metal/kernels/quantized.h.
 #pragma once
 
@@ -38,7 +42,8 @@ struct affine {
     float round(float x) const noexcept {
         return rounding == device::cpu ? std::nearbyint(x) : std::round(x);
     }
-    /// Raises std::invalid_argument for a format that MLX does not have, or a row that is not a multiple of its group.
+    /// Raises std::invalid_argument for a format that MLX does not have, or a row that is not a multiple of
+    /// its group.
     void check(int dim) const {
         if (bits < 2 || bits > 8 || bits == 7)
             throw std::invalid_argument("MLX has 2, 3, 4, 5, 6 and 8 bits, not " + std::to_string(bits));

@@ -1,8 +1,10 @@
-// One sequence on several processes (MPI). mpirun --oversubscribe -np 3 kvq_distributed attention | transfer [tokens]
+// One sequence on several processes (MPI). mpirun --oversubscribe -np 3 kvq_distributed attention | transfer
+// [tokens]
 //
-//   attention   decode, context parallel and head parallel, against one process: distance, time of attention, messages and merge, bytes per
-//               token by formula and measured
-//   transfer    the first rank prefills in 16 bit, the last one decodes and asks for 4 bits: bytes and what was saved
+//   attention   decode, context parallel and head parallel, against one process: distance, time of attention,
+//               messages and merge, bytes per token by formula and measured
+//   transfer    the first rank prefills in 16 bit, the last one decodes and asks for 4 bits: bytes and what
+//               was saved
 #include <algorithm>
 #include <chrono>
 #include <cmath>

@@ -1,6 +1,8 @@
-// Attention of ggml on a kvq cache: two answers to one prompt, a context that is shifted, a state that is saved.
+// Attention of ggml on a kvq cache: two answers to one prompt, a context that is shifted, a state that is
+// saved.
 //
-// Random tensors stand for those of a model: a graph has an input for q, k and v of each layer, and the node that attends.
+// Random tensors stand for those of a model: a graph has an input for q, k and v of each layer, and the node
+// that attends.
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
 

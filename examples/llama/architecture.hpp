@@ -20,7 +20,8 @@ struct architecture {
     bool is_gemma = false;          // a gate with GELU, scaled embeddings
     bool output_norms = false;      // Gemma 2 and 3: norms of what a layer adds
     bool is_hybrid = false;         // Qwen3.5: layers with Gated DeltaNet, gated attention; folders only
-    // Of so many layers the last sees everything, the others have a window or are recurrent; 0: all are alike.
+    // Of so many layers the last sees everything, the others have a window or are recurrent; 0: all are
+    // alike.
     int full_attention_every = 0;
 };
 
@@ -41,12 +42,13 @@ struct tensor_names {
 // What an error begins with; it does not return.
 using refusal = std::function<void(const std::string& reason)>;
 
-// Sets what follows from the architecture alone, from shape and `window` (tokens, 0: none). all_layers: the window is one of
-// every layer, also for an architecture in which only some layers have one.
+// Sets what follows from the architecture alone, from shape and `window` (tokens, 0: none). all_layers: the
+// window is one of every layer, also for an architecture in which only some layers have one.
 void apply_architecture(const architecture& kind, int window, model_config& config);
 
-// Builds a model. config.shape.vocab is that of the embedding. Refuses tensors that are missing, have other sizes, are of a type that is
-// not read, or that would not be used. `norm_offset` is added to the weights of norms (Gemma and Qwen3.5 in Hugging Face's files: 1).
+// Builds a model. config.shape.vocab is that of the embedding. Refuses tensors that are missing, have other
+// sizes, are of a type that is not read, or that would not be used. `norm_offset` is added to the weights of
+// norms (Gemma and Qwen3.5 in Hugging Face's files: 1).
 model_weights build_model(const architecture& kind, model_config config, const tensor_directory& tensors,
                           const tensor_names& names, float norm_offset, const refusal& refuse);
 

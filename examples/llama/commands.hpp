@@ -109,7 +109,8 @@ model_weights weights_of(const options& chosen);
 tokenizer tokenizer_of(const options& chosen, const model_shape& shape);
 std::vector<int> read_input(const options& chosen, const std::string& path, const model_shape& shape);
 int window_of(const options& chosen, const model_shape& shape);
-// A window must be several chunks long: within its own chunk a query reads only 16-bit tokens, for every scheme.
+// A window must be several chunks long: within its own chunk a query reads only 16-bit tokens, for every
+// scheme.
 int chunk_of(const options& chosen, int window);
 // The input after --skip and --tokens.
 std::vector<int> part_of(const options& chosen, std::vector<int> tokens);

@@ -1,7 +1,8 @@
-// A kvq cache that dequantizes each page once, when it is quantized. Attention is the textbook's, on the dequantized rows.
+// A kvq cache that dequantizes each page once, when it is quantized. Attention is the textbook's, on the
+// dequantized rows.
 //
-// For formats for which attention would dequantize every page for every query (tables, norms): the model reads the same values,
-// up to rounding, in a fraction of the time.
+// For formats for which attention would dequantize every page for every query (tables, norms): the model
+// reads the same values, up to rounding, in a fraction of the time.
 #pragma once
 
 #include "kvq_cache.hpp"
@@ -73,7 +74,8 @@ private:
         return 0;
     }
 
-    // Rows of the pages from `first` to before `end` that the layer holds: one with a window has freed others.
+    // Rows of the pages from `first` to before `end` that the layer holds: one with a window has freed
+    // others.
     void dequantize(int layer, int first, int end) {
         const kvq::layer_pages pages = sequence_.pages(layer);
         for (int i = 0; i < pages.entries(); ++i) {

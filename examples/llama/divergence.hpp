@@ -23,8 +23,8 @@ struct divergence_sums {
     }
 };
 
-// softmax of a row of logits (a view of the row). Differences and sums are in double, since the divergence of a good cache
-// is far below the rounding of a float logit.
+// softmax of a row of logits (a view of the row). Differences and sums are in double, since the divergence of
+// a good cache is far below the rounding of a float logit.
 class distribution {
 public:
     distribution() = default;

@@ -35,7 +35,8 @@ struct scheme_result {
     double tokens_per_second;       // read by all threads, without the evaluation
 };
 
-// The text of each window: one token less than the window, which begins with begin-of-text. The last one may be shorter.
+// The text of each window: one token less than the window, which begins with begin-of-text. The last one may
+// be shorter.
 std::vector<std::span<const int>> windows_of(std::span<const int> tokens, int window);
 
 // The numbers of the windows that are to be judged.
@@ -51,8 +52,8 @@ struct scheme_total : window_total {
 std::vector<scheme_result> results_of(const model_shape& shape, std::span<const scheme_choice> schemes,
                                       std::span<const scheme_total> totals);
 
-// The first scheme is the baseline. All results except tokens_per_second are independent of the number of threads. Windows that
-// `record` has are not read again; others are added to it.
+// The first scheme is the baseline. All results except tokens_per_second are independent of the number of
+// threads. Windows that `record` has are not read again; others are added to it.
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
                                     std::span<const scheme_choice> schemes,
                                     const evaluation_settings& settings, evaluation_record& record);
@@ -71,7 +72,8 @@ std::vector<chunk_result> evaluate_chunks(const model& llama, std::span<const in
                                           std::span<const scheme_choice> schemes, std::span<const int> chunks,
                                           evaluation_settings settings);
 
-// The chunk size, other than the first, with the worst perplexity against the first; and the difference in percent.
+// The chunk size, other than the first, with the worst perplexity against the first; and the difference in
+// percent.
 struct worst_chunk {
     int chunk;
     double ppl_delta_pct;

@@ -1,4 +1,5 @@
-// A folder of Hugging Face's files: config.json, and tensors in safetensors files by the names of the transformers library.
+// A folder of Hugging Face's files: config.json, and tensors in safetensors files by the names of the
+// transformers library.
 #include "architecture.hpp"
 #include "json_file.hpp"
 #include "load_model.hpp"
@@ -151,8 +152,9 @@ rotary_angles angles_of(const json_object& config, int channels, double theta,
     }
 }
 
-// The rotary embedding of layers of one type. Newer files have it in `rope_parameters`, in an object for each type of layer where these
-// differ; older ones in `rope_scaling` and `rope_theta`. theta: 0, or in place of that of the file.
+// The rotary embedding of layers of one type. Newer files have it in `rope_parameters`, in an object for each
+// type of layer where these differ; older ones in `rope_scaling` and `rope_theta`. theta: 0, or in place of
+// that of the file.
 rotary_angles read_rotary(const json_object& config, const architecture& kind, const model_shape& shape,
                           const char* layer_type, double theta) {
     const char* const name = config.has("rope_parameters") ? "rope_parameters" : "rope_scaling";

@@ -1,12 +1,13 @@
 // Gated DeltaNet (Yang et al., arXiv 2412.06464): a layer that attends over a state of fixed size.
 //
-//   q, k, v   silu(a convolution of the last `kernel` tokens, channel by channel); q and k of a head have length 1, q / sqrt(key_channels)
+//   q, k, v   silu(a convolution of the last `kernel` tokens, channel by channel); q and k of a head have
+//             length 1, q / sqrt(key_channels)
 //   S         exp(g) S, then S += k (beta (v - k S)), of every value head: [key_channels][value_channels]
 //   g, beta   -exp(log_decay) softplus(decay + decay_bias), sigmoid(...), of every value head and token
 //   out       norm(q S) silu(gate)
 //
-// The state is S and the last kernel - 1 inputs of the convolution. Tokens are taken one after the other, so results depend neither on how a
-// text is cut into steps nor on the number of threads.
+// The state is S and the last kernel - 1 inputs of the convolution. Tokens are taken one after the other, so
+// results depend neither on how a text is cut into steps nor on the number of threads.
 #pragma once
 
 #include <kvq/state/recurrent_state.hpp>

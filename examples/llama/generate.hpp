@@ -30,7 +30,8 @@ struct generation_result {
 };
 
 // Streams the prompt and its continuation up to an end-of-text token.
-// Throws std::invalid_argument when prompt and steps do not fit into the context, or when there are no tokens to continue.
+// Throws std::invalid_argument when prompt and steps do not fit into the context, or when there are no tokens
+// to continue.
 generation_result generate(const model& llama, const tokenizer& pieces, const scheme_choice& scheme,
                            const generation_settings& settings, std::ostream& out);
 

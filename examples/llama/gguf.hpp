@@ -1,8 +1,10 @@
 // A GGUF file, version 3: values by name, and tensors. All of the file is checked before anything is used.
 //
 //   "GGUF", version (u32), tensors (u64), values (u64)
-//   each value    name, type (u32), value; a list is the type of its elements (u32), their number (u64), and they
-//   each tensor   name, dimensions (u32), size of each (u64), the innermost first, type (u32), offset in the data (u64)
+//   each value    name, type (u32), value; a list is the type of its elements (u32), their number (u64), and
+//                 they
+//   each tensor   name, dimensions (u32), size of each (u64), the innermost first, type (u32), offset in the
+//                 data (u64)
 //   padding, data; offsets are multiples of the value general.alignment, 32 without one
 //
 // A text is its length (u64) and bytes. Source: docs/gguf.md of github.com/ggml-org/ggml.
@@ -44,7 +46,8 @@ public:
     const std::map<std::string, gguf_value, std::less<>>& values() const { return values_; }
     const tensor_directory& tensors() const { return tensors_; }
 
-    // Values; nothing or `otherwise` where the file has none. Throw std::runtime_error where it is of another type or out of range.
+    // Values; nothing or `otherwise` where the file has none. Throw std::runtime_error where it is of another
+    // type or out of range.
     bool has(std::string_view name) const { return values_.find(name) != values_.end(); }
     std::int64_t integer(std::string_view name, std::int64_t least, std::int64_t most,
                          std::optional<std::int64_t> otherwise = {}) const;

@@ -1,4 +1,5 @@
-// tokenizer.json of Hugging Face's tokenizers library: byte-pair encoding, byte-level or with SentencePiece's spaces.
+// tokenizer.json of Hugging Face's tokenizers library: byte-pair encoding, byte-level or with SentencePiece's
+// spaces.
 #include "json_file.hpp"
 #include "load_tokenizer.hpp"
 #include "pre_tokenizer.hpp"
@@ -83,7 +84,8 @@ void read_pre_tokenizer(const json_object& file, vocabulary& words) {
             if (words.spaces_are_signs && pattern.value() == json{{"String", " "}}) {
                 continue;  // no space is left to split at
             }
-            // Matches and what lies between them are parts, or only the matches are, which is the same where they are everything.
+            // Matches and what lies between them are parts, or only the matches are, which is the same where
+            // they are everything.
             if (behavior != "Isolated" && !(behavior == "Removed" && part.flag("invert", false))) {
                 refuse_component(part, "pre-tokenizer");
             }

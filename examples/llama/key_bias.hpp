@@ -1,7 +1,8 @@
-// Keys with large biases, as those of Qwen2: how large they are, and what 8-bit formats and 16 bits make of them.
+// Keys with large biases, as those of Qwen2: how large they are, and what 8-bit formats and 16 bits make of
+// them.
 //
-//   amplitude of a pair of channels = sqrt(E[k^2] - var(k)) over both, var within groups of 64 tokens: RoPE turns slow pairs little in 64
-//   tokens, so what is left is a bias
+//   amplitude of a pair of channels = sqrt(E[k^2] - var(k)) over both, var within groups of 64 tokens: RoPE
+//   turns slow pairs little in 64 tokens, so what is left is a bias
 //   error = |o' - o| / |o| of attention outputs, mean over heads, in double on dequantized keys and values
 #pragma once
 
@@ -32,7 +33,8 @@ struct attention_error {
     double kl_divergence = 0.0;  // of attention weights
 };
 
-// Errors on the recorded tokens, for queries of their second half. Window: the sinks and recent tokens of the scheme, exact.
+// Errors on the recorded tokens, for queries of their second half. Window: the sinks and recent tokens of the
+// scheme, exact.
 std::vector<attention_error> attention_errors(const model_shape& shape, const recording_cache& recorded,
                                               std::span<const scheme_choice> schemes,
                                               kvq::thread_pool& workers);

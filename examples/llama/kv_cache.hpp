@@ -27,27 +27,30 @@ public:
 
     virtual ~kv_cache() = default;
 
-    // One chunk of one layer: appends its tokens and computes attention for their queries. keys and values are
-    // [tokens][kv_heads * head_dim], queries and out [tokens][heads * head_dim]. Every query attends to its own token and all tokens
-    // before it. The chunk, and all tokens that were 16 bit before it, are read in 16 bit: pages are quantized after attention.
+    // One chunk of one layer: appends its tokens and computes attention for their queries. keys and values
+    // are [tokens][kv_heads * head_dim], queries and out [tokens][heads * head_dim]. Every query attends to
+    // its own token and all tokens before it. The chunk, and all tokens that were 16 bit before it, are read
+    // in 16 bit: pages are quantized after attention.
     virtual void prefill(int layer, const const_rows& keys, const const_rows& values,
                          const const_rows& queries, rows out, kvq::thread_pool& workers) = 0;
 
     // The same without queries: what prefill() leaves, without attention.
     virtual void append(int layer, const const_rows& keys, const const_rows& values) = 0;
 
-    // The state of recurrent layers, which the model reads and writes in place; null where there are none. Its parts: state_parts().
+    // The state of recurrent layers, which the model reads and writes in place; null where there are none.
+    // Its parts: state_parts().
     virtual kvq::recurrent_state* state() = 0;
 
-    // Removes every token from position `tokens` on, in all layers. With recurrent layers all go back to a snapshot: returns how many
-    // tokens before `tokens` must be read again (model::trim).
+    // Removes every token from position `tokens` on, in all layers. With recurrent layers all go back to a
+    // snapshot: returns how many tokens before `tokens` must be read again (model::trim).
     virtual int trim(int tokens) = 0;
 
     // Bytes that this sequence holds now, window included.
     virtual std::size_t bytes() const = 0;
 
-    // The model calls this when `tokens` tokens have passed all layers: a cache may then requantize its pages. The state takes a snapshot
-    // where a prompt ends. The cache gives the number of tokens that may pass in between.
+    // The model calls this when `tokens` tokens have passed all layers: a cache may then requantize its
+    // pages. The state takes a snapshot where a prompt ends. The cache gives the number of tokens that may
+    // pass in between.
     virtual void end_of_step(int tokens, bool prompt_ends) {
         if (kvq::recurrent_state* const of = state()) {
             of->advance(tokens, prompt_ends);

@@ -1,5 +1,5 @@
-// A cache that changes the format of its pages: they step down by age or under a byte budget, or are requantized at a given length.
-// It can be saved and restored.
+// A cache that changes the format of its pages: they step down by age or under a byte budget, or are
+// requantized at a given length. It can be saved and restored.
 #pragma once
 
 #include "kvq_cache.hpp"
@@ -13,7 +13,8 @@ namespace llama {
 class live_cache final : public kvq_cache {
 public:
     // Starts in 16 bit. It lists the usual schemes and those of `live`.
-    // Throws std::invalid_argument for a name that does not exist, and for a budget that has no room for a step.
+    // Throws std::invalid_argument for a name that does not exist, and for a budget that has no room for a
+    // step.
     live_cache(const model_shape& shape, const cache_settings& settings, const live_settings& live);
 
     int step_tokens() const override { return cache_.options().page_tokens; }
@@ -24,8 +25,8 @@ public:
     // Number of pages that were requantized so far.
     std::size_t requantized() const { return requantized_; }
 
-    // A safetensors file that describes itself (docs/guide/save.md). load() returns the number of tokens in the file, and converts
-    // pages that were saved with other options. Both throw kvq::error.
+    // A safetensors file that describes itself (docs/guide/save.md). load() returns the number of tokens in
+    // the file, and converts pages that were saved with other options. Both throw kvq::error.
     void save(const std::string& path) const;
     int load(const std::string& path);
 

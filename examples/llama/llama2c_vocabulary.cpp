@@ -1,5 +1,5 @@
-// A llama2.c tokenizer file: longest piece as a 32-bit integer, then for each piece score (fp32), length (32-bit integer) and
-// bytes.
+// A llama2.c tokenizer file: longest piece as a 32-bit integer, then for each piece score (fp32), length
+// (32-bit integer) and bytes.
 #include "load_tokenizer.hpp"
 #include "read_file.hpp"
 
@@ -25,8 +25,8 @@ T load(const std::string& bytes, std::size_t at) {
 }
 
 // Three layouts are in use. Newer files name the byte pieces 3 to 258 "<0x00>" to "<0xFF>"; older ones have
-// the character with that code point there, so that bytes from 0x80 on take two bytes; byte-level vocabularies have
-// no such block: every byte is an ordinary piece.
+// the character with that code point there, so that bytes from 0x80 on take two bytes; byte-level
+// vocabularies have no such block: every byte is an ordinary piece.
 void find_byte_pieces(vocabulary& words) {
     bool named = std::ssize(words.tokens) >= first_byte_piece + 256;
     bool characters = named;

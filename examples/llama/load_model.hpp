@@ -7,8 +7,9 @@
 
 namespace llama {
 
-// path: a GGUF file (of several, the first), a folder of Hugging Face's files, or a llama2.c checkpoint. rope_theta: base of the rotary
-// frequencies, 0: what the file says. Throws std::runtime_error that names the file and what is wrong with it or not handled.
+// path: a GGUF file (of several, the first), a folder of Hugging Face's files, or a llama2.c checkpoint.
+// rope_theta: base of the rotary frequencies, 0: what the file says. Throws std::runtime_error that names the
+// file and what is wrong with it or not handled.
 model_weights load_model(const std::string& path, double rope_theta = 0.0);
 
 model_weights load_gguf_model(const std::string& path, double rope_theta = 0.0);

@@ -20,7 +20,8 @@ struct long_context_row {
     double kld, top1, perplexity, baseline_perplexity;
 };
 
-// Runs the tokens through a 16-bit cache and through a live one, `chunk` at a time; a row every `every` tokens.
+// Runs the tokens through a 16-bit cache and through a live one, `chunk` at a time; a row every `every`
+// tokens.
 std::vector<long_context_row> long_context(const model& llama, std::span<const int> tokens,
                                            const cache_settings& settings, const live_settings& live,
                                            int every, int chunk);

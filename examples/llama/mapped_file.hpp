@@ -9,7 +9,8 @@ namespace llama {
 
 class mapped_file {
 public:
-    // `role`: kind of the file, for the error message. Throws std::runtime_error when the file cannot be opened or is empty.
+    // `role`: kind of the file, for the error message. Throws std::runtime_error when the file cannot be
+    // opened or is empty.
     mapped_file(const std::string& role, const std::string& path);
     ~mapped_file();
     mapped_file(const mapped_file&) = delete;

@@ -9,8 +9,8 @@
 
 namespace llama {
 
-// Memory and threads of a forward pass: the activations between its layers, kept from call to call so that nothing is
-// allocated, and the worker threads.
+// Memory and threads of a forward pass: the activations between its layers, kept from call to call so that
+// nothing is allocated, and the worker threads.
 struct activations {
     explicit activations(int threads = 1) : workers(threads) {}
 
@@ -33,18 +33,19 @@ public:
     int begin_of_text() const { return weights_.config.begin_of_text; }
 
     // Runs tokens at positions first_position, first_position + 1, ... and returns the normed states after
-    // the last layer, [tokens][dim], a reference into `space`. The matrix products take all tokens at once; the cache takes
-    // `chunk` of them at a time (kv_cache::prefill). With a chunk of 1 every query reads the same cache as in
-    // decode.
+    // the last layer, [tokens][dim], a reference into `space`. The matrix products take all tokens at once;
+    // the cache takes `chunk` of them at a time (kv_cache::prefill). With a chunk of 1 every query reads the
+    // same cache as in decode.
     const matrix& forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                           activations& space, bool prompt_ends = false) const;
 
-    // forward() for a text of any length, in parts: whole chunks, at most a step of the cache and at most some thousand
-    // tokens. Where it has several tokens it is a prompt.
+    // forward() for a text of any length, in parts: whole chunks, at most a step of the cache and at most
+    // some thousand tokens. Where it has several tokens it is a prompt.
     matrix read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                 activations& space) const;
 
-    // Trims a cache to `text`, which it holds the first tokens of, and reads again what its recurrent layers have lost.
+    // Trims a cache to `text`, which it holds the first tokens of, and reads again what its recurrent layers
+    // have lost.
     void trim(std::span<const int> text, kv_cache& cache, int chunk, activations& space) const;
 
     // out: [rows][vocab]

@@ -1,4 +1,5 @@
-// What the forward pass must know about a model besides its weights. The readers of model files fill it (load_model.hpp).
+// What the forward pass must know about a model besides its weights. The readers of model files fill it
+// (load_model.hpp).
 #pragma once
 
 #include <kvq/attention/rotary.hpp>
@@ -49,10 +50,11 @@ struct model_shape {
     bool has_state() const { return static_cast<int>(attention_layers().size()) < layers; }
 };
 
-// Angles of the rotary embedding: position * frequency. Cosine and sine are multiplied by `amplitude` (the attention factor
-// of YaRN).
+// Angles of the rotary embedding: position * frequency. Cosine and sine are multiplied by `amplitude` (the
+// attention factor of YaRN).
 struct rotary_angles {
-    // Radians per position, by pair of the channels that are rotated, the first ones: [head_dim / 2], or fewer.
+    // Radians per position, by pair of the channels that are rotated, the first ones: [head_dim / 2], or
+    // fewer.
     std::vector<double> frequencies;
     double amplitude = 1.0;
 };

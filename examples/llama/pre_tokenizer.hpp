@@ -1,6 +1,8 @@
-// The pre-tokenizers that GGUF files name (tokenizer.ggml.pre): regular expressions that cut a text into parts.
+// The pre-tokenizers that GGUF files name (tokenizer.ggml.pre): regular expressions that cut a text into
+// parts.
 //
-// Source: the tokenizer.json of the models that they are named after; "default" as in llama.cpp (src/llama-vocab.cpp).
+// Source: the tokenizer.json of the models that they are named after; "default" as in llama.cpp
+// (src/llama-vocab.cpp).
 #pragma once
 
 #include <string>

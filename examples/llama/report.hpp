@@ -1,4 +1,5 @@
-// A report on one model: what each format costs on a text of its user. Measured window by window, kept in a JSON file on the way.
+// A report on one model: what each format costs on a text of its user. Measured window by window, kept in a
+// JSON file on the way.
 #pragma once
 
 #include "bootstrap.hpp"
@@ -57,8 +58,8 @@ public:
     report_state(nlohmann::ordered_json identity, nlohmann::ordered_json facts,
                  std::vector<std::string> schemes);
 
-    // Goes on from a file of the same identity. Returns false if there is no file. Throws std::runtime_error that names what differs,
-    // or that the file is none of a report.
+    // Goes on from a file of the same identity. Returns false if there is no file. Throws std::runtime_error
+    // that names what differs, or that the file is none of a report.
     bool resume(const std::string& path);
     // Writes another file first, which then takes the place of this one.
     void save(const std::string& path) const;

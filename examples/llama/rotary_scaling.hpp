@@ -21,7 +21,8 @@ struct rotary_scaling {
     double amplitude = 0.0;                                // yarn; 0: as above
 };
 
-// theta: base of the frequencies. Throws std::runtime_error (or kvq::error, for impossible numbers) that names what is not handled.
+// theta: base of the frequencies. Throws std::runtime_error (or kvq::error, for impossible numbers) that
+// names what is not handled.
 rotary_angles scaled_angles(int head_dim, double theta, const rotary_scaling& scaling);
 
 }  // namespace llama

@@ -44,16 +44,17 @@ struct scheme_choice {
     void give_statistics(const kvq::calibration& statistics);
 };
 
-// The name of a format, or of one for keys and one for values: "kivi-2-g64/int8". Suffixes: "+s4" (sinks) and "+r32" (recent)
-// if they differ from the defaults, "+stats" for statistics of a text, and "+self" or "+self64" for those of the first 512 or 64 tokens of
-// the sequence itself.
+// The name of a format, or of one for keys and one for values: "kivi-2-g64/int8". Suffixes: "+s4" (sinks) and
+// "+r32" (recent) if they differ from the defaults, "+stats" for statistics of a text, and "+self" or
+// "+self64" for those of the first 512 or 64 tokens of the sequence itself.
 // Throws std::invalid_argument for a name that does not exist; the message lists the most similar names.
 scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults);
 
 // The same without suffixes.
 kvq::format_pair find_formats(std::string_view names);
 
-// What a page does to a scheme whose parameters belong to more tokens than a page holds, as a sentence; else "".
+// What a page does to a scheme whose parameters belong to more tokens than a page holds, as a sentence; else
+// "".
 std::string page_remark(const scheme_choice& scheme);
 
 std::string all_scheme_names();

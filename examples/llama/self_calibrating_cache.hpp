@@ -1,5 +1,5 @@
-// A cache whose keys take their plan from the first tokens of its own text (kvq/policy/self_calibration.hpp). Until then keys are
-// 16 bit.
+// A cache whose keys take their plan from the first tokens of its own text (kvq/policy/self_calibration.hpp).
+// Until then keys are 16 bit.
 #pragma once
 
 #include "kvq_cache.hpp"

@@ -76,8 +76,9 @@ void read_legacy(const std::byte* block, std::ptrdiff_t blocks, float* out) {
     }
 }
 
-// Scale and minimum of a group of Q4_K and Q5_K. Groups 0 to 3 have the low 6 bits of bytes g and g + 4; groups 4 to 7 have
-// their low 4 bits in byte g + 4 and their high 2 bits at the top of the bytes of groups 0 to 3.
+// Scale and minimum of a group of Q4_K and Q5_K. Groups 0 to 3 have the low 6 bits of bytes g and g + 4;
+// groups 4 to 7 have their low 4 bits in byte g + 4 and their high 2 bits at the top of the bytes of groups 0
+// to 3.
 std::pair<int, int> six_bit_pair(const std::byte* packed, int group) {
     if (group < 4) {
         return {byte_at(packed, group) & 63, byte_at(packed, group + 4) & 63};
@@ -108,8 +109,8 @@ void read_k(const std::byte* block, std::ptrdiff_t blocks, float* out) {
     }
 }
 
-// Each half of 128 values: value 32 j + i has its low bits in byte i + 32 (j % 2), low half for j < 2, and its high bits
-// at bit 2 j of byte i.
+// Each half of 128 values: value 32 j + i has its low bits in byte i + 32 (j % 2), low half for j < 2, and
+// its high bits at bit 2 j of byte i.
 void read_q6_k(const std::byte* block, std::ptrdiff_t blocks, float* out) {
     for (; blocks > 0; --blocks, block += 210, out += 256) {
         const float scale = half_at(block + 208);

@@ -8,18 +8,22 @@
 //   Q5_1   the same, with m (F16) behind d                                                 x = d q + m
 //   Q4_K   256 values in 8 groups g of 32: d, m (F16), 12 bytes with a 6-bit s[g] and t[g] x = d s q - m t
 //          each, 128 bytes: of 32 each the low halves are one group, the high halves the next
-//   Q5_K   the same, before the last 128 bytes 32 more: bit g of byte i is the fifth bit of value i of group g
+//   Q5_K   the same, before the last 128 bytes 32 more: bit g of byte i is the fifth bit of value i of group
+//          g
 //   Q2_K   256 values in 16 groups of 16: 16 bytes with s (low half) and t (high) of a group,
 //          64 bytes of 2 bits, d, m (F16)                                                  x = d s q - m t
 //   Q3_K   the same groups: 32 bytes with the third bits (bit i / 32 of byte i % 32), 64 bytes of 2 bits,
-//          12 bytes of 6-bit s, d (F16)                                                    x = d (s - 32) (q - 4)
+//          12 bytes of 6-bit s, d (F16)                                                    x = d (s - 32) (q
+//            - 4)
 //   Q6_K   256 values in 16 groups of 16: 128 bytes of low 4 bits, 64 bytes of high 2 bits,
 //          a signed byte s for each group, d (F16)                                         x = d s (q - 32)
-//   IQ2_XXS  256 values in 8 groups of 32: d (F16); a group has four bytes that choose 8 values v each from a table of 256,
-//          and 32 bits: four times 7 signs (the eighth makes their number even), then s      x = +- d (s + 1/2) v / 4
+//   IQ2_XXS  256 values in 8 groups of 32: d (F16); a group has four bytes that choose 8 values v each from a
+//            table of 256,
+//          and 32 bits: four times 7 signs (the eighth makes their number even), then s      x = +- d (s +
+//            1/2) v / 4
 //
-// All numbers are little-endian, rows are whole blocks. Source: the layouts in ggml (github.com/ggml-org/ggml, ggml-common.h),
-// which GGUF files name by number (docs/gguf.md of the same).
+// All numbers are little-endian, rows are whole blocks. Source: the layouts in ggml
+// (github.com/ggml-org/ggml, ggml-common.h), which GGUF files name by number (docs/gguf.md of the same).
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// The tensors of one or several files, by name. Readers of containers fill it; the reader of a model takes tensors out of it.
+// The tensors of one or several files, by name. Readers of containers fill it; the reader of a model takes
+// tensors out of it.
 #pragma once
 
 #include "stored_type.hpp"

@@ -17,7 +17,8 @@ bool text_pattern::character_set::has(char32_t code_point) const {
     return found != negated;
 }
 
-// Descends through the expression and writes steps. A part of the program is relocatable: its jumps count from its begin.
+// Descends through the expression and writes steps. A part of the program is relocatable: its jumps count
+// from its begin.
 class pattern_parser {
 public:
     using step = text_pattern::step;

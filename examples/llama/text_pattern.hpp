@@ -1,9 +1,12 @@
-// Regular expressions of pre-tokenizers: the part of their syntax that tokenizers use, on Unicode code points.
+// Regular expressions of pre-tokenizers: the part of their syntax that tokenizers use, on Unicode code
+// points.
 //
 //   a|b  (a)  (?:a)  (?i:a)  (?=a)  (?!a)  a?  a*  a+  a{2}  a{1,3}  a{2,}  each also lazy, with ? behind
-//   .  [a-z]  [^a]  \s \S \d \D \p{L} \P{Lu}  \r \n \t  \x41 \x{41}  \' (any other character that is not a letter or digit)
+//   .  [a-z]  [^a]  \s \S \d \D \p{L} \P{Lu}  \r \n \t  \x41 \x{41}
+//     \' (any other character that is not a letter or digit)
 //
-// Matching tries the alternatives in order and goes back where one fails, as Perl does. (?i: ) ignores the case of ASCII letters.
+// Matching tries the alternatives in order and goes back where one fails, as Perl does. (?i: ) ignores the
+// case of ASCII letters.
 #pragma once
 
 #include "unicode.hpp"
@@ -23,7 +26,8 @@ public:
 
     static constexpr std::size_t no_match = static_cast<std::size_t>(-1);
 
-    // The end of the match that begins at text[begin]. Throws std::runtime_error for a match of more than 100 million steps.
+    // The end of the match that begins at text[begin]. Throws std::runtime_error for a match of more than 100
+    // million steps.
     std::size_t match(std::span<const char32_t> text, std::size_t begin) const;
 
 private:
@@ -37,8 +41,9 @@ private:
 
         bool has(char32_t code_point) const;
     };
-    // A program: `set` takes a code point, `fork` goes on at `first` and, if that fails, at `second`, `jump` goes on at `first`.
-    // `look` asks whether the program from the next step on matches here (or does not: `wanted`), then goes on at `first`.
+    // A program: `set` takes a code point, `fork` goes on at `first` and, if that fails, at `second`, `jump`
+    // goes on at `first`. `look` asks whether the program from the next step on matches here (or does not:
+    // `wanted`), then goes on at `first`.
     enum class kind { set, fork, jump, look, end };
     struct step {
         kind what;
@@ -58,7 +63,8 @@ struct text_part {
     std::size_t begin, end;
 };
 
-// Cuts every part into the matches of a pattern and what lies between them. A match sees nothing outside of its part.
+// Cuts every part into the matches of a pattern and what lies between them. A match sees nothing outside of
+// its part.
 std::vector<text_part> split(std::span<const char32_t> text, const std::vector<text_part>& parts,
                              const text_pattern& pattern);
 

@@ -13,7 +13,8 @@ void check_vocabulary(const tokenizer& pieces, int vocab);
 
 std::vector<int> read_text(const std::string& path, const tokenizer& pieces);
 
-// 32-bit ids in a file named *.u32, else 16-bit ones. Throws std::runtime_error for an id that is not in a vocabulary of this size.
+// 32-bit ids in a file named *.u32, else 16-bit ones. Throws std::runtime_error for an id that is not in a
+// vocabulary of this size.
 std::vector<int> read_token_ids(const std::string& path, int vocab);
 
 }  // namespace llama

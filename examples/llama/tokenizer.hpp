@@ -1,4 +1,5 @@
-// Text to tokens and back: SentencePiece and byte-pair encoding, whose differences are fields of a vocabulary.
+// Text to tokens and back: SentencePiece and byte-pair encoding, whose differences are fields of a
+// vocabulary.
 #pragma once
 
 #include "vocabulary.hpp"

@@ -9,7 +9,8 @@
 
 namespace llama {
 
-// Bits of a set of general categories: Lu is bit 0, Ll bit 1, and so on; Cc, Cf, Cs, Co and Cn share the last bit.
+// Bits of a set of general categories: Lu is bit 0, Ll bit 1, and so on; Cc, Cf, Cs, Co and Cn share the last
+// bit.
 using category_set = std::uint32_t;
 
 // The set of "L", "Lu", "N", ...; 0 for a name that does not exist.

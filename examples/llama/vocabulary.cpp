@@ -26,7 +26,8 @@ std::string signs_to_spaces(std::string_view text) {
     return spaces;
 }
 
-// Bytes 33 to 126, 161 to 172 and 174 to 255 are the characters of the same number, all others in order those from U+0100 on.
+// Bytes 33 to 126, 161 to 172 and 174 to 255 are the characters of the same number, all others in order those
+// from U+0100 on.
 std::string bytes_of_printable(std::string_view text) {
     static const std::array<int, 0x144> byte_of = [] {
         std::array<int, 0x144> table;

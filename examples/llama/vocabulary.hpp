@@ -1,4 +1,5 @@
-// What a tokenizer is made of. llama2.c files, GGUF files and tokenizer.json all end up here (load_tokenizer.hpp).
+// What a tokenizer is made of. llama2.c files, GGUF files and tokenizer.json all end up here
+// (load_tokenizer.hpp).
 #pragma once
 
 #include "text_pattern.hpp"
@@ -20,7 +21,8 @@ struct vocabulary {
     struct merge {
         int left, right, result;
     };
-    // A token that is cut out of a text before anything else, with the white space beside it where that is stripped.
+    // A token that is cut out of a text before anything else, with the white space beside it where that is
+    // stripped.
     struct added_token {
         int id;
         bool strip_left = false, strip_right = false;
@@ -37,10 +39,11 @@ struct vocabulary {
     std::vector<text_pattern> patterns;
     // 4. A part that is a token as a whole is not merged.
     bool whole_parts = false;
-    // 5. A part begins as one token per byte, or per character: where a character is no token, as one per byte of it.
+    // 5. A part begins as one token per byte, or per character: where a character is no token, as one per
+    // byte of it.
     bool begins_as_bytes = false;
-    // 6. Two neighbours merge, the best pair first: the earliest of `merges`, or, without them, the pair whose sum has
-    // the best score.
+    // 6. Two neighbours merge, the best pair first: the earliest of `merges`, or, without them, the pair
+    // whose sum has the best score.
     bool merges_by_score = false;
     std::vector<merge> merges;
 
@@ -56,8 +59,8 @@ int parse_byte_name(std::string_view text);
 // Every U+2581 becomes a space.
 std::string signs_to_spaces(std::string_view text);
 
-// Byte-level vocabularies write every byte as a printable character (GPT-2: "Ġ" is a space). Returns the bytes; a text with any
-// other character stays as it is.
+// Byte-level vocabularies write every byte as a printable character (GPT-2: "Ġ" is a space). Returns the
+// bytes; a text with any other character stays as it is.
 std::string bytes_of_printable(std::string_view text);
 
 }  // namespace llama

@@ -38,7 +38,8 @@ void linear::run(const const_rows& x, rows out, kvq::thread_pool& workers) const
         return;
     }
     const Eigen::Index outputs = stored_.outputs;
-    // Outputs: a megabyte of floats or two, and less where keys and values of few heads would leave threads without work.
+    // Outputs: a megabyte of floats or two, and less where keys and values of few heads would leave threads
+    // without work.
     const Eigen::Index tile = outputs >= 1024 ? 128 : 32;
     workers.parallel_for(static_cast<int>((outputs + tile - 1) / tile), [&](int index) {
         const Eigen::Index first = index * tile, count = std::min(tile, outputs - first);

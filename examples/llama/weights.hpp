@@ -27,7 +27,8 @@ struct stored_matrix {
     }
 };
 
-// What multiplies with the weights in place of the threads: a GPU. The same products in fp32, in another order of sums.
+// What multiplies with the weights in place of the threads: a GPU. The same products in fp32, in another
+// order of sums.
 class product_device {
 public:
     virtual ~product_device() = default;
@@ -37,8 +38,9 @@ public:
                           Eigen::Ref<matrix> out, bool add, kvq::thread_pool& workers) = 0;
 };
 
-// y = x Wᵀ. F32 weights are transposed into memory of their own, which Eigen packs faster; other types stay in the
-// file: some rows at a time become floats, and all tokens are multiplied with them. Results do not depend on the number of threads.
+// y = x Wᵀ. F32 weights are transposed into memory of their own, which Eigen packs faster; other types stay
+// in the file: some rows at a time become floats, and all tokens are multiplied with them. Results do not
+// depend on the number of threads.
 class linear {
 public:
     using rows = Eigen::Ref<matrix>;
@@ -105,8 +107,9 @@ private:
     std::shared_ptr<product_device> device_;
 };
 
-// Tasks on consecutive tokens, which are independent of each other outside of attention: work(first, count). Larger blocks are
-// faster, and smaller blocks keep all threads busy; the blocks, and so the results, do not depend on the number of threads.
+// Tasks on consecutive tokens, which are independent of each other outside of attention: work(first, count).
+// Larger blocks are faster, and smaller blocks keep all threads busy; the blocks, and so the results, do not
+// depend on the number of threads.
 template <class Work>
 void for_each_token_block(Eigen::Index tokens, kvq::thread_pool& workers, const Work& work) {
     const Eigen::Index block = tokens < 1024 ? 128 : 256;

@@ -11,8 +11,8 @@
 
 namespace llama {
 
-// A run of tokens of the window that is read again behind its end. The model sees the first tokens of the run and has to go on with
-// the others, which it can only do by looking them up in the cache.
+// A run of tokens of the window that is read again behind its end. The model sees the first tokens of the run
+// and has to go on with the others, which it can only do by looking them up in the cache.
 struct probe_result {
     double depth;  // of the run in the window, 0 to 1
     int judged = 0, recalled = 0;
@@ -32,24 +32,26 @@ struct window_result {
     divergence_sums sums() const;
 };
 
-// The window convention: a window is begin-of-text and its text but for the last token, so that each token of the text is predicted
-// once. All threads of `space` work on one window.
+// The window convention: a window is begin-of-text and its text but for the last token, so that each token of
+// the text is predicted once. All threads of `space` work on one window.
 //
-// No query of the first chunk sees a quantized page. So for every scheme with an fp16 window the states of that chunk are the baseline's,
-// and the cache takes its keys and values as the baseline had them.
+// No query of the first chunk sees a quantized page. So for every scheme with an fp16 window the states of
+// that chunk are the baseline's, and the cache takes its keys and values as the baseline had them.
 class window {
 public:
     static constexpr int probe_tokens = 24, probe_cue = 8;  // of a run; the first ones are not judged
 
-    // Reads the text with the baseline. `probes` runs are sought, one in each of as many equal parts of the window, those that the
-    // baseline found hardest to predict. Throws what the model throws if they do not fit into its positions.
+    // Reads the text with the baseline. `probes` runs are sought, one in each of as many equal parts of the
+    // window, those that the baseline found hardest to predict. Throws what the model throws if they do not
+    // fit into its positions.
     window(const model& llama, std::span<const int> text, const scheme_choice& baseline, int chunk,
            int probes, activations& space, progress_bar& progress);
 
     const window_result& baseline() const { return baseline_; }
     window_result judge(const scheme_choice& scheme);
 
-    // Throws std::invalid_argument where a scheme has 16-bit keys for more tokens than the chunk that is exact for every scheme.
+    // Throws std::invalid_argument where a scheme has 16-bit keys for more tokens than the chunk that is
+    // exact for every scheme.
     static void check(const scheme_choice& scheme, int tokens, int chunk);
 
     // What a window costs, in multiplications: the baseline, and each further scheme.

@@ -1,4 +1,5 @@
-// kvq in C: caches, sequences, attention and saved files behind handles; formats by name. C99, and C++98 as well.
+// kvq in C: caches, sequences, attention and saved files behind handles; formats by name. C99, and C++98 as
+// well.
 //
 //   kvq_cache_options o; KVQ_INIT(o);
 //   o.layers = 32; o.kv_heads = 8; o.head_dim = 128; o.keys = "std4";
@@ -9,15 +10,16 @@
 //
 // The program links kvq::library (CMake option KVQ_LIBRARY), static or shared. docs/guide/c.md is the guide.
 //
-// Errors: functions return a status. On any other than KVQ_OK nothing has changed (tensors of outputs aside, which may be written in
-// part), and kvq_last_error() is a sentence with the numbers in it. No function crashes on a null pointer, on a handle that was
-// freed, or on one of another cache. No exception crosses.
-// Structs with a member `size` may grow in later versions. KVQ_INIT(object) sets all members to zero and `size` to sizeof(object).
-// Zero is the default of every member. Other structs stay as they are.
-// Threads: functions that take a const handle may run together on it, others not; different sequences are independent.
-// kvq_sequence_create and kvq_cache_*, except kvq_cache_add_format and kvq_cache_commit_to, may run together on one cache.
-// Lifetimes: a freed cache stays in memory until its last sequence, ring, store or receiver is freed. Other pointers in an option or
-// a request are read during the call only, unless a comment says that they are kept.
+// Errors: functions return a status. On any other than KVQ_OK nothing has changed (tensors of outputs aside,
+// which may be written in part), and kvq_last_error() is a sentence with the numbers in it. No function
+// crashes on a null pointer, on a handle that was freed, or on one of another cache. No exception crosses.
+// Structs with a member `size` may grow in later versions. KVQ_INIT(object) sets all members to zero and
+// `size` to sizeof(object). Zero is the default of every member. Other structs stay as they are.
+// Threads: functions that take a const handle may run together on it, others not; different sequences are
+// independent. kvq_sequence_create and kvq_cache_*, except kvq_cache_add_format and kvq_cache_commit_to, may
+// run together on one cache.
+// Lifetimes: a freed cache stays in memory until its last sequence, ring, store or receiver is freed. Other
+// pointers in an option or a request are read during the call only, unless a comment says that they are kept.
 #ifndef KVQ_KVQ_H
 #define KVQ_KVQ_H
 
@@ -38,7 +40,7 @@ extern "C" {
 /// Grows when a function or a struct of this header changes so that a compiled program no longer fits.
 #define KVQ_ABI_VERSION 1
 
-// ---- status ----------------------------------------------------------------------------------------------------------
+// ---- status ----------------------------------------------------------------------------------------------
 
 typedef int32_t kvq_status;
 enum {
@@ -55,7 +57,8 @@ enum {
     KVQ_ERROR_INTERNAL = 8
 };
 
-/// The message of the last call on this thread that failed; "" if none did. Valid until the next call on this thread.
+/// The message of the last call on this thread that failed; "" if none did. Valid until the next call on this
+/// thread.
 KVQ_API const char* kvq_last_error(void);
 /// "KVQ_OK", "KVQ_ERROR_ARGUMENT", ...; "unknown status" for other numbers.
 KVQ_API const char* kvq_status_name(kvq_status status);
@@ -72,7 +75,7 @@ KVQ_API int32_t kvq_abi_version(void);
 /// Every layer.
 #define KVQ_ALL_LAYERS (-1)
 
-// ---- handles ---------------------------------------------------------------------------------------------------------
+// ---- handles ---------------------------------------------------------------------------------------------
 // Every *_free takes NULL as well. KVQ_ERROR_HANDLE for a handle that was freed before.
 
 typedef struct kvq_format kvq_format;
@@ -85,7 +88,7 @@ typedef struct kvq_receiver kvq_receiver;
 typedef struct kvq_prefix_cache kvq_prefix_cache;
 typedef struct kvq_ring kvq_ring;
 
-// ---- tensors ---------------------------------------------------------------------------------------------------------
+// ---- tensors ---------------------------------------------------------------------------------------------
 
 typedef int32_t kvq_role;
 enum { KVQ_KEY = 0, KVQ_VALUE = 1 };
@@ -93,7 +96,8 @@ enum { KVQ_KEY = 0, KVQ_VALUE = 1 };
 typedef int32_t kvq_dtype;
 enum { KVQ_FP32 = 0, KVQ_FP16 = 1, KVQ_BF16 = 2 };  // float; IEEE half in a uint16_t; bfloat16 in a uint16_t
 
-/// [tokens][heads][dim] in memory of the caller. Channels are contiguous. Strides count values; both 0: dense. Inputs are not written.
+/// [tokens][heads][dim] in memory of the caller. Channels are contiguous. Strides count values; both 0:
+/// dense. Inputs are not written.
 typedef struct kvq_tensor {
     void* data;  // may be NULL if tokens is 0
     kvq_dtype dtype;
@@ -101,7 +105,7 @@ typedef struct kvq_tensor {
     ptrdiff_t token_stride, head_stride;
 } kvq_tensor;
 
-// ---- memory ----------------------------------------------------------------------------------------------------------
+// ---- memory ----------------------------------------------------------------------------------------------
 
 /// Memory for pages and tables of a cache, or for a workspace. Both functions are called from any thread.
 typedef struct kvq_allocator {
@@ -112,16 +116,18 @@ typedef struct kvq_allocator {
     void* user;
 } kvq_allocator;
 
-/// A buffer for the scratch of attention: once it is large enough (kvq_cache_workspace_bytes), calls that are given it allocate
-/// nothing for scratch. It only grows. One call at a time. allocator: NULL for the default; its functions and `user` are kept.
+/// A buffer for the scratch of attention: once it is large enough (kvq_cache_workspace_bytes), calls that are
+/// given it allocate nothing for scratch. It only grows. One call at a time. allocator: NULL for the default;
+/// its functions and `user` are kept.
 KVQ_API kvq_status kvq_workspace_create(const kvq_allocator* allocator, size_t bytes, kvq_workspace** out);
 KVQ_API kvq_status kvq_workspace_free(kvq_workspace* workspace);
 /// Makes it at least this large. Contents are lost.
 KVQ_API kvq_status kvq_workspace_reserve(kvq_workspace* workspace, size_t bytes);
 KVQ_API kvq_status kvq_workspace_bytes(const kvq_workspace* workspace, size_t* bytes);
 
-// ---- threads ---------------------------------------------------------------------------------------------------------
-// Wherever a function takes an executor, NULL is the calling thread. Results have the same bits on any number of threads.
+// ---- threads ---------------------------------------------------------------------------------------------
+// Wherever a function takes an executor, NULL is the calling thread. Results have the same bits on any number
+// of threads.
 
 typedef void (*kvq_task)(void* task_data, int32_t index);
 
@@ -129,8 +135,9 @@ typedef void (*kvq_task)(void* task_data, int32_t index);
 typedef struct kvq_executor_callbacks {
     size_t size;
     int32_t concurrency;  // tasks that may run at once, at least 1
-    /// Calls task(task_data, i) for every i in [0, n), in any order, on any threads, and returns 0 when all have ended. Any other result is
-    /// KVQ_ERROR_CALLBACK, and so is a task that was not run, or run twice; no task may run after the return.
+    /// Calls task(task_data, i) for every i in [0, n), in any order, on any threads, and returns 0 when all
+    /// have ended. Any other result is KVQ_ERROR_CALLBACK, and so is a task that was not run, or run twice;
+    /// no task may run after the return.
     int32_t (*parallel_for)(void* user, int32_t n, kvq_task task, void* task_data);
     void* user;
 } kvq_executor_callbacks;
@@ -142,10 +149,11 @@ KVQ_API kvq_status kvq_executor_create(const kvq_executor_callbacks* callbacks, 
 KVQ_API kvq_status kvq_executor_create_threads(int32_t threads, kvq_executor** out);
 KVQ_API kvq_status kvq_executor_free(kvq_executor* executor);
 
-// ---- formats ---------------------------------------------------------------------------------------------------------
-// Names: fp16, bf16, fp32, int8, affine-B-gG, kivi-B-gG (B: 1 to 8 bits; G: values that share a scale), and the presets ref8, hi6,
-// std5, std4, std4-h, mix4, low3, low2. Any G may be asked for, those listed or others. kvq_format_list names all. With "-bounds" at
-// the end of a name, keys carry the range of every channel of a page, by which kvq_mods.selected_tokens ranks pages without reading them.
+// ---- formats ---------------------------------------------------------------------------------------------
+// Names: fp16, bf16, fp32, int8, affine-B-gG, kivi-B-gG (B: 1 to 8 bits; G: values that share a scale), and
+// the presets ref8, hi6, std5, std4, std4-h, mix4, low3, low2. Any G may be asked for, those listed or
+// others. kvq_format_list names all. With "-bounds" at the end of a name, keys carry the range of every
+// channel of a page, by which kvq_mods.selected_tokens ranks pages without reading them.
 
 typedef struct kvq_format_entry {
     size_t size;
@@ -160,8 +168,8 @@ KVQ_API kvq_status kvq_format_count(int32_t* count);
 /// index: 0 to count - 1
 KVQ_API kvq_status kvq_format_list(int32_t index, kvq_format_entry* entry);
 
-/// A format by name, for keys or for values. statistics: NULL, or those from which keys are made, if the format takes them.
-/// KVQ_ERROR_ARGUMENT for an unknown name; the message lists the most similar names.
+/// A format by name, for keys or for values. statistics: NULL, or those from which keys are made, if the
+/// format takes them. KVQ_ERROR_ARGUMENT for an unknown name; the message lists the most similar names.
 KVQ_API kvq_status kvq_format_find(const char* name, kvq_role role, const kvq_statistics* statistics,
                                    kvq_format** out);
 KVQ_API kvq_status kvq_format_free(kvq_format* format);
@@ -185,8 +193,9 @@ typedef struct kvq_format_description {
 KVQ_API kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, int32_t tokens, int32_t dim,
                                        kvq_format_description* description);
 
-// ---- pages in memory of the caller -----------------------------------------------------------------------------------
-// A page is `heads` blocks, one after the other (docs/reference/format.md). It has no header and no pointers; its address is a multiple of 16.
+// ---- pages in memory of the caller -----------------------------------------------------------------------
+// A page is `heads` blocks, one after the other (docs/reference/format.md). It has no header and no pointers;
+// its address is a multiple of 16.
 
 typedef struct kvq_page_shape {
     kvq_role role;
@@ -194,11 +203,13 @@ typedef struct kvq_page_shape {
     int32_t layer, first_head;   // of the model, for formats that were made from statistics; else 0
 } kvq_page_shape;
 
-/// Bytes of a page, and of the workspace that quantizing or dequantizing it takes. workspace_bytes may be NULL.
+/// Bytes of a page, and of the workspace that quantizing or dequantizing it takes. workspace_bytes may be
+/// NULL.
 KVQ_API kvq_status kvq_format_page_bytes(const kvq_format* format, const kvq_page_shape* shape,
                                          size_t* page_bytes, size_t* workspace_bytes);
-/// Quantizes values [tokens][heads][dim] to `page`. The bytes are those that a cache writes whose window has the type of the values.
-/// workspace: workspace_bytes bytes, a multiple of 64 as address. not_finite: NULL, or gets the number of NaN and infinities.
+/// Quantizes values [tokens][heads][dim] to `page`. The bytes are those that a cache writes whose window has
+/// the type of the values. workspace: workspace_bytes bytes, a multiple of 64 as address. not_finite: NULL,
+/// or gets the number of NaN and infinities.
 KVQ_API kvq_status kvq_format_quantize(const kvq_format* format, const kvq_page_shape* shape,
                                        const kvq_tensor* values, void* page, size_t page_bytes,
                                        void* workspace, size_t workspace_bytes, size_t* not_finite);
@@ -216,7 +227,7 @@ typedef struct kvq_page {
     int64_t shift;         // positions by which the keys moved since they were rotated (kvq_sequence_shift)
 } kvq_page;
 
-// ---- masks and score modifiers ---------------------------------------------------------------------------------------
+// ---- masks and score modifiers ---------------------------------------------------------------------------
 
 /// Tokens [begin, end) of a sequence.
 typedef struct kvq_token_range {
@@ -229,7 +240,8 @@ typedef struct kvq_chosen_tokens {
     kvq_token_range tokens;
 } kvq_chosen_tokens;
 
-/// What kvq_mods.selected_tokens did. Calls that succeed add to it; KVQ_INIT begins again. One call at a time.
+/// What kvq_mods.selected_tokens did. Calls that succeed add to it; KVQ_INIT begins again. One call at a
+/// time.
 typedef struct kvq_selection_report {
     size_t size;
     int64_t pages,
@@ -256,8 +268,9 @@ enum {
 };
 enum { KVQ_PAGE_NONE = 0, KVQ_PAGE_SOME = 1, KVQ_PAGE_ALL = 2 };
 
-/// What queries attend to, and changes of scores. All zero: causal, scores q k / sqrt(head_dim). Masks are joined with AND. Score
-/// modifiers apply to scaled scores in the order softcap, ALiBi, callback; then masks. Positions are those of the sequence.
+/// What queries attend to, and changes of scores. All zero: causal, scores q k / sqrt(head_dim). Masks are
+/// joined with AND. Score modifiers apply to scaled scores in the order softcap, ALiBi, callback; then masks.
+/// Positions are those of the sequence.
 typedef struct kvq_mods {
     size_t size;
     int32_t direction;               // KVQ_CAUSAL, ...
@@ -277,7 +290,8 @@ typedef struct kvq_mods {
     const float* sink_logits;        // NULL, or one per query head: one more score in the softmax sum
     /// Own mask, or NULL: sets scores[i] of hidden keys first_key + i to -infinity. Called from any thread.
     void (*mask_row)(void* user, float* scores, int32_t n, int32_t query, int32_t first_key);
-    /// NULL, or says what queries [first_query, last_query] see of keys [first_key, end_key): KVQ_PAGE_NONE, ...; needs mask_row.
+    /// NULL, or says what queries [first_query, last_query] see of keys [first_key, end_key): KVQ_PAGE_NONE,
+    /// ...; needs mask_row.
     int32_t (*mask_page)(void* user, int32_t first_query, int32_t last_query, int32_t first_key,
                          int32_t end_key);
     /// Own score modifier, or NULL: changes n scores of keys from first_key on in place.
@@ -286,8 +300,8 @@ typedef struct kvq_mods {
     void* user;
     /// Both NULL: no such mask. Queries see tokens of these ranges, which ascend within a query.
     const kvq_token_range* token_ranges;
-    const int32_t*
-        range_starts;  // NULL: all queries see all ranges; else query i sees [range_starts[i], range_starts[i + 1])
+    // NULL: all queries see all ranges; else query i sees [range_starts[i], range_starts[i + 1])
+    const int32_t* range_starts;
     int32_t range_count;        // number of token_ranges
     int32_t range_start_count;  // number of range_starts: queries + 1
     int32_t range_first_query;  // with range_starts: position of query 0 in the sequence; KVQ_CROSS: 0
@@ -299,7 +313,7 @@ typedef struct kvq_mods {
     kvq_skipping_report* skipping;    // NULL, or what skipped_mass did
 } kvq_mods;
 
-// ---- caches ----------------------------------------------------------------------------------------------------------
+// ---- caches ----------------------------------------------------------------------------------------------
 
 enum { KVQ_HALF_SPLIT = 0, KVQ_INTERLEAVED = 1 };  // pairs (j, j + dims / 2); pairs (2 j, 2 j + 1)
 
@@ -311,8 +325,8 @@ typedef struct kvq_rotary {
     int32_t frequency_count;    // dims / 2, or 0
     double base;                // 0: 10000
     const double* frequencies;  // radians per position of each pair; NULL: base^(-2 j / dims)
-    /// Instead of all of the above, or NULL: rotates a row by `by` positions more. Called from any thread. Kept, and `user`. In files the
-    /// numbers above tell such functions apart.
+    /// Instead of all of the above, or NULL: rotates a row by `by` positions more. Called from any thread.
+    /// Kept, and `user`. In files the numbers above tell such functions apart.
     void (*rotate)(void* user, float* row, int32_t head_dim, int64_t by);
     void* user;
 } kvq_rotary;
@@ -329,8 +343,9 @@ typedef struct kvq_layer_formats {
     const char *keys, *values;
 } kvq_layer_formats;
 
-/// What a layer holds: all of its tokens; a sliding window; the tokens of the current chunk; a recurrent state; latents, which are keys and in their
-/// first value_dim channels values (MLA). Windows and chunks free pages by themselves.
+/// What a layer holds: all of its tokens; a sliding window; the tokens of the current chunk; a recurrent
+/// state; latents, which are keys and in their first value_dim channels values (MLA). Windows and chunks free
+/// pages by themselves.
 enum {
     KVQ_FULL_ATTENTION = 0,
     KVQ_SLIDING_ATTENTION = 1,
@@ -352,8 +367,8 @@ typedef struct kvq_layer {
     int32_t owner;  // of KVQ_SHARED the earlier layer whose keys and values it reads; 0 of other kinds
 } kvq_layer;
 
-/// How snapshots hold a part of a state: as it is; int8 with a scale per head and row, or per head and column; FP8 with one per head and 32
-/// rows.
+/// How snapshots hold a part of a state: as it is; int8 with a scale per head and row, or per head and
+/// column; FP8 with one per head and 32 rows.
 enum {
     KVQ_SNAPSHOT_EXACT = 0,
     KVQ_SNAPSHOT_INT8_ROWS = 1,
@@ -374,7 +389,8 @@ typedef struct kvq_cache_options {
     size_t size;
     int32_t layers, kv_heads, head_dim;
     int32_t value_dim;  // 0: head_dim
-    /// Names, separated by commas. Pages are quantized to the first one; kvq_cache_requantize and others take all. values: NULL: as keys.
+    /// Names, separated by commas. Pages are quantized to the first one; kvq_cache_requantize and others take
+    /// all. values: NULL: as keys.
     const char *keys, *values;
     const char* window;   // fp32, fp16 or bf16; NULL: fp16
     int32_t page_tokens;  // 0: 128; multiples of 32 waste no bytes
@@ -389,10 +405,10 @@ typedef struct kvq_cache_options {
     int32_t reserved;                  // 0
     const kvq_statistics* statistics;  // NULL, or for all keys whose format takes them
     const kvq_allocator* allocator;    // NULL: the heap. Functions and `user` are kept; must be thread-safe
-    int32_t
-        preallocate;  // 1: byte_budget is allocated when the cache is made; pages take multiples of 64 bytes of it
-    float
-        repack;  // cuts repack pages that show less than this part of their tokens, at most 0.5; 0: 0.25; below 0: never
+    // 1: byte_budget is allocated when the cache is made; pages take multiples of 64 bytes of it
+    int32_t preallocate;
+    // cuts repack pages that show less than this part of their tokens, at most 0.5; 0: 0.25; below 0: never
+    float repack;
     const kvq_layer* layer_list;        // NULL, or [layers]; kv_heads, head_dim and value_dim are 0 then
     const kvq_state_part* state_parts;  // NULL, or [state_part_count]: of all layers of kind KVQ_STATE
     size_t snapshot_bytes;              // at most, for the snapshots of a sequence; 0: no limit
@@ -401,7 +417,8 @@ typedef struct kvq_cache_options {
     int32_t snapshot_prompt_end;  // one at the end of a prompt; 0: 1; KVQ_NONE
 } kvq_cache_options;
 
-/// Takes no memory for pages yet, unless `preallocate` is 1. KVQ_ERROR_ARGUMENT for an impossible size, an unknown name, or a format that cannot hold such blocks.
+/// Takes no memory for pages yet, unless `preallocate` is 1. KVQ_ERROR_ARGUMENT for an impossible size, an
+/// unknown name, or a format that cannot hold such blocks.
 KVQ_API kvq_status kvq_cache_create(const kvq_cache_options* options, kvq_cache** out);
 KVQ_API kvq_status kvq_cache_free(kvq_cache* cache);
 
@@ -419,26 +436,29 @@ KVQ_API kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* in
 /// Kind and shape of a layer, value_dim filled in.
 KVQ_API kvq_status kvq_cache_get_layer(const kvq_cache* cache, int32_t layer, kvq_layer* out);
 
-/// Adds a format under a name that the cache does not list yet. name: NULL for the name by which the format was found. No other call
-/// on the cache or its sequences may run at the same time.
+/// Adds a format under a name that the cache does not list yet. name: NULL for the name by which the format
+/// was found. No other call on the cache or its sequences may run at the same time.
 KVQ_API kvq_status kvq_cache_add_format(kvq_cache* cache, kvq_role role, const kvq_format* format,
                                         const char* name);
-/// Pages of sequences that are created from now on are quantized to this listed format in layers [first_layer, last_layer); last_layer
-/// 0: all. Sequences that exist keep theirs (`new_pages` of a request changes it). No other call on the cache may run at the same time.
+/// Pages of sequences that are created from now on are quantized to this listed format in layers
+/// [first_layer, last_layer); last_layer 0: all. Sequences that exist keep theirs (`new_pages` of a request
+/// changes it). No other call on the cache may run at the same time.
 KVQ_API kvq_status kvq_cache_commit_to(kvq_cache* cache, kvq_role role, const char* name, int32_t first_layer,
                                        int32_t last_layer);
-/// The index that pages of a listed format carry (kvq_page); 0 is the window format. An index may stand for several names.
+/// The index that pages of a listed format carry (kvq_page); 0 is the window format. An index may stand for
+/// several names.
 KVQ_API kvq_status kvq_cache_find_format(const kvq_cache* cache, kvq_role role, const char* name,
                                          int32_t* index);
 /// The format of pages with this index, as a handle to be freed.
 KVQ_API kvq_status kvq_cache_get_format(const kvq_cache* cache, kvq_role role, int32_t index,
                                         kvq_format** out);
 
-/// Bytes of workspace for attention of q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads.
+/// Bytes of workspace for attention of q_tokens x q_heads queries over a sequence of `tokens`, on `threads`
+/// threads.
 KVQ_API kvq_status kvq_cache_workspace_bytes(const kvq_cache* cache, int32_t tokens, int32_t q_heads,
                                              int32_t q_tokens, int32_t threads, size_t* bytes);
 
-// ---- sequences -------------------------------------------------------------------------------------------------------
+// ---- sequences -------------------------------------------------------------------------------------------
 
 KVQ_API kvq_status kvq_sequence_create(kvq_cache* cache, kvq_sequence** out);
 KVQ_API kvq_status kvq_sequence_free(kvq_sequence* sequence);
@@ -457,40 +477,48 @@ typedef struct kvq_attend_options {
         lse;  // NULL, or gets the natural log of each row's softmax sum, [q.tokens][q_heads]. Batches: NULL
 } kvq_attend_options;
 
-/// One call for each layer of a prompt's chunk, or of a decode step: appends k.tokens tokens and computes out = softmax(q K^T) V for the
-/// last q.tokens of them. Attention reads the chunk in 16 bit; pages behind the recent window are quantized afterwards.
-/// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], of one type; q: [m][q_heads][head_dim], out: [m][q_heads][value_dim]; q_heads is
-/// a multiple of kv_heads. KVQ_ERROR_MEMORY: the sequence is unchanged.
-/// A layer of kind KVQ_SHARED takes k and v of 0 tokens, once after each prefill of its owner, and sees the chunk as the owner saw it: the
-/// owner's chunk stays in 16 bit until all layers that share it have had theirs, or until the sequence changes otherwise.
+/// One call for each layer of a prompt's chunk, or of a decode step: appends k.tokens tokens and computes out
+/// = softmax(q K^T) V for the last q.tokens of them. Attention reads the chunk in 16 bit; pages behind the
+/// recent window are quantized afterwards. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], of one
+/// type; q: [m][q_heads][head_dim], out: [m][q_heads][value_dim]; q_heads is a multiple of kv_heads.
+/// KVQ_ERROR_MEMORY: the sequence is unchanged.
+/// A layer of kind KVQ_SHARED takes k and v of 0 tokens, once after each prefill of its owner, and sees the
+/// chunk as the owner saw it: the owner's chunk stays in 16 bit until all layers that share it have had
+/// theirs, or until the sequence changes otherwise.
 KVQ_API kvq_status kvq_sequence_prefill(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                         const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
                                         const kvq_attend_options* options);
-/// Appends k.tokens tokens to a layer, without queries. A layer of kind KVQ_CROSS_ATTENTION takes all tokens of its own text in one such
-/// call, or one kvq_sequence_prefill; queries of kvq_sequence_attend, any number, see all of them.
+/// Appends k.tokens tokens to a layer, without queries. A layer of kind KVQ_CROSS_ATTENTION takes all tokens
+/// of its own text in one such call, or one kvq_sequence_prefill; queries of kvq_sequence_attend, any number,
+/// see all of them.
 KVQ_API kvq_status kvq_sequence_append(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                        const kvq_tensor* v);
 /// out = softmax(q K^T) V for the last q.tokens tokens of the layer.
 KVQ_API kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
                                        const kvq_tensor* out, const kvq_attend_options* options);
 
-/// Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under kvq_mods.tree_parents. Until then all other
-/// changes are refused but a trim to the accepted tokens or fewer, which removes the draft; an erase to the end is a trim.
+/// Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under kvq_mods.tree_parents.
+/// Until then all other changes are refused but a trim to the accepted tokens or fewer, which removes the
+/// draft; an erase to the end is a trim.
 KVQ_API kvq_status kvq_sequence_append_draft(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                              const kvq_tensor* v);
-/// Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every layer with a draft.
+/// Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every
+/// layer with a draft.
 KVQ_API kvq_status kvq_sequence_keep(kvq_sequence* sequence, const int32_t* path, int32_t count);
 
-/// Removes every token from position `tokens` on, in all layers. With layers of kind KVQ_STATE all layers go back to kvq_sequence_reach.
-/// KVQ_ERROR_ARGUMENT below the limit of kvq_sequence_trim_limit; 0 is always possible.
+/// Removes every token from position `tokens` on, in all layers. With layers of kind KVQ_STATE all layers go
+/// back to kvq_sequence_reach. KVQ_ERROR_ARGUMENT below the limit of kvq_sequence_trim_limit; 0 is always
+/// possible.
 KVQ_API kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens);
-/// The least number of tokens from which on every trim is possible; 0, unless a layer with a window has freed tokens. Where none is, but to
-/// 0: one more than the sequence has.
+/// The least number of tokens from which on every trim is possible; 0, unless a layer with a window has freed
+/// tokens. Where none is, but to 0: one more than the sequence has.
 KVQ_API kvq_status kvq_sequence_trim_limit(const kvq_sequence* sequence, int32_t* tokens);
-/// Gives back the 16-bit copies of quantized pages (kvq_usage.rollback). A trim into pages that are quantized now then keeps their codes, as
-/// one by more than `rollback` tokens does. With kvq_sequence_fork: a sequence to save or send without copies.
+/// Gives back the 16-bit copies of quantized pages (kvq_usage.rollback). A trim into pages that are quantized
+/// now then keeps their codes, as one by more than `rollback` tokens does. With kvq_sequence_fork: a sequence
+/// to save or send without copies.
 KVQ_API kvq_status kvq_sequence_drop_copies(kvq_sequence* sequence);
-/// Removes tokens [first, last); those behind them move to the front, keys included. Needs kvq_cache_options.rotary if keys move.
+/// Removes tokens [first, last); those behind them move to the front, keys included. Needs
+/// kvq_cache_options.rotary if keys move.
 KVQ_API kvq_status kvq_sequence_erase(kvq_sequence* sequence, int32_t first, int32_t last);
 /// Moves the rotary positions of the keys of tokens [first, last) by `by`.
 KVQ_API kvq_status kvq_sequence_shift(kvq_sequence* sequence, int32_t first, int32_t last, int64_t by);
@@ -504,7 +532,8 @@ KVQ_API kvq_status kvq_sequence_prefill_bytes(const kvq_sequence* sequence, int3
 /// n: at most 64 drafted tokens, and the keep of any path
 KVQ_API kvq_status kvq_sequence_draft_bytes(const kvq_sequence* sequence, int32_t n, size_t* bytes);
 
-/// Writes the values of tokens [first, first + out.tokens) of a layer's K or V to out, [n][kv_heads][dim], rounded once.
+/// Writes the values of tokens [first, first + out.tokens) of a layer's K or V to out, [n][kv_heads][dim],
+/// rounded once.
 KVQ_API kvq_status kvq_sequence_dequantize(const kvq_sequence* sequence, int32_t layer, kvq_role role,
                                            int32_t first, const kvq_tensor* out);
 
@@ -526,21 +555,23 @@ typedef struct kvq_usage {
 } kvq_usage;
 KVQ_API kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage);
 
-/// The pages of a layer in the order of their tokens, to read them; valid until the sequence changes. Writes at most `capacity`
-/// entries; count gets the number of all. pages may be NULL if capacity is 0.
+/// The pages of a layer in the order of their tokens, to read them; valid until the sequence changes. Writes
+/// at most `capacity` entries; count gets the number of all. pages may be NULL if capacity is 0.
 KVQ_API kvq_status kvq_sequence_get_pages(const kvq_sequence* sequence, int32_t layer, kvq_page* pages,
                                           int32_t capacity, int32_t* count);
 
-// ---- recurrent state -------------------------------------------------------------------------------------------------
-// Of layers of kind KVQ_STATE (Gated DeltaNet, Mamba, RWKV): the caller's kernels read and write it in place. It cannot be cut, so a
-// trim goes back to a snapshot, and the tokens behind it must run again. KVQ_ERROR_ARGUMENT where no layer has state.
+// ---- recurrent state -------------------------------------------------------------------------------------
+// Of layers of kind KVQ_STATE (Gated DeltaNet, Mamba, RWKV): the caller's kernels read and write it in place.
+// It cannot be cut, so a trim goes back to a snapshot, and the tokens behind it must run again.
+// KVQ_ERROR_ARGUMENT where no layer has state.
 
-/// The bytes of part number `part` of a layer, at a multiple of 64 bytes, until the next call that changes the sequence; zeros at first. From
-/// this call until kvq_sequence_advance a step is under way: a trim then goes back to a snapshot, also to the present token.
+/// The bytes of part number `part` of a layer, at a multiple of 64 bytes, until the next call that changes
+/// the sequence; zeros at first. From this call until kvq_sequence_advance a step is under way: a trim then
+/// goes back to a snapshot, also to the present token.
 KVQ_API kvq_status kvq_sequence_state(kvq_sequence* sequence, int32_t layer, int32_t part, void** data,
                                       size_t* bytes);
-/// The state of all layers has taken n more tokens. Takes a snapshot if one is due; taken: 1 if it did, else 0, also where one was due and
-/// had no memory.
+/// The state of all layers has taken n more tokens. Takes a snapshot if one is due; taken: 1 if it did, else
+/// 0, also where one was due and had no memory.
 KVQ_API kvq_status kvq_sequence_advance(kvq_sequence* sequence, int32_t n, int32_t prompt_ends,
                                         kvq_executor* executor, int32_t* taken);
 /// Takes a snapshot. tokens: those that the state has taken.
@@ -554,12 +585,14 @@ typedef struct kvq_snapshot {
     size_t bytes;  // of its pages, headers included
     double error;  // sqrt(sum (x - x^)^2 / sum x^2) over the quantized parts
 } kvq_snapshot;
-/// Ascending by tokens. Writes at most `capacity` of them; count gets the number of all. snapshots may be NULL if capacity is 0.
+/// Ascending by tokens. Writes at most `capacity` of them; count gets the number of all. snapshots may be
+/// NULL if capacity is 0.
 KVQ_API kvq_status kvq_sequence_get_snapshots(const kvq_sequence* sequence, kvq_snapshot* snapshots,
                                               int32_t capacity, int32_t* count);
 
-// ---- batches ---------------------------------------------------------------------------------------------------------
-// Many sequences of one cache in one call: all threads share one list of tasks. Every sequence gets the bits that it gets alone.
+// ---- batches ---------------------------------------------------------------------------------------------
+// Many sequences of one cache in one call: all threads share one list of tasks. Every sequence gets the bits
+// that it gets alone.
 
 typedef struct kvq_attend_request {
     const kvq_sequence* sequence;
@@ -583,11 +616,13 @@ typedef struct kvq_step_request {
     const kvq_mods* mods;    // NULL: those of the call
 } kvq_step_request;
 
-/// Takes the memory of a step over all layers ahead of it, for all sequences or for none: pages, tables and options.workspace, which must
-/// not be NULL, for q_heads query heads on the threads of options.executor under options.mods. Afterwards kvq_cache_prefill of
-/// these sequences with the same options, or kvq_sequence_prefill, _append and _attend one by one, takes no memory: in every layer once,
-/// in any order. What is left goes back with the last layer, with the next kvq_cache_reserve of the sequence, or at once with
-/// kvq_sequence_release_reserved. In between the sequences must not be changed nor forked. KVQ_ERROR_MEMORY: nothing is reserved.
+/// Takes the memory of a step over all layers ahead of it, for all sequences or for none: pages, tables and
+/// options.workspace, which must not be NULL, for q_heads query heads on the threads of options.executor
+/// under options.mods. Afterwards kvq_cache_prefill of these sequences with the same options, or
+/// kvq_sequence_prefill, _append and _attend one by one, takes no memory: in every layer once, in any order.
+/// What is left goes back with the last layer, with the next kvq_cache_reserve of the sequence, or at once
+/// with kvq_sequence_release_reserved. In between the sequences must not be changed nor forked.
+/// KVQ_ERROR_MEMORY: nothing is reserved.
 KVQ_API kvq_status kvq_cache_reserve(kvq_cache* cache, const kvq_step_request* requests, int32_t count,
                                      int32_t q_heads, const kvq_attend_options* options);
 KVQ_API kvq_status kvq_sequence_release_reserved(kvq_sequence* sequence);
@@ -597,13 +632,14 @@ KVQ_API kvq_status kvq_cache_attend(const kvq_cache* cache, int32_t layer, const
 /// Chunks of any length beside sequences that decode one token. On an error all sequences are unchanged.
 KVQ_API kvq_status kvq_cache_prefill(kvq_cache* cache, int32_t layer, const kvq_prefill_request* requests,
                                      int32_t count, const kvq_attend_options* options);
-/// Attention over pages in memory of the caller, in the shape and the formats of a cache: out = softmax(q K^T) V for the last q.tokens
-/// of their tokens. The bits are those of a sequence with these pages. A page has at most page_tokens tokens.
+/// Attention over pages in memory of the caller, in the shape and the formats of a cache: out = softmax(q
+/// K^T) V for the last q.tokens of their tokens. The bits are those of a sequence with these pages. A page
+/// has at most page_tokens tokens.
 KVQ_API kvq_status kvq_cache_attend_pages(const kvq_cache* cache, int32_t layer, const kvq_page* pages,
                                           int32_t count, const kvq_tensor* q, const kvq_tensor* out,
                                           const kvq_attend_options* options);
 
-// ---- other formats for pages that exist ------------------------------------------------------------------------------
+// ---- other formats for pages that exist ------------------------------------------------------------------
 
 typedef struct kvq_requantize_request {
     size_t size;
@@ -628,8 +664,9 @@ typedef struct kvq_requantize_report {
     size_t workspace;  // scratch during the call
 } kvq_requantize_report;
 
-/// Changes the format of pages; pages that the sequences share stay shared. report may be NULL. KVQ_ERROR_MEMORY: the budget has
-/// no room for one more page per thread; pages that were converted until then stay so.
+/// Changes the format of pages; pages that the sequences share stay shared. report may be NULL.
+/// KVQ_ERROR_MEMORY: the budget has no room for one more page per thread; pages that were converted until
+/// then stay so.
 KVQ_API kvq_status kvq_cache_requantize(kvq_cache* cache, kvq_sequence* const* sequences, int32_t count,
                                         const kvq_requantize_request* request, kvq_requantize_report* report);
 
@@ -656,12 +693,13 @@ typedef struct kvq_step_down_report {
     int32_t fits;                                  // 0: the budget is still exceeded
 } kvq_step_down_report;
 
-/// Applies a policy, between decode steps. report and executor may be NULL. KVQ_ERROR_MEMORY: as kvq_cache_requantize.
+/// Applies a policy, between decode steps. report and executor may be NULL. KVQ_ERROR_MEMORY: as
+/// kvq_cache_requantize.
 KVQ_API kvq_status kvq_cache_step_down(kvq_cache* cache, kvq_sequence* const* sequences, int32_t count,
                                        const kvq_step_down_policy* policy, kvq_executor* executor,
                                        kvq_step_down_report* report);
 
-// ---- estimates -------------------------------------------------------------------------------------------------------
+// ---- estimates -------------------------------------------------------------------------------------------
 
 typedef struct kvq_footprint_query {
     size_t size;
@@ -687,7 +725,8 @@ typedef struct kvq_footprint {
 /// Bytes of sequences of `tokens` tokens, equal to what will be allocated. query may be NULL.
 KVQ_API kvq_status kvq_cache_get_footprint(const kvq_cache* cache, int32_t tokens,
                                            const kvq_footprint_query* query, kvq_footprint* footprint);
-/// The longest context that fits `budget` bytes at every length up to it; -1: not even an empty one. query may be NULL.
+/// The longest context that fits `budget` bytes at every length up to it; -1: not even an empty one. query
+/// may be NULL.
 KVQ_API kvq_status kvq_cache_longest_context(const kvq_cache* cache, size_t budget,
                                              const kvq_footprint_query* query, int32_t* tokens);
 
@@ -697,19 +736,21 @@ typedef struct kvq_budget_query {
     int32_t tokens;     // most tokens of a sequence
     int32_t sequences;  // of so many tokens each; 0: 1
     int32_t chunk;      // most new tokens of a sequence in one step; 0: 1
-    /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more than `rollback` tokens leaves at
-    /// most one; kvq_sequence_erase, _shift and _splice leave at most three each.
+    /// Most pages of a sequence and layer that show only a part of their tokens at a time: a trim by more
+    /// than `rollback` tokens leaves at most one; kvq_sequence_erase, _shift and _splice leave at most three
+    /// each.
     int32_t cuts;
     int32_t cross_tokens;  // most tokens of every layer of kind KVQ_CROSS_ATTENTION
 } kvq_budget_query;
 
-/// The least byte_budget with which every step succeeds (kvq_cache_reserve of all sequences at once, and steps without it), before there
-/// is a cache; options.byte_budget does not matter. With cuts it is an upper bound. A draft takes kvq_sequence_draft_bytes more; with
-/// `preallocate` free ranges that fit no page come on top. KVQ_ERROR_ARGUMENT as kvq_cache_create.
+/// The least byte_budget with which every step succeeds (kvq_cache_reserve of all sequences at once, and
+/// steps without it), before there is a cache; options.byte_budget does not matter. With cuts it is an upper
+/// bound. A draft takes kvq_sequence_draft_bytes more; with `preallocate` free ranges that fit no page come
+/// on top. KVQ_ERROR_ARGUMENT as kvq_cache_create.
 KVQ_API kvq_status kvq_get_budget(const kvq_cache_options* options, const kvq_budget_query* query,
                                   size_t* bytes);
 
-// ---- saved sequences and pages on the wire ---------------------------------------------------------------------------
+// ---- saved sequences and pages on the wire ---------------------------------------------------------------
 
 /// Takes all bytes and returns 0; any other result is KVQ_ERROR_CALLBACK.
 typedef int32_t (*kvq_write)(void* user, const void* data, size_t bytes);
@@ -722,7 +763,8 @@ typedef struct kvq_save_options {
     int32_t convert;    // restore: 1: pages may change to the formats and the layout of this cache
 } kvq_save_options;
 
-/// Writes a sequence as a safetensors file (docs/guide/save.md). options may be NULL. KVQ_ERROR_UNSUPPORTED without nlohmann-json.
+/// Writes a sequence as a safetensors file (docs/guide/save.md). options may be NULL. KVQ_ERROR_UNSUPPORTED
+/// without nlohmann-json.
 KVQ_API kvq_status kvq_sequence_save(const kvq_sequence* sequence, const kvq_save_options* options,
                                      kvq_write write, void* user);
 /// The same to a file, which is renamed when it is complete.
@@ -733,8 +775,8 @@ KVQ_API kvq_status kvq_sequence_restore(kvq_cache* cache, const kvq_save_options
 KVQ_API kvq_status kvq_sequence_restore_file(kvq_cache* cache, const kvq_save_options* options,
                                              const char* path, kvq_sequence** out);
 
-/// Writes the pages of a layer, one message per call of `write`, to a process that decodes on. The first layer of kind KVQ_STATE sends the
-/// state of all of them, as one message.
+/// Writes the pages of a layer, one message per call of `write`, to a process that decodes on. The first
+/// layer of kind KVQ_STATE sends the state of all of them, as one message.
 KVQ_API kvq_status kvq_sequence_send_pages(const kvq_sequence* sequence, int32_t layer, kvq_write write,
                                            void* user);
 /// Collects the messages of one sequence, in any order. Not for several threads at once.
@@ -742,11 +784,11 @@ KVQ_API kvq_status kvq_receiver_create(kvq_cache* cache, kvq_receiver** out);
 KVQ_API kvq_status kvq_receiver_free(kvq_receiver* receiver);
 /// Takes one whole message.
 KVQ_API kvq_status kvq_receiver_accept(kvq_receiver* receiver, const void* message, size_t bytes);
-/// The sequence, once every layer has `tokens` tokens (-1: as many as the messages say). The receiver is then empty, and keeps its pages
-/// if the call fails.
+/// The sequence, once every layer has `tokens` tokens (-1: as many as the messages say). The receiver is then
+/// empty, and keeps its pages if the call fails.
 KVQ_API kvq_status kvq_receiver_finish(kvq_receiver* receiver, int32_t tokens, kvq_sequence** out);
 
-// ---- prefix cache ----------------------------------------------------------------------------------------------------
+// ---- prefix cache ----------------------------------------------------------------------------------------
 // Sequences by their token ids. All functions may be called from any thread.
 
 enum {
@@ -775,7 +817,8 @@ typedef struct kvq_prefix_cache_options {
 KVQ_API kvq_status kvq_prefix_cache_create(kvq_cache* cache, const kvq_prefix_cache_options* options,
                                            kvq_prefix_cache** out);
 KVQ_API kvq_status kvq_prefix_cache_free(kvq_prefix_cache* store);
-/// What a fetch would find: how (KVQ_MATCH_EXACT, ...), and the number of leading tokens that need not be computed.
+/// What a fetch would find: how (KVQ_MATCH_EXACT, ...), and the number of leading tokens that need not be
+/// computed.
 KVQ_API kvq_status kvq_prefix_cache_lookup(const kvq_prefix_cache* store, const int32_t* tokens,
                                            int32_t count, int32_t* match, int32_t* found);
 /// A sequence that holds as many of the first tokens as the store has; empty on a miss.
@@ -788,7 +831,8 @@ KVQ_API kvq_status kvq_prefix_cache_store(kvq_prefix_cache* store, const int32_t
 KVQ_API kvq_status kvq_prefix_cache_erase(kvq_prefix_cache* store, const int32_t* tokens, int32_t count,
                                           int32_t* erased);
 KVQ_API kvq_status kvq_prefix_cache_clear(kvq_prefix_cache* store);
-/// Evicts the least recently used entries until the store holds `bytes` less. released: by how much its bytes fell.
+/// Evicts the least recently used entries until the store holds `bytes` less. released: by how much its bytes
+/// fell.
 KVQ_API kvq_status kvq_prefix_cache_release(kvq_prefix_cache* store, size_t bytes, size_t* released);
 /// kvq_cache_step_down for all entries and the given live sequences together.
 KVQ_API kvq_status kvq_prefix_cache_step_down(kvq_prefix_cache* store, kvq_sequence* const* live,
@@ -804,7 +848,7 @@ typedef struct kvq_prefix_cache_statistics {
 KVQ_API kvq_status kvq_prefix_cache_get_statistics(const kvq_prefix_cache* store,
                                                    kvq_prefix_cache_statistics* statistics);
 
-// ---- ring ------------------------------------------------------------------------------------------------------------
+// ---- ring ------------------------------------------------------------------------------------------------
 
 typedef struct kvq_ring_options {
     size_t size;
@@ -813,12 +857,13 @@ typedef struct kvq_ring_options {
     int32_t
         sinks_in_cache;  // 1: sinks move along, directly before the window; needs kvq_cache_options.rotary
     int32_t reserved;    // 0
-    int64_t
-        first_token;  // tokens of the text before the first one that the sequence holds behind its sinks; 0: it begins there
+    // tokens of the text before the first one that the sequence holds behind its sinks; 0: it begins there
+    int64_t first_token;
 } kvq_ring_options;
 
-/// A ring over a fork of the sequence, which has the same number of tokens in every layer, possibly none. Positions count from the first
-/// token ever appended, in 64 bits. Pages that no query attends to any more are freed.
+/// A ring over a fork of the sequence, which has the same number of tokens in every layer, possibly none.
+/// Positions count from the first token ever appended, in 64 bits. Pages that no query attends to any more
+/// are freed.
 KVQ_API kvq_status kvq_ring_create(const kvq_sequence* sequence, const kvq_ring_options* options,
                                    kvq_ring** out);
 KVQ_API kvq_status kvq_ring_free(kvq_ring* ring);
@@ -834,23 +879,25 @@ KVQ_API kvq_status kvq_ring_append_draft(kvq_ring* ring, int32_t layer, const kv
                                          const kvq_tensor* v);
 KVQ_API kvq_status kvq_ring_keep(kvq_ring* ring, const int32_t* path, int32_t count);
 KVQ_API kvq_status kvq_ring_trim(kvq_ring* ring, int64_t tokens);
-/// Tokens appended so far to a layer (KVQ_ALL_LAYERS: the longest one), and the position from which on every token is held. Each of the
-/// two may be NULL.
+/// Tokens appended so far to a layer (KVQ_ALL_LAYERS: the longest one), and the position from which on every
+/// token is held. Each of the two may be NULL.
 KVQ_API kvq_status kvq_ring_tokens(const kvq_ring* ring, int32_t layer, int64_t* tokens,
                                    int64_t* first_token);
 /// The held tokens as a sequence, to be freed: a fork, to save, to measure or to dequantize.
 KVQ_API kvq_status kvq_ring_held(const kvq_ring* ring, kvq_sequence** out);
 
-// ---- statistics ------------------------------------------------------------------------------------------------------
-// Of the first tokens of a text, a few hundred: keys of mix4, low3 and low2 get channel widths from them, hi6 to low2 error feedback.
-// A cache may take those of its own first tokens: list keys "fp16"; after some hundred tokens add the sequence (and its queries),
-// find "mix4" with these statistics, kvq_cache_add_format, kvq_cache_commit_to, and kvq_cache_requantize with only_smaller and new_pages.
+// ---- statistics ------------------------------------------------------------------------------------------
+// Of the first tokens of a text, a few hundred: keys of mix4, low3 and low2 get channel widths from them, hi6
+// to low2 error feedback. A cache may take those of its own first tokens: list keys "fp16"; after some
+// hundred tokens add the sequence (and its queries), find "mix4" with these statistics, kvq_cache_add_format,
+// kvq_cache_commit_to, and kvq_cache_requantize with only_smaller and new_pages.
 
 /// products: 1 to sum q q^T as well, which error feedback needs (head_dim^2 doubles per layer and kv head).
 KVQ_API kvq_status kvq_statistics_create(int32_t layers, int32_t kv_heads, int32_t head_dim, int32_t products,
                                          kvq_statistics** out);
 KVQ_API kvq_status kvq_statistics_free(kvq_statistics* statistics);
-/// Keys of consecutive tokens, [n][kv_heads][head_dim]. Whole groups of 64 tokens count, and a last one of at least 16.
+/// Keys of consecutive tokens, [n][kv_heads][head_dim]. Whole groups of 64 tokens count, and a last one of at
+/// least 16.
 KVQ_API kvq_status kvq_statistics_add_keys(kvq_statistics* statistics, int32_t layer, const kvq_tensor* k);
 /// Keys of tokens [first, first + count) of all layers of a sequence, as its pages give them.
 KVQ_API kvq_status kvq_statistics_add_sequence(kvq_statistics* statistics, const kvq_sequence* sequence,

@@ -1,8 +1,12 @@
-// kvq: every header of a cache, without the kernels of formats. Finer includes work as well; see docs/reference/architecture.md.
+// kvq: every header of a cache, without the kernels of formats. Finer includes work as well; see
+// docs/reference/architecture.md.
 //
-//   formats come from   cpu/simd.hpp         make_format<Scheme>(), for the instructions that this build allows
-//                       format/find_format.hpp    find_format("kivi-4-g64", tensor::key), from the compiled library
-//                       format/make_format.hpp    make_format<Scheme, scalar>(), which needs only the standard library
+//   formats come from   cpu/simd.hpp         make_format<Scheme>(), for the instructions that this build
+//                                            allows
+//                       format/find_format.hpp    find_format("kivi-4-g64", tensor::key), from the compiled
+//                                                 library
+//                       format/make_format.hpp    make_format<Scheme, scalar>(), which needs only the
+//                                                 standard library
 #pragma once
 
 #include "cache/cache.hpp"

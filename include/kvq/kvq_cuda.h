@@ -1,24 +1,29 @@
-// The CUDA half of kvq in C: caches in device memory behind handles, formats by name, steps of a batch on the caller's streams. C99, and
-// C++98 as well.
+// The CUDA half of kvq in C: caches in device memory behind handles, formats by name, steps of a batch on the
+// caller's streams. C99, and C++98 as well.
 //
 //   kvq_cuda_cache_options o; KVQ_INIT(o);
 //   o.layers = 32; o.kv_heads = 8; o.head_dim = 128; o.formats = "std4"; o.max_batch = 16;
 //   kvq_cuda_cache* cache; kvq_cuda_sequence* s;
 //   if (kvq_cuda_cache_create(&o, stream, &cache) != KVQ_OK) puts(kvq_last_error());
 //   kvq_cuda_sequence_create(cache, &s);
-//   kvq_cuda_cache_begin_prompt(cache, s, n, stream);                then for every layer kvq_cuda_cache_prefill
-//   kvq_cuda_cache_begin_step(cache, &s, 1, 1, stream);              then for every layer kvq_cuda_cache_prefill
+//   kvq_cuda_cache_begin_prompt(cache, s, n, stream);                then for every layer
+//                                                                    kvq_cuda_cache_prefill
+//   kvq_cuda_cache_begin_step(cache, &s, 1, 1, stream);              then for every layer
+//                                                                    kvq_cuda_cache_prefill
 //
 // The program links kvq::library, built with the CMake option KVQ_LIBRARY_CUDA. docs/guide/c.md is the guide.
 //
-// Conventions are those of kvq.h: statuses, kvq_last_error(), KVQ_INIT, handles. Also:
-// Streams are cudaStream_t, NULL is the default stream. They belong to the device that was current when the cache was made; calls make it
-// the current one and set it back. Tensors are in device memory, of the cache's window type, [rows x tokens][heads][dim]: the tokens of
-// row 0, of row 1, ... Their data must live until the stream has passed the call.
-// Nothing waits for the stream, except where a pool grows, for a prompt that is longer than all before it, for the statistics of a new cache, and
-// in the functions that say so. What follows a begin takes lengths and page numbers from device memory: the calls of a step can be captured in a CUDA graph and replayed after later begins (kvq_cuda_cache_graph_id).
-// Errors of kernels arrive later, as with every launch, as KVQ_ERROR_CUDA.
-// Threads: calls on one cache and its sequences wait for each other. One thread makes a begin and the calls of its layers, on one stream.
+// Conventions are those of kvq.h: statuses, kvq_last_error(), KVQ_INIT, handles. Also: Streams are
+// cudaStream_t, NULL is the default stream. They belong to the device that was current when the cache was
+// made; calls make it the current one and set it back. Tensors are in device memory, of the cache's window
+// type, [rows x tokens][heads][dim]: the tokens of row 0, of row 1, ... Their data must live until the stream
+// has passed the call. Nothing waits for the stream, except where a pool grows, for a prompt that is longer
+// than all before it, for the statistics of a new cache, and in the functions that say so. What follows a
+// begin takes lengths and page numbers from device memory: the calls of a step can be captured in a CUDA
+// graph and replayed after later begins (kvq_cuda_cache_graph_id). Errors of kernels arrive later, as with
+// every launch, as KVQ_ERROR_CUDA.
+// Threads: calls on one cache and its sequences wait for each other. One thread makes a begin and the calls
+// of its layers, on one stream.
 #ifndef KVQ_KVQ_CUDA_H
 #define KVQ_KVQ_CUDA_H
 
@@ -33,11 +38,12 @@ enum { KVQ_ERROR_CUDA = 9 };  // the CUDA runtime reported an error; the message
 typedef struct kvq_cuda_cache kvq_cuda_cache;
 typedef struct kvq_cuda_sequence kvq_cuda_sequence;
 
-// ---- formats ---------------------------------------------------------------------------------------------------------
-// Kernels are compiled for pairs of formats and head sizes, both window types, pages of 128 tokens: int8, kivi-4-g64, kivi-2-g64 and std4 with
-// heads of 64 and 128 channels. fp16 and bf16 are there for all of them: nothing is quantized. The CMake options KVQ_CUDA_FORMATS,
-// KVQ_CUDA_HEAD_DIMS and KVQ_CUDA_PAGE_TOKENS choose others, KVQ_CUDA_ALIBI formats that have kernels for ALiBi as well. "int8/std4" is
-// the name of int8 keys with std4 values.
+// ---- formats ---------------------------------------------------------------------------------------------
+// Kernels are compiled for pairs of formats and head sizes, both window types, pages of 128 tokens: int8,
+// kivi-4-g64, kivi-2-g64 and std4 with heads of 64 and 128 channels. fp16 and bf16 are there for all of them:
+// nothing is quantized. The CMake options KVQ_CUDA_FORMATS, KVQ_CUDA_HEAD_DIMS and KVQ_CUDA_PAGE_TOKENS
+// choose others, KVQ_CUDA_ALIBI formats that have kernels for ALiBi as well. "int8/std4" is the name of int8
+// keys with std4 values.
 
 /// Formats that may be in one cache, and its geometry.
 typedef struct kvq_cuda_format_entry {
@@ -52,12 +58,13 @@ KVQ_API kvq_status kvq_cuda_format_count(int32_t* count);
 /// index: 0 to count - 1
 KVQ_API kvq_status kvq_cuda_format_list(int32_t index, kvq_cuda_format_entry* entry);
 
-// ---- caches ----------------------------------------------------------------------------------------------------------
+// ---- caches ----------------------------------------------------------------------------------------------
 
 /// Device memory of the caller.
 typedef struct kvq_cuda_allocator {
     size_t size;
-    /// 256-byte aligned memory of the cache's device, or NULL: the call that needs it fails with KVQ_ERROR_MEMORY.
+    /// 256-byte aligned memory of the cache's device, or NULL: the call that needs it fails with
+    /// KVQ_ERROR_MEMORY.
     void* (*allocate)(void* user, size_t bytes);
     void (*deallocate)(void* user, void* memory, size_t bytes);
     void* user;
@@ -67,8 +74,8 @@ typedef struct kvq_cuda_cache_options {
     size_t size;
     int32_t layers, kv_heads, head_dim;
     int32_t page_tokens;  // 0: 128
-    /// Names, separated by commas. Pages are quantized to the first one; kvq_cuda_cache_requantize and _step_down take all. "fp16" or "bf16"
-    /// alone: all tokens stay in the window.
+    /// Names, separated by commas. Pages are quantized to the first one; kvq_cuda_cache_requantize and
+    /// _step_down take all. "fp16" or "bf16" alone: all tokens stay in the window.
     const char* formats;
     const char* window;   // fp16 or bf16: the type of the window, and of k, v, q and out; NULL: fp16
     int32_t sinks;        // first tokens, always in the window type; 0: 4; KVQ_NONE
@@ -84,14 +91,16 @@ typedef struct kvq_cuda_cache_options {
     int32_t fixed;           // 1: pools do not grow; 0: they do, in a begin, which then waits for the stream
     const kvq_statistics* statistics;     // NULL, or for all keys whose format takes them
     const kvq_cuda_allocator* allocator;  // NULL: cudaMalloc. Functions and `user` are kept
-    /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to step_tokens tokens.
+    /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to
+    /// step_tokens tokens.
     int32_t alibi;
     int32_t reserved;  // 0
-    /// NULL, or [layers] of any kind; kv_heads and head_dim are 0 then. Layers of one shape, window and formats share
-    /// launches. A layer with a window frees pages that no query sees any more, and hides what its window hides.
+    /// NULL, or [layers] of any kind; kv_heads and head_dim are 0 then. Layers of one shape, window and
+    /// formats share launches. A layer with a window frees pages that no query sees any more, and hides what
+    /// its window hides.
     const kvq_layer* layer_list;
-    /// NULL, or [layers]: formats of keys and values of a layer, of `formats` or others; NULL in it: the first one. Formats that no layer has are
-    /// for kvq_cuda_cache_requantize and _step_down.
+    /// NULL, or [layers]: formats of keys and values of a layer, of `formats` or others; NULL in it: the
+    /// first one. Formats that no layer has are for kvq_cuda_cache_requantize and _step_down.
     const kvq_layer_formats* layer_formats;
     const kvq_state_part*
         state_parts;  // NULL, or [state_part_count]: of all layers of kind KVQ_STATE. Snapshots are exact
@@ -103,11 +112,12 @@ typedef struct kvq_cuda_cache_options {
     int32_t pool_states;  // states allocated at once: one for a sequence, and one for each of its snapshots
 } kvq_cuda_cache_options;
 
-/// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, for a layer of another kind, or for formats that were not compiled
-/// for this head_dim.
+/// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, for a layer of another kind, or
+/// for formats that were not compiled for this head_dim.
 KVQ_API kvq_status kvq_cuda_cache_create(const kvq_cuda_cache_options* options, void* stream,
                                          kvq_cuda_cache** out);
-/// A freed cache stays in memory until its last sequence is freed. All launches must have ended before the later of the two calls.
+/// A freed cache stays in memory until its last sequence is freed. All launches must have ended before the
+/// later of the two calls.
 KVQ_API kvq_status kvq_cuda_cache_free(kvq_cuda_cache* cache);
 
 /// The options in force, and bytes of device memory.
@@ -133,7 +143,7 @@ KVQ_API kvq_status kvq_cuda_cache_get_layer(const kvq_cuda_cache* cache, int32_t
 KVQ_API kvq_status kvq_cuda_cache_not_finite(const kvq_cuda_cache* cache, uint32_t* by_layer, int32_t layers,
                                              void* stream);
 
-// ---- sequences -------------------------------------------------------------------------------------------------------
+// ---- sequences -------------------------------------------------------------------------------------------
 // Functions that change a sequence end the step that has begun: its layers are refused from then on.
 
 KVQ_API kvq_status kvq_cuda_sequence_create(kvq_cuda_cache* cache, kvq_cuda_sequence** out);
@@ -145,11 +155,12 @@ KVQ_API kvq_status kvq_cuda_sequence_fork(const kvq_cuda_sequence* sequence, voi
 KVQ_API kvq_status kvq_cuda_sequence_tokens(const kvq_cuda_sequence* sequence, int32_t* tokens);
 /// Bytes of its pages in all layers, shared ones included.
 KVQ_API kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, size_t* bytes);
-/// Removes every token from position `tokens` on. Exact within `rollback` tokens. After a deeper trim the quantized page that it ends in keeps
-/// its bytes and hides the tokens behind, and new tokens begin a page. A sequence has room for 64 such pages beyond max_tokens.
-/// A prompt that some layer does not have yet is taken back within `rollback`, or with the page of its first token.
-/// With layers with state it goes to the token that kvq_cuda_sequence_reach says.
-/// KVQ_ERROR_ARGUMENT where a layer with a window has freed what the next token sees; from the limit on every number is possible, and 0.
+/// Removes every token from position `tokens` on. Exact within `rollback` tokens. After a deeper trim the
+/// quantized page that it ends in keeps its bytes and hides the tokens behind, and new tokens begin a page. A
+/// sequence has room for 64 such pages beyond max_tokens. A prompt that some layer does not have yet is taken
+/// back within `rollback`, or with the page of its first token. With layers with state it goes to the token
+/// that kvq_cuda_sequence_reach says. KVQ_ERROR_ARGUMENT where a layer with a window has freed what the next
+/// token sees; from the limit on every number is possible, and 0.
 KVQ_API kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens);
 KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequence, int32_t* tokens);
 
@@ -164,8 +175,8 @@ KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequenc
 /// a row that is not there.
 typedef struct kvq_cuda_state_view {
     size_t size;
-    void*
-        data;  // device memory, a multiple of 64, or NULL without slots; stays as long as kvq_cuda_cache_graph_id does
+    // device memory, a multiple of 64, or NULL without slots; stays as long as kvq_cuda_cache_graph_id does
+    void* data;
     size_t slot_bytes;
     size_t bytes;              // of one sequence
     const int32_t* row_slots;  // device memory, [rows]
@@ -189,25 +200,27 @@ KVQ_API kvq_status kvq_cuda_sequence_reach(const kvq_cuda_sequence* sequence, in
 KVQ_API kvq_status kvq_cuda_sequence_get_snapshots(const kvq_cuda_sequence* sequence, kvq_snapshot* snapshots,
                                                    int32_t capacity, int32_t* count);
 
-// ---- steps -----------------------------------------------------------------------------------------------------------
+// ---- steps -----------------------------------------------------------------------------------------------
 
-/// Every sequence of the batch gets new_tokens tokens more in all layers. 0: attention only. A NULL is a row that is not there: its keys are
-/// ignored, its output is 0.
+/// Every sequence of the batch gets new_tokens tokens more in all layers. 0: attention only. A NULL is a row
+/// that is not there: its keys are ignored, its output is 0.
 KVQ_API kvq_status kvq_cuda_cache_begin_step(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows,
                                              int32_t count, int32_t new_tokens, void* stream);
 /// One sequence gets any number of tokens. Until every layer has them, what reads them (fork, requantize,
 /// step_down, offload) and the next begin are refused; a trim takes all of them back.
 KVQ_API kvq_status kvq_cuda_cache_begin_prompt(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence,
                                                int32_t new_tokens, void* stream);
-/// The text of the layers of kind KVQ_CROSS_ATTENTION, once for a sequence: kvq_cuda_cache_append of each of them writes its tokens. From then on
-/// these layers take queries only, with k and v of 0 tokens; every query sees all of the text. Forks share its pages, trims leave it.
+/// The text of the layers of kind KVQ_CROSS_ATTENTION, once for a sequence: kvq_cuda_cache_append of each of
+/// them writes its tokens. From then on these layers take queries only, with k and v of 0 tokens; every query
+/// sees all of the text. Forks share its pages, trims leave it.
 KVQ_API kvq_status kvq_cuda_cache_begin_cross(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence,
                                               int32_t tokens, void* stream);
-/// Every sequence of the batch gets new_tokens drafted tokens behind those that it has. They stay in 16 bit until kvq_cuda_cache_keep.
+/// Every sequence of the batch gets new_tokens drafted tokens behind those that it has. They stay in 16 bit
+/// until kvq_cuda_cache_keep.
 KVQ_API kvq_status kvq_cuda_cache_begin_draft(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows,
                                               int32_t count, int32_t new_tokens, void* stream);
-/// Accepts drafted tokens paths[starts[b]] < ... < paths[starts[b + 1] - 1] of row b, numbers within its draft, and removes the others. starts:
-/// [count + 1], the first one 0. Both in host memory.
+/// Accepts drafted tokens paths[starts[b]] < ... < paths[starts[b + 1] - 1] of row b, numbers within its
+/// draft, and removes the others. starts: [count + 1], the first one 0. Both in host memory.
 KVQ_API kvq_status kvq_cuda_cache_keep(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows, int32_t count,
                                        const int32_t* paths, const int32_t* starts, void* stream);
 
@@ -218,37 +231,42 @@ typedef struct kvq_cuda_attend_options {
     float softcap;         // 0: none; c tanh(score / c)
     int32_t window;        // 0: none; n: itself and the n - 1 tokens before it
     int32_t window_sinks;  // 1: with a window: also the sinks of the cache
-    /// Trees of drafted tokens: [rows][query tokens] words. A query sees the drafted tokens of its row whose bit is set, bit 0 the first. NULL:
-    /// a chain.
+    /// Trees of drafted tokens: [rows][query tokens] words. A query sees the drafted tokens of its row whose
+    /// bit is set, bit 0 the first. NULL: a chain.
     const uint64_t* ancestors;
     float* lse;  // NULL, or gets the natural log of each row's softmax sum, [q.tokens][q_heads]
-    /// [q_heads]: learned sinks, one more score without a value in each softmax sum. NULL: none. All but prompts need lse, too.
+    /// [q_heads]: learned sinks, one more score without a value in each softmax sum. NULL: none. All but
+    /// prompts need lse, too.
     const float* sink_logits;
     const float* alibi_slopes;  // [q_heads]: score - slope * distance, of caches with `alibi`; else NULL
 } kvq_cuda_attend_options;
 
-/// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that their sequences hold and over
-/// each other, causal. Prompts see themselves in 16 bit; pages behind the window are quantized afterwards. A step quantizes the page that leaves
-/// the window before its attention, in all layers of one shape with the first of them, which comes first.
-/// A shared layer, and one with cross attention, takes k and v of 0 tokens. In a prompt a shared layer sees its owner's tokens in 16 bit, as
-/// the owner did: they wait in memory of the cache for the last layer that shares them, or for the next begin.
-/// k, v: [rows x new tokens][kv_heads][head_dim]; q, out: [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads.
+/// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that
+/// their sequences hold and over each other, causal. Prompts see themselves in 16 bit; pages behind the
+/// window are quantized afterwards. A step quantizes the page that leaves the window before its attention, in
+/// all layers of one shape with the first of them, which comes first. A shared layer, and one with cross
+/// attention, takes k and v of 0 tokens. In a prompt a shared layer sees its owner's tokens in 16 bit, as the
+/// owner did: they wait in memory of the cache for the last layer that shares them, or for the next begin. k,
+/// v: [rows x new tokens][kv_heads][head_dim]; q, out: [rows x new tokens][q_heads][head_dim]; q_heads is a
+/// multiple of kv_heads.
 KVQ_API kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
                                           const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
                                           const kvq_cuda_attend_options* options, void* stream);
 /// The new tokens of a layer alone.
 KVQ_API kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
                                          const kvq_tensor* v, void* stream);
-/// Attention of the last q.tokens / rows tokens of every row over all that it has. Behind kvq_cuda_cache_append. Layers with a window take at
-/// most rollback + 1 tokens more than the step has new ones; of a prompt rollback + 1 in all.
+/// Attention of the last q.tokens / rows tokens of every row over all that it has. Behind
+/// kvq_cuda_cache_append. Layers with a window take at most rollback + 1 tokens more than the step has new
+/// ones; of a prompt rollback + 1 in all.
 KVQ_API kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
                                          const kvq_tensor* out, const kvq_cuda_attend_options* options,
                                          void* stream);
-/// A captured step or draft may be replayed after a begin as long as this number is what it was at the capture. It depends on the number of rows
-/// and of new tokens, on the formats that pages are quantized to, and on where pools lie.
+/// A captured step or draft may be replayed after a begin as long as this number is what it was at the
+/// capture. It depends on the number of rows and of new tokens, on the formats that pages are quantized to,
+/// and on where pools lie.
 KVQ_API kvq_status kvq_cuda_cache_graph_id(const kvq_cuda_cache* cache, uint64_t* id);
 
-// ---- other formats, later --------------------------------------------------------------------------------------------
+// ---- other formats, later --------------------------------------------------------------------------------
 
 typedef struct kvq_cuda_requantize_request {
     size_t size;
@@ -267,32 +285,36 @@ typedef struct kvq_cuda_tier {
     int32_t age;
     const char* format;
 } kvq_cuda_tier;
-/// tiers: ages ascending, formats from wide to narrow. byte_budget: of all pages in use; beyond it the oldest pages go down further; 0: none.
+/// tiers: ages ascending, formats from wide to narrow. byte_budget: of all pages in use; beyond it the oldest
+/// pages go down further; 0: none.
 KVQ_API kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
                                             int32_t count, const kvq_cuda_tier* tiers, int32_t tier_count,
                                             size_t byte_budget, void* stream);
 
-// ---- to the CPU and back ---------------------------------------------------------------------------------------------
-// Both caches have the same shape, window type, page_tokens, sinks, recent and rollback, and the CPU cache lists the formats. Bytes of pages stay as
-// they are. Both functions wait for the stream.
+// ---- to the CPU and back ---------------------------------------------------------------------------------
+// Both caches have the same shape, window type, page_tokens, sinks, recent and rollback, and the CPU cache
+// lists the formats. Bytes of pages stay as they are. Both functions wait for the stream.
 
 /// A sequence of a CPU cache with the same tokens.
 KVQ_API kvq_status kvq_cuda_sequence_offload(const kvq_cuda_sequence* sequence, kvq_cache* to, void* stream,
                                              kvq_sequence** out);
-/// And back. All layers hold the same tokens, and keys are where they were appended; trims may have cut pages, but
-/// pages that repacking has left shorter are refused (none with a repack below 0 in the options of the CPU's cache).
+/// And back. All layers hold the same tokens, and keys are where they were appended; trims may have cut
+/// pages, but pages that repacking has left shorter are refused (none with a repack below 0 in the options of
+/// the CPU's cache).
 KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* from, void* stream,
                                             kvq_cuda_sequence** out);
 
-// ---- pages in device memory of the caller ----------------------------------------------------------------------------
-// For engines that have pools and tables of their own. Nothing is kept between calls, nothing is allocated, and calls run on the current
-// device. Every pointer to tables, lengths and lists is to device memory, of the caller, and must live until the stream has passed the call.
-// Pages have the bytes of kvq_format_quantize; their memory is zero before its first use. Formats are those without
-// statistics. Signs of a transform (std4-h) depend on the layer: kvq_cuda_pages says it.
+// ---- pages in device memory of the caller ----------------------------------------------------------------
+// For engines that have pools and tables of their own. Nothing is kept between calls, nothing is allocated,
+// and calls run on the current device. Every pointer to tables, lengths and lists is to device memory, of the
+// caller, and must live until the stream has passed the call. Pages have the bytes of kvq_format_quantize;
+// their memory is zero before its first use. Formats are those without statistics. Signs of a transform
+// (std4-h) depend on the layer: kvq_cuda_pages says it.
 
 /// Kernels of an entry of kvq_cuda_format_list.
 typedef struct kvq_cuda_kernels kvq_cuda_kernels;
-/// Those for pages of these formats, separated by commas. page_tokens: 0: 128. window: fp16 or bf16, NULL: fp16.
+/// Those for pages of these formats, separated by commas. page_tokens: 0: 128. window: fp16 or bf16, NULL:
+/// fp16.
 KVQ_API kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t page_tokens,
                                          const char* window, kvq_cuda_kernels** out);
 KVQ_API kvq_status kvq_cuda_kernels_free(kvq_cuda_kernels* kernels);
@@ -314,12 +336,13 @@ KVQ_API kvq_status kvq_cuda_kernels_page_bytes(const kvq_cuda_kernels* kernels, 
 KVQ_API kvq_status kvq_cuda_kernels_workspace_bytes(const kvq_cuda_kernels* kernels, int32_t q_heads,
                                                     int32_t kv_heads, int32_t query_tokens, size_t* bytes);
 
-/// Token i of k and v to slot slots[i] = page * page_tokens + token, in pages of the window's type. A negative one is not stored.
+/// Token i of k and v to slot slots[i] = page * page_tokens + token, in pages of the window's type. A
+/// negative one is not stored.
 KVQ_API kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_pages* to,
                                         const kvq_tensor* k, const kvq_tensor* v, const int64_t* slots,
                                         void* stream);
-/// Quantizes page from_pages[i] of one format to page to_pages[i] of another. Negative numbers are skipped. not_finite: NULL, or NaN and
-/// infinities are added to it.
+/// Quantizes page from_pages[i] of one format to page to_pages[i] of another. Negative numbers are skipped.
+/// not_finite: NULL, or NaN and infinities are added to it.
 KVQ_API kvq_status kvq_cuda_pages_requantize(const kvq_cuda_kernels* kernels, int32_t kv_heads,
                                              const kvq_cuda_pages* from, const int32_t* from_pages,
                                              const kvq_cuda_pages* to, const int32_t* to_pages, int32_t count,
@@ -333,14 +356,15 @@ typedef struct kvq_cuda_part {
     const int32_t *first_page, *end_page;  // [sequences]: columns [first, end). NULL: 0, and layer.committed
 } kvq_cuda_part;
 
-/// Writes token t of sequence s to row starts[s] + t of k and v, in the window's type. tokens: [sequences], from the first column on.
+/// Writes token t of sequence s to row starts[s] + t of k and v, in the window's type. tokens: [sequences],
+/// from the first column on.
 KVQ_API kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv_heads,
                                              const kvq_cuda_part* from, int32_t sequences, int32_t columns,
                                              const int32_t* tokens, const kvq_tensor* k, const kvq_tensor* v,
                                              const int32_t* starts, void* stream);
 
-/// A layer of a batch. Of each sequence: the first sink_tokens tokens in pages of 16 tokens, then `committed` quantized pages, then pages of
-/// the window's type, of which page i stands in column i % window_columns.
+/// A layer of a batch. Of each sequence: the first sink_tokens tokens in pages of 16 tokens, then `committed`
+/// quantized pages, then pages of the window's type, of which page i stands in column i % window_columns.
 typedef struct kvq_cuda_layer {
     size_t size;
     int32_t sequences, kv_heads;
@@ -357,14 +381,15 @@ typedef struct kvq_cuda_layer {
     const int32_t* sink_table;  // [sequences][sink_tokens / 16, rounded up]
 } kvq_cuda_layer;
 
-/// Attention of the last q.tokens / sequences tokens of every sequence. workspace: a multiple of 16, zero before its first use; calls leave
-/// it ready for the next one, on one stream at a time.
+/// Attention of the last q.tokens / sequences tokens of every sequence. workspace: a multiple of 16, zero
+/// before its first use; calls leave it ready for the next one, on one stream at a time.
 KVQ_API kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
                                          const kvq_tensor* q, const kvq_tensor* out,
                                          const kvq_cuda_attend_options* options, void* workspace,
                                          size_t workspace_bytes, void* stream);
-/// Attention of new tokens over sequences as they are before them, and over each other, causal. Rows starts[s] to starts[s + 1] - 1 are those
-/// of sequence s; starts: [sequences + 1]. most_new_tokens: of one sequence. Nothing is stored.
+/// Attention of new tokens over sequences as they are before them, and over each other, causal. Rows
+/// starts[s] to starts[s + 1] - 1 are those of sequence s; starts: [sequences + 1]. most_new_tokens: of one
+/// sequence. Nothing is stored.
 KVQ_API kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
                                           const kvq_tensor* k, const kvq_tensor* v, const kvq_tensor* q,
                                           const kvq_tensor* out, const int32_t* starts,

@@ -1,10 +1,12 @@
 // Handles of the C interface, and the way from a C++ error to a status.
 //
-//   struct kvq_cache : kvq::c::handle<kvq_cache> { ... };        a handle; kvq_cache::word says which kind it is
+//   struct kvq_cache : kvq::c::handle<kvq_cache> { ... };        a handle; kvq_cache::word says which kind it
+//                                                                is
 //   return guard([&] { cache& of = get(handle, "cache"); ... });   every function of kvq.h
 //
-// A handle begins with a word that names its kind. The memory of a freed handle is used for handles of the same kind alone, and not before
-// `resting` others have been freed: so a call with a freed handle reads a word that says so, in all builds.
+// A handle begins with a word that names its kind. The memory of a freed handle is used for handles of the
+// same kind alone, and not before `resting` others have been freed: so a call with a freed handle reads a
+// word that says so, in all builds.
 #pragma once
 
 #include <kvq/kvq.h>
@@ -39,8 +41,8 @@ void expect(bool condition, kvq_status status, const Parts&... parts) {
         fail(status, parts...);
 }
 
-/// Called in a catch block: keeps the message of the current exception for kvq_last_error() and returns its status. of_errors: the
-/// status of kvq::error.
+/// Called in a catch block: keeps the message of the current exception for kvq_last_error() and returns its
+/// status. of_errors: the status of kvq::error.
 kvq_status report(kvq_status of_errors) noexcept;
 
 /// Runs the body of a function of kvq.h.

@@ -1,6 +1,7 @@
 // kvq_mods as a mask and score modifier of attention.
 //
-//   const held_mods mods(options.mods, "mods");     checks and copies the struct (its arrays stay the caller's)
+//   const held_mods mods(options.mods, "mods");
+//     checks and copies the struct (its arrays stay the caller's)
 //   sequence.attend(layer, q, out, mods.view(), ...);
 //   mods.use([](const auto& m) { ring.attend(layer, q, out, m, ...); });      where a type is needed
 //

@@ -191,7 +191,8 @@ struct kvq_sequence : kvq::c::handle<kvq_sequence> {
     kvq::sequence sequence;
 
     kvq_sequence(kvq::c::shared_cache c, kvq::sequence s) : of(std::move(c)), sequence(std::move(s)) {}
-    /// What take() returns. It is called when the handle has its memory: what it takes away is not lost without a handle.
+    /// What take() returns. It is called when the handle has its memory: what it takes away is not lost
+    /// without a handle.
     template <class Take>
     requires std::is_invocable_r_v<kvq::sequence, Take> kvq_sequence(kvq::c::shared_cache c, Take&& take)
         : of(std::move(c)), sequence(take()) {}

@@ -1,7 +1,9 @@
 // Structs of kvq.h with a member `size`, and tensors.
 //
-//   const kvq_cache_options o = read_struct(options, "options");     members that an older program does not know are zero
-//   expect_struct(usage, "usage"); ... write_struct(usage, filled);   members that it does not know are not written
+//   const kvq_cache_options o = read_struct(options, "options");     members that an older program does not
+//                                                                    know are zero
+//   expect_struct(usage, "usage"); ... write_struct(usage, filled);   members that it does not know are not
+//                                                                     written
 //
 // A newer program may pass members that this library does not know, as long as they are zero.
 #pragma once

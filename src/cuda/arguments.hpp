@@ -22,7 +22,8 @@ inline bool is_alibi(const cuda::device_format& f) {
     return f.functions->score == cuda::detail::score_mark::of<cuda::alibi>();
 }
 
-/// The entry with the fewest formats that has all of these, with or without ALiBi. Raises a failure that says what was compiled.
+/// The entry with the fewest formats that has all of these, with or without ALiBi. Raises a failure that says
+/// what was compiled.
 inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, int head_dim,
                                                 int page_tokens, float_type type, bool alibi) {
     const auto score = alibi ? cuda::detail::score_mark::of<cuda::alibi>()

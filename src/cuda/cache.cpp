@@ -22,7 +22,8 @@ std::vector<cuda::sequence_id> rows_of(kvq_cuda_sequence* const* rows, std::int3
     return ids;
 }
 
-/// A new sequence, which take(id) gives its id. The handle is made before, so that nothing fails once there is one.
+/// A new sequence, which take(id) gives its id. The handle is made before, so that nothing fails once there
+/// is one.
 template <class Take>
 kvq_cuda_sequence* new_sequence(const shared_device& of, Take&& take) {
     struct free_sequence {

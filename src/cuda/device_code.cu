@@ -1,9 +1,10 @@
-// Kernels of the C interface: learned sinks behind attention, from its log-sums: one more score without a value in each softmax sum, exp(sink)
-// more in its denominator.
+// Kernels of the C interface: learned sinks behind attention, from its log-sums: one more score without a
+// value in each softmax sum, exp(sink) more in its denominator.
 //
 //   out *= 1 / (1 + exp(sink - lse)),   lse = log(exp(lse) + exp(sink))
 //
-// So attention of decode steps needs no kernels of its own for them. One block for each token and query head; outputs are rounded once more.
+// So attention of decode steps needs no kernels of its own for them. One block for each token and query head;
+// outputs are rounded once more.
 #include "device_code.hpp"
 
 #include <kvq/core/token_view.hpp>

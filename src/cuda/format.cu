@@ -1,6 +1,7 @@
-// One entry of the formats of kvq::library on the device. The build writes a file for each of them that includes this one: KVQ_TYPE is float16 or
-// bfloat16, KVQ_HEAD_DIM and KVQ_PAGE_TOKENS numbers, KVQ_FORMATS members of `of`, such as of::int8, of::std4, KVQ_ENTRY the name of the function,
-// KVQ_SCORE a score modifier or not defined.
+// One entry of the formats of kvq::library on the device. The build writes a file for each of them that
+// includes this one: KVQ_TYPE is float16 or bfloat16, KVQ_HEAD_DIM and KVQ_PAGE_TOKENS numbers, KVQ_FORMATS
+// members of `of`, such as of::int8, of::std4, KVQ_ENTRY the name of the function, KVQ_SCORE a score modifier
+// or not defined.
 #include "format.cuh"
 
 namespace kvq::c {

@@ -1,5 +1,5 @@
-// The list of compiled formats. kvq_cuda_formats.inc, which the build writes, defines KVQ_CUDA_ENTRIES(X): X(name) of every function that an
-// entry defines.
+// The list of compiled formats. kvq_cuda_formats.inc, which the build writes, defines KVQ_CUDA_ENTRIES(X):
+// X(name) of every function that an entry defines.
 #include "format.cuh"
 
 #include "kvq_cuda_formats.inc"

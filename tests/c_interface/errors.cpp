@@ -193,8 +193,8 @@ concept opaque = (std::is_same_v<T, kvq_cache> || std::is_same_v<T, kvq_sequence
                   std::is_same_v<T, kvq_receiver> || std::is_same_v<T, kvq_prefix_cache> ||
                   std::is_same_v<T, kvq_ring>);
 
-/// Calls f with one bad pointer in turn: NULL, and for handles one that was freed and one of another kind. optional: parameters that
-/// may be NULL.
+/// Calls f with one bad pointer in turn: NULL, and for handles one that was freed and one of another kind.
+/// optional: parameters that may be NULL.
 template <class... P, class... A>
 void refuses_bad_pointers(const char* name, kvq_status (*f)(P...), std::initializer_list<int> optional,
                           A... given) {

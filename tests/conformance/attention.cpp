@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction (tests/properties/attention.cpp). The SIMD kernels against double arithmetic,
-// and their results against each other whatever the number of threads. Built for several -march.
+// Comparison family: mixed-precision reduction (tests/properties/attention.cpp). The SIMD kernels against
+// double arithmetic, and their results against each other whatever the number of threads. Built for several
+// -march.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -120,7 +121,8 @@ TEST_CASE("SIMD attention: same bits on one thread and on many, alone and in a b
             CHECK(out.values() == expected.values());
         }
         sequence.attend(0, q.slice(rows - 1, 1), last.view());
-        // From 16 query rows on, 16-bit pages may be multiplied as integers (cpu/window/word_product.hpp): within the bound then.
+        // From 16 query rows on, 16-bit pages may be multiplied as integers (cpu/window/word_product.hpp):
+        // within the bound then.
         const float* const among_all = expected.view().at(rows - 1, 0);
         const bool words = kvq::kernels::has_word_dots<kvq::simd<>::lanes> && 3 * rows >= 16;
         if (!words) CHECK(std::equal(last.values().begin(), last.values().end(), among_all));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction. Products with one byte per value: a larger error than two bytes make, and none
-// beyond what rounding queries and weights to 8 bits explains. Built for several -march.
+// Comparison family: mixed-precision reduction. Products with one byte per value: a larger error than two
+// bytes make, and none beyond what rounding queries and weights to 8 bits explains. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <kvq/cpu/simd.hpp>
@@ -15,7 +15,8 @@ namespace {
 constexpr int tokens = 256, page_tokens = 64, dim = 64, heads = 2, q_heads = 4;
 constexpr kvq::cache_shape shape{.layers = 1, .kv_heads = heads, .head_dim = dim};
 
-/// Every page quantized with a scale per token: rounding is then that of q, and of p times the scale of its value.
+/// Every page quantized with a scale per token: rounding is then that of q, and of p times the scale of its
+/// value.
 template <int QueryBytes>
 struct quantized_tokens {
     using cache_type =

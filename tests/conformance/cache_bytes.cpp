@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Caches hold the same bytes on every backend, whatever their history and whatever the program does with
-// subnormal floats. Built for several -march.
+// Comparison family: exact. Caches hold the same bytes on every backend, whatever their history and whatever
+// the program does with subnormal floats. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <algorithm>

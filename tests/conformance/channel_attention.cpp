@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction (tests/properties/attention.cpp). Attention on schemes with parameters per channel, with factors of
-// tokens and with channels of different widths, against double arithmetic on the dequantized values. Built for several -march.
+// Comparison family: mixed-precision reduction (tests/properties/attention.cpp). Attention on schemes with
+// parameters per channel, with factors of tokens and with channels of different widths, against double
+// arithmetic on the dequantized values. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <algorithm>

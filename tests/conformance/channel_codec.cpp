@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Channels fitted and quantized in lanes are the bytes of scheme::quantize, and dequantized in lanes the bits of
-// scheme::dequantize. Built for several -march.
+// Comparison family: exact. Channels fitted and quantized in lanes are the bytes of scheme::quantize, and
+// dequantized in lanes the bits of scheme::dequantize. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <kvq/cpu/simd.hpp>
@@ -78,7 +78,8 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     const std::uint32_t not_finite = scheme.quantize(shape, id, values.data(), expected.data());
     CHECK(native::quantize_values(scheme, shape, id, same.data(), got.data()) == not_finite);
     CHECK(got == expected);
-    // Values that were quantized before: on a grid of the scheme, near one, or on none; with token scales and without.
+    // Values that were quantized before: on a grid of the scheme, near one, or on none; with token scales and
+    // without.
     if constexpr (kvq::detail::requantizing<S>) {
         values = random.one_in(2) ? test::dequantized(scheme, shape, block, id) : x;
         if (random.one_in(2))

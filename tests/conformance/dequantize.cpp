@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Every backend dequantizes the bits that scheme::dequantize says, and writes the same window values. Built
-// for several -march.
+// Comparison family: exact. Every backend dequantizes the bits that scheme::dequantize says, and writes the
+// same window values. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <algorithm>

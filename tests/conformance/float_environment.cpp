@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. The scope guard of kernels that quantize keeps subnormal floats, and gives the program its setting back.
+// Comparison family: exact. The scope guard of kernels that quantize keeps subnormal floats, and gives the
+// program its setting back.
 // That caches hold the same bytes: cache_bytes.cpp.
 #include <doctest/doctest.h>
 

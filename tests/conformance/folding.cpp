@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: bounded rounding. What fold_use says is what attention multiplies: every set of parameters that a scheme may
-// give to rows and columns, against double arithmetic on what it dequantizes to. Built for several -march.
+// Comparison family: bounded rounding. What fold_use says is what attention multiplies: every set of
+// parameters that a scheme may give to rows and columns, against double arithmetic on what it dequantizes to.
+// Built for several -march.
 //
 // A column's factor is rounded to a step of the largest one, 2^-15 of it at most, and the sum of those that
-// share a lane, too, whatever their number (cpu/product/folded.hpp); every other term of a row has a few float
-// roundings.
+// share a lane, too, whatever their number (cpu/product/folded.hpp); every other term of a row has a few
+// float roundings.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -20,8 +21,9 @@ namespace folding_tests {
 
 namespace {
 
-/// x^[r][c] = row_scale[r] * (col_scale[c] * (code - Zero) + col_bias[c]) + row_bias[r] * col_scale[c]: bits of Uses say which
-/// of the parameters there are. They depend on row and column alone, so a block is its codes.
+/// x^[r][c] = row_scale[r] * (col_scale[c] * (code - Zero) + col_bias[c]) + row_bias[r] * col_scale[c]: bits
+/// of Uses say which of the parameters there are. They depend on row and column alone, so a block is its
+/// codes.
 template <unsigned Uses, int Zero>
 struct any_fold {
     using attends_as = any_fold;
@@ -159,7 +161,8 @@ TEST_CASE("products with every set of parameters of rows and columns") {
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < test::rounds(40); ++round) {
-        // Whole vectors and ends of vectors, in rows and in columns; blocks of one, two and four vectors, and tiles of more.
+        // Whole vectors and ends of vectors, in rows and in columns; blocks of one, two and four vectors, and
+        // tiles of more.
         constexpr int sizes[] = {128, 64, 48, 40, 33, 7, 1};
         const kvq::block_shape shape{random.one_in(2) ? kvq::tensor::key : kvq::tensor::value,
                                      random.pick(sizes), random.pick(sizes)};

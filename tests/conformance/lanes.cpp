@@ -69,7 +69,8 @@ void check_dot(fixture<L>& f) {
     auto acc = f.words(), codes = f.words(), x = f.words();
     for (auto& a : acc) a >>= 4;
     for (auto& c : codes) c &= static_cast<std::int32_t>(((1u << Bits) - 1u) * 0x01010101u);
-    // QueryBytes of a folded vector lie in [-128, 127]; the extremes are the ones that overflow 16-bit halves.
+    // QueryBytes of a folded vector lie in [-128, 127]; the extremes are the ones that overflow 16-bit
+    // halves.
     if (f.random.one_in(3))
         for (auto& v : x) v = f.random.one_in(2) ? static_cast<std::int32_t>(0x80808080u) : 0x7f7f7f7f;
     if (f.random.one_in(3))

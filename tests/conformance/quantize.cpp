@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Every backend writes the bytes that scheme::quantize writes. Built for several -march.
+// Comparison family: exact. Every backend writes the bytes that scheme::quantize writes. Built for several
+// -march.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -110,7 +111,8 @@ TEST_CASE_TEMPLATE("a kernel quantizes head sizes that are no power of two, from
 }
 
 TEST_CASE("every 16-bit pattern, one page of each") {
-    // All finite fp16 values appear as somebody's neighbour; groups of 32 see magnitudes close together and far apart.
+    // All finite fp16 values appear as somebody's neighbour; groups of 32 see magnitudes close together and
+    // far apart.
     const kvq::block_shape shape{kvq::tensor::key, 64, 64};
     const kvq::affine<4, kvq::per_token<32>> rows;
     const kvq::affine<4, kvq::per_channel<32>> columns;

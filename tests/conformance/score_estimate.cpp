@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: double arithmetic. Estimates of scores from parameters alone: with spread 1 they bound every score, and those of
-// vectors agree with portable ones. Built for several -march.
+// Comparison family: double arithmetic. Estimates of scores from parameters alone: with spread 1 they bound
+// every score, and those of vectors agree with portable ones. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Products in tiles give the bits of products in registers, on every CPU: the instructions are emulated,
-// with the registers that an architecture of tiles has. (Where the CPU has them, all tests of attention run on them too.)
+// Comparison family: exact. Products in tiles give the bits of products in registers, on every CPU: the
+// instructions are emulated, with the registers that an architecture of tiles has. (Where the CPU has them,
+// all tests of attention run on them too.)
 #include <doctest/doctest.h>
 
 #include <array>
@@ -15,7 +16,8 @@ namespace tiles_tests {
 
 namespace {
 
-/// What arch::amx_tiles does, in plain C++. Whoever uses registers outside of a session, or rows that they do not have, fails.
+/// What arch::amx_tiles does, in plain C++. Whoever uses registers outside of a session, or rows that they do
+/// not have, fails.
 struct emulated_tiles {
     static inline bool wanted = true;  ///< does the operating system allow them?
     static inline bool open = false;
@@ -183,8 +185,9 @@ void check_shapes(int fewest, int most) {
     }
 }
 
-// Tiles take the codes as registers do, whatever the scheme, and the bytes of values as further rows. So every width, level and
-// direction of parameters comes once, in one or two bytes, and channels of mixed widths in both.
+// Tiles take the codes as registers do, whatever the scheme, and the bytes of values as further rows. So
+// every width, level and direction of parameters comes once, in one or two bytes, and channels of mixed
+// widths in both.
 TEST_CASE_TEMPLATE("products in tiles, two bytes per value: the bits of products in registers", Scheme,
                    kvq::affine<3, kvq::per_channel<7>>, kvq::affine<4, kvq::per_token<32>>,
                    kvq::affine<8, kvq::per_token<64>>, kvq::int8, with_entries, mixed) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: bounded rounding. Blocks of 16-bit floats times many vectors (cpu/window/word_product.hpp), against double
-// arithmetic on the same values. Built for several -march: where there are no products of words, floats do better than the bound.
+// Comparison family: bounded rounding. Blocks of 16-bit floats times many vectors
+// (cpu/window/word_product.hpp), against double arithmetic on the same values. Built for several -march:
+// where there are no products of words, floats do better than the bound.
 //
-// A value is off by half a step of its row, of 32 columns, a number of a vector by a step of 128 columns of it:
-// what every column may add.
+// A value is off by half a step of its row, of 32 columns, a number of a vector by a step of 128 columns of
+// it: what every column may add.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The C++ examples of README.md and docs/, each in the surroundings that it supposes. Compiled; check.py sees to it that none is
-// missing or differs.
+// The C++ examples of README.md and docs/, each in the surroundings that it supposes. Compiled; check.py sees
+// to it that none is missing or differs.
 #include <algorithm>
 #include <cstdio>
 #include <functional>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact, and ggml's own attention. Graphs of ggml whose attention is kvq's, on one thread and on several.
+// Comparison family: exact, and ggml's own attention. Graphs of ggml whose attention is kvq's, on one thread
+// and on several.
 #include <doctest/doctest.h>
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
@@ -76,7 +77,8 @@ void fold(const kvq::sequence_table::step_part& part, ggml_tensor* out, kvq::exe
     });
 }
 
-/// A graph with the attention of every layer. The queries of a layer are those of its input plus the output of the layer before.
+/// A graph with the attention of every layer. The queries of a layer are those of its input plus the output
+/// of the layer before.
 class graph {
 public:
     graph(kvq::ggml_memory& memory, int tokens, int threads, ggml_type type, bool permuted,

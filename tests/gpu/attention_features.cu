@@ -1,4 +1,5 @@
-// What spans several launches: mixed formats over one softmax state, graphs, merging across caches; bad arguments.
+// What spans several launches: mixed formats over one softmax state, graphs, merging across caches; bad
+// arguments.
 #include "attention_test.cuh"
 
 #include <kvq/cuda.cuh>
@@ -27,7 +28,8 @@ void dequantize_into(const test::quantized_batch<Format>& from, std::size_t b, i
             }
 }
 
-/// 4 sinks, quantized pages and window pages in one sequence: three launches, one softmax; captured and replayed.
+/// 4 sinks, quantized pages and window pages in one sequence: three launches, one softmax; captured and
+/// replayed.
 void check_mixed() {
     test::rng r(77);
     const std::vector<int> lengths = {4 + 5 * 64 + 17, 4 + 64, 3, 0, 4 + 2 * 64 + 63};
@@ -212,7 +214,8 @@ void check_repeatable() {
     std::printf("  repeatable\n");
 }
 
-/// Launches that share the device, so that blocks of one wait for multiprocessors of the other, and for parts of their items.
+/// Launches that share the device, so that blocks of one wait for multiprocessors of the other, and for parts
+/// of their items.
 void check_side_by_side() {
     test::rng r(9);
     const test::quantized_batch<quantized> one(r, kv_heads, {test::many(20000)}),
@@ -592,8 +595,8 @@ void check_errors() {
 
 }  // namespace
 
-/// So many sequences that thread blocks of any device are split into teams: of different lengths, of one length, and with a sequence
-/// that is much longer than others, for which they are not.
+/// So many sequences that thread blocks of any device are split into teams: of different lengths, of one
+/// length, and with a sequence that is much longer than others, for which they are not.
 template <class Format>
 void check_many(const char* name) {
     test::rng r(17);

@@ -1,5 +1,5 @@
-// Formats of the target table and of every path through the warp kernel: 16 bit, INT8, 4 and 2 bit. Which formats share kernels, and
-// which have none.
+// Formats of the target table and of every path through the warp kernel: 16 bit, INT8, 4 and 2 bit. Which
+// formats share kernels, and which have none.
 #include "attention_test.cuh"
 
 using namespace kvq;
@@ -54,7 +54,8 @@ struct own_transform {};
 static_assert(no_keys<transformed<own_transform, token4>> ==
               "the transform in front of it is not the library's");
 static_assert(no_keys<hadamard<full<float16>>> == "16-bit values are not transformed");
-// Transforms are values: formats that differ in nothing else share kernels, other formats have none of their code.
+// Transforms are values: formats that differ in nothing else share kernels, other formats have none of their
+// code.
 static_assert(read_alike<pair_of<hadamard<token4>>, pair_of<hadamard<token4, 32, 7>>> &&
               read_alike<pair_of<hadamard<token4>>, pair_of<rotated<token4>>> &&
               !read_alike<pair_of<hadamard<token4>>, pair_of<token4>>);

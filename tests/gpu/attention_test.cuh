@@ -22,7 +22,8 @@ struct attention_case {
     bool chunked = false;                     // of the window
 };
 
-/// Softmax state of one query row in double, over those tokens of [from, to) of one head whose pages are held.
+/// Softmax state of one query row in double, over those tokens of [from, to) of one head whose pages are
+/// held.
 struct reference_state {
     double max = -INFINITY, sum = 0.0;
     std::vector<double> output;
@@ -146,8 +147,8 @@ void check_attention(rng& r, const attention_case& c, const char* name, double* 
                 largest = std::max(largest, relative);
                 all_errors += state_error;
                 all_sizes += size;
-                // Float outputs (state_out) of a row within 2e-3; rounding them to bf16 moves a number by up to
-                // 2^-8 of itself.
+                // Float outputs (state_out) of a row within 2e-3; rounding them to bf16 moves a number by up
+                // to 2^-8 of itself.
                 CHECK(size == 0.0 || std::sqrt(state_error / size) <= 2e-3,
                       "%s: state error %.3g (sequence %d of %d tokens, group %d)", name,
                       std::sqrt(state_error / size), b, c.lengths[static_cast<std::size_t>(b)], c.group);

@@ -1,4 +1,5 @@
-// The rest: every width, head and page size, value parameters per channel, other types, shapes outside the warp kernel.
+// The rest: every width, head and page size, value parameters per channel, other types, shapes outside the
+// warp kernel.
 #include "attention_test.cuh"
 
 using namespace kvq;

@@ -1,5 +1,5 @@
-// kvq_cuda.h against kvq.h: the same scenario on a device and on the CPU through both C interfaces. Outputs agree, pages have the same bytes;
-// graphs, memory of the caller, and bad input.
+// kvq_cuda.h against kvq.h: the same scenario on a device and on the CPU through both C interfaces. Outputs
+// agree, pages have the same bytes; graphs, memory of the caller, and bad input.
 #include <kvq/format/builtin_schemes.hpp>
 #include <set>
 
@@ -181,8 +181,8 @@ struct both {
         OK(kvq_cuda_sequence_create(gpu, &rows.back()));
         OK(kvq_sequence_create(cpu, &host.back()));
     }
-    /// Tokens [first, first + n) of a layer on the CPU, and its outputs against the device's. A step quantizes the page that leaves the
-    /// window before its attention.
+    /// Tokens [first, first + n) of a layer on the CPU, and its outputs against the device's. A step
+    /// quantizes the page that leaves the window before its attention.
     void compare(int row, int layer, int first, int n, const std::vector<kvq::float16>& got, bool in_step,
                  const kvq_attend_options* options = nullptr) {
         std::vector<float> want(static_cast<std::size_t>(n) * q_heads * dim);
@@ -477,7 +477,8 @@ void list_of_layers() {
     }
     OK(kvq_cuda_sequence_free(one));
     OK(kvq_cuda_cache_free(made));
-    // A layer with cross attention, whose text has the same tokens as the sequence: the last query sees the same.
+    // A layer with cross attention, whose text has the same tokens as the sequence: the last query sees the
+    // same.
     const kvq_layer crossing[layers] = {list[1], {KVQ_CROSS_ATTENTION, kv_heads, dim, 0, 0, 0, 0}};
     o.layer_list = crossing;
     OK(kvq_cuda_cache_create(&o, nullptr, &made));
@@ -699,8 +700,8 @@ void several_widths() {
     OK(kvq_statistics_free(sums));
 }
 
-/// ALiBi, with learned sinks beside it: prompts are steps of several tokens. Keys and values of different formats. Pages of the default
-/// size on both sides.
+/// ALiBi, with learned sinks beside it: prompts are steps of several tokens. Keys and values of different
+/// formats. Pages of the default size on both sides.
 void alibi() {
     kvq_cuda_cache_options o = device_options();
     kvq_cache_options h = host_options();
@@ -853,7 +854,8 @@ void pages_of_the_caller() {
         OK(kvq_sequence_append(host[s], 0, &hk, &hv));
     }
 
-    // Pools: page p of sequence s is page 4 s + p of the window; sinks are page s; quantized pages are 0, 1 and 2.
+    // Pools: page p of sequence s is page 4 s + p of the window; sinks are page s; quantized pages are 0, 1
+    // and 2.
     const auto bytes_of = [&](const char* format, int tokens) {
         std::size_t keys = 0, values = 0;
         OK(kvq_cuda_kernels_page_bytes(kernels, format, tokens, kv_heads, &keys, &values));

@@ -1,6 +1,7 @@
-// A cache that owns its pages (kvq/cuda/host/cache.hpp) against a CPU cache that does the same: random histories of steps, prompts,
-// trims, forks, drafted trees, requantizing and offload with the same bytes afterwards, attention against double arithmetic, graphs that
-// are replayed while contexts grow, bytes of memory, refusals.
+// A cache that owns its pages (kvq/cuda/host/cache.hpp) against a CPU cache that does the same: random
+// histories of steps, prompts, trims, forks, drafted trees, requantizing and offload with the same bytes
+// afterwards, attention against double arithmetic, graphs that are replayed while contexts grow, bytes of
+// memory, refusals.
 #include <bit>
 
 #include <kvq/attention/masks.hpp>
@@ -45,8 +46,8 @@ struct host_formats {
     std::vector<std::string> names = {"kivi-4-g32", "int8"};
 };
 #elif PART == 2
-// Two pages are a warp tile. One format is behind transforms, and both its pages are the larger ones: a page on the device is a pair, so
-// "only smaller" means the same on both sides.
+// Two pages are a warp tile. One format is behind transforms, and both its pages are the larger ones: a page
+// on the device is a pair, so "only smaller" means the same on both sides.
 constexpr int page = 16;
 using affine4 = affine<4, per_token<32>>;
 using affine2 = affine<2, per_token<32>>;
@@ -200,8 +201,8 @@ struct both_caches {
     token_view<const float16> rows(const test::device_buffer<float16>& x, int layer, int tokens) const {
         return {x.get() + layer * room * heads * dim, tokens, heads_of(layer), dim};
     }
-    /// New values of the first `tokens` rows of all layers, [layer][room][head][dim], on both sides; the other rows are NaN. Most of the
-    /// time of a history is random numbers.
+    /// New values of the first `tokens` rows of all layers, [layer][room][head][dim], on both sides; the
+    /// other rows are NaN. Most of the time of a history is random numbers.
     void write(test::rng& r, std::vector<float16>& keys, std::vector<float16>& values, int tokens = room) {
         keys.assign(k.size(), float16(NAN));
         values.assign(v.size(), float16(NAN));
@@ -249,7 +250,8 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count,
     return true;
 }
 
-/// A prompt that has begun with its queries, against the CPU's prefill, whose outputs are floats. keys, values: what write() gave.
+/// A prompt that has begun with its queries, against the CPU's prefill, whose outputs are floats. keys,
+/// values: what write() gave.
 [[maybe_unused]] void prefill(test::rng& r, both_caches& c, pair& p, int n, const std::vector<float16>& keys,
                               const std::vector<float16>& values, int window, bool keeps_sinks,
                               const char* name, int step) {
@@ -350,8 +352,9 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
     }
 }
 
-/// Relative error of a row of the output against double arithmetic on what the CPU dequantizes. Of tokens from draft_begin on, the row sees
-/// those whose bits are set, which are the text before it; of others, sinks that it keeps and the last `window` ones.
+/// Relative error of a row of the output against double arithmetic on what the CPU dequantizes. Of tokens
+/// from draft_begin on, the row sees those whose bits are set, which are the text before it; of others, sinks
+/// that it keeps and the last `window` ones.
 double error_of(const kvq::sequence& s, int layer, int head, int seen, const float16* q, const float16* out,
                 int draft_begin = 1 << 30, std::uint64_t visible = 0, double slope = 0.0, int window = 0,
                 int kept_sinks = 0) {
@@ -569,7 +572,8 @@ struct history {
     }
     bool fits(const pair& p, int n) const { return p.host.tokens() + n <= c.o.max_tokens; }
 
-    /// Attends with the last `queries` tokens of the rows that a begin has named, in one layer, and compares some rows.
+    /// Attends with the last `queries` tokens of the rows that a begin has named, in one layer, and compares
+    /// some rows.
     void attend(const std::vector<pair*>& rows, int queries) {
         const int layer = any(0, c.count() - 1), n = static_cast<int>(rows.size()) * queries;
         std::vector<float16> x(static_cast<std::size_t>(n * q_heads * dim));
@@ -605,7 +609,8 @@ struct history {
                     continue;
                 }
                 const int seen = rows[b]->host.tokens() - queries + i + 1;
-                // A step on the device still holds what more of its queries see than the CPU's sequence does behind it.
+                // A step on the device still holds what more of its queries see than the CPU's sequence does
+                // behind it.
                 const key_window own = c.window_of(layer);
                 if (own && !rows[b]->host.holds(c.cpu.owner(layer), own.first_seen(seen - 1), seen)) continue;
                 const double error =
@@ -709,7 +714,8 @@ struct history {
             if (table[i].tokens < page) return true;
         return false;
     }
-    /// The first tokens of one sequence, then tokens of another: on the CPU, and back. Pages then hide first tokens, too.
+    /// The first tokens of one sequence, then tokens of another: on the CPU, and back. Pages then hide first
+    /// tokens, too.
     void splice() {
         if (pairs.size() < 2 || !c.o.list.empty()) return;
         pair& a = pairs[static_cast<std::size_t>(any(0, static_cast<int>(pairs.size()) - 2))];
@@ -1097,7 +1103,8 @@ void check_counts() {
     CHECK(!s && std::strstr(s.message, "counts of 1 layers"), "%s", s.message);
 }
 
-/// Stepping down by bytes: the oldest pages, as many as needed; not those that a fork outside of the call holds.
+/// Stepping down by bytes: the oldest pages, as many as needed; not those that a fork outside of the call
+/// holds.
 void check_budget() {
     both_caches c({});
     test::rng r(10);

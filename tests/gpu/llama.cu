@@ -1,11 +1,14 @@
-// The engine of examples/llama on the device against the one on the CPU: logits of every architecture, text and perplexity with quantized caches,
-// chunks, batches, forks, graphs, continuous batching, step down, refusals.
+// The engine of examples/llama on the device against the one on the CPU: logits of every architecture, text
+// and perplexity with quantized caches, chunks, batches, forks, graphs, continuous batching, step down,
+// refusals.
 //
-// -DPART=0: heads of 32 channels, 1: of 64. Weights and activations in fp16. The emulator multiplies matrices in a fixed order, so a prompt
-// is bit for bit what it is alone; on a device cuBLAS chooses another order for another number of rows. Attention of a decode step adds up in
-// another order in another batch (schedule.cuh): then a few activations round to the neighbouring 16-bit number, 2^-11 of the number.
+// -DPART=0: heads of 32 channels, 1: of 64. Weights and activations in fp16. The emulator multiplies matrices
+// in a fixed order, so a prompt is bit for bit what it is alone; on a device cuBLAS chooses another order for
+// another number of rows. Attention of a decode step adds up in another order in another batch
+// (schedule.cuh): then a few activations round to the neighbouring 16-bit number, 2^-11 of the number.
 //
-//   llama1 [MODEL TEXT TOKENIZER [ROPE_THETA]]    perplexity and text of another model; TEXT may be ids (*.u16)
+//   llama1 [MODEL TEXT TOKENIZER [ROPE_THETA]]    perplexity and text of another model; TEXT may be ids
+//                                                 (*.u16)
 #include "../../examples/llama/cuda/engine.cu"
 
 #include "../../examples/llama/cuda/batch.hpp"
@@ -121,8 +124,8 @@ void test_architectures(test::rng& r) {
     }
 }
 
-/// A trained model, and its text: of the repository, or those of the command line. The repository's has heads of 8 channels, which are padded
-/// with zeros.
+/// A trained model, and its text: of the repository, or those of the command line. The repository's has heads
+/// of 8 channels, which are padded with zeros.
 std::string model_path = std::string(data) + "stories260K.bin",
             text_path = std::string(data) + "tinystories.txt",
             tokenizer_path = std::string(data) + "stories260K.tokenizer.bin";
@@ -218,7 +221,8 @@ void test_chunks_and_batches() {
                      alone.back());
         CHECK(other < 2e-2, "chunks of 23 instead of 64: %g", other);
     }
-    // Together, with and without graphs; the third joins after 7 steps, and a fork of the first goes on beside it.
+    // Together, with and without graphs; the third joins after 7 steps, and a fork of the first goes on
+    // beside it.
     std::vector<std::vector<float>> by_graphs;
     for (const bool graphs : {true, false}) {
         engine_options o = options_for(name, 64);
@@ -277,7 +281,8 @@ void test_chunks_and_batches() {
         CHECK(by_graphs[i] == by_graphs[i + 20], "step %zu differs with graphs", i);
 }
 
-/// Six requests (emulated, four) on three rows, with a common beginning; then with memory for two, of which one may have a quantized page.
+/// Six requests (emulated, four) on three rows, with a common beginning; then with memory for two, of which
+/// one may have a quantized page.
 void test_continuous_batching() {
     const std::string& name = formats[0];
     std::vector<request> requests;

@@ -14,7 +14,8 @@ class cpu_engine {
 public:
     virtual ~cpu_engine() = default;
     virtual llama::weights_source source() const = 0;
-    /// [tokens][vocab], read in chunks. format: "fp16", "kivi-4-g64", "int8", "std4", "low2"; "": the textbook cache in fp32.
+    /// [tokens][vocab], read in chunks. format: "fp16", "kivi-4-g64", "int8", "std4", "low2"; "": the
+    /// textbook cache in fp32.
     virtual std::vector<float> logits(const std::vector<int>& tokens, const std::string& format, int sinks,
                                       int recent, int page_tokens, int chunk) const = 0;
 };

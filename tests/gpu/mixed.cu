@@ -1,4 +1,5 @@
-// Attention over sequences whose pages have several formats, in one launch, against double arithmetic on the dequantized values.
+// Attention over sequences whose pages have several formats, in one launch, against double arithmetic on the
+// dequantized values.
 #include <bit>
 
 #include <kvq/attention/token_tree.hpp>
@@ -15,8 +16,9 @@ struct mixed_case {
     float softcap = 0.0f;
     int sinks = 4, recent = 128;
     std::vector<int> lengths;  // sinks included
-    bool scattered =
-        false;  // pages of the quantized formats in any order, named by negative entries; otherwise they follow each other
+    // pages of the quantized formats in any order, named by negative entries; otherwise they follow each
+    // other
+    bool scattered = false;
     int drafted = 0;  // a random tree of so many tokens, of which the last query_tokens ask
     bool sink_logits = false, window_sinks = false, chunked = false, all_keys = false;
 };
@@ -89,7 +91,8 @@ token_numbers numbers_of(const test::quantized_batch<Format>& b, std::size_t seq
             &b.value_values[sequence][head][static_cast<std::size_t>(token) * Format::value_dim]};
 }
 
-/// Compares output and log-sum-exp with double arithmetic. numbers(sequence, kv head, token): that token's, dequantized.
+/// Compares output and log-sum-exp with double arithmetic. numbers(sequence, kv head, token): that token's,
+/// dequantized.
 template <int dim, int value_dim, class T, class Score, class Numbers>
 void check_rows(const mixed_case& c, const other_options& others, [[maybe_unused]] const Score& score,
                 const std::vector<T>& q, const std::vector<T>& got, const std::vector<float>& got_lse,
@@ -224,8 +227,8 @@ void check_mix(test::rng& r, const mixed_case& c, const char* name, double* wors
         test::device_buffer<std::byte> workspace(bytes);
         workspace.clear();
         std::vector<T> first;
-        // The second call finds the workspace as the first left it; lengths and tables are old. Where the GPU is
-        // emulated, the launch before the third one writes lengths while that one starts.
+        // The second call finds the workspace as the first left it; lengths and tables are old. Where the GPU
+        // is emulated, the launch before the third one writes lengths while that one starts.
         int repeats = 2;
 #ifndef __CUDACC__
         ++repeats;
@@ -372,7 +375,8 @@ struct tilted {
     }
 };
 
-/// A cache of one format with a score modifier, a tree and sinks in the softmax; pages need not be of sizes that the warp kernel takes.
+/// A cache of one format with a score modifier, a tree and sinks in the softmax; pages need not be of sizes
+/// that the warp kernel takes.
 template <class T, class Format, class Score>
 void check_single(const char* name, Score score) {
     constexpr int dim = Format::head_dim, value_dim = Format::value_dim;
@@ -496,7 +500,8 @@ int main() {
     std::printf("  %-44s largest error %.2e\n", "dims 512 and 256", of_wide);
 #endif
 #if !defined(PART) || PART == 5
-    // Keys behind a transform have a query of their own, beside that of the window and in a mix with keys of a plan.
+    // Keys behind a transform have a query of their own, beside that of the window and in a mix with keys of
+    // a plan.
     using turned = cuda::block_pair<
         hadamard<affine<4, per_channel<32>, byte_params, min_max, token_scales<byte_params>>>,
         rotated<affine<4, per_token<>>>, 64, 32>;

@@ -1,5 +1,6 @@
-// Ranks over NCCL (adapters/distributed/nccl*.cuh), a thread for each: decode and prompts over contexts that are divided, heads, sequences
-// sent between caches, ranks that are silent or gone, damaged messages. The program's argument is the number of ranks.
+// Ranks over NCCL (adapters/distributed/nccl*.cuh), a thread for each: decode and prompts over contexts that
+// are divided, heads, sequences sent between caches, ranks that are silent or gone, damaged messages. The
+// program's argument is the number of ranks.
 #include <kvq/adapters/distributed/nccl_attention.cuh>
 #include <kvq/adapters/distributed/nccl_prefill.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
@@ -183,7 +184,8 @@ std::vector<float16> random_rows(unsigned seed, int n) {
     for (float16& y : x) y = float16(test::normal(r));
     return x;
 }
-/// To attention on one rank, in float outputs. The emulated device has three multiprocessors: a warp sums many tokens, in another order.
+/// To attention on one rank, in float outputs. The emulated device has three multiprocessors: a warp sums
+/// many tokens, in another order.
 #ifdef __CUDACC__
 constexpr double most_distance = 1e-6;
 #else
@@ -492,7 +494,8 @@ void check_prompt(const prompt_case& c, unsigned seed) {
                 std::copy(l_1.begin(), l_1.end(), want_logs[l].begin() + begin * q_heads);
             }
             {
-                // Each query goes once to every other rank that holds tokens before the chunk or gets some at or before it.
+                // Each query goes once to every other rank that holds tokens before the chunk or gets some at
+                // or before it.
                 const std::lock_guard lock(gathering);
                 sent += prompt.sent_bytes();
                 for (const index_range& p : positions)

@@ -1,4 +1,5 @@
-// Bytes: what the device stores, commits and requantizes is what the CPU writes; what it dequantizes is what the CPU dequantizes.
+// Bytes: what the device stores, commits and requantizes is what the CPU writes; what it dequantizes is what
+// the CPU dequantizes.
 #include <kvq/cuda.cuh>
 
 #include "support.cuh"
@@ -134,8 +135,8 @@ void fill_with_others(test::rng& r, pool<Format>& p, int) {
     CUDA_OK(cudaDeviceSynchronize());
 }
 
-/// Stores pages in several ways: whole, at odd places, with skipped and shuffled tokens, few at a time, rows aligned for nothing.
-/// `used` pages; one more is no multiple of 3.
+/// Stores pages in several ways: whole, at odd places, with skipped and shuffled tokens, few at a time, rows
+/// aligned for nothing. `used` pages; one more is no multiple of 3.
 template <class Format, class T>
 void check_store(const char* name, int heads = 3, int used = 4) {
     test::rng r(static_cast<unsigned>(Format::page_tokens + 7 * Format::head_dim));
@@ -349,8 +350,8 @@ void check_requantize(const char* name) {
 }
 
 /// A decode loop: window pages are quantized on the device as soon as they lie behind the recent window.
-/// Steps of `step` tokens; the second sequence starts late, and a fresh page comes to it later than a page is due: `second` are
-/// quantized.
+/// Steps of `step` tokens; the second sequence starts late, and a fresh page comes to it later than a page is
+/// due: `second` are quantized.
 void check_commit(int step, int second) {
     using window = cuda::block_pair<full<float16>, full<float16>, 64, 32>;
     using quantized = cuda::kivi_pair<4, 32, 64, 32>;

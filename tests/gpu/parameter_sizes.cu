@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Structs that kernels take by value. A kernel's name says how many bytes its parameter has on the host;
-// parameter_sizes.py compares that with the PTX, since nvcc may lay out a parameter otherwise. No emulator sees it.
+// parameter_sizes.py compares that with the PTX, since nvcc may lay out a parameter otherwise. No emulator
+// sees it.
 #include <kvq/cuda.cuh>
 
 #include "../../bench/baselines/nvfp4.hpp"

@@ -1,5 +1,6 @@
-// A program without nvcc: a cache on the device with the kernels of the library (kvq/cuda.hpp). The host's compiler builds this file, for a
-// CPU of its own, and links it with c_cuda.cu; emulated, that file includes it.
+// A program without nvcc: a cache on the device with the kernels of the library (kvq/cuda.hpp). The host's
+// compiler builds this file, for a CPU of its own, and links it with c_cuda.cu; emulated, that file includes
+// it.
 #include <kvq/cuda.hpp>
 
 #include <string>
@@ -9,7 +10,8 @@ namespace plain_host {
 
 using namespace kvq;
 
-/// What went wrong, or nothing. Values are 1 in every channel, so attention must return 1 whatever the keys are.
+/// What went wrong, or nothing. Values are 1 in every channel, so attention must return 1 whatever the keys
+/// are.
 std::string run() {
     constexpr int dim = 64, heads = 2, q_heads = 4, prompt = 150, steps = 3;
     if (cuda::find_device_format("kivi-4-g64", dim, 64) == nullptr) return "kivi-4-g64 was not compiled";

@@ -1,5 +1,5 @@
-// A prompt's attention over pages of several formats and over its own tokens, against double arithmetic on the dequantized values; and the
-// same bits for every sequence of a batch alone, and on every run.
+// A prompt's attention over pages of several formats and over its own tokens, against double arithmetic on
+// the dequantized values; and the same bits for every sequence of a batch alone, and on every run.
 #if !defined(__CUDACC__) && \
     (!defined(PART) || PART == 0 || PART == 5)  // emulated; otherwise nvcc lists what it compiles for
 #define __CUDA_ARCH_LIST__ 800, 890
@@ -136,8 +136,8 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         for (std::size_t b = 0; b < sequences; ++b) run(b, 1, again.get(), nullptr);
         check_again("alone");
     }
-    // Queries without those in front of them have the same bits; their softmax states make the same outputs, and a new token that no query
-    // sees changes nothing.
+    // Queries without those in front of them have the same bits; their softmax states make the same outputs,
+    // and a new token that no query sees changes nothing.
     for (std::size_t b = 0; b < sequences; ++b) {
         const int n = c.new_tokens[b], lead = n / 3, count = n - lead;
         if (n == 0) continue;
@@ -247,7 +247,8 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
                         squares += product * product;
                     }
                     s /= std::sqrt(static_cast<double>(dim));
-                    // Half an ulp of 2^-11 to either side, for x^ and for its scale: a variance of 2 (2^-11)^2 / 12 each.
+                    // Half an ulp of 2^-11 to either side, for x^ and for its scale: a variance of 2
+                    // (2^-11)^2 / 12 each.
                     rounding.push_back(0x1p-11 * std::sqrt(squares / dim / 6.0));
                     if (c.softcap > 0.0f) s = c.softcap * std::tanh(s / c.softcap);
                     scores.push_back(s);
@@ -326,7 +327,8 @@ void check_format(const char* name, bool few = false) {
            .recent = 32,
            .lengths = {400, 0, 81},
            .new_tokens = {170, 95, 10}});
-    // Sinks that are new themselves: behind no history, and behind one that ends among them; more than a tile of them.
+    // Sinks that are new themselves: behind no history, and behind one that ends among them; more than a tile
+    // of them.
     check({.kv_heads = 1,
            .group = 4,
            .window = 20,

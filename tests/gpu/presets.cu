@@ -1,4 +1,5 @@
-// Attention over the presets' formats, with 8-bit parameters, token scales and widths that differ between channels.
+// Attention over the presets' formats, with 8-bit parameters, token scales and widths that differ between
+// channels.
 #include <kvq/cuda/quantize/pages.cuh>
 
 #include "../../bench/baselines/nvfp4.hpp"
@@ -62,7 +63,8 @@ void check_dequantize(const char* name) {
     compare(v.download(), batch.value_values, value_dim, "values");
 }
 
-/// On a device as check_format; emulated a case for each number of rows, since others run the same way as without a transform.
+/// On a device as check_format; emulated a case for each number of rows, since others run the same way as
+/// without a transform.
 template <class Format, class T>
 void check_turned(const char* name) {
     if constexpr (test::emulated_or(0, 1) == 1) {

@@ -1,4 +1,5 @@
-// Quantizing to schemes with encoders and to the presets on the device: the bytes that the CPU writes, whatever the numbers are.
+// Quantizing to schemes with encoders and to the presets on the device: the bytes that the CPU writes,
+// whatever the numbers are.
 //
 //   quantize [seed]
 #include <kvq/schemes/presets.hpp>
@@ -45,8 +46,8 @@ std::vector<float> make_numbers(test::rng& r, numbers kind, int tokens, int dim)
         for (float& v : x) v *= test::uniform(r, 0, 3) == 0 ? 1e-44f : 1e-38f;
 #endif
     } else if (kind == numbers::coarse) {
-        // Few values, so that candidates of a search and turns of a refit are often equally good; some far from zero, where fits in
-        // float are the least certain.
+        // Few values, so that candidates of a search and turns of a refit are often equally good; some far
+        // from zero, where fits in float are the least certain.
         const float step = test::uniform(r, 0, 1) == 0 ? 0.5f : 0.03125f;
         for (int t = 0; t < tokens; ++t)
             for (int c = 0; c < dim; ++c) {
@@ -192,8 +193,8 @@ void compare(const pool<Format>& got, const host_pages<Format>& expected, const 
     bytes(got.values.download(), expected.values, Format::value_block_bytes, "value");
 }
 
-/// 16- or 32-bit pages -> Quantized, and from there -> Other if that is another format. Statistics: 0 none, 1 for plans, 2 for
-/// feedback too.
+/// 16- or 32-bit pages -> Quantized, and from there -> Other if that is another format. Statistics: 0 none, 1
+/// for plans, 2 for feedback too.
 template <class T, class Quantized, class Other = Quantized>
 void check(const char* name, int with = 0) {
     using window_format =

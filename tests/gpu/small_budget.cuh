@@ -1,4 +1,5 @@
-// Formats whose kernels may have less shared memory than others: a specialization stands outside of every test.
+// Formats whose kernels may have less shared memory than others: a specialization stands outside of every
+// test.
 #pragma once
 
 #include <kvq/cuda/decode/attend.cuh>

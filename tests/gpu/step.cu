@@ -1,5 +1,6 @@
-// Decode steps in a graph that is replayed while sequences grow: commit_due_pages, store_new_tokens and one attend over sinks, quantized pages and window.
-// Bytes of all pages are those of the CPU, attention is compared with double arithmetic on what pages dequantize to.
+// Decode steps in a graph that is replayed while sequences grow: commit_due_pages, store_new_tokens and one
+// attend over sinks, quantized pages and window. Bytes of all pages are those of the CPU, attention is
+// compared with double arithmetic on what pages dequantize to.
 #include <kvq/cuda.cuh>
 
 #include "support.cuh"

@@ -1,4 +1,5 @@
-// What the GPU tests share: checks, device memory that is poisoned, random tensors, caches built by the CPU's encoders.
+// What the GPU tests share: checks, device memory that is poisoned, random tensors, caches built by the CPU's
+// encoders.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -50,8 +51,8 @@ inline int report(const char* name) {
     return failures ? 1 : 0;
 }
 
-/// How often to repeat what differs from run to run only where blocks run side by side: on a device `runs` times; emulated, where
-/// every run is the same, twice, which shows what a run leaves behind.
+/// How often to repeat what differs from run to run only where blocks run side by side: on a device `runs`
+/// times; emulated, where every run is the same, twice, which shows what a run leaves behind.
 constexpr int repeats(int runs) {
 #ifdef __CUDACC__
     return runs;
@@ -67,8 +68,8 @@ constexpr int emulated_or([[maybe_unused]] int emulated, [[maybe_unused]] int on
     return emulated;
 #endif
 }
-/// A number of sequences of which every thread block has several, or their length: emulated, where there are three multiprocessors and each
-/// token takes long, a quarter.
+/// A number of sequences of which every thread block has several, or their length: emulated, where there are
+/// three multiprocessors and each token takes long, a quarter.
 constexpr int many(int on_device) {
 #ifdef __CUDACC__
     return on_device;
@@ -110,8 +111,8 @@ private:
 
 using rng = std::mt19937;
 
-/// The number that std::normal_distribution<float> of libstdc++ begins with (polar method), without the logarithms of long double that
-/// it spends on each.
+/// The number that std::normal_distribution<float> of libstdc++ begins with (polar method), without the
+/// logarithms of long double that it spends on each.
 inline float normal(rng& r) {
     const auto uniform = [&] { return std::min(static_cast<float>(r()) * 0x1p-32f, 0x1.fffffep-1f); };
     float x, y, size;
@@ -336,8 +337,8 @@ private:
         scheme.dequantize(s, id, made.bytes.data(), made.dequantized.data());
         return made;
     }
-    /// Emulated, where the CPU would quantize for longer than kernels run, blocks are drawn from a few, but for formats with plans and
-    /// transforms, which differ from head to head.
+    /// Emulated, where the CPU would quantize for longer than kernels run, blocks are drawn from a few, but
+    /// for formats with plans and transforms, which differ from head to head.
     template <class S>
     static block one_block(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, float size,
                            float peak) {

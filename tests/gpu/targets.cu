@@ -1,4 +1,5 @@
-// A program for devices of little and of much shared memory: the host takes the kernels that were made for the current one.
+// A program for devices of little and of much shared memory: the host takes the kernels that were made for
+// the current one.
 #ifndef __CUDACC__  // emulated, see scripts/gpu-test; otherwise nvcc lists what it compiles for
 #define __CUDA_ARCH_LIST__ 800, 890
 #endif

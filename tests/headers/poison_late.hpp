@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Included behind the headers of the standard library and of third parties, which use some of these names themselves, and in
-// front of every header of kvq: what Qt and <windows.h> define.
+// Included behind the headers of the standard library and of third parties, which use some of these names
+// themselves, and in front of every header of kvq: what Qt and <windows.h> define.
 #pragma once
 
 #define slots

@@ -120,7 +120,7 @@ LONG = ("kvq.h", "kvq_cuda.h")
 ISA_MACRO = re.compile(r"__(AVX|SSE3|SSSE3|SSE4|FMA__|F16C__|BMI|ARM_FEATURE)\w*")
 ISA_ALLOWED = ("cpu/simd", "cpu/arch", "config")
 
-MAX_LINES = 600
+MAX_LINES, MAX_COLUMNS = 600, 110
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
@@ -163,6 +163,8 @@ def check(root):
         if len(lines) - 1 > MAX_LINES and path not in LONG:
             errors.append(f"{path}: {len(lines) - 1} lines, more than {MAX_LINES}")
 
+        errors += [f"{path}:{number}: {len(line)} columns, more than {MAX_COLUMNS}"
+                   for number, line in enumerate((root / path).read_text().split("\n"), 1) if len(line) > MAX_COLUMNS]
         for number, line in enumerate(lines, 1):
             where = f"{path}:{number}"
             macro = ISA_MACRO.search(line)

@@ -18,7 +18,8 @@
 #include <kvq/cpu/simd.hpp>
 #endif
 
-// The static library shows the parts of every instruction set that it has (src/builtin_formats.cpp); the shared one hides them.
+// The static library shows the parts of every instruction set that it has (src/builtin_formats.cpp); the
+// shared one hides them.
 #if defined(KVQ_EVERY_LEVEL)
 #include <kvq/cpu/arch/arch.hpp>
 
@@ -46,8 +47,9 @@ void each_format(F&& f) {
     });
 }
 
-/// Calls f(name, role, format) for the built-in formats of every instruction set that the library has and this CPU can run. The shared
-/// library shows those of the best one only. Returns the number of instruction sets.
+/// Calls f(name, role, format) for the built-in formats of every instruction set that the library has and
+/// this CPU can run. The shared library shows those of the best one only. Returns the number of instruction
+/// sets.
 template <class F>
 int each_format_of_every_level(F&& f) {
 #if defined(KVQ_EVERY_LEVEL)
@@ -193,7 +195,8 @@ TEST_CASE("a cache of every format takes a prompt in chunks and decodes, near th
         }
         const bool bits8 = name.find("-8-") != std::string::npos || name == "int8" || name == "ref8";
         const bool bits16 = name == "fp16" || name == "bf16" || name == "fp32";
-        // Of one bit a range keeps the least and the largest value of a group, which is far from normal values.
+        // Of one bit a range keeps the least and the largest value of a group, which is far from normal
+        // values.
         const bool bits1 = name.find("-1-") != std::string::npos;
         INFO(name, ": ", std::sqrt(error / size));
         CHECK(std::sqrt(error / size) < (bits16 ? 5e-3 : bits8 ? 2e-2 : bits1 ? 5.0 : 1.2));
@@ -221,7 +224,8 @@ TEST_CASE("formats of schemes of the program have the library's kernels, and say
     CHECK(std::string(lacking.quantize_by) ==
           "portable: kvq::library has none of this codec; files with KVQ_HEADER_ONLY do");
     CHECK(std::string(lacking.dequantize_by) == lacking.quantize_by);
-    // Widths that attention cannot read from the codes: blocks are dequantized first, without an order of channels.
+    // Widths that attention cannot read from the codes: blocks are dequantized first, without an order of
+    // channels.
     const auto dequantized =
         kvq::make_format<kvq::mixed_affine<kvq::code_widths<5, 3>, kvq::average_eighths<32>>>();
     CHECK(dequantized.describe(shape).dequantizes_first);

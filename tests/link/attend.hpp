@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// A cache of some formats in use. Each file that includes it has a function of its own, of its instruction set. Without functions of std,
-// which have no name of an instruction set.
+// A cache of some formats in use. Each file that includes it has a function of its own, of its instruction
+// set. Without functions of std, which have no name of an instruction set.
 #pragma once
 
 #include <kvq/kvq.hpp>

@@ -195,7 +195,8 @@ TEST_CASE(
     CHECK(goes_on(other, n));
 }
 
-// What the evaluation of schemes rests on: the first chunk of a window is read once, and other caches get its keys and values.
+// What the evaluation of schemes rests on: the first chunk of a window is read once, and other caches get its
+// keys and values.
 TEST_CASE_TEMPLATE("a chunk that is appended leaves what a chunk that was read leaves, bit for bit", Cache,
                    llama::kvq_cache, llama::dequantized_cache) {
     const auto seed = test::seed();

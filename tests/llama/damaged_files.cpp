@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Truncated and altered files raise an error or give a model; they never read outside of the file or take memory without end.
+// Truncated and altered files raise an error or give a model; they never read outside of the file or take
+// memory without end.
 #include <load_model.hpp>
 #include <load_tokenizer.hpp>
 

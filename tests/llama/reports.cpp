@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The state of a report: what is measured is kept, goes on after an interruption, and gives the figures of its definitions; pages that
-// stand alone.
+// The state of a report: what is measured is kept, goes on after an interruption, and gives the figures of
+// its definitions; pages that stand alone.
 #include <doctest/doctest.h>
 
 #include <cmath>

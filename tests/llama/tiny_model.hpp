@@ -21,7 +21,8 @@
 
 namespace test {
 
-/// Bits of one value of a block, straight from the layouts in stored_type.hpp: the oracle of the dequantizers.
+/// Bits of one value of a block, straight from the layouts in stored_type.hpp: the oracle of the
+/// dequantizers.
 inline double reference_value(const llama::stored_type& type, const unsigned char* b, int i) {
     const auto half = [&](int at) {
         const int bits = b[at] | b[at + 1] << 8, exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -140,7 +141,8 @@ struct tiny_model {
     std::vector<int> windows;                        // by layer
     std::vector<std::vector<double>> frequencies{};  // by layer; empty: of theta
     double amplitude = 1.0;
-    // Qwen3.5: by layer, whether it is recurrent; a gate behind attention; channels of a head that are rotated (0: all).
+    // Qwen3.5: by layer, whether it is recurrent; a gate behind attention; channels of a head that are
+    // rotated (0: all).
     std::vector<bool> recurrent{};
     bool attention_gate = false;
     int rotated = 0;
@@ -436,7 +438,7 @@ struct tiny_model {
         }
     }
 
-    // ---- files -------------------------------------------------------------------------------------------------------
+    // ---- files -------------------------------------------------------------------------------------------
 
     /// The values of a GGUF file; tests may add to them.
     gguf_writer gguf_values() const {

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: head parallel exact, transfers exact, context parallel within 1e-6 of one cache. Run by mpirun on any number of ranks.
+// Comparison family: head parallel exact, transfers exact, context parallel within 1e-6 of one cache. Run by
+// mpirun on any number of ranks.
 //
 //   kvq_mpi_test equal      every rank computes the whole as well, and compares
-//   kvq_mpi_test killed | silent | damaged | cut      the last rank does this in the middle of a run; every other rank must report an error
+//   kvq_mpi_test killed | silent | damaged | cut      the last rank does this in the middle of a run; every
+//                                                     other rank must report an error
 //                           within the time limit, with a sequence of whole tokens
 //
 // Every rank prints one line that ends with "as expected". After a failure ranks end without MPI_Finalize.
@@ -85,8 +87,8 @@ std::vector<int> uneven(int ranks) {
     return w;
 }
 
-/// Tokens are imported up to `imported`, prefilled up to `prompt`, and decoded. Returns the distance of this rank's outputs to those of one
-/// cache. before(token) runs before every step.
+/// Tokens are imported up to `imported`, prefilled up to `prompt`, and decoded. Returns the distance of this
+/// rank's outputs to those of one cache. before(token) runs before every step.
 template <class Before>
 double run_context(channel& c, int imported, int prompt, int tokens, kvq::context_split& split,
                    kvq::sequence& own, Before&& before) {
@@ -257,7 +259,8 @@ std::string fails(channel& c, const std::string& how) {
         kvq::context_split whole(geometry, std::vector<int>(static_cast<std::size_t>(c.ranks()), 1), 0, 64);
         whole.add(5980);
         for (int t = 5980; t < when; ++t) whole.add(1);
-        // The limit, once more for a rank that waits for one that waits, and time to compute on a busy machine.
+        // The limit, once more for a rank that waits for one that waits, and time to compute on a busy
+        // machine.
         if (seconds > 2 * static_cast<double>(limit.count()) + 5) return "the error came late";
         return own.tokens() == whole.tokens(c.rank()) ? "" : "half a token is left";
     }

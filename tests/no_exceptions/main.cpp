@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Built with -fno-exceptions: kvq::error and kvq::out_of_memory reach the handler with their message. A handler must not return;
-// those of this program end it, with 0 if the message is the right one.
+// Built with -fno-exceptions: kvq::error and kvq::out_of_memory reach the handler with their message. A
+// handler must not return; those of this program end it, with 0 if the message is the right one.
 #include <atomic>
 #include <csignal>
 #include <cstdio>

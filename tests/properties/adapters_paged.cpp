@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. What goes through a block table or a slot mapping arrives as if it had never been in
-// blocks.
+// Comparison family: exact. What goes through a block table or a slot mapping arrives as if it had never been
+// in blocks.
 #include <doctest/doctest.h>
 
 #include <kvq/adapters/paged.hpp>

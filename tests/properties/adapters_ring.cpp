@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact for what is held, a tolerance in terms of rounding for attention. A ring is the end of the
-// sequence that was never cut, as far as a sliding window can see.
+// Comparison family: exact for what is held, a tolerance in terms of rounding for attention. A ring is the
+// end of the sequence that was never cut, as far as a sliding window can see.
 #include <doctest/doctest.h>
 
 #include <kvq/policy/ring.hpp>
@@ -15,7 +15,8 @@ namespace {
 using ring_cache = test::typed_cache<kvq::kivi<4, 8>>;
 using ring = kvq::ring;
 
-/// The entries of the full sequence that hold sinks or begin at token `from` or later, as if there were nothing between.
+/// The entries of the full sequence that hold sinks or begin at token `from` or later, as if there were
+/// nothing between.
 std::vector<test::held_page> end_of(std::vector<test::held_page> all, int sinks, std::int64_t from) {
     if (from == 0) return all;
     std::erase_if(all,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. A ring that was saved as its sequence and the position of it goes on as if it never had been.
+// Comparison family: exact. A ring that was saved as its sequence and the position of it goes on as if it
+// never had been.
 #include <doctest/doctest.h>
 
 #include <kvq/policy/ring.hpp>

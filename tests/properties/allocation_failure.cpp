@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Every allocation of every operation is made to fail once: nothing has changed then.
+// Comparison family: exact. Every allocation of every operation is made to fail once: nothing has changed
+// then.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -144,7 +145,8 @@ namespace allocation_failure_tests {
 
 namespace {
 
-/// 8-bit codes on a fixed grid, by a scheme that needs memory of its own while it quantizes, as the baselines do.
+/// 8-bit codes on a fixed grid, by a scheme that needs memory of its own while it quantizes, as the baselines
+/// do.
 struct hungry_scheme {
     static inline int calls = 0, fail_at = test::counting_resource::never;
     static void take_memory() {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction. Attention over pages against double arithmetic on the dequantized values.
+// Comparison family: mixed-precision reduction. Attention over pages against double arithmetic on the
+// dequantized values.
 //
-// What attend() may lose: queries and weights are fixed-point with 16 bits below their largest element, so a score moves by
-// some 2^-16 of its largest term and a weight by 2^-16 of the page's largest; float sums and exp2 add about 2^-21. Over
-// thousands of random values the errors add like sqrt(n), and so does the result, which leaves about 1e-4; the bound is
-// 5e-4, what the library promises for random data.
+// What attend() may lose: queries and weights are fixed-point with 16 bits below their largest element, so a
+// score moves by some 2^-16 of its largest term and a weight by 2^-16 of the page's largest; float sums and
+// exp2 add about 2^-21. Over thousands of random values the errors add like sqrt(n), and so does the result,
+// which leaves about 1e-4; the bound is 5e-4, what the library promises for random data.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -150,8 +151,8 @@ TEST_CASE_TEMPLATE("NaN and infinities that were quantized do not reach the outp
     CHECK(error.of_terms <= bound);
 }
 
-// From 16 query rows on, 16-bit pages may be multiplied as integers (cpu/window/word_product.hpp): then the same rows alone are within
-// the bound, not the same bits.
+// From 16 query rows on, 16-bit pages may be multiplied as integers (cpu/window/word_product.hpp): then the
+// same rows alone are within the bound, not the same bits.
 TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row of a prefill, single heads", C,
                    KVQ_TEST_FEW_CACHES) {
     const auto seed = test::seed();
@@ -188,8 +189,9 @@ TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row o
 }
 
 TEST_CASE("decode step by step gives the rows of a prefill") {
-    // Nothing is quantized, so that both see the same values. Chunks of 7 tokens, 14 query rows, sum floats in different orders, hence
-    // a few float roundings; more rows may be multiplied as integers (cpu/window/word_product.hpp), within the bound.
+    // Nothing is quantized, so that both see the same values. Chunks of 7 tokens, 14 query rows, sum floats
+    // in different orders, hence a few float roundings; more rows may be multiplied as integers
+    // (cpu/window/word_product.hpp), within the bound.
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

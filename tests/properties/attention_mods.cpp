@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction (see attention.cpp) against a reference that asks about one pair of query and key after
-// the other; exact for what must not matter: answers for pages, threads, batches.
+// Comparison family: mixed-precision reduction (see attention.cpp) against a reference that asks about one
+// pair of query and key after the other; exact for what must not matter: answers for pages, threads, batches.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -259,7 +259,8 @@ TEST_CASE("a mask is asked about pages first, and about rows only where a page i
             const lifted_checkers lifted{{side}};
             test::tensor<float> out(rows, 4, 32);
             sequence.attend(0, q.view(), out.view(), lifted);
-            // 13 pages and the whole chunk, for each kv head and block of rows; every row of 2 query heads asks once for itself.
+            // 13 pages and the whole chunk, for each kv head and block of rows; every row of 2 query heads
+            // asks once for itself.
             const int asked = lifted.pages[0] + lifted.pages[1] + lifted.pages[2];
             CHECK(asked % 14 == 0);
             const int blocks = asked / 14;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact for pages that are chosen (the same bits as under a mask), on any number of threads and in any batch;
-// double arithmetic for bounds of scores and for what values that are not read cost.
+// Comparison family: exact for pages that are chosen (the same bits as under a mask), on any number of
+// threads and in any batch; double arithmetic for bounds of scores and for what values that are not read
+// cost.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -59,7 +60,8 @@ struct everything {
     kvq::page_visibility mask_page(int, int, int, int) const { return kvq::page_visibility::all; }
 };
 
-/// Calls use(mods_view) with `part` and random masks and score modifiers beside it. The same ones for the same seed.
+/// Calls use(mods_view) with `part` and random masks and score modifiers beside it. The same ones for the
+/// same seed.
 template <class Part, class Use>
 void beside(std::uint64_t seed, int tokens, int heads, const Part& part, const Use& use) {
     test::generator random(seed);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction. Attention over transformed, centred and codebook pages, and what trims, copies
-// and layers do to them. The bound is that of attention.cpp.
+// Comparison family: mixed-precision reduction. Attention over transformed, centred and codebook pages, and
+// what trims, copies and layers do to them. The bound is that of attention.cpp.
 #include <doctest/doctest.h>
 
 #include "baselines/centred.hpp"
@@ -52,7 +52,8 @@ using wrapped_cache = test::typed_cache<
                   kvq::hadamard<kvq::affine<4, kvq::per_channel<>, kvq::byte_params, kvq::min_max>>,
                   doubled>>;
 
-/// Methods of 2026: lengths of tokens in front of channels, clipped tokens, what went through wider codes, and one that is not foldable.
+/// Methods of 2026: lengths of tokens in front of channels, clipped tokens, what went through wider codes,
+/// and one that is not foldable.
 using recent_cache = test::typed_cache<
     test::formats<baselines::oscar_scaled<2>::keys,
                   baselines::token_normalized<kvq::affine<4, kvq::per_channel<16>>>,

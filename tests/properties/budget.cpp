@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact, to the byte. The budget against caches of every kind that reserve every step there is; and engines that
-// live on it. KVQ_BUDGET_ROUNDS=100 makes it long.
+// Comparison family: exact, to the byte. The budget against caches of every kind that reserve every step
+// there is; and engines that live on it. KVQ_BUDGET_ROUNDS=100 makes it long.
 #include <doctest/doctest.h>
 
 #include <algorithm>

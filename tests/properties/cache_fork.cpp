@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Sequences that share pages never see each other's changes, and share what they can.
+// Comparison family: exact. Sequences that share pages never see each other's changes, and share what they
+// can.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -132,8 +133,8 @@ TEST_CASE("a fork takes no page; the second request on a shared prefix costs onl
     for (int i = 0; i < answer; ++i) append(second, 2, second_words, question + i, 1);
     CHECK(second.tokens() == prefix + question + answer);
 
-    // What it added: pages that its own tokens lie in, and the pages of the prefix that it had to see differently (cut in
-    // the middle, or uncoded again by the trim).
+    // What it added: pages that its own tokens lie in, and the pages of the prefix that it had to see
+    // differently (cut in the middle, or uncoded again by the trim).
     const auto mine = pages_of(second, 2);
     auto both = pages_of(first, 2);
     std::size_t own = 0, own_pages = 0;
@@ -159,7 +160,8 @@ TEST_CASE("a fork takes no page; the second request on a shared prefix costs onl
         CHECK(a.at(e).values == b.at(e).values);
     }
 
-    // And it is what a sequence of its own would hold, as far as pages were not quantized by the first request meanwhile.
+    // And it is what a sequence of its own would hold, as far as pages were not quantized by the first
+    // request meanwhile.
     auto alone = cache.new_sequence();
     append(alone, 2, s, 0, prefix);
     append(alone, 2, second_words, 0, question + answer);

@@ -48,9 +48,9 @@ TEST_CASE_TEMPLATE("usage() accounts for every byte that a sequence takes, after
 }
 
 TEST_CASE("the parts of usage(): an example that can be checked by hand") {
-    // 100 tokens, 4 of them sinks: pages of 16 begin at 4, 20, 36, 52, 68, 84, 100. With 20 recent tokens the four that end
-    // at 68 or before are quantized (at 40, 56, 72 and 88 tokens); the 16-bit copies of the last one are kept, because a trim by
-    // 16 to 84 tokens would want them.
+    // 100 tokens, 4 of them sinks: pages of 16 begin at 4, 20, 36, 52, 68, 84, 100. With 20 recent tokens the
+    // four that end at 68 or before are quantized (at 40, 56, 72 and 88 tokens); the 16-bit copies of the
+    // last one are kept, because a trim by 16 to 84 tokens would want them.
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 64};
     test::typed_cache<kvq::affine<4>> cache(shape,
                                             {.sinks = 4, .recent = 20, .page_tokens = 16, .rollback = 16});
@@ -187,7 +187,8 @@ TEST_CASE_TEMPLATE(
         options.rotary = {kvq::rotary_embedding{}};
         const test::stream s(random, shape, 300);
         const int added = random.between(1, 60);
-        // The same sequences again, in a cache with room for `spare` bytes more; returns what the last append was said to need.
+        // The same sequences again, in a cache with room for `spare` bytes more; returns what the last append
+        // was said to need.
         const auto replay = [&](std::size_t budget, std::size_t& in_use, bool& went_through) {
             options.byte_budget = budget;
             auto cache = test::make_cache<C>(shape, options);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: half a step of the stored parameters, and what the encoders promise beyond (quant/encoders.hpp).
+// Comparison family: half a step of the stored parameters, and what the encoders promise beyond
+// (quant/encoders.hpp).
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -24,7 +25,8 @@ using kvq::packed_params;
 using kvq::params;
 using kvq::token_scales;
 
-/// A channel of one group: what went in (divided by the factors of its tokens), what came out, and the stored parameters.
+/// A channel of one group: what went in (divided by the factors of its tokens), what came out, and the stored
+/// parameters.
 struct channel {
     std::vector<double> y, dequantized, factor;
     double scale, bias, bias_step;
@@ -71,7 +73,8 @@ void for_each_channel(const S& scheme, const kvq::block_shape& shape, const std:
     }
 }
 
-/// What float arithmetic adds to one number: division by the factor, subtraction, product, and two roundings on the way back.
+/// What float arithmetic adds to one number: division by the factor, subtraction, product, and two roundings
+/// on the way back.
 template <class S>
 double evaluation(const channel& ch, double y) {
     return 0x1p-23 * (std::fabs(y) + 2 * std::fabs(ch.bias) + 2 * ch.scale * S::top) + 0x1p-120;
@@ -218,7 +221,8 @@ TEST_CASE("a scale per token keeps tokens of any size as precise as the others")
                 const auto i = static_cast<std::size_t>(t * 64 + c);
                 error += std::pow(static_cast<double>(x[i] - y[i]), 2.0);
             }
-            // 16 levels over at most +-4 standard deviations, rounded: 0.15; twice that for factors that are not exact.
+            // 16 levels over at most +-4 standard deviations, rounded: 0.15; twice that for factors that are
+            // not exact.
             CHECK(std::sqrt(error / size[static_cast<std::size_t>(t)]) < 0.3);
         }
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Many sequences on one pool, one writer each, forks handed from thread to thread. Run under ThreadSanitizer by the preset `thread`.
+// Many sequences on one pool, one writer each, forks handed from thread to thread. Run under ThreadSanitizer
+// by the preset `thread`.
 #include <doctest/doctest.h>
 
 #include <atomic>

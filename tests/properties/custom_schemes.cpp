@@ -32,8 +32,8 @@ TEST_CASE_TEMPLATE("product scheme: half a step of its two-factor grid", S, test
         INFO(shape);
         auto x = test::random_block(random, shape);
         const auto y = test::dequantized(scheme, shape, test::quantized(scheme, shape, x));
-        // Divided by its token's factor (the largest magnitude, rounded up to float16) a channel spans at most 2, plus
-        // the rounding of its bias; log scales are at most 2^(1/8) too coarse.
+        // Divided by its token's factor (the largest magnitude, rounded up to float16) a channel spans at
+        // most 2, plus the rounding of its bias; log scales are at most 2^(1/8) too coarse.
         const double step = 2.0 * (1 + 0x1p-9) / S::top * std::exp2(0.125);
         for (int t = 0; t < shape.tokens; ++t) {
             double largest = 0;

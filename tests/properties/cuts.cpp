@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. A cut keeps codes: whatever is trimmed, however often, the tokens that stay keep their values.
+// Comparison family: exact. A cut keeps codes: whatever is trimmed, however often, the tokens that stay keep
+// their values.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -95,7 +96,8 @@ TEST_CASE_TEMPLATE(
         auto cache = test::make_cache<C>(shape, options);
         const test::stream s(random, shape, 4 * longest);
         auto sequence = cache.new_sequence();
-        // What the layers hold; and how far they were committed for good: no trim within the rollback goes back there.
+        // What the layers hold; and how far they were committed for good: no trim within the rollback goes
+        // back there.
         std::vector<test::tensor<float>> values[2];
         std::vector<int> settled(static_cast<std::size_t>(shape.layers), 0);
         const auto look = [&](auto& into, kvq::tensor role) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: head parallel exact; context parallel within float rounding of one cache, with the same pages; transfers exact.
-// A message that is cut, damaged, lost or repeated is an error on a rank, and no rank waits for ever.
+// Comparison family: head parallel exact; context parallel within float rounding of one cache, with the same
+// pages; transfers exact. A message that is cut, damaged, lost or repeated is an error on a rank, and no rank
+// waits for ever.
 #include <doctest/doctest.h>
 
 #include <cmath>

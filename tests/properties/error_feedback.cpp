@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact where nothing may change, and what feedback is for: less error in what queries see.
+// Comparison family: exact where nothing may change, and what feedback is for: less error in what queries
+// see.
 #include <doctest/doctest.h>
 
 #include <cmath>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact, to the byte. Footprints of every kind of cache, users' schemes and mixed layers included.
+// Comparison family: exact, to the byte. Footprints of every kind of cache, users' schemes and mixed layers
+// included.
 #include <doctest/doctest.h>
 
 #include <algorithm>

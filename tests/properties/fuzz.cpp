@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// A million random operations on sequences of one cache, against a plain model that keeps every token as 16-bit values and adds
-// up what each requantizing may lose. Nothing may drift beyond that, no page may leak, no byte may be unaccounted for.
+// A million random operations on sequences of one cache, against a plain model that keeps every token as
+// 16-bit values and adds up what each requantizing may lose. Nothing may drift beyond that, no page may leak,
+// no byte may be unaccounted for.
 //
 // KVQ_FUZZ_OPERATIONS sets their number, KVQ_SEED where they start.
 #include <doctest/doctest.h>
@@ -272,7 +273,8 @@ private:
         REQUIRE(error < 5e-4);
     }
 
-    /// Pages that are not what they were have been quantized anew: their tokens may be off by half a step more.
+    /// Pages that are not what they were have been quantized anew: their tokens may be off by half a step
+    /// more.
     void account(std::size_t i) {
         model& m = models_[i];
         const auto& spans = kvq::detail::sequence_access::tables(sequences_[i])[0].spans;
@@ -283,7 +285,8 @@ private:
                 const bool known = p < m.pages[role].size();
                 if (known && m.pages[role][p].page == now[p].page && m.pages[role][p].format == now[p].format)
                     continue;
-                // 16-bit pages grow, are copied when they are shared, and come back from copies: all of it exact.
+                // 16-bit pages grow, are copied when they are shared, and come back from copies: all of it
+                // exact.
                 if (now[p].format == 0 && (!known || m.pages[role][p].format == 0)) continue;
                 double reach = 1;
                 for (int t = spans[p].first_token; t < spans[p].end(); ++t)

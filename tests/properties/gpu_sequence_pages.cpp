@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. What the host keeps of a sequence on the GPU (cuda/host/sequence_pages.hpp) against a CPU cache that did
-// the same: which pages are quantized, which tokens they show, which have 16-bit copies, which a window has freed; every page has the right
-// holders, and no sequence takes more pages than it said. What queries of a step see is held until the next one.
+// Comparison family: exact. What the host keeps of a sequence on the GPU (cuda/host/sequence_pages.hpp)
+// against a CPU cache that did the same: which pages are quantized, which tokens they show, which have 16-bit
+// copies, which a window has freed; every page has the right holders, and no sequence takes more pages than
+// it said. What queries of a step see is held until the next one.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. The growing buffers of examples/13_growing_buffers hold what was appended, whatever their capacity; MLX's
-// format is its formula.
+// Comparison family: exact. The growing buffers of examples/13_growing_buffers hold what was appended,
+// whatever their capacity; MLX's format is its formula.
 #include <doctest/doctest.h>
 
 #include "13_growing_buffers/growing_buffers.hpp"

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. A sequence of a model with layers of keys and layers of state holds, after any history, what running its tokens
-// once gives: after trims that run tokens again, forks, files, messages and a prefix cache. A small engine, whose state and keys are
-// computed from token ids, is the model.
+// Comparison family: exact. A sequence of a model with layers of keys and layers of state holds, after any
+// history, what running its tokens once gives: after trims that run tokens again, forks, files, messages and
+// a prefix cache. A small engine, whose state and keys are computed from token ids, is the model.
 //
-// KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its number.
+// KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its
+// number.
 #include <doctest/doctest.h>
 
 #include <filesystem>
@@ -263,8 +264,8 @@ TEST_CASE("the footprint of a model with state is what is allocated, and a budge
         const ids text(static_cast<std::size_t>(longest), 1);
         for (int n = 0; n <= longest; ++n) {
             if (n > 0)
-                s.state()
-                    .reserve();  // what an exact snapshot shares with the live state is copied by the next step
+                // what an exact snapshot shares with the live state is copied by the next step
+                s.state().reserve();
             REQUIRE(s.usage().bytes == memory.bytes());
             REQUIRE(kvq::footprint(cache, n).total == memory.bytes());
             REQUIRE(kvq::footprint(cache, n).state == s.usage().state);

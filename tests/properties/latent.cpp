@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction. Latent attention against double arithmetic on the dequantized keys, over random histories of all
-// verbs; what a latent takes, to the byte; its error beside that of the codec; and what is refused.
+// Comparison family: mixed-precision reduction. Latent attention against double arithmetic on the dequantized
+// keys, over random histories of all verbs; what a latent takes, to the byte; its error beside that of the
+// codec; and what is refused.
 //
-// KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its number.
+// KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its
+// number.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -102,7 +104,8 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
                     s.append(0, rows.view(), kvq::no_rows());
                     break;
                 case 2: {
-                    // A prompt sees what was quantized before it, and its own tokens in the type of the window.
+                    // A prompt sees what was quantized before it, and its own tokens in the type of the
+                    // window.
                     test::tensor<float> keys(held + n, 1, of.head_dim);
                     s.dequantize(0, tensor::key, 0, keys.view().slice(0, held));
                     for (int t = 0; t < n; ++t)

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. A cache of layers that differ is, layer by layer, a cache of one such layer: random histories over random lists of layers,
-// over all verbs, beside one cache for each layer; pages, outputs and bytes are equal. And what lists are refused.
+// Comparison family: exact. A cache of layers that differ is, layer by layer, a cache of one such layer:
+// random histories over random lists of layers, over all verbs, beside one cache for each layer; pages,
+// outputs and bytes are equal. And what lists are refused.
 //
-// KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its number.
+// KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its
+// number.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -219,7 +221,8 @@ public:
             case 9: {
                 const int from = random_.between(0, 2);
                 if (from == s) return;
-                // Each of the two commits its own pages of the chunk that waits, which a splice may bring together.
+                // Each of the two commits its own pages of the chunk that waits, which a splice may bring
+                // together.
                 shares_less_ = shares_less_ || waits(together_[from]);
                 together_[s] = together_[from].fork();
                 for (std::size_t i = 0; i < apart_.size(); ++i) parts_[s][i] = parts_[from][i].fork();
@@ -313,7 +316,8 @@ public:
     }
 
 private:
-    /// usage() counts every page of a sequence once, also while a chunk waits; and all pages of the pool are pages of the sequences.
+    /// usage() counts every page of a sequence once, also while a chunk waits; and all pages of the pool are
+    /// pages of the sequences.
     void check_usage() {
         struct use {
             std::uint32_t spans = 0;
@@ -794,7 +798,8 @@ TEST_CASE("tokens keep their values and positions beside the gap of a window, wh
 }
 
 TEST_CASE("pages on both sides of a gap are not repacked into one") {
-    // A page of a sink that was spliced in is as large as any that could take its place, so it stays, and the window leaves it.
+    // A page of a sink that was spliced in is as large as any that could take its place, so it stays, and the
+    // window leaves it.
     kvq::layer of = kvq::sliding_attention(1, {1, 4});
     kvq::cache cache({of}, {.keys = {format_of<kvq::int8>()},
                             .sinks = 1,
@@ -1563,7 +1568,8 @@ TEST_CASE("a sequence that is emptied and filled again takes no more memory than
 }
 
 TEST_CASE("bytes of a model of windows and full layers, by formula and by allocation") {
-    // 50 layers with windows and 10 full ones, as Gemma 4 31B has them, at an eighth of its heads and a short context.
+    // 50 layers with windows and 10 full ones, as Gemma 4 31B has them, at an eighth of its heads and a short
+    // context.
     test::counting_resource memory;
     kvq::cache_options options{.keys = {format_of<kvq::int8>()}, .sinks = 4, .recent = 32, .page_tokens = 32};
     options.memory = &memory;

@@ -104,7 +104,8 @@ TEST_CASE_TEMPLATE(
                             wrong += y[i] != biases[place];
                     }
                     if (Bits == 0 && n > 0) {
-                        // enclosing: biases are rounded down, by less than a step; the line spans all biases of the group.
+                        // enclosing: biases are rounded down, by less than a step; the line spans all biases
+                        // of the group.
                         mean /= n;
                         const auto bias = static_cast<double>(biases[place]);
                         wrong += !(bias <= mean + 0x1p-22 * size + 0x1p-120);
@@ -164,7 +165,8 @@ TEST_CASE("bits go where queries look: a channel that queries weigh most dequant
         }
         return error;
     };
-    // 16 of 64 channels carry all of the product: 4 bits instead of 2 there are 25 times finer steps, squared.
+    // 16 of 64 channels carry all of the product: 4 bits instead of 2 there are 25 times finer steps,
+    // squared.
     CHECK(logits(planned) < 0.2 * logits(even));
     CHECK_THROWS_AS(test::quantized(planned, {kvq::tensor::key, 64, 32}, random.normals(64 * 32)),
                     kvq::error);
@@ -272,7 +274,8 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     using grid = kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::error_feedback<kvq::min_max>>;
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 16};
     const auto statistics = test::random_statistics(random, shape, true);
-    // Not from kvq::library, whose formats the tests find by name and by what dequantizing needs: feedback is neither.
+    // Not from kvq::library, whose formats the tests find by name and by what dequantizing needs: feedback is
+    // neither.
     using C = test::typed_cache<test::formats<keys, grid>, kvq::int8, kvq::scalar>;
     const auto make = [&](const kvq::cache_shape& s) {
         C cache(s, {}, typename C::key_table(keys(statistics), grid(statistics)));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact bytes; double arithmetic. NVFP4 (bench/baselines/nvfp4.hpp) against a description of its bytes bit by bit, and
-// against its formula by trying all values.
+// Comparison family: exact bytes; double arithmetic. NVFP4 (bench/baselines/nvfp4.hpp) against a description
+// of its bytes bit by bit, and against its formula by trying all values.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -25,8 +25,8 @@ double scale_value(int bits) {
     return e ? std::ldexp(8 + m, e - 10) : std::ldexp(m, -9);
 }
 
-/// What the published bytes hold for a token and channel: bits 4 (channel % 2) of byte channel / 2 of the row, and byte channel / 16
-/// of the row of scales behind all codes.
+/// What the published bytes hold for a token and channel: bits 4 (channel % 2) of byte channel / 2 of the
+/// row, and byte channel / 16 of the row of scales behind all codes.
 struct fields {
     int code, scale;
     fields(const kvq::block_shape& s, const std::vector<std::byte>& rows, int token, int channel) {

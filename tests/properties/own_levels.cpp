@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: double arithmetic. Levels of a user: attention, estimates of scores and requantizing agree
-// with value(), whether or not attention may multiply the codes.
+// Comparison family: double arithmetic. Levels of a user: attention, estimates of scores and requantizing
+// agree with value(), whether or not attention may multiply the codes.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -48,7 +48,8 @@ struct other_e2m1 : e2m1 {
     }
 };
 
-/// x^ = scale * Numerator / 2 * (code - Zero / 2) + bias: attention's form if Numerator is 2 and Zero / 2 a code.
+/// x^ = scale * Numerator / 2 * (code - Zero / 2) + bias: attention's form if Numerator is 2 and Zero / 2 a
+/// code.
 template <int Zero, int Numerator, bool Bias>
 struct steps {
     static constexpr bool has_bias = Bias;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. The page table (page/page_table.hpp) alone, without a byte of a page. Random growths, trims, erases, shifts,
-// splices, repackings, forks and changes of formats against a list of tokens that does the same: the spans show the tokens of the list, and every page has
-// the right holders. A trim within the rollback, and a growth in parts, give the table of a sequence that never had the other tokens.
+// Comparison family: exact. The page table (page/page_table.hpp) alone, without a byte of a page. Random
+// growths, trims, erases, shifts, splices, repackings, forks and changes of formats against a list of tokens
+// that does the same: the spans show the tokens of the list, and every page has the right holders. A trim
+// within the rollback, and a growth in parts, give the table of a sequence that never had the other tokens.
 #include <doctest/doctest.h>
 
 #include <algorithm>

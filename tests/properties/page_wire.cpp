@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. A page that arrives is the page that was sent, or is refused; a sequence sent page by page is the
-// same sequence in another cache.
+// Comparison family: exact. A page that arrives is the page that was sent, or is refused; a sequence sent
+// page by page is the same sequence in another cache.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. A cache whose pages are allocated up front holds what any other cache holds, in the bytes of its budget.
+// Comparison family: exact. A cache whose pages are allocated up front holds what any other cache holds, in
+// the bytes of its budget.
 #include <doctest/doctest.h>
 
 #include <algorithm>

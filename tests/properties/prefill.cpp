@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact for pages, 5e-4 for outputs. A chunk is seen in 16 bit by its own queries, and its pages are those of
-// token by token.
+// Comparison family: exact for pages, 5e-4 for outputs. A chunk is seen in 16 bit by its own queries, and its
+// pages are those of token by token.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -104,7 +104,8 @@ TEST_CASE_TEMPLATE(
             }
             for (int i = 0; i < n; ++i) append(one_by_one, shape.layers, s, first + i, 1);
             REQUIRE(contents(cache, chunked) == contents(cache, one_by_one));
-            // The fork makes it copy a page that is filled, to one that need not be as large as a trim has left it.
+            // The fork makes it copy a page that is filled, to one that need not be as large as a trim has
+            // left it.
             REQUIRE(chunked.usage().bytes <= one_by_one.usage().bytes);
             REQUIRE(chunked.usage().rollback == one_by_one.usage().rollback);
             if (random.one_in(6)) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. A prefix cache does what a list of (tokens, sequence) pairs does that is searched from end
-// to end; what it hands out is nobody else's; its bytes are the pool's.
+// Comparison family: exact. A prefix cache does what a list of (tokens, sequence) pairs does that is searched
+// from end to end; what it hands out is nobody else's; its bytes are the pool's.
 #include <doctest/doctest.h>
 
 #include <kvq/cache/sequence_access.hpp>
@@ -50,7 +50,8 @@ bool holds(const sequence_type& s, const test::stream& words, const key& tokens)
     return true;
 }
 
-/// Do two of the sequences hold pages with the same bytes that are not one page? A store makes them one, forks do not.
+/// Do two of the sequences hold pages with the same bytes that are not one page? A store makes them one,
+/// forks do not.
 bool hold_copies(const std::vector<const sequence_type*>& sequences) {
     for (const sequence_type* a : sequences)
         for (const sequence_type* b : sequences)
@@ -242,8 +243,8 @@ TEST_CASE("random requests: finds, keeps, evicts and counts what a plain list do
 
         std::vector<key> asked;
         for (int step = 0; step < 60; ++step) {
-            // A request: like an earlier one up to somewhere, then something else. Few different tokens, so that it
-            // meets others.
+            // A request: like an earlier one up to somewhere, then something else. Few different tokens, so
+            // that it meets others.
             key request;
             if (!asked.empty() && !random.one_in(5)) {
                 request = random.pick(asked);

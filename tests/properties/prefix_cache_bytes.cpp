@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Two requests with a common prefix, 35 MB and 62 MB in 16 bit: the sizes of the case for
-// which vllm-mlx (pull request 69) needed a fix, since quantized buffers kept what had been allocated ahead.
+// Comparison family: exact. Two requests with a common prefix, 35 MB and 62 MB in 16 bit: the sizes of the
+// case for which vllm-mlx (pull request 69) needed a fix, since quantized buffers kept what had been
+// allocated ahead.
 #include <doctest/doctest.h>
 
 #include <kvq/policy/prefix_cache.hpp>

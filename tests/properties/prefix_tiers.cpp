@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. What memory evicts comes back from its file byte for byte; budgets hold; a damaged file is only a miss.
+// Comparison family: exact. What memory evicts comes back from its file byte for byte; budgets hold; a
+// damaged file is only a miss.
 #include <doctest/doctest.h>
 
 #include <cstdio>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. A radix tree answers like a sorted map of token vectors that is searched from end to end.
+// Comparison family: exact. A radix tree answers like a sorted map of token vectors that is searched from end
+// to end.
 #include <doctest/doctest.h>
 
 #include <kvq/policy/radix_tree.hpp>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Methods of 2026 in bench/baselines: their formulas written down once more in double, their bits counted, hostile values.
+// Methods of 2026 in bench/baselines: their formulas written down once more in double, their bits counted,
+// hostile values.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -74,7 +75,8 @@ TEST_CASE("the bits of the methods, with everything counted") {
     CHECK(bits_of(block_gtq_keys<3>().block_bytes(k64), k64) == 3.25);
     CHECK(bits_of(progressive_kivi<2, 8, 4>::keys().block_bytes(k64), k64) == 2.5);
 
-    // A group of Block-GTQ has a length of its own; every block has room for as many as the head with the most.
+    // A group of Block-GTQ has a length of its own; every block has room for as many as the head with the
+    // most.
     test::generator random(3);
     std::vector<double> deviation(64);
     for (std::size_t i = 0; i < 64; ++i) deviation[i] = std::exp2(-0.25 * static_cast<double>(i % 32));
@@ -159,7 +161,8 @@ TEST_CASE("OSCAR: clipping at a quantile of the token, a rotation that undoes th
         }
     }
 
-    // Queries along one direction: behind the rotation all channels of keys have the same share of what queries see.
+    // Queries along one direction: behind the rotation all channels of keys have the same share of what
+    // queries see.
     constexpr int dim = 16;
     kvq::calibration statistics({1, 1, dim}, true);
     auto q = test::random_tensor(random, 400, 1, dim);
@@ -280,7 +283,8 @@ TEST_CASE("OCTOPUS: the map and its inverse, errors of the paper's size, joint r
         const auto back = baselines::octahedron::to_sphere(p);
         for (std::size_t c = 0; c < 3; ++c) CHECK(std::fabs(back[c] - n[c] / length) < 1e-6f);
     }
-    // arXiv 2605.21226 gives 0.0897 at 2 bits and 0.0071 at 4 (128 channels); the Lloyd-Max bound of scalars is 0.1175 and 0.0095.
+    // arXiv 2605.21226 gives 0.0897 at 2 bits and 0.0071 at 4 (128 channels); the Lloyd-Max bound of scalars
+    // is 0.1175 and 0.0095.
     const kvq::block_shape shape{tensor::value, 64, 128};
     const auto x = random.normals(shape.values(), 3.0f);
     const auto error = [&](const auto& s) {

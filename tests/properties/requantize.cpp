@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Requantizing a live cache: the dry run is the truth, the bytes are those of direct quantizing, errors add up and no more.
+// Requantizing a live cache: the dry run is the truth, the bytes are those of direct quantizing, errors add
+// up and no more.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -92,8 +93,8 @@ TEST_CASE("the dry run says byte for byte what then happens, shared pages and th
             const std::size_t tables = f.memory.bytes() - f.cache.bytes_in_use();
             const auto& options = f.cache.options();
             CHECK(tables == other);
-            // Measured by the memory resource: pages, the scratch, and the lists of one job per thread and of those who
-            // hold its page.
+            // Measured by the memory resource: pages, the scratch, and the lists of one job per thread and of
+            // those who hold its page.
             const std::size_t lists = 64 * static_cast<std::size_t>(threads) +
                                       chosen.size() * (48 + 8 * static_cast<std::size_t>(threads));
             CHECK(f.memory.peak() >= done.bytes_peak + other);
@@ -277,7 +278,8 @@ TEST_CASE("errors of a chain add up to half a step of each link") {
             CHECK(cache.requantize(chain, request).pages == 8);
             const std::array<int, 4> width{16, 8, 4, 2};
             for (int r = 0; r < 2; ++r) {
-                // What the scheme states: half a step, of a range that is at most the whole tensor's; parameters in fp16.
+                // What the scheme states: half a step, of a range that is at most the whole tensor's;
+                // parameters in fp16.
                 float lo = now[r][0], hi = now[r][0];
                 for (const float x : now[r]) lo = std::fmin(lo, x), hi = std::fmax(hi, x);
                 const double top = (1 << width[static_cast<std::size_t>(format)]) - 1;
@@ -287,8 +289,8 @@ TEST_CASE("errors of a chain add up to half a step of each link") {
                 CHECK(distance(start[r], now[r]) <= bound[r]);
             }
         }
-        // No worse than 16 -> 2 at once plus the error that 8 and 4 bit brought, four thirds of it: once as it is, once
-        // because it may widen the range that three steps divide.
+        // No worse than 16 -> 2 at once plus the error that 8 and 4 bit brought, four thirds of it: once as
+        // it is, once because it may widen the range that three steps divide.
         kvq::requantize_request to_two;
         to_two.key = to_two.value = 3;
         auto four = chain.fork();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: bounded error. Pages that are requantized again and again: what ten steps lose, for every preset; the same
-// bytes from both backends at every step.
+// Comparison family: bounded error. Pages that are requantized again and again: what ten steps lose, for
+// every preset; the same bytes from both backends at every step.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -73,7 +73,8 @@ void with_scheme(int index, F&& f) {
     (std::make_index_sequence<formats>{});
 }
 
-/// What a backend does with blocks of a scheme, from the library's format or without the kernels of attention.
+/// What a backend does with blocks of a scheme, from the library's format or without the kernels of
+/// attention.
 template <class Backend, class S>
 struct backend_of {
     static constexpr bool linked = test::library_has<Backend>() && test::built_in<test::any_group_scheme<S>>;
@@ -271,7 +272,8 @@ TEST_CASE_TEMPLATE("presets: ten steps lose at most half more than their formats
                       });
 }
 
-/// Chains of a preset of `coarse` and one of 8 bits: no loss is above twice what both lose alone, and in 98 of 100 it stays below 1.25 times.
+/// Chains of a preset of `coarse` and one of 8 bits: no loss is above twice what both lose alone, and in 98
+/// of 100 it stays below 1.25 times.
 template <class Table>
 void check_there_and_back(int rounds, const std::vector<int>& coarse) {
     int links = 0, drifted = 0;

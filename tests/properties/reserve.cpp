@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. After cache::reserve() a step over all layers succeeds while every allocation fails, and gives what it
-// gives otherwise.
+// Comparison family: exact. After cache::reserve() a step over all layers succeeds while every allocation
+// fails, and gives what it gives otherwise.
 #include <doctest/doctest.h>
 
 #include <algorithm>

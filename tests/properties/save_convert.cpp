@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact where bytes are kept, the schemes' own bounds where they are quantized again. Restoring into a cache
-// with other formats, options or parameters.
+// Comparison family: exact where bytes are kept, the schemes' own bounds where they are quantized again.
+// Restoring into a cache with other formats, options or parameters.
 #include <doctest/doctest.h>
 #include <kvq/cache/sequence_access.hpp>
 

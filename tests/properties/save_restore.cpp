@@ -76,7 +76,8 @@ TEST_CASE_TEMPLATE("a restored sequence is the saved one, now and later", C, tes
         test::memory_source pieces{file, static_cast<std::size_t>(random.between(1, 100))};
         auto copy = kvq::restore(other, pieces, {.model = "some model"});
         test::require_same(cache, sequence, other, copy);
-        // A cache with the same formats for every layer has nothing to convert, unless pages were requantized.
+        // A cache with the same formats for every layer has nothing to convert, unless pages were
+        // requantized.
         const bool as_listed = [&] {
             for (const auto& table : kvq::detail::sequence_access::tables(sequence))
                 for (int role = 0; role < 2; ++role)

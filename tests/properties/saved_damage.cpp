@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. A file that is not what was saved is refused, whatever happened to it, and changes nothing.
+// Comparison family: exact. A file that is not what was saved is refused, whatever happened to it, and
+// changes nothing.
 #include <doctest/doctest.h>
 
 #include <cstddef>
@@ -20,7 +21,8 @@ namespace {
 using cache_type =
     test::typed_cache<test::formats<kvq::affine<4, kvq::per_channel<4>>, kvq::int8>, kvq::int8>;
 
-/// Small, but with everything in it: sinks, 16-bit copies, pages of three formats, a last page that is not full, two layers.
+/// Small, but with everything in it: sinks, 16-bit copies, pages of three formats, a last page that is not
+/// full, two layers.
 struct small_file {
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 4};
     const kvq::cache_options options{.sinks = 1, .recent = 2, .page_tokens = 4, .rollback = 4};
@@ -236,7 +238,8 @@ TEST_CASE("a file that contradicts itself is refused, even under a right seal") 
             const std::size_t at = offset_of(f.bytes, "spans") + 4 * i;
             if (kvq::detail::load_as<std::uint32_t>(f.bytes.data() + at) == n) continue;
             const std::size_t column = i % kvq::detail::saved_span::columns;
-            // A committed page may have been closed with fewer tokens than it shows room for, and sinks may have been erased.
+            // A committed page may have been closed with fewer tokens than it shows room for, and sinks may
+            // have been erased.
             if ((column == 2 && n < 4 && n >= 1) || (column == 4 && n == 0)) continue;
             number("spans", i, n, "the saved sequence");
         }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Every state of a sequence that can be saved, sent or written is read back, and has the same future: random
-// histories over all verbs, in the middle of which a copy leaves the cache and comes back; then both copies go on alike.
+// Comparison family: exact. Every state of a sequence that can be saved, sent or written is read back, and
+// has the same future: random histories over all verbs, in the middle of which a copy leaves the cache and
+// comes back; then both copies go on alike.
 //
-// KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its number.
+// KVQ_HISTORIES: how many. KVQ_HISTORY: only the one with this number. Each has the seed KVQ_SEED plus its
+// number.
 #include <doctest/doctest.h>
 
 #include <filesystem>
@@ -26,7 +28,7 @@ namespace {
 constexpr int longest = 300;
 
 /// Numbers [first, last) of the histories to run.
-// ---- caches -----------------------------------------------------------------------------------------------------------------
+// ---- caches -----------------------------------------------------------------------------------------------
 
 template <class Scheme>
 kvq::format format_of() {
@@ -74,7 +76,7 @@ struct world {
     std::optional<kvq::sequence> sequence, other{};
 };
 
-// ---- verbs ------------------------------------------------------------------------------------------------------------------
+// ---- verbs -----------------------------------------------------------------------------------------------
 
 /// Does one thing to a world; returns what it saw.
 struct verb {
@@ -246,7 +248,7 @@ std::pair<std::vector<float>, std::string> done(const verb& v, world& w) {
     return {std::move(seen), std::move(error)};
 }
 
-// ---- channels ---------------------------------------------------------------------------------------------------------------
+// ---- channels --------------------------------------------------------------------------------------------
 
 kvq::sequence by_messages(kvq::cache& to, const kvq::sequence& s, test::generator& random) {
     std::vector<test::file_bytes> messages;
@@ -285,9 +287,10 @@ kvq::sequence from_a_file(kvq::cache& of, const kvq::sequence& s) {
     return std::move(found.sequence);
 }
 
-// ---- what is compared ---------------------------------------------------------------------------------------------------------
+// ---- what is compared ------------------------------------------------------------------------------------
 
-/// Bytes of pages, and those of them that 16-bit pages hold beyond what their tokens need: a trim leaves them, a file does not.
+/// Bytes of pages, and those of them that 16-bit pages hold beyond what their tokens need: a trim leaves
+/// them, a file does not.
 struct page_bytes {
     std::size_t all = 0, spare = 0, headers = 0;
 };
@@ -494,7 +497,7 @@ TEST_CASE("a splice of own tokens that is shifted back shares its pages again af
     }
 }
 
-// ---- states of a table ------------------------------------------------------------------------------------------------------
+// ---- states of a table -----------------------------------------------------------------------------------
 
 namespace {
 

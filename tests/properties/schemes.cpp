@@ -65,8 +65,8 @@ std::pair<double, double> grid(const quantized_value& n) {
     return {n.scale * first + n.bias, n.scale * last + n.bias};
 }
 
-/// What float arithmetic may add: each of x - bias, 1 / scale, the product, and scale * code + bias is rounded once, so
-/// a code moves by at most 3 u of its size and its value by u of the two terms; u = 2^-24.
+/// What float arithmetic may add: each of x - bias, 1 / scale, the product, and scale * code + bias is
+/// rounded once, so a code moves by at most 3 u of its size and its value by u of the two terms; u = 2^-24.
 template <class S>
 double evaluation(const quantized_value& n) {
     constexpr int top = S::levels::template top<S::code_bits>;
@@ -273,9 +273,10 @@ TEST_CASE_TEMPLATE("constant groups are exact where the parameter type can hold 
         INFO(shape, " of ", value);
         const std::vector<float> x(shape.values(), value);
         for (const float y : test::dequantized(scheme, shape, test::quantized(scheme, shape, x))) {
-            if (S::levels::has_bias || value == 0.0f)
-                REQUIRE(y == value);
-            else  // the largest number of a symmetric group is steps * scale, scale rounded up to P once, then to float
+            if (S::levels::has_bias || value == 0.0f) REQUIRE(y == value);
+            // the largest number of a symmetric group is steps * scale, scale rounded up to P once, then to
+            // float
+            else
                 REQUIRE(std::fabs(y - value) <=
                         std::fabs(value) * (std::is_same_v<P, float>          ? 0x1p-22f
                                             : std::is_same_v<P, kvq::float16> ? 0x1p-10f

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: double arithmetic, and exact. Sequences by id and position: whatever is added, removed, copied and moved, a token attends to the
-// tokens before it in its sequence, with keys rotated at their positions.
+// Comparison family: double arithmetic, and exact. Sequences by id and position: whatever is added, removed,
+// copied and moved, a token attends to the tokens before it in its sequence, with keys rotated at their
+// positions.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -614,7 +615,8 @@ TEST_CASE("layers that share keys and values: the bits of sequences that are dri
         kvq::sequence_table table(cache, ids);
         kvq::sequence direct[2] = {same_cache.new_sequence(), same_cache.new_sequence()};
         kvq::workspace space;
-        // Rows of both ids in turns, or in any order, so that they are gathered; now and then a step is not completed.
+        // Rows of both ids in turns, or in any order, so that they are gathered; now and then a step is not
+        // completed.
         for (int step = 0; step < 12; ++step) {
             const bool fails = random.one_in(4), in_turns = random.one_in(2);
             const int n = random.one_in(2) ? random.between(1, 5)

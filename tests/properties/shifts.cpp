@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: double arithmetic. Erase, shift and splice move tokens and change no code: attention is that of the same keys
-// rotated freshly, in the new order.
+// Comparison family: double arithmetic. Erase, shift and splice move tokens and change no code: attention is
+// that of the same keys rotated freshly, in the new order.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ namespace shifts_tests {
 
 namespace {
 
-// ---- rotations in double --------------------------------------------------------------------------------------------------
+// ---- rotations in double ---------------------------------------------------------------------------------
 
 /// One of the rotary embeddings of these tests, and the same in double.
 struct rotary_kind {
@@ -75,7 +75,7 @@ rotary_kind rotary_of(test::generator& random, int head_dim) {
     return r;
 }
 
-// ---- the model ------------------------------------------------------------------------------------------------------------
+// ---- the model -------------------------------------------------------------------------------------------
 
 /// A token of the text: its keys without rotation, and its values, of every layer, [layer][head][channel].
 struct text_token {
@@ -146,7 +146,8 @@ void rotate_key(const kvq::cache& cache, int layer, std::int64_t by, float* key)
     (*rotate)(key, heads, dim, by);
 }
 
-/// Appends tokens at the positions [sequence.tokens(), ...) to a sequence and to what the model says that it holds.
+/// Appends tokens at the positions [sequence.tokens(), ...) to a sequence and to what the model says that it
+/// holds.
 /// Sequence: a ring, too.
 template <class Sequence>
 void append(Sequence& sequence, std::vector<held_token>& held, model& m,
@@ -280,8 +281,8 @@ void require_rows(const kvq::cache& cache, const kvq::sequence& s, std::vector<h
     }
 }
 
-/// |out - reference| / sum of the sizes of its terms, the worst row; the reference takes the stored keys back to no rotation, and rotates
-/// them to where the model says that they are, in double.
+/// |out - reference| / sum of the sizes of its terms, the worst row; the reference takes the stored keys back
+/// to no rotation, and rotates them to where the model says that they are, in double.
 double attention_error(const kvq::cache& cache, const kvq::sequence& s, const std::vector<held_token>& held,
                        const model& m, int layer, const test::tensor<float>& q) {
     const kvq::cache_shape& shape = m.shape;
@@ -1079,7 +1080,8 @@ TEST_CASE("documents of a prefix cache are spliced in any order") {
         for (held_token& t : taken) t.now += n - 4;
         held.insert(held.end(), taken.begin(), taken.end());
     }
-    // Quantized pages are those of the store: new are the pages that were 16 bit and are committed, a K and a V page each.
+    // Quantized pages are those of the store: new are the pages that were 16 bit and are committed, a K and a
+    // V page each.
     CHECK(cache.bytes_in_use() - before < 12 * 2 * (sizeof(kvq::page) + 32 * 32));
     append(prompt, held, m, new_tokens(m, random, 9), prompt.tokens());
     require_rows<kvq::float16>(cache, prompt, held, m);

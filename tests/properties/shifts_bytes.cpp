@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Bytes after any erases, shifts, splices, trims, appends and forks: at most 4 times those of the tokens that are shown and one page per
-// layer. Comparison family: double arithmetic on what a sequence reports.
+// Bytes after any erases, shifts, splices, trims, appends and forks: at most 4 times those of the tokens that
+// are shown and one page per layer. Comparison family: double arithmetic on what a sequence reports.
 //   KVQ_SHIFT_STEPS   steps of the random test; 100000 takes minutes
 #include <doctest/doctest.h>
 

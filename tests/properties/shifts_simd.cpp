@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: double arithmetic. Keys that moved, on the kernels of this CPU: every way in which a kernel keeps what it made of a
-// query (once per page, once for all pages, transformed) sees the query of the page.
+// Comparison family: double arithmetic. Keys that moved, on the kernels of this CPU: every way in which a
+// kernel keeps what it made of a query (once per page, once for all pages, transformed) sees the query of the
+// page.
 #include <doctest/doctest.h>
 
 #include <kvq/cpu/simd.hpp>

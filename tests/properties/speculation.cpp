@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact for pages, bytes, usage and files; 5e-4 for attention under a tree. A sequence that drafts and keeps is the
-// sequence that appended the accepted tokens alone.
+// Comparison family: exact for pages, bytes, usage and files; 5e-4 for attention under a tree. A sequence
+// that drafts and keeps is the sequence that appended the accepted tokens alone.
 #include <doctest/doctest.h>
 
 #include <algorithm>

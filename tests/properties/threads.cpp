@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. The pool and the team run every task once, carry errors, and give the bits of one thread. Run under
-// ThreadSanitizer by the preset `thread`.
+// Comparison family: exact. The pool and the team run every task once, carry errors, and give the bits of one
+// thread. Run under ThreadSanitizer by the preset `thread`.
 #include <doctest/doctest.h>
 
 #include <algorithm>

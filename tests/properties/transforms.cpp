@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Transforms in front of schemes: orthogonal, undone by dequantize, and attention cannot tell them from the dequantized values.
+// Transforms in front of schemes: orthogonal, undone by dequantize, and attention cannot tell them from the
+// dequantized values.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -37,7 +38,8 @@ struct own_requantize : requantized {
     }
 };
 static_assert(kvq::detail::requantizing<own_requantize>);
-/// A quantize() of its own, whatever kind of function it is, does not go with the requantize() that is inherited.
+/// A quantize() of its own, whatever kind of function it is, does not go with the requantize() that is
+/// inherited.
 struct own_quantize : requantized {
     using attends_as = own_quantize;
     std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id& id, float* values,

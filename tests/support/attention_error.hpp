@@ -10,10 +10,12 @@
 namespace test {
 
 struct attention_error {
-    /// |out - reference| / |reference|, Euclidean norms over the whole output: the relative error of a result. 0 where a token's
-    /// output has fewer than 32 numbers, which may all but cancel: then only the size of the terms says something.
+    /// |out - reference| / |reference|, Euclidean norms over the whole output: the relative error of a
+    /// result. 0 where a token's output has fewer than 32 numbers, which may all but cancel: then only the
+    /// size of the terms says something.
     double relative = 0;
-    /// The largest of one query's output: |out - reference| / |sum_k p_k |v_k||. What rounding explains, whatever cancels.
+    /// The largest of one query's output: |out - reference| / |sum_k p_k |v_k||. What rounding explains,
+    /// whatever cancels.
     double of_terms = 0;
 
     void include(const attention_error& other) {

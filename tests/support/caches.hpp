@@ -13,7 +13,7 @@
 
 namespace test {
 
-// ---- kinds of caches ---------------------------------------------------------------------------------------------------
+// ---- kinds of caches -------------------------------------------------------------------------------------
 
 using int8_cache = test::typed_cache<kvq::int8>;
 using kivi_cache = test::typed_cache<kvq::kivi<4, 32>>;
@@ -29,7 +29,8 @@ using custom_cache =
 using product_cache = test::typed_cache<product_scheme<7>, product_scheme<7>, test::usual, float>;
 using rotated_cache = test::typed_cache<rotated, rotated, test::usual, kvq::bfloat16>;
 using plain_cache = test::typed_cache<kvq::full<kvq::float16>>;
-/// Stored bounds for keys of every kind that has no others: codes, values, behind a transform, of a user; and keys that have them.
+/// Stored bounds for keys of every kind that has no others: codes, values, behind a transform, of a user; and
+/// keys that have them.
 using bounded_cache = test::typed_cache<
     test::formats<bounded<kvq::affine<4>>, bounded<kvq::full<kvq::float16>>, bounded<rotated>,
                   bounded<magnitude_bytes>, bounded<kvq::int8>, kvq::affine<4, kvq::per_channel<>>>,
@@ -51,8 +52,8 @@ using bounded_cache = test::typed_cache<
 KVQ_TEST_OWN_SCHEMES(KVQ_TEST_EXTERN)
 #endif
 
-/// One composed, one mixed, one that is all the user's: for tests whose subject is the cache and not the scheme, and where a
-/// build takes long.
+/// One composed, one mixed, one that is all the user's: for tests whose subject is the cache and not the
+/// scheme, and where a build takes long.
 #define KVQ_TEST_FEW_CACHES test::kivi_cache, test::mixed_cache, test::custom_cache
 #if defined(KVQ_TEST_FEWER_SCHEMES)
 #define KVQ_TEST_CACHES KVQ_TEST_FEW_CACHES
@@ -114,7 +115,7 @@ inline kvq::cache_shape random_cache_shape(generator& random, int layers, int mo
     return shape;
 }
 
-// ---- input -------------------------------------------------------------------------------------------------------------
+// ---- input -----------------------------------------------------------------------------------------------
 
 /// K and V of a token stream; layers see different parts of it.
 struct stream {
@@ -132,7 +133,7 @@ void append(Sequence& sequence, int layers, const stream& s, int first, int n) {
         sequence.append(layer, s.k.slice(first, n), s.v.slice(first, n));
 }
 
-// ---- what a sequence holds -----------------------------------------------------------------------------------------------
+// ---- what a sequence holds -------------------------------------------------------------------------------
 
 struct held_page {
     int format, first_token, tokens;

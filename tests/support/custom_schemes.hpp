@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Schemes that a user could write, chosen to be inconvenient. Pages, cache and attention must take them as they are.
+// Schemes that a user could write, chosen to be inconvenient. Pages, cache and attention must take them as
+// they are.
 //
 //   log8, float24     parameter types of 1 and 3 bytes for the composed scheme
-//   magnitude_bytes   models the concept directly: no folding, no default constructor, state, codes that depend on where
-//                     the block sits, and it scribbles over its input
-//   product_scheme    per-channel affine codes times one scale per token; 8-bit log scales under one super-scale
+//   magnitude_bytes   models the concept directly: no folding, no default constructor, state, codes that
+//                     depend on where the block sits, and it scribbles over its input
+//   product_scheme    per-channel affine codes times one scale per token; 8-bit log scales under one
+//                     super-scale
 #pragma once
 
 #include <algorithm>

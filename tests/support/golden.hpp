@@ -11,8 +11,8 @@
 
 namespace test {
 
-/// 45 tokens of 50 channels (neither fills its tiles), exact in every format: multiples of 1/16 in [-8, 8] with two
-/// outlier channels, one constant and one zero token, one NaN and one infinity.
+/// 45 tokens of 50 channels (neither fills its tiles), exact in every format: multiples of 1/16 in [-8, 8]
+/// with two outlier channels, one constant and one zero token, one NaN and one infinity.
 inline constexpr int golden_tokens = 45, golden_dim = 50;
 
 inline std::vector<float> golden_input() {

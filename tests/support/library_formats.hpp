@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Built-in formats from the objects of kvq::library, where these are for the instruction set of the tests: the same kernels from the same
-// sources with the same flags, which are compiled for the library anyway. KVQ_TEST_LIBRARY, from CMake, names the instruction set.
+// Built-in formats from the objects of kvq::library, where these are for the instruction set of the tests:
+// the same kernels from the same sources with the same flags, which are compiled for the library anyway.
+// KVQ_TEST_LIBRARY, from CMake, names the instruction set.
 #pragma once
 
 #include <kvq/cpu/scalar.hpp>
@@ -18,8 +19,8 @@
 
 namespace test {
 
-/// The backend of tests of what lies above a block: formats of kvq::library as far as they are built in, all others and all formats of
-/// programs without the library are those of kvq::scalar.
+/// The backend of tests of what lies above a block: formats of kvq::library as far as they are built in, all
+/// others and all formats of programs without the library are those of kvq::scalar.
 struct usual {
 #if defined(KVQ_TEST_LIBRARY)
     using lanes = kvq::simd<kvq::arch::KVQ_TEST_LIBRARY>::lanes;
@@ -103,7 +104,8 @@ inline const std::vector<kvq::builtin_format>& library_list() {
 
 }  // namespace detail
 
-/// The library's format of a built-in scheme; `statistics`: what it was made from. Name and fingerprint say all of a scheme.
+/// The library's format of a built-in scheme; `statistics`: what it was made from. Name and fingerprint say
+/// all of a scheme.
 template <class Scheme>
 kvq::format from_library(const Scheme& scheme, const std::vector<std::byte>& statistics = {}) {
     int group = 0;

@@ -12,8 +12,8 @@
 
 namespace test {
 
-/// Bytes and blocks in use, from any thread; fails the allocation number `fail_at` (counted from 0 since the last arm()),
-/// or every n-th one.
+/// Bytes and blocks in use, from any thread; fails the allocation number `fail_at` (counted from 0 since the
+/// last arm()), or every n-th one.
 class counting_resource : public std::pmr::memory_resource {
 public:
     static constexpr int never = std::numeric_limits<int>::max();
@@ -53,7 +53,8 @@ private:
     std::atomic<int> allocations_{0}, fail_at_{never}, fail_every_{0};
 };
 
-/// Runs `operation` with allocation number 0, 1, 2, ... failing until it gets through; after each failure `unchanged`.
+/// Runs `operation` with allocation number 0, 1, 2, ... failing until it gets through; after each failure
+/// `unchanged`.
 template <class Operation, class Unchanged>
 int fail_everywhere(counting_resource& memory, Operation operation, Unchanged unchanged) {
     for (int i = 0;; ++i) {

@@ -13,7 +13,8 @@
 
 namespace test {
 
-/// The bytes of a block, nothing behind them, and nothing behind the scratch memory. No template: checks take long to compile.
+/// The bytes of a block, nothing behind them, and nothing behind the scratch memory. No template: checks take
+/// long to compile.
 inline void check_written(const std::vector<std::byte>& expected, const std::vector<std::byte>& got,
                           const std::vector<float>& scratch, std::size_t values) {
     const auto difference = std::mismatch(expected.begin(), expected.end(), got.begin());
@@ -22,7 +23,8 @@ inline void check_written(const std::vector<std::byte>& expected, const std::vec
     for (std::size_t i = values; i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
 }
 
-/// The same bytes and count from a block of 16- or 32-bit values and from float values, and nothing else written.
+/// The same bytes and count from a block of 16- or 32-bit values and from float values, and nothing else
+/// written.
 template <class Window, class Backend, class S>
 void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::block_id& id,
                  const std::vector<float>& x) {

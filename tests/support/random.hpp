@@ -5,7 +5,8 @@
 //   INFO("KVQ_SEED=", seed);
 //   test::generator random(seed);
 //
-// so that a failure prints how to replay it. Numbers do not depend on the standard library or on the instruction set.
+// so that a failure prints how to replay it. Numbers do not depend on the standard library or on the
+// instruction set.
 #pragma once
 
 #include <cstdint>
@@ -116,8 +117,8 @@ inline const std::vector<float>& hostile_values() {
     return values;
 }
 
-/// Fills x with one of several kinds of trouble: constants, zeros of both signs, subnormals, +-65504, mixed magnitudes,
-/// hostile values among normal ones, nothing but NaN. `finite`: finite even as 16-bit floats.
+/// Fills x with one of several kinds of trouble: constants, zeros of both signs, subnormals, +-65504, mixed
+/// magnitudes, hostile values among normal ones, nothing but NaN. `finite`: finite even as 16-bit floats.
 inline void fill_hostile(generator& random, float* x, std::size_t n, bool finite = false) {
     const int kind = random.between(0, 9);
     const float constant = random.one_in(3) ? 0.0f : random.any_magnitude(-10, 10);

@@ -70,7 +70,8 @@ private:
 
 using channel = kvq::message_channel<wire::transport>;
 
-/// Runs f(channel) on every rank, a thread each. Returns the message of the error that each ended with; empty if none.
+/// Runs f(channel) on every rank, a thread each. Returns the message of the error that each ended with; empty
+/// if none.
 template <class F>
 std::vector<std::string> on_ranks(wire& over, int ranks, F&& f) {
     std::vector<std::string> errors(static_cast<std::size_t>(ranks));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The schemes that every test of schemes runs over: each width, granularity, odd group and parameter type at least once.
+// The schemes that every test of schemes runs over: each width, granularity, odd group and parameter type at
+// least once.
 #pragma once
 
 #include <kvq/schemes/full.hpp>
@@ -40,8 +41,8 @@ using affine_scheme = kvq::affine<Bits, Granularity, kvq::params<P>>;
 
 #define KVQ_TEST_SCHEMES KVQ_TEST_AFFINE_SCHEMES, KVQ_TEST_OTHER_SCHEMES
 
-/// What backends are compared on. Weaker instruction sets and second compilers take fewer: every plane of codes, direction
-/// and type of parameters still comes once.
+/// What backends are compared on. Weaker instruction sets and second compilers take fewer: every plane of
+/// codes, direction and type of parameters still comes once.
 #if defined(KVQ_TEST_FEWER_SCHEMES)
 #define KVQ_TEST_BACKEND_SCHEMES                                                                            \
     kvq::int8, test::affine_scheme<1, kvq::per_token<0>>, test::affine_scheme<3, kvq::per_token<5>, float>, \

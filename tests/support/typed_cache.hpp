@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// A cache whose formats are made from schemes: typed_cache<keys, values, backend, window>, each of the first two a scheme, a pair
-// such as kivi<4>, or formats<scheme...>. For tests that run for many schemes.
+// A cache whose formats are made from schemes: typed_cache<keys, values, backend, window>, each of the first
+// two a scheme, a pair such as kivi<4>, or formats<scheme...>. For tests that run for many schemes.
 #pragma once
 
 #include <kvq/format/make_format.hpp>

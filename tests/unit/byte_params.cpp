@@ -45,7 +45,8 @@ TEST_CASE_TEMPLATE("small floats: the nearest code, or the smallest one that is 
         CHECK(std::fabs(unit * F::value(F::code(x, unit, parameter_rounding::nearest)) - x) ==
               std::fabs(unit * F::value(nearest) - x));
         CHECK(F::code(x, unit, parameter_rounding::outside) == above);
-        // The contract: at most one step of the mantissa (2 - largest) more than wanted, or the smallest value.
+        // The contract: at most one step of the mantissa (2 - largest) more than wanted, or the smallest
+        // value.
         const double wanted = static_cast<double>(x), one = static_cast<double>(unit);
         if (wanted <= one * static_cast<double>(F::largest))
             CHECK(one * static_cast<double>(F::value(above)) <=

@@ -41,10 +41,11 @@ std::vector<double> lloyd_max(int n) {
     return levels;
 }
 
-/// Dequantizes what S makes of random groups and compares every number with formula(group, x). Where the formula itself jumps when x,
-/// or the whole group, moves by five millionths of the largest number, either side is right (integer_zero chooses codes by a scale
-/// that has lost four bits). `slack`: of the stored scale, relative. ties_move_scale: a tie at one number moves the scale of all a
-/// little, so that on either side of it the others are right too.
+/// Dequantizes what S makes of random groups and compares every number with formula(group, x). Where the
+/// formula itself jumps when x, or the whole group, moves by five millionths of the largest number, either
+/// side is right (integer_zero chooses codes by a scale that has lost four bits). `slack`: of the stored
+/// scale, relative. ties_move_scale: a tie at one number moves the scale of all a little, so that on either
+/// side of it the others are right too.
 template <class S, class Formula>
 void check_formula(const Formula& formula, double slack, bool ties_move_scale = false) {
     const auto seed = test::seed();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The spec of a scheme: what it says of the library's schemes, which schemes are equal to kernels, and what it says of others.
+// The spec of a scheme: what it says of the library's schemes, which schemes are equal to kernels, and what
+// it says of others.
 #include <doctest/doctest.h>
 
 #include <kvq/schemes/full.hpp>
@@ -126,7 +127,8 @@ TEST_CASE("a layout follows from the spec and the shape alone") {
     compare(kvq::affine<3, kvq::per_token<32>, kvq::params<log8>>());
     compare(kvq::std4::values());
     compare(kvq::ref8::values());
-    // 40 quads of 24 bits on average: the words of a row, then 8-bit parameters of 2 groups, and their 3 shared ones.
+    // 40 quads of 24 bits on average: the words of a row, then 8-bit parameters of 2 groups, and their 3
+    // shared ones.
     const kvq::block_layout low3{kvq::codec_of<kvq::low3::keys>()};
     const kvq::block_shape keys{kvq::tensor::key, 128, 160};
     CHECK(low3.code_bytes(keys) == 128 * 160 * 3 / 8);

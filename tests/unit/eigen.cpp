@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Eigen matrices are tokens in and tokens out, in either storage order, without a copy.
+// Comparison family: exact. Eigen matrices are tokens in and tokens out, in either storage order, without a
+// copy.
 #include <doctest/doctest.h>
 
 #include <kvq/adapters/eigen.hpp>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Formats of 16, 8 and 4 bits against an independent computation in double, float16 also against hardware.
+// Comparison family: exact. Formats of 16, 8 and 4 bits against an independent computation in double, float16
+// also against hardware.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -56,7 +57,8 @@ bool same(double a, double b) {
     return (std::isnan(a) && std::isnan(b)) || (a == b && std::signbit(a) == std::signbit(b));
 }
 
-/// Every float whose neighbourhood decides something: each 16-bit value, the midpoint to the next, and their neighbours.
+/// Every float whose neighbourhood decides something: each 16-bit value, the midpoint to the next, and their
+/// neighbours.
 template <class T, class Check>
 void for_each_interesting_float(Check check) {
     for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {

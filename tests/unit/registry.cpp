@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The registry of kernels says what runs: its kernels take the blocks that it gives them, and write the bytes of the reference. Its reasons.
+// The registry of kernels says what runs: its kernels take the blocks that it gives them, and write the bytes
+// of the reference. Its reasons.
 #include <doctest/doctest.h>
 
 #include <kvq/cpu/simd.hpp>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: double arithmetic, published formulas. Rotary embeddings: both layouts, scaled frequencies, long moves.
+// Comparison family: double arithmetic, published formulas. Rotary embeddings: both layouts, scaled
+// frequencies, long moves.
 #include <doctest/doctest.h>
 
 #include <cmath>

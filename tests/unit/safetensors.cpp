@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. The container takes what the format allows and nothing else; the checksum is CRC32C.
+// Comparison family: exact. The container takes what the format allows and nothing else; the checksum is
+// CRC32C.
 #include <doctest/doctest.h>
 
 #include <cstring>

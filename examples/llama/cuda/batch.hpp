@@ -1,5 +1,5 @@
-// Many prompts on one engine, by continuous batching: a prompt joins the batch as soon as there is a row and memory for it, and leaves when its text
-// ends. What all prompts begin with is read once, and forked.
+// Many prompts on one engine, by continuous batching: a prompt joins the batch as soon as there is a row and
+// memory for it, and leaves when its text ends. What all prompts begin with is read once, and forked.
 #pragma once
 
 #include "../sampler.hpp"
@@ -35,7 +35,8 @@ struct batch_result {
     double prompt_seconds = 0.0, decode_seconds = 0.0;
 };
 
-// The engine's max_batch sequences run at the same time. Throws out_of_memory where not even one request fits.
+// The engine's max_batch sequences run at the same time. Throws out_of_memory where not even one request
+// fits.
 batch_result run_batch(engine& on, std::span<const request> requests, const batch_settings& settings);
 
 }  // namespace llama::device

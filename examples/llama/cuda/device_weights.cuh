@@ -1,7 +1,8 @@
 // The weights of a model in device memory, as T.
 //
 //   query, key and value are one matrix, gate and up another: [outputs][inputs], outputs one after the other.
-//   Heads of the cache may be wider than the model's (`padded`): the attention output's matrix has zeros for the channels that are not there.
+//   Heads of the cache may be wider than the model's (`padded`): the attention output's matrix has zeros for
+//     the channels that are not there.
 #pragma once
 
 #include "engine.hpp"

@@ -233,7 +233,8 @@ public:
             for (std::size_t i = 0; i < host_states_.size(); ++i)
                 host_states_[i] = T(states[first * row_size() + i]);
             check(cudaStreamSynchronize(stream_.get), "waiting for a step");
-            // On the engine's stream, which waits for no other: cudaMemcpy may return before the device has the numbers.
+            // On the engine's stream, which waits for no other: cudaMemcpy may return before the device has
+            // the numbers.
             check(cudaMemcpyAsync(input_.get(), host_states_.data(), host_states_.size() * sizeof(T),
                                   cudaMemcpyHostToDevice, stream_.get),
                   "copying states");
@@ -387,7 +388,8 @@ private:
                 n, shape_.kv_heads, dim()};
     }
 
-    // n tokens of a prompt from position `first` on, or a token of every sequence of the step. Leaves the normed states in input_.
+    // n tokens of a prompt from position `first` on, or a token of every sequence of the step. Leaves the
+    // normed states in input_.
     void forward(int n, int first, bool prompt) {
         const model_config& c = config();
         const dim3 rows(static_cast<unsigned>(n));

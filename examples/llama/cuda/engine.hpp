@@ -1,8 +1,9 @@
-// A model whose forward pass and KV cache are on a GPU: prompts in chunks, decode steps of a batch as one CUDA graph each. Plain C++: the
-// kernels are behind it (engine.cu).
+// A model whose forward pass and KV cache are on a GPU: prompts in chunks, decode steps of a batch as one
+// CUDA graph each. Plain C++: the kernels are behind it (engine.cu).
 //
-// Weights and activations are 16 bit, products accumulate in fp32 (cuBLAS), the residual stream is fp32. Keys and values lie in a kvq::cuda::cache
-// in one of the formats that the program was compiled with (formats.cuh).
+// Weights and activations are 16 bit, products accumulate in fp32 (cuBLAS), the residual stream is fp32. Keys
+// and values lie in a kvq::cuda::cache in one of the formats that the program was compiled with
+// (formats.cuh).
 #pragma once
 
 #include "weights_source.hpp"
@@ -45,17 +46,19 @@ struct engine_options {
     int max_tokens = 0;                          // of one sequence; 0: the model's context
     int chunk = 512;                             // tokens of a prompt in one forward pass
     bool graphs = true;                          // decode steps are captured and replayed
-    // Memory of the cache. pool: pages for so many tokens and sequences are allocated up front, and graphs stay valid while they suffice.
+    // Memory of the cache. pool: pages for so many tokens and sequences are allocated up front, and graphs
+    // stay valid while they suffice.
     int pool_tokens = 0, pool_sequences = 0;
     bool growing = true;
     std::size_t cache_bytes = 0;  // it takes at most so many bytes; 0: no limit
-    // Step down: older pages in fewer bits. While pages take more than `budget` bytes, the oldest ones go one tier down, and further.
+    // Step down: older pages in fewer bits. While pages take more than `budget` bytes, the oldest ones go one
+    // tier down, and further.
     std::vector<format_tier> tiers{};
     std::size_t budget = 0;  // 0: none
 };
 
-// The cache has no room for more tokens. A decode step has changed nothing then. A prompt may have been read in part: its sequence
-// is to be freed.
+// The cache has no room for more tokens. A decode step has changed nothing then. A prompt may have been read
+// in part: its sequence is to be freed.
 struct out_of_memory : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -66,8 +69,9 @@ struct engine_usage {
     std::size_t activation_bytes = 0;  // buffers between layers, cuBLAS' workspace, angles
 };
 
-// Calls come from one thread. Sequences are numbers that new_sequence() and fork() give. Logits, choices and states are those of the last read()
-// (row 0: its last token) or decode() (a row for each sequence). Errors are std::runtime_error.
+// Calls come from one thread. Sequences are numbers that new_sequence() and fork() give. Logits, choices and
+// states are those of the last read() (row 0: its last token) or decode() (a row for each sequence). Errors
+// are std::runtime_error.
 class engine {
 public:
     virtual ~engine() = default;
@@ -85,9 +89,11 @@ public:
     // Bytes of a sequence's pages, shared ones included.
     virtual std::size_t bytes(int sequence) const = 0;
 
-    // The tokens follow those that the sequence has. states: [tokens][dim], the normed states of all of them, or null.
+    // The tokens follow those that the sequence has. states: [tokens][dim], the normed states of all of them,
+    // or null.
     virtual void read(int sequence, std::span<const int> tokens, float* states = nullptr) = 0;
-    // One token for each sequence. Without tokens: those that the last step has chosen, and the same sequences.
+    // One token for each sequence. Without tokens: those that the last step has chosen, and the same
+    // sequences.
     virtual void decode(std::span<const int> sequences, std::span<const int> tokens) = 0;
 
     // The likeliest tokens. Waits for the device.
@@ -104,8 +110,8 @@ public:
     // Graphs that were captured so far.
     virtual int captures() const = 0;
 
-    // For measurements: keys and values that read() makes from now on are kept, up to n tokens, and append_recorded() gives a sequence n of them, from
-    // token `first` on, without a forward pass.
+    // For measurements: keys and values that read() makes from now on are kept, up to n tokens, and
+    // append_recorded() gives a sequence n of them, from token `first` on, without a forward pass.
     virtual void record(int n) = 0;
     virtual void append_recorded(int sequence, int first, int n) = 0;
 };

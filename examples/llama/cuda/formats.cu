@@ -1,5 +1,5 @@
-// Kernels of one format: -DFORMAT=0 to 4, -DHEAD_DIM=64 or 128, -DTYPE=bfloat16 or float16, -DPAGE_TOKENS=64 for other pages than of 128
-// tokens. The last format has pages of two, for step down.
+// Kernels of one format: -DFORMAT=0 to 4, -DHEAD_DIM=64 or 128, -DTYPE=bfloat16 or float16, -DPAGE_TOKENS=64
+// for other pages than of 128 tokens. The last format has pages of two, for step down.
 #include "formats.cuh"
 
 #ifndef PAGE_TOKENS

@@ -1,4 +1,5 @@
-// The formats that a program has compiled for its cache on the device. Every formats.cu adds one; engines choose among them by name.
+// The formats that a program has compiled for its cache on the device. Every formats.cu adds one; engines
+// choose among them by name.
 #pragma once
 
 #include <kvq/cuda.cuh>

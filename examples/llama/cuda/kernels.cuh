@@ -2,7 +2,8 @@
 //
 //   states     fp32, [rows][dim]: the residual stream
 //   rows       tokens of a prompt, or the newest token of every sequence
-// Contract: T is kvq::float16 or kvq::bfloat16; sums and functions are fp32. Angles come from a table in fp32 that was made in double.
+// Contract: T is kvq::float16 or kvq::bfloat16; sums and functions are fp32. Angles come from a table in fp32
+// that was made in double.
 #pragma once
 
 #include <kvq/core/float_formats.hpp>
@@ -153,8 +154,8 @@ __global__ void gate_kernel(const T* gate_up, int hidden, bool gelu, T* out) {
     out[row * size + i] = T(activated * up);
 }
 
-// Soft cap of a row of logits, and its largest one: the next token of row r goes to tokens[r] and choices[r], and positions[r] moves on. positions:
-// null for a prompt, which leaves tokens as they are.
+// Soft cap of a row of logits, and its largest one: the next token of row r goes to tokens[r] and choices[r],
+// and positions[r] moves on. positions: null for a prompt, which leaves tokens as they are.
 static __global__ void choose_kernel(float* logits, int vocab, float softcap, int* choices, int* tokens,
                                      int* positions) {
     __shared__ float largest[row_threads];

@@ -1,4 +1,5 @@
-// What kvq_llama does with --device cuda. Programs without the engine on the device have without_device.cpp instead of on_device.cpp.
+// What kvq_llama does with --device cuda. Programs without the engine on the device have without_device.cpp
+// instead of on_device.cpp.
 #pragma once
 
 #include "../evaluate.hpp"
@@ -16,8 +17,8 @@ struct device_settings {
     live_settings live;           // tiers and a budget
 };
 
-// Continues each of the prompts, `samples` times with one seed after the other, in one batch; what prompts begin with is read once. Texts
-// appear in order. The result's seconds are those of the batch.
+// Continues each of the prompts, `samples` times with one seed after the other, in one batch; what prompts
+// begin with is read once. Texts appear in order. The result's seconds are those of the batch.
 generation_result generate_on_device(const model_weights& weights, const tokenizer& pieces,
                                      const scheme_choice& scheme, const generation_settings& settings,
                                      const std::vector<std::string>& prompts, int samples,

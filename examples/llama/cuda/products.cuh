@@ -1,4 +1,5 @@
-// Matrix products on the device: y = x W^T by cuBLAS. Where kernels are emulated there is no cuBLAS, and a plain kernel takes its place.
+// Matrix products on the device: y = x W^T by cuBLAS. Where kernels are emulated there is no cuBLAS, and a
+// plain kernel takes its place.
 #pragma once
 
 #include <kvq/core/float_formats.hpp>

@@ -1,5 +1,5 @@
-// Matrix products of the CPU's model on a GPU, in fp32: `--device cuda-products`. The cache and attention stay on the CPU, so that every
-// format can be judged on models that are too large for a CPU's products.
+// Matrix products of the CPU's model on a GPU, in fp32: `--device cuda-products`. The cache and attention
+// stay on the CPU, so that every format can be judged on models that are too large for a CPU's products.
 #pragma once
 
 #include "../weights.hpp"

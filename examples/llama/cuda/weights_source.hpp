@@ -1,5 +1,5 @@
-// What the engine on the device loads a model from: its configuration, and matrices that are read a few rows at a time. Plain C++, so
-// that neither side needs the other's headers.
+// What the engine on the device loads a model from: its configuration, and matrices that are read a few rows
+// at a time. Plain C++, so that neither side needs the other's headers.
 #pragma once
 
 #include "../model_config.hpp"
@@ -38,8 +38,9 @@ struct weights_source {
 // The weights must outlive the source.
 weights_source source_of(const model_weights& weights);
 
-// Random weights of a real shape: "llama-3-8b", "llama-3-70b", "qwen3-8b", or "llama-3-70b-layer", which is one layer of it. layers: of the model;
-// 0: all. context: longest text. Throws std::invalid_argument that lists the names.
+// Random weights of a real shape: "llama-3-8b", "llama-3-70b", "qwen3-8b", or "llama-3-70b-layer", which is
+// one layer of it. layers: of the model; 0: all. context: longest text. Throws std::invalid_argument that
+// lists the names.
 weights_source random_source(std::string_view shape, int layers = 0, int context = 0);
 
 }  // namespace llama

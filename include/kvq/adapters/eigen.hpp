@@ -1,8 +1,8 @@
 // Eigen: views of K, V, queries and outputs in Eigen matrices. The only header that includes Eigen.
 //
-// A row-major matrix holds one token per row, a column-major one (Eigen's default) one token per column; the other axis is
-// heads * dim. Eigen::half and Eigen::bfloat16 are read as kvq::float16 and kvq::bfloat16 (same bits). No copies, no
-// alignment requirements; no view keeps a reference to an Eigen object.
+// A row-major matrix holds one token per row, a column-major one (Eigen's default) one token per column; the
+// other axis is heads * dim. Eigen::half and Eigen::bfloat16 are read as kvq::float16 and kvq::bfloat16 (same
+// bits). No copies, no alignment requirements; no view keeps a reference to an Eigen object.
 #pragma once
 
 #include <Eigen/Core>
@@ -29,8 +29,8 @@ struct eigen_scalar<Eigen::bfloat16> {
 static_assert(sizeof(Eigen::half) == sizeof(float16) && sizeof(Eigen::bfloat16) == sizeof(bfloat16));
 }  // namespace detail
 
-/// The tokens of a matrix, Map, Ref or Block with direct access. Raises kvq::error when the feature axis is not a multiple
-/// of `heads`, when its elements are not contiguous, or when either axis does not fit an int.
+/// The tokens of a matrix, Map, Ref or Block with direct access. Raises kvq::error when the feature axis is
+/// not a multiple of `heads`, when its elements are not contiguous, or when either axis does not fit an int.
 template <class Derived>
 auto tokens_of(Derived&& matrix, int heads) {
     using plain = std::remove_cvref_t<Derived>;

@@ -1,17 +1,23 @@
-// Attention of ggml on a kvq cache: a node of a graph that stores new keys and values and attends; for layers with recurrent state one that
-// runs the engine's kernel on the state. Uses ggml's public interface.
+// Attention of ggml on a kvq cache: a node of a graph that stores new keys and values and attends; for layers
+// with recurrent state one that runs the engine's kernel on the state. Uses ggml's public interface.
 //
 //   kvq::ggml_memory memory(cache, 8);                              sequences 0 to 7
-//   ggml_tensor* out = memory.attend(ctx, layer, q, k, v);          while the graph is built: instead of writing a cache and of attention
-//   memory.begin({n, positions, id_counts, ids}, q_heads, threads);   before it runs: the memory of all layers, so that no node can fail
-//   ggml_backend_graph_compute(backend, graph);                     each node of `attend` once; on any number of threads
-//   memory.end();                                                   raises what a node raised; the step is taken back then
+//   ggml_tensor* out = memory.attend(ctx, layer, q, k, v);          while the graph is built: instead of
+//                                                                   writing a cache and of attention
+//   memory.begin({n, positions, id_counts, ids}, q_heads, threads);   before it runs: the memory of all
+//                                                                     layers, so that no node can fail
+//   ggml_backend_graph_compute(backend, graph);                     each node of `attend` once; on any number
+//                                                                   of threads
+//   memory.end();                                                   raises what a node raised; the step is
+//                                                                   taken back then
 //
-// q [tokens][q_heads][head_dim] and k, v [tokens][kv_heads][dim] are tensors of the CPU, of type F32, F16 or BF16 and any strides between tokens and
-// heads; keys and queries are rotated already. The result is F32 [tokens][q_heads][value_dim], dense: what ggml_flash_attn_ext gives.
-// (ggml counts dimensions the other way around: q has ne = {head_dim, q_heads, tokens}.)
-// Contract: outputs are those of cache::prefill, bit for bit, on any number of threads. A graph may be run again for another batch of as
-// many tokens. Errors do not cross ggml; after one the other nodes of the step do nothing. Removal, copies, shifts: sequences().
+// q [tokens][q_heads][head_dim] and k, v [tokens][kv_heads][dim] are tensors of the CPU, of type F32, F16 or
+// BF16 and any strides between tokens and heads; keys and queries are rotated already. The result is F32
+// [tokens][q_heads][value_dim], dense: what ggml_flash_attn_ext gives. (ggml counts dimensions the other way
+// around: q has ne = {head_dim, q_heads, tokens}.)
+// Contract: outputs are those of cache::prefill, bit for bit, on any number of threads. A graph may be run
+// again for another batch of as many tokens. Errors do not cross ggml; after one the other nodes of the step
+// do nothing. Removal, copies, shifts: sequences().
 #pragma once
 
 #include <ggml.h>
@@ -26,7 +32,8 @@ namespace kvq { inline namespace KVQ_TAGGED {
 
 class ggml_memory {
 public:
-    /// A memory of sequences 0 to ids - 1. The cache outlives it, and it outlives its graphs. Its layers are those of the cache.
+    /// A memory of sequences 0 to ids - 1. The cache outlives it, and it outlives its graphs. Its layers are
+    /// those of the cache.
     ggml_memory(kvq::cache& of, int ids) : table_(of, ids), space_(of.pool().memory()) {
         for (int layer = 0; layer < of.layer_count(); ++layer)
             nodes_.push_back({this, layer, every_key(), {}});
@@ -38,9 +45,10 @@ public:
     sequence_table& sequences() noexcept { return table_; }
     const sequence_table& sequences() const noexcept { return table_; }
 
-    /// The node of a layer. mods: not copied, and used when the graph runs; those of the last call for a layer hold in all graphs. Raises
-    /// kvq::error for tensors that do not fit the cache. One such node per layer in a graph; of a layer that shares the keys and values of
-    /// another one k and v are null, and its node comes behind.
+    /// The node of a layer. mods: not copied, and used when the graph runs; those of the last call for a
+    /// layer hold in all graphs. Raises kvq::error for tensors that do not fit the cache. One such node per
+    /// layer in a graph; of a layer that shares the keys and values of another one k and v are null, and its
+    /// node comes behind.
     ggml_tensor* attend(ggml_context* context, int layer, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
                         const mods_view& mods = every_key()) {
         check_layer(layer, true);
@@ -65,13 +73,15 @@ public:
                               is_shared ? 1 : 3, run, GGML_N_TASKS_MAX, &of);
     }
 
-    /// What a layer with recurrent state does with one part of a step: reads rows of out->src, part.rows, changes *part.state, and writes the rows
-    /// of out that are wanted. Called by one thread, which may share its work over `threads`; the others wait in the node.
+    /// What a layer with recurrent state does with one part of a step: reads rows of out->src, part.rows,
+    /// changes *part.state, and writes the rows of out that are wanted. Called by one thread, which may share
+    /// its work over `threads`; the others wait in the node.
     using recurrence =
         std::function<void(const sequence_table::step_part& part, ggml_tensor* out, executor_view threads)>;
 
-    /// The node of a layer with recurrent state. inputs: 1 to GGML_MAX_SRC tensors, which become out->src. The result is F32,
-    /// [tokens][channels]. f: that of the last call for a layer holds in all graphs. Raises kvq::error for a layer of another kind.
+    /// The node of a layer with recurrent state. inputs: 1 to GGML_MAX_SRC tensors, which become out->src.
+    /// The result is F32, [tokens][channels]. f: that of the last call for a layer holds in all graphs.
+    /// Raises kvq::error for a layer of another kind.
     ggml_tensor* recur(ggml_context* context, int layer, std::span<ggml_tensor* const> inputs,
                        std::int64_t channels, std::int64_t tokens, recurrence f) {
         check_layer(layer, false);
@@ -84,14 +94,15 @@ public:
                               static_cast<int>(list.size()), run_recurrence, GGML_N_TASKS_MAX, &of);
     }
 
-    /// Before the graph runs: sequence_table::begin, with a workspace of its own. threads: those of the graph. mods: as of the nodes; only
-    /// selected_pages and skipped_values take memory. An error of an earlier step that end() has not raised is dropped.
+    /// Before the graph runs: sequence_table::begin, with a workspace of its own. threads: those of the
+    /// graph. mods: as of the nodes; only selected_pages and skipped_values take memory. An error of an
+    /// earlier step that end() has not raised is dropped.
     void begin(const token_batch& batch, int q_heads, int threads, const mods_view& mods = every_key()) {
         (void)detail::caught([&] { team_.check(); });
         table_.begin(batch, q_heads, threads, space_, mods);
     }
-    /// After the graph has run: raises what a node raised, or kvq::error if a layer has not got its tokens. The step is taken back then.
-    /// prompt_ends: as of recurrent_state::advance.
+    /// After the graph has run: raises what a node raised, or kvq::error if a layer has not got its tokens.
+    /// The step is taken back then. prompt_ends: as of recurrent_state::advance.
     void end(bool prompt_ends = false) {
         if (team_.failed()) table_.take_back();
         team_.check();

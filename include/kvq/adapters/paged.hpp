@@ -1,4 +1,5 @@
-// Views of an engine's paged cache: blocks of 16- or 32-bit tokens, ordered by a block table or a slot mapping.
+// Views of an engine's paged cache: blocks of 16- or 32-bit tokens, ordered by a block table or a slot
+// mapping.
 //
 //   slot = block * block_tokens + offset in the block
 //   NHD   [blocks][block_tokens][heads][dim]       vLLM, nano-vllm, FlashInfer's default
@@ -6,12 +7,13 @@
 //
 //   kvq::paged_view<kvq::float16> keys = kvq::paged_nhd(k_data, blocks, 16, heads, dim), values = ...;
 //   kvq::append_from_blocks(sequence, layer, keys, values, block_table, tokens);    // into kvq pages
-//   kvq::write_slots(sequence, layer, first, mapping, keys, values);                  // back, -1 skips a token
+//   kvq::write_slots(sequence, layer, first, mapping, keys, values);                  // back, -1 skips a
+//     token
 //
-// Views own no memory and no function keeps them. K and V in one allocation ([blocks][2][...] and the like) are two views whose
-// block_stride steps over both. Blocks may be shared and in any order; slots are integers of 32 or 64 bits. Shapes, blocks and
-// slots are all checked before anything is written; append_from_blocks appends all tokens or none (strong exception
-// guarantee).
+// Views own no memory and no function keeps them. K and V in one allocation ([blocks][2][...] and the like)
+// are two views whose block_stride steps over both. Blocks may be shared and in any order; slots are integers
+// of 32 or 64 bits. Shapes, blocks and slots are all checked before anything is written; append_from_blocks
+// appends all tokens or none (strong exception guarantee).
 #pragma once
 
 #include <algorithm>
@@ -144,10 +146,10 @@ void write_slots(const sequence& s, int layer, int first, std::span<const Slot> 
 
 }  // namespace detail
 
-/// Appends `tokens` tokens, which lie in the blocks of `table` one after the other, to a layer of a sequence, as one
-/// append. O(tokens): blocks that are adjacent in memory are read in place; others are gathered first, in memory
-/// of the cache's resource. Raises kvq::error when shapes do not fit, when the table is too short, or when it contains a block that
-/// does not exist; table entries behind the last token are not read.
+/// Appends `tokens` tokens, which lie in the blocks of `table` one after the other, to a layer of a sequence,
+/// as one append. O(tokens): blocks that are adjacent in memory are read in place; others are gathered first,
+/// in memory of the cache's resource. Raises kvq::error when shapes do not fit, when the table is too short,
+/// or when it contains a block that does not exist; table entries behind the last token are not read.
 template <class T>
 void append_from_blocks(sequence& s, int layer, const paged_view<T>& keys, const paged_view<T>& values,
                         std::span<const std::int32_t> table, int tokens) {
@@ -176,9 +178,10 @@ void append_from_blocks(sequence& s, int layer, const paged_view<T>& keys, const
     s.append(layer, k, v);
 }
 
-/// Writes x^ of tokens [first, first + mapping.size()) of a layer to these slots, rounded to T; -1 skips a token.
-/// Last write wins: of two tokens with one slot the later one stays. Slots have the engine's width, 32 or 64 bits. Raises kvq::error
-/// when shapes, tokens or slots are out of range.
+/// Writes x^ of tokens [first, first + mapping.size()) of a layer to these slots, rounded to T; -1 skips a
+/// token.
+/// Last write wins: of two tokens with one slot the later one stays. Slots have the engine's width, 32 or 64
+/// bits. Raises kvq::error when shapes, tokens or slots are out of range.
 template <float_format T>
 void write_slots(const sequence& s, int layer, int first, std::span<const std::int64_t> mapping,
                  const paged_view<T>& keys, const paged_view<T>& values) {

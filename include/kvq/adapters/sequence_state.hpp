@@ -4,11 +4,13 @@
 //   kvq::read_state(table, source);             replaces all sequences
 //   kvq::write_state(table, sink, id);  kvq::read_state(table, source, id);       one of them, under any id
 //
-// Sink and source: callables (io/byte_stream.hpp). Pages travel as messages of io/page_transfer.hpp: the reading cache has the shape, window,
-// sinks, recent and page_tokens of the writing one and lists the schemes of the pages.
-// Contract: what was read attends with the bits of what was written. Damaged, truncated and hostile input raises kvq::error and leaves the
-// table as it was. Bytes: an entry has a header of 8 bytes, its ids, 4 bytes per position, and its pages;
-// a page that sequences share is there once, and shared again by those that are read. Recurrent state follows its pages.
+// Sink and source: callables (io/byte_stream.hpp). Pages travel as messages of io/page_transfer.hpp: the
+// reading cache has the shape, window, sinks, recent and page_tokens of the writing one and lists the schemes
+// of the pages.
+// Contract: what was read attends with the bits of what was written. Damaged, truncated and hostile input
+// raises kvq::error and leaves the table as it was. Bytes: an entry has a header of 8 bytes, its ids, 4 bytes
+// per position, and its pages; a page that sequences share is there once, and shared again by those that are
+// read. Recurrent state follows its pages.
 #pragma once
 
 #include "../io/byte_stream.hpp"

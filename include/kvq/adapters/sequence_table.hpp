@@ -1,17 +1,22 @@
-// Sequences by id and tokens by position, as llama.cpp's memory has them: what a batch adds, and removal, copies and shifts of positions.
+// Sequences by id and tokens by position, as llama.cpp's memory has them: what a batch adds, and removal,
+// copies and shifts of positions.
 //
 //   kvq::sequence_table table(cache, 8);                                  ids 0 to 7, all empty
-//   table.begin({n, positions, id_counts, ids}, q_heads, threads, space);   takes the memory of a step; its tokens have positions from now on
-//   table.prefill(layer, k, v, q, out, mods, threads, space);             once per layer, in any order: rows of the batch
-//   table.end();                                                          the step is complete, or it is taken back
+//   table.begin({n, positions, id_counts, ids}, q_heads, threads, space);   takes the memory of a step; its
+//                                                                           tokens have positions from now on
+//   table.prefill(layer, k, v, q, out, mods, threads, space);             once per layer, in any order: rows
+//                                                                         of the batch
+//   table.end();                                                          the step is complete, or it is
+//                                                                         taken back
 //
-// A token may be in several sequences. Sequences with the same tokens share one kvq::sequence until their tokens differ; a token of sequences that
-// do not is held by each of them. It attends as a token of the first id that it names.
-// Layers with a window free their pages. What would need a freed token is refused. Layers with recurrent state: the engine runs over
-// part_of_step(i), between begin() and end(); removal from the end goes to a snapshot, nothing else is removed or moved.
-// Contract: positions ascend within a sequence, tokens attend to the tokens before them; gaps are allowed, and masks count tokens, not
-// positions. Bad input raises kvq::error before anything changes. Every member leaves all as it was when it raises. Not for several
-// threads at once.
+// A token may be in several sequences. Sequences with the same tokens share one kvq::sequence until their
+// tokens differ; a token of sequences that do not is held by each of them. It attends as a token of the first
+// id that it names. Layers with a window free their pages. What would need a freed token is refused. Layers
+// with recurrent state: the engine runs over part_of_step(i), between begin() and end(); removal from the end
+// goes to a snapshot, nothing else is removed or moved.
+// Contract: positions ascend within a sequence, tokens attend to the tokens before them; gaps are allowed,
+// and masks count tokens, not positions. Bad input raises kvq::error before anything changes. Every member
+// leaves all as it was when it raises. Not for several threads at once.
 #pragma once
 
 #include <algorithm>
@@ -52,33 +57,38 @@ public:
     std::int32_t position_max(int id) const;
     /// The positions of an id, ascending; valid until the table changes.
     std::span<const std::int32_t> positions(int id) const;
-    /// The sequence of an id; null if it is empty. Valid until the table changes. Other ids may have the same one.
+    /// The sequence of an id; null if it is empty. Valid until the table changes. Other ids may have the same
+    /// one.
     const sequence* find(int id) const;
-    /// Tokens that are stored, for a limit in tokens: those of pages that sequences share count once, those of a page that a sequence had to
-    /// copy when its tokens began to differ count again. Of the first layer with full attention, or the first with tokens.
-    /// O(pages log pages)
+    /// Tokens that are stored, for a limit in tokens: those of pages that sequences share count once, those
+    /// of a page that a sequence had to copy when its tokens began to differ count again. Of the first layer
+    /// with full attention, or the first with tokens. O(pages log pages)
     [[nodiscard]] std::size_t distinct_tokens() const;
     /// Bytes of pages (cache::bytes_held) and of positions.
     [[nodiscard]] std::size_t bytes() const;
 
     // ---- steps ----
 
-    /// Begins a step: checks the batch, takes the memory of all layers (cache::reserve, with its arguments and errors) and gives the tokens
-    /// their positions, which ascend within each id and follow those it has. A step that is still open ends first (end(), without
-    /// its error). O(tokens * ids of a token + sequences * layers)
-    /// With recurrent state, and with windows where a sequence gets more than cache_options::rollback tokens, the sequence before the step
-    /// is held until it ends: kvq::budget needs budget_use::cuts of 1 more, and state_layout::live_bytes() for each sequence.
+    /// Begins a step: checks the batch, takes the memory of all layers (cache::reserve, with its arguments
+    /// and errors) and gives the tokens their positions, which ascend within each id and follow those it has.
+    /// A step that is still open ends first (end(), without its error). O(tokens * ids of a token + sequences
+    /// * layers)
+    /// With recurrent state, and with windows where a sequence gets more than cache_options::rollback tokens,
+    /// the sequence before the step is held until it ends: kvq::budget needs budget_use::cuts of 1 more, and
+    /// state_layout::live_bytes() for each sequence.
     void begin(const token_batch& batch, int q_heads, int threads, workspace& space,
                const mods_view& mods = causal{});
 
-    /// One layer of the step: appends k and v, [batch.tokens][kv_heads][dim], and writes the attention of q, [batch.tokens][q_heads][head_dim], to out
-    /// and to its log-sum-exps, if it has them; for a layer that shares those of another one k and v of 0 tokens. Arguments as of cache::prefill. Raises kvq::error for other shapes or without a step. Takes
-    /// no memory if the step was begun with these q_heads, at least so many threads, this workspace and mods that need no more.
+    /// One layer of the step: appends k and v, [batch.tokens][kv_heads][dim], and writes the attention of q,
+    /// [batch.tokens][q_heads][head_dim], to out and to its log-sum-exps, if it has them; for a layer that
+    /// shares those of another one k and v of 0 tokens. Arguments as of cache::prefill. Raises kvq::error for
+    /// other shapes or without a step. Takes no memory if the step was begun with these q_heads, at least so
+    /// many threads, this workspace and mods that need no more.
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                  const output_view& out, const mods_view& mods, executor_view executor, workspace& space);
 
-    /// The tokens of the step that go to one sequence: for layers with recurrent state, which the engine runs itself, over rows of the
-    /// batch in ascending order.
+    /// The tokens of the step that go to one sequence: for layers with recurrent state, which the engine runs
+    /// itself, over rows of the batch in ascending order.
     struct step_part {
         std::span<const int> rows;
         std::span<const char> wanted;  ///< [rows]: 1 where the output of the row is that of this part
@@ -89,26 +99,30 @@ public:
     /// Valid until the step ends. Raises kvq::error for a part that does not exist.
     step_part part_of_step(int i) const;
 
-    /// Ends the step. If a layer has not got its tokens, the step is taken back, and kvq::error is raised. Otherwise the recurrent state
-    /// has taken the tokens; prompt_ends: as of recurrent_state::advance.
+    /// Ends the step. If a layer has not got its tokens, the step is taken back, and kvq::error is raised.
+    /// Otherwise the recurrent state has taken the tokens; prompt_ends: as of recurrent_state::advance.
     void end(bool prompt_ends = false);
-    /// Takes the step back: its tokens are removed from all layers that have them, and the recurrent state is the one before. Nothing
-    /// happens without a step.
+    /// Takes the step back: its tokens are removed from all layers that have them, and the recurrent state is
+    /// the one before. Nothing happens without a step.
     void take_back() noexcept;
 
-    // ---- tokens by position; id -1: every id; positions [first, last), where first < 0 is 0 and last < 0 is infinity ----
+    // ---- tokens by position; id -1: every id; positions [first, last), where first < 0 is 0 and last < 0 is
+    // infinity ----
 
-    /// Removes tokens; the others keep their positions. From the middle this needs can_shift(). From the end it is a trim, which takes no
-    /// memory unless other ids share the tokens; raises kvq::error where a layer has freed what the next token would see, and where the
-    /// recurrent state has no snapshot behind the last token that stays. O(spans)
+    /// Removes tokens; the others keep their positions. From the middle this needs can_shift(). From the end
+    /// it is a trim, which takes no memory unless other ids share the tokens; raises kvq::error where a layer
+    /// has freed what the next token would see, and where the recurrent state has no snapshot behind the last
+    /// token that stays. O(spans)
     void remove(int id, std::int32_t first, std::int32_t last);
-    /// Id `to` gets the tokens of `from` as well, behind its own ones. The first one that it gets needs a position behind its last.
-    /// A part that does not begin with the first token, or that goes behind others, needs can_shift().
+    /// Id `to` gets the tokens of `from` as well, behind its own ones. The first one that it gets needs a
+    /// position behind its last. A part that does not begin with the first token, or that goes behind others,
+    /// needs can_shift().
     void copy(int from, int to, std::int32_t first, std::int32_t last);
     /// Removes all tokens that are not of this id.
     void keep(int id);
-    /// Adds `by` to positions, those of the keys included; tokens whose position would be negative are removed. Needs can_shift(). Raises
-    /// kvq::error where positions would no longer ascend. Sequences that shared the tokens keep the former positions.
+    /// Adds `by` to positions, those of the keys included; tokens whose position would be negative are
+    /// removed. Needs can_shift(). Raises kvq::error where positions would no longer ascend. Sequences that
+    /// shared the tokens keep the former positions.
     void shift(int id, std::int32_t first, std::int32_t last, std::int32_t by);
     /// Positions divided by d > 1 would move every token by another distance: refused.
     void divide(int id, std::int32_t first, std::int32_t last, int d) const;

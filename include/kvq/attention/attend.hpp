@@ -1,15 +1,16 @@
-// Fused attention over packed pages of any mix of formats: out = softmax(q K^T) V, decode (one token) and prefill (many).
+// Fused attention over packed pages of any mix of formats: out = softmax(q K^T) V, of one token or many.
+// Walk: for every kv head and every block of up to 16 or 128 query rows (query tokens x query heads of the
+// GQA group), pages are read in token order. Per page: scores from the key block, online softmax, weights
+// times the value block. Only blocks whose codes cannot be folded are dequantized. For keys that moved, the
+// queries are rotated back (rotary.hpp). Keys are cut into key splits of about 2048 tokens, whose softmax
+// states are merged in token order. The result is the same bit for bit on any number of threads, alone or in
+// a batch. Where pages are selected (selection.hpp), bound_sums(), rank() and choose() run for all tasks
+// before run(); where values may be skipped, the scores of a split come before the values that matter.
 //
-// Walk: for every kv head and every block of up to 16 or 128 query rows (query tokens x query heads of the GQA group), pages are read in token order.
-// Per page: scores from the key block, online softmax, weights times the value block. Only blocks whose codes cannot be folded are dequantized, one at a
-// time, into the workspace. For keys that moved, the queries are rotated back (rotary.hpp), once for pages in a row that moved alike. Keys are cut into
-// key splits of about 2048 tokens; each split gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number
-// of threads, alone or in a batch. Where pages are selected (selection.hpp), bound_sums(), rank() and choose() run for all tasks before run(); where
-// values may be skipped, the scores of a split come first, and then the values of the pages that matter.
-//
-// Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
-// arithmetic on the dequantized values below 5e-4 on random data and where few keys dominate (tests/properties/{attention,peaked}.cpp),
-// and more where single terms of a score are large: outliers of keys times large queries (architecture.md). NaN and +infinity give NaN.
+// Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error
+// against double arithmetic on the dequantized values below 5e-4 on random data and where few keys dominate
+// (tests/properties/{attention,peaked}.cpp), and more where single terms of a score are large: outliers of
+// keys times large queries (architecture.md). NaN and +infinity give NaN.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +44,7 @@ public:
     page_choice choice;
     bool ranks_by_scores;  // and not by estimates, because a page of keys has a format without
 
-    /// Bounds the sums of the rows from below, by the first page that they may see and the last two. Before rank() and run().
+    /// Bounds the sums of the rows from below, by the first page that they may see and the last two.
     void bound_sums(int task, const scratch& s) const {
         const task_place at = place_of(task);
         if (at.split > 0) return;
@@ -189,7 +190,7 @@ private:
     task_place place_of(int task) const noexcept {
         const int splits = plan.splits_are_tasks() ? plan.splits() : 1;
         const int first = task / splits % plan.row_blocks() * plan.block_rows;
-        // Tasks run from the last to the first, splits from the first to the last: the end of each prefetches the beginning of the next.
+        // Tasks run from the last to the first, splits in order: the end of each prefetches the next.
         return {task / (plan.row_blocks() * splits), first, smaller(plan.block_rows, plan.rows() - first),
                 splits - 1 - task % splits};
     }
@@ -299,7 +300,7 @@ private:
         return (shift == 0 ? s.turned : s.moved + size) + keys.transforming_before(format) * size;
     }
 
-    /// Is no key of the split visible to any of the rows? An empty state, which changes nothing when it is merged.
+    /// Is no key of the split visible to any of the rows? An empty state, which merging ignores.
     bool hides(int split, int head, int first, int n) const {
         const int from = pages.lower_bound(split * plan.split_tokens),
                   to = pages.lower_bound(plan.split_end(split));
@@ -462,7 +463,7 @@ private:
         return rank;
     }
 
-    /// The functions of a format and their workspace for the rows of a task. Planned at the first page of the format.
+    /// The functions of a format and their workspace for the rows of a task, from its first page on.
     struct bound_product {
         const format_functions& functions;
         const attention_scratch::format_space& space;
@@ -547,7 +548,7 @@ private:
         const page& p = *entry.values;
         const block_shape shape = value_shape(p);
         const block_id id{layer, rows.head};
-        // Tokens in front of the shown ones, and those behind them where parameters are folded for the whole block, get weight zero.
+        // Tokens before the shown ones, and behind them where the whole block is folded, get weight zero.
         const int end = entry.skip + entry.tokens;
         for (int i = 0; i < n && entry.skip > 0; ++i) {
             float* const weight = s.scores + i * s.scores_stride;
@@ -569,7 +570,7 @@ private:
                  ahead(p, *next.values), product.space.workspace);
     }
 
-    /// Distance to the same head's block of the next page, for prefetches: they must not wait for that page's header.
+    /// Distance to the same head's block of the next page: prefetches do not wait for that page's header.
     std::ptrdiff_t ahead(const page& now, const page& next) const noexcept {
         prefetch(&next);
         return distance(now, next);

@@ -1,10 +1,13 @@
 // The attention of several sequences as one list of tasks for all threads.
 //
-//   task = one kv head, one block of query rows and, where there are few of those, one key split, of one sequence
+//   task = one kv head, one block of query rows and, where there are few of those, one key split, of one
+//     sequence
 //
-// The thread that ends the last split of a block merges its splits, so there is one list of tasks and no thread waits in between.
-// Contract: every sequence gets the bits that it gets alone, on any number of threads: work is cut by the shape of each sequence, and splits
-// are merged in token order. No list of tasks is allocated; memory is bytes(threads), taken from the caller.
+// The thread that ends the last split of a block merges its splits, so there is one list of tasks and no
+// thread waits in between.
+// Contract: every sequence gets the bits that it gets alone, on any number of threads: work is cut by the
+// shape of each sequence, and splits are merged in token order. No list of tasks is allocated; memory is
+// bytes(threads), taken from the caller.
 #pragma once
 
 #include <atomic>
@@ -120,9 +123,9 @@ public:
                 if (taken >= tasks_) return;  // a thread that comes late
                 const scratch mine =
                     scratch_of(scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
-                // From the last task to the first: later blocks of rows see more keys, and short tasks at the end let threads end
-                // together. Where all rows see the same keys (decode), from the first to the last: beside other programs
-                // memory is read faster in the order of its addresses.
+                // From the last task to the first: later blocks of rows see more keys, and short tasks at the
+                // end let threads end together. Where all rows see the same keys (decode), from the first to
+                // the last: beside other programs memory is read faster in the order of its addresses.
                 for (int i = count_ - 1; taken < tasks_;
                      taken = next.task.fetch_add(1, std::memory_order_relaxed)) {
                     const int task = tasks_ - 1 - taken;
@@ -160,7 +163,8 @@ public:
 private:
     using scratch = attention_scratch;
     using counter = std::atomic<int>;
-    /// Index of the first task of an item, its partial states, for each of its blocks the number of splits to come, and what is chosen.
+    /// Index of the first task of an item, its partial states, for each of its blocks the number of splits to
+    /// come, and what is chosen.
     struct place {
         int first_task;
         float* partials;
@@ -185,7 +189,8 @@ private:
         return (of.mods ? *of.mods : mods_).within(geometry_.window);
     }
 
-    /// Estimates are compared with estimates only: one page of keys without decides for all pages of a sequence.
+    /// Estimates are compared with estimates only: one page of keys without decides for all pages of a
+    /// sequence.
     bool lacks_estimates() const noexcept {
         for (int i = 0; i < keys_.size(); ++i)
             if (i > 0 && !keys_[i].functions().estimate_scores) return true;

@@ -1,6 +1,7 @@
 // Aligned parts of one buffer, in the order in which they are taken.
 //
-// Contract: bytes are counted with the code that carves them: carver(nullptr) takes the same parts and gives null for each.
+// Contract: bytes are counted with the code that carves them: carver(nullptr) takes the same parts and gives
+// null for each.
 #pragma once
 
 #include <cstddef>

@@ -1,10 +1,13 @@
-// Pages whose scores are known and whose values are not read yet: which values can be left out (selection.hpp, skipped_values).
+// Pages whose scores are known and whose values are not read yet: which values can be left out
+// (selection.hpp, skipped_values).
 //
-//   share of page j in row i:   w_ij = sum of its weights / L_i,   L_i a lower bound of the sum of the row over all keys
+//   share of page j in row i:   w_ij = sum of its weights / L_i,   L_i a lower bound of the sum of the row
+//                                                                  over all keys
 //   pages are left out in the order of max_i w_ij, as long as every row has lost at most its budget
 //
-// The pages of a key split are held, or as many as fit, so that the result does not depend on threads. Weights are those of the online softmax, page
-// by page, in the order and with the factors that they have when no value is skipped: pages that are read add the same bits.
+// The pages of a key split are held, or as many as fit, so that the result does not depend on threads.
+// Weights are those of the online softmax, page by page, in the order and with the factors that they have
+// when no value is skipped: pages that are read add the same bits.
 #pragma once
 
 #include <algorithm>
@@ -69,8 +72,8 @@ struct held_pages {
         ++count;
         ++seen;
     }
-    /// Marks the held pages whose values are skipped. budget: share of a row; floors: log2 of a lower bound of the sum of each of n rows;
-    /// maxima and sums: of the split up to the last held page.
+    /// Marks the held pages whose values are skipped. budget: share of a row; floors: log2 of a lower bound
+    /// of the sum of each of n rows; maxima and sums: of the split up to the last held page.
     void choose(int n, float budget, const float* floors, const float* maxima, const float* sums) noexcept {
         const auto share = [&](int j, int i) {
             const float s = sum[j * rows + i];

@@ -1,16 +1,21 @@
 // Ready-made masks (attention/mods.hpp): which keys a query attends to.
 //
 //   causal            itself and the tokens before it; the mask that holds when none lifts it
-//   bidirectional     all tokens of the sequence                           an encoder, or a block of diffusion
+//   bidirectional     all tokens of the sequence                           an encoder, or a block of
+//                                                                          diffusion
 //   cross_attention   the same for queries that are no tokens of the sequence
 //   sliding_window    the last W tokens up to itself                       sink_window: and the first S
-//   prefix_lm         causal, and the first P tokens for all queries       Raffel et al., arXiv 1910.10683, section 3.2
-//   token_ranges      tokens of given ranges, per query or for all         models that choose by themselves, block-sparse masks
-//   document_mask     tokens of its own document                           several documents packed into one sequence
-//   leading_keys      the first n tokens, n given for each query           a part of a context: its later tokens lie behind the query
+//   prefix_lm         causal, and the first P tokens for all queries       Raffel et al., arXiv 1910.10683,
+//                                                                          section 3.2
+//   token_ranges      tokens of given ranges, per query or for all         models that choose by themselves,
+//                                                                          block-sparse masks
+//   document_mask     tokens of its own document                           several documents packed into one
+//                                                                          sequence
+//   leading_keys      the first n tokens, n given for each query           a part of a context: its later
+//                                                                          tokens lie behind the query
 //
-// Positions are those of the sequence: 0 is its first token. Every mask answers for pages in O(1), documents and ranges
-// in O(log) of their number, ranges that differ between queries for every query of a block.
+// Positions are those of the sequence: 0 is its first token. Every mask answers for pages in O(1), documents
+// and ranges in O(log) of their number, ranges that differ between queries for every query of a block.
 #pragma once
 
 #include <cstddef>
@@ -50,8 +55,8 @@ struct bidirectional {
     static constexpr bool is_causal = false;
 };
 
-/// Queries without positions attend to all tokens; their number is not limited by the length of the sequence. Score modifiers and other
-/// masks get the number of the query, from 0 on, as its position.
+/// Queries without positions attend to all tokens; their number is not limited by the length of the sequence.
+/// Score modifiers and other masks get the number of the query, from 0 on, as its position.
 struct cross_attention {
     static constexpr bool is_causal = false;
     static constexpr bool has_query_positions = false;
@@ -103,8 +108,9 @@ struct prefix_lm {
 };
 
 /// A query attends to the tokens of its own document, causally unless `bidirectional` is a part as well.
-/// starts: position of the first token of each document, in order, the first one 0; documents may be empty. Tokens from the last start on
-/// are one document, so cu_seqlens of other engines can be given as they are. The span is not copied.
+/// starts: position of the first token of each document, in order, the first one 0; documents may be empty.
+/// Tokens from the last start on are one document, so cu_seqlens of other engines can be given as they are.
+/// The span is not copied.
 struct document_mask {
     std::span<const int> starts;
 
@@ -143,15 +149,16 @@ struct document_mask {
     }
 };
 
-/// A query attends to the tokens of given ranges, causally unless `bidirectional` or `cross_attention` is a part as well. Pages without such a
-/// token are not read. The spans are not copied.
+/// A query attends to the tokens of given ranges, causally unless `bidirectional` or `cross_attention` is a
+/// part as well. Pages without such a token are not read. The spans are not copied.
 struct token_ranges {
     std::span<const token_range>
         ranges;  ///< of a query: ascending, without overlap, each with at least one token
-    /// Empty: all queries attend to all `ranges`. Else query i attends to ranges [starts[i], starts[i + 1]): one entry per query, and the end.
+    /// Empty: all queries attend to all `ranges`. Else query i attends to ranges [starts[i], starts[i + 1]):
+    /// one entry per query, and the end.
     std::span<const int> starts = {};
-    /// With `starts`: the position of query 0, tokens() - q.tokens after the tokens were appended (0 for cross_attention). Queries at other
-    /// positions attend to nothing.
+    /// With `starts`: the position of query 0, tokens() - q.tokens after the tokens were appended (0 for
+    /// cross_attention). Queries at other positions attend to nothing.
     int first_query = 0;
 
     std::span<const token_range> of(int q_pos) const noexcept {
@@ -217,8 +224,8 @@ private:
     }
 };
 
-/// Query i attends to the first counts[i] tokens of the sequence; the counts do not fall. Queries have no positions, so that they may be
-/// tokens of another sequence. The span is not copied.
+/// Query i attends to the first counts[i] tokens of the sequence; the counts do not fall. Queries have no
+/// positions, so that they may be tokens of another sequence. The span is not copied.
 struct leading_keys {
     std::span<const int> counts;  ///< one per query
 

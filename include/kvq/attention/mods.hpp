@@ -1,26 +1,32 @@
-// Masks and score modifiers of attention, as hooks of a type: FlexAttention's mask_mod and score_mod. Any type with any of
+// Masks and score modifiers of attention, as hooks of a type: FlexAttention's mask_mod and score_mod. Any
+// type with any of
 //
-//   bool mask(int q_pos, int k_pos) const                                   mask: does the query attend to the key?
-//   void mask_row(float* scores, int n, int q_pos, int first_k) const       the same for keys first_k, first_k + 1, ...: sets the
-//                                                                           scores of hidden keys to -infinity
+//   bool mask(int q_pos, int k_pos) const
+//       mask: does the query attend to the key?
+//   void mask_row(float* scores, int n, int q_pos, int first_k) const
+//       the same for keys first_k, first_k + 1, ...: sets the scores of hidden keys to -infinity
 //   page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const
-//                                                                           whether queries [first_q, last_q] see none, some or
-//                                                                           all of keys [first_k, end_k); without it: some
-//   float score(float score, int q_head, int q_pos, int k_pos) const        score modifier, on the scaled score
-//   void score_row(float* scores, int n, int q_head, int q_pos, int first_k) const    the same for n keys, in place
+//       whether queries [first_q, last_q] see none, some or all of keys [first_k, end_k); without it: some
+//   float score(float score, int q_head, int q_pos, int k_pos) const
+//       score modifier, on the scaled score
+//   void score_row(float* scores, int n, int q_head, int q_pos, int first_k) const
+//       the same for n keys, in place
 //   float scale(int head_dim) const             instead of 1 / sqrt(head_dim)
-//   float sink_logit(int q_head) const          takes part in the softmax sum of every row of the head, without a value
+//   float sink_logit(int q_head) const          more in the softmax sum of the head's rows, without a value
 //   const selected_pages* selection() const     only the best pages are read (selection.hpp)
-//   const skipped_values* skipping() const      values of pages with hardly any weight are not read (selection.hpp)
-//   int text_position(int place) const          by which windows of layers count the token in a place of the sequence, at most the
-//                                               place; where it is the place, so it is in front of it (token_tree.hpp)
-//   void check(int q_heads) const               raises kvq::error for parameters out of range; called first in every attention
+//   const skipped_values* skipping() const      values of pages with hardly any weight are not read
+//   int text_position(int place) const          by which windows of layers count the token in a place of the
+//                                               sequence, at most the place; where it is the place, so it is
+//                                               in front of it (token_tree.hpp)
+//   void check(int q_heads) const               raises kvq::error for parameters out of range; called first
 //   static constexpr bool is_causal = false     lifts the causal mask, which holds otherwise
-//   static constexpr bool has_query_positions = false    q_pos is the number of the query in q, not its position in the sequence
+//   static constexpr bool has_query_positions = false
+//       q_pos is the number of the query in q, not its position in the sequence
 //
-// Masks are joined with AND, score modifiers follow one another, then masks apply: mods{softcap{30.f}, sliding_window{4096}}. Pages of
-// which no query sees a key are not read. A hook that no part has costs nothing: without a score modifier the scale is
-// folded into the query, without a mask no key behind the diagonal is tested. Source: Dong et al., arXiv 2412.05496.
+// Masks are joined with AND, score modifiers follow one another, then masks apply: mods{softcap{30.f},
+// sliding_window{4096}}. Pages of which no query sees a key are not read. A hook that no part has costs
+// nothing: without a score modifier the scale is folded into the query, without a mask no key behind the
+// diagonal is tested. Source: Dong et al., arXiv 2412.05496.
 #pragma once
 
 #include <concepts>
@@ -198,7 +204,8 @@ void change_row(const M& m, float* scores, int n, int q_head, int q_pos, int fir
         for (int t = 0; t < n; ++t) scores[t] = m.score(scores[t], q_head, q_pos, first_k + t);
 }
 
-/// The hooks of M, called through a pointer to it. Here, so that they have the name of the instruction set, whoever M is from.
+/// The hooks of M, called through a pointer to it. Here, so that they have the name of the instruction set,
+/// whoever M is from.
 template <class M>
 struct hooks_of {
     static const M& of(const void* object) noexcept { return *static_cast<const M*>(object); }
@@ -226,8 +233,9 @@ struct hooks_of {
 
 }  // namespace detail
 
-/// Several masks and score modifiers as one. At most one part each has a scale, a sink_logit, a selection, a skipping, a text_position. The causal mask
-/// holds unless a part lifts it; `causal{}` among the parts keeps it in any case.
+/// Several masks and score modifiers as one. At most one part each has a scale, a sink_logit, a selection, a
+/// skipping, a text_position. The causal mask holds unless a part lifts it; `causal{}` among the parts keeps
+/// it in any case.
 template <class... Parts>
 class mods : public detail::direction<(detail::own_direction<Parts> || ...),
                                       (detail::keeps_causal<Parts>() || ...)> {
@@ -340,8 +348,8 @@ private:
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-/// Masks and score modifiers of a type that is known only at run time, as the walk over pages takes them. The view must not outlive
-/// the object.
+/// Masks and score modifiers of a type that is known only at run time, as the walk over pages takes them. The
+/// view must not outlive the object.
 class mods_view {
 public:
     template <class M>

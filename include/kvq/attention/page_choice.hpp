@@ -1,12 +1,14 @@
 // Memory and decisions of selected_pages and skipped_values for one sequence of an attention call.
 //
-//   floors   log2 of a lower bound of the softmax sum of every row: of the first page and the last two, which are always read
-//   ranks    of every page, kv head and block of query rows: sum over rows of 2^(estimated score - floor), the weight of a key that has
-//            the estimated score; afterwards: chosen or not
+//   floors   log2 of a lower bound of the softmax sum of every row: of the first page and the last two, which
+//            are always read
+//   ranks    of every page, kv head and block of query rows: sum over rows of 2^(estimated score - floor),
+//            the weight of a key that has the estimated score; afterwards: chosen or not
 //   left     share of the weights of every row that was left out
 //
-// Contract: equal ranks are resolved by position (later pages first), so that the choice is unique. Empty, without bytes, when neither
-// is asked for. Bytes depend on the number of pages; a sequence without cuts has page_geometry::spans() of them.
+// Contract: equal ranks are resolved by position (later pages first), so that the choice is unique. Empty,
+// without bytes, when neither is asked for. Bytes depend on the number of pages; a sequence without cuts has
+// page_geometry::spans() of them.
 #pragma once
 
 #include "mods.hpp"
@@ -19,8 +21,9 @@ struct page_choice {
         std::numeric_limits<float>::infinity();  ///< rank of a page that is always read
     static constexpr float hidden =
         -std::numeric_limits<float>::infinity();  ///< rank of a page that masks hide
-    /// Weight of the distance from the middle of a score's range to its end. 1 ranks by the upper bound, which keeps less of the mass on
-    /// real tensors: it is far above all scores, and wide ranges outrank high middles (scripts/quality select).
+    /// Weight of the distance from the middle of a score's range to its end. 1 ranks by the upper bound,
+    /// which keeps less of the mass on real tensors: it is far above all scores, and wide ranges outrank high
+    /// middles (scripts/quality select).
     static constexpr float spread = 0.3f;
 
     /// The format of a page, and the tokens that it has memory for.
@@ -82,7 +85,8 @@ struct page_choice {
     }
     static bool chosen(float rank) noexcept { return rank > 0.0f; }
 
-    /// Reads the formats of all pages. Page headers lie far apart: every kv head would wait for each of them again.
+    /// Reads the formats of all pages. Page headers lie far apart: every kv head would wait for each of them
+    /// again.
     void read_formats(const layer_pages& pages) const noexcept {
         constexpr int early = 16;
         for (int e = 0; e < count; ++e) {
@@ -110,13 +114,15 @@ struct page_choice {
             if (rank[e] == always) rank[e] = 1.0f;
         for (int i = 0; i < n; ++i) rank[best[i]] = i < k ? 1.0f : 0.0f;
     }
-    /// 2^x within 7 %, increasing, for a rank: finite, and 0 for NaN. (The mantissa of the result is the fraction of x.)
+    /// 2^x within 7 %, increasing, for a rank: finite, and 0 for NaN. (The mantissa of the result is the
+    /// fraction of x.)
     static float rough_exp2(float x) noexcept {
         const float bounded = x > -126.0f ? smaller(x, 110.0f) : -127.0f;
         return bit_cast<float>(static_cast<std::uint32_t>((bounded + 127.0f) * 0x1p23f));
     }
 
-    /// Adds a kv head and block of rows; next(e): the first page from e on that masks show. run: without tokens.
+    /// Adds a kv head and block of rows; next(e): the first page from e on that masks show. run: without
+    /// tokens.
     template <class Next>
     static void report_pages(selection_report& r, chosen_tokens run, const float* ranks,
                              const layer_pages& pages, const Next& next) {

@@ -1,10 +1,11 @@
-// The shape of an attention call: its division into tasks, and the memory that a worker needs for one of them.
+// The shape of an attention call: its division into tasks, and the memory that a worker needs for one of
+// them.
 //
 //   task      a kv head, a block of query rows and, where these are few, a key split
 //   scratch   queries (plain, transformed, moved), scores, running outputs, the workspaces of formats
 //
-// Contract: bytes are counted with the same code that carves them, so the workspace that a cache asks for is the one that it uses.
-// Nothing depends on the number of threads.
+// Contract: bytes are counted with the same code that carves them, so the workspace that a cache asks for is
+// the one that it uses. Nothing depends on the number of threads.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +45,8 @@ struct attention_plan {
 
     int rows() const noexcept { return group * query_tokens; }
     int row_blocks() const noexcept { return parts(rows(), block_rows); }
-    /// Key splits are cut by position, so that trims change neither tasks nor workspace. A page belongs to the split of its first token.
+    /// Key splits are cut by position, so that trims change neither tasks nor workspace. A page belongs to
+    /// the split of its first token.
     int splits() const noexcept { return parts(tokens, split_tokens); }
     /// The token behind those of a split.
     int split_end(int split) const noexcept {
@@ -82,8 +84,8 @@ inline int attention_rows(const format_table& keys, const format_table& values) 
     return rows;
 }
 
-/// Tokens of the longest pages of a format of a table. Products with the window's format are planned once, for these; those with other
-/// formats again for pages of another length (closed ones, cache/rearrange.hpp).
+/// Tokens of the longest pages of a format of a table. Products with the window's format are planned once,
+/// for these; those with other formats again for pages of another length (closed ones, cache/rearrange.hpp).
 constexpr int planned_tokens(int index, const page_geometry& g) noexcept {
     return index == 0 ? g.longest_page() : g.page_tokens;
 }

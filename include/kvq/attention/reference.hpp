@@ -1,9 +1,11 @@
 // Attention in double, one product after the other: the reference for the error of attend().
 //
-//   out[t][h] = sum_k p_k v[k],   p = softmax_k(score(scale * q[t][h] . k[k])),   over the keys that the mask shows to the query
+//   out[t][h] = sum_k p_k v[k],   p = softmax_k(score(scale * q[t][h] . k[k])),   over the keys that the mask
+//                                                                                 shows to the query
 //
-// Works on dequantized values (sequence::dequantize), so that it shows the error of the kernels and not that of the scheme. It asks masks
-// and score modifiers (attention/mods.hpp) about one pair of query and key after the other, with float scores. Not for speed.
+// Works on dequantized values (sequence::dequantize), so that it shows the error of the kernels and not that
+// of the scheme. It asks masks and score modifiers (attention/mods.hpp) about one pair of query and key after
+// the other, with float scores. Not for speed.
 #pragma once
 
 #include <cmath>
@@ -15,8 +17,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
-/// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; q and out: the last q.tokens of these n tokens, or any number of queries
-/// without positions. Zeros for a query that sees no key.
+/// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; q and out: the last q.tokens of these n tokens,
+/// or any number of queries without positions. Zeros for a query that sees no key.
 template <class Mods = causal>
 void reference_attend(const token_view<const float>& k, const token_view<const float>& v,
                       const token_view<const float>& q, const token_view<double>& out,

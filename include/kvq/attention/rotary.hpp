@@ -2,11 +2,12 @@
 //
 //   pair j of a row at position p:   (x, y) -> (x cos a - y sin a, y cos a + x sin a),   a = p * frequency[j]
 //
-// Rotations add up: keys that were rotated at position p and now sit at p + m need no new codes, since R(p + m) k · R(q) x =
-// R(p) k · R(q - m) x. Attention rotates the query by -m for these pages.
-// Contract: sine and cosine are within 2e-7; the angle of a move by m is within |m| * frequency * 4e-16 radians, so moves by
-// 2^31 positions are exact enough. A rotation of 0 positions changes no bit.
-// Source: Su et al., arXiv 2104.09864; Llama 3 scaling as in Meta's reference code; YaRN, Peng et al., arXiv 2309.00071, section 3.
+// Rotations add up: keys that were rotated at position p and now sit at p + m need no new codes, since R(p +
+// m) k · R(q) x = R(p) k · R(q - m) x. Attention rotates the query by -m for these pages.
+// Contract: sine and cosine are within 2e-7; the angle of a move by m is within |m| * frequency * 4e-16
+// radians, so moves by 2^31 positions are exact enough. A rotation of 0 positions changes no bit.
+// Source: Su et al., arXiv 2104.09864; Llama 3 scaling as in Meta's reference code; YaRN, Peng et al., arXiv
+// 2309.00071, section 3.
 #pragma once
 
 #include <cstdint>
@@ -30,11 +31,13 @@ struct rotary_embedding {
     int first_channel = 0;  ///< the first of them
     rotary_layout layout = rotary_layout::half_split;
     double base = 10000.0;
-    /// Radians per position of each pair, [dims / 2]; empty: base^(-2 j / dims). Scaled models: llama3_frequencies(),
-    /// yarn_frequencies(). (The attention factor of YaRN scales queries and keys; a move does not change it.)
+    /// Radians per position of each pair, [dims / 2]; empty: base^(-2 j / dims). Scaled models:
+    /// llama3_frequencies(), yarn_frequencies(). (The attention factor of YaRN scales queries and keys; a
+    /// move does not change it.)
     std::vector<double> frequencies = {};
-    /// Instead of all of the above: rotates a row of head_dim channels by `by` positions more. Called from all threads. Functions cannot
-    /// be compared: in files and messages the numbers above tell them apart, base first of all.
+    /// Instead of all of the above: rotates a row of head_dim channels by `by` positions more. Called from
+    /// all threads. Functions cannot be compared: in files and messages the numbers above tell them apart,
+    /// base first of all.
     std::function<void(float* row, int head_dim, std::int64_t by)> rotate = {};
 };
 
@@ -49,8 +52,8 @@ struct llama3_scaling {
     double original_context = 8192.0;
 };
 
-/// Frequencies of Llama 3.1: wavelengths above original_context / low_freq_factor are stretched by `factor`, those below
-/// original_context / high_freq_factor stay, those between are blended.
+/// Frequencies of Llama 3.1: wavelengths above original_context / low_freq_factor are stretched by `factor`,
+/// those below original_context / high_freq_factor stay, those between are blended.
 [[nodiscard]] std::vector<double> llama3_frequencies(int dims, double base, const llama3_scaling& s);
 
 /// rope_scaling of type "yarn".
@@ -61,12 +64,13 @@ struct yarn_scaling {
     double beta_slow = 1.0;
 };
 
-/// Frequencies of YaRN: pairs that turn more than beta_fast times within the original context stay, those that turn less than beta_slow
-/// times are stretched by `factor`, a linear ramp over the (whole) indices of the pairs lies between.
+/// Frequencies of YaRN: pairs that turn more than beta_fast times within the original context stay, those
+/// that turn less than beta_slow times are stretched by `factor`, a linear ramp over the (whole) indices of
+/// the pairs lies between.
 [[nodiscard]] std::vector<double> yarn_frequencies(int dims, double base, const yarn_scaling& s);
 
-/// A rotary embedding outside of its cache: its numbers as text, and a fingerprint of them. Frequencies count as floats, since powers of
-/// one base differ in their last bit from one C library to another.
+/// A rotary embedding outside of its cache: its numbers as text, and a fingerprint of them. Frequencies count
+/// as floats, since powers of one base differ in their last bit from one C library to another.
 struct rotary_identity {
     std::string text;
     std::uint64_t fingerprint = 0;
@@ -118,10 +122,12 @@ private:
     std::vector<rotation> of_;
 };
 
-/// The farthest that keys may have moved since they were rotated: as a double, whole numbers up to here are exact.
+/// The farthest that keys may have moved since they were rotated: as a double, whole numbers up to here are
+/// exact.
 inline constexpr std::int64_t farthest_shift = std::int64_t{1} << 52;
 
-/// Raises kvq::error for keys that moved farther than that, or in a cache that cannot rotate them. keys: "keys of pages 3".
+/// Raises kvq::error for keys that moved farther than that, or in a cache that cannot rotate them. keys:
+/// "keys of pages 3".
 template <class... Keys>
 void expect_shift(const rotation_table& rotations, std::int64_t shift, const Keys&... keys) {
     expect(shift == 0 || rotations.known(), keys..., " moved by ", shift,

@@ -3,7 +3,8 @@
 //   score_scale     q . k times a number instead of 1 / sqrt(head_dim)
 //   softcap         cap * tanh(score / cap)                Gemma 2, arXiv 2408.00118, section 2
 //   alibi           score - slope[q_head] * distance       Press et al., arXiv 2108.12409
-//   learned_sinks   exp(logit[q_head]) more in the softmax sum of a row, without a value; gpt-oss, arXiv 2508.10925, section 2
+//   learned_sinks   exp(logit[q_head]) more in the softmax sum of a row, without a value; gpt-oss, arXiv
+//                   2508.10925, section 2
 //
 // Contract: one number per query head where a modifier has numbers per head; another number of query heads is
 // refused, and so are numbers that are not finite. A score that a modifier makes NaN or +infinity gives a row
@@ -28,7 +29,8 @@ struct score_scale {
 };
 
 namespace detail {
-/// tanh with a relative error below 5e-7, as a quotient of polynomials, so that compilers vectorise loops over it. NaN stays NaN.
+/// tanh with a relative error below 5e-7, as a quotient of polynomials, so that compilers vectorise loops
+/// over it. NaN stays NaN.
 /// Source: coefficients of Eigen's ptanh_float.
 inline float rational_tanh(float x) noexcept {
     constexpr float most = 7.90531110763549805f;
@@ -77,9 +79,10 @@ struct alibi {
     }
 };
 
-/// softmax over the visible keys and one more score, logits[q_head], whose value is zero. Other modifiers do not change it. The log-sum-exp
-/// of a row includes it, so of outputs that will be merged over parts of the keys only one takes the sinks. A row without visible keys
-/// gives zeros. -infinity: no sink; any other logit that is not finite is refused. The span is not copied.
+/// softmax over the visible keys and one more score, logits[q_head], whose value is zero. Other modifiers do
+/// not change it. The log-sum-exp of a row includes it, so of outputs that will be merged over parts of the
+/// keys only one takes the sinks. A row without visible keys gives zeros. -infinity: no sink; any other logit
+/// that is not finite is refused. The span is not copied.
 struct learned_sinks {
     std::span<const float> logits;  ///< one per query head
 

@@ -1,14 +1,19 @@
-// Reading only the pages that matter: two parts of `mods` beside masks and score modifiers, each off unless asked for.
+// Reading only the pages that matter: two parts of `mods` beside masks and score modifiers, each off unless
+// asked for.
 //
-//   selected_pages{.tokens = 4096}   the best pages of every kv head, about so many tokens, and all pages of 16 bit
-//   skipped_values{.mass = 1e-3f}    values of pages whose weights are at most so much of a row, together, are not read
+//   selected_pages{.tokens = 4096}   the best pages of every kv head, about so many tokens, and all pages of
+//                                    16 bit
+//   skipped_values{.mass = 1e-3f}    values of pages whose weights are at most so much of a row, together,
+//                                    are not read
 //
-// selected_pages acts like a mask that attention makes: its outputs are those of dense attention under a mask that shows the
-// chosen pages, bit for bit. Pages are ranked by an estimate of their scores from parameters alone (format_functions::estimate_scores), or
-// from stored minima and maxima of channels (format/bounds.hpp); Tang et al., arXiv 2406.10774, rank by the upper bound of the latter.
-// skipped_values keeps all scores, so that maximum, sum and log-sum-exp of a row stay exact: |error of a channel| <= mass left out *
-// largest |value| of the channel, and mass left out <= `mass` for every row.
-// Contract: which pages are read depends on the sequence, the queries and the options, not on threads or other members of a batch.
+// selected_pages acts like a mask that attention makes: its outputs are those of dense attention under a mask
+// that shows the chosen pages, bit for bit. Pages are ranked by an estimate of their scores from parameters
+// alone (format_functions::estimate_scores), or from stored minima and maxima of channels
+// (format/bounds.hpp); Tang et al., arXiv 2406.10774, rank by the upper bound of the latter. skipped_values
+// keeps all scores, so that maximum, sum and log-sum-exp of a row stay exact: |error of a channel| <= mass
+// left out * largest |value| of the channel, and mass left out <= `mass` for every row.
+// Contract: which pages are read depends on the sequence, the queries and the options, not on threads or
+// other members of a batch.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +39,8 @@ struct chosen_tokens {
 struct selection_report {
     std::int64_t pages = 0;  ///< pages that masks show, once for every kv head and block of query rows
     std::int64_t read = 0;   ///< those that were read
-    /// Runs of read pages are appended, if it is not null. They lie in the order of requests, kv heads, blocks of rows and tokens.
+    /// Runs of read pages are appended, if it is not null. They lie in the order of requests, kv heads,
+    /// blocks of rows and tokens.
     std::vector<chosen_tokens>* chosen = nullptr;
 };
 
@@ -47,11 +53,11 @@ struct skipping_report {
     float most_left_out = 0.0f;  ///< of one row
 };
 
-/// Queries attend to the best pages. A page is chosen for all query heads of a kv head and all rows of a block of queries (one token in
-/// decode), by its estimated weight in all of them. Always read: 16-bit pages (sinks and recent tokens), the first page, the last two, and pages
-/// that hold tokens of the queries.
-/// Where a page of keys has a format without an estimate (neither parameters per channel nor with_bounds()), pages are ranked by their
-/// scores themselves, so that keys are read and values of other pages are not.
+/// Queries attend to the best pages. A page is chosen for all query heads of a kv head and all rows of a
+/// block of queries (one token in decode), by its estimated weight in all of them. Always read: 16-bit pages
+/// (sinks and recent tokens), the first page, the last two, and pages that hold tokens of the queries.
+/// Where a page of keys has a format without an estimate (neither parameters per channel nor with_bounds()),
+/// pages are ranked by their scores themselves, so that keys are read and values of other pages are not.
 struct selected_pages {
     int tokens;  ///< at least 1: the best ceil(tokens / page_tokens) pages
     selection_report* report = nullptr;
@@ -60,9 +66,10 @@ struct selected_pages {
     void check(int) const;
 };
 
-/// Values of the pages with the smallest weights are not read, as long as their weights are at most `mass` of the sum of every row.
-/// `mass` is shared out by tokens, so that it bounds the whole row. The sum is bounded from below by what is known when a key
-/// split of about 2048 tokens has all its scores: the sum of the split, and that of the first page and the last two.
+/// Values of the pages with the smallest weights are not read, as long as their weights are at most `mass` of
+/// the sum of every row. `mass` is shared out by tokens, so that it bounds the whole row. The sum is bounded
+/// from below by what is known when a key split of about 2048 tokens has all its scores: the sum of the
+/// split, and that of the first page and the last two.
 struct skipped_values {
     float mass;  ///< at least 0, less than 1; with 0 the outputs are those without it, bit for bit
     skipping_report* report = nullptr;

@@ -2,9 +2,10 @@
 //
 //   merge(a, b):  m = max(a.m, b.m),  sum = a.sum 2^(a.m - m) + b.sum 2^(b.m - m),  output likewise
 //
-// Scores are in powers of two (log2 e is folded into the query). An empty state has max = -infinity. Merging is associative
-// and commutative up to float rounding; kvq always merges in token order. from_output() makes a state of a finished output and its
-// log-sum-exp, so that results over parts of the keys (another device, a shared prefix) can be merged.
+// Scores are in powers of two (log2 e is folded into the query). An empty state has max = -infinity. Merging
+// is associative and commutative up to float rounding; kvq always merges in token order. from_output() makes
+// a state of a finished output and its log-sum-exp, so that results over parts of the keys (another device, a
+// shared prefix) can be merged.
 #pragma once
 
 #include <cmath>
@@ -37,14 +38,16 @@ struct softmax_state {
         max = top;
     }
 
-    /// A score (not in powers of two) as a maximum: finite if it is. Beyond largest_score no two scores differ.
+    /// A score (not in powers of two) as a maximum: finite if it is. Beyond largest_score no two scores
+    /// differ.
     static float as_max(float score) noexcept {
         if (std::isinf(score)) return score;
         return detail::larger(detail::smaller(score, largest_score), -largest_score) * log2e;
     }
     static constexpr float largest_score = 2.3586e38f;
 
-    /// Adds a key with this score (not in powers of two) whose value is zero: a learned sink. -infinity adds nothing.
+    /// Adds a key with this score (not in powers of two) whose value is zero: a learned sink. -infinity adds
+    /// nothing.
     void add_sink(float score, int dim) noexcept {
         const float own = as_max(score), top = detail::larger(max, own);
         if (std::isinf(top) && top < 0) return;

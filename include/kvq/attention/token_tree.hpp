@@ -1,11 +1,13 @@
 // A tree of drafted tokens, as a mask: several guesses of the next tokens are checked in one attention.
 //
-//   token i attends to the accepted tokens before the draft, to its ancestors and to itself:  bit j of ancestors(i)
+//   token i attends to the accepted tokens before the draft, to its ancestors and to itself:  bit j of
+//     ancestors(i)
 //
-// parents[i] < i is the token before token i in its guess, -1 for the accepted text. Drafted tokens are positions [first_token,
-// first_token + size()) of the sequence (sequence::append_draft); their rotary positions are the engine's, which rotates with
-// first_token + depth(i). Windows of layers count depths, too, so that a token sees what it would see as accepted text. Masks and score
-// modifiers beside the tree get places in the sequence.
+// parents[i] < i is the token before token i in its guess, -1 for the accepted text. Drafted tokens are
+// positions [first_token, first_token + size()) of the sequence (sequence::append_draft); their rotary
+// positions are the engine's, which rotates with first_token + depth(i). Windows of layers count depths, too,
+// so that a token sees what it would see as accepted text. Masks and score modifiers beside the tree get
+// places in the sequence.
 // Source: SpecInfer, arXiv 2305.09781, section 4.2.
 #pragma once
 
@@ -21,8 +23,8 @@ class token_tree {
 public:
     static constexpr int most_tokens = 64;
 
-    /// first_token: the length of the layer before the draft. Raises kvq::error for more than 64 tokens, or a parent that does not come
-    /// before its child. O(tokens)
+    /// first_token: the length of the layer before the draft. Raises kvq::error for more than 64 tokens, or a
+    /// parent that does not come before its child. O(tokens)
     token_tree(int first_token, std::span<const int> parents)
         : first_(first_token), size_(static_cast<int>(detail::smaller(parents.size(), std::size_t{65}))) {
         detail::expect(parents.size() <= std::size_t{most_tokens}, "a tree has at most ", most_tokens,
@@ -49,7 +51,8 @@ public:
     std::uint64_t ancestors(int i) const noexcept { return ancestors_[static_cast<std::size_t>(i)]; }
     /// 0 for a token whose parent is the accepted text.
     int depth(int i) const noexcept { return depths_[static_cast<std::size_t>(i)]; }
-    /// Is each token of the path the child of the token before it, and the first one a child of the accepted text?
+    /// Is each token of the path the child of the token before it, and the first one a child of the accepted
+    /// text?
     bool is_path(std::span<const int> path) const noexcept {
         int before = -1;
         for (const int i : path) {

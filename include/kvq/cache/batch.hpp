@@ -2,7 +2,8 @@
 //
 //   cache.attend(layer, attention requests, ...)     sequences of any length, any number of queries each
 //   cache.prefill(layer, prefill requests, ...)      chunks of prompts beside sequences that decode one token
-//   cache.reserve(step requests, ...)                the memory of prefill and attend in all layers, ahead of them
+//   cache.reserve(step requests, ...)                the memory of prefill and attend in all layers, ahead of
+//                                                    them
 //
 // Contract: every sequence gets the same outputs and pages as alone, bit for bit.
 #pragma once

@@ -1,11 +1,14 @@
 // A cache: the shapes, formats and page pool that sequences share.
 //
 //   kvq::cache cache({.layers = 32, .kv_heads = 8, .head_dim = 128},
-//                    {.keys = kvq::make_format<keys>(), .values = kvq::make_format<values>(), .sinks = 4, .recent = 128});
+//                    {.keys = kvq::make_format<keys>(), .values = kvq::make_format<values>(),
+//                     .sinks = 4, .recent = 128});
 //   auto sequence = cache.new_sequence();
 //
-// Formats are values. Caches of all formats have this one type, and a cache takes further formats while it is in use.
-// Thread safety: every const member and new_sequence() may be called from any thread. A cache outlives its sequences.
+// Formats are values. Caches of all formats have this one type, and a cache takes further formats while it is
+// in use.
+// Thread safety: every const member and new_sequence() may be called from any thread. A cache outlives its
+// sequences.
 #pragma once
 
 #include <map>
@@ -31,10 +34,11 @@ struct attention_items;
 
 class cache {
 public:
-    /// Raises kvq::error when a size is impossible, or when a format is missing, listed twice or unable to hold such blocks, or when
-    /// a rotary embedding does not fit a head.
+    /// Raises kvq::error when a size is impossible, or when a format is missing, listed twice or unable to
+    /// hold such blocks, or when a rotary embedding does not fit a head.
     explicit cache(const cache_shape& shape, const cache_options& options);
-    /// Layers of several shapes and formats (cache/layers.hpp). Every listed format must be able to hold blocks of every layer.
+    /// Layers of several shapes and formats (cache/layers.hpp). Every listed format must be able to hold
+    /// blocks of every layer.
     cache(std::vector<layer> layers, const cache_options& options);
     ~cache();
     cache(const cache&) = delete;
@@ -45,13 +49,15 @@ public:
     /// Formats are those that sequences get from now on (commit_to); rotary embeddings as they were given.
     const std::vector<layer>& layers() const noexcept { return layers_; }
     int layer_count() const noexcept { return shapes_.count(); }
-    /// Raises kvq::error if a layer frees tokens by itself, or reads those of another one or of another text. who: "a ring".
+    /// Raises kvq::error if a layer frees tokens by itself, or reads those of another one or of another text.
+    /// who: "a ring".
     void expect_all_tokens(const char* who) const;
     /// Are all layers full attention of one shape?
     bool has_equal_layers() const noexcept { return shapes_.equal(); }
     /// Can sequences be trimmed to any number of tokens? Not where a layer has a window or state.
     bool trims_to_every_token() const noexcept;
-    /// The shape of all layers. Raises kvq::error unless they are equal, so that code for equal layers is never silently wrong.
+    /// The shape of all layers. Raises kvq::error unless they are equal, so that code for equal layers is
+    /// never silently wrong.
     const cache_shape& shape() const;
     /// The shape of one layer; its `layers` is the number of all.
     const cache_shape& shape(int layer) const noexcept { return shapes_[layer]; }
@@ -69,7 +75,8 @@ public:
     }
     /// Raises kvq::error for a listed format of keys in which a latent layer would lose its rotary channels.
     void expect_holds_rotary(int layer, int listed) const;
-    /// The tensors of which a layer holds pages: K and V, or K alone, of which a latent layer reads its values.
+    /// The tensors of which a layer holds pages: K and V, or K alone, of which a latent layer reads its
+    /// values.
     std::span<const tensor> tensors(int layer) const noexcept {
         return detail::tensors_of(layers_[static_cast<std::size_t>(layer)]);
     }
@@ -93,14 +100,16 @@ public:
     std::size_t scratch_floats() const noexcept;
     /// How keys of a layer are rotated when they move.
     const detail::rotation_table& rotations() const noexcept { return rotations_; }
-    /// Adds one format. Returns its index among the listed formats, which layer_format, requantize_request and tiers take. A format that
-    /// is listed already adds nothing: its index is returned. No other call on the cache or its sequences may run at the
-    /// same time. Raises kvq::error for a format that cannot hold such blocks.
+    /// Adds one format. Returns its index among the listed formats, which layer_format, requantize_request
+    /// and tiers take. A format that is listed already adds nothing: its index is returned. No other call on
+    /// the cache or its sequences may run at the same time. Raises kvq::error for a format that cannot hold
+    /// such blocks.
     int add_format(tensor role, const format& f);
 
-    /// Makes a listed format that of the pages of sequences that are made from now on, in layers [first_layer, last_layer). Sequences
-    /// that exist keep theirs (requantize_request::new_pages changes it). No other call on the cache may run at the same time. Raises
-    /// kvq::error for a number that is not listed, or std::bad_alloc; nothing has changed then.
+    /// Makes a listed format that of the pages of sequences that are made from now on, in layers
+    /// [first_layer, last_layer). Sequences that exist keep theirs (requantize_request::new_pages changes
+    /// it). No other call on the cache may run at the same time. Raises kvq::error for a number that is not
+    /// listed, or std::bad_alloc; nothing has changed then.
     void commit_to(tensor role, int listed, int first_layer = 0, int last_layer = requantize_request::all);
 
     /// Bytes of all pages of all sequences, each counted once.
@@ -117,47 +126,53 @@ public:
     /// The same for all layers. Raises kvq::error unless layers are equal.
     [[nodiscard]] std::size_t page_bytes(tensor role, int index, int tokens) const;
 
-    /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads. mods: those of
-    /// the call, of which only selected_pages and skipped_values take memory (and a little more for every cut of a sequence). Of the
-    /// layer that needs most.
+    /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads`
+    /// threads. mods: those of the call, of which only selected_pages and skipped_values take memory (and a
+    /// little more for every cut of a sequence). Of the layer that needs most.
     [[nodiscard]] std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1, int threads = 1,
                                                   const mods_view& mods = causal{}) const;
 
-    /// Attention of one layer for many sequences at once, of any length and any number of queries. All threads share one list of tasks,
-    /// which saves a start and an end per sequence. Outputs are those of sequence::attend, bit for bit. Takes its scratch
-    /// from `space`. Raises kvq::error before anything is written.
+    /// Attention of one layer for many sequences at once, of any length and any number of queries. All
+    /// threads share one list of tasks, which saves a start and an end per sequence. Outputs are those of
+    /// sequence::attend, bit for bit. Takes its scratch from `space`. Raises kvq::error before anything is
+    /// written.
     void attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
                 executor_view executor, workspace& space) const;
 
-    /// Takes the memory of a step of many sequences over all layers ahead of it: pages, tables, and `space` for q_heads query heads on
-    /// `threads` threads under `mods`. After it, prefill() or append() of request.tokens tokens in every layer, in any order of the
-    /// layers, and attend() of request.q_tokens queries with `space`, take no memory, for one sequence or for the whole batch. They still
-    /// raise kvq::error for bad arguments, and what schemes of your own and encoders that allocate raise (docs/guide/engine.md). Memory counts
-    /// in byte_budget and in usage().reserved; sequence::prefill_bytes() is a lower bound. What is left goes back when the last layer has
-    /// its tokens; the next reserve() of the sequence gives back what it did not use, release_reserved() at once. In between the sequences
-    /// must not be changed nor forked. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; nothing is reserved then.
-    /// O(sequences * layers + added pages)
+    /// Takes the memory of a step of many sequences over all layers ahead of it: pages, tables, and `space`
+    /// for q_heads query heads on `threads` threads under `mods`. After it, prefill() or append() of
+    /// request.tokens tokens in every layer, in any order of the layers, and attend() of request.q_tokens
+    /// queries with `space`, take no memory, for one sequence or for the whole batch. They still raise
+    /// kvq::error for bad arguments, and what schemes of your own and encoders that allocate raise
+    /// (docs/guide/engine.md). Memory counts in byte_budget and in usage().reserved;
+    /// sequence::prefill_bytes() is a lower bound. What is left goes back when the last layer has its tokens;
+    /// the next reserve() of the sequence gives back what it did not use, release_reserved() at once. In
+    /// between the sequences must not be changed nor forked. Raises kvq::error, kvq::out_of_memory or
+    /// std::bad_alloc; nothing is reserved then. O(sequences * layers + added pages)
     void reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space,
                  const mods_view& mods = causal{});
 
-    /// sequence::prefill of one layer for many sequences at once (continuous batching): prompts in chunks of any length beside
-    /// sequences that decode one token. Every sequence gets the same pages and outputs as alone, bit for bit, on any number of
-    /// threads. Takes scratch from `space`. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; all sequences are then
-    /// unchanged, but a chunk that waited for layers that share it may be committed.
-    /// A layer that others share keeps its chunk in 16 bit until each of them has had its prefill(), in any batches, or until its
-    /// sequence changes otherwise. Those calls have k and v of 0 tokens, and see the chunk as the owner saw it.
+    /// sequence::prefill of one layer for many sequences at once (continuous batching): prompts in chunks of
+    /// any length beside sequences that decode one token. Every sequence gets the same pages and outputs as
+    /// alone, bit for bit, on any number of threads. Takes scratch from `space`. Raises kvq::error,
+    /// kvq::out_of_memory or std::bad_alloc; all sequences are then unchanged, but a chunk that waited for
+    /// layers that share it may be committed. A layer that others share keeps its chunk in 16 bit until each
+    /// of them has had its prefill(), in any batches, or until its sequence changes otherwise. Those calls
+    /// have k and v of 0 tokens, and see the chunk as the owner saw it.
     void prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
                  executor_view executor, workspace& space);
 
-    /// Dry run of requantize() on `threads` threads: reports what the whole request will do. Nothing changes. O(pages).
+    /// Dry run of requantize() on `threads` threads: reports what the whole request will do. Nothing changes.
+    /// O(pages).
     [[nodiscard]] requantize_report plan_requantize(const sequence& s, const requantize_request& request,
                                                     int threads = 1) const;
     [[nodiscard]] requantize_report plan_requantize(std::span<const sequence* const> sequences,
                                                     const requantize_request& request, int threads = 1) const;
 
     /// Changes the format of pages (cache/requantize.hpp). Pages that the given sequences share stay shared.
-    /// Raises kvq::error for an impossible request before anything changes. Raises kvq::out_of_memory when the byte budget has
-    /// no room for one more page per thread: pages converted until then stay converted, the other pages are unchanged.
+    /// Raises kvq::error for an impossible request before anything changes. Raises kvq::out_of_memory when
+    /// the byte budget has no room for one more page per thread: pages converted until then stay converted,
+    /// the other pages are unchanged.
     requantize_report requantize(sequence& s, const requantize_request& request);
     requantize_report requantize(sequence& s, const requantize_request& request,
                                  const requantize_limit& limit);

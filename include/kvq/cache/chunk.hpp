@@ -1,13 +1,18 @@
 // New tokens of one layer on their way into a sequence: reserve memory, write 16-bit pages, commit pages.
 //
 //   chunk c(cache, table, layer, n, chunk_pages::..., stock);
-//   c.stage();          takes all memory, from the stock if a step was reserved; the layer holds n tokens more, not written yet
-//   c.write(k, v, ...); writes the 16-bit values of the tokens; or, on any threads, c.write_head() for every head of K and V
+//   c.stage();          takes all memory, from the stock if a step was reserved; the layer holds n tokens
+//                       more, not written yet
+//   c.write(k, v, ...); writes the 16-bit values of the tokens; or, on any threads, c.write_head() for every
+//     head of K and V
 //                       prefill attends here: no token of the chunk is quantized yet
-//   c.quantize(i, ...)  for every i below c.jobs(), in any order, on any thread: quantizes pages that lie behind the recent window
-//   c.commit();         puts the quantized pages into their places, and frees what has left the layer's window; cannot fail
+//   c.quantize(i, ...)  for every i below c.jobs(), in any order, on any thread: quantizes pages that lie
+//                       behind the recent window
+//   c.commit();         puts the quantized pages into their places, and frees what has left the layer's
+//                       window; cannot fail
 //
-// Contract: without a commit(), the destructor restores the previous state of the layer and of the stock. One layer, one writer.
+// Contract: without a commit(), the destructor restores the previous state of the layer and of the stock. One
+// layer, one writer.
 #pragma once
 
 #include "../page/page_table.hpp"
@@ -47,7 +52,8 @@ public:
     /// For chunk_pages::after_attend; then move_keys().
     void write_head(tensor tensor_of, const input_view& source, int head);
 
-    /// New keys that go to a page whose keys moved take the rotation of that page. scratch: as for quantize().
+    /// New keys that go to a page whose keys moved take the rotation of that page. scratch: as for
+    /// quantize().
     void move_keys(float* scratch);
 
 private:
@@ -61,17 +67,18 @@ public:
 
     void commit() noexcept;
 
-    /// Bytes that stage() takes from the pool, and how many of them commit() gives back. A chunk that waits is committed before: what that
-    /// takes counts as well, so that it is an upper bound then.
+    /// Bytes that stage() takes from the pool, and how many of them commit() gives back. A chunk that waits
+    /// is committed before: what that takes counts as well, so that it is an upper bound then.
     struct needs {
         std::size_t taken = 0, returned = 0;  // a shared chunk returns it later
     };
     static needs needs_of(const cache& of, int layer, const page_table& table, int tokens, chunk_pages when);
-    /// Adds the pages that a reserved step of n tokens takes for this layer to a stock. Returns the number of spans that are committed.
+    /// Adds the pages that a reserved step of n tokens takes for this layer to a stock. Returns the number of
+    /// spans that are committed.
     static std::size_t count_reserved(const cache& of, int layer, const page_table& table, int n,
                                       page_stock& stock);
-    /// Calls take(bytes of data) for every page that stage() takes, and give_back(bytes) for those of them that commit() gives back.
-    /// Returns the number of spans that are committed.
+    /// Calls take(bytes of data) for every page that stage() takes, and give_back(bytes) for those of them
+    /// that commit() gives back. Returns the number of spans that are committed.
     template <class Take, class GiveBack>
     static std::size_t for_each_need(const cache& of, int layer, const page_table& table, int tokens,
                                      chunk_pages when, Take&& take, GiveBack&& give_back) {
@@ -135,11 +142,13 @@ public:
     }
 
 private:
-    /// A span without pages is that of an estimate (estimate/budget.hpp), with the memory that a page of its tokens gets.
+    /// A span without pages is that of an estimate (estimate/budget.hpp), with the memory that a page of its
+    /// tokens gets.
     static bool needs_copy(const page_span& s, int role, int tokens, const page_geometry& g) noexcept;
     /// Moves a page to its place. The page that was there goes back to the stock.
     void put(page_ref& place, page_ref& p) noexcept;
-    /// The stock gets back what stage() took from it: a step that was reserved still takes no memory after one that failed.
+    /// The stock gets back what stage() took from it: a step that was reserved still takes no memory after
+    /// one that failed.
     void return_staged() noexcept;
     /// The stock gets its lists back.
     void end_lists() noexcept;
@@ -149,7 +158,8 @@ private:
     const cache_shape& shape() const noexcept { return cache_->shape(layer_); }
     page_ref& quantized(int i, std::size_t role);
 
-    /// Makes room for more tokens in the last span: in its own pages, in larger pages, or in copies of shared pages.
+    /// Makes room for more tokens in the last span: in its own pages, in larger pages, or in copies of shared
+    /// pages.
     void stage_open_span();
     /// Pages for a new span.
     void stage_span(page_span& s);

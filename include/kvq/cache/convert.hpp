@@ -2,13 +2,15 @@
 //
 //   window    -> quantized  quantize() of the target format on the 16/32-bit values
 //   quantized -> window     x^ rounded once to the window format
-//   quantized -> quantized  requantize() of the target scheme on x^ in float, or quantize() for a scheme without requantize(); transforms
-//                           are undone and applied on the way
+//   quantized -> quantized  requantize() of the target scheme on x^ in float, or quantize() for a scheme
+//                           without requantize(); transforms are undone and applied on the way
 //
-// Error, with e the error of the source page: of min-max fits |x - x''| <= e + scale''/2, so that a chain loses at most the sum of its half
-// steps. A chain of ten among presets loses at most 1.5 times the sum of the errors of its formats (twice, where 4 bits or less and 8 bits
-// alternate), any other chain at most 2 times the sum over its links: measured, tests/properties/requantize_chains.cpp; why, and the
-// limits: docs/guide/requantize.md. A 16-bit page between two formats breaks the chain: its values are fitted as new values.
+// Error, with e the error of the source page: of min-max fits |x - x''| <= e + scale''/2, so that a chain
+// loses at most the sum of its half steps. A chain of ten among presets loses at most 1.5 times the sum of
+// the errors of its formats (twice, where 4 bits or less and 8 bits alternate), any other chain at most 2
+// times the sum over its links: measured, tests/properties/requantize_chains.cpp; why, and the limits:
+// docs/guide/requantize.md. A 16-bit page between two formats breaks the chain: its values are fitted as new
+// values.
 #pragma once
 
 #include <cstring>
@@ -21,9 +23,9 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
-/// Fills block `h` of `to`, in the format of `to`, with the values of `from`. Returns the number of values that it found not finite.
-/// scratch: shape.values() floats of one block. Blocks may be filled on several threads. A 16-bit page must be zero: odd rows and columns
-/// leave gaps in its blocks.
+/// Fills block `h` of `to`, in the format of `to`, with the values of `from`. Returns the number of values
+/// that it found not finite. scratch: shape.values() floats of one block. Blocks may be filled on several
+/// threads. A 16-bit page must be zero: odd rows and columns leave gaps in its blocks.
 inline std::uint32_t convert_block(const format_table& table, const cache_shape& shape, int layer,
                                    const page& from, page& to, int h, float* scratch) {
     const block_shape block{table.role(), from.tokens, shape.dim(table.role())};

@@ -1,12 +1,16 @@
-// Drafted tokens of a layer: they wait in 16-bit pages of their own, behind the accepted tokens, until keep() takes a path of them.
+// Drafted tokens of a layer: they wait in 16-bit pages of their own, behind the accepted tokens, until keep()
+// takes a path of them.
 //
-//   [sinks][page] ... [open page][draft]     the draft is the last span; no other page is written, quantized or moved for it
+//   [sinks][page] ... [open page][draft]     the draft is the last span; no other page is written, quantized
+//                                            or moved for it
 //
-//   keep(path):  remove the draft from every layer, then append rows path[0], path[1], ... of it, as sequence::append does
+//   keep(path):  remove the draft from every layer, then append rows path[0], path[1], ... of it, as
+//                sequence::append does
 //
-// Contract: after keep() a sequence has the pages, bytes and tables that appending the accepted tokens alone would have given: a draft
-// changes no page of the accepted text, and a row of a 16-bit page is read back exactly. keep() takes all memory before
-// anything changes (strong exception guarantee). One writer per sequence.
+// Contract: after keep() a sequence has the pages, bytes and tables that appending the accepted tokens alone
+// would have given: a draft changes no page of the accepted text, and a row of a 16-bit page is read back
+// exactly. keep() takes all memory before anything changes (strong exception guarantee). One writer per
+// sequence.
 #pragma once
 
 #include <cstring>
@@ -25,7 +29,8 @@ static_assert(most_drafted == token_tree::most_tokens);
 /// Tokens for which the pages of a draft have memory.
 constexpr int draft_room(int tokens) noexcept { return round_up(tokens, page_geometry::window_step); }
 
-/// Upper bound of the bytes of drafts of n tokens in all layers. A page that becomes too short is held until the longer one is written.
+/// Upper bound of the bytes of drafts of n tokens in all layers. A page that becomes too short is held until
+/// the longer one is written.
 inline std::size_t draft_pages_bytes(const cache& of, int n) {
     const int room = draft_room(n), shorter = larger(0, room - page_geometry::window_step);
     std::size_t all = 0, most_shorter = 0;
@@ -43,7 +48,8 @@ inline std::size_t draft_pages_bytes(const cache& of, int n) {
     return all + most_shorter;
 }
 
-/// Adds k.tokens tokens to the draft of a layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], checked by the caller.
+/// Adds k.tokens tokens to the draft of a layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim],
+/// checked by the caller.
 inline void append_draft(cache& of, int layer, page_table& table, const input_view& k, const input_view& v) {
     const bool begins = table.draft == 0;
     const int drafted = table.draft + k.tokens;

@@ -8,19 +8,22 @@
 //                                   : kvq::sliding_attention(1024, {.kv_heads = 16, .head_dim = 256}));
 //   kvq::cache cache(layers, options);
 //
-// The first way is short for a list of equal layers of full attention. Sinks, recent window, page size and rollback are those of the cache.
+// The first way is short for a list of equal layers of full attention. Sinks, recent window, page size and
+// rollback are those of the cache.
 //
 //   kind      holds                                                   a trim can reach
 //   full      all tokens                                              any token
-//   sliding   the sinks of the cache, the last W tokens and those of a rollback, in whole pages      tokens whose window is held
+//   sliding   the sinks of the cache, the last W tokens and those of a rollback, in whole pages      tokens
+//             whose window is held
 //   chunked   the same with the tokens of the current chunk of W
 //   shared    nothing: it reads the keys and values of an earlier layer, under its window      as that layer
 //   cross     tokens of another text, appended once: all queries see all of them           does not touch it
 //   latent    one latent per token, stored once: keys are all of its channels,             to any token
 //             values the first of them (MLA of DeepSeek)
 //
-// Attention hides what the window of a layer hides; masks and score modifiers of the caller come on top, with positions in the text.
-// Pages that no query can see any more are freed when tokens are appended. Positions stay.
+// Attention hides what the window of a layer hides; masks and score modifiers of the caller come on top, with
+// positions in the text. Pages that no query can see any more are freed when tokens are appended. Positions
+// stay.
 // Contract: cache() checks the list, and names the layer and its kind in an error.
 #pragma once
 
@@ -36,7 +39,8 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-/// Indices of the listed formats to which a layer's pages are quantized, 0-based in cache_options::keys and values.
+/// Indices of the listed formats to which a layer's pages are quantized, 0-based in cache_options::keys and
+/// values.
 struct layer_format {
     int key = 0;
     int value = 0;
@@ -64,11 +68,12 @@ struct layer {
     int value_dim = 0;  ///< channels of a value; 0: as head_dim
     /// Where cache_options::layers does not say it.
     layer_format formats = {};
-    /// How keys are rotated before they are appended, where cache_options::rotary does not say it; a layer without positions has a
-    /// rotary_embedding{}. Empty: not known. All layers say it, or none.
+    /// How keys are rotated before they are appended, where cache_options::rotary does not say it; a layer
+    /// without positions has a rotary_embedding{}. Empty: not known. All layers say it, or none.
     std::optional<rotary_embedding> rotary = {};
     layer_kind kind = layer_kind::full;
-    /// Of a latent layer: the last channels of a key, which a format must hold in 16 bits, or all channels in 8 (format/latent.hpp).
+    /// Of a latent layer: the last channels of a key, which a format must hold in 16 bits, or all channels in
+    /// 8 (format/latent.hpp).
     int rotary_channels = 0;
     int window = 0;  ///< tokens of a sliding window or a chunk; of a shared layer 0, since its owner says it
     /// First tokens that every query sees as well, at most cache_options::sinks; of layers with a window.
@@ -100,24 +105,28 @@ struct layer {
     of.window = window;
     return of;
 }
-/// A layer that reads the keys and values of layer `owner`, which comes before it, holds tokens, and shares with no other. Its shape
-/// and window are those of the owner. It takes queries only: prefill() with k and v of 0 tokens, after that of the owner, or attend().
+/// A layer that reads the keys and values of layer `owner`, which comes before it, holds tokens, and shares
+/// with no other. Its shape and window are those of the owner. It takes queries only: prefill() with k and v
+/// of 0 tokens, after that of the owner, or attend().
 [[nodiscard]] inline layer shared_with(int owner) {
     layer of;
     of.kind = layer_kind::shared;
     of.owner = owner;
     return of;
 }
-/// A layer whose keys and values are those of another text, the encoder's: one append() or prefill() while it is empty, then any number of
-/// queries in attend(), which see all of them. The number of its tokens is its own: sequence::tokens(layer). It is no part of
-/// sequence::tokens(), of steps, drafts, trims, erases and shifts; forks share its pages.
+/// A layer whose keys and values are those of another text, the encoder's: one append() or prefill() while it
+/// is empty, then any number of queries in attend(), which see all of them. The number of its tokens is its
+/// own: sequence::tokens(layer). It is no part of sequence::tokens(), of steps, drafts, trims, erases and
+/// shifts; forks share its pages.
 [[nodiscard]] inline layer cross_layer(layer of) {
     of.kind = layer_kind::cross;
     return of;
 }
-/// Latent attention (MLA): a token has one latent of latent_channels + rotary_channels, which is its key for all query heads. Its first
-/// value_channels (0: latent_channels) are its value. The engine multiplies the matrices of the heads into queries and outputs ("absorbed").
-/// It is stored once: append() and prefill() get k, and a v of 0 tokens. Queries have all channels, outputs value_channels.
+/// Latent attention (MLA): a token has one latent of latent_channels + rotary_channels, which is its key for
+/// all query heads. Its first value_channels (0: latent_channels) are its value. The engine multiplies the
+/// matrices of the heads into queries and outputs ("absorbed").
+/// It is stored once: append() and prefill() get k, and a v of 0 tokens. Queries have all channels, outputs
+/// value_channels.
 [[nodiscard]] inline layer latent_attention(int latent_channels, int rotary_channels,
                                             int value_channels = 0) {
     layer of{1, latent_channels + rotary_channels, value_channels == 0 ? latent_channels : value_channels};
@@ -141,13 +150,15 @@ inline std::span<const tensor> tensors_of(const layer& of) noexcept {
     return std::span(both).first(of.kind == layer_kind::latent ? 1 : 2);
 }
 
-/// "layer 3, sliding window of 1024, 8 x 128": kv heads x channels of a key, and of a value where they differ. "layer 4, state of 2 parts".
+/// "layer 3, sliding window of 1024, 8 x 128": kv heads x channels of a key, and of a value where they
+/// differ. "layer 4, state of 2 parts".
 std::string describe_layer(int i, const layer& of);
 
 /// The list of a cache of equal layers. Raises kvq::error for an impossible shape.
 std::vector<layer> equal_layers(const cache_shape& shape);
 
-/// Gives shared layers the shape, formats and rotation of their owners. Raises kvq::error for an impossible owner, or another shape.
+/// Gives shared layers the shape, formats and rotation of their owners. Raises kvq::error for an impossible
+/// owner, or another shape.
 std::vector<layer> with_owners(std::vector<layer> layers);
 
 /// The parts of layers with state, if there are any. Raises kvq::error for an impossible part.
@@ -162,7 +173,8 @@ public:
     int count() const noexcept { return static_cast<int>(of_.size()); }
     /// Of one layer; its `layers` is the number of all.
     const cache_shape& operator[](int i) const noexcept { return of_[static_cast<std::size_t>(i)]; }
-    /// One layer of each shape, in the order of the list; of layers with keys and values. A latent layer has a shape of its own.
+    /// One layer of each shape, in the order of the list; of layers with keys and values. A latent layer has
+    /// a shape of its own.
     const std::vector<int>& distinct() const noexcept { return distinct_; }
     /// Are all of them full attention of one shape?
     bool equal() const noexcept { return full_ && distinct_.size() == 1; }

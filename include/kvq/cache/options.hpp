@@ -1,6 +1,7 @@
 // The options of a cache.
 //
-// Of n tokens the first `sinks` and at least the last `recent` stay in the window format; whole pages between them are quantized.
+// Of n tokens the first `sinks` and at least the last `recent` stay in the window format; whole pages between
+// them are quantized.
 // Contract: cache() checks every option and names the one that is out of range.
 #pragma once
 
@@ -25,16 +26,19 @@ struct cache_options {
     int page_tokens = default_page_tokens;  ///< tokens per page; multiples of 32 waste no bytes
     int rollback = 16;  ///< a trim by up to this many tokens is exact even if their pages are quantized
     std::size_t byte_budget = page_pool::no_budget;  ///< for all pages, headers included
-    /// Allocates byte_budget when the cache is made, at once; pages take multiples of 64 bytes of it. Pages of several sizes
-    /// may leave free ranges that fit none of them: then kvq::out_of_memory comes before the budget is used up.
+    /// Allocates byte_budget when the cache is made, at once; pages take multiples of 64 bytes of it. Pages
+    /// of several sizes may leave free ranges that fit none of them: then kvq::out_of_memory comes before the
+    /// budget is used up.
     bool preallocate = false;
     std::vector<layer_format> layers =
         {};  ///< one per layer; empty: layer::formats, the first listed ones by default
-    /// How the model rotates keys before they are appended: once for all layers, or once per layer; a layer without positions has a
-    /// rotary_embedding{}. Empty: layer::rotary, and if no layer says it, not known, so that keys cannot move (sequence::erase, shift and splice).
+    /// How the model rotates keys before they are appended: once for all layers, or once per layer; a layer
+    /// without positions has a rotary_embedding{}. Empty: layer::rotary, and if no layer says it, not known,
+    /// so that keys cannot move (sequence::erase, shift and splice).
     std::vector<rotary_embedding> rotary = {};
-    /// Pages that show less than this part of the tokens that their bytes could hold are repacked after an erase, shift, splice or a trim deeper
-    /// than `rollback`: their tokens are quantized once more, in shorter pages (cache/repack.hpp). 0 to 0.5; 0: never, codes stay for ever.
+    /// Pages that show less than this part of the tokens that their bytes could hold are repacked after an
+    /// erase, shift, splice or a trim deeper than `rollback`: their tokens are quantized once more, in
+    /// shorter pages (cache/repack.hpp). 0 to 0.5; 0: never, codes stay for ever.
     float repack = 0.25f;
     snapshot_policy snapshots = {};                                        ///< of layers with state
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe

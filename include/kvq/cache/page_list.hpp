@@ -5,7 +5,8 @@
 //              .key_capacity = 128, .value_capacity = 128, .tokens = 128});
 //   pages.attend(q, out, kvq::causal{}, executor, workspace);
 //
-// Contract: the bits are those of a sequence with these pages. Nothing is copied, and pages are only read: they must outlive the list.
+// Contract: the bits are those of a sequence with these pages. Nothing is copied, and pages are only read:
+// they must outlive the list.
 // Memory: the headers and the table of spans, from the resource of the cache.
 #pragma once
 
@@ -15,8 +16,8 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-/// Two pages that hold keys and values of the same tokens of a layer: kv_heads blocks each, one after the other, at addresses that are
-/// multiples of 16.
+/// Two pages that hold keys and values of the same tokens of a layer: kv_heads blocks each, one after the
+/// other, at addresses that are multiples of 16.
 struct borrowed_pages {
     const std::byte* keys = nullptr;
     const std::byte* values = nullptr;

@@ -1,10 +1,12 @@
-// Memory that a sequence holds for its next step (cache::reserve): pages, tables of spans, the lists of a chunk.
+// Memory that a sequence holds for its next step (cache::reserve): pages, tables of spans, the lists of a
+// chunk.
 //
 //   shelf   pages of one size, as many as a step over all layers holds at a time, in any order of the layers:
 //           the sum over layers of what stays, and the most that one layer gives back at its end
 //
-// Contract: what a step takes, it takes from here first, and what it gives back it gives back here, until every layer has done its
-// step; then the rest goes to the pool. Pages on a shelf are pages of the pool: its budget and its counters include them.
+// Contract: what a step takes, it takes from here first, and what it gives back it gives back here, until
+// every layer has done its step; then the rest goes to the pool. Pages on a shelf are pages of the pool: its
+// budget and its counters include them.
 #pragma once
 
 #include <memory_resource>
@@ -21,11 +23,13 @@ public:
 
     explicit page_stock(std::pmr::memory_resource* memory) noexcept;
 
-    /// What one step needs, layer by layer: takes(bytes) and gives_back(bytes) of pages' data, then end_layer(). Then fill().
+    /// What one step needs, layer by layer: takes(bytes) and gives_back(bytes) of pages' data, then
+    /// end_layer(). Then fill().
     void takes(std::size_t bytes) { ++shelf_of(bytes).taken; }
     void gives_back(std::size_t bytes) { ++shelf_of(bytes).back; }
-    /// table: spans that the layer must have room for, if it has not; commits: spans that it commits; alike: number of such layers;
-    /// shared: others share its chunk, so that what it gives back comes too late for them.
+    /// table: spans that the layer must have room for, if it has not; commits: spans that it commits; alike:
+    /// number of such layers; shared: others share its chunk, so that what it gives back comes too late for
+    /// them.
     void end_layer(std::size_t table, std::size_t commits, int alike = 1, bool shared = false);
     /// Bytes of pages that fill() takes, where each takes a multiple of `multiple` bytes.
     std::size_t bytes_to_fill(std::size_t multiple) const noexcept;

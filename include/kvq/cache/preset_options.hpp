@@ -2,7 +2,8 @@
 //
 //   cache cache(shape, preset_options(make_formats<std4>()));
 //
-//   options = protect_layers(shape.layers, 2);      first and last layers: second format of both lists; other layers: first format
+//   options = protect_layers(shape.layers, 2);      first and last layers: second format of both lists; other
+//                                                   layers: first format
 #pragma once
 
 #include "options.hpp"
@@ -15,7 +16,8 @@ cache_options preset_options(int recent = 32);
 
 cache_options preset_options(const format_pair& formats, int recent = 32);
 
-/// Options whose first and last `protect` layers use the second formats of the lists, for K and V. From half of the layers on: all layers.
+/// Options whose first and last `protect` layers use the second formats of the lists, for K and V. From half
+/// of the layers on: all layers.
 cache_options protect_layers(int layers, int protect, cache_options options = preset_options());
 
 }}  // namespace kvq

@@ -1,7 +1,8 @@
-// Repacking on the CPU: spans that cuts have left give their tokens to shorter pages (page/repack_plan.hpp says which).
+// Repacking on the CPU: spans that cuts have left give their tokens to shorter pages (page/repack_plan.hpp
+// says which).
 //
-// Values are dequantized, keys rotated to one shift (that of the most tokens), and both quantized once more, in the format of the most
-// tokens; 16-bit pages are copied, and keys that are rotated are rounded once more.
+// Values are dequantized, keys rotated to one shift (that of the most tokens), and both quantized once more,
+// in the format of the most tokens; 16-bit pages are copied, and keys that are rotated are rounded once more.
 // Contract: where memory runs out, a run stays as it is, until the next cut.
 #pragma once
 
@@ -17,7 +18,8 @@ class repacker final : page_sizes {
 public:
     repacker(kvq::cache& of, page_table& table, int layer) : cache_(of), table_(table), layer_(layer) {}
 
-    /// Spans that are committed, or those that are not. Running out of memory is no error: what is done by then stays done.
+    /// Spans that are committed, or those that are not. Running out of memory is no error: what is done by
+    /// then stays done.
     void run(bool committed) {
         if (cache_.options().repack > 0.0f) (void)has_memory([&] { repack(committed); });
     }

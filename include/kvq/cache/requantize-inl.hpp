@@ -52,7 +52,8 @@ public:
         extent_.last_token = request.last_token;
     }
 
-    /// Without executor and workspace a dry run for so many threads: the cache and its sequences are only read.
+    /// Without executor and workspace a dry run for so many threads: the cache and its sequences are only
+    /// read.
     requantize_report run(const requantize_limit& limit, int threads, const executor_view* ex,
                           workspace* space) {
         dry_ = ex == nullptr;

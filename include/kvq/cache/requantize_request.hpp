@@ -1,4 +1,5 @@
-// What to requantize, and the report, which plan_requantize() fills with what a run then does, byte for byte (cache/requantize.hpp).
+// What to requantize, and the report, which plan_requantize() fills with what a run then does, byte for byte
+// (cache/requantize.hpp).
 #pragma once
 
 #include <cstddef>
@@ -23,7 +24,8 @@ struct requantize_request {
 
 struct requantize_limit;  // cache/requantize.hpp
 
-/// The result of a run, or of a dry run. Bytes are those of pages, headers included, as page_pool counts them.
+/// The result of a run, or of a dry run. Bytes are those of pages, headers included, as page_pool counts
+/// them.
 struct requantize_report {
     std::size_t pages = 0;         ///< converted pages; a shared page counts once
     std::size_t pages_left = 0;    ///< pages of the request that are not converted yet

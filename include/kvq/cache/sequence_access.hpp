@@ -1,6 +1,7 @@
 // Access to the tables of a sequence, for what is built on it: requantizing, saving, sending, policies.
-// Contract: a sequence with a draft is refused, since its last span is in no state that lasts. So is one with a chunk that waits for layers
-// that share it, unless the sequence changes anyway: its chunk is committed then.
+// Contract: a sequence with a draft is refused, since its last span is in no state that lasts. So is one with
+// a chunk that waits for layers that share it, unless the sequence changes anyway: its chunk is committed
+// then.
 #pragma once
 
 #include <span>
@@ -33,7 +34,8 @@ struct sequence_access {
         expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
         for (const page_table& table : s.tables_) sequence::check_no_draft(table);
     }
-    /// Raises kvq::error unless sequences of a call are those of a cache, without drafts. whose: "of the request".
+    /// Raises kvq::error unless sequences of a call are those of a cache, without drafts. whose: "of the
+    /// request".
     static void expect_members(const kvq::cache& of, std::span<sequence* const> sequences,
                                const char* whose) {
         for (std::size_t i = 0; i < sequences.size(); ++i) {

@@ -1,4 +1,5 @@
-// Definitions of sequence.hpp, of steps of many sequences: attend, prefill, reserve; and of chunks that wait for layers that share them.
+// Definitions of sequence.hpp, of steps of many sequences: attend, prefill, reserve; and of chunks that wait
+// for layers that share them.
 #pragma once
 
 #include <atomic>

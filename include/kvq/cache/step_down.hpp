@@ -1,17 +1,21 @@
-// Stepping down: older pages are kept in fewer bits, by age, and further under a byte budget as the context fills.
+// Stepping down: older pages are kept in fewer bits, by age, and further under a byte budget as the context
+// fills.
 //
 //   step_down_policy policy{.tiers = {{.age = 0, .format = {0, 0}},         // 16 bit
-//                                     {.age = 1024, .format = {1, 1}},      // int8 from 1024 tokens behind the end
+//                                     {.age = 1024, .format = {1, 1}},      // int8 from 1024 tokens behind
+//                                                                           // the end
 //                                     {.age = 8192, .format = {2, 2}}},     // 4 bit from 8192
 //                           .byte_budget = std::size_t{1} << 30};
 //   step_down(cache, sequence, policy);                                     // between decode steps
 //
-// By age: a page takes the format of the last tier whose age all tokens of the page have reached, in any sequence that holds the page.
-// By budget: while the pool holds more than `byte_budget` bytes, the oldest page of the widest tier goes one tier down, unless it would not
-// be freed: another sequence holds it too, or the sequence would keep a 16-bit copy.
-// Each tier is a request to requantize (cache/requantize.hpp) that only shrinks pages: same pages, same peak, same error. The result depends
-// on the pages, on their holders and on the number of tokens, not on time or threads. Call it after drafted tokens were accepted or
-// trimmed, so that speculation does not change the pages.
+// By age: a page takes the format of the last tier whose age all tokens of the page have reached, in any
+// sequence that holds the page.
+// By budget: while the pool holds more than `byte_budget` bytes, the oldest page of the widest tier goes one
+// tier down, unless it would not be freed: another sequence holds it too, or the sequence would keep a 16-bit
+// copy. Each tier is a request to requantize (cache/requantize.hpp) that only shrinks pages: same pages, same
+// peak, same error. The result depends on the pages, on their holders and on the number of tokens, not on
+// time or threads. Call it after drafted tokens were accepted or trimmed, so that speculation does not change
+// the pages.
 #pragma once
 
 #include <span>
@@ -29,8 +33,8 @@ struct tier {
 };
 
 struct step_down_policy {
-    std::vector<tier>
-        tiers;  ///< ages ascending, formats from wide to narrow (a page that would not shrink does not change)
+    /// ages ascending, formats from wide to narrow (a page that would not shrink does not change)
+    std::vector<tier> tiers;
     std::size_t byte_budget = page_pool::no_budget;  ///< for the whole pool
     /// First and last layers that no tier touches (they are the most sensitive ones in most models).
     int first_layers_kept = 0, last_layers_kept = 0;
@@ -58,9 +62,10 @@ void check_policy(const cache& of, const step_down_policy& policy);
 
 }  // namespace detail
 
-/// Applies the policy to sequences of one cache; pages that they share stay shared. O(pages) of all sequences and tiers, plus
-/// the quantizing. Raises kvq::error for an impossible policy before anything changes. Raises kvq::out_of_memory when the pool has no
-/// room for one more page per thread (keep the policy's budget that far below the pool's); the steps until then stay done.
+/// Applies the policy to sequences of one cache; pages that they share stay shared. O(pages) of all sequences
+/// and tiers, plus the quantizing. Raises kvq::error for an impossible policy before anything changes. Raises
+/// kvq::out_of_memory when the pool has no room for one more page per thread (keep the policy's budget that
+/// far below the pool's); the steps until then stay done.
 step_down_report step_down(cache& of, std::span<sequence* const> sequences, const step_down_policy& policy,
                            executor_view executor = serial_executor{});
 step_down_report step_down(cache& of, sequence& s, const step_down_policy& policy);

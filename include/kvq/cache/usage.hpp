@@ -12,7 +12,8 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-/// Pages of one layer and tensor that are in one format. Format 0 is the window: sinks, recent tokens, pages not yet quantized.
+/// Pages of one layer and tensor that are in one format. Format 0 is the window: sinks, recent tokens, pages
+/// not yet quantized.
 struct usage_row {
     int layer = 0;
     tensor role = tensor::key;
@@ -23,8 +24,9 @@ struct usage_row {
     int tokens = 0;         ///< that spans show
     int room = 0;           ///< tokens that the pages have memory for
     std::size_t codes = 0;  ///< bytes of codes or of 16/32-bit values
-    std::size_t parameters =
-        0;  ///< bytes of scales, biases and padding; all bytes of a block whose codes do not lie apart from the parameters
+    /// bytes of scales, biases and padding; all bytes of a block whose codes do not lie apart from the
+    /// parameters
+    std::size_t parameters = 0;
     std::size_t slack = 0;        ///< part of `codes` that holds no token yet
     std::size_t shared = 0;       ///< bytes of pages that other sequences hold as well
     std::size_t bookkeeping = 0;  ///< page headers

@@ -1,7 +1,8 @@
 // Reading and writing tokens in window pages (16 or 32 bit).
 //
-// A window page is a block of full<Window> per kv head (pack/value_layout.hpp). Contract: a token is rounded to Window once, when
-// it is written; copies are exact; a rotation of keys rounds once more. These functions do not check reference counts: the writer holds the page's only reference.
+// A window page is a block of full<Window> per kv head (pack/value_layout.hpp). Contract: a token is rounded
+// to Window once, when it is written; copies are exact; a rotation of keys rounds once more. These functions
+// do not check reference counts: the writer holds the page's only reference.
 #pragma once
 
 #include <cstring>
@@ -20,7 +21,8 @@ inline void add_not_finite(page& p, std::uint32_t n) noexcept {
     if (n > 0) __atomic_fetch_add(&p.not_finite, n, __ATOMIC_RELAXED);
 }
 
-/// Writes tokens [from, from + count) of head `h` of `source` to positions [at, at + count) of block `h` of a window page.
+/// Writes tokens [from, from + count) of head `h` of `source` to positions [at, at + count) of block `h` of a
+/// window page.
 inline void write_tokens(const format& window, page& p, tensor role, int dim, const input_view& source, int h,
                          int from, int count, int at) {
     if (count == 0) return;
@@ -57,7 +59,8 @@ inline std::uint32_t held_not_finite(float_type window, const page& p, tensor ro
     return smaller(n, p.not_finite);  // a rotation of keys makes two of one
 }
 
-/// Copies the first `count` tokens of a window page to a new (zeroed) page, which may have memory for more or fewer tokens.
+/// Copies the first `count` tokens of a window page to a new (zeroed) page, which may have memory for more or
+/// fewer tokens.
 template <class Window>
 void copy_values(const page& from, page& to, tensor role, int dim, int heads, int count) {
     const block_shape from_shape{role, from.tokens, dim}, to_shape{role, to.tokens, dim};
@@ -100,8 +103,8 @@ inline void copy_tokens(float_type window, const page& from, page& to, tensor ro
                      [&]<class Window>(Window) { copy_values<Window>(from, to, role, dim, heads, count); });
 }
 
-/// Copies tokens [first, first + count) of a window page to tokens [at, at + count) of a page, which may be the same one. Value by value:
-/// for the few tokens of a cut.
+/// Copies tokens [first, first + count) of a window page to tokens [at, at + count) of a page, which may be
+/// the same one. Value by value: for the few tokens of a cut.
 inline void move_tokens(float_type window, const page& from, int first, page& to, int at, tensor role,
                         int dim, int heads, int count) {
     if (from.not_finite > 0) to.not_finite = from.not_finite;
@@ -123,7 +126,8 @@ inline void move_tokens(float_type window, const page& from, int first, page& to
     });
 }
 
-/// Rotates tokens [first, first + count) of a window page of keys by `by` positions more, each value rounded once. row: dim floats.
+/// Rotates tokens [first, first + count) of a window page of keys by `by` positions more, each value rounded
+/// once. row: dim floats.
 inline void rotate_tokens(float_type window, page& p, const rotation& rotate, std::int64_t by, int dim,
                           int heads, int first, int count, float* row) {
     visit_float_type(window, [&]<class Window>(Window) {

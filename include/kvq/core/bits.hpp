@@ -1,8 +1,9 @@
-// Small helpers that every layer uses, on host and device: bit_cast, rounding up, minimum and maximum, unaligned loads, prefetching, and
-// the hash of fingerprints.
+// Small helpers that every layer uses, on host and device: bit_cast, rounding up, minimum and maximum,
+// unaligned loads, prefetching, and the hash of fingerprints.
 //
-// They stand here because nvcc does not run std::bit_cast, std::min and std::max on the device without a flag, and std::min is a macro on
-// Windows. Contract: no allocation, no exception; all but prefetching and loads are constexpr.
+// They stand here because nvcc does not run std::bit_cast, std::min and std::max on the device without a
+// flag, and std::min is a macro on Windows. Contract: no allocation, no exception; all but prefetching and
+// loads are constexpr.
 #pragma once
 
 #include <cstdint>

@@ -1,18 +1,22 @@
 // Errors: what kvq raises has one base, and is raised in one place.
 //
-//   kvq::error              the base: catch (const kvq::error& e) takes everything that kvq raises itself; e.what() says why
-//     kvq::argument_error   a std::invalid_argument: bad shapes, sizes, arguments and states, with the numbers in the message
+//   kvq::error              the base: catch (const kvq::error& e) takes everything that kvq raises itself;
+//                           e.what() says why
+//     kvq::argument_error   a std::invalid_argument: bad shapes, sizes, arguments and states, with the
+//                           numbers in the message
 //     kvq::out_of_memory    a std::bad_alloc: no room in a byte budget
 //
-// All are raised before anything is changed. Memory that the system or a memory resource refuses is a std::bad_alloc of theirs,
-// so a handler of std::bad_alloc, before that of kvq::error, takes all that ends when memory is freed:
+// All are raised before anything is changed. Memory that the system or a memory resource refuses is a
+// std::bad_alloc of theirs, so a handler of std::bad_alloc, before that of kvq::error, takes all that ends
+// when memory is freed:
 //
 //   try { step(); }
 //   catch (const std::bad_alloc&) { make room and try again }
 //   catch (const kvq::error& e) { refuse the request, with e.what() }
 //
-// Contract: each type has one std::exception, so a handler of std::exception takes all of them; therefore kvq::error is none itself.
-// With exceptions switched off the message goes to a handler that must not return (default: print and abort).
+// Contract: each type has one std::exception, so a handler of std::exception takes all of them; therefore
+// kvq::error is none itself. With exceptions switched off the message goes to a handler that must not return
+// (default: print and abort).
 #pragma once
 
 #include <cstdio>
@@ -27,8 +31,8 @@
 
 namespace kvq { inline namespace v0_3 {
 
-/// What kvq raises: an argument_error or out_of_memory. It has no virtual functions: a type with two tables of them would have a
-/// destructor with vector instructions, which objects of several instruction sets share.
+/// What kvq raises: an argument_error or out_of_memory. It has no virtual functions: a type with two tables
+/// of them would have a destructor with vector instructions, which objects of several instruction sets share.
 class error {
 public:
     /// One sentence with the numbers.

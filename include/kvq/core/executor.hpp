@@ -1,14 +1,16 @@
 // Executors run the tasks of an attention call. An executor is any type with
 //
 //   int concurrency() const                 number of tasks that may run at once (at least 1)
-//   void parallel_for(int n, F f)           calls f(0) ... f(n-1), in any order, and returns when all are done. f may throw (a scheme
-//                                           that runs out of memory): after the last task ends, the caller must get one of the errors
+//   void parallel_for(int n, F f)           calls f(0) ... f(n-1), in any order, and returns when all are
+//                                           done. f may throw (a scheme that runs out of memory): after the
+//                                           last task ends, the caller must get one of the errors
 //
 // A list of which a task was not run, or run twice, raises kvq::error; a task never runs a second time.
-// Results never depend on the executor: tasks are cut by shape, and partial results are merged in a fixed order.
-// serial_executor: everything on the calling thread. thread_pool (core/thread_pool.hpp): threads that wait for work. team (core/team.hpp):
-// the threads of an engine that sends all of them into every operation, of ggml and OpenMP for example.
-// oneTBB: struct { int concurrency() const; void parallel_for(int n, auto f) { tbb::parallel_for(0, n, f); } };
+// Results never depend on the executor: tasks are cut by shape, and partial results are merged in a fixed
+// order. serial_executor: everything on the calling thread. thread_pool (core/thread_pool.hpp): threads that
+// wait for work. team (core/team.hpp): the threads of an engine that sends all of them into every operation,
+// of ggml and OpenMP for example. oneTBB: struct { int concurrency() const; void parallel_for(int n, auto f)
+// { tbb::parallel_for(0, n, f); } };
 #pragma once
 
 #include <concepts>
@@ -34,7 +36,8 @@ concept exact_executor = requires {
 }  // namespace detail
 
 namespace detail {
-/// Runs call(f, i) for all i below n on an executor of type E. Here, so that it has the name of the instruction set, whoever E is from.
+/// Runs call(f, i) for all i below n on an executor of type E. Here, so that it has the name of the
+/// instruction set, whoever E is from.
 template <class E>
 void run_of(void* self, int n, void* f, void (*call)(void*, int)) {
     if constexpr (exact_executor<E>) {
@@ -66,7 +69,8 @@ namespace kvq { inline namespace KVQ_COMMON {
 /// An executor of a type that is known only at run time. The view must not outlive the executor.
 class executor_view {
 public:
-    /// One call at a time uses the executor. The call may change it, even a const one (a temporary, for example).
+    /// One call at a time uses the executor. The call may change it, even a const one (a temporary, for
+    /// example).
     template <class E>
     requires executor<E> &&(!std::same_as<E, executor_view>)KVQ_NO_COPY executor_view(const E& e) noexcept
         : executor_(const_cast<E*>(&e)),

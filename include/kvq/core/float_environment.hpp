@@ -1,8 +1,9 @@
 // Scope guard: its thread rounds to nearest and keeps subnormal values, for any setting of the program.
 //
-// Programs that link crtfastmath.o or call torch.set_flush_denormal read subnormal floats as zero. The kernels that
-// quantize 16-bit values compute with subnormal floats. Contract: the bytes of pages do not depend on such settings. If there is
-// nothing to change, it costs a few cycles. x86 (MXCSR) and AArch64 (FPCR); elsewhere it does nothing.
+// Programs that link crtfastmath.o or call torch.set_flush_denormal read subnormal floats as zero. The
+// kernels that quantize 16-bit values compute with subnormal floats. Contract: the bytes of pages do not
+// depend on such settings. If there is nothing to change, it costs a few cycles. x86 (MXCSR) and AArch64
+// (FPCR); elsewhere it does nothing.
 #pragma once
 
 #include <cstdint>

@@ -1,20 +1,22 @@
 // Floating point formats as storage types, with every conversion written in integer arithmetic.
 //
-// | type     | bits | exponent, bias | mantissa | largest  | smallest normal | unit roundoff | infinities, NaN |
-// |----------|------|----------------|----------|----------|-----------------|---------------|-----------------|
-// | float16  | 16   | 5, 15          | 10       | 65504    | 6.1e-5          | 2^-11         | both            |
-// | bfloat16 | 16   | 8, 127         | 7        | 3.4e38   | 1.2e-38         | 2^-8          | both            |
-// | e4m3     | 8    | 4, 7           | 3        | 448      | 2^-6            | 2^-4          | NaN (0x7f)      |
-// | e2m1     | 4    | 2, 1           | 1        | 6        | 1               | 2^-2          | neither         |
-// | e8m0     | 8    | 8, 127         | 0        | 2^127    | 2^-127          | 2^-1          | NaN (0xff)      |
+// | type     | bits | exponent, bias | mantissa | largest | smallest normal | unit roundoff | inf, NaN   |
+// |----------|------|----------------|----------|---------|-----------------|---------------|------------|
+// | float16  | 16   | 5, 15          | 10       | 65504   | 6.1e-5          | 2^-11         | both       |
+// | bfloat16 | 16   | 8, 127         | 7        | 3.4e38  | 1.2e-38         | 2^-8          | both       |
+// | e4m3     | 8    | 4, 7           | 3        | 448     | 2^-6            | 2^-4          | NaN (0x7f) |
+// | e2m1     | 4    | 2, 1           | 1        | 6       | 1               | 2^-2          | neither    |
+// | e8m0     | 8    | 8, 127         | 0        | 2^127   | 2^-127          | 2^-1          | NaN (0xff) |
 //
-// Contract: conversion from float rounds to nearest, ties to even. float16, bfloat16: overflow gives infinity; NaN stays NaN
-// (quiet, upper payload bits kept): bit for bit what IEEE 754 hardware (F16C, NEON, CUDA) does. e4m3, e2m1: overflow and infinities
-// give the largest value, as the saturating conversions of GPUs (cvt.rn.satfinite) do; NaN is 0x7f in e4m3, and 6 in e2m1, which has
-// none. e8m0 has no sign and no zero: numbers below 2^-127 give 2^-127, negative ones too; ties go to the even exponent. Conversion to
-// float is exact. `round_down` gives the largest value that is at most x, `round_up_to` the smallest one that is at least x.
-// Sources: IEEE 754; Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433, table 1 (e4m3, without infinities); OCP
-// Microscaling Formats (MX) 1.0, 5.3.3 (e2m1) and 5.4.1 (e8m0).
+// Contract: conversion from float rounds to nearest, ties to even. float16, bfloat16: overflow gives
+// infinity; NaN stays NaN (quiet, upper payload bits kept): bit for bit what IEEE 754 hardware (F16C, NEON,
+// CUDA) does. e4m3, e2m1: overflow and infinities give the largest value, as the saturating conversions of
+// GPUs (cvt.rn.satfinite) do; NaN is 0x7f in e4m3, and 6 in e2m1, which has none. e8m0 has no sign and no
+// zero: numbers below 2^-127 give 2^-127, negative ones too; ties go to the even exponent. Conversion to
+// float is exact. `round_down` gives the largest value that is at most x, `round_up_to` the smallest one that
+// is at least x.
+// Sources: IEEE 754; Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433, table 1 (e4m3,
+// without infinities); OCP Microscaling Formats (MX) 1.0, 5.3.3 (e2m1) and 5.4.1 (e8m0).
 #pragma once
 
 #include <concepts>
@@ -110,8 +112,8 @@ struct bfloat16 : detail::stored_number<bfloat16, std::uint16_t> {
 
 namespace detail {
 
-/// The pattern of the number of an 8-bit type without infinities that is nearest to a finite or infinite x, ties to even, without
-/// its sign. Largest: the pattern of the largest value.
+/// The pattern of the number of an 8-bit type without infinities that is nearest to a finite or infinite x,
+/// ties to even, without its sign. Largest: the pattern of the largest value.
 template <int Mantissa, int Bias, std::uint32_t Largest>
 KVQ_HD constexpr std::uint32_t saturated_magnitude(float x) noexcept {
     const std::uint32_t magnitude = bit_cast<std::uint32_t>(x) & 0x7fffffffu;
@@ -159,7 +161,8 @@ struct e4m3 : detail::stored_number<e4m3, std::uint8_t> {
     }
 };
 
-/// FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in the low 4 bits; the high 4 are 0. Twice a value is an integer.
+/// FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in the low 4 bits; the high 4 are 0. Twice a value is
+/// an integer.
 struct e2m1 : detail::stored_number<e2m1, std::uint8_t> {
     using stored_number::stored_number;
     /// The high 4 bits are dropped.
@@ -193,7 +196,8 @@ struct e8m0 : detail::stored_number<e8m0, std::uint8_t> {
     KVQ_HD static constexpr std::uint8_t from_float(float value) noexcept {
         const auto u = detail::bit_cast<std::uint32_t>(value);
         if ((u & 0x7fffffffu) > 0x7f800000u) return 0xff;
-        // Numbers between 2^-127 and 2^-126 have no leading 1 in a float: 2^-127 is a half of the smallest normal one.
+        // Numbers between 2^-127 and 2^-126 have no leading 1 in a float: 2^-127 is a half of the smallest
+        // normal one.
         if (u >= 0x80000000u || u <= 0x600000u) return 0;
         const std::uint32_t exponent = u >> 23, rest = u & 0x7fffffu;
         const std::uint32_t nearest = exponent + (rest > 0x400000u || (rest == 0x400000u && exponent & 1u));

@@ -1,9 +1,10 @@
 // Vectors in memory of a std::pmr::memory_resource.
 //
-// As std::pmr::vector, but elements are constructed as they are, not "with the allocator": what needs memory is given it where it is
-// made. Elements therefore move as bytes where they can, and a file takes less time to compile.
-// Contract: the resource outlives the vector and is not null. Memory goes along with a move, not with a copy or an assignment, as with
-// std::pmr::vector; a vector of vectors gives its inner vectors no resource.
+// As std::pmr::vector, but elements are constructed as they are, not "with the allocator": what needs memory
+// is given it where it is made. Elements therefore move as bytes where they can, and a file takes less time
+// to compile.
+// Contract: the resource outlives the vector and is not null. Memory goes along with a move, not with a copy
+// or an assignment, as with std::pmr::vector; a vector of vectors gives its inner vectors no resource.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,8 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-/// What a resource_vector takes its memory with. A copy of a vector takes it from the default resource, as with std::pmr::vector.
+/// What a resource_vector takes its memory with. A copy of a vector takes it from the default resource, as
+/// with std::pmr::vector.
 template <class T>
 class resource_allocator {
 public:

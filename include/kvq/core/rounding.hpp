@@ -2,10 +2,10 @@
 //
 //   code = clamp(round_half_even((x - bias) * inverse), 0, top)
 //
-// Contract: the subtraction, the product and the rounding each happen once, in float, and are never fused, so that
-// every backend and every compiler gives the same code. (Compilers contract a*b+c into one fused operation if the
-// instruction set has it; about one 4-bit code in ten million changes. The expression above has nothing to fuse.)
-// NaN is quantized as the value nearest zero; infinities saturate.
+// Contract: the subtraction, the product and the rounding each happen once, in float, and are never fused, so
+// that every backend and every compiler gives the same code. (Compilers contract a*b+c into one fused
+// operation if the instruction set has it; about one 4-bit code in ten million changes. The expression above
+// has nothing to fuse.) NaN is quantized as the value nearest zero; infinities saturate.
 #pragma once
 
 #include <concepts>
@@ -14,7 +14,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
-/// a*b rounded on its own: never fused with a following sum. (Two floats multiplied in double: exact, nothing to round.)
+/// a*b rounded on its own: never fused with a following sum. (Two floats multiplied in double: exact, nothing
+/// to round.)
 template <std::floating_point T>
 KVQ_HD KVQ_INLINE constexpr T rounded_product(T a, T b) noexcept {
 #if defined(__CUDA_ARCH__)
@@ -108,8 +109,8 @@ KVQ_HD KVQ_INLINE constexpr float affine_value(int code, float scale, float bias
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
-/// For your own schemes: rounded_product(a, b) is the product of two floats or doubles, rounded to nearest. No compiler fuses it with
-/// a sum that follows, so the scheme gives the same bits on every platform.
+/// For your own schemes: rounded_product(a, b) is the product of two floats or doubles, rounded to nearest.
+/// No compiler fuses it with a sum that follows, so the scheme gives the same bits on every platform.
 using detail::rounded_product;
 
 }}  // namespace kvq

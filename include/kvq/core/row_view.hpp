@@ -1,6 +1,6 @@
-// The rows that a step reads (keys, values, queries) and writes (outputs), in the float type of the engine: float, float16
-// or bfloat16, in host or device memory. Any token_view converts to these views. The type is known only at run time, so that kernels are
-// compiled once.
+// The rows that a step reads (keys, values, queries) and writes (outputs), in the float type of the engine:
+// float, float16 or bfloat16, in host or device memory. Any token_view converts to these views. The type is
+// known only at run time, so that kernels are compiled once.
 //
 //   query = float(q)     out = T(output), rounded once
 //
@@ -89,7 +89,8 @@ public:
     requires float_format<std::remove_const_t<T>> query_view(const token_view<T>& v)
     noexcept : row_view(v) {}
 
-    /// Arguments as for token_view(shape...): a pointer, numbers of tokens, heads and channels, and two strides if they are not dense.
+    /// Arguments as for token_view(shape...): a pointer, numbers of tokens, heads and channels, and two
+    /// strides if they are not dense.
     template <class T, class... Shape>
     requires(sizeof...(Shape) >= 3) KVQ_NO_COPY query_view(T* rows, Shape... shape)
     noexcept : query_view(token_view<T>(rows, shape...)) {}
@@ -110,8 +111,8 @@ public:
     requires(sizeof...(Shape) >= 3) KVQ_NO_COPY output_view(T* rows, Shape... shape)
     noexcept : output_view(token_view<T>(rows, shape...)) {}
 
-    /// Also writes the natural log of each row's softmax sum, [tokens][q_heads]: -infinity for a row without keys. Outputs over
-    /// different keys are merged with it (attention/softmax_state.hpp).
+    /// Also writes the natural log of each row's softmax sum, [tokens][q_heads]: -infinity for a row without
+    /// keys. Outputs over different keys are merged with it (attention/softmax_state.hpp).
     KVQ_NO_COPY output_view with_lse(float* lse) const noexcept { return with_lse(lse, heads); }
     /// The same with `token_stride` numbers from one token to the next.
     KVQ_NO_COPY output_view with_lse(float* lse, std::ptrdiff_t token_stride) const noexcept {

@@ -1,6 +1,7 @@
 // Shapes: of the whole cache, of one quantized block, and the position of a block.
 //
-// A block is the part of a page that belongs to one kv head: a matrix that attention multiplies with a query or with weights.
+// A block is the part of a page that belongs to one kv head: a matrix that attention multiplies with a query
+// or with weights.
 //
 //   tensor  | rows (remaining axis) | columns (summed axis) | product
 //   key     | tokens                | channels              | scores = K q
@@ -17,8 +18,8 @@ namespace kvq { inline namespace v0_3 {
 /// One of the two tensors.
 enum class tensor : unsigned char { key, value };
 
-/// Tokens of a page where nothing else is said: in every cache, in kvq.h, in all programs. Presets are measured with it: their keys
-/// share parameters over 64 tokens, their values over the page.
+/// Tokens of a page where nothing else is said: in every cache, in kvq.h, in all programs. Presets are
+/// measured with it: their keys share parameters over 64 tokens, their values over the page.
 inline constexpr int default_page_tokens = 128;
 
 /// Static sizes of a cache. value_dim = 0 means "as head_dim".

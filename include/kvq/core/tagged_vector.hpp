@@ -1,10 +1,12 @@
 // tagged_vector: std::vector for code that is compiled for several instruction sets.
 //
-// A function of std::vector has no name of an instruction set, so objects of several share one copy, whichever the linker keeps
-// (config.hpp, KVQ_TAGGED). The name of this allocator has one, and so have the functions of a vector that takes its memory with it.
-// resource_vector would do, but schemes need no memory resource, and <memory_resource> takes long to compile.
-// Contract: a std::vector in all else, of types that operator new aligns. Algorithms of std over float and double have no such name
-// either, and copies are assigned with one of them: code for an instruction set has loops and copy constructors (tests/link).
+// A function of std::vector has no name of an instruction set, so objects of several share one copy,
+// whichever the linker keeps (config.hpp, KVQ_TAGGED). The name of this allocator has one, and so have the
+// functions of a vector that takes its memory with it. resource_vector would do, but schemes need no memory
+// resource, and <memory_resource> takes long to compile.
+// Contract: a std::vector in all else, of types that operator new aligns. Algorithms of std over float and
+// double have no such name either, and copies are assigned with one of them: code for an instruction set has
+// loops and copy constructors (tests/link).
 #pragma once
 
 #include <cstddef>

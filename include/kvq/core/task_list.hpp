@@ -1,11 +1,14 @@
 // A list of tasks that several threads share without locks: what thread_pool and team are made of.
 //
 //   run(n, f)    calls f(0) ... f(n-1) on this thread and on those in help(), and returns when all have ended
-//   help(over)   runs tasks of one list after the other, until over() holds; wake() makes waiting threads ask again
+//   help(over)   runs tasks of one list after the other, until over() holds; wake() makes waiting threads ask
+//                again
 //
-// Contract: allocates nothing. All tasks run, also when some of them raise; run() then raises the first error. One list at a time: a
-// run() while another one is going on (from one of its tasks, or from another thread) runs its tasks on the calling thread alone.
-// Waiting: a thread spins for at most `longest_spin`, about what sleeping and waking cost, then it sleeps (std::atomic::wait).
+// Contract: allocates nothing. All tasks run, also when some of them raise; run() then raises the first
+// error. One list at a time: a run() while another one is going on (from one of its tasks, or from another
+// thread) runs its tasks on the calling thread alone.
+// Waiting: a thread spins for at most `longest_spin`, about what sleeping and waking cost, then it sleeps
+// (std::atomic::wait).
 #pragma once
 
 #include <atomic>
@@ -103,8 +106,8 @@ private:
     bool take() noexcept {
         std::uint64_t left = left_.load(std::memory_order_acquire);
         while (static_cast<std::uint32_t>(left) != 0) {
-            // What is read here belongs to list left >> 32 if the exchange succeeds: the next list is written only after the last
-            // task of this one was taken, which changes left_.
+            // What is read here belongs to list left >> 32 if the exchange succeeds: the next list is written
+            // only after the last task of this one was taken, which changes left_.
             const void* const of = of_.load(std::memory_order_relaxed);
             const auto call = call_.load(std::memory_order_relaxed);
             const int count = count_.load(std::memory_order_relaxed);

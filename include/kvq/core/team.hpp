@@ -1,15 +1,18 @@
 // An executor for engines that send all of their threads into every operation, as ggml and OpenMP do.
 //
 //   kvq::team team;                                              one per pool of threads
-//   team.enter(nth, [&](kvq::executor_view threads) {            on each of the nth threads, with the same work
+//   team.enter(nth, [&](kvq::executor_view threads) {            on each of the nth threads, with the same
+//                                                                work
 //       cache.prefill(layer, batch, kvq::causal{}, threads, workspace);
 //   });
-//   team.check();                                                once per step, on one thread: raises what an operation raised
+//   team.check();                                                once per step, on one thread: raises what an
+//                                                                operation raised
 //
-// The first thread that enters runs the operation, the others run tasks of it, and all of them return when it has ended and all have
-// entered. Contract: allocates nothing and takes no lock; nth may differ from operation to operation; a thread that enters late gets
-// no task. Threads wait as detail::task_list says. enter() raises nothing, because a C callback cannot pass an exception on: the team keeps
-// the first error and skips further operations until check().
+// The first thread that enters runs the operation, the others run tasks of it, and all of them return when it
+// has ended and all have entered. Contract: allocates nothing and takes no lock; nth may differ from
+// operation to operation; a thread that enters late gets no task. Threads wait as detail::task_list says.
+// enter() raises nothing, because a C callback cannot pass an exception on: the team keeps the first error
+// and skips further operations until check().
 #pragma once
 
 #include <atomic>
@@ -27,8 +30,9 @@ public:
     team(const team&) = delete;
     team& operator=(const team&) = delete;
 
-    /// Every one of nth threads calls it once for every operation. op: void(executor_view); one thread calls it, and its executor has
-    /// nth threads. The operations of a team follow one another. Raises kvq::error for nth below 1, and nothing else.
+    /// Every one of nth threads calls it once for every operation. op: void(executor_view); one thread calls
+    /// it, and its executor has nth threads. The operations of a team follow one another. Raises kvq::error
+    /// for nth below 1, and nothing else.
     template <class Op>
     void enter(int nth, Op&& op) {
         detail::expect(nth >= 1, "a team of ", nth, " threads");

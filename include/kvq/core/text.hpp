@@ -1,7 +1,7 @@
 // Short text in a buffer of its own: names of schemes and messages of errors.
 //
-// Contract: text that does not fit is cut off, nothing is allocated. Kernels use it instead of std::string, whose inline functions every
-// object would compile for its own instruction set and share with all others.
+// Contract: text that does not fit is cut off, nothing is allocated. Kernels use it instead of std::string,
+// whose inline functions every object would compile for its own instruction set and share with all others.
 #pragma once
 
 #include <cstddef>

@@ -3,10 +3,10 @@
 //   kvq::thread_pool threads(8);                                       seven threads, and the one that calls
 //   cache.prefill(layer, batch, kvq::causal{}, threads, workspace);
 //
-// For engines without threads of their own; those that send all of their threads into an operation: core/team.hpp.
-// fork(): a child has none of the threads. There parallel_for() runs all tasks on the calling thread, and the
-// destructor does not wait. A fork while a call of kvq is going on on another thread leaves the child what
-// that call had locked.
+// For engines without threads of their own; those that send all of their threads into an operation:
+// core/team.hpp. fork(): a child has none of the threads. There parallel_for() runs all tasks on the calling
+// thread, and the destructor does not wait. A fork while a call of kvq is going on on another thread leaves
+// the child what that call had locked.
 #pragma once
 
 #include <memory>
@@ -24,7 +24,8 @@ namespace kvq { inline namespace KVQ_TAGGED {
 
 class thread_pool {
 public:
-    /// Starts threads - 1 threads; the calling thread of parallel_for() is the other one. Raises kvq::error below 1.
+    /// Starts threads - 1 threads; the calling thread of parallel_for() is the other one. Raises kvq::error
+    /// below 1.
     explicit thread_pool(int threads) : threads_(threads) {
         detail::expect(threads >= 1, "a thread_pool needs at least 1 thread, got ", threads);
         helpers_.all->reserve(static_cast<std::size_t>(threads - 1));
@@ -36,8 +37,9 @@ public:
 
     static constexpr bool runs_each_task_once = true;
     int concurrency() const noexcept { return threads_; }
-    /// Calls f(0) ... f(n-1) and returns when all have ended; then raises the first error of a task. Allocates nothing. May be called from
-    /// any thread; while another call is going on, and from a task, it runs its tasks on the calling thread alone.
+    /// Calls f(0) ... f(n-1) and returns when all have ended; then raises the first error of a task.
+    /// Allocates nothing. May be called from any thread; while another call is going on, and from a task, it
+    /// runs its tasks on the calling thread alone.
     template <class F>
     void parallel_for(int n, F&& f) const {
         tasks_.run(n, f);

@@ -1,7 +1,8 @@
 // Scratch memory of attention, owned by the caller: once it is large enough, attention allocates nothing.
 //
-// Size: cache::attention_workspace(tokens, q_heads, q_tokens, threads). Contract: reserve() makes one allocation from the memory
-// resource, or throws and holds nothing; size() is the held size. One thread at a time.
+// Size: cache::attention_workspace(tokens, q_heads, q_tokens, threads). Contract: reserve() makes one
+// allocation from the memory resource, or throws and holds nothing; size() is the held size. One thread at a
+// time.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,11 @@
-// The products of blocks with n operands, queries (K) or rows of weights (V). One class for each way in which attention reads blocks
-// (schemes/codec_spec.hpp); all schemes that are read in one way, with codes of one width, share it.
+// The products of blocks with n operands, queries (K) or rows of weights (V). One class for each way in which
+// attention reads blocks (schemes/codec_spec.hpp); all schemes that are read in one way, with codes of one
+// width, share it.
 //
 //   values        float products on 16/32-bit values                       (window/window_product.hpp)
 //                 many operands: 16-bit values as integers of 14 bits      (window/word_product.hpp)
-//   codes         integer products on codes, parameters folded             (product/folded.hpp, code_product.hpp)
+//   codes         integer products on codes, parameters folded
+//     (product/folded.hpp, code_product.hpp)
 //   segments      the same for one range of columns after the other, added up (product/segment_product.hpp)
 //   dequantized   the block is dequantized to floats in the workspace, then multiplied
 //
@@ -11,10 +13,12 @@
 //   begin                           prepares the operands, once for all blocks if columns carry no parameters
 //   finish                          multiplies
 //
-//       y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a quantized block is always full).
+//       y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a quantized block
+//         is always full).
 //       ahead: distance to the block that is read next, for prefetching; 0: none
 //
-// A product points to its scheme. On architectures that multiply tiles, a tile_session for n operands must be open during `finish`.
+// A product points to its scheme. On architectures that multiply tiles, a tile_session for n operands must be
+// open during `finish`.
 #pragma once
 
 #include <new>
@@ -28,7 +32,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Prefetches [from, to): parameters are needed first and all at once, so that every block would begin with a wait for memory.
+/// Prefetches [from, to): parameters are needed first and all at once, so that every block would begin with a
+/// wait for memory.
 KVQ_INLINE void prefetch_bytes(const std::byte* block, std::size_t from, std::size_t to) {
     for (std::size_t at = from; at < to; at += 64) detail::prefetch(block + at);
 }

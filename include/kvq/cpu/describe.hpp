@@ -1,4 +1,5 @@
-// format::describe(): what the registry says of the blocks of a codec, behind a transform, in flags and words.
+// format::describe(): what the registry says of the blocks of a codec, behind a transform, in flags and
+// words.
 #pragma once
 
 #include "../format/format.hpp"

@@ -39,7 +39,8 @@ bool dequantize_groups(const codec_spec& codec, const parameter_functions& param
                        const block_shape& shape, const std::byte* block, float_type type, void* out,
                        std::ptrdiff_t stride, float* scratch) {
     const auto run = [&]<class T>(T* to, std::ptrdiff_t to_stride) {
-        // Here, so that the compiler keeps it in registers: a copy from memory that was just written would stall.
+        // Here, so that the compiler keeps it in registers: a copy from memory that was just written would
+        // stall.
         const group_block<Bits> of(block_layout{codec}, parameters, shape);
         if constexpr (PerToken)
             if (table_dequantizer<Lanes, Levels, Bits, T>(of, shape, block, to, to_stride).run()) return;

@@ -6,9 +6,10 @@
 // A file compiles what depends on a type alone: portable code of the scheme, for blocks and values that
 // kernels leave, and loads of parameters of one's own. The library has kernels of the codecs of its formats:
 // products with codes of 1 to 8 bits, of tables, and of the widths of its presets; quantizing and
-// dequantizing of asymmetric codes of 1 to 8 bits, and symmetric ones of 8, group by group; channel by channel
-// those of 2 to 6 and of 8 bits, and of the widths of its presets. What it lacks is done by portable
-// code, and format::describe gives that as the reason; a file that defines KVQ_HEADER_ONLY compiles kernels of its own.
+// dequantizing of asymmetric codes of 1 to 8 bits, and symmetric ones of 8, group by group; channel by
+// channel those of 2 to 6 and of 8 bits, and of the widths of its presets. What it lacks is done by portable
+// code, and format::describe gives that as the reason; a file that defines KVQ_HEADER_ONLY compiles kernels
+// of its own.
 // Contract: the same bytes and results as the other backends.
 #pragma once
 

@@ -1,4 +1,5 @@
-// What kernels that work group by group know of the parameters of a block: where they lie, and how they are loaded.
+// What kernels that work group by group know of the parameters of a block: where they lie, and how they are
+// loaded.
 #pragma once
 
 #include "../schemes/scheme.hpp"

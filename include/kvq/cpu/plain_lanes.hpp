@@ -1,7 +1,7 @@
 // Lanes without intrinsics: the interface of a set of SIMD lanes, written as loops that compilers vectorise.
 //
-// The kernels in this folder are templates over such a type. `ints` are 32-bit words, `floats` are floats, both `width`
-// wide; `doubles` are half as many. The SIMD versions are in cpu/arch/.
+// The kernels in this folder are templates over such a type. `ints` are 32-bit words, `floats` are floats,
+// both `width` wide; `doubles` are half as many. The SIMD versions are in cpu/arch/.
 #pragma once
 
 #include <cstddef>
@@ -110,7 +110,8 @@ struct plain_lanes {
             return static_cast<std::int32_t>(word);
         });
     }
-    /// 16-bit halves as signed integers: minima and maxima; and conversion to integers with the order of 16-bit floats (and back).
+    /// 16-bit halves as signed integers: minima and maxima; and conversion to integers with the order of
+    /// 16-bit floats (and back).
     template <class F>
     static KVQ_INLINE ints map_halves(F f) {
         return map_ints([&](int i) {
@@ -285,7 +286,8 @@ struct plain_lanes {
     static KVQ_INLINE floats to_floats(ints a) {
         return map_floats([&](int i) { return static_cast<float>(a.v[i]); });
     }
-    /// Nearest integers, ties to even; |a| < 2^22. Any integer for other values: products of huge or NaN queries.
+    /// Nearest integers, ties to even; |a| < 2^22. Any integer for other values: products of huge or NaN
+    /// queries.
     static KVQ_INLINE ints round(floats a) {
         return map_ints([&](int i) {
             const float magnitude = a.v[i] < 0.0f ? -a.v[i] : a.v[i];
@@ -307,7 +309,8 @@ struct plain_lanes {
     static KVQ_INLINE floats as_floats(ints a) { return detail::load_as<floats>(a.v); }
     static KVQ_INLINE ints as_ints(floats a) { return detail::load_as<ints>(a.v); }
 
-    /// Packs the lowest bytes of four words each: word q of `high` to out[q * stride], of `low` to out[q * stride + 1].
+    /// Packs the lowest bytes of four words each: word q of `high` to out[q * stride], of `low` to out[q *
+    /// stride + 1].
     static KVQ_INLINE void store_high_low(std::uint32_t* out, int stride, ints high, ints low) {
         const auto pack = [](const ints& a, int q) {
             std::uint32_t word = 0;

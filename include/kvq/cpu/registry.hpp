@@ -1,12 +1,16 @@
-// The registry of kernels: which kernel quantizes, dequantizes and multiplies the blocks of a codec, and why none does.
+// The registry of kernels: which kernel quantizes, dequantizes and multiplies the blocks of a codec, and why
+// none does.
 //
-//   quantize_choice(codec, shape), ...                 a kernel, by the header that holds it, or the reason in words
-//   quantizer_of(codec), dequantizer_of(codec)         the kernels of a codec for any shape: what is compiled for its schemes
+//   quantize_choice(codec, shape), ...                 a kernel, by the header that holds it, or the reason
+//                                                      in words
+//   quantizer_of(codec), dequantizer_of(codec)         the kernels of a codec for any shape: what is compiled
+//                                                      for its schemes
 //
-// The kernels of a codec follow from its spec (schemes/codec_spec.hpp); whether they take a block follows from its shape, and from the width
-// of vectors. The rules know nothing else of an instruction set. vector_backend.hpp calls the kernel that the registry names;
-// format::describe() (describe.hpp) returns the registry's text. What depends on values is not in it: blocks with NaN, infinities or values that
-// need clamping are quantized by portable code.
+// The kernels of a codec follow from its spec (schemes/codec_spec.hpp); whether they take a block follows
+// from its shape, and from the width of vectors. The rules know nothing else of an instruction set.
+// vector_backend.hpp calls the kernel that the registry names; format::describe() (describe.hpp) returns the
+// registry's text. What depends on values is not in it: blocks with NaN, infinities or values that need
+// clamping are quantized by portable code.
 // Contract: functions of these values; no kernel runs. bench/kernels.cpp prints the registry.
 #pragma once
 
@@ -50,7 +54,8 @@ constexpr bool by_groups(const codec_spec& c) noexcept {
     return c.content == block_content::codes && !c.several_widths() && c.levels != level_kind::own &&
            c.parameters != parameter_storage::bytes && c.parameter_padding > 1 && !c.has_token_scales();
 }
-/// Parameters of channels, in any storage, with token scales or several widths: kernels work channel by channel.
+/// Parameters of channels, in any storage, with token scales or several widths: kernels work channel by
+/// channel.
 constexpr bool by_channels(const codec_spec& c) noexcept {
     return c.content == block_content::codes && c.levels == level_kind::asymmetric && !c.per_token;
 }
@@ -118,7 +123,8 @@ constexpr kernel_choice quantize_choice(const codec_spec& c, const block_shape& 
     if (c.encoder == encoder_kind::own) return {nullptr, "the encoder is not the library's"};
     return {nullptr, "parameters per token are fitted in vectors by the encoder enclosing alone"};
 }
-/// Reading a window: blocks whose parameters are ranges are quantized from the window as it is, all others from floats.
+/// Reading a window: blocks whose parameters are ranges are quantized from the window as it is, all others
+/// from floats.
 constexpr kernel_choice window_choice(const codec_spec& c, const block_shape& s, float_type window,
                                       int width) noexcept {
     if (quantizer_of(c) == quantizer::ranges && window != float_type::bf16)
@@ -164,7 +170,8 @@ template <class S>
 inline constexpr codec_spec plain_codec = codec_of<S>();
 template <class Transform, class Inner>
 inline constexpr codec_spec plain_codec<transformed<Transform, Inner>> = {};
-/// Is S a transform before a scheme whose blocks kernels dequantize? (Types that are derived from one may differ.)
+/// Is S a transform before a scheme whose blocks kernels dequantize? (Types that are derived from one may
+/// differ.)
 template <class S>
 inline constexpr bool is_transformed = false;
 template <class Transform, class Inner>
@@ -199,7 +206,8 @@ inline constexpr token_transform transform_of<transformed<Transform, Inner>> =
 constexpr kernel_choice transform_choice(const token_transform& t, const block_shape& s, int width) noexcept {
     if (t.kind != transform_kind::hadamard)
         return {nullptr, "the transform is a matrix, or not the library's"};
-    // Blocks are the powers of two in the number of channels, up to the largest: the last one is the smallest.
+    // Blocks are the powers of two in the number of channels, up to the largest: the last one is the
+    // smallest.
     const int last = s.dim & -s.dim, smallest = t.largest > 0 ? detail::smaller(last, t.largest) : last;
     if (smallest < width)
         return {nullptr, "# channels have Hadamard blocks of less than #, the width of a vector", s.dim,

@@ -2,8 +2,10 @@
 //
 // A backend is a type with
 //   lanes                              the vector type of the kernels (cpu/plain_lanes.hpp)
-//   has_all_kernels                    of products; if not, some codecs are dequantized first (library_kernels.hpp)
-//   query_bytes                        bytes of a fixed-point query or weight in products with codes (cpu/product/folded.hpp): 2 or 1
+//   has_all_kernels                    of products; if not, some codecs are dequantized first
+//                                      (library_kernels.hpp)
+//   query_bytes                        bytes of a fixed-point query or weight in products with codes
+//                                      (cpu/product/folded.hpp): 2 or 1
 //   load_floats<P>(bytes, n, out)      n stored parameters as floats
 //   quantize(scheme, shape, id, window type, window, block, values)
 //       quantizes a full block of values of the type; `values` is scratch for shape.values() floats
@@ -12,11 +14,11 @@
 //   quantize_values(scheme, shape, id, values, block)
 //       scheme::quantize; values: [tokens][dim], scratch afterwards
 //   requantize_values(scheme, shape, id, values, token_scales, block)
-//       the same for values that were quantized before: scheme::requantize, or quantize for a scheme without it; token_scales: the token
-//       scales of their last block, scratch afterwards, or null
+//       the same for values that were quantized before: scheme::requantize, or quantize for a scheme without
+//       it; token_scales: the token scales of their last block, scratch afterwards, or null
 //   write_tokens<Window>(shape, block, type, tokens, stride, count, at)
-//       writes `count` tokens of the type, `stride` elements apart, to tokens [at, at + count) of a window block;
-//       returns how many of the written values are not finite
+//       writes `count` tokens of the type, `stride` elements apart, to tokens [at, at + count) of a window
+//       block; returns how many of the written values are not finite
 //   describe(scheme, shape, window)    which of these are vectorised (format/format.hpp)
 //   name()
 #pragma once

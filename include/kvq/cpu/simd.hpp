@@ -37,7 +37,8 @@ struct simd : library {
 };
 #endif
 
-// Inlined, so that the linker has no copy to merge of files with and without KVQ_COMPILED, whose backends differ.
+// Inlined, so that the linker has no copy to merge of files with and without KVQ_COMPILED, whose backends
+// differ.
 
 /// A format on the best architecture of this build.
 template <class Scheme>

@@ -15,7 +15,8 @@ namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Bytes of a fixed-point query or weight in products with codes.
 ///   query_bytes<2>   16-bit fixed point, as accurate as 16-bit floats: the default
-///   query_bytes<1>   8 bits: half of the products, and an additional error that bench/attention prints beside the speed
+///   query_bytes<1>   8 bits: half of the products, and an additional error that bench/attention prints
+///                    beside the speed
 template <int N>
 struct query_bytes {
     static_assert(N == 1 || N == 2, "kvq::query_bytes<N>: N is 1 or 2");

@@ -1,4 +1,5 @@
-// One tile of an online softmax, in powers of two: scores become weights, the running maximum and sum are updated.
+// One tile of an online softmax, in powers of two: scores become weights, the running maximum and sum are
+// updated.
 //
 //   m' = max(m, max s),  w = 2^(s - m'),  sum' = sum * 2^(m - m') + sum of w,   returns 2^(m - m')
 //
@@ -43,8 +44,8 @@ KVQ_INLINE typename Lanes::floats exp2_negative(typename Lanes::floats x) {
 /// Columns of a page that one float adds up: a longer sum would round away small weights behind a large one.
 inline constexpr int sum_columns = 512;
 
-/// Turns scores [0, n) of `Rows` rows, `stride` apart, into weights, in place; updates max and sum. factor: scale of a row's earlier
-/// weights. Rows are processed side by side, so that none waits for its own maximum.
+/// Turns scores [0, n) of `Rows` rows, `stride` apart, into weights, in place; updates max and sum. factor:
+/// scale of a row's earlier weights. Rows are processed side by side, so that none waits for its own maximum.
 template <class Lanes, int Rows>
 void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float* sum, float* factor) {
     constexpr float lowest = -std::numeric_limits<float>::infinity();
@@ -63,7 +64,8 @@ void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float
     for (int r = 0; r < Rows; ++r) {
         top[r] = detail::larger(max[r], Lanes::largest(shift[r]));
         for (int k = i; k < n; ++k) top[r] = detail::larger(top[r], scores[r * stride + k]);
-        // While all keys are hidden, the maximum is replaced by 0, so that -infinity minus it gives the weight 0.
+        // While all keys are hidden, the maximum is replaced by 0, so that -infinity minus it gives the
+        // weight 0.
         shift[r] = Lanes::splat_float(top[r] == lowest ? 0.0f : top[r]);
         weights[r] = 0.0f;
     }

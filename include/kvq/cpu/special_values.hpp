@@ -1,4 +1,5 @@
-// Infinities and NaN in vectors of words, found without branches: adding one to an exponent of ones carries into the sign bit.
+// Infinities and NaN in vectors of words, found without branches: adding one to an exponent of ones carries
+// into the sign bit.
 //
 //   marks(words)   sign bits for words with a special value; other bits are undefined
 //   any(marks)     does a word have a sign bit? Combine the marks of many words with bit_or first.

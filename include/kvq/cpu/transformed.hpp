@@ -1,7 +1,8 @@
-// The transform of a block's tokens, before a scheme that kernels quantize (registry.hpp), and the conversion of floats to tokens of any
-// type.
+// The transform of a block's tokens, before a scheme that kernels quantize (registry.hpp), and the conversion
+// of floats to tokens of any type.
 //
-// Contract: the bits of transformed::transform_values() and restore_values(); round_tokens() writes T(x) for every value.
+// Contract: the bits of transformed::transform_values() and restore_values(); round_tokens() writes T(x) for
+// every value.
 #pragma once
 
 #include "../schemes/transformed.hpp"
@@ -59,7 +60,8 @@ void round_tokens(const block_shape& shape, const float* values, T* out, std::pt
         for (; c < shape.dim; ++c) out[c] = T(values[c]);
     }
 }
-/// Calls run(to, stride) with the rows of the output. To bfloat16 through floats in `scratch`, so that fewer kernels are compiled.
+/// Calls run(to, stride) with the rows of the output. To bfloat16 through floats in `scratch`, so that fewer
+/// kernels are compiled.
 template <class Lanes, class Run>
 void run_in_type(const block_shape& shape, float_type type, void* out, std::ptrdiff_t stride, float* scratch,
                  const Run& run) {

@@ -3,11 +3,13 @@
 //
 // Kernels: simd<...> (simd.hpp), whose kernels are compiled with the file, or `library`, whose kernels
 // kvq::library has (library_kernels.hpp). It gives
-//   width(), missing<Scheme>()                floats of a vector; kernels that the registry names and it lacks
+//   width(), missing<Scheme>()                floats of a vector; kernels that the registry names and it
+//                                             lacks
 //   read_window, read_values, write_values    blocks of values to tokens and back (window/tokens.hpp)
 //   round_tokens, hadamard_tokens             transformed.hpp
 //   quantize_ranges, dequantize_groups        group_kernels.hpp
-//   quantize_channels, dequantize_channels    quantize/quantize_channels.hpp, dequantize/dequantize_channels.hpp
+//   quantize_channels, dequantize_channels    quantize/quantize_channels.hpp,
+//                                             dequantize/dequantize_channels.hpp
 #pragma once
 
 #include <cstring>

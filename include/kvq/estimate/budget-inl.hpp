@@ -19,7 +19,8 @@ namespace detail {
 
 class budget_search {
 public:
-    /// Of the layers with a window. A layer that has freed n whole pages takes the bytes of one that is so much shorter and has freed none.
+    /// Of the layers with a window. A layer that has freed n whole pages takes the bytes of one that is so
+    /// much shorter and has freed none.
     budget_search(const cache& of, const budget_use& use, std::size_t multiple, const key_window& window)
         : of_(of),
           use_(use),
@@ -86,8 +87,8 @@ private:
         return round_up(page_pool::allocation(bytes), multiple_);
     }
 
-    /// A layer of n tokens whose spans have no pages: the sinks, `offset` tokens of a page that was cut, then pages that begin at
-    /// first_. Of the committed spans only the last one.
+    /// A layer of n tokens whose spans have no pages: the sinks, `offset` tokens of a page that was cut, then
+    /// pages that begin at first_. Of the committed spans only the last one.
     page_table outline(const kind& k, int n) const {
         page_table table(of_.pool().memory(), k.targets[0], k.targets[1]);
         table.tokens = n;
@@ -147,8 +148,8 @@ private:
         const auto bounded = [&](std::int64_t n) {
             return static_cast<int>(larger(std::int64_t{base}, smaller(n, std::int64_t{use_.tokens})));
         };
-        // Behind the sinks, one more period of tokens only adds pages: the longest sequences, of the last period, and the longest chunks
-        // need most. The page of the sinks is held twice while it grows.
+        // Behind the sinks, one more period of tokens only adds pages: the longest sequences, of the last
+        // period, and the longest chunks need most. The page of the sinks is held twice while it grows.
         std::vector<int> afters;
         const int last_period = bounded(use_.tokens - period()), behind_sinks = bounded(first_ + period());
         for (int n = base + 1; n <= use_.tokens; ++n) {
@@ -186,8 +187,9 @@ private:
     int first_ = 0;  // where pages begin
 };
 
-/// Upper bound of the bytes of recurrent state: live pages, the snapshots that cache_options::snapshots keeps, and one more that is taken
-/// before another one goes. Sizes of pages are multiples of page_arena::alignment.
+/// Upper bound of the bytes of recurrent state: live pages, the snapshots that cache_options::snapshots
+/// keeps, and one more that is taken before another one goes. Sizes of pages are multiples of
+/// page_arena::alignment.
 KVQ_FUNC std::size_t state_budget(const cache& of, const budget_use& use) {
     if (!of.state_layout() || use.tokens == 0) return 0;
     const snapshot_policy& policy = of.options().snapshots;

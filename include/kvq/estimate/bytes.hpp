@@ -3,7 +3,8 @@
 //   bytes per token = layers * kv_heads * (block bytes of K + of V) / page_tokens
 //   bits per value  = 8 * block bytes / (tokens * dim)
 //
-// Contract: exactly the bytes of quantized pages, parameters and padding included. bits_per_value is constexpr if block_bytes is.
+// Contract: exactly the bytes of quantized pages, parameters and padding included. bits_per_value is
+// constexpr if block_bytes is.
 #pragma once
 
 #include "../core/error.hpp"

@@ -47,8 +47,9 @@ KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int
             *sum = bounded_sum(*sum, bounded_product(static_cast<std::size_t>(p.count), size));
     };
     for_each_alike(g, g.sinks, tokens, of.options().rollback, target, changes, add);
-    // Window pages that a call frees only after it has all its new pages: recent pages that it quantizes, copies that `rollback` no
-    // longer covers, one page that was begun, and one that serves as scratch or, in a chunk of prefill(), the pages of the chunk.
+    // Window pages that a call frees only after it has all its new pages: recent pages that it quantizes,
+    // copies that `rollback` no longer covers, one page that was begun, and one that serves as scratch or, in
+    // a chunk of prefill(), the pages of the chunk.
     // Without pages to quantize: only the page that was begun, if it was shared or is enlarged.
     const int reach = of.options().rollback == 0 ? 0 : ceil_div(of.options().rollback, g.page_tokens);
     // Never more than the pages there are: a chunk may be any number.
@@ -64,7 +65,8 @@ KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int
     f.transient = larger(f.transient, bytes_held);
 }
 
-/// The recurrent state of a sequence of so many tokens, after steps of one token. Returns the bytes of its tables.
+/// The recurrent state of a sequence of so many tokens, after steps of one token. Returns the bytes of its
+/// tables.
 KVQ_FUNC std::size_t add_state(const cache& of, int tokens, footprint_report& f) {
     const state_layout& layout = *of.state_layout();
     const snapshot_policy& policy = of.options().snapshots;
@@ -159,8 +161,8 @@ KVQ_FUNC int longest_context(const cache& of, std::size_t budget, int sequences,
     // 16-bit pages grow in steps of positions: after so many tokens, pages lie alike among these steps again.
     const long long period = std::lcm(static_cast<long long>(g.page_tokens), page_geometry::window_step);
     const auto fits = [&](int n) {
-        // Bytes fall when a page is quantized or steps down and when its 16-bit copy is freed. So the lengths just before such a fall
-        // have the peaks; the lengths of the last period are enough.
+        // Bytes fall when a page is quantized or steps down and when its 16-bit copy is freed. So the lengths
+        // just before such a fall have the peaks; the lengths of the last period are enough.
         const auto falls = [&](int m) {
             bool steps = std::any_of(windows.begin(), windows.end(), [&](const page_geometry& w) {
                 return w.first_needed(m + 1, rollback) > w.first_needed(m, rollback);
@@ -183,7 +185,8 @@ KVQ_FUNC int longest_context(const cache& of, std::size_t budget, int sequences,
             return true;
         };
         if (!period_holds(n)) return false;
-        // A layer with chunks holds most just before a trim by `rollback` tokens cannot reach its chunk any more.
+        // A layer with chunks holds most just before a trim by `rollback` tokens cannot reach its chunk any
+        // more.
         for (const page_geometry& w : windows)
             if (const int begins = w.first_needed(n, rollback); w.window.chunked && begins > 0)
                 if (!period_holds(begins + rollback)) return false;

@@ -1,9 +1,12 @@
-// One entry of the list of built-in formats, and the list of a program: from the compiled library or from a file of its own.
+// One entry of the list of built-in formats, and the list of a program: from the compiled library or from a
+// file of its own.
 //
-//   kvq::builtin_formats(&count)     defined by kvq::library, or by a file that includes format/define_builtin_formats.hpp
+//   kvq::builtin_formats(&count)     defined by kvq::library, or by a file that includes
+//                                    format/define_builtin_formats.hpp
 //
-// Names: fp16, bf16, fp32, int8, affine-B-gG, kivi-B-gG, and every preset (schemes/presets.hpp). B: bits, 1 to 8. G: values that share
-// a scale; 32, 64 and 128 are listed, and find_format takes any other G as well, and "-bounds" behind any name (format/bounds.hpp).
+// Names: fp16, bf16, fp32, int8, affine-B-gG, kivi-B-gG, and every preset (schemes/presets.hpp). B: bits, 1
+// to 8. G: values that share a scale; 32, 64 and 128 are listed, and find_format takes any other G as well,
+// and "-bounds" behind any name (format/bounds.hpp).
 #pragma once
 
 #include "format.hpp"

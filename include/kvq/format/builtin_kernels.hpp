@@ -1,7 +1,8 @@
 // The kernels of one backend as plain functions, in the parts of builtin_schemes.hpp: what kvq::library gives
 // to programs that make formats of schemes of their own (cpu/library_kernels.hpp).
 //
-//   vectors_of<Backend>::functions             what does not depend on a codec, compiled with one of the parts
+//   vectors_of<Backend>::functions             what does not depend on a codec, compiled with one of the
+//                                              parts
 //   add_kernels<Backend, Part>(list, add)      calls add(list, &entry) for every entry of a part
 #pragma once
 

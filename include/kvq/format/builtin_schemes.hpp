@@ -1,9 +1,11 @@
 // The built-in formats of one backend, in parts that can be compiled apart: each part takes some seconds.
 //
 //   add_builtin_part<Backend, Part>(list)             appends the entries of one part
-//   add_builtin_part<Backend, Part, Wanted>(list)     those whose names, without a group size, Wanted accepts; others are not compiled
+//   add_builtin_part<Backend, Part, Wanted>(list)     those whose names, without a group size, Wanted
+//                                                     accepts; others are not compiled
 //
-// A new built-in scheme is one line here; so that KVQ_LIBRARY_FORMATS may name it, also one in src/CMakeLists.txt.
+// A new built-in scheme is one line here; so that KVQ_LIBRARY_FORMATS may name it, also one in
+// src/CMakeLists.txt.
 #pragma once
 
 #include <span>
@@ -48,7 +50,8 @@ void add_builtin_values(builtin_list& list) {
     if constexpr (Wanted("int8")) list.push_back(builtin_entry<Backend, int8>("int8", true, true));
 }
 
-/// `Bits` bits per token (Affine), or keys per channel and values per token (Kivi). Names: for groups of 32, 64 and 128.
+/// `Bits` bits per token (Affine), or keys per channel and values per token (Kivi). Names: for groups of 32,
+/// 64 and 128.
 template <class Backend, int Bits, bool Affine, bool Kivi>
 void add_builtin_width(builtin_list& list, const char* const (&names)[3],
                        const char* const (&kivi_names)[3]) {

@@ -1,10 +1,10 @@
 // Does attention on the blocks of a scheme of one's own give what dequantize() says?
 //
-// The blocks of a scheme that names itself in attends_as are read in two ways: by dequantize(), and by products
-// with codes, zero_code, fold() and parameters, behind transform_query() and before restore_output(). No type
-// makes both agree. So a cache that is made with such a format quantizes one block of noise. It compares products
-// with one vector with double arithmetic on the dequantized block. Schemes composed of the library's parts are not
-// compared (detail::composed_by_library).
+// The blocks of a scheme that names itself in attends_as are read in two ways: by dequantize(), and by
+// products with codes, zero_code, fold() and parameters, behind transform_query() and before
+// restore_output(). No type makes both agree. So a cache that is made with such a format quantizes one block
+// of noise. It compares products with one vector with double arithmetic on the dequantized block. Schemes
+// composed of the library's parts are not compared (detail::composed_by_library).
 // Contract: raises kvq::error when the norm of the difference is more than a tenth of that of the terms.
 // (Fixed-point operands of 16 bits lose 1e-4 of it, of 8 bits 1e-2.) Cost: one block.
 #pragma once

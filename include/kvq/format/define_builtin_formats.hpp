@@ -1,6 +1,8 @@
-// Defines the list of built-in formats of a program that does not link kvq::library: include it in exactly one file.
+// Defines the list of built-in formats of a program that does not link kvq::library: include it in exactly
+// one file.
 //
-// That file takes a minute or two to compile, since it holds the kernels of every built-in format for the instructions of this build.
+// That file takes a minute or two to compile, since it holds the kernels of every built-in format for the
+// instructions of this build.
 #pragma once
 
 #include "../cpu/simd.hpp"

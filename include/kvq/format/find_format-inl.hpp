@@ -24,7 +24,8 @@ struct found_format {
     int group;
 };
 
-/// Number of letters to insert, remove or change to get from one name to the other (Levenshtein). O(letters^2)
+/// Number of letters to insert, remove or change to get from one name to the other (Levenshtein).
+/// O(letters^2)
 KVQ_FUNC int letters_apart(std::string_view a, std::string_view b) {
     std::vector<int> row(b.size() + 1);
     for (std::size_t j = 0; j <= b.size(); ++j) row[j] = static_cast<int>(j);
@@ -84,7 +85,8 @@ KVQ_FUNC std::string_view name_before_bounds(std::string_view name) noexcept {
     return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : std::string_view{};
 }
 
-/// Makes the format of a name with an ending: make(NAME) makes the format before the ending. An empty format: the name has none.
+/// Makes the format of a name with an ending: make(NAME) makes the format before the ending. An empty format:
+/// the name has none.
 template <class Make>
 format with_ending(std::string_view name, tensor role, const Make& make) {
     if (const auto inner = name_before_bounds(name); !inner.empty()) {

@@ -1,13 +1,15 @@
-// A format: a scheme and a backend, ready to run, as a value. All layers above a block use formats, not schemes.
+// A format: a scheme and a backend, ready to run, as a value. All layers above a block use formats, not
+// schemes.
 //
 //   format f = make_format<affine<4, per_channel<64>>, simd<>>();     format/make_format.hpp
 //   format f = find_format("kivi-4-g64", tensor::key);                format/find_format.hpp
 //
-// A format is a table of plain functions (format_functions) and the state of one scheme. Copies share the state, so that a copy costs an
-// atomic increment. A call through the table covers one block: thousands of multiply-adds.
-// Contract: const functions may be called from any thread. The bytes of a block are the same for every backend.
-// A format may be made in one object and used in another one that was compiled for other instructions: all functions of this header
-// are forced inline.
+// A format is a table of plain functions (format_functions) and the state of one scheme. Copies share the
+// state, so that a copy costs an atomic increment. A call through the table covers one block: thousands of
+// multiply-adds.
+// Contract: const functions may be called from any thread. The bytes of a block are the same for every
+// backend. A format may be made in one object and used in another one that was compiled for other
+// instructions: all functions of this header are forced inline.
 #pragma once
 
 #include <atomic>
@@ -34,37 +36,42 @@ struct backend_functions {
                     float* factor);
     /// Reads n values of a query and multiplies them by `scale`. Returns whether all results are finite.
     bool (*load_query)(float_type type, const void* from, int n, float scale, float* to);
-    /// Called before and after the products of `rows` rows on architectures with a tile state; else null. `state`: tile_state_bytes.
+    /// Called before and after the products of `rows` rows on architectures with a tile state; else null.
+    /// `state`: tile_state_bytes.
     void (*open_tiles)(int rows, void* state);
     void (*close_tiles)(void* state);
     /// 16-bit values on this backend, the usual window.
     const format& (*fp16)();
 
-    /// Bounds of the channels of values [tokens][dim], and an estimate of products from them (cpu/product/channel_ranges.hpp).
+    /// Bounds of the channels of values [tokens][dim], and an estimate of products from them
+    /// (cpu/product/channel_ranges.hpp).
     void (*find_bounds)(const float* values, int tokens, int dim, std::byte* bounds);
     void (*estimate_within)(const std::byte* bounds, int dim, const float* x, std::ptrdiff_t x_stride,
                             int rows, float spread, float* out, std::ptrdiff_t ahead, float* scratch);
     std::size_t (*estimate_floats)(int dim);
 };
 
-/// Are the tile states of both backends the same? A program and the library may have a table each for one backend.
+/// Are the tile states of both backends the same? A program and the library may have a table each for one
+/// backend.
 KVQ_NO_COPY bool same_tiles(const backend_functions& a, const backend_functions& b) noexcept {
     const char *x = a.name, *y = b.name;
     while (*x != '\0' && *x == *y) ++x, ++y;
     return *x == *y;
 }
 
-/// Which functions of a format are vectorised for blocks of some shape; the others are portable loops, which are slower.
+/// Which functions of a format are vectorised for blocks of some shape; the others are portable loops, which
+/// are slower.
 struct format_description {
     using text = char[104];
 
     bool quantize = false;    ///< from a block of a window, the transform of its tokens included
     bool dequantize = false;  ///< to fp16 and fp32, the transform of the tokens included
     bool attend = false;      ///< products on the block itself, or on a copy that is dequantized in vectors
-    /// The transform of tokens; true for schemes without one. Attention transforms queries and outputs, once for each row, by a
-    /// portable loop.
+    /// The transform of tokens; true for schemes without one. Attention transforms queries and outputs, once
+    /// for each row, by a portable loop.
     bool transform = false;
-    /// Attention multiplies a copy that it dequantizes, because codes cannot be folded (schemes/concepts.hpp).
+    /// Attention multiplies a copy that it dequantizes, because codes cannot be folded
+    /// (schemes/concepts.hpp).
     bool dequantizes_first = false;
     /// The header of the kernel, or "portable: " and the reason (cpu/registry.hpp).
     text quantize_by = {}, dequantize_by = {}, attend_by = {}, transform_by = {};
@@ -72,7 +79,8 @@ struct format_description {
     KVQ_NO_COPY bool all() const noexcept { return quantize && dequantize && attend && transform; }
 };
 
-/// The functions of one scheme on one backend. `scheme` is the state of the format. Shapes, ids and blocks: schemes/concepts.hpp.
+/// The functions of one scheme on one backend. `scheme` is the state of the format. Shapes, ids and blocks:
+/// schemes/concepts.hpp.
 struct format_functions {
     const backend_functions* backend;
     bool keys, values;       ///< tensors that it can hold
@@ -91,13 +99,15 @@ struct format_functions {
     /// Bytes of codes in a block, or of values; 0 when codes do not lie apart from parameters.
     std::size_t (*code_bytes)(const void* scheme, const block_shape&);
 
-    /// Quantizes a block of 16- or 32-bit values. scratch: shape.values() floats. Returns how many values were not finite.
+    /// Quantizes a block of 16- or 32-bit values. scratch: shape.values() floats. Returns how many values
+    /// were not finite.
     std::uint32_t (*quantize)(const void* scheme, const block_shape&, block_id, float_type,
                               const std::byte* from, std::byte* block, float* scratch);
     /// Quantizes values [tokens][dim], which may be overwritten.
     std::uint32_t (*quantize_values)(const void* scheme, const block_shape&, block_id, float* values,
                                      std::byte* block);
-    /// The same for values that were quantized before; token_scales: the token scales of their last block, or null.
+    /// The same for values that were quantized before; token_scales: the token scales of their last block, or
+    /// null.
     std::uint32_t (*requantize_values)(const void* scheme, const block_shape&, block_id, float* values,
                                        float* token_scales, std::byte* block);
     /// Token scales of a block; null for schemes without token scales.
@@ -112,8 +122,8 @@ struct format_functions {
     std::uint32_t (*write_tokens)(const block_shape&, std::byte* block, float_type, const void* tokens,
                                   std::ptrdiff_t stride, int count, int at);
 
-    /// Products of `rows` vectors with blocks of one layer and head (cpu/block_product.hpp). make_plan: writes plan_bytes to `plan`
-    /// unless it is null; returns the bytes of workspace.
+    /// Products of `rows` vectors with blocks of one layer and head (cpu/block_product.hpp). make_plan:
+    /// writes plan_bytes to `plan` unless it is null; returns the bytes of workspace.
     std::size_t (*make_plan)(const void* scheme, const block_shape&, block_id, int rows, void* plan);
     void (*begin)(const void* plan, const block_shape&, block_id, const std::byte* block, const float* x,
                   std::ptrdiff_t x_stride, std::byte* workspace);
@@ -121,9 +131,9 @@ struct format_functions {
                    std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                    std::ptrdiff_t ahead, std::byte* workspace);
 
-    /// Null for formats whose keys have neither parameters of channels nor bounds (format/bounds.hpp). An estimate of the products of
-    /// `rows` vectors with tokens [first, end) of a block of keys, from these alone (cpu/product/score_estimate.hpp); with spread 1 it is at
-    /// least the largest product.
+    /// Null for formats whose keys have neither parameters of channels nor bounds (format/bounds.hpp). An
+    /// estimate of the products of `rows` vectors with tokens [first, end) of a block of keys, from these
+    /// alone (cpu/product/score_estimate.hpp); with spread 1 it is at least the largest product.
     void (*estimate_scores)(const void* scheme, const block_shape&, block_id, const std::byte* block,
                             const float* x, std::ptrdiff_t x_stride, int rows, int first, int end,
                             float spread, float* out, std::ptrdiff_t ahead, float* scratch);
@@ -200,7 +210,8 @@ public:
         return 8.0 * static_cast<double>(block_bytes(shape)) / static_cast<double>(shape.values());
     }
 
-    /// Which functions are fast for blocks of this shape, under a window of this type, and why others are not. No kernel runs.
+    /// Which functions are fast for blocks of this shape, under a window of this type, and why others are
+    /// not. No kernel runs.
     KVQ_NO_COPY format_description describe(const block_shape& shape,
                                             float_type window = float_type::fp16) const {
         format_description d = record_->functions->describe(record_->scheme, shape, window);

@@ -1,4 +1,5 @@
-// The formats of the pages of a cache, for keys or for values: the window format and the listed formats. A page stores an index.
+// The formats of the pages of a cache, for keys or for values: the window format and the listed formats. A
+// page stores an index.
 //
 //   index 0       the window (fp32, fp16 or bf16): sinks, recent tokens, pages not quantized yet
 //   index i + 1   listed format i
@@ -45,7 +46,8 @@ private:
 void check_format(const format& f, const cache_shape& shape, tensor role, int page_tokens,
                   const std::string& what);
 
-/// Raises kvq::error when the formats of a cache, and `added`, have two backends that multiply tiles: a thread has one tile state.
+/// Raises kvq::error when the formats of a cache, and `added`, have two backends that multiply tiles: a
+/// thread has one tile state.
 void check_backends(const format_table& keys, const format_table& values, const format& added = {});
 
 const char* name_of(tensor role) noexcept;

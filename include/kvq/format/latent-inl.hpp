@@ -111,7 +111,8 @@ private:
     block_shape last(const block_shape& s) const noexcept { return {s.role, s.tokens, channels}; }
     std::size_t rotary_at(const block_shape& s) const { return inner.block_bytes(first(s)); }
 
-    /// A plan is [record and bytes of the inner workspace][plan of the inner format][plan of the rotary channels].
+    /// A plan is [record and bytes of the inner workspace][plan of the inner format][plan of the rotary
+    /// channels].
     struct plan_head {
         const rotary_record* of;
         std::size_t inner_workspace;
@@ -249,7 +250,8 @@ private:
         const latent_values_record* of;
         int rows;
     };
-    /// A workspace: rows of dequantized keys, a block of values, scratch, the workspace of a product with this block.
+    /// A workspace: rows of dequantized keys, a block of values, scratch, the workspace of a product with
+    /// this block.
     struct places {
         std::size_t block, scratch, product;
     };

@@ -3,9 +3,9 @@
 //   make_format<affine<4, per_channel<64>>, simd<>>()       a scheme without state
 //   make_format<simd<>>(rotated(...))                       a scheme with state; the format keeps the state
 //
-// Templates end here. A program pays the compile time of a scheme once, for any number of calls of make_format. Schemes that
-// differ only in the group size are one scheme here: the group size becomes a value (quant/granularity.hpp).
-// cpu/simd.hpp adds make_format<Scheme>() for the best backend of the build.
+// Templates end here. A program pays the compile time of a scheme once, for any number of calls of
+// make_format. Schemes that differ only in the group size are one scheme here: the group size becomes a value
+// (quant/granularity.hpp). cpu/simd.hpp adds make_format<Scheme>() for the best backend of the build.
 #pragma once
 
 #include <new>
@@ -27,7 +27,8 @@ namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
-/// Most query rows per task. The number is larger when all rows of a task share the unpacked block (word_product.hpp).
+/// Most query rows per task. The number is larger when all rows of a task share the unpacked block
+/// (word_product.hpp).
 template <class Backend>
 inline constexpr int query_rows =
     kernels::has_word_dots<typename Backend::lanes> && !kernels::has_tiles<typename Backend::lanes> ? 128
@@ -269,7 +270,8 @@ format made_format(Scheme scheme) {
 
 }  // namespace detail
 
-/// A format of `scheme` on Backend: scalar, simd<...>. A scheme with state is copied or moved into the format.
+/// A format of `scheme` on Backend: scalar, simd<...>. A scheme with state is copied or moved into the
+/// format.
 template <class Backend, kv_scheme Scheme>
 [[nodiscard]] format make_format(Scheme scheme) {
     if constexpr (detail::checked_folding<Scheme>::complete)

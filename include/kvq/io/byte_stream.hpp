@@ -1,9 +1,11 @@
 // Sinks and sources of bytes: any callable, so that files, sockets and memory need no class of kvq.
 //
 //   sink      write(const void* data, std::size_t bytes)                    takes all bytes, or throws
-//   source    read(void* to, std::size_t bytes) -> std::size_t              returns how many bytes it gave; 0 at the end
+//   source    read(void* to, std::size_t bytes) -> std::size_t              returns how many bytes it gave; 0
+//                                                                           at the end
 //
-// Integers are little-endian, like the pages themselves (docs/reference/format.md). So the machine must be little-endian.
+// Integers are little-endian, like the pages themselves (docs/reference/format.md). So the machine must be
+// little-endian.
 #pragma once
 
 #include <bit>

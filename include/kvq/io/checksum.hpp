@@ -2,10 +2,10 @@
 //
 //   c(x) = x^32 * m(x) mod g(x),  g = 0x1edc6f41 (reflected 0x82f63b78), all ones before, inverted after
 //
-// Finds every error burst of up to 32 bits, so every flipped bit and every damaged byte. Not a signature: it protects against
-// accidents, not against intent.
-// Source: polynomial of Castagnoli, Brauer and Herrmann 1993; parameters and test vectors of RFC 3720, section 12.1 and
-// appendix B.4; eight bytes at a time after Kounavis and Berry 2005 ("slicing by 8").
+// Finds every error burst of up to 32 bits, so every flipped bit and every damaged byte. Not a signature: it
+// protects against accidents, not against intent.
+// Source: polynomial of Castagnoli, Brauer and Herrmann 1993; parameters and test vectors of RFC 3720,
+// section 12.1 and appendix B.4; eight bytes at a time after Kounavis and Berry 2005 ("slicing by 8").
 #pragma once
 
 #include <array>

@@ -1,7 +1,8 @@
 // save(sequence, path) and restore(cache, path).
 //
-// The file is written beside its place and renamed when it is complete, so that a reader finds the old file or the new
-// one, never half of one. Restoring raises kvq::error for a file that has data after its last tensor.
+// The file is written beside its place and renamed when it is complete, so that a reader finds the old file
+// or the new one, never half of one. Restoring raises kvq::error for a file that has data after its last
+// tensor.
 #pragma once
 
 #include "restore.hpp"

@@ -1,4 +1,5 @@
-// What a page was in its sequence, for pages that have left it: in saved files (io/saved_index.hpp) and messages (io/page_wire.hpp).
+// What a page was in its sequence, for pages that have left it: in saved files (io/saved_index.hpp) and
+// messages (io/page_wire.hpp).
 //
 // Contract: the numbers are part of both formats and never change (docs/reference/files.md).
 #pragma once

@@ -1,13 +1,14 @@
 // A sequence page by page from one process to another: prefill here, decode there.
 //
-//   send_pages(sequence, layer, sink)         every page of one layer as messages, as soon as the layer is prefilled
+//   send_pages(sequence, layer, sink)         every page of one layer as messages, as soon as the layer is
+//                                             prefilled
 //   page_receiver receiver(cache);            in the other process
 //   receiver.accept(parse_page(bytes));      in any order
 //   auto sequence = receiver.finish(tokens);  after all messages
 //
-// The receiving cache has the sender's shape, window, sinks, recent and page_tokens, and lists the schemes of the pages, in any
-// order; later pages are quantized to its own formats, unless the sequence was given others (requantize_request::new_pages). If both caches
-// are alike, the two sequences stay alike in the future.
+// The receiving cache has the sender's shape, window, sinks, recent and page_tokens, and lists the schemes of
+// the pages, in any order; later pages are quantized to its own formats, unless the sequence was given others
+// (requantize_request::new_pages). If both caches are alike, the two sequences stay alike in the future.
 #pragma once
 
 #include <map>
@@ -34,14 +35,16 @@ private:
     std::unordered_map<const page*, std::uint32_t> numbers_;
 };
 
-/// send_pages() of a layer of a sequence that was added to `sent`, as all others were that may share pages with it.
+/// send_pages() of a layer of a sequence that was added to `sent`, as all others were that may share pages
+/// with it.
 void send_pages(const sequence& s, int layer, const sink_view& write, sent_pages& sent);
 void send_layer(const sequence& s, int layer, const sink_view& write);
 
 }  // namespace detail
 
-/// Writes the pages of one layer to a sink, a message each: by spans, 16-bit copies before their pages, first K, then V. A page that several
-/// spans show is sent with the first one. A layer without tokens sends nothing.
+/// Writes the pages of one layer to a sink, a message each: by spans, 16-bit copies before their pages, first
+/// K, then V. A page that several spans show is sent with the first one. A layer without tokens sends
+/// nothing.
 template <byte_sink Sink>
 void send_pages(const sequence& s, int layer, Sink&& write) {
     detail::send_layer(s, layer, detail::held_sink<std::remove_reference_t<Sink>>{write});
@@ -58,13 +61,13 @@ public:
     /// Takes the state of a sequence of a cache with state, which read_recurrent_state() has read.
     void accept(recurrent_state state);
 
-    /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise). The receiver is then empty.
-    /// Only this check detects that all pages of a layer are lost.
+    /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise).
+    /// The receiver is then empty. Only this check detects that all pages of a layer are lost.
     [[nodiscard]] sequence finish(int tokens);
     /// The same; the messages give the length of each layer.
     [[nodiscard]] sequence finish();
-    /// Later sequences may have pages of those that were finished: numbers of pages do not begin anew with each. For a state of several
-    /// sequences (adapters/sequence_state.hpp).
+    /// Later sequences may have pages of those that were finished: numbers of pages do not begin anew with
+    /// each. For a state of several sequences (adapters/sequence_state.hpp).
     void keep_pages() noexcept;
 
 private:

@@ -63,7 +63,8 @@ KVQ_FUNC std::uint32_t page_header_checksum(const page_wire_header& h, const cha
     return c.value();
 }
 
-/// The part of the header that gives the length of the rest; not yet covered by a checksum. bytes: page_wire_header::prefix.
+/// The part of the header that gives the length of the rest; not yet covered by a checksum. bytes:
+/// page_wire_header::prefix.
 KVQ_FUNC page_wire_header check_page_prefix(const std::byte* bytes) {
     page_wire_header h{};
     std::memcpy(static_cast<void*>(&h), bytes, page_wire_header::prefix);

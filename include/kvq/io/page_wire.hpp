@@ -8,20 +8,22 @@
 //   24  0: keys, 1: values (8 bits)              80  tokens before the first shown one
 //   25  0: 16-bit copy, 1: page (8 bits)         84  tokens that may be shown, 0: all
 //   26  flags (16 bits), see below               88  shift of the keys (64 bits, signed)
-//   28  layer                                    96  fingerprint of the rotary embedding by which they moved (64 bits)
+//   28  layer                                    96  fingerprint of the rotary embedding by which they moved
+//                                                    (64 bits)
 //   32  first token                             104  fingerprint of the target (64 bits)
 //   36  tokens that the page has memory for     112  bytes of the target's name
 //   40  tokens that it shows                    116  bytes of the embedding in words, 0: keys did not move
 //   44  kv heads                                120  number of the page, 0: not said
 //   48  channels of a head                      124  zero
-//   52  values that were not finite             128  names of scheme and target, the embedding in words; zeros to a multiple of 16
+//   52  values that were not finite             128  names of scheme and target, the embedding in words;
+//                                                    zeros to a multiple of 16
 //   56  fingerprint of the scheme (64 bits)       H  data: kv_heads blocks (docs/reference/format.md)
 //
-// Flags: 1 committed, 2 the scheme has a fingerprint, 4 sinks, 8 later pages of the layer are quantized to a target of their own,
-// 16 the target has a fingerprint, 32 the data come with the message of another span that has this page.
-// Version 3 has the scheme's name at 96, and none of what follows.
-// Little-endian, 32 bits unless another width is given. Every flipped bit and every truncation is found. A reader raises kvq::error
-// for other versions than 3 and 4; a change of the page bytes is a new version.
+// Flags: 1 committed, 2 the scheme has a fingerprint, 4 sinks, 8 later pages of the layer are quantized to a
+// target of their own, 16 the target has a fingerprint, 32 the data come with the message of another span
+// that has this page. Version 3 has the scheme's name at 96, and none of what follows.
+// Little-endian, 32 bits unless another width is given. Every flipped bit and every truncation is found. A
+// reader raises kvq::error for other versions than 3 and 4; a change of the page bytes is a new version.
 #pragma once
 
 #include <cstddef>
@@ -75,7 +77,8 @@ void quantize_page(Sink&& write, const page_message& m) {
     detail::write_page(detail::held_sink<std::remove_reference_t<Sink>>{write}, m);
 }
 
-/// Parses a message; the data stay in place. Raises kvq::error if it is not exactly one whole, undamaged message.
+/// Parses a message; the data stay in place. Raises kvq::error if it is not exactly one whole, undamaged
+/// message.
 page_message parse_page(std::span<const std::byte> message);
 
 /// Reads one message from a source of many, such as a socket. `storage` holds the data of the result.

@@ -113,7 +113,8 @@ private:
             formats_[static_cast<int>(role)].push_back(index_of_identity(cache_.table(role), id));
     }
 
-    /// Checks that the tensors of this table's pages are the next ones of the file, and that this cache can use them.
+    /// Checks that the tensors of this table's pages are the next ones of the file, and that this cache can
+    /// use them.
     void expect_tensors(tensor role, int layer) {
         const saved_table& table = saved(role, layer);
         if (!options_.convert && mapped(role, static_cast<std::size_t>(table.target)) < 0)
@@ -181,7 +182,8 @@ private:
         return p;
     }
 
-    /// Pages of a cache with the layout of the file: unchanged, or one by one in another format. Spans share the pages that they shared.
+    /// Pages of a cache with the layout of the file: unchanged, or one by one in another format. Spans share
+    /// the pages that they shared.
     void place(tensor role, int layer, page_table& table) {
         const auto at = static_cast<std::size_t>(role);
         const saved_table& from = saved(role, layer);

@@ -37,7 +37,8 @@ struct safetensors_header {
     std::uint64_t data_bytes() const noexcept { return tensors.empty() ? 0 : tensors.back().end; }
 };
 
-/// Gives the tensors their offsets, one after the other, and returns the first bytes of the file: everything before the data.
+/// Gives the tensors their offsets, one after the other, and returns the first bytes of the file: everything
+/// before the data.
 std::string write_safetensors_header(safetensors_header& header);
 
 namespace detail {

@@ -121,7 +121,8 @@ private:
         ++header_.tensors.back().shape[0];
     }
 
-    /// Calls f(row, page) for every page in the order of the file: copies, then pages by format and size. Gives the spans their rows.
+    /// Calls f(row, page) for every page in the order of the file: copies, then pages by format and size.
+    /// Gives the spans their rows.
     template <class F>
     void for_each_page(F&& f) {
         for (std::size_t layer = 0; layer < sequence_access::tables(sequence_).size(); ++layer)

@@ -1,8 +1,8 @@
 // Saves a sequence as a safetensors file that describes itself (docs/guide/save.md): save(sequence, sink).
 //
-// Pages are written as they lie in memory, one after the other; besides them only the header and one row of integers per page and span need
-// memory. A sequence in the same state always gives the same bytes: in 16-bit pages that are not full, the values of trimmed tokens
-// are written as zeros.
+// Pages are written as they lie in memory, one after the other; besides them only the header and one row of
+// integers per page and span need memory. A sequence in the same state always gives the same bytes: in 16-bit
+// pages that are not full, the values of trimmed tokens are written as zeros.
 #pragma once
 
 #include <string>
@@ -14,8 +14,9 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 struct save_options {
     std::string model = {};  ///< model of these tokens: any text by which the engine recognizes it
-    /// With the 16-bit copies of quantized pages that `rollback` keeps. Without, what is restored has the same tokens and attention, but a
-    /// trim into pages that are quantized now keeps their codes (sequence::drop_copies).
+    /// With the 16-bit copies of quantized pages that `rollback` keeps. Without, what is restored has the
+    /// same tokens and attention, but a trim into pages that are quantized now keeps their codes
+    /// (sequence::drop_copies).
     bool copies = true;
 };
 

@@ -1,4 +1,5 @@
-// The checked contents of a saved sequence: everything in the file except the pages, which follow in the source.
+// The checked contents of a saved sequence: everything in the file except the pages, which follow in the
+// source.
 //
 // No value is used before the seal is verified. Afterwards values are still checked: against each other,
 // against the tensors of the file, and by restore.hpp against the cache.
@@ -243,7 +244,8 @@ private:
                 row = static_cast<std::int32_t>(i);
             }
 
-        // Version 3 was written with copies that no trim restores any more, after some erases. They are dropped.
+        // Version 3 was written with copies that no trim restores any more, after some erases. They are
+        // dropped.
         const int rollback = says_all() ? description_.rollback : saved_description::most_recent;
         const auto count = static_cast<std::int32_t>(table.rows.size());
         for (std::size_t i = 0; i < layer.spans.size(); ++i) {

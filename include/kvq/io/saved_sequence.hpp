@@ -1,16 +1,21 @@
 // The description of a saved sequence: the metadata and the index of the file (docs/reference/files.md).
 //
-//   metadata     format, versions, model, shape, options, window, schemes and rotary embeddings with their fingerprints: all as text
-//   shapes       I32 [layers, 6]   version 5: kind, kv heads, channels of a key and of a value, window (of a latent layer its rotary
+//   metadata     format, versions, model, shape, options, window, schemes and rotary embeddings with their
+//                fingerprints: all as text
+//   shapes       I32 [layers, 6]
+//     version 5: kind, kv heads, channels of a key and of a value, window (of a latent layer its rotary
 //                                  channels) and visible sinks of each layer
-//   freed        I32 [layers, 2]   version 5: tokens [first, last) that a layer with a window has freed; 0, 0: none
+//   freed        I32 [layers, 2]
+//     version 5: tokens [first, last) that a layer with a window has freed; 0, 0: none
 //   tokens       I32 [layers]       committed     I32 [layers]
 //   targets      I32 [layers, 2]                                        (K, V)
-//   spans        I32 [spans, 11]    one row per span, layer by layer: layer, tokens that it shows, tokens of its pages that it may
-//                                   show, tokens of its pages before the first shown one, 1 for sinks, shift of its keys (64 bits),
-//                                   rows of its K page, K copy, V page and V copy among those of its layer and tensor, -1: none
-//   index        U32 [pages, 8]     one row per page of the file, in its order: layer, tensor, kind, first span that has it, format,
-//                                   tokens that the page has memory for, values that were not finite, CRC32C of the page's data
+//   spans        I32 [spans, 11]    one row per span, layer by layer: layer, tokens that it shows, tokens of
+//                                   its pages that it may show, tokens of its pages before the first shown
+//                                   one, 1 for sinks, shift of its keys (64 bits), rows of its K page, K
+//                                   copy, V page and V copy among those of its layer and tensor, -1: none
+//   index        U32 [pages, 8]     one row per page of the file, in its order: layer, tensor, kind, first
+//                                   span that has it, format, tokens that the page has memory for, values
+//                                   that were not finite, CRC32C of the page's data
 //   seal         U32 [1]            CRC32C of all bytes before it, from the first byte of the file
 //   layers.<l>.<key|value>.<copies|pages.<format>>[.<tokens>]   U8 [pages, kv_heads, bytes of a block]
 #pragma once
@@ -28,8 +33,9 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
 inline constexpr const char* saved_format_name = "kvq sequence";
-/// Changes whenever a reader of the version before would misread the file, page bytes included. A file has the oldest version whose readers
-/// understand it: 4 says one shape of all layers, which are full attention, 5 kind and shape of each layer.
+/// Changes whenever a reader of the version before would misread the file, page bytes included. A file has
+/// the oldest version whose readers understand it: 4 says one shape of all layers, which are full attention,
+/// 5 kind and shape of each layer.
 inline constexpr int saved_format_version = 5;
 inline constexpr int version_of_equal_layers = 4;
 /// The oldest one that is read. It says neither how keys were rotated nor which spans share a page.
@@ -43,7 +49,8 @@ struct saved_span {
     std::int32_t skip = 0;
     std::int32_t sinks = 0;
     std::uint32_t shift[2] = {0, 0};  ///< low and high half of a two's complement number
-    /// Rows of the index, counted from the first one of the layer and tensor: [K, V][page, copy]; -1: there is no copy.
+    /// Rows of the index, counted from the first one of the layer and tensor: [K, V][page, copy]; -1: there
+    /// is no copy.
     std::int32_t pages[2][2] = {{-1, -1}, {-1, -1}};
 
     static constexpr std::size_t columns = 11;

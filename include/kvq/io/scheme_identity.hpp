@@ -1,12 +1,12 @@
-// The identity of a page outside of its cache: the name of its scheme and a fingerprint of the scheme's parameters; and, if its keys have
-// moved, the rotary embedding by which they did.
+// The identity of a page outside of its cache: the name of its scheme and a fingerprint of the scheme's
+// parameters; and, if its keys have moved, the rotary embedding by which they did.
 //
 // A scheme that holds state (a rotation, a permutation, a codebook, a step) must have
 //
 //   std::uint64_t fingerprint() const     equal for two schemes of one name only if they dequantize the same
 //
-// so that pages are never dequantized with the parameters of another scheme; without a fingerprint they cannot be saved or sent. The
-// index in a table of formats is no identity: other caches have other lists.
+// so that pages are never dequantized with the parameters of another scheme; without a fingerprint they
+// cannot be saved or sent. The index in a table of formats is no identity: other caches have other lists.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,9 @@ std::string fingerprint_text(const std::optional<std::uint64_t>& fingerprint);
 /// The subject of a message: "layer 3 (keys)".
 std::string layer_text(std::size_t layer, tensor role);
 
-/// Raises kvq::error unless a cache may have keys of a layer that moved by `shift` positions under the embedding `theirs`. Null: not said,
-/// which is believed of version 3 only. keys: "the saved sequence has keys that".
+/// Raises kvq::error unless a cache may have keys of a layer that moved by `shift` positions under the
+/// embedding `theirs`. Null: not said, which is believed of version 3 only. keys: "the saved sequence has
+/// keys that".
 void expect_moved_alike(const rotation_table& rotations, int layer, std::int64_t shift,
                         const rotary_identity* theirs, bool may_be_silent, const std::string& keys);
 

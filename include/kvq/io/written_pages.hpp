@@ -1,9 +1,12 @@
-// The pages of one layer and tensor as they are saved or sent: each page once, without the values of trimmed tokens.
+// The pages of one layer and tensor as they are saved or sent: each page once, without the values of trimmed
+// tokens.
 //
 //   page of a committed span, or a 16-bit copy    as it is: hidden tokens share parameters with the others
-//   page of other spans only                      with memory as if it were new; tokens that none of them shows are zero
+//   page of other spans only                      with memory as if it were new; tokens that none of them
+//                                                 shows are zero
 //
-// Contract: two sequences in the same state give the same pages in the same order: by the first span that holds them, copies behind pages.
+// Contract: two sequences in the same state give the same pages in the same order: by the first span that
+// holds them, copies behind pages.
 #pragma once
 
 #include <array>

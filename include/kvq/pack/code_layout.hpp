@@ -1,11 +1,14 @@
-// Layout of codes of 1..8 bits: four consecutive columns are four bytes of a word, and narrow codes share the byte.
+// Layout of codes of 1..8 bits: four consecutive columns are four bytes of a word, and narrow codes share the
+// byte.
 //
-// A code of B bits is cut into planes of 8, 4, 2 or 1 bits (B = 8: 8; 7: 4+2+1; 6: 4+2; 5: 4+1; 4: 4; 3: 2+1; 2: 2; 1: 1),
-// the widest plane holding the lowest bits. In a plane of width w, one word serves U = 8/w quads of columns:
-// quad q of a row lies in vector q/U, in bits [w*(q%U), w*(q%U)+w) of each byte. Unpacking one quad is therefore one shift
-// and one mask for a whole vector, and the four bytes are operands of an integer dot product without further steps.
+// A code of B bits is cut into planes of 8, 4, 2 or 1 bits (B = 8: 8; 7: 4+2+1; 6: 4+2; 5: 4+1; 4: 4; 3: 2+1;
+// 2: 2; 1: 1), the widest plane holding the lowest bits. In a plane of width w, one word serves U = 8/w quads
+// of columns: quad q of a row lies in vector q/U, in bits [w*(q%U), w*(q%U)+w) of each byte. Unpacking one
+// quad is therefore one shift and one mask for a whole vector, and the four bytes are operands of an integer
+// dot product without further steps.
 //
-//   vectors of a row:  [plane 0: ceil(Q/U0)] [plane 1: ceil(Q/U1)] ...      Q = quads of columns (groups padded to 4)
+//   vectors of a row:  [plane 0: ceil(Q/U0)] [plane 1: ceil(Q/U1)] ...
+//     Q = quads of columns (groups padded to 4)
 #pragma once
 
 #include "tile_layout.hpp"
@@ -68,8 +71,8 @@ static_assert(code_words(8, 3) == code_planes<8>::vectors(3) &&
               code_words(6, 8) == code_planes<6>::vectors(8) &&
               code_words(3, 5) == code_planes<3>::vectors(5));
 
-/// Words of a row of codes with several widths: the average, but at least enough for the narrower of the two widths around it. (With one
-/// width, the same as code_words.)
+/// Words of a row of codes with several widths: the average, but at least enough for the narrower of the two
+/// widths around it. (With one width, the same as code_words.)
 KVQ_HD KVQ_INLINE constexpr int row_words(int average_eighths, int narrow_width, int quads) noexcept {
     return larger(ceil_div(quads * average_eighths, 64), code_words(narrow_width, quads));
 }

@@ -1,13 +1,15 @@
 // Layout of a matrix in 32-bit words: the summed axis inside words, the remaining axis across lanes.
 //
-//   matrix rows (remaining axis)   -> tiles of up to 32 neighbouring rows; the last tile of a row group may have fewer
+//   matrix rows (remaining axis)   -> tiles of up to 32 neighbouring rows; the last tile of a row group may
+//                                  have fewer
 //   one tile                       -> words_per_row vectors, one after the other
 //   one vector                     -> one 32-bit word of every row of the tile, side by side
 //   one word                       -> consecutive columns (summed axis) of one row
 //
-// So a SIMD lane (or a row of a tensor-core tile) is one row, a product broadcasts words of the query or weight,
-// and no sum runs across lanes. Heights are multiples of 4 rows (16 bytes). Axes may be cut into groups
-// (values that share parameters); a group starts on a multiple of 4, so odd groups cost padding but nothing else.
+// So a SIMD lane (or a row of a tensor-core tile) is one row, a product broadcasts words of the query or
+// weight, and no sum runs across lanes. Heights are multiples of 4 rows (16 bytes). Axes may be cut into
+// groups (values that share parameters); a group starts on a multiple of 4, so odd groups cost padding but
+// nothing else.
 // All offsets are relative: a block can be copied anywhere. docs/reference/format.md draws this.
 #pragma once
 

@@ -1,6 +1,8 @@
-// Layout of 16- and 32-bit values in an unquantized block: tiles whose words hold 2 (16-bit) or 1 (32-bit) columns.
+// Layout of 16- and 32-bit values in an unquantized block: tiles whose words hold 2 (16-bit) or 1 (32-bit)
+// columns.
 //
-// Values of the summed axis that have not been written are zero, so that a block can be used before it is full.
+// Values of the summed axis that have not been written are zero, so that a block can be used before it is
+// full.
 #pragma once
 
 #include "../core/shape.hpp"

@@ -1,11 +1,13 @@
 // Which keys in front of a query it sees, where it does not see all of them: what a layer may free by itself.
 //
 //   sliding   the last `tokens` keys up to the query        sliding window attention
-//   chunked   the keys of the query's own chunk of `tokens` tokens: from the last multiple of `tokens` on       Llama 4
+//   chunked   the keys of the query's own chunk of `tokens` tokens: from the last multiple of `tokens` on
+//             Llama 4
 //   cross     all keys, whose tokens are not those of the queries       encoders and decoders
 //   sinks     and the first `sinks` keys; Xiao et al., arXiv 2309.17453
 //
-// Contract: first_seen() does not fall from one query to the next, so a key that a query does not see is not seen by later ones.
+// Contract: first_seen() does not fall from one query to the next, so a key that a query does not see is not
+// seen by later ones.
 #pragma once
 
 #include "../core/bits.hpp"

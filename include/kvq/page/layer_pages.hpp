@@ -1,14 +1,17 @@
 // One layer of one sequence as spans of tokens: the only place that stores the positions of a page's tokens.
 //
-//   span      a key page and a value page that hold the same tokens: positions [first_token, first_token + tokens),
+//   span
+//     a key page and a value page that hold the same tokens: positions [first_token, first_token + tokens),
 //             which are tokens [skip, skip + tokens) of both pages
 //   spans     in the order of their positions, without gaps
-//   shift     rotary position of a span's keys now, minus the one at which they were rotated (attention/rotary.hpp)
+//   shift     rotary position of a span's keys now, minus the one at which they were rotated
+//             (attention/rotary.hpp)
 //
-// A new span has room for a page of tokens. A trim into a quantized page leaves a span that shows fewer tokens than its
-// page holds; the next tokens begin a new span. A removal from the middle of a page leaves two spans that share the page. So
-// positions come from the spans, not from a fixed grid.
-// Contract: tokens >= 1, skip + tokens <= room; attention, saving, requantizing and all other loops over pages read spans.
+// A new span has room for a page of tokens. A trim into a quantized page leaves a span that shows fewer
+// tokens than its page holds; the next tokens begin a new span. A removal from the middle of a page leaves
+// two spans that share the page. So positions come from the spans, not from a fixed grid.
+// Contract: tokens >= 1, skip + tokens <= room; attention, saving, requantizing and all other loops over
+// pages read spans.
 #pragma once
 
 #include <array>

@@ -1,11 +1,13 @@
 // A page: `page_tokens` tokens of one layer's K or V, all kv heads, in one allocation; and the pool of pages.
 //
-//   page data = kv_heads blocks, one after the other (docs/reference/format.md); relocatable, no pointers inside
+//   page data = kv_heads blocks, one after the other (docs/reference/format.md); relocatable, no pointers
+//     inside
 //
-// A page of a cache on a GPU is a header without data: its owner knows by its number where the bytes of all layers lie.
+// A page of a cache on a GPU is a header without data: its owner knows by its number where the bytes of all
+// layers lie.
 // Pages are shared by reference counting: forked sequences hold the same pages until one of them writes.
-// Thread safety: the pool and reference counts may be used from any thread; a page's contents are written only by a
-// sequence that holds its only reference. The byte budget is never exceeded, not even temporarily.
+// Thread safety: the pool and reference counts may be used from any thread; a page's contents are written
+// only by a sequence that holds its only reference. The byte budget is never exceeded, not even temporarily.
 #pragma once
 
 #include <atomic>
@@ -87,7 +89,8 @@ class page_pool final : public page_owner {
 public:
     static constexpr std::size_t no_budget = (std::numeric_limits<std::size_t>::max)();
 
-    /// preallocate: the budget, which must be a number of bytes then, is allocated now, at once for all pages.
+    /// preallocate: the budget, which must be a number of bytes then, is allocated now, at once for all
+    /// pages.
     explicit page_pool(std::pmr::memory_resource* memory, std::size_t budget = no_budget,
                        bool preallocate = false);
     ~page_pool();
@@ -97,13 +100,14 @@ public:
     /// Bytes of a page with `bytes` of data, header included.
     static constexpr std::size_t allocation(std::size_t bytes) noexcept { return sizeof(page) + bytes; }
 
-    /// A page with uninitialised data. Raises out_of_memory when the budget would be exceeded, std::bad_alloc when the
-    /// memory resource fails; the pool is then unchanged.
+    /// A page with uninitialised data. Raises out_of_memory when the budget would be exceeded, std::bad_alloc
+    /// when the memory resource fails; the pool is then unchanged.
     page_ref allocate(std::size_t bytes, int format, int tokens);
 
     /// Bytes of all pages, headers included.
     std::size_t bytes_in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
-    /// Bytes taken from the memory resource for pages: the budget if it was allocated up front, else those in use.
+    /// Bytes taken from the memory resource for pages: the budget if it was allocated up front, else those in
+    /// use.
     std::size_t bytes_held() const noexcept { return arena_ ? budget_ : bytes_in_use(); }
     std::size_t pages_in_use() const noexcept { return pages_.load(std::memory_order_relaxed); }
     std::size_t budget() const noexcept { return budget_; }

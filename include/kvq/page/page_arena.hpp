@@ -1,10 +1,10 @@
 // One allocation for all pages of a pool, allocated when the pool is made (cache_options::preallocate).
 //
-//   free ranges lie in a list in the order of their addresses; a page takes the smallest one that has room, and what is given back joins
-//   its neighbours
+//   free ranges lie in a list in the order of their addresses; a page takes the smallest one that has room,
+//   and what is given back joins its neighbours
 //
-// Contract: allocate() takes multiples of 64 bytes, and returns null when no free range is long enough; pages of several sizes may
-// leave ranges that fit none of them. Any thread may call. O(free ranges).
+// Contract: allocate() takes multiples of 64 bytes, and returns null when no free range is long enough; pages
+// of several sizes may leave ranges that fit none of them. Any thread may call. O(free ranges).
 #pragma once
 
 #include <cstddef>

@@ -1,13 +1,15 @@
 // Pages in use that change their format: which of them, in which order, each once.
 //
 //   requantizing    the pages of a range of tokens (change_range)
-//   stepping down   by age, the narrowest tier first, so that no page changes twice; then by budget, the oldest page of the widest tier first
+//   stepping down   by age, the narrowest tier first, so that no page changes twice; then by budget, the
+//                   oldest page of the widest tier first
 //
-// A page that several tables hold, or several spans of one (after an erase), is one change for all of them. Caches carry the changes
-// out: they make the new pages, and page_table::change_page() puts them in.
-// The place of a span counts the spans that a window has freed before it, so that spans in one place are about as old.
-// Contract: tables are only read. Sinks and spans that are not committed never change. The order depends on the tables and on their order,
-// not on addresses.
+// A page that several tables hold, or several spans of one (after an erase), is one change for all of them.
+// Caches carry the changes out: they make the new pages, and page_table::change_page() puts them in. The
+// place of a span counts the spans that a window has freed before it, so that spans in one place are about as
+// old.
+// Contract: tables are only read. Sinks and spans that are not committed never change. The order depends on
+// the tables and on their order, not on addresses.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +27,8 @@ struct change_range {
     static constexpr int all = (std::numeric_limits<int>::max)();
 
     int first_token = 0, last_token = all;
-    /// One per table, replaces last_token: a page behind it changes only if another holder of the page has a later last token.
+    /// One per table, replaces last_token: a page behind it changes only if another holder of the page has a
+    /// later last token.
     std::span<const int> last_tokens{};
     /// Skip pages that would not be freed: others hold them, or they would be kept as 16-bit copies.
     bool only_freed = false;
@@ -113,7 +116,8 @@ private:
     const page_table& table(int i) const noexcept { return *tables_[static_cast<std::size_t>(i)]; }
     int tables() const noexcept { return static_cast<int>(tables_.size()); }
 
-    /// Fills found_ with the tables that hold page i, holders of the same page side by side, in the order of the tables.
+    /// Fills found_ with the tables that hold page i, holders of the same page side by side, in the order of
+    /// the tables.
     template <class Wanted>
     bool find_holders(int i, std::size_t piece, Wanted&& wanted) {
         constexpr int ahead = 8;
@@ -145,8 +149,9 @@ private:
         return true;
     }
 
-    /// After an erase or a splice, and where a window has left more of one table than of another: adds the spans that hold the pages in
-    /// found_ at other indices. Pages that were found from an earlier index of the range on go. O(spans) for each page with more references than were found.
+    /// After an erase or a splice, and where a window has left more of one table than of another: adds the
+    /// spans that hold the pages in found_ at other indices. Pages that were found from an earlier index of
+    /// the range on go. O(spans) for each page with more references than were found.
     void find_other_places(int i, std::size_t piece) {
         const std::size_t found_here = found_.size();
         for (std::size_t at = 0, next; at < found_here; at = next) {
@@ -196,7 +201,8 @@ private:
     int begin_ = 0, end_ = 0;  // spans in which any table has pages to change
 };
 
-/// Calls lower(tier, range) for the pages that have reached the age of each tier. lengths: tokens of the sequences.
+/// Calls lower(tier, range) for the pages that have reached the age of each tier. lengths: tokens of the
+/// sequences.
 template <class Lower>
 void step_down_by_age(std::span<const int> ages, std::span<const int> lengths, Lower&& lower) {
     std::vector<int> last(lengths.size());
@@ -210,8 +216,8 @@ void step_down_by_age(std::span<const int> ages, std::span<const int> lengths, L
     }
 }
 
-/// Calls lower(tier, range), which returns the bytes in use afterwards, for one span of all tables after the other, until `budget` holds
-/// them. tables: of all layers and sequences.
+/// Calls lower(tier, range), which returns the bytes in use afterwards, for one span of all tables after the
+/// other, until `budget` holds them. tables: of all layers and sequences.
 template <class Lower>
 void step_down_by_budget(std::size_t tiers, std::span<const page_table* const> tables, std::size_t in_use,
                          std::size_t budget, Lower&& lower) {

@@ -1,13 +1,15 @@
 // How the tokens of a layer are divided into pages: the formulas that the CPU's and the GPU's caches share.
 //
 //   sinks     tokens [0, sinks)                                        16 bit for good
-//   page i    tokens [first_token(i), first_token(i + 1))              committed (quantized) from commit_at(i) tokens on
+//   page i    tokens [first_token(i), first_token(i + 1))              committed (quantized) from
+//                                                                      commit_at(i) tokens on
 //   window    the last `recent` tokens, and those of their pages       16 bit
 //
-//   left      pages that no query sees any more (key_window.hpp), from the next one on or after a trim by `rollback` tokens: freed. Sinks stay
+//   left      pages that no query sees any more (key_window.hpp), from the next one on or after a trim by
+//             `rollback` tokens: freed. Sinks stay
 //
-// A layer that was cut has its pages at other positions: page_table.hpp. Contract: 0 <= sinks, 0 <= recent, 1 <= page_tokens, and
-// their sums with a number of tokens fit in an int.
+// A layer that was cut has its pages at other positions: page_table.hpp. Contract: 0 <= sinks, 0 <= recent, 1
+// <= page_tokens, and their sums with a number of tokens fit in an int.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +22,8 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 /// Division of tokens into pages in a layer without cuts.
 struct page_geometry {
-    /// 16-bit pages that are not full have memory for a multiple of 32 tokens, so that short sequences stay small.
+    /// 16-bit pages that are not full have memory for a multiple of 32 tokens, so that short sequences stay
+    /// small.
     static constexpr int window_step = 32;
     /// Drafted tokens that may wait in a layer; they share a page.
     static constexpr int most_drafted = 64;
@@ -30,7 +33,8 @@ struct page_geometry {
     int page_tokens = 0;
     key_window window = {};
 
-    /// The first token behind the sinks that a layer of n tokens needs: the last token that a trim by `rollback` tokens leaves sees it.
+    /// The first token behind the sinks that a layer of n tokens needs: the last token that a trim by
+    /// `rollback` tokens leaves sees it.
     constexpr int first_needed(int n, int rollback) const noexcept {
         return window.first_seen(detail::larger(0, n - 1 - rollback));
     }
@@ -81,9 +85,9 @@ struct changed_pages {
     int pages, format;
 };
 
-/// Calls f(alike_pages) for the pages of a layer of n tokens without cuts, whose pages behind the sinks begin at token `first`, are
-/// committed to format `target`, and have changed since: in the order of `changes`, always fewer of them. Pages that have left are not
-/// there. Estimates count by it.
+/// Calls f(alike_pages) for the pages of a layer of n tokens without cuts, whose pages behind the sinks begin
+/// at token `first`, are committed to format `target`, and have changed since: in the order of `changes`,
+/// always fewer of them. Pages that have left are not there. Estimates count by it.
 template <class F>
 constexpr void for_each_alike(const page_geometry& g, int first, int n, int rollback, int target,
                               std::span<const changed_pages> changes, F&& f) {

@@ -10,7 +10,8 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
-/// A reference of a table to a page. One type and one sort for all lists of them: every file with a cache compiles these.
+/// A reference of a table to a page. One type and one sort for all lists of them: every file with a cache
+/// compiles these.
 struct page_use {
     const page* of;
     page_ref* held = nullptr;
@@ -225,7 +226,8 @@ KVQ_FUNC bool page_table::trim(int n, const page_geometry& g) noexcept {
     tokens = n;
     committed = smaller(committed, size());
     restore(left.committed, g);
-    // A page that shows a part of its tokens needs no copy: restoring it would bring back the tokens behind them.
+    // A page that shows a part of its tokens needs no copy: restoring it would bring back the tokens behind
+    // them.
     if (committed > 0 && !(*this)[committed - 1].full())
         for (page_ref& copy : (*this)[committed - 1].copies) copy = page_ref{};
     copies_from = smaller(copies_from, committed);

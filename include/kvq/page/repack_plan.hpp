@@ -1,16 +1,20 @@
-// Repacking: which spans of a table give their tokens to shorter pages, so that the bytes of a layer stay in proportion to its tokens.
+// Repacking: which spans of a table give their tokens to shorter pages, so that the bytes of a layer stay in
+// proportion to its tokens.
 //
 //   run         neighbouring spans that show tokens of one page, in their order
-//   allowance   tokens of a run * bytes of a whole page / page_tokens / cache_options::repack, for all pieces together
+//   allowance   tokens of a run * bytes of a whole page / page_tokens / cache_options::repack, for all pieces
+//               together
 //
-// A run with more bytes than its allowance is repacked: its tokens go to a page with memory for just these, together with those of the
-// next such runs, as far as they fit in one page. If the new page has more bytes than its allowance even so (a few tokens under one
-// header), and also with those of the next run, the tokens of that run join it. So but for the last run
-//   bytes of a layer's pages <= footprint of its tokens / repack + one page            (tests/properties/shifts_bytes.cpp)
+// A run with more bytes than its allowance is repacked: its tokens go to a page with memory for just these,
+// together with those of the next such runs, as far as they fit in one page. If the new page has more bytes
+// than its allowance even so (a few tokens under one header), and also with those of the next run, the tokens
+// of that run join it. So but for the last run
+//   bytes of a layer's pages <= footprint of its tokens / repack + one page
+//     (tests/properties/shifts_bytes.cpp)
 //
-// Contract: the result depends on the spans of the layer alone, not on other sequences, so that forks and restored sequences have the
-// same future. A span with 16-bit copies is not repacked: a trim within cache_options::rollback must restore it. Repacking again
-// changes nothing.
+// Contract: the result depends on the spans of the layer alone, not on other sequences, so that forks and
+// restored sequences have the same future. A span with 16-bit copies is not repacked: a trim within
+// cache_options::rollback must restore it. Repacking again changes nothing.
 #pragma once
 
 #include "page_table.hpp"
@@ -38,8 +42,8 @@ struct repack_group {
     bool fresh;  // its tokens get a new page
 };
 
-/// The groups of the spans that are committed, or of those that are not. The table may change behind a group that is looked at: from the
-/// last group on, the others keep their spans.
+/// The groups of the spans that are committed, or of those that are not. The table may change behind a group
+/// that is looked at: from the last group on, the others keep their spans.
 class repack_plan {
 public:
     repack_plan(const page_table& of, bool committed, const page_geometry& g, float repack,
@@ -81,7 +85,8 @@ public:
     }
 
 private:
-    /// The spans in front that show the sinks of the sequence itself, and others that every query sees: a window must not leave them.
+    /// The spans in front that show the sinks of the sequence itself, and others that every query sees: a
+    /// window must not leave them.
     int own_sinks() const noexcept {
         int n = 0;
         while (n < table_.size() && table_[n].sinks &&

@@ -1,9 +1,11 @@
-// What a sequence takes, on the CPU and on a GPU: its pages as its page table says (page_table::for_each_page), and what the cache adds.
+// What a sequence takes, on the CPU and on a GPU: its pages as its page table says
+// (page_table::for_each_page), and what the cache adds.
 //
 //   sequence.usage()                        on the CPU. By layer, tensor and format: cache/usage.hpp
 //   cuda::cache::usage(id), usage()         on a GPU: of one sequence, of all memory of the cache
 //
-// Contract: every byte is in one of the parts whose sum is `bytes`. A page that several spans show counts once.
+// Contract: every byte is in one of the parts whose sum is `bytes`. A page that several spans show counts
+// once.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +14,8 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-/// Bytes held by a sequence. Pages that other sequences hold, too, count in each of them, and once in a report on a whole cache.
+/// Bytes held by a sequence. Pages that other sequences hold, too, count in each of them, and once in a
+/// report on a whole cache.
 struct usage_report {
     std::size_t quantized = 0;  ///< data of quantized pages
     std::size_t window = 0;     ///< data of 16/32-bit pages: sinks, recent, and pages not yet quantized

@@ -1,7 +1,10 @@
-// A store of sequences by their token ids, so that a request reuses the pages of earlier requests instead of computing them again.
+// A store of sequences by their token ids, so that a request reuses the pages of earlier requests instead of
+// computing them again.
 //
-//   kvq::prefix_cache store(cache, {.byte_limit = std::size_t{8} << 30, .format = kvq::layer_format{.key = 1, .value = 1}});
-//   auto [match, tokens, sequence] = store.fetch(prompt);   // a sequence that holds the first `tokens` of the prompt
+//   kvq::prefix_cache store(cache, {.byte_limit = std::size_t{8} << 30,
+//                                   .format = kvq::layer_format{.key = 1, .value = 1}});
+//   auto [match, tokens, sequence] = store.fetch(prompt);   // a sequence that holds the first `tokens` of
+//                                                           // the prompt
 //   ...                                                     // append the rest, decode
 //   store.store(all_tokens, sequence);
 //
@@ -9,19 +12,24 @@
 //                                 supersequence    a longer entry that begins with these tokens, trimmed
 //                                 prefix           an entry that is a prefix of these tokens
 //                                 lcp              the entry with the longest common prefix, trimmed
-//                                 miss...          no entry, or less than min_prefix_tokens from one of the last two
-// in this order, but the entry that reuses most tokens is the result. An entry gives the tokens to which it can be trimmed
-// (sequence::can_trim, sequence::reach): none where a layer with a window has freed what the next token would see, with state those of a
-// snapshot. So an entry with fewer tokens in common may give more.
+//                                 miss...          no entry, or less than min_prefix_tokens from one of the
+//                                                  last two
+// in this order, but the entry that reuses most tokens is the result. An entry gives the tokens to which it
+// can be trimmed (sequence::can_trim, sequence::reach): none where a layer with a window has freed what the
+// next token would see, with state those of a snapshot. So an entry with fewer tokens in common may give
+// more.
 //
-// Entries are forks: a write to one sequence never changes another. Pages that equal those of the nearest entry are shared with it, also
-// where tokens were computed again. Bytes are those of pages (headers included), each counted once; token ids and tables (about 4 bytes
-// per token, and 60 per page) are not included.
+// Entries are forks: a write to one sequence never changes another. Pages that equal those of the nearest
+// entry are shared with it, also where tokens were computed again. Bytes are those of pages (headers
+// included), each counted once; token ids and tables (about 4 bytes per token, and 60 per page) are not
+// included.
 //
-// Cost, n tokens, p pages of a sequence: lookup O(n + log) (radix_tree.hpp), with windows or states also O(layers) for each entry; fetch the same plus a fork, O(p), and one
-// page per layer and tensor where a trim cuts a quantized page; store O(n + p) plus the quantizing of pages and one comparison
-// with those of the nearest entry; an eviction O(p).
-// Thread safety: all members may be called from any thread. Only step_down, which changes entries in place, keeps the lock while it works.
+// Cost, n tokens, p pages of a sequence: lookup O(n + log) (radix_tree.hpp), with windows or states also
+// O(layers) for each entry; fetch the same plus a fork, O(p), and one page per layer and tensor where a trim
+// cuts a quantized page; store O(n + p) plus the quantizing of pages and one comparison with those of the
+// nearest entry; an eviction O(p).
+// Thread safety: all members may be called from any thread. Only step_down, which changes entries in place,
+// keeps the lock while it works.
 #pragma once
 
 #include <array>
@@ -49,9 +57,10 @@ struct prefix_cache_options {
     int min_prefix_tokens = 128;              ///< a shorter prefix or common prefix is a miss
     int min_quantize_tokens = 256;            ///< shorter entries keep their format
     std::optional<layer_format> format = {};  ///< entries are requantized to it, where that is smaller
-    /// Called for every entry that the limits or release() evict, the least recently used one first, when the store has dropped it and its
-    /// lock is free: the place to save it elsewhere. What it throws, store(), release() and step_down() throw, with the store as it is
-    /// then, once it was called for all entries; of several errors the first.
+    /// Called for every entry that the limits or release() evict, the least recently used one first, when the
+    /// store has dropped it and its lock is free: the place to save it elsewhere. What it throws, store(),
+    /// release() and step_down() throw, with the store as it is then, once it was called for all entries; of
+    /// several errors the first.
     std::function<void(token_ids, const sequence&)> evicted = {};
 };
 
@@ -133,26 +142,28 @@ public:
     /// The result that fetch would have. Changes no counter and no order of use. Allocates nothing.
     [[nodiscard]] lookup_result lookup(token_ids tokens) const;
 
-    /// A sequence that holds as many of the first `tokens` as the store has; the caller owns it. After an exact hit nothing is left
-    /// to compute; to get the logits of the last token, trim by one. Tokens that remain after a trim keep their codes, but for those of a page of which it leaves less than a quarter.
+    /// A sequence that holds as many of the first `tokens` as the store has; the caller owns it. After an
+    /// exact hit nothing is left to compute; to get the logits of the last token, trim by one. Tokens that
+    /// remain after a trim keep their codes, but for those of a page of which it leaves less than a quarter.
     fetch_result fetch(token_ids tokens);
 
     /// Stores the first tokens.size() tokens of a sequence. The sequence does not change.
-    /// Raises kvq::error when it holds fewer tokens in any layer, when some of them are a draft (append_draft) or when it belongs to another
-    /// cache, kvq::out_of_memory when quantizing needs a page for which the pool has no room (release() frees pages). The store is then
-    /// unchanged.
+    /// Raises kvq::error when it holds fewer tokens in any layer, when some of them are a draft
+    /// (append_draft) or when it belongs to another cache, kvq::out_of_memory when quantizing needs a page
+    /// for which the pool has no room (release() frees pages). The store is then unchanged.
     store_outcome store(token_ids tokens, const kvq::sequence& sequence);
 
     /// Removes one entry; false if there is none with exactly these tokens.
     bool erase(token_ids tokens);
     void clear();
-    /// Evicts the least recently used entries until the store holds `bytes` less, or is empty. Returns by how much its bytes
-    /// fell. Pages that live sequences share are freed only when these sequences go.
+    /// Evicts the least recently used entries until the store holds `bytes` less, or is empty. Returns by how
+    /// much its bytes fell. Pages that live sequences share are freed only when these sequences go.
     std::size_t release(std::size_t bytes);
 
-    /// kvq::step_down for all entries and the live sequences together: pages that they share stay shared, and under a
-    /// budget only pages without other holders change. Other members wait during the call; the caller must own the live sequences, as
-    /// for any other call that changes them. Raises the errors of kvq::step_down; the steps until then stay done. O(all their pages).
+    /// kvq::step_down for all entries and the live sequences together: pages that they share stay shared, and
+    /// under a budget only pages without other holders change. Other members wait during the call; the caller
+    /// must own the live sequences, as for any other call that changes them. Raises the errors of
+    /// kvq::step_down; the steps until then stay done. O(all their pages).
     step_down_report step_down(std::span<sequence* const> live, const step_down_policy& policy,
                                executor_view executor = serial_executor{});
 
@@ -206,7 +217,8 @@ private:
 
     void drop(position e, std::list<entry>& dropped) noexcept;
     void evict(std::list<entry>& dropped) noexcept;
-    /// Outside of the lock. An entry that the hook fails for does not keep the others from it. Then raises the first error.
+    /// Outside of the lock. An entry that the hook fails for does not keep the others from it. Then raises
+    /// the first error.
     void report(const std::list<entry>& dropped, std::exception_ptr first = nullptr) const;
 
     cache* cache_;

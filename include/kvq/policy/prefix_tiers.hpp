@@ -1,17 +1,23 @@
-// A prefix cache over two tiers: memory first, files behind it. What memory evicts goes to a file and comes back when it is asked for.
+// A prefix cache over two tiers: memory first, files behind it. What memory evicts goes to a file and comes
+// back when it is asked for.
 //
-//   kvq::prefix_tiers store(cache, {.memory = {.byte_limit = std::size_t{8} << 30}, .folder = "/var/tmp", .file_bytes = ...});
-//   auto [match, tokens, sequence, tier] = store.fetch(prompt);   // a sequence that holds the first `tokens` of the prompt
-//   store.store(all_tokens, sequence);                            // a request has ended, or waits: its memory may be taken
+//   kvq::prefix_tiers store(cache, {.memory = {.byte_limit = std::size_t{8} << 30},
+//                                   .folder = "/var/tmp", .file_bytes = ...});
+//   auto [match, tokens, sequence, tier] = store.fetch(prompt);   // a sequence that holds the first `tokens`
+//                                                                 // of the prompt
+//   store.store(all_tokens, sequence);                            // a request has ended, or waits: its
+//                                                                 // memory may be taken
 //
-// fetch() takes the tier with more of the tokens. An entry from a file is stored in memory again, and its file stays until the budget of the
-// files needs room, so that an entry that is evicted again is not written again. Each tier drops its least recently used entries.
-// Pages come back byte for byte (io/save.hpp). A file that is gone, cut, damaged or of other tokens is dropped and counted, and the next best
-// entry is taken.
-// Every store makes a folder of its own, with a name that cannot be foretold and for its user alone, so that any number of stores and processes
-// may use one place. It goes with the store; that of a process that was killed stays, and may be removed once the process is gone.
-// Needs nlohmann-json. Bytes on disk: at most file_bytes and one entry while it is written.
-// Thread safety: all members may be called from any thread; they run one after the other, reading and writing of files included.
+// fetch() takes the tier with more of the tokens. An entry from a file is stored in memory again, and its
+// file stays until the budget of the files needs room, so that an entry that is evicted again is not written
+// again. Each tier drops its least recently used entries. Pages come back byte for byte (io/save.hpp). A file
+// that is gone, cut, damaged or of other tokens is dropped and counted, and the next best entry is taken.
+// Every store makes a folder of its own, with a name that cannot be foretold and for its user alone, so that
+// any number of stores and processes may use one place. It goes with the store; that of a process that was
+// killed stays, and may be removed once the process is gone. Needs nlohmann-json. Bytes on disk: at most
+// file_bytes and one entry while it is written.
+// Thread safety: all members may be called from any thread; they run one after the other, reading and writing
+// of files included.
 #pragma once
 
 #include <string>
@@ -67,19 +73,21 @@ public:
         prefix_tier tier;
     };
 
-    /// The cache outlives the store. Raises kvq::error when an option is out of range, or the folder does not exist or cannot be written.
+    /// The cache outlives the store. Raises kvq::error when an option is out of range, or the folder does not
+    /// exist or cannot be written.
     explicit prefix_tiers(cache& of, const prefix_tier_options& options);
     prefix_tiers(const prefix_tiers&) = delete;
     prefix_tiers& operator=(const prefix_tiers&) = delete;
     /// Removes the files and their folder.
     ~prefix_tiers();
 
-    /// As prefix_cache::fetch, over both tiers. Reading a file takes memory for its pages: the memory tier makes room for it in
-    /// cache_options::byte_budget first. Without enough memory the file stays, and the next best entry with fewer bytes of pages is taken.
+    /// As prefix_cache::fetch, over both tiers. Reading a file takes memory for its pages: the memory tier
+    /// makes room for it in cache_options::byte_budget first. Without enough memory the file stays, and the
+    /// next best entry with fewer bytes of pages is taken.
     fetch_result fetch(token_ids tokens);
 
-    /// As prefix_cache::store. Entries that this evicts from memory are written to files before it returns. An entry that is larger than the
-    /// memory tier goes to a file at once.
+    /// As prefix_cache::store. Entries that this evicts from memory are written to files before it returns.
+    /// An entry that is larger than the memory tier goes to a file at once.
     store_outcome store(token_ids tokens, const kvq::sequence& sequence);
 
     /// Moves entries from memory to files until memory holds `bytes` less; returns by how much it fell.
@@ -122,13 +130,14 @@ private:
     attempted attempt(F&& f);
     void count_failure(const char* why) noexcept;
 
-    /// The model of a file: that of the options, and its tokens, so that a file in the place of another one is not taken for it.
+    /// The model of a file: that of the options, and its tokens, so that a file in the place of another one
+    /// is not taken for it.
     std::string model_of(token_ids tokens) const;
 
     bool write(token_ids tokens, const kvq::sequence& s);
 
-    /// The sequence of a file, also stored in memory if that has room. A file that cannot be read is dropped, one that memory has no
-    /// room for is not.
+    /// The sequence of a file, also stored in memory if that has room. A file that cannot be read is dropped,
+    /// one that memory has no room for is not.
     attempted read(position at, std::optional<kvq::sequence>& s);
 
     void drop(position f);

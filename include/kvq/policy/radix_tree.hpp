@@ -1,13 +1,15 @@
-// Token sequences as keys: a compressed radix tree that finds prefixes, common prefixes and extensions of a query.
+// Token sequences as keys: a compressed radix tree that finds prefixes, common prefixes and extensions of a
+// query.
 //
-//        (root)--[7 7 1]--*--[4]----*        a node per branch or key; an edge holds all tokens up to the next one
+//        (root)--[7 7 1]--*--[4]----*        a node per branch or key; an edge holds all tokens up to the
+//                                            next one
 //                         '--[9 9]--*        * holds a value
 //
 // Cost, with n the tokens of a query that match a stored key and b the branches passed: find O(n + b
-// log(children)), plus the branches below the point where the match ends (to reach a key there); insert the same plus
-// one copy of the key and O(children) to insert a child; erase O(children). find and erase allocate nothing. Edges are
-// slices of a key that passes through them, so splitting and joining them copies nothing; up to one key per node may
-// outlive its own erasure. Thread safety: const members may run together.
+// log(children)), plus the branches below the point where the match ends (to reach a key there); insert the
+// same plus one copy of the key and O(children) to insert a child; erase O(children). find and erase allocate
+// nothing. Edges are slices of a key that passes through them, so splitting and joining them copies nothing;
+// up to one key per node may outlive its own erasure. Thread safety: const members may run together.
 #pragma once
 
 #include <algorithm>
@@ -105,8 +107,9 @@ public:
         }
     }
 
-    /// Calls f(key, tokens that it has in common with the query) for stored keys, those with most in common first and a key before those
-    /// that it begins, while f returns true. None with no token in common. O(n + keys that are visited * log(children))
+    /// Calls f(key, tokens that it has in common with the query) for stored keys, those with most in common
+    /// first and a key before those that it begins, while f returns true. None with no token in common. O(n +
+    /// keys that are visited * log(children))
     template <class F>
     void visit_closest(token_ids query, F&& f) const {
         const node* top = &root_;
@@ -215,7 +218,8 @@ public:
     std::size_t nodes() const noexcept { return nodes_; }
 
 private:
-    /// Number of tokens that a query has in common with the path to a node. The query must match up to the edge above the node.
+    /// Number of tokens that a query has in common with the path to a node. The query must match up to the
+    /// edge above the node.
     static std::size_t common(token_ids query, const node& n) noexcept {
         const std::size_t end = detail::smaller(query.size(), n.end_);
         const auto from = static_cast<std::ptrdiff_t>(n.begin_), to = static_cast<std::ptrdiff_t>(end);

@@ -1,16 +1,18 @@
-// A ring over a sequence, for layers with a sliding window of W tokens: pages that no query attends to any more are
-// freed.
+// A ring over a sequence, for layers with a sliding window of W tokens: pages that no query attends to any
+// more are freed.
 //
 //   kvq::ring ring(cache.new_sequence(), {.window = 4096});
 //   ring.append(layer, k, v);     ring.attend(layer, q, out);     ring.trim(n);
 //
-// Whole pages are dropped at the front, so no token is moved or quantized again. Positions count from the first token ever appended, in 64
-// bits. Sinks of the cache stay, and the window slides behind them (Xiao et al., arXiv 2309.17453): attention is that of
-// sink_window{W, sinks} over all tokens, in decode and for the tokens appended last. A ring holds the sinks, at most W + slack tokens
-// before those appended last, and less than a page more.
-// Masks and score modifiers get positions in held(), which has no gap between sinks and window: distances within the window are those of the
-// text, sinks are nearer. Rotated keys keep the positions of the text; with sink_positions::in_cache the sinks move along and stay directly
-// before the window, as StreamingLLM has it. The engine rotates keys and queries at their positions in the text in both cases.
+// Whole pages are dropped at the front, so no token is moved or quantized again. Positions count from the
+// first token ever appended, in 64 bits. Sinks of the cache stay, and the window slides behind them (Xiao et
+// al., arXiv 2309.17453): attention is that of sink_window{W, sinks} over all tokens, in decode and for the
+// tokens appended last. A ring holds the sinks, at most W + slack tokens before those appended last, and less
+// than a page more.
+// Masks and score modifiers get positions in held(), which has no gap between sinks and window: distances
+// within the window are those of the text, sinks are nearer. Rotated keys keep the positions of the text;
+// with sink_positions::in_cache the sinks move along and stay directly before the window, as StreamingLLM has
+// it. The engine rotates keys and queries at their positions in the text in both cases.
 // Drafts: held().append_draft(), attend() under a tree that begins at held().tokens(layer), held().keep().
 // To continue elsewhere: fork(); or save held() and first_token(), from which a ring can be made again.
 // Thread safety: as sequence.
@@ -38,10 +40,11 @@ struct ring_options {
 
 class ring {
 public:
-    /// s: a sequence with the same number of tokens in every layer, possibly none. first_token: 0 if s begins at the first token of the
-    /// text. Otherwise the number of tokens of the text before the first token that s holds behind its sinks; the sinks are then the
-    /// first tokens of the text. For held() of another ring with as many sinks: that ring's first_token(). Raises kvq::error for
-    /// options out of range, for a position before the end of the sinks, and when s does not hold the whole window of the next token.
+    /// s: a sequence with the same number of tokens in every layer, possibly none. first_token: 0 if s begins
+    /// at the first token of the text. Otherwise the number of tokens of the text before the first token that
+    /// s holds behind its sinks; the sinks are then the first tokens of the text. For held() of another ring
+    /// with as many sinks: that ring's first_token(). Raises kvq::error for options out of range, for a
+    /// position before the end of the sinks, and when s does not hold the whole window of the next token.
     ring(sequence s, const ring_options& options, std::int64_t first_token = 0)
         : sequence_(std::move(s)), options_(options) {
         detail::sequence_access::cache(sequence_).expect_all_tokens("a ring");
@@ -78,15 +81,15 @@ public:
     /// A ring over a fork of the sequence: it shares every page. Otherwise as sequence::fork.
     [[nodiscard]] ring fork() const { return ring(*this, 0); }
 
-    /// Appends tokens to one layer; drops pages that lie before the window of the first of them, in all layers, once
-    /// every layer has these tokens. Otherwise as sequence::append.
+    /// Appends tokens to one layer; drops pages that lie before the window of the first of them, in all
+    /// layers, once every layer has these tokens. Otherwise as sequence::append.
     void append(int layer, const input_view& k, const input_view& v) {
         const int tokens = droppable();
         sequence_.append(layer, k, v);
         drop(tokens);
     }
-    /// sequence::prefill of a chunk or of one token over the window; then drops pages as append() does. Every query of the chunk
-    /// has its whole window, since pages are dropped only after attention.
+    /// sequence::prefill of a chunk or of one token over the window; then drops pages as append() does. Every
+    /// query of the chunk has its whole window, since pages are dropped only after attention.
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                  const output_view& out) {
         workspace space(detail::sequence_access::cache(sequence_).pool().memory());
@@ -105,15 +108,16 @@ public:
         drop(tokens);
     }
 
-    /// cache::reserve for the next append() or prefill() of `tokens` tokens in every layer. Drops what that call would drop, before it.
+    /// cache::reserve for the next append() or prefill() of `tokens` tokens in every layer. Drops what that
+    /// call would drop, before it.
     void reserve(int tokens, int q_tokens, int q_heads, int threads, workspace& space) {
         drop(droppable());
         const step_request one{&sequence_, tokens, q_tokens};
         detail::sequence_access::cache(sequence_).reserve(std::span(&one, 1), q_heads, threads, space);
     }
 
-    /// As sequence::attend, over the window. Raises kvq::error when part of a query's window was dropped: queries of
-    /// tokens that were appended before the last ones.
+    /// As sequence::attend, over the window. Raises kvq::error when part of a query's window was dropped:
+    /// queries of tokens that were appended before the last ones.
     void attend(int layer, const query_view& q, const output_view& out) const {
         attend(layer, q, out, causal{});
     }
@@ -132,7 +136,8 @@ public:
         sequence_.attend(layer, q, out, mods{sink_window{options_.window, sinks()}, more}, executor, space);
     }
 
-    /// Removes every token from position n on. Raises kvq::error when part of the window before n was dropped.
+    /// Removes every token from position n on. Raises kvq::error when part of the window before n was
+    /// dropped.
     void trim(std::int64_t n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: ", tokens(),
                        " were appended");
@@ -145,12 +150,14 @@ public:
     [[nodiscard]] std::int64_t tokens() const noexcept { return dropped_ + sequence_.tokens(); }
     /// Position from which on every token is still held. Of earlier tokens only the sinks are held.
     [[nodiscard]] std::int64_t first_token() const noexcept { return dropped_ == 0 ? 0 : dropped_ + sinks(); }
-    /// The held tokens as a sequence: the sinks, then the tokens from first_token() on. Use it to read, measure and save; and, if it
-    /// is not const, to requantize and to step down, alone or with other sequences (token positions of a request count held
-    /// tokens). Append and trim through the ring only (drafts aside): otherwise the positions of later tokens move.
+    /// The held tokens as a sequence: the sinks, then the tokens from first_token() on. Use it to read,
+    /// measure and save; and, if it is not const, to requantize and to step down, alone or with other
+    /// sequences (token positions of a request count held tokens). Append and trim through the ring only
+    /// (drafts aside): otherwise the positions of later tokens move.
     [[nodiscard]] const sequence& held() const noexcept { return sequence_; }
     [[nodiscard]] sequence& held() noexcept { return sequence_; }
-    /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V: of sinks, or of tokens from first_token() on.
+    /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V: of sinks, or of tokens from
+    /// first_token() on.
     void dequantize(int layer, tensor role, std::int64_t first, const output_view& out) const {
         detail::expect(first >= 0 && out.tokens >= 0 && first <= tokens(layer) - out.tokens,
                        "cannot dequantize ", out.tokens, " tokens from ", first, " on: ", tokens(layer),
@@ -178,7 +185,8 @@ private:
                        " were overwritten");
     }
 
-    /// Tokens behind the sinks, in whole pages of every layer, that no query attends to, from the next token on or after a trim by `slack`.
+    /// Tokens behind the sinks, in whole pages of every layer, that no query attends to, from the next token
+    /// on or after a trim by `slack`.
     int droppable() const {
         const auto& tables = detail::sequence_access::tables(sequence_);
         int shortest = (std::numeric_limits<int>::max)();

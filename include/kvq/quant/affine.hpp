@@ -1,14 +1,17 @@
 // Asymmetric (affine) levels: x^ = scale * code + bias, code in [0, 2^B - 1].
 //
-//   bias  = round_down(min),   scale = round_up((max - bias) / (2^B - 1))       both to the stored parameter type
+//   bias  = round_down(min),   scale = round_up((max - bias) / (2^B - 1))       both to the stored parameter
+//                                                                               type
 //   code  = round_half_even((x - bias) / scale)
 //
-// Contract: rounding bias down and scale up puts the whole group inside the grid of the *stored* parameters, so
-// |x - x^| <= scale/2 (plus float evaluation, about 1e-7 |x|) as long as min and (max - min) / (2^B - 1) are finite in the
-// parameter type (float16: up to 65504) and magnitudes are at most 2^126. Larger ones saturate, so that every x^ is finite. A
-// constant group dequantizes exactly if the parameter type can hold its value. NaN and infinities never set parameters; NaN is
-// quantized as the value nearest zero, infinities saturate.
-// Source: the min-max grid of KIVI (arXiv 2402.02750, eq. 2) and MLX, with directed rounding of the parameters.
+// Contract: rounding bias down and scale up puts the whole group inside the grid of the *stored* parameters,
+// so
+// |x - x^| <= scale/2 (plus float evaluation, about 1e-7 |x|) as long as min and (max - min) / (2^B - 1) are
+// finite in the parameter type (float16: up to 65504) and magnitudes are at most 2^126. Larger ones saturate,
+// so that every x^ is finite. A constant group dequantizes exactly if the parameter type can hold its value.
+// NaN and infinities never set parameters; NaN is quantized as the value nearest zero, infinities saturate.
+// Source: the min-max grid of KIVI (arXiv 2402.02750, eq. 2) and MLX, with directed rounding of the
+// parameters.
 #pragma once
 
 #include "../core/rounding.hpp"

@@ -2,14 +2,16 @@
 //
 //   block_parameters<params<P>>          [scales][biases], each [group][slot] of type P, padded to 16 bytes
 //   block_parameters<packed_params<P>>   the same without padding
-//   block_parameters<byte_params>        one byte each (quant/byte_params.hpp), then 3 bfloat16 per group: scale unit, first bias,
-//                                        bias step
-//   token_scales<byte_params>            one byte per token: 31/16 for the token with the largest token scale, down to 2^-15
+//   block_parameters<byte_params>        one byte each (quant/byte_params.hpp), then 3 bfloat16 per group:
+//                                        scale unit, first bias, bias step
+//   token_scales<byte_params>            one byte per token: 31/16 for the token with the largest token
+//                                        scale, down to 2^-15
 //   token_scales<params<P>>              one P per token
 //
-// Groups and slots: schemes/block_layout.hpp; token scales are indexed by token slot. Functions that store return the stored parameters
-// for the wanted ones; codes are then computed from the stored ones. Order for a group: `scale_line` or `bias_line` from the range of
-// the wanted parameters, written by `store_line`; then one scale or bias after the other.
+// Groups and slots: schemes/block_layout.hpp; token scales are indexed by token slot. Functions that store
+// return the stored parameters for the wanted ones; codes are then computed from the stored ones. Order for a
+// group: `scale_line` or `bias_line` from the range of the wanted parameters, written by `store_line`; then
+// one scale or bias after the other.
 #pragma once
 
 #include "../core/text.hpp"

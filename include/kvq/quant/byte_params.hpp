@@ -1,28 +1,33 @@
-// Parameters of many channels in 8 bits each, with parameters that a group shares: scales as small floats, biases on a line.
+// Parameters of many channels in 8 bits each, with parameters that a group shares: scales as small floats,
+// biases on a line.
 //
 //   scale = scale_unit * (32 + m) / 32 * 2^(e - 7)       code = 32 e + m: 32 steps an octave, 8 octaves
 //   bias  = first + step * code
 //
-// scale_unit, first and step are bfloat16, so that both products are exact in float: a fused multiply-add gives the same bits, and
-// a bias is rounded once.
+// scale_unit, first and step are bfloat16, so that both products are exact in float: a fused multiply-add
+// gives the same bits, and a bias is rounded once.
 //
-// Contract, for finite wanted scales in [0, 2^120] and biases in [-2^120, 2^120]: rounded up, a stored scale is at least the
-// wanted one and at most max(33/32 of it, scale_unit * 2^-7); rounded down, a stored bias is at most the wanted one and
-// less than one step (and one float rounding) below. Rounded to nearest, the error is at most half of that, in both directions.
-// Source: 8-bit block scales of log type, as in QUIK-like and MX formats; the linear bias is this library's own.
+// Contract, for finite wanted scales in [0, 2^120] and biases in [-2^120, 2^120]: rounded up, a stored scale
+// is at least the wanted one and at most max(33/32 of it, scale_unit * 2^-7); rounded down, a stored bias is
+// at most the wanted one and less than one step (and one float rounding) below. Rounded to nearest, the error
+// is at most half of that, in both directions.
+// Source: 8-bit block scales of log type, as in QUIK-like and MX formats; the linear bias is this library's
+// own.
 #pragma once
 
 #include "../core/rounding.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
-/// Tag: 8-bit parameters with bfloat16 parameters shared by the channels of a group. 16 bits per channel and group.
+/// Tag: 8-bit parameters with bfloat16 parameters shared by the channels of a group. 16 bits per channel and
+/// group.
 struct byte_params {
     static constexpr const char* name = "coded";  // part of the names of schemes in saved files
 };
 
-/// Rounding of stored parameters. outside: scales up and biases down, so that a group stays inside its grid. settled: to nearest
-/// with shared parameters that are powers of two, so that settled parameters are stored again without a change.
+/// Rounding of stored parameters. outside: scales up and biases down, so that a group stays inside its grid.
+/// settled: to nearest with shared parameters that are powers of two, so that settled parameters are stored
+/// again without a change.
 enum class parameter_rounding : unsigned char { outside, nearest, settled };
 
 namespace detail {
@@ -32,8 +37,9 @@ KVQ_HD constexpr float power_below(float x) noexcept {
     return bit_cast<float>(bit_cast<std::uint32_t>(x) & 0x7f800000u);
 }
 
-/// An unsigned float of 8 bits with `Mantissa` mantissa bits: (1 + m / 2^M) * 2^(e - e_max). Steps are 2^-M to 2^-(M+1) of a
-/// value; the smallest value is 2^(8-M) octaves below the largest. Computed by shifting the bits of a float.
+/// An unsigned float of 8 bits with `Mantissa` mantissa bits: (1 + m / 2^M) * 2^(e - e_max). Steps are 2^-M
+/// to 2^-(M+1) of a value; the smallest value is 2^(8-M) octaves below the largest. Computed by shifting the
+/// bits of a float.
 template <int Mantissa>
 struct small_float {
     static constexpr int exponents = 1 << (8 - Mantissa);
@@ -45,8 +51,8 @@ struct small_float {
     static constexpr float largest = 2.0f - 1.0f / static_cast<float>(1 << Mantissa);
     static constexpr float smallest = 2.0f / static_cast<float>(1u << (exponents - 1)) / 2.0f;
 
-    /// Code whose unit * value(code) is nearest to x, or the smallest one that is at least x; saturates at both ends.
-    /// unit: a bfloat16, so that the products are exact.
+    /// Code whose unit * value(code) is nearest to x, or the smallest one that is at least x; saturates at
+    /// both ends. unit: a bfloat16, so that the products are exact.
     KVQ_HD static constexpr unsigned code(float x, float unit, parameter_rounding rounding) noexcept {
         if (!(unit > 0.0f) || !(x > 0.0f)) return 0;
         const float ratio = rounded_quotient(x, unit);
@@ -66,7 +72,8 @@ struct small_float {
         if (!(x > 0.0f)) return {};
         return round_up_to<bfloat16>(larger(rounded_quotient(x, largest) * (1.0f + 0x1p-22f), 0x1p-100f));
     }
-    /// The least power of two for which `x` is stored as the nearest value. Such units share one set of values.
+    /// The least power of two for which `x` is stored as the nearest value. Such units share one set of
+    /// values.
     KVQ_HD static constexpr bfloat16 settled_unit_for(float x) noexcept {
         if (!(x > 0.0f)) return {};
         const float unit = power_below(larger(x, 0x1p-100f));
@@ -106,8 +113,8 @@ struct bias_line {
                                  : bfloat16(0.0f);
         return line;
     }
-    /// The step is a power of two and the first value a multiple of it, so that the values of such a line are also values of every
-    /// finer one.
+    /// The step is a power of two and the first value a multiple of it, so that the values of such a line are
+    /// also values of every finer one.
     KVQ_HD static constexpr bias_line settled(float lo, float hi) noexcept {
         bias_line line;
         line.first = round_down<bfloat16>(lo + 0.0f);

@@ -3,11 +3,13 @@
 //   query_power(c)     E[q_c^2], over all queries that attend with the kv head
 //   query_product      E[q q^T], optional (a constructor argument)
 //   key_power(c)       E[k_c^2]: replaces the power of queries in width allocation while there are no queries
-//   key_variance(c)    mean over groups of 64 tokens of the variance inside the group: the range that a channel's grid must cover
+//   key_variance(c)    mean over groups of 64 tokens of the variance inside the group: the range that a
+//                      channel's grid must cover
 //
-// An engine adds the queries and keys of its first tokens (a few hundred are enough for widths), or loads saved bytes. Keys alone
-// are enough for widths: every cache has them, while queries must be fetched from attention. Models have large queries in channels
-// with large keys; docs/lab/quality.md has the part of the gain that keys alone keep.
+// An engine adds the queries and keys of its first tokens (a few hundred are enough for widths), or loads
+// saved bytes. Keys alone are enough for widths: every cache has them, while queries must be fetched from
+// attention. Models have large queries in channels with large keys; docs/lab/quality.md has the part of the
+// gain that keys alone keep.
 // Contract: double sums over exact products, so that the same input gives the same bytes from every compiler.
 // Thread safety: as a container.
 #pragma once
@@ -33,7 +35,8 @@ public:
     /// products: also sum E[q q^T] (head_dim^2 doubles per layer and kv head).
     explicit calibration(const cache_shape& shape, bool products = false);
 
-    /// Adds keys of consecutive tokens, [n][kv_heads][head_dim]; whole groups of 64 tokens count, and a last group of at least 16.
+    /// Adds keys of consecutive tokens, [n][kv_heads][head_dim]; whole groups of 64 tokens count, and a last
+    /// group of at least 16.
     template <class T>
     void add_keys(int layer, const token_view<T>& k) {
         check(layer, k.heads == shape_.kv_heads && k.dim == shape_.head_dim, k, "k");
@@ -65,7 +68,8 @@ public:
     void add_queries(int layer, const token_view<T>& q) {
         check(layer, q.heads >= 1 && q.heads % shape_.kv_heads == 0 && q.dim == shape_.head_dim, q, "q");
         const int share = q.heads / shape_.kv_heads;
-        // A few queries at a time, so that a row of sums stays in registers or close by. The order of each sum is that of the queries.
+        // A few queries at a time, so that a row of sums stays in registers or close by. The order of each
+        // sum is that of the queries.
         constexpr std::size_t most = 16;
         const std::size_t n = channels();
         detail::common_vector<double> rows(most * n);
@@ -102,7 +106,8 @@ public:
     /// 1 while there are no keys.
     double key_power(int layer, int head, int c) const noexcept;
 
-    /// Little-endian: "kvqcal02", layers, kv_heads, head_dim, value_dim, products as 32-bit integers, then the sums as doubles.
+    /// Little-endian: "kvqcal02", layers, kv_heads, head_dim, value_dim, products as 32-bit integers, then
+    /// the sums as doubles.
     std::vector<std::byte> save() const;
     /// Raises kvq::error when the bytes are not those of save().
     static calibration load(std::span<const std::byte> bytes);

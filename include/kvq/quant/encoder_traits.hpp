@@ -1,11 +1,14 @@
 // How the library's own encoders fit grids, for backends that fit many channels at once.
 //
-//   encoder_traits<E>::known       true for the library's encoders, false for types derived from them, which may differ
-//   encoder_traits<E>::fits        the fit of a channel, by its width; for encoders with feedback: the fit with matrices
+//   encoder_traits<E>::known       true for the library's encoders, false for types derived from them, which
+//                                  may differ
+//   encoder_traits<E>::fits        the fit of a channel, by its width; for encoders with feedback: the fit
+//                                  with matrices
 //   encoder_traits<E>::alone       the fit without matrices
 //   encoder_traits<E>::feedback    true for encoders with feedback
 //
-// Contract: a backend that fits every channel in this way, by the formulas of quant/encoders.hpp, gets E's grids.
+// Contract: a backend that fits every channel in this way, by the formulas of quant/encoders.hpp, gets E's
+// grids.
 #pragma once
 
 #include "encoders.hpp"
@@ -13,7 +16,8 @@
 
 namespace kvq { inline namespace v0_3 {
 
-/// range: the range; search: the best of shrink_search's candidates; squares: that candidate, refitted by least squares.
+/// range: the range; search: the best of shrink_search's candidates; squares: that candidate, refitted by
+/// least squares.
 enum class grid_fit : unsigned char { range, search, squares };
 
 /// The fit of channels with less than 3 bits, and of other channels.

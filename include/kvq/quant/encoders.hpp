@@ -1,21 +1,28 @@
-// Encoders: the fit of a grid to the values of a group. The block format and dequantizing do not depend on the encoder.
+// Encoders: the fit of a grid to the values of a group. The block format and dequantizing do not depend on
+// the encoder.
 //
 //   min_max          the range itself
 //   enclosing        the range itself, with parameters rounded outside it, so that no value is clamped
-//   shrink_search    the range or one of 9 narrower ones around its middle, whichever has the least squared error
+//   shrink_search    the range or one of 9 narrower ones around its middle, whichever has the least squared
+//                    error
 //   least_squares    the same, then up to 4 iterations: codes for the grid, best grid for the codes
-//   mean_corrected<E>  afterwards the bias moves by the mean error of the group, so that errors of a page average out
+//   mean_corrected<E>  afterwards the bias moves by the mean error of the group, so that errors of a page
+//                      average out
 //
 // Contract, y the value and y^ the dequantized one, both before multiplication by the token scale:
 //   enclosing                   |y - y^| <= scale / 2
-//   min_max                     |y - y^| <= scale / 2 + the loss from rounding the stored parameters to nearest: half a step of
-//                               stored biases and 1/64 of the range for 8-bit parameters, one rounding of each for other types
-//   mean_corrected<either>      in addition at most scale / 2, the correction, and half a step of stored biases
-//   the others                  may clamp; the group's sum of squared errors is at most that of its range, before storing
-// All arithmetic is float without operations that a compiler could fuse, or double over exact products in a fixed order: every
-// compiler gives the same codes.
-// Source: search and refits: HQQ- and ggml-like; correction of the mean: bias correction (Nagel et al., arXiv 1906.04721,
-// section 4.2), for a page instead of a layer.
+//   min_max
+//     |y - y^| <= scale / 2 + the loss from rounding the stored parameters to nearest: half a step of
+//                               stored biases and 1/64 of the range for 8-bit parameters, one rounding of
+//                                 each for other types
+//   mean_corrected<either>      in addition at most scale / 2, the correction, and half a step of stored
+//                               biases
+//   the others                  may clamp; the group's sum of squared errors is at most that of its range,
+//                               before storing
+// All arithmetic is float without operations that a compiler could fuse, or double over exact products in a
+// fixed order: every compiler gives the same codes.
+// Source: search and refits: HQQ- and ggml-like; correction of the mean: bias correction (Nagel et al., arXiv
+// 1906.04721, section 4.2), for a page instead of a layer.
 #pragma once
 
 #include <string>
@@ -58,7 +65,8 @@ inline grid_range mean_of(const float* x, int n) noexcept {
     return {mean, mean};
 }
 
-/// Sums of doubles in eight interleaved parts, added at the end: the only order of the sums, which compilers can vectorise.
+/// Sums of doubles in eight interleaved parts, added at the end: the only order of the sums, which compilers
+/// can vectorise.
 struct interleaved_sum {
     static constexpr int parts = 8;
     double part[parts] = {};
@@ -161,7 +169,8 @@ struct least_squares {
     static short_text name() { return "-ls"; }
 
     static constexpr int turns = 4;
-    /// The best grid for codes of n values: sums of codes c, values y, squares of codes cc and products cy. False: no such grid.
+    /// The best grid for codes of n values: sums of codes c, values y, squares of codes cc and products cy.
+    /// False: no such grid.
     KVQ_HD static bool refit(int n, double c, double y, double cc, double cy, int top, double& first,
                              double& last) noexcept {
         const double spread =
@@ -210,8 +219,8 @@ struct least_squares {
     }
 };
 
-/// Least squares for channels of at most 2 bits, the range for channels of more bits: there, clipping outliers of keys costs more
-/// than it gains (docs/lab/presets.md).
+/// Least squares for channels of at most 2 bits, the range for channels of more bits: there, clipping
+/// outliers of keys costs more than it gains (docs/lab/presets.md).
 struct least_squares_below_3_bits {
     static constexpr parameter_rounding rounding = parameter_rounding::nearest;
     static constexpr bool corrects_mean = false;

@@ -1,16 +1,21 @@
-// Error feedback across channels: the next channels correct the rounding error of one channel, weighted by the queries' correlations.
+// Error feedback across channels: the next channels correct the rounding error of one channel, weighted by
+// the queries' correlations.
 //
-//   logit error of a token = q^T e,  E[(q^T e)^2] = e^T H e = |R e|^2,    H = C + damping * mean(diag C) * 1 = R^T R
-//   C_ij = keep * E[q_i q_j],  C_ii = E[q_i^2],  keep = 1 - (correlations of n / 4 random queries) / (measured correlations)
-//   channels from the last place to the first:   code_i = round((x_i + sum_{j>i} R_ij / R_ii e_j - bias_i) / scale_i),
+//   logit error of a token = q^T e,  E[(q^T e)^2] = e^T H e = |R e|^2,
+//     H = C + damping * mean(diag C) * 1 = R^T R
+//   C_ij = keep * E[q_i q_j],  C_ii = E[q_i^2],
+//     keep = 1 - (correlations of n / 4 random queries) / (measured correlations)
+//   channels from the last place to the first:
+//     code_i = round((x_i + sum_{j>i} R_ij / R_ii e_j - bias_i) / scale_i),
 //   e_j = x_j - x^_j
 //
-// Contract: the block format and dequantizing are those of the inner encoder; only codes change. Without matrices, or for heads without
-// queries, the result is the inner encoder's. The error of a channel may exceed half a step; e^T H e falls.
-// With few queries, correlations that may be chance are shrunk, down to zero (docs/lab/presets.md). Sums are double over exact
-// products, in a fixed order. Cost: head_dim^2 / 2 products per token.
-// Source: GPTQ, arXiv 2210.17323, section 3.2, in the form of successive rounding in a triangular basis (Babai); shrinkage of
-// correlations: Schaefer & Strimmer 2005, target D.
+// Contract: the block format and dequantizing are those of the inner encoder; only codes change. Without
+// matrices, or for heads without queries, the result is the inner encoder's. The error of a channel may
+// exceed half a step; e^T H e falls. With few queries, correlations that may be chance are shrunk, down to
+// zero (docs/lab/presets.md). Sums are double over exact products, in a fixed order. Cost: head_dim^2 / 2
+// products per token.
+// Source: GPTQ, arXiv 2210.17323, section 3.2, in the form of successive rounding in a triangular basis
+// (Babai); shrinkage of correlations: Schaefer & Strimmer 2005, target D.
 #pragma once
 
 #include <cmath>
@@ -29,7 +34,8 @@ namespace kvq { inline namespace KVQ_TAGGED {
 class feedback_matrices {
 public:
     /// statistics: with products. plan: orders of channels that the scheme uses, or null for their own order.
-    /// Raises kvq::error without products, or when damping leaves a matrix that is not positive. O(blocks * head_dim^3).
+    /// Raises kvq::error without products, or when damping leaves a matrix that is not positive. O(blocks *
+    /// head_dim^3).
     explicit feedback_matrices(const calibration& statistics, const width_plan* plan = nullptr,
                                double damping = 0.3)
         : heads_(statistics.shape().kv_heads), dim_(statistics.shape().head_dim) {
@@ -58,7 +64,8 @@ public:
             }
     }
 
-    /// Weights of the error of place i for the places before it: R_ji / R_jj for j < i. Null if the block has no matrix.
+    /// Weights of the error of place i for the places before it: R_ji / R_jj for j < i. Null if the block has
+    /// no matrix.
     const float* row(block_id id, int dim, int i) const noexcept {
         if (id.layer < 0 || id.head < 0 || id.head >= heads_ || dim != dim_) return nullptr;
         const auto n = static_cast<std::size_t>(dim_);
@@ -83,8 +90,8 @@ private:
     /// Queries of neighbouring tokens and of heads that share keys are alike: this many count as one.
     static constexpr double alike = 4.0;
 
-    /// The part of a head's correlations that is more than chance. The correlations r of n independent queries have a variance of
-    /// (1 - r^2)^2 / n.
+    /// The part of a head's correlations that is more than chance. The correlations r of n independent
+    /// queries have a variance of (1 - r^2)^2 / n.
     double kept_correlation(const calibration& statistics, const block_id& id) const {
         double chance = 0.0, size = 0.0;
         for (int i = 0; i < dim_; ++i)

@@ -2,10 +2,12 @@
 //
 //   per_token<G>    every token has its own parameters, one set per G channels  (per_token<>: one per head)
 //   per_channel<G>  every channel has its own parameters, one set per G tokens  (per_channel<>: one per page)
-//   per_token<any_group>{G}, per_channel<any_group>{G}    the same; G is a value, so that functions for all G are compiled once
+//   per_token<any_group>{G}, per_channel<any_group>{G}    the same; G is a value, so that functions for all G
+//                                                         are compiled once
 //
-// On the matrix of a block (core/shape.hpp), parameters belong either to rows (they are applied to the product
-// afterwards) or to columns (they are multiplied into the query or weight beforehand); docs/reference/architecture.md.
+// On the matrix of a block (core/shape.hpp), parameters belong either to rows (they are applied to the
+// product afterwards) or to columns (they are multiplied into the query or weight beforehand);
+// docs/reference/architecture.md.
 // Source: per-channel keys and per-token values: KIVI, arXiv 2402.02750, section 3.
 #pragma once
 

@@ -1,14 +1,16 @@
 // Requantizing: grids and token scales that quantized values keep, so that a chain of formats does not drift.
 //
-//   grids         A channel whose values already lie on a grid of the wanted width keeps that grid, refitted to the values by least
-//                 squares. Other channels are fitted like 16-bit values.
-//   token scales  Tokens keep their last token scales. Tokens without any get fitted ones; each is then replaced by the near stored
-//                 value for which the token's values lie best on the channels' grids.
+//   grids         A channel whose values already lie on a grid of the wanted width keeps that grid, refitted
+//                 to the values by least squares. Other channels are fitted like 16-bit values.
+//   token scales  Tokens keep their last token scales. Tokens without any get fitted ones; each is then
+//                 replaced by the near stored value for which the token's values lie best on the channels'
+//                 grids.
 //
-// With parameters that are `settled` (quant/byte_params.hpp), values from a page of the format that went through other formats of smaller
-// steps get their first codes back.
-// Contract: an encoder that stores its parameters outside of the range does so here as well, and keeps no grids. Sums are double over
-// exact products, in a fixed order: the same bits from every compiler. Cost: grids about 3 passes, token scales 6 in each of 4 turns.
+// With parameters that are `settled` (quant/byte_params.hpp), values from a page of the format that went
+// through other formats of smaller steps get their first codes back.
+// Contract: an encoder that stores its parameters outside of the range does so here as well, and keeps no
+// grids. Sums are double over exact products, in a fixed order: the same bits from every compiler. Cost:
+// grids about 3 passes, token scales 6 in each of 4 turns.
 #pragma once
 
 #include "block_params.hpp"
@@ -35,7 +37,8 @@ struct grid_guess {
                                  rounded_quotient(static_cast<float>(top), static_cast<float>(steps)));
         return true;
     }
-    /// Do n values with these squared errors lie on the grid? Rounding of arbitrary values costs a twelfth of a squared step each.
+    /// Do n values with these squared errors lie on the grid? Rounding of arbitrary values costs a twelfth of
+    /// a squared step each.
     KVQ_HD static bool fits(double errors, int n, const grid_range& r, int top) noexcept {
         const auto step = static_cast<double>(grid_steps(r, top).scale);
         return errors <= rounded_product(step, step) / 64 * n;
@@ -172,10 +175,10 @@ private:
     float first_[most], scale_[most], inverse_[most];
 };
 
-/// Replaces token scales by near stored ones for which values lie on grids of `top` steps. If all token scales are already
-/// stored values, they do not change: they were settled before. Equal token scales replace them if they have less error.
-/// values: [tokens][dim], at most 1024 tokens and channels. Grids of more than 6 bits are too fine
-/// to distinguish token scales: nothing changes.
+/// Replaces token scales by near stored ones for which values lie on grids of `top` steps. If all token
+/// scales are already stored values, they do not change: they were settled before. Equal token scales replace
+/// them if they have less error. values: [tokens][dim], at most 1024 tokens and channels. Grids of more than
+/// 6 bits are too fine to distinguish token scales: nothing changes.
 inline void settle_token_scales(const float* values, int tokens, int dim, int top,
                                 float* token_scales) noexcept {
     constexpr int turns = 4, widest = 63;

@@ -1,13 +1,16 @@
 // Walsh-Hadamard transform with random signs: H S x, orthonormal, for any number of channels.
 //
-//   S = diag(+-1), fixed by seed, layer and head;   H = blocks of size 2^k, each the Sylvester matrix divided by sqrt(2^k)
+//   S = diag(+-1), fixed by seed, layer and head;
+//     H = blocks of size 2^k, each the Sylvester matrix divided by sqrt(2^k)
 //
-// The transform spreads an outlier channel over all channels of its block, so that groups of channels become alike. Channels are cut into
-// the largest powers of two that fit (48 = 32 + 16), or into blocks of at most `Largest`.
+// The transform spreads an outlier channel over all channels of its block, so that groups of channels become
+// alike. Channels are cut into the largest powers of two that fit (48 = 32 + 16), or into blocks of at most
+// `Largest`.
 //
-// Contract: the order of additions is part of the format. Steps go over distances 1, 2, 4, ... n/2 between channels, in this order; a step
-// replaces channels j and j + distance by their float sum and difference; the factor 1/sqrt(n) is applied once at the end. The same bits
-// on every compiler, CPU and GPU. backward(forward(x)) = x up to (log2 n + 2) roundings. O(dim log dim), in place.
+// Contract: the order of additions is part of the format. Steps go over distances 1, 2, 4, ... n/2 between
+// channels, in this order; a step replaces channels j and j + distance by their float sum and difference; the
+// factor 1/sqrt(n) is applied once at the end. The same bits on every compiler, CPU and GPU.
+// backward(forward(x)) = x up to (log2 n + 2) roundings. O(dim log dim), in place.
 // Sources: QuaRot, arXiv 2404.00456, section 4; random signs: QuIP#, arXiv 2402.04396, section 3.
 #pragma once
 
@@ -61,7 +64,8 @@ inline void walsh_hadamard(float* x, int n) noexcept {
     for (int i = 0; i < n; ++i) x[i] *= norm;
 }
 
-/// Calls f(first, n) for every block of channels: the largest powers of two that fit, and are at most `largest` (0: no limit).
+/// Calls f(first, n) for every block of channels: the largest powers of two that fit, and are at most
+/// `largest` (0: no limit).
 template <class F>
 void each_hadamard_block(int dim, int largest, F&& f) {
     for (int first = 0, n; first < dim; first += n) f(first, n = hadamard_block(dim, largest, first));
@@ -69,7 +73,8 @@ void each_hadamard_block(int dim, int largest, F&& f) {
 
 }  // namespace detail
 
-/// The transform as a policy of transformed<> (schemes/transformed.hpp). Largest: 0 or a power of two; Seed 0: no signs.
+/// The transform as a policy of transformed<> (schemes/transformed.hpp). Largest: 0 or a power of two; Seed
+/// 0: no signs.
 template <int Largest = 0, std::uint32_t Seed = 1>
 struct hadamard_transform {
     static_assert(Largest >= 0 && (Largest & (Largest - 1)) == 0,

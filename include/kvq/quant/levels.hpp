@@ -4,7 +4,8 @@
 //   struct my_levels {
 //       static constexpr bool has_bias;                 // is a bias stored?
 //       static constexpr int min_bits;                  // the least width
-//       static constexpr const char* name;              // letters, digits, - and _; part of the scheme's name
+//       static constexpr const char* name;              // letters, digits, - and _; part of the scheme's
+//                                                       // name
 //       template <int Bits> static constexpr int zero_code;
 //       // Parameters of finite values in [lo, hi], and the code of x, which may be NaN.
 //       template <int Bits, class P> static stored_parameters<P> fit(float lo, float hi);
@@ -17,8 +18,8 @@
 //   value(code, scale, bias) = scale * (code - zero_code) + bias          0 <= zero_code < 2^Bits
 //
 // `affine_levels` evaluates both sides at compile time, over all codes, for scales and biases with which both
-// are exact. Levels that differ, or whose value() is not constexpr, are right, too: their blocks are dequantized
-// by value() before they are multiplied.
+// are exact. Levels that differ, or whose value() is not constexpr, are right, too: their blocks are
+// dequantized by value() before they are multiplied.
 // Contract: codes are in [0, 2^Bits - 1]. Parameters are finite, and scales at least 0, so that scores can be
 // bounded. scheme::quantize raises kvq::error for others.
 #pragma once

@@ -1,11 +1,13 @@
 // Bits of a code and type of the parameters: the two smallest policies of a scheme.
 //
-//   scheme<bits<3>, asymmetric, per_channel<32>, params<bfloat16>>     3-bit codes; scales and biases in bfloat16
+//   scheme<bits<3>, asymmetric, per_channel<32>, params<bfloat16>>     3-bit codes; scales and biases in
+//                                                                      bfloat16
 //
-// bits<B>: 1 to 8. params<P>: float16, bfloat16, float, or a type of your own that is made from a float and read back as one.
-// packed_params<P>: the same without padding between scales and biases, as the presets have it. byte_params: quant/byte_params.hpp.
-// Contract: P is trivially copyable, because its bytes are stored in pages. A type of your own has a `name`, which is part of the
-// scheme's name: two types of one size are two formats, also in files.
+// bits<B>: 1 to 8. params<P>: float16, bfloat16, float, or a type of your own that is made from a float and
+// read back as one. packed_params<P>: the same without padding between scales and biases, as the presets have
+// it. byte_params: quant/byte_params.hpp.
+// Contract: P is trivially copyable, because its bytes are stored in pages. A type of your own has a `name`,
+// which is part of the scheme's name: two types of one size are two formats, also in files.
 #pragma once
 
 #include <concepts>
@@ -25,8 +27,9 @@ struct bits {
     static constexpr bool several_widths = false;
 };
 
-/// A type that can store a scale or bias: trivially copyable, constructible from float and convertible to float; with a name such as
-/// `static constexpr const char* name = "log8"` (letters and digits) if it is not a float_format.
+/// A type that can store a scale or bias: trivially copyable, constructible from float and convertible to
+/// float; with a name such as `static constexpr const char* name = "log8"` (letters and digits) if it is not
+/// a float_format.
 template <class P>
 concept parameter_type = std::is_trivially_copyable_v<P> && std::is_default_constructible_v<P> &&
     std::constructible_from<P, float> && std::convertible_to<P, float> &&(float_format<P> || requires {

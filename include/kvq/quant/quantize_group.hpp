@@ -2,13 +2,14 @@
 //
 //   1. fit      a grid per set of values, from finite members                       (quant/encoders.hpp)
 //   2. store    biases first, then scales that reach from the stored bias to the grid's end
-//   3. round    code = round_half_even((y - bias) / scale) from the stored parameters, token by token; with feedback (quant/
-//               error_feedback.hpp), y is moved by the weighted errors of later channels
+//   3. round    code = round_half_even((y - bias) / scale) from the stored parameters, token by token; with
+//               feedback (quant/ error_feedback.hpp), y is moved by the weighted errors of later channels
 //   4. correct  for encoders that correct means: biases again, moved by the mean error of the codes
 //
-// A set is a channel over all tokens of a group (per_channel), or a group of channels of one token (per_token).
-// Contract: with `enclosing`, step 2 puts every finite member inside its set's grid (biases down, scales up); with min_max up to the
-// rounding of the stored parameters (quant/encoders.hpp).
+// A set is a channel over all tokens of a group (per_channel), or a group of channels of one token
+// (per_token).
+// Contract: with `enclosing`, step 2 puts every finite member inside its set's grid (biases down, scales up);
+// with min_max up to the rounding of the stored parameters (quant/encoders.hpp).
 #pragma once
 
 #include <cstddef>
@@ -37,9 +38,9 @@ inline std::uint32_t bound_magnitudes(float* values, std::size_t n) noexcept {
     return not_finite;
 }
 
-/// y: [tokens][channels], replaced by codes. per_set: neighbouring channels of a set. top(c): largest code of channel c; 0 stores its
-/// mean alone. store.biases(p, n, rounding) and store.scales(...): write n parameters p of sets 0 to n - 1, and replace them by what
-/// is stored.
+/// y: [tokens][channels], replaced by codes. per_set: neighbouring channels of a set. top(c): largest code of
+/// channel c; 0 stores its mean alone. store.biases(p, n, rounding) and store.scales(...): write n parameters
+/// p of sets 0 to n - 1, and replace them by what is stored.
 template <class Store, class Encoder, class Top>
 void quantize_group(const Encoder& encoder, block_id id, float* y, int tokens, int channels, int per_set,
                     Top top, const Store& store) {

@@ -1,10 +1,11 @@
 // A given orthogonal matrix per layer and head: y = R x, x = R^T y.
 //
-// For rotations that were learned or computed from statistics beforehand (OSCAR: eigenvectors of the query covariance times a
-// Hadamard matrix). Matrices are checked once: |R R^T - 1| <= 1e-4 in every element; kvq::error names the element and the error.
+// For rotations that were learned or computed from statistics beforehand (OSCAR: eigenvectors of the query
+// covariance times a Hadamard matrix). Matrices are checked once: |R R^T - 1| <= 1e-4 in every element;
+// kvq::error names the element and the error.
 //
-// Contract: sums run in double over exact products, in channel order, and round once: the same bits everywhere. At most 1024
-// channels. O(dim^2) per token.
+// Contract: sums run in double over exact products, in channel order, and round once: the same bits
+// everywhere. At most 1024 channels. O(dim^2) per token.
 // Source: OSCAR, arXiv 2605.17757.
 #pragma once
 
@@ -29,7 +30,8 @@ public:
     static constexpr int most_channels = 1024;
     static constexpr token_transform value{transform_kind::matrix};
 
-    /// matrices: [layers][heads][dim][dim], row-major. Raises kvq::error for a wrong size or a matrix that is not orthogonal.
+    /// matrices: [layers][heads][dim][dim], row-major. Raises kvq::error for a wrong size or a matrix that is
+    /// not orthogonal.
     rotation(int layers, int heads, int dim, std::vector<float> matrices)
         : layers_(layers), heads_(heads), dim_(dim) {
         detail::expect(layers >= 1 && heads >= 1 && dim >= 1, "a rotation of ", layers, " layers, ", heads,

@@ -3,9 +3,10 @@
 //   scale = round_up(max|x| / (2^(B-1) - 1))       to the stored parameter type
 //   code  = 2^(B-1) + round_half_even(x / scale)
 //
-// Contract: |x - x^| <= scale/2 (plus float evaluation) up to 2^126, larger magnitudes saturate; zero is exact. Needs at least 2
-// bits. NaN is quantized as zero, infinities saturate. The grid is that of symmetric INT8 per (token, head) caches, with rounding to nearest instead of
-// truncation (truncation has four times the squared error).
+// Contract: |x - x^| <= scale/2 (plus float evaluation) up to 2^126, larger magnitudes saturate; zero is
+// exact. Needs at least 2 bits. NaN is quantized as zero, infinities saturate. The grid is that of symmetric
+// INT8 per (token, head) caches, with rounding to nearest instead of truncation (truncation has four times
+// the squared error).
 #pragma once
 
 #include "affine.hpp"

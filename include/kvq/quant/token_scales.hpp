@@ -1,10 +1,12 @@
-// One scale per token, so that tokens divided by their token scales have equal sizes: x = r_t y, y of the same size in every token.
+// One scale per token, so that tokens divided by their token scales have equal sizes: x = r_t y, y of the
+// same size in every token.
 //
-//   r_t = rms_c(x_tc / w_c),  w_c = rms_t(x_tc / r_t),      in turns; then scaled so that the largest r_t is 31/16
+//   r_t = rms_c(x_tc / w_c),  w_c = rms_t(x_tc / r_t),      in turns; then scaled so that the largest r_t is
+//                                                           31/16
 //
 // Contract: finite members only; token scales are in (0, 31/16]; tokens of zeros have the smallest one.
-// Quotients are products of floats with a rounded inverse; their squares are exact in double and summed in a fixed
-// order: the same bits everywhere.
+// Quotients are products of floats with a rounded inverse; their squares are exact in double and summed in a
+// fixed order: the same bits everywhere.
 // Source: the alternating standardisation of KVarN (variance of rows and columns), here without centring.
 #pragma once
 
@@ -18,7 +20,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 KVQ_HD inline float inverse_size(double squares, int n) noexcept {
     return squares > 0.0 ? static_cast<float>(smaller(std::sqrt(n / squares), 0x1p100)) : 0.0f;
 }
-/// A token scale after scaling: the largest one becomes 31/16, and none is smaller than the smallest stored value.
+/// A token scale after scaling: the largest one becomes 31/16, and none is smaller than the smallest stored
+/// value.
 KVQ_HD inline float scaled_token_scale(float token_scale, float largest) noexcept {
     return largest > 0.0f ? larger(rounded_quotient(token_scale, largest) * token_scale_float::largest,
                                    token_scale_float::smallest)

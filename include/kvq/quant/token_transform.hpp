@@ -6,7 +6,8 @@
 //   own        a type of a user's: it transforms tokens one by one, on the CPU
 //
 // A transform says its value as `static constexpr token_transform value`; a type that says none is `own`.
-// Contract: fixed orders of additions, the same on every CPU and GPU (docs/reference/architecture.md, "Same bytes everywhere").
+// Contract: fixed orders of additions, the same on every CPU and GPU (docs/reference/architecture.md, "Same
+// bytes everywhere").
 #pragma once
 
 #include <concepts>

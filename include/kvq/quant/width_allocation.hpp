@@ -1,21 +1,28 @@
 // Bits per channel: the allocation of least expected error within a fixed number of words per row of codes.
 //
-//   error = sum_c importance_c * noise(width of c),   importance_c = E[q_c^2] var(k_c): the channel's share of the logits' variance
-//   noise(B) = 1, 0.363, 0.119, 0.037 for 0 to 3 bits     the best uniform grid for normally distributed values
-//              1.92 / (2^B - 1)^2 for more                a grid over the range of 64 of them (4.8 sigma): step^2 / 12
+//   error = sum_c importance_c * noise(width of c),
+//     importance_c = E[q_c^2] var(k_c): the channel's share of the logits' variance
+//   noise(B) = 1, 0.363, 0.119, 0.037 for 0 to 3 bits     the best uniform grid for normally distributed
+//                                                         values
+//              1.92 / (2^B - 1)^2 for more                a grid over the range of 64 of them (4.8 sigma):
+//                                                         step^2 / 12
 //
-// Channels are sorted by importance and cut into runs of one width each, the widest first, in quads of 4 channels; since
-// noise falls with the width, that order is optimal, and the cuts are found exactly by dynamic programming.
+// Channels are sorted by importance and cut into runs of one width each, the widest first, in quads of 4
+// channels; since noise falls with the width, that order is optimal, and the cuts are found exactly by
+// dynamic programming.
 //
-// Statistics of one text are used on another. A channel that wrongly loses its bits costs more than a channel that rightly loses
-// them gains. So importances are first shrunk towards each other, by the part of their spread that may be due to the text
-// (`steady_importance`):
+// Statistics of one text are used on another. A channel that wrongly loses its bits costs more than a channel
+// that rightly loses them gains. So importances are first shrunk towards each other, by the part of their
+// spread that may be due to the text (`steady_importance`):
 //
-//   importance_c -> importance_c^g,    g = 1 - doubt / var(log importance over the channels of the head), not below 0
+//   importance_c -> importance_c^g,
+//     g = 1 - doubt / var(log importance over the channels of the head), not below 0
 //
-// Heads whose channels hardly differ get even widths; importances of heads with outlier channels hardly change.
-// Source: shrinkage: James & Stein 1961, on logarithms. Uniform quantizers: Max, IRE Trans. Inf. Theory 1960, table II; reverse
-// water-filling (Cover & Thomas, section 10.3.3); per-channel key widths: Kitty-like schemes.
+// Heads whose channels hardly differ get even widths; importances of heads with outlier channels hardly
+// change.
+// Source: shrinkage: James & Stein 1961, on logarithms. Uniform quantizers: Max, IRE Trans. Inf. Theory 1960,
+// table II; reverse water-filling (Cover & Thomas, section 10.3.3); per-channel key widths: Kitty-like
+// schemes.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +47,8 @@ constexpr double width_noise(int width) noexcept {
     return width < 4 ? narrow[width] : 1.92 / (steps * steps);
 }
 
-/// log2(x) for x >= 1, to 2^-24 below. It uses products alone, so that the result is the same everywhere. (std::log2 differs.)
+/// log2(x) for x >= 1, to 2^-24 below. It uses products alone, so that the result is the same everywhere.
+/// (std::log2 differs.)
 inline double floor_log2(double x) noexcept {
     int whole = 0;
     double rest = 2.0 * std::frexp(x, &whole), result = whole - 1;
@@ -70,17 +78,19 @@ inline double exact_exp2(double x) noexcept {
 
 }  // namespace detail
 
-/// Expected variance, from one text to another, of the logarithm of a channel's importance. Measured: 0.01 to 0.02
-/// between two parts of one text, 0.05 to 0.64 between texts of different kinds (docs/lab/quality.md). At averages of 4 bits and more,
-/// plans gain less over even widths than a mistake costs, so the worst case is expected.
+/// Expected variance, from one text to another, of the logarithm of a channel's importance. Measured: 0.01 to
+/// 0.02 between two parts of one text, 0.05 to 0.64 between texts of different kinds (docs/lab/quality.md).
+/// At averages of 4 bits and more, plans gain less over even widths than a mistake costs, so the worst case
+/// is expected.
 constexpr double text_doubt(double average_bits) noexcept { return average_bits < 4.0 ? 0.2 : 0.6; }
 
-/// Least expected variance when the power of keys replaces that of queries: the variance of log(E[q_c^2] / E[k_c^2]) over
-/// the channels of a head. Measured: 0.15, 0.6 and 1.05 in three models (docs/lab/presets.md).
+/// Least expected variance when the power of keys replaces that of queries: the variance of log(E[q_c^2] /
+/// E[k_c^2]) over the channels of a head. Measured: 0.15, 0.6 and 1.05 in three models (docs/lab/presets.md).
 inline constexpr double key_doubt = 0.6;
 
-/// Shrinks importances (>= 0, in any unit) by what may be chance; their order stays. doubt: expected variance of the natural
-/// logarithm of a channel's importance; 0 changes nothing. An importance below 2^-20 of the largest counts as 2^-20 of it.
+/// Shrinks importances (>= 0, in any unit) by what may be chance; their order stays. doubt: expected variance
+/// of the natural logarithm of a channel's importance; 0 changes nothing. An importance below 2^-20 of the
+/// largest counts as 2^-20 of it.
 inline void steady_importance(std::span<double> importance, double doubt) {
     double top = 0.0;
     for (const double x : importance) top = detail::larger(top, x);
@@ -102,7 +112,8 @@ inline void steady_importance(std::span<double> importance, double doubt) {
             detail::exact_exp2(std::floor(detail::rounded_product(logs[c], power) * 0x1p24) * 0x1p-24);
 }
 
-/// A permutation of channels (place -> channel) and the number of quads of each width, in the order of places.
+/// A permutation of channels (place -> channel) and the number of quads of each width, in the order of
+/// places.
 struct channel_allocation {
     std::vector<std::uint16_t> order;
     std::vector<std::uint16_t> quads;
@@ -115,8 +126,8 @@ struct width_plan {
     std::vector<channel_allocation> blocks;  ///< [layer][head]
 };
 
-/// importance: one value >= 0 per channel. widths: falling. words: of a row of codes; must hold the narrowest width.
-/// O(widths * quads^2 * words).
+/// importance: one value >= 0 per channel. widths: falling. words: of a row of codes; must hold the narrowest
+/// width. O(widths * quads^2 * words).
 inline channel_allocation allocate_widths(std::span<const double> importance, std::span<const int> widths,
                                           int words) {
     const int channels = static_cast<int>(importance.size()), quads = detail::ceil_div(channels, 4);

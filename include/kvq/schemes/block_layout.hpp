@@ -1,12 +1,16 @@
-// block_layout: where the codes, parameters and token scales of a block lie. The CPU and CUDA read every offset here.
+// block_layout: where the codes, parameters and token scales of a block lie. The CPU and CUDA read every
+// offset here.
 //
-//   block = [codes][parameters][token scales]      codes padded to 16 bytes, the block as well; docs/reference/format.md
+//   block = [codes][parameters][token scales]      codes padded to 16 bytes, the block as well;
+//                                                  docs/reference/format.md
 //
-//   lines    the axis of the block's matrix that carries parameters: tokens (per token) or channels (per channel)
-//   cut      the other axis, cut into groups that share parameters; parameters are stored [group][slot of the line]
+//   lines
+//     the axis of the block's matrix that carries parameters: tokens (per token) or channels (per channel)
+//   cut
+//     the other axis, cut into groups that share parameters; parameters are stored [group][slot of the line]
 //
-// Contract: a function of the spec, whose content is codes and whose group size is known, and of the shape; no plan of widths changes it.
-// Constant expressions.
+// Contract: a function of the spec, whose content is codes and whose group size is known, and of the shape;
+// no plan of widths changes it. Constant expressions.
 #pragma once
 
 #include "../pack/code_layout.hpp"

@@ -1,8 +1,8 @@
 // Compile-time messages for a scheme that lacks a member: one sentence names the member.
 //
-// checked_scheme<S>::type is S for a scheme. Otherwise a static_assert fails with the message, and the type is full<float16>, which
-// compiles, so that no further errors follow.
-// checked_folding<S>::complete: does S have all members that attention on its blocks needs?
+// checked_scheme<S>::type is S for a scheme. Otherwise a static_assert fails with the message, and the type
+// is full<float16>, which compiles, so that no further errors follow. checked_folding<S>::complete: does S
+// have all members that attention on its blocks needs?
 #pragma once
 
 #include <string>

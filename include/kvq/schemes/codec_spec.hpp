@@ -1,13 +1,15 @@
-// codec_spec: what kernels know of the blocks of a scheme, as a value. Formats with equal specs share all kernels.
+// codec_spec: what kernels know of the blocks of a scheme, as a value. Formats with equal specs share all
+// kernels.
 //
 //   constexpr codec_spec a = codec_of<affine<4, per_channel<64>>>();      of a type
 //   codec_spec b = codec_of(affine<4, per_token<any_group>>{...});        of an object, with its group size
 //   codec_text(a)      "4-bit codes, asymmetric, per channel over 64 tokens, fp16 parameters"
 //
-// A scheme that the library composes makes its spec; encoders appear in it as far as kernels tell them apart, plans of widths, statistics
-// and transforms do not. Other schemes have the content `own`: they are quantized and dequantized by themselves.
-// Contract: a structural type without pointers, usable as a value, in constant expressions, and as a template argument. Offsets follow
-// from the spec and the shape of a block: schemes/block_layout.hpp.
+// A scheme that the library composes makes its spec; encoders appear in it as far as kernels tell them apart,
+// plans of widths, statistics and transforms do not. Other schemes have the content `own`: they are quantized
+// and dequantized by themselves.
+// Contract: a structural type without pointers, usable as a value, in constant expressions, and as a template
+// argument. Offsets follow from the spec and the shape of a block: schemes/block_layout.hpp.
 #pragma once
 
 #include <concepts>
@@ -66,7 +68,8 @@ struct codec_spec {
     /// The code that stands for the bias, or for zero.
     int zero_code = 0;
 
-    /// Does a token have parameters for each group of channels? Else a channel has parameters for each group of tokens.
+    /// Does a token have parameters for each group of channels? Else a channel has parameters for each group
+    /// of tokens.
     bool per_token = false;
     /// Values that share parameters; 0: all of the line; any_group: known at run time only.
     int group = 0;
@@ -122,8 +125,8 @@ inline constexpr parameter_storage storage_of<byte_params> = parameter_storage::
 template <class Params>
 inline constexpr parameter_storage storage_of<token_scales<Params>> = storage_of<Params>;
 
-/// The spec of a scheme. Schemes of the library specialise it beside their definition. Of all others, also of types that are derived from
-/// those, kernels know what attention reads.
+/// The spec of a scheme. Schemes of the library specialise it beside their definition. Of all others, also of
+/// types that are derived from those, kernels know what attention reads.
 template <class Scheme>
 struct codec_maker {
     static constexpr codec_spec of_type() noexcept {

@@ -3,31 +3,40 @@
 // Required (pages, cache and attention need no more; a struct with these members is a scheme):
 //
 //   std::string name() const
-//   std::size_t block_bytes(block_shape) const                        multiple of 16; the same for every block of a shape
+//   std::size_t block_bytes(block_shape) const                        multiple of 16; the same for every
+//                                                                     block of a shape
 //   std::uint32_t quantize(block_shape, block_id, float* values, std::byte* block) const
-//       values: [tokens][dim], may be overwritten; writes every byte of the block; returns how many values were not finite. An
-//       exception of quantize or dequantize reaches the caller of append, trim or dequantize, and the sequence is unchanged
+//       values: [tokens][dim], may be overwritten; writes every byte of the block; returns how many values
+//       were not finite. An exception of quantize or dequantize reaches the caller of append, trim or
+//       dequantize, and the sequence is unchanged
 //   void dequantize(block_shape, block_id, const std::byte* block, float* values) const
 //
 // Optional, found by `requires`:
-//   using attends_as = the scheme itself          attention may read the blocks without dequantize(), in one of three ways:
+//   using attends_as = the scheme itself          attention may read the blocks without dequantize(), in one
+//                                                 of three ways:
 //       foldable         integer codes with parameters on rows and columns
-//       segmented        keys whose columns are cut into ranges, each foldable by itself (widths that differ between channels)
+//       segmented        keys whose columns are cut into ranges, each foldable by itself (widths that differ
+//                        between channels)
 //       full_precision   16- or 32-bit values, not quantized
-//   void check(cache_shape, tensor) const         raises kvq::error when the state belongs to another shape; caches call it first
+//   void check(cache_shape, tensor) const         raises kvq::error when the state belongs to another shape;
+//                                                 caches call it first
 //   static constexpr bool supports(tensor)        a scheme for keys only or values only
-//   std::uint64_t fingerprint() const             of state that dequantizing needs; required to save and send (io/scheme_identity.hpp)
-//   std::uint32_t requantize(block_shape, block_id, float* values, float* token_scales, std::byte* block) const
-//       quantize() for values that were quantized before; token_scales: those of their last block, one each, may be overwritten; or null.
-//       Repeated conversions with other schemes in between must not drift (quant/grid_keeper.hpp). A type with a quantize() of its own does
-//       not inherit the requantize() of its base: quantize() is called
-//   using requantizes_as = the scheme itself      only where quantize() or requantize() is static, overloaded or a template: requantize()
+//   std::uint64_t fingerprint() const             of state that dequantizing needs; required to save and send
+//                                                 (io/scheme_identity.hpp)
+//   std::uint32_t requantize(block_shape, block_id, float* values, float* token_scales, std::byte* block)
+//     const
+//       quantize() for values that were quantized before; token_scales: those of their last block, one each,
+//         may be overwritten; or null.
+//       Repeated conversions with other schemes in between must not drift (quant/grid_keeper.hpp). A type
+//       with a quantize() of its own does not inherit the requantize() of its base: quantize() is called
+//   using requantizes_as = the scheme itself      only where quantize() or requantize() is static, overloaded
+//                                                 or a template: requantize()
 //       belongs to this quantize(). Without it, it is not called
 //   void read_token_scales(block_shape, const std::byte* block, float* token_scales) const
 //       the token scales in a block, for the requantize() of another scheme
 //   transform_query(block_shape, block_id, float* x), restore_output(block_shape, block_id, float* y)
-//       a linear transform before the quantizing of a foldable or segmented scheme: dequantize() undoes it, attention applies it to q
-//       once and to the output once
+//       a linear transform before the quantizing of a foldable or segmented scheme: dequantize() undoes it,
+//       attention applies it to q once and to the output once
 #pragma once
 
 #include <concepts>
@@ -43,9 +52,11 @@ namespace kvq { inline namespace v0_3 {
 
 /// Parameters of a foldable scheme, on the axes of the block's matrix:
 ///
-///   x^[r][c] = row_scale[r] * (col_scale[c] * (code[r][c] - zero_code) + col_bias[c]) + row_bias[r] * col_scale[c]
+///   x^[r][c] = row_scale[r] * (col_scale[c] * (code[r][c] - zero_code) + col_bias[c]) + row_bias[r] *
+///     col_scale[c]
 ///
-/// Absent scales are 1, absent biases 0. Row parameters may differ per column group, column parameters per row group.
+/// Absent scales are 1, absent biases 0. Row parameters may differ per column group, column parameters per
+/// row group.
 struct fold_use {
     bool row_scale = false;
     bool row_bias = false;
@@ -91,15 +102,16 @@ template <class S>
 concept value_scheme = kv_scheme<S> && detail::supports<S>(tensor::value);
 
 namespace detail {
-/// A derived type inherits the members that attention reads from its base, but its dequantize() may differ. So a scheme
-/// names itself in attends_as. A derived type that does not name itself again is dequantized before it is multiplied.
+/// A derived type inherits the members that attention reads from its base, but its dequantize() may differ.
+/// So a scheme names itself in attends_as. A derived type that does not name itself again is dequantized
+/// before it is multiplied.
 template <class S>
 concept read_by_attention = kv_scheme<S> && std::same_as<typename S::attends_as, S>;
 }  // namespace detail
 
 namespace detail {
-/// The scheme of the format: a scheme with the group size as a value replaces one with the group size in its type, so that
-/// formats of all group sizes share compiled functions (schemes/scheme.hpp).
+/// The scheme of the format: a scheme with the group size as a value replaces one with the group size in its
+/// type, so that formats of all group sizes share compiled functions (schemes/scheme.hpp).
 template <class S>
 struct with_any_group {
     using type = S;
@@ -119,8 +131,9 @@ template <class C, class R, class... A>
 C declared_in(R (C::*)(A...) const);
 template <class C, class R, class... A>
 C declared_in(R (C::*)(A...) const noexcept);
-/// Does the requantize() of S belong to its quantize()? Not if a derived type has a quantize() of its own and inherits requantize(): it
-/// would be requantized as its base is. Of a member that is static, overloaded or a template the class is unknown.
+/// Does the requantize() of S belong to its quantize()? Not if a derived type has a quantize() of its own and
+/// inherits requantize(): it would be requantized as its base is. Of a member that is static, overloaded or a
+/// template the class is unknown.
 template <class S>
 inline constexpr bool requantizes_as_it_quantizes = [] {
     if constexpr (requires { typename S::requantizes_as; })
@@ -134,7 +147,8 @@ inline constexpr bool requantizes_as_it_quantizes = [] {
         return false;
 }();
 
-/// The same rule as for attends_as: a derived type that does not name itself has only quantize() and dequantize().
+/// The same rule as for attends_as: a derived type that does not name itself has only quantize() and
+/// dequantize().
 template <class S>
 concept requantizing = read_by_attention<S> && requantizes_as_it_quantizes<S> &&
     requires(const S s, block_shape shape, block_id id, float* values, std::byte* out) {
@@ -148,26 +162,28 @@ concept with_token_scales = read_by_attention<S> &&
 }  // namespace detail
 
 namespace detail {
-/// Do the parts of S make its dequantize() agree with what attention reads? Of other schemes a cache compares both
-/// (format/check_products.hpp).
+/// Do the parts of S make its dequantize() agree with what attention reads? Of other schemes a cache compares
+/// both (format/check_products.hpp).
 template <class S>
 inline constexpr bool composed_by_library = false;
 }  // namespace detail
 
-/// A scheme whose blocks start with codes (pack/code_layout.hpp) and whose parameters can be multiplied into the operands of
-/// a product. `Backend` gives load_floats(const P*, int, float*), so that parameters of known types load as vectors. Codes of 4 bits
-/// may stand for 16 integers that are no grid, such as twice the values of e2m1:
+/// A scheme whose blocks start with codes (pack/code_layout.hpp) and whose parameters can be multiplied into
+/// the operands of a product. `Backend` gives load_floats(const P*, int, float*), so that parameters of known
+/// types load as vectors. Codes of 4 bits may stand for 16 integers that are no grid, such as twice the
+/// values of e2m1:
 ///
-///   static constexpr std::array<std::uint8_t, 16> code_entries     what is multiplied in place of each code, 0 to 127; zero_code is
-///                                                                  subtracted from it
+///   static constexpr std::array<std::uint8_t, 16> code_entries     what is multiplied in place of each code,
+///                                                                  0 to 127; zero_code is subtracted from it
 template <class S>
 concept foldable = detail::read_by_attention<S> && requires(const S s, block_shape shape) {
     { S::code_bits } -> std::convertible_to<int>;
     { S::zero_code } -> std::convertible_to<int>;
     { S::fold(tensor::key) } -> std::same_as<fold_use>;
     { s.codes(shape) } -> std::same_as<code_layout<S::code_bits>>;
-    // template <class Backend> void row_parameters(shape, id, block, col_group, float* scale, float* bias) const
-    // template <class Backend> void col_parameters(shape, id, block, row_group, float* scale, float* bias) const
+    // template <class Backend> void row_parameters(shape, id, block, col_group, float* scale, float* bias)
+    // const template <class Backend> void col_parameters(shape, id, block, row_group, float* scale, float*
+    // bias) const
 };
 
 namespace detail {
@@ -189,9 +205,12 @@ inline constexpr int largest_multiplied<S> = [] {
 /// A scheme whose columns form ranges with codes of different widths, and whose columns carry the parameters:
 ///
 ///   width_list                       its count and values: the widths of codes, 0 for none
-///   for_each_segment(shape, id, f)   `f.operator()<Bits>(code_segment)` for every width in use, in the order of columns
-///   columns(shape)                   all columns as one matrix: codes(shape), as if of 8 bits; fold(role); parameters, offset of their
-///                                    first one in a block; load<Backend>(block, row_group, scale, bias, factor): scales times factor[c]
+///   for_each_segment(shape, id, f)   `f.operator()<Bits>(code_segment)` for every width in use, in the order
+///                                    of columns
+///   columns(shape)
+///     all columns as one matrix: codes(shape), as if of 8 bits; fold(role); parameters, offset of their
+///                                    first one in a block; load<Backend>(block, row_group, scale, bias,
+///                                      factor): scales times factor[c]
 ///
 /// Columns are in the order after transform_query. Row groups are those of columns(shape).codes(shape).
 template <class S>
@@ -200,8 +219,8 @@ concept segmented = detail::read_by_attention<S> && requires(const S s, block_sh
     s.columns(shape).codes(shape);
 };
 
-/// A scheme with codes that transforms tokens before quantizing: its codes are those of T x. (Blocks of other schemes are
-/// dequantized before they are multiplied, and dequantize() has already undone the transform.)
+/// A scheme with codes that transforms tokens before quantizing: its codes are those of T x. (Blocks of other
+/// schemes are dequantized before they are multiplied, and dequantize() has already undone the transform.)
 template <class S>
 concept transforming = (foldable<S> || segmented<S>)&&requires(const S s, block_shape shape, block_id id,
                                                                float* x) {

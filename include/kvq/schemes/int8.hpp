@@ -2,7 +2,8 @@
 //
 //   scale = max|x| / 127,  x^ = scale * (code - 128)
 //
-// The INT8 cache of vLLM (int8_per_token_head) and nano-vllm, but rounded to nearest. Contract: quant/symmetric.hpp.
+// The INT8 cache of vLLM (int8_per_token_head) and nano-vllm, but rounded to nearest. Contract:
+// quant/symmetric.hpp.
 #pragma once
 
 #include "scheme.hpp"

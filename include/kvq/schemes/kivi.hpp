@@ -9,7 +9,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
-/// A pair of schemes; pass it to a cache that takes one scheme for K and V, or use its types `keys` and `values`.
+/// A pair of schemes; pass it to a cache that takes one scheme for K and V, or use its types `keys` and
+/// `values`.
 template <int Bits, int Group = 32, class Params = params<float16>>
 struct kivi {
     using keys = affine<Bits, per_channel<Group>, Params>;

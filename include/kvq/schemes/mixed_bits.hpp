@@ -1,9 +1,12 @@
-// mixed_bits<code_widths<6, 4, 3, 0>, average_eighths<32>>: codes of several widths in one block, so many bits on average.
+// mixed_bits<code_widths<6, 4, 3, 0>, average_eighths<32>>: codes of several widths in one block, so many
+// bits on average.
 //
-//   row = [codes of the widest channels] ... [codes of the narrowest]      in row_words(dim) words, in every block of a shape
+//   row = [codes of the widest channels] ... [codes of the narrowest]      in row_words(dim) words, in every
+//                                                                          block of a shape
 //
-// Which channel has which width says a plan (schemes/scheme_codes.hpp). Without a plan channels keep their order and have the average
-// width, or the two widths around it. Contract: a channel has one width in all blocks of a head; a width of 0 stores the mean alone.
+// Which channel has which width says a plan (schemes/scheme_codes.hpp). Without a plan channels keep their
+// order and have the average width, or the two widths around it. Contract: a channel has one width in all
+// blocks of a head; a width of 0 stores the mean alone.
 // Source: allocation of widths: quant/width_allocation.hpp. docs/reference/format.md draws the block.
 #pragma once
 
@@ -56,8 +59,8 @@ struct mixed_bits {
     struct width_quads {
         int of[width_list::count] = {};
     };
-    /// Quads without a plan: the average width; if it is not a width of the list, the next narrower one and as many quads of the next
-    /// wider one as fit.
+    /// Quads without a plan: the average width; if it is not a width of the list, the next narrower one and
+    /// as many quads of the next wider one as fit.
     KVQ_HD static constexpr width_quads even_quads(int dim) noexcept {
         const int all = detail::ceil_div(dim, 4), words = row_words(dim);
         constexpr int w = width_below_average;

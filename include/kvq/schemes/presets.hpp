@@ -1,21 +1,24 @@
-// Presets: the lowest error of kvq's schemes at a number of bits. Integer codes on affine grids; std4_h alone has a transform.
+// Presets: the lowest error of kvq's schemes at a number of bits. Integer codes on affine grids; std4_h alone
+// has a transform.
 //
-// | preset | keys                                                   | values                                  | bits D128 / D64 |
-// |--------|--------------------------------------------------------|-----------------------------------------|-----------------|
-// | ref8   | 8 bits per channel over 64 tokens, fp16 parameters     | 8 bits, fp16 scale per token           | 8.44 / 8.50     |
-// | hi6    | 6 bits per channel over the page, 8-bit parameters     | 6 bits, 8-bit scale per token          | 6.16 / 6.19     |
-// | std5   | 5 bits per channel over 64 tokens, 8-bit parameters    | 5 bits, 8-bit scale per token          | 5.22 / 5.25     |
-// | std4   | 4 bits, the same                                       | 4 bits, the same                        | 4.22 / 4.25     |
-// | std4-h | 4 bits, the same, scale per token, behind Hadamard     | 4 bits, the same                        | 4.25 / 4.31     |
-// | mix4   | 3, 4 or 6 bits, 4 on average (0 where that is best)    | 4 bits, the same                        | 4.22 / 4.25     |
-// | low3   | 0, 2, 3, 4 or 6 bits, 3 on average                     | 3 bits, the same                        | 3.22 / 3.25     |
-// | low2   | 0, 2 or 4 bits, 2 on average                           | 2 bits, the same                        | 2.22 / 2.25     |
+// | preset | keys                                            | values                        | D128 / D64  |
+// |--------|-------------------------------------------------|-------------------------------|-------------|
+// | ref8   | 8 bits a channel over 64 tokens, fp16 params    | 8 bits, fp16 scale per token  | 8.44 / 8.50 |
+// | hi6    | 6 bits a channel over the page, 8-bit params    | 6 bits, 8-bit scale per token | 6.16 / 6.19 |
+// | std5   | 5 bits a channel over 64 tokens, 8-bit params   | 5 bits, 8-bit scale per token | 5.22 / 5.25 |
+// | std4   | 4 bits, the same                                | 4 bits, the same              | 4.22 / 4.25 |
+// | std4-h | 4 bits, the same, token scales, behind Hadamard | 4 bits, the same              | 4.25 / 4.31 |
+// | mix4   | 0, 3, 4 or 6 bits, 4 on average                 | 4 bits, the same              | 4.22 / 4.25 |
+// | low3   | 0, 2, 3, 4 or 6 bits, 3 on average              | 3 bits, the same              | 3.22 / 3.25 |
+// | low2   | 0, 2 or 4 bits, 2 on average                    | 2 bits, the same              | 2.22 / 2.25 |
 //
-// Bits per value with pages of 128 tokens, without what a page shares (up to 0.02) and without the 16-bit window. Values are
-// quantized per channel over the page, with a scale per token; hi6 to low2 need the window: 4 sinks and 32 or more recent tokens
-// (cache/preset_options.hpp). Keys of hi6 to low2, std4-h excepted, can be made from statistics of keys and queries
-// (quant/calibration.hpp). mix4, low3 and low2 take a plan of channel widths from them, for which statistics of keys are enough. All
-// of them take error feedback if the statistics hold products of queries. Without statistics they have even widths and no feedback.
+// Bits per value with pages of 128 tokens, without what a page shares (up to 0.02) and without the 16-bit
+// window. Values are quantized per channel over the page, with a scale per token; hi6 to low2 need the
+// window: 4 sinks and 32 or more recent tokens (cache/preset_options.hpp). Keys of hi6 to low2, std4-h
+// excepted, can be made from statistics of keys and queries (quant/calibration.hpp). mix4, low3 and low2 take
+// a plan of channel widths from them, for which statistics of keys are enough. All of them take error
+// feedback if the statistics hold products of queries. Without statistics they have even widths and no
+// feedback.
 // Measured errors: docs/lab/presets.md. Use as a pair: preset_options(make_formats<std4>()); with statistics
 // options.keys = make_format<simd<>>(low2::keys(statistics)).
 #pragma once
@@ -30,7 +33,8 @@ namespace detail {
 /// Keys of mixed widths.
 using preset_key_encoder = error_feedback<least_squares_below_3_bits>;
 
-/// Where most channels have 2 bits, feedback has large errors to correct, and it cannot correct clipping (docs/lab/quality.md).
+/// Where most channels have 2 bits, feedback has large errors to correct, and it cannot correct clipping
+/// (docs/lab/quality.md).
 using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
 
 /// Values of the presets: per channel over the page, one token scale, least squares and corrected mean.
@@ -59,9 +63,9 @@ struct std4 {
     using keys = affine<4, per_channel<64>, byte_params, error_feedback<min_max>>;
     using values = detail::preset_values<4>;
 };
-/// For models without statistics: a Hadamard matrix makes the channels of keys, and those of queries, alike, so that one width is right
-/// for all of them; then a scale per token keeps a large token from widening the ranges of others (OScaR, arXiv 2605.19660). Values gain
-/// nothing from a matrix; they are those of std4.
+/// For models without statistics: a Hadamard matrix makes the channels of keys, and those of queries, alike,
+/// so that one width is right for all of them; then a scale per token keeps a large token from widening the
+/// ranges of others (OScaR, arXiv 2605.19660). Values gain nothing from a matrix; they are those of std4.
 struct std4_h {
     static constexpr const char* name = "std4-h";
     using keys = hadamard<affine<4, per_channel<64>, byte_params, min_max, token_scales<byte_params>>>;

@@ -1,20 +1,25 @@
-// scheme<codes, levels, granularity, params, encoder, token scales>: the composed scheme. Every affine method is an alias of it.
+// scheme<codes, levels, granularity, params, encoder, token scales>: all affine methods are aliases of it.
 //
 //   x^ = r * (scale * code + bias)         r = 1 without token scales; symmetric levels have no bias
 //
-//   codes         bits<B>, or mixed_bits<...>: several widths, with a plan of channels (schemes/mixed_bits.hpp)
-//   levels        asymmetric or symmetric (quant/affine.hpp, quant/symmetric.hpp), or a type of your own (quant/levels.hpp); where its
-//                 values are not of the form above, attention dequantizes blocks
+//   codes         bits<B>, or mixed_bits<...>: several widths, with a plan of channels
+//                 (schemes/mixed_bits.hpp)
+//   levels        asymmetric or symmetric (quant/affine.hpp, quant/symmetric.hpp), or a type of your own
+//                 (quant/levels.hpp); where its values are not of the form above, attention dequantizes
+//                 blocks
 //   granularity   per_token<G> or per_channel<G>: which values share a scale and bias (quant/granularity.hpp)
 //   params        how they are stored: params<P>, packed_params<P> or byte_params (quant/block_params.hpp)
-//   encoder       how the grid of a group is found (quant/encoders.hpp); it changes neither the format of the block nor dequantizing
-//   token scales  no_token_scales, or token_scales<params<P> or byte_params>: r, a scale per token (quant/token_scales.hpp)
+//   encoder       how the grid of a group is found (quant/encoders.hpp); it changes neither the format of the
+//                 block nor dequantizing
+//   token scales  no_token_scales, or token_scales<params<P> or byte_params>: r, a scale per token
+//                 (quant/token_scales.hpp)
 //
-// Block: schemes/block_layout.hpp. Contract: quant/affine.hpp and quant/encoders.hpp, of x / r where there are token scales. NaN and
-// infinities never set parameters; NaN is quantized as the value nearest zero, infinities saturate. Blocks whose encoder is not
-// `enclosing` over params<P> have at most 1024 tokens (per_channel) and channels, and magnitudes above 2^100 saturate.
-// Example: scheme<bits<3>, asymmetric, per_channel<32>, params<float16>>. Source: the aliases (affine.hpp, int8.hpp, kivi.hpp,
-// presets.hpp) name theirs.
+// Block: schemes/block_layout.hpp. Contract: quant/affine.hpp and quant/encoders.hpp, of x / r where there
+// are token scales. NaN and infinities never set parameters; NaN is quantized as the value nearest zero,
+// infinities saturate. Blocks whose encoder is not `enclosing` over params<P> have at most 1024 tokens
+// (per_channel) and channels, and magnitudes above 2^100 saturate.
+// Example: scheme<bits<3>, asymmetric, per_channel<32>, params<float16>>. Source: the aliases (affine.hpp,
+// int8.hpp, kivi.hpp, presets.hpp) name theirs.
 #pragma once
 
 #include <cstring>
@@ -48,7 +53,7 @@ inline constexpr bool codes_fold = Codes::several_widths;
 template <int Bits, class Levels>
 inline constexpr bool codes_fold<bits<Bits>, Levels> = affine_levels<Levels, Bits>;
 
-/// The columns of a block with several widths as one matrix: attention reads the position of their parameters here.
+/// The columns of a block with several widths as one matrix: where attention finds their parameters.
 template <class Layout, class Parameters>
 struct mixed_columns {
     KVQ_HD static constexpr code_layout<8> codes(const block_shape& s) noexcept {
@@ -174,13 +179,14 @@ public:
     explicit scheme(Granularity g, Encoder e = {}) requires(!several_widths)
         : base(g), encoder(std::move(e)) {}
     explicit scheme(Encoder e) requires(!several_widths && !fits_range) : encoder(std::move(e)) {}
-    /// plan: for every layer and head of the caches that use it; null: the same widths everywhere. Raises kvq::error when the orders
-    /// of a plan are not permutations, or when its widths do not fit the words of a row.
+    /// plan: for every layer and head of the caches that use it; null: the same widths everywhere. Raises
+    /// kvq::error when the orders of a plan are not permutations, or when its widths do not fit the words of
+    /// a row.
     explicit scheme(std::shared_ptr<const width_plan> plan, Encoder e = {}) requires several_widths
         : base(std::move(plan)),
           encoder(std::move(e)) {}
-    /// Takes what it needs from the statistics: a plan for several widths, and feedback, if the encoder takes it and the statistics
-    /// hold products of queries.
+    /// Takes what it needs from the statistics: a plan for several widths, and feedback, if the encoder takes
+    /// it and the statistics hold products of queries.
     explicit scheme(const calibration& statistics) requires(
         !plain_params<Params> || std::constructible_from<Encoder, const calibration&, const width_plan*>)
         : base(statistics), encoder(detail::make_encoder<Encoder>(statistics, base::width_plan_of())) {}
@@ -199,8 +205,8 @@ public:
                        token_scale_type::name();
         }
     }
-    /// Of the plan of widths, 0 without one; or of levels that are not the library's. Where the name says all there is none
-    /// (io/scheme_identity.hpp).
+    /// Of the plan of widths, 0 without one; or of levels that are not the library's. Where the name says all
+    /// there is none (io/scheme_identity.hpp).
     std::uint64_t fingerprint() const noexcept
         requires(!plain_params<Params> || !detail::library_levels<levels>) {
         if constexpr (several_widths)
@@ -217,7 +223,8 @@ public:
         else
             return layout_type{this->granularity};
     }
-    /// Raises kvq::error for blocks of more than 1024 channels, or per channel 1024 tokens, unless the grid of a group is its range.
+    /// Raises kvq::error for blocks of more than 1024 channels, or per channel 1024 tokens, unless the grid
+    /// of a group is its range.
     KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const {
 #if !defined(__CUDA_ARCH__)
         if (!fits_range &&
@@ -237,7 +244,8 @@ public:
         else
             return quantize_by(encoder, s, id, values, nullptr, block);
     }
-    /// Quantizes values that were quantized before. scales_of_tokens: their last token scales (a float per token, overwritten), or null.
+    /// Quantizes values that were quantized before. scales_of_tokens: their last token scales (a float per
+    /// token, overwritten), or null.
     std::uint32_t requantize(const block_shape& s, block_id id, float* values, float* scales_of_tokens,
                              std::byte* block) const requires(!fits_range && !by_token) {
         return quantize_by(detail::grid_keeper<Encoder>{encoder}, s, id, values, scales_of_tokens, block);
@@ -265,8 +273,8 @@ public:
             dequantize_channels(s, id, block, values);
     }
 
-    /// One value, equal to that of dequantize(), for code that reads single values. Of transformed<scheme, ...> the value before the
-    /// transform is undone, for which all channels of a token are needed.
+    /// One value, equal to that of dequantize(), for code that reads single values. Of transformed<scheme,
+    /// ...> the value before the transform is undone, for which all channels of a token are needed.
     KVQ_HD static float value(const block_shape& s, const std::byte* block, int token, int channel) noexcept
         requires(!several_widths && detail::fixed_group<granularity_type>) {
         constexpr layout_type at{};
@@ -294,7 +302,7 @@ public:
         if constexpr (requires { encoder.check(shape); }) encoder.check(shape);
     }
 
-    // Folding with one width (schemes/concepts.hpp): parameters belong to rows or columns, token scales to the other axis.
+    // Folding with one width (schemes/concepts.hpp): token scales belong to the other axis than parameters.
 
     KVQ_HD static constexpr fold_use fold(tensor role) noexcept requires(!several_widths && folds) {
         return detail::on_rows<granularity_type>(role)
@@ -410,7 +418,7 @@ private:
         return not_finite;
     }
 
-    /// Where quantize_group() stores: the parameters of all lines in a group, or those of one line in all groups.
+    /// Where quantize_group() stores: parameters of all lines in a group, or of one line in all groups.
     struct group_store {
         std::byte* at;
         int groups, slot_count, group;

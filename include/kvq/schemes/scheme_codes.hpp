@@ -1,11 +1,13 @@
-// The codes of scheme<...>: how they are packed, with one width for all channels (bits<B>) or with several (mixed_bits<...>).
+// The codes of scheme<...>: how they are packed, with one width for all channels (bits<B>) or with several
+// (mixed_bits<...>).
 //
 //   one width        the matrix of the block (core/shape.hpp): codes(shape)
-//   several widths   [codes of the widest channels] ... [codes of the narrowest], each a matrix of its own: for_each_segment(shape, id, f)
+//   several widths   [codes of the widest channels] ... [codes of the narrowest], each a matrix of its own:
+//                    for_each_segment(shape, id, f)
 //
-// Several widths have a plan. For each layer and head, a plan gives the order of the channels and the number of quads of each width. It
-// is fixed before the first token; every plan of a shape gives blocks of the same size. The order is a permutation of the query, which
-// attention applies once.
+// Several widths have a plan. For each layer and head, a plan gives the order of the channels and the number
+// of quads of each width. It is fixed before the first token; every plan of a shape gives blocks of the same
+// size. The order is a permutation of the query, which attention applies once.
 // Source: allocation by E[q^2] var(k): quant/width_allocation.hpp. docs/reference/format.md draws the block.
 #pragma once
 
@@ -97,9 +99,9 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
     explicit scheme_codes(const calibration& statistics)
         : scheme_codes(std::make_shared<const width_plan>(make_plan(statistics))) {}
 
-    /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the quantized text may differ from that of
-    /// the statistics; 0: not at all. Few statistics raise it, statistics without queries raise it to at least key_doubt, and
-    /// statistics without keys give even widths.
+    /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the quantized text may
+    /// differ from that of the statistics; 0: not at all. Few statistics raise it, statistics without queries
+    /// raise it to at least key_doubt, and statistics without keys give even widths.
     static width_plan make_plan(const calibration& statistics, double doubt = text_doubt(eighths / 8.0)) {
         const cache_shape& s = statistics.shape();
         width_plan plan{s.kv_heads, s.head_dim, {}};
@@ -241,8 +243,8 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
     }
 
 private:
-    /// Variance, by chance, of the logarithm of an importance: 2 / n each for a mean of n independent squares, twice that
-    /// for tokens that resemble their neighbours.
+    /// Variance, by chance, of the logarithm of an importance: 2 / n each for a mean of n independent
+    /// squares, twice that for tokens that resemble their neighbours.
     static double chance(const calibration& statistics, int layer, int head) {
         const double queries = statistics.queries(layer, head), keys = statistics.keys(layer, head);
         // A constant: the function belongs to no instruction set (core/tagged_vector.hpp).

@@ -2,11 +2,12 @@
 //
 //   block = Inner of T x;   x^ = T^-1 Inner(T x);   q . k = (T q) . (T k),   sum p v = T^-1 sum p (T v)
 //
-// So attention transforms each query once and each output once, and works on Inner's codes in between: foldable schemes stay
-// foldable. Aliases: hadamard<Inner>, rotated<Inner>.
+// So attention transforms each query once and each output once, and works on Inner's codes in between:
+// foldable schemes stay foldable. Aliases: hadamard<Inner>, rotated<Inner>.
 //
-// Contract: a transform spreads its input over all channels, so a value that is not finite becomes 0 before it, and is counted. The
-// bound of Inner holds in the transformed basis; the length of a token's error is the same in both bases.
+// Contract: a transform spreads its input over all channels, so a value that is not finite becomes 0 before
+// it, and is counted. The bound of Inner holds in the transformed basis; the length of a token's error is the
+// same in both bases.
 #pragma once
 
 #include <type_traits>
@@ -21,8 +22,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
-/// Transform: name(), fingerprint(), forward(dim, id, x), backward(dim, id, x) in place, orthogonal; check(cache_shape, tensor) if it
-/// has state; `value` if kernels know it (quant/token_transform.hpp).
+/// Transform: name(), fingerprint(), forward(dim, id, x), backward(dim, id, x) in place, orthogonal;
+/// check(cache_shape, tensor) if it has state; `value` if kernels know it (quant/token_transform.hpp).
 template <class Transform, kv_scheme Inner>
 struct transformed : Inner {
     using attends_as = std::conditional_t<foldable<Inner> || segmented<Inner>, transformed, void>;
@@ -45,7 +46,8 @@ struct transformed : Inner {
         return hash.value;
     }
 
-    /// Raises kvq::error if the state of the transform or of Inner belongs to another shape; a cache calls it when it is made.
+    /// Raises kvq::error if the state of the transform or of Inner belongs to another shape; a cache calls it
+    /// when it is made.
     void check(const cache_shape& s, tensor role) const {
         if constexpr (requires { transform.check(s, role); }) transform.check(s, role);
         if constexpr (requires(const Inner& inner) { inner.check(s, role); }) Inner::check(s, role);
@@ -56,7 +58,8 @@ struct transformed : Inner {
         Inner::quantize(s, id, values, block);
         return not_finite;
     }
-    /// Quantizes values that were quantized before, as Inner does. Without this the one of Inner would be called, without T.
+    /// Quantizes values that were quantized before, as Inner does. Without this the one of Inner would be
+    /// called, without T.
     std::uint32_t requantize(const block_shape& s, const block_id& id, float* values, float* scales_of_tokens,
                              std::byte* block) const requires detail::requantizing<Inner> {
         const std::uint32_t not_finite = transform_values(s, id, values);
@@ -110,11 +113,13 @@ inline constexpr bool composed_by_library<transformed<Transform, Inner>> =
     value_of_transform<Transform>().kind != transform_kind::own&& composed_by_library<Inner>;
 }  // namespace detail
 
-/// Random signs and Walsh-Hadamard before Inner, in blocks of at most `Largest` channels (0: as large as they fit).
+/// Random signs and Walsh-Hadamard before Inner, in blocks of at most `Largest` channels (0: as large as they
+/// fit).
 template <kv_scheme Inner, int Largest = 0, std::uint32_t Seed = 1>
 using hadamard = transformed<hadamard_transform<Largest, Seed>, Inner>;
 
-/// A given rotation per layer and head before Inner: rotated<affine<2>>(rotation(layers, heads, dim, matrices)).
+/// A given rotation per layer and head before Inner: rotated<affine<2>>(rotation(layers, heads, dim,
+/// matrices)).
 template <kv_scheme Inner>
 using rotated = transformed<rotation, Inner>;
 

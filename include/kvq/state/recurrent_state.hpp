@@ -2,7 +2,8 @@
 //
 //   kvq::recurrent_state state(layout, pool, {.every = 1024, .most_bytes = std::size_t{1} << 30});
 //   float* s = state.values<float>(layer, 0).data();   the engine's kernel runs on it
-//   state.advance(n, prompt_ends);                  the step is done in all layers; takes a snapshot if it is due
+//   state.advance(n, prompt_ends);                  the step is done in all layers; takes a snapshot if it is
+//                                                   due
 //   int again = state.trim(900);                    goes to the newest snapshot at or before token 900:
 //                                                   the last `again` of these 900 tokens must run again
 //   kvq::recurrent_state other = state.fork();      shares everything until one of the two writes
@@ -71,8 +72,8 @@ public:
     /// The bytes of a part of a layer, [heads][rows][columns], to read and to write, until the next call that
     /// is not a part() or a const one. At a multiple of 64 bytes. The first access after a snapshot, fork or
     /// trim takes a page for the layer and copies or dequantizes it: kvq::out_of_memory or std::bad_alloc,
-    /// and nothing changes; else O(log layers). From an access until advance() or snapshot() a step is under way,
-    /// and some layers may be further than others: a trim goes back to a snapshot.
+    /// and nothing changes; else O(log layers). From an access until advance() or snapshot() a step is under
+    /// way, and some layers may be further than others: a trim goes back to a snapshot.
     std::span<std::byte> part(int layer, int part);
     /// The same as values. T: float, float16 or bfloat16, as the layout says.
     template <float_format T>
@@ -138,8 +139,8 @@ public:
     /// The token to which trim(n) goes: tokens() if n is not less and no step is under way, else that of the
     /// newest snapshot at or before n, or 0. O(log snapshots)
     int reach(int n) const noexcept;
-    /// Goes back to token reach(n), and drops later snapshots. Returns how many tokens before n, of those that
-    /// the state had taken, must run again. Takes no memory. Raises kvq::error for n < 0. O(layers)
+    /// Goes back to token reach(n), and drops later snapshots. Returns how many tokens before n, of those
+    /// that the state had taken, must run again. Takes no memory. Raises kvq::error for n < 0. O(layers)
     int trim(int n);
     /// The same tokens, snapshots and live state; shares all pages. O(layers * snapshots)
     [[nodiscard]] recurrent_state fork() const;

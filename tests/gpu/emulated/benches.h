@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What bench/gpu calls beyond the emulated kernels: `scripts/gpu-test --syntax` reads the benchmarks, nothing runs them.
+// What bench/gpu calls beyond the emulated kernels: `scripts/gpu-test --syntax` reads the benchmarks, nothing
+// runs them.
 #pragma once
 
 #include "cuda_runtime.h"

@@ -1,4 +1,5 @@
-// As much of CUDA as kvq's kernels and their tests use, on the CPU (engine.hpp). Stands in for the toolkit's header.
+// As much of CUDA as kvq's kernels and their tests use, on the CPU (engine.hpp). Stands in for the toolkit's
+// header.
 #pragma once
 
 #include <cmath>
@@ -195,8 +196,8 @@ using cudaGraphExec_t = emulated_graph*;
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
 inline constexpr unsigned cudaStreamNonBlocking = 1;
 
-/// cudaMemcpy to the device may return before the device has the numbers. Here they come as late as they may: when the default stream is
-/// waited for, also by a stream that blocks.
+/// cudaMemcpy to the device may return before the device has the numbers. Here they come as late as they may:
+/// when the default stream is waited for, also by a stream that blocks.
 class emulated_late_copies {
 public:
     void add(void* to, const void* from, std::size_t bytes) {
@@ -392,7 +393,8 @@ struct cudaFuncAttributes {
     std::size_t sharedSizeBytes;
     int maxThreadsPerBlock;
 };
-/// No kernel has shared memory of its own, or code for sm_90a: those that need it are empty, with a bound of one warp.
+/// No kernel has shared memory of its own, or code for sm_90a: those that need it are empty, with a bound of
+/// one warp.
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
     *attributes = {};

@@ -1,14 +1,18 @@
-// Runs kernels of CUDA on the CPU, one thread block after the other: every thread is a fiber, and fibers change where threads wait
-// for each other. So the kernels themselves can be tested where there is no GPU; it says nothing about speed.
+// Runs kernels of CUDA on the CPU, one thread block after the other: every thread is a fiber, and fibers
+// change where threads wait for each other. So the kernels themselves can be tested where there is no GPU; it
+// says nothing about speed.
 //
-//   warp    32 threads that meet at every instruction that exchanges numbers (shuffles, votes, products of tensor cores)
-//   block   the first warp that can runs, up to the next barrier: later warps may wait for parts of earlier ones
+//   warp    32 threads that meet at every instruction that exchanges numbers (shuffles, votes, products of
+//           tensor cores)
+//   block   the first warp that can runs, up to the next barrier: later warps may wait for parts of earlier
+//           ones
 //   grid    blocks in the order of their numbers, so a block may wait for parts of earlier ones
 //   device  a thread of the host: kernels of several run at the same time, and may wait for each other
 //
-// Asynchronous copies take place when they are waited for, not before, and shared memory is NaN at first: whoever forgets to wait or to
-// write does not find what he looks for. Stops the program where threads of a warp meet at different instructions or wait for
-// threads that have left, where copies are not waited for, and at wrong addresses of shared memory.
+// Asynchronous copies take place when they are waited for, not before, and shared memory is NaN at first:
+// whoever forgets to wait or to write does not find what he looks for. Stops the program where threads of a
+// warp meet at different instructions or wait for threads that have left, where copies are not waited for,
+// and at wrong addresses of shared memory.
 // Source: the programming model of the CUDA C++ Programming Guide; fibers by Boost.Context.
 #pragma once
 
@@ -36,8 +40,8 @@ inline constexpr int warp_size = 32, exchange_words = 12, barriers = 16;
 inline constexpr std::size_t most_shared_memory = 227 * 1024;
 /// What the device says that it has, and what launches may ask for: tests may set less.
 inline std::size_t device_shared_memory = most_shared_memory;
-/// What the launch before does to memory: called where a thread lets the next launch start (false) and behind its
-/// wait for the launch before (true).
+/// What the launch before does to memory: called where a thread lets the next launch start (false) and behind
+/// its wait for the launch before (true).
 inline std::function<void(bool over)> predecessor;
 
 /// What a thread waits at. Threads of a warp must meet at the same.
@@ -141,8 +145,8 @@ inline void go_on(context& own, context next) {
     *static_cast<context*>(from.data) = from.fctx;
 }
 
-/// The current thread waits or has ended: the next one of its warp runs. After the last one either the first one goes on, behind what all
-/// have met at, or the block's next warp does.
+/// The current thread waits or has ended: the next one of its warp runs. After the last one either the first
+/// one goes on, behind what all have met at, or the block's next warp does.
 inline void next_thread() {
     thread_state& own = *thread;
     warp_state& warp = *own.warp;

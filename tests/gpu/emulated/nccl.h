@@ -1,6 +1,8 @@
-// As much of NCCL as kvq uses, between threads of one process (cuda_runtime_api.h). Stands in for NCCL's header.
+// As much of NCCL as kvq uses, between threads of one process (cuda_runtime_api.h). Stands in for NCCL's
+// header.
 //
-// A message is copied when it is sent. Who receives waits for it, but not forever: then the stream is stuck, as one is whose kernel waits.
+// A message is copied when it is sent. Who receives waits for it, but not forever: then the stream is stuck,
+// as one is whose kernel waits.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,5 @@
-// The instructions of include/kvq/cuda/arch/ptx.cuh on the CPU; takes its place among the headers that are tested.
+// The instructions of include/kvq/cuda/arch/ptx.cuh on the CPU; takes its place among the headers that are
+// tested.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -221,7 +222,8 @@ inline float flushed(float x) { return std::abs(x) < 1.17549435e-38f ? 0.0f : x;
 inline float exp2_fast(float x) { return flushed(std::exp2(x)); }
 inline float reciprocal(float x) { return flushed(1.0f / x); }
 
-// Shared memory, by address. What kernels declare themselves, beside the dynamic part, lies behind it, 1 MB for each name.
+// Shared memory, by address. What kernels declare themselves, beside the dynamic part, lies behind it, 1 MB
+// for each name.
 inline constexpr std::uint32_t declared_bytes = 1u << 20;
 inline std::vector<std::byte*> declared;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Which instruction set kvq::library chooses: its list of formats, with parts of every level that only say their names. Run on this
-// CPU and, under qemu, on one without AVX.
+// Which instruction set kvq::library chooses: its list of formats, with parts of every level that only say
+// their names. Run on this CPU and, under qemu, on one without AVX.
 #include <doctest/doctest.h>
 
 #include <cstdlib>

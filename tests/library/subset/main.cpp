@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The C interface over a library that was built with KVQ_LIBRARY_FORMATS=int8: what it needs itself is there as well.
+// The C interface over a library that was built with KVQ_LIBRARY_FORMATS=int8: what it needs itself is there
+// as well.
 #include <doctest/doctest.h>
 #include <kvq/kvq.h>
 

@@ -1,15 +1,21 @@
-// Context parallel prefill and decode: every rank holds a range of the tokens of one sequence, and attention is merged from its parts.
+// Context parallel prefill and decode: every rank holds a range of the tokens of one sequence, and attention
+// is merged from its parts.
 //
-//   kvq::context_parallel group(channel, split, sequence);      the same split on every rank, a sequence of geometry(rank)
-//   group.begin(n);                                             the next n tokens; this rank computes K, V, Q of group.own()
+//   kvq::context_parallel group(channel, split, sequence);      the same split on every rank, a sequence of
+//                                                               geometry(rank)
+//   group.begin(n);                                             the next n tokens; this rank computes K, V, Q
+//                                                               of group.own()
 //   for each layer: group.step(layer, k, v, q, out);
 //
-// A step, per layer: queries go to the ranks that hold keys in front of them, each attends over its own keys (leading_keys) and sends
-// outputs with log-sum-exp back; the rank of the query merges them in the order of ranks, so that timing changes no bit.
-// Bytes: for each query and each other rank with keys of it, q_heads * (head_dim * size of a query value + (value_dim + 1) * 4).
-// Results: those of one cache with the whole geometry, but for the order of float sums (about 1e-7 of the norm).
-// Errors: on any error the sequence is trimmed to the tokens that it had before begin(), the other ranks are told, and the group is
-// at its end. No rank waits longer than the time limit of the transport.
+// A step, per layer: queries go to the ranks that hold keys in front of them, each attends over its own keys
+// (leading_keys) and sends outputs with log-sum-exp back; the rank of the query merges them in the order of
+// ranks, so that timing changes no bit.
+// Bytes: for each query and each other rank with keys of it, q_heads * (head_dim * size of a query value +
+// (value_dim + 1) * 4).
+// Results: those of one cache with the whole geometry, but for the order of float sums (about 1e-7 of the
+// norm).
+// Errors: on any error the sequence is trimmed to the tokens that it had before begin(), the other ranks are
+// told, and the group is at its end. No rank waits longer than the time limit of the transport.
 #pragma once
 
 #include <array>
@@ -33,8 +39,9 @@ struct context_times {
 template <transport Transport>
 class context_parallel {
 public:
-    /// The sequence belongs to a cache whose sinks, recent and page_tokens are split.geometry(rank), and holds the tokens that the split
-    /// gives to the rank. All three outlive the group. Raises kvq::error if they do not fit.
+    /// The sequence belongs to a cache whose sinks, recent and page_tokens are split.geometry(rank), and
+    /// holds the tokens that the split gives to the rank. All three outlive the group. Raises kvq::error if
+    /// they do not fit.
     context_parallel(message_channel<Transport>& channel, context_split& split, sequence& own)
         : channel_(channel),
           split_(split),
@@ -54,7 +61,8 @@ public:
         check_complete();
     }
 
-    /// The next n tokens of the sequence: 1 in decode. The same call on every rank, after all layers of the tokens before.
+    /// The next n tokens of the sequence: 1 in decode. The same call on every rank, after all layers of the
+    /// tokens before.
     void begin(int n) {
         detail::expect(!failed_, "the group of rank ", me(), " has failed before");
         check_complete();
@@ -64,12 +72,14 @@ public:
         for (const context_split::part& p : chunk_)
             if (p.rank == me()) own_.push_back({p.first, p.end});
     }
-    /// Tokens of the chunk whose keys, values and queries this rank computes, at most three ranges; it gives them to step() in this order.
+    /// Tokens of the chunk whose keys, values and queries this rank computes, at most three ranges; it gives
+    /// them to step() in this order.
     std::span<const index_range> own() const noexcept { return own_; }
     int own_tokens() const noexcept { return split_.tokens(me()) - tokens_before_; }
 
-    /// One layer of the chunk. k, v, q, out: rows of own(), as for sequence::prefill; q and out have q_heads of the model on every
-    /// rank, and on every rank the same types. scores: score modifiers that do not depend on positions (softcap, score_scale).
+    /// One layer of the chunk. k, v, q, out: rows of own(), as for sequence::prefill; q and out have q_heads
+    /// of the model on every rank, and on every rank the same types. scores: score modifiers that do not
+    /// depend on positions (softcap, score_scale).
     template <class... Scores>
     void step(int layer, const input_view& k, const input_view& v, const query_view& q,
               const output_view& out, executor_view executor, const Scores&... scores) {
@@ -131,7 +141,8 @@ private:
         if (sequence_.tokens() > tokens_before_) sequence_.trim(tokens_before_);
     }
 
-    /// Queries of rank `from` that keys of rank `of` are visible to: all from the first on that sees one, since counts do not fall.
+    /// Queries of rank `from` that keys of rank `of` are visible to: all from the first on that sees one,
+    /// since counts do not fall.
     rows seen(int from, int of) {
         rows r;
         counts_.clear();

@@ -1,13 +1,16 @@
-// Head parallel attention: every rank holds some kv heads of every token, and attends with the query heads of these.
+// Head parallel attention: every rank holds some kv heads of every token, and attends with the query heads of
+// these.
 //
 //   const auto heads = kvq::split(kv_heads, weights);                       the same on every rank
 //   kvq::cache cache({.kv_heads = heads[rank].size(), ...}, options);       a rank without heads has no cache
 //   sequence.attend(layer, own queries, own outputs);                       no message
-//   kvq::gather_heads(channel, heads, own outputs, all outputs);            only where every rank needs all heads
+//   kvq::gather_heads(channel, heads, own outputs, all outputs);            only where every rank needs all
+//                                                                           heads
 //
-// Heads do not meet in attention, so outputs are those of one cache, bit for bit. A model that multiplies outputs with its part of the
-// output projection, and sums over ranks, needs no gather. Formats whose state differs by head (rotations, plans of widths) are made for
-// the heads of the rank. Bytes of gather_heads: for each token, what a rank has goes to each other rank once.
+// Heads do not meet in attention, so outputs are those of one cache, bit for bit. A model that multiplies
+// outputs with its part of the output projection, and sums over ranks, needs no gather. Formats whose state
+// differs by head (rotations, plans of widths) are made for the heads of the rank. Bytes of gather_heads: for
+// each token, what a rank has goes to each other rank once.
 #pragma once
 
 #include "../../core/token_view.hpp"
@@ -16,8 +19,9 @@
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
-/// heads: query heads of each rank, consecutive from 0 on. own: [tokens][heads of this rank][dim], all: [tokens][all heads][dim], of the
-/// same type on every rank. Raises the errors of message_channel; `all` may then be written in part.
+/// heads: query heads of each rank, consecutive from 0 on. own: [tokens][heads of this rank][dim], all:
+/// [tokens][all heads][dim], of the same type on every rank. Raises the errors of message_channel; `all` may
+/// then be written in part.
 template <transport Transport, float_format T>
 void gather_heads(message_channel<Transport>& channel, std::span<const index_range> heads,
                   const token_view<const T>& own, const token_view<T>& all) {

@@ -1,19 +1,24 @@
-// Messages between ranks: a transport of bytes, and frames by which a cut, damaged, lost or repeated message is noticed.
+// Messages between ranks: a transport of bytes, and frames by which a cut, damaged, lost or repeated message
+// is noticed.
 //
 //   transport   int rank() const, int ranks() const
-//               void send(int to, std::vector<std::byte> bytes)      starts to send and takes the bytes over; returns at once
-//               std::vector<std::byte> receive(int from)             the next message of this rank, in the order of sending
-//               void progress()                                      lets messages that were started go on; returns at once
+//               void send(int to, std::vector<std::byte> bytes)      starts to send and takes the bytes over;
+//                                                                    returns at once
+//               std::vector<std::byte> receive(int from)             the next message of this rank, in the
+//                                                                    order of sending
+//               void progress()                                      lets messages that were started go on;
+//                                                                    returns at once
 //               void flush()                                         waits until all of them are sent
-//   receive() and flush() raise kvq::error when a time limit of the transport is over. adapters/distributed/mpi.hpp is one.
+//   receive() and flush() raise kvq::error when a time limit of the transport is over.
+//     adapters/distributed/mpi.hpp is one.
 //
 //   frame       offset 0  "kvqmsg" and two zeros            24  CRC32C of the content
 //                      8  kind                              28  CRC32C of these 32 bytes with zeros here
 //                     12  number of the message             32  content
 //                     16  bytes of the content (64 bits)
 //
-// Little-endian, 32 bits unless another width is given. Messages from one rank to another are numbered from 0 on. CRC32C finds every
-// flipped bit and every damaged run of up to 32 bits.
+// Little-endian, 32 bits unless another width is given. Messages from one rank to another are numbered from 0
+// on. CRC32C finds every flipped bit and every damaged run of up to 32 bits.
 #pragma once
 
 #include <concepts>
@@ -143,8 +148,8 @@ public:
         over_.send(to, std::move(m.bytes_));
     }
 
-    /// The next message of a rank. Raises kvq::error if it is cut, damaged, not of this kind or not the next one, if the other rank says
-    /// that it has failed, and when the time limit of the transport is over.
+    /// The next message of a rank. Raises kvq::error if it is cut, damaged, not of this kind or not the next
+    /// one, if the other rank says that it has failed, and when the time limit of the transport is over.
     message receive(int from, message_kind kind) {
         check(from);
         message m(over_.receive(from));
@@ -178,7 +183,8 @@ public:
         return m;
     }
 
-    /// Tells all other ranks that this one has failed, so that they need not wait for their time limit. Raises nothing.
+    /// Tells all other ranks that this one has failed, so that they need not wait for their time limit.
+    /// Raises nothing.
     void announce_failure(const char* why) noexcept {
         // If this fails, the other ranks run into their time limit.
         (void)detail::caught([&] {

@@ -1,14 +1,16 @@
-// The transport of adapters/distributed/message.hpp over MPI, for processes on CPUs. Needs an MPI library (CMake: MPI::MPI_C).
+// The transport of adapters/distributed/message.hpp over MPI, for processes on CPUs. Needs an MPI library
+// (CMake: MPI::MPI_C).
 //
 //   MPI_Init(...);
 //   kvq::mpi_transport transport(MPI_COMM_WORLD, std::chrono::seconds(30));
 //   kvq::message_channel channel(transport);
 //
-// Point to point and nonblocking: MPI_Isend, MPI_Improbe, MPI_Imrecv and loops of MPI_Test with a time limit, no collective call. So a
-// rank that is gone costs the others the limit, and then raises kvq::error. The limit must be longer than the longest work between two
-// messages. Errors of MPI return (MPI_ERRORS_RETURN is set on the communicator). After an error the process ends without
-// MPI_Finalize, which would wait for the rank that is gone: MPI_Abort, or std::_Exit after mpirun --enable-recovery.
-// Messages advance while a function of the transport runs. Standard: MPI 3.0, sections 3.7 and 3.8.
+// Point to point and nonblocking: MPI_Isend, MPI_Improbe, MPI_Imrecv and loops of MPI_Test with a time limit,
+// no collective call. So a rank that is gone costs the others the limit, and then raises kvq::error. The
+// limit must be longer than the longest work between two messages. Errors of MPI return (MPI_ERRORS_RETURN is
+// set on the communicator). After an error the process ends without MPI_Finalize, which would wait for the
+// rank that is gone: MPI_Abort, or std::_Exit after mpirun --enable-recovery. Messages advance while a
+// function of the transport runs. Standard: MPI 3.0, sections 3.7 and 3.8.
 #pragma once
 
 // The old C++ interface of MPI is not used.
@@ -33,7 +35,8 @@ namespace kvq { inline namespace KVQ_TAGGED {
 
 class mpi_transport {
 public:
-    /// The communicator is of this transport alone, or at least `tag` is. Only the thread that made it calls it (MPI_THREAD_FUNNELED).
+    /// The communicator is of this transport alone, or at least `tag` is. Only the thread that made it calls
+    /// it (MPI_THREAD_FUNNELED).
     explicit mpi_transport(MPI_Comm comm, std::chrono::milliseconds limit = std::chrono::seconds(30),
                            int tag = 0)
         : comm_(comm), limit_(limit), tag_(tag) {

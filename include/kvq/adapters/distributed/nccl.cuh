@@ -1,14 +1,18 @@
-// Ranks over NCCL, one GPU each: threads of one process or processes. Needs nccl.h (2.18 or later) and libnccl.
+// Ranks over NCCL, one GPU each: threads of one process or processes. Needs nccl.h (2.18 or later) and
+// libnccl.
 //
-//   ncclUniqueId id;                                             made by one rank, brought to the others by any means
+//   ncclUniqueId id;                                             made by one rank, brought to the others by
+//                                                                any means
 //   if (auto s = cuda::nccl_group::make_id(id); !s) ...
 //   cuda::nccl_group group;                                      every rank, with its device current
 //   s = group.open(id, rank, ranks, std::chrono::seconds(30));   or adopt(comm): a communicator of the engine
 //
-// nccl_attention.cuh, nccl_prefill.cuh and nccl_transfer.cuh work on a group; one per thread, one stream at a time.
-// Contract: no call waits longer than the time limit. A rank that is gone, or that is silent for as long as the limit, is an error with a
-// sentence; the communicator is then aborted, which ends kernels of NCCL that still wait, and every later call refuses. Work that is only
-// put on a stream is watched by wait(): an engine calls it where it would call cudaStreamSynchronize.
+// nccl_attention.cuh, nccl_prefill.cuh and nccl_transfer.cuh work on a group; one per thread, one stream at a
+// time.
+// Contract: no call waits longer than the time limit. A rank that is gone, or that is silent for as long as
+// the limit, is an error with a sentence; the communicator is then aborted, which ends kernels of NCCL that
+// still wait, and every later call refuses. Work that is only put on a stream is watched by wait(): an engine
+// calls it where it would call cudaStreamSynchronize.
 // Source: NCCL's user guide: communicators that do not block, ncclCommGetAsyncError, ncclCommAbort.
 #pragma once
 

@@ -1,20 +1,26 @@
 // Decode on several GPUs: a context divided among ranks, or kv heads divided among ranks.
 //
-//   context parallel   every rank has a cuda::cache with its tokens of each sequence (split.hpp says which), and all query heads
+//   context parallel   every rank has a cuda::cache with its tokens of each sequence (split.hpp says which),
+//                      and all query heads
 //     cuda::context_attention merge;  s = merge.open(group, max_batch, q_heads, value_dim, stream);
-//     s = cache.begin_step(batch, is_home ? 1 : 0, stream);  if (is_home) s = cache.append(layer, k, v, stream);
-//     s = merge.attend(cache, layer, q, out, {}, stream);                                          all ranks get all outputs
+//     s = cache.begin_step(batch, is_home ? 1 : 0, stream);
+//     if (is_home) s = cache.append(layer, k, v, stream);
+//     s = merge.attend(cache, layer, q, out, {}, stream);                                          all ranks
+//       get all outputs
 //   head parallel      every rank has a cuda::cache with its kv heads of all tokens
 //     s = cache.attend(layer, own queries, own outputs, {}, stream);                               no message
-//     s = cuda::gather_heads(group, heads, own outputs, all outputs, scratch, stream);             only where all ranks need all
+//     s = cuda::gather_heads(group, heads, own outputs, all outputs, scratch, stream);             only where
+//       all ranks need all
 //
-//   merged = sum_r 2^(max_r - max) output_r / sum_r 2^(max_r - max) sum_r     over ranks r in order, max the largest max_r
+//   merged = sum_r 2^(max_r - max) output_r / sum_r 2^(max_r - max) sum_r     over ranks r in order, max the
+//                                                                             largest max_r
 //
-// Contract: partial softmax states (attention_args.cuh) go to all ranks in one all-gather and are added in the order of ranks, so every
-// rank has the same bits, whatever came first. A rank without tokens of a sequence (sequence_id{} in its batch) adds nothing. Outputs
-// over heads are those of one cache, bit for bit. Calls put work on the stream and do not wait for it; graphs can capture them.
-// Bytes that a rank sends to each other one: rows * (value_dim + 2) * 4. peer_attention.cuh: the same with less latency on one machine.
-// nccl_prefill.cuh: prompts of a divided context.
+// Contract: partial softmax states (attention_args.cuh) go to all ranks in one all-gather and are added in
+// the order of ranks, so every rank has the same bits, whatever came first. A rank without tokens of a
+// sequence (sequence_id{} in its batch) adds nothing. Outputs over heads are those of one cache, bit for bit.
+// Calls put work on the stream and do not wait for it; graphs can capture them.
+// Bytes that a rank sends to each other one: rows * (value_dim + 2) * 4. peer_attention.cuh: the same with
+// less latency on one machine. nccl_prefill.cuh: prompts of a divided context.
 #pragma once
 
 #include <span>
@@ -73,21 +79,23 @@ __global__ void __launch_bounds__(128)
 
 }  // namespace detail
 
-/// What attention over a divided context is, however states go to other ranks. Derived: exchange(rows, out, lse, stream), and
-/// attend_divided(), which may be attend_and_exchange().
+/// What attention over a divided context is, however states go to other ranks. Derived: exchange(rows, out,
+/// lse, stream), and attend_divided(), which may be attend_and_exchange().
 template <class Derived>
 class divided_context {
 public:
-    /// Attention of the step that cache.begin_step() has begun, on all ranks with the same rows in the same order. q: [rows][q_heads]
-    /// [head_dim], the same on every rank. out: [rows][q_heads][value_dim] of any float type. Of the options scale, softcap and early count;
-    /// lse is that of the whole context. One query token per sequence.
+    /// Attention of the step that cache.begin_step() has begun, on all ranks with the same rows in the same
+    /// order. q: [rows][q_heads] [head_dim], the same on every rank. out: [rows][q_heads][value_dim] of any
+    /// float type. Of the options scale, softcap and early count; lse is that of the whole context. One query
+    /// token per sequence.
     template <class T, class Out>
     status attend(cache& own, int layer, const token_view<const T>& q, const token_view<Out>& out,
                   attention_options options, cudaStream_t stream) {
         if (status s = check(q.tokens, q.heads, out, options); !s) return s;
         return static_cast<Derived*>(this)->attend_divided(own, layer, q, out, options, stream);
     }
-    /// For engines that compute partial states themselves: where a rank writes its own, [rows][q_heads][value_dim + 2], before merge().
+    /// For engines that compute partial states themselves: where a rank writes its own,
+    /// [rows][q_heads][value_dim + 2], before merge().
     float* own_states() const noexcept { return states_; }
     /// Sends the rank's states to all others and merges those of all.
     template <class Out>
@@ -158,7 +166,8 @@ private:
     }
 };
 
-/// Attention over a context whose tokens are divided among the ranks of a group. States go through ncclAllGather.
+/// Attention over a context whose tokens are divided among the ranks of a group. States go through
+/// ncclAllGather.
 class context_attention : public divided_context<context_attention> {
 public:
     context_attention() = default;
@@ -202,8 +211,8 @@ private:
     detail::device_memory memory_;  // the rank's states, then those of all ranks
 };
 
-/// heads: query heads of each rank, consecutive from 0 on (split.hpp). own: dense [tokens][heads of this rank][dim]. all: [tokens][all
-/// heads][dim]. scratch: device memory for as many values as `all` has.
+/// heads: query heads of each rank, consecutive from 0 on (split.hpp). own: dense [tokens][heads of this
+/// rank][dim]. all: [tokens][all heads][dim]. scratch: device memory for as many values as `all` has.
 template <class T>
 status gather_heads(nccl_group& group, std::span<const index_range> heads, const token_view<const T>& own,
                     const token_view<T>& all, T* scratch, cudaStream_t stream) {

@@ -1,8 +1,11 @@
-// Which page of a sequence lies where in which slice of a transfer (nccl_transfer.cuh), and sequences made from what came.
+// Which page of a sequence lies where in which slice of a transfer (nccl_transfer.cuh), and sequences made
+// from what came.
 //
-//   plan_sending     what the receiver's window and format make of a sequence: pages as they are, pages that are quantized on the way
+//   plan_sending     what the receiver's window and format make of a sequence: pages as they are, pages that
+//                    are quantized on the way
 //   plan_receiving   takes pages for what is offered; an error has changed nothing
-//   pack, unpack     pages of one layer to and from a slice: one launch, and one for each run of pages that are quantized
+//   pack, unpack     pages of one layer to and from a slice: one launch, and one for each run of pages that
+//                    are quantized
 //
 // Both sides lay out the same slices from the list of formats. Contract: see nccl_transfer.cuh.
 #pragma once
@@ -40,7 +43,8 @@ struct transfer_plan {
     std::vector<slice> list;
     std::vector<slice_conversion> conversions;
 
-    /// Slices [first, end) of all layers, counted through, that travel together: large messages take less time.
+    /// Slices [first, end) of all layers, counted through, that travel together: large messages take less
+    /// time.
     struct message {
         int first, end;
         std::size_t bytes;
@@ -73,8 +77,8 @@ struct plan_memory {
 struct layer_kinds {
     layer_memory of[page_kinds];
 };
-/// Packs pages into a slice, or takes them out of it, and adds the checksum. A block takes keys or values of every so-manieth page; those
-/// that were quantized to their place are only read.
+/// Packs pages into a slice, or takes them out of it, and adds the checksum. A block takes keys or values of
+/// every so-manieth page; those that were quantized to their place are only read.
 template <bool Pack>
 __global__ void __launch_bounds__(1024)
     move_pages_kernel(const __grid_constant__ layer_kinds kinds, const moved_page* pages, int count,

@@ -1,16 +1,21 @@
-// A prompt's chunk on several GPUs: its keys and values, and the tokens before it, are divided among ranks (split.hpp says how).
+// A prompt's chunk on several GPUs: its keys and values, and the tokens before it, are divided among ranks
+// (split.hpp says how).
 //
 //   cuda::context_prefill prompt;  s = prompt.open(group, q_heads);
-//   s = prompt.begin(cache, id, split, n, stream);                       the next n tokens; this rank computes K, V, Q of prompt.own()
+//   s = prompt.begin(cache, id, split, n, stream);                       the next n tokens; this rank
+//                                                                        computes K, V, Q of prompt.own()
 //   for each layer: s = prompt.prefill(layer, k, v, q, out, {}, stream);      rows of own()
 //   s = group.wait(stream, "for the outputs");
 //
-// A layer: queries go to the ranks that hold keys in front of them; each attends over its pages and over its new tokens in 16 bit
-// (prefill.cuh), stores and quantizes its own, and sends softmax states back; the rank of a query merges them in the order of ranks.
-// Contract: outputs are those of cache::prefill() of one cache within its error (states are float, so 1e-3 of the norm in half floats
-// is a bound for both); pages of all ranks together are those of one cache, byte for byte. Timing changes no bit. prefill() puts work on the
-// stream; begin() and wait() wait for it, no longer than the limit of the group. After an error the sequence is to be freed.
-// Bytes of a layer: for each query and each other rank with keys in front of it, q_heads * (head_dim * 2 + (value_dim + 2) * 4).
+// A layer: queries go to the ranks that hold keys in front of them; each attends over its pages and over its
+// new tokens in 16 bit (prefill.cuh), stores and quantizes its own, and sends softmax states back; the rank
+// of a query merges them in the order of ranks.
+// Contract: outputs are those of cache::prefill() of one cache within its error (states are float, so 1e-3 of
+// the norm in half floats is a bound for both); pages of all ranks together are those of one cache, byte for
+// byte. Timing changes no bit. prefill() puts work on the stream; begin() and wait() wait for it, no longer
+// than the limit of the group. After an error the sequence is to be freed.
+// Bytes of a layer: for each query and each other rank with keys in front of it, q_heads * (head_dim * 2 +
+// (value_dim + 2) * 4).
 #pragma once
 
 #include "nccl_attention.cuh"
@@ -56,9 +61,10 @@ public:
         return {};
     }
 
-    /// The next n tokens of a sequence, on every rank with the same n and the same split. own: a cache whose sinks, recent and page_tokens are
-    /// split.geometry(rank); id: its sequence with split.tokens(rank) tokens, or sequence_id{} on a rank that gets none and has none. All
-    /// layers of earlier tokens must have been appended. Waits for the stream. An error leaves the split as it was.
+    /// The next n tokens of a sequence, on every rank with the same n and the same split. own: a cache whose
+    /// sinks, recent and page_tokens are split.geometry(rank); id: its sequence with split.tokens(rank)
+    /// tokens, or sequence_id{} on a rank that gets none and has none. All layers of earlier tokens must have
+    /// been appended. Waits for the stream. An error leaves the split as it was.
     status begin(cache& own, sequence_id id, context_split& split, int n, cudaStream_t stream) {
         if (status s = check_begin(own, id, split, n); !s) return s;
         if (status s = group_->wait(stream, "for the chunk before"); !s) return s;
@@ -73,7 +79,8 @@ public:
         begun_ = static_cast<bool>(s);
         return s;
     }
-    /// Positions whose keys, values and queries this rank computes, at most three ranges; it gives them to prefill() in this order.
+    /// Positions whose keys, values and queries this rank computes, at most three ranges; it gives them to
+    /// prefill() in this order.
     std::span<const index_range> own() const noexcept { return own_; }
     int own_tokens() const noexcept { return own_tokens_; }
     /// What this rank sends per layer.
@@ -88,8 +95,9 @@ public:
     /// Device memory of it.
     std::size_t bytes() const noexcept { return memory_.bytes(); }
 
-    /// One layer. q, out: [own_tokens][q_heads][head_dim], k, v: [own_tokens][kv_heads][head_dim]; T: the type of the cache, Out: any float
-    /// type. Of the options scale, softcap and lse count; lse: [own_tokens][q_heads], of the whole context.
+    /// One layer. q, out: [own_tokens][q_heads][head_dim], k, v: [own_tokens][kv_heads][head_dim]; T: the
+    /// type of the cache, Out: any float type. Of the options scale, softcap and lse count; lse:
+    /// [own_tokens][q_heads], of the whole context.
     template <class T, class Out>
     status prefill(int layer, const token_view<const T>& k, const token_view<const T>& v,
                    const token_view<const T>& q, const token_view<Out>& out, prefill_options options,
@@ -175,7 +183,8 @@ private:
             own_tokens_ += p.size();
         }
     }
-    /// Queries of the chunk, states of those that see keys of this rank, states of own queries from all ranks.
+    /// Queries of the chunk, states of those that see keys of this rank, states of own queries from all
+    /// ranks.
     status reserve(cudaStream_t stream) {
         const auto aligned = [](std::size_t bytes) { return kvq::detail::round_up(bytes, std::size_t{256}); };
         const std::size_t queries = aligned(static_cast<std::size_t>(end_ - begin_) * query_bytes()),
@@ -273,7 +282,8 @@ private:
         });
     }
 
-    /// States of all queries that see keys of this rank. Between two of its ranges queries see the same keys: a launch per range.
+    /// States of all queries that see keys of this rank. Between two of its ranges queries see the same keys:
+    /// a launch per range.
     template <class T>
     status attend(int layer, const T* queries, const token_view<const T>& k, const token_view<const T>& v,
                   prefill_options options, cudaStream_t stream) {

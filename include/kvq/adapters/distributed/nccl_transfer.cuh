@@ -1,6 +1,8 @@
-// Prefill on one GPU, decode on another: a sequence goes over layer by layer, while the next layer is computed.
+// Prefill on one GPU, decode on another: a sequence goes over layer by layer, while the next layer is
+// computed.
 //
-//   cuda::sequence_sender sender;                                 after cache.begin_prompt(): all pages have their numbers
+//   cuda::sequence_sender sender;                                 after cache.begin_prompt(): all pages have
+//                                                                 their numbers
 //   s = sender.open(group, to, cache, id, stream);                waits for the request of the other rank
 //   for each layer: s = cache.append(layer, k, v, stream); ...; s = sender.send_layer(layer, stream);
 //   s = sender.finish(report);
@@ -9,14 +11,15 @@
 //   s = receiver.open(group, from, cache, stream, "std4");        "": pages as they are
 //   s = receiver.receive(id, report);
 //
-// Both caches have the same layers, heads, type, sinks and page size. The receiver's recent window may be shorter than the sender's: pages
-// behind it are quantized before they are sent; so are pages whose format is not the one that the receiver asks for. The
-// bytes are those of requantizing after the transfer. Layers travel in messages of at most 144 MiB, several together where they are small;
-// each is checked (sum of words times odd numbers, 64 bits: it finds every damaged word). Packing, sending and unpacking overlap.
-// Contract: until finish(), neither sequence is changed, and pools of the receiver do not grow (that is an error). A message that is
-// damaged, a rank that is gone, a refusal: a status, and the receiving cache has no page of the sequence. No call waits longer than
-// the limit of the group. Memory: two messages on each side, until the object ends. An object sends or receives one sequence;
-// group and cache outlive it.
+// Both caches have the same layers, heads, type, sinks and page size. The receiver's recent window may be
+// shorter than the sender's: pages behind it are quantized before they are sent; so are pages whose format is
+// not the one that the receiver asks for. The bytes are those of requantizing after the transfer. Layers
+// travel in messages of at most 144 MiB, several together where they are small; each is checked (sum of words
+// times odd numbers, 64 bits: it finds every damaged word). Packing, sending and unpacking overlap.
+// Contract: until finish(), neither sequence is changed, and pools of the receiver do not grow (that is an
+// error). A message that is damaged, a rank that is gone, a refusal: a status, and the receiving cache has no
+// page of the sequence. No call waits longer than the limit of the group. Memory: two messages on each side,
+// until the object ends. An object sends or receives one sequence; group and cache outlive it.
 #pragma once
 
 #include <cstring>
@@ -47,7 +50,8 @@ public:
         if (!s) pipe_.close();
         return s;
     }
-    /// Puts a layer on its way: what is on the stream so far is done before. Layers in order. Does not wait for the stream.
+    /// Puts a layer on its way: what is on the stream so far is done before. Layers in order. Does not wait
+    /// for the stream.
     status send_layer(int layer, cudaStream_t stream) {
         if (pipe_.group == nullptr) return detail::bad_value("the sender is not open");
         if (layer != layer_)
@@ -122,7 +126,8 @@ public:
     sequence_receiver& operator=(const sequence_receiver&) = delete;
     ~sequence_receiver() { drop(); }
 
-    /// Asks for the sequence. format: of its quantized pages, one of this cache's and of the sender's; empty: as they are.
+    /// Asks for the sequence. format: of its quantized pages, one of this cache's and of the sender's; empty:
+    /// as they are.
     status open(nccl_group& group, int from, cache& to, cudaStream_t stream, std::string_view format = {}) {
         if (pipe_.group != nullptr) return detail::bad_value("the receiver is open already");
         if (status s = detail::check_peer(group, from); !s) return s;

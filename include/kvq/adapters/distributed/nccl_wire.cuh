@@ -1,10 +1,14 @@
 // Messages of nccl_transfer.cuh, their checksums, and two buffers that take turns.
 //
-//   request    receiver to sender: shape, window, format          offer   sender to receiver: tokens, formats, bytes, or a refusal
-//   formats    a byte per quantized page, and 12 for each that hides tokens      answer  receiver to sender: nothing, or a refusal
-//   slice      header of 64 bytes, then for each kind of page all keys and all values; kinds are the sender's formats, the window,
-//              sinks. Pages in their order: quantized ones, window, sinks, cut into slices of as many pages
-//   checksum   sum over 32-bit words w_i of w_i * ((i + 1) * 0x9e3779b97f4a7c15 | 1), modulo 2^64: a single damaged word always changes it
+//   request    receiver to sender: shape, window, format          offer   sender to receiver: tokens,
+//                                                                         formats, bytes, or a refusal
+//   formats    a byte per quantized page, and 12 for each that hides tokens      answer  receiver to sender:
+//                                                                                nothing, or a refusal
+//   slice      header of 64 bytes, then for each kind of page all keys and all values; kinds are the sender's
+//              formats, the window, sinks. Pages in their order: quantized ones, window, sinks, cut into
+//              slices of as many pages
+//   checksum   sum over 32-bit words w_i of w_i * ((i + 1) * 0x9e3779b97f4a7c15 | 1), modulo 2^64: a single
+//              damaged word always changes it
 #pragma once
 
 #include <cstring>
@@ -53,7 +57,8 @@ inline status write_header(std::byte* slice, std::size_t bytes, int layer, int n
     return launch("launching a header", overlap::no, write_header_kernel<>, dim3(1), 1, 0, stream, header,
                   reinterpret_cast<slice_header*>(slice));
 }
-/// Keeps the header of a slice that came; the checksum that it should have is added by what unpacks the pages.
+/// Keeps the header of a slice that came; the checksum that it should have is added by what unpacks the
+/// pages.
 inline status note_header(const std::byte* slice, slice_header* to, cudaStream_t stream) {
     return launch("launching a header", overlap::no, note_header_kernel<>, dim3(1), 1, 0, stream,
                   reinterpret_cast<const slice_header*>(slice), to);
@@ -148,7 +153,8 @@ struct transfer_pipe {
     }
     void close() noexcept {
         if (group == nullptr) return;
-        // Launches still use what is given back. After an error the communicator is gone, and so are kernels that waited.
+        // Launches still use what is given back. After an error the communicator is gone, and so are kernels
+        // that waited.
         for (cudaStream_t* s : {&messages, &pages})
             if (*s != nullptr) {
                 if (!group->wait(*s, "until messages have ended")) (void)cudaStreamSynchronize(*s);

@@ -1,12 +1,13 @@
 // A divided context on the GPUs of one machine: partial states are written straight into the memory of the
 // other GPUs (NVLink, PCIe).
 //
-//   cuda::peer_context_attention merge;  s = merge.open(group, max_batch, q_heads, value_dim, stream);      as context_attention
+//   cuda::peer_context_attention merge;
+//     s = merge.open(group, max_batch, q_heads, value_dim, stream);      as context_attention
 //   s = merge.attend(cache, layer, q, out, {}, stream);   ...   s = merge.wait(stream, "for the outputs");
 //
-// Of a cache whose formats make_scored_format<across_ranks, ...>() has compiled, with outputs of the cache's type,
-// the launch of attention itself sends, waits and merges (state_exchange.cuh). Otherwise a second launch does.
-// NCCL brings the handles of the memory once.
+// Of a cache whose formats make_scored_format<across_ranks, ...>() has compiled, with outputs of the cache's
+// type, the launch of attention itself sends, waits and merges (state_exchange.cuh). Otherwise a second
+// launch does. NCCL brings the handles of the memory once.
 // Contract: the bits of context_attention. A rank whose states do not come within the limit of the group:
 // kernels end, outputs are NaN, and wait(), attend() and merge() say so. Ranks are threads of one process, or
 // processes (CUDA IPC), at most 8, with peer access.

@@ -1,17 +1,22 @@
-// Prefill on one rank, decode on another: a sequence goes over layer by layer, while the next layer is computed.
+// Prefill on one rank, decode on another: a sequence goes over layer by layer, while the next layer is
+// computed.
 //
 //   kvq::sequence_sender sender(channel, to, cache);              waits for the request of the other rank
 //   for each layer: sequence.prefill(layer, ...); sender.send_layer(sequence, layer);
-//   sender.finish(sequence);                                      the recurrent state, if it has one, and how many tokens it has
+//   sender.finish(sequence);                                      the recurrent state, if it has one, and how
+//                                                                 many tokens it has
 //
 //   kvq::sequence_receiver receiver(channel, from, cache, {.key = "...", .value = "..."});
 //   auto [sequence, report] = receiver.receive();                 on the other rank
 //
-// A layer is a stream of page messages (io/page_wire.hpp), cut into messages of at most 8 MiB. The receiver may ask for another format: committed pages are then
-// requantized before they are sent, in a fork, so that the sender's sequence stays as it is; the result is, byte for byte, that of requantizing
-// after the transfer. Caches fit as io/page_transfer.hpp says. Layers with recurrent state are sent together, by finish(), snapshots included.
-// Errors: a cut, damaged or missing message raises kvq::error; the receiving cache then holds no page of it. Memory: one layer of pages in
-// messages at the sender, and one in new pages if it requantizes; one message and one page at the receiver.
+// A layer is a stream of page messages (io/page_wire.hpp), cut into messages of at most 8 MiB. The receiver
+// may ask for another format: committed pages are then requantized before they are sent, in a fork, so that
+// the sender's sequence stays as it is; the result is, byte for byte, that of requantizing after the
+// transfer. Caches fit as io/page_transfer.hpp says. Layers with recurrent state are sent together, by
+// finish(), snapshots included.
+// Errors: a cut, damaged or missing message raises kvq::error; the receiving cache then holds no page of it.
+// Memory: one layer of pages in messages at the sender, and one in new pages if it requantizes; one message
+// and one page at the receiver.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +31,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
-/// Names of the formats in which committed pages shall arrive, among those listed in the sender's cache: "std4", or
-/// the name of its scheme. Empty: as they are.
+/// Names of the formats in which committed pages shall arrive, among those listed in the sender's cache:
+/// "std4", or the name of its scheme. Empty: as they are.
 struct transfer_request {
     std::string key = {};
     std::string value = {};
@@ -112,9 +117,9 @@ public:
         guard.done = true;
     }
 
-    /// Starts to send a layer whose tokens are all there. Layers in order. Returns as soon as the message is made. A layer with state sends
-    /// nothing yet, one that shares the keys and values of another layer never does. A chunk that waits for such layers goes on waiting:
-    /// its pages are quantized in a fork.
+    /// Starts to send a layer whose tokens are all there. Layers in order. Returns as soon as the message is
+    /// made. A layer with state sends nothing yet, one that shares the keys and values of another layer never
+    /// does. A chunk that waits for such layers goes on waiting: its pages are quantized in a fork.
     void send_layer(const sequence& s, int layer) {
         detail::transfer_guard<Transport> guard{channel_, "a layer of a sequence cannot be sent"};
         detail::expect(layer == layer_, "layer ", layer, " is sent, but layer ", layer_, " is the next one");
@@ -136,8 +141,8 @@ public:
         guard.done = true;
     }
 
-    /// After the last layer: says how many tokens all layers have, and waits until everything is sent. Raises kvq::error in the middle of a
-    /// step, when they have different numbers.
+    /// After the last layer: says how many tokens all layers have, and waits until everything is sent. Raises
+    /// kvq::error in the middle of a step, when they have different numbers.
     transfer_report finish(const sequence& s) {
         detail::transfer_guard<Transport> guard{channel_, "the layers of a sequence were not all sent"};
         detail::expect(layer_ == cache_.layer_count(), "a sequence ends after ", layer_, " of ",
@@ -228,7 +233,8 @@ public:
         channel.over().progress();
     }
 
-    /// Receives one layer and returns its index. For engines that do other work in between; receive() receives what is left.
+    /// Receives one layer and returns its index. For engines that do other work in between; receive()
+    /// receives what is left.
     int receive_layer() {
         detail::transfer_guard<Transport> guard{channel_, "a layer of a sequence was not received"};
         if (cache_.holds_tokens(layer_)) {

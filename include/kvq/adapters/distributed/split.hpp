@@ -1,13 +1,17 @@
-// How heads and contexts are divided among ranks. Every rank computes the same division, so nothing is exchanged for it.
+// How heads and contexts are divided among ranks. Every rank computes the same division, so nothing is
+// exchanged for it.
 //
-//   split(n, weights)      [0, n) in consecutive ranges, in proportion to the weights: kv heads, pages, layers
-//   context_split          the tokens of one sequence: whole units of pages, in proportion; one rank, the home of the sequence, holds
-//                          the sinks, the first unit, the recent window and the unit that is being filled
+//   split(n, weights)
+//     [0, n) in consecutive ranges, in proportion to the weights: kv heads, pages, layers
+//   context_split          the tokens of one sequence: whole units of pages, in proportion; one rank, the
+//                          home of the sequence, holds the sinks, the first unit, the recent window and the
+//                          unit that is being filled
 //
-// Every rank keeps its tokens in a sequence of its own, whose cache has geometry(rank): that of the whole at home, no sinks and no recent
-// tokens elsewhere. All ranks together then hold the pages, byte for byte, that one cache would hold. A unit is by default what attention
-// sums into one softmax state (about 2048 tokens), so that attention does the same sums on any number of ranks; smaller units
-// round the 16-bit weights of quantized values differently (about 1e-5 of the norm). Sequences of a batch may have different homes.
+// Every rank keeps its tokens in a sequence of its own, whose cache has geometry(rank): that of the whole at
+// home, no sinks and no recent tokens elsewhere. All ranks together then hold the pages, byte for byte, that
+// one cache would hold. A unit is by default what attention sums into one softmax state (about 2048 tokens),
+// so that attention does the same sums on any number of ranks; smaller units round the 16-bit weights of
+// quantized values differently (about 1e-5 of the norm). Sequences of a batch may have different homes.
 // Cost: O(ranks) per chunk, O(parts) memory. No transport, no device: the same division serves MPI and NCCL.
 #pragma once
 
@@ -47,7 +51,8 @@ inline long long check_weights(std::span<const int> weights) {
 
 }  // namespace detail
 
-/// One range per weight. Weights that are all equal give ranges that differ by at most 1; weight 0 gives an empty range.
+/// One range per weight. Weights that are all equal give ranges that differ by at most 1; weight 0 gives an
+/// empty range.
 inline std::vector<index_range> split(int n, std::span<const int> weights) {
     detail::expect(n >= 0, "cannot divide ", n, " among ranks");
     const long long sum = detail::check_weights(weights);
@@ -75,8 +80,9 @@ public:
         bool operator==(const part&) const = default;
     };
 
-    /// `whole`: geometry of the cache that would hold all tokens. weights: one per rank; 0: no tokens. home: a rank with a weight; -1: the
-    /// last one. unit_tokens: a multiple of the page size; 0: one softmax state of attention.
+    /// `whole`: geometry of the cache that would hold all tokens. weights: one per rank; 0: no tokens. home:
+    /// a rank with a weight; -1: the last one. unit_tokens: a multiple of the page size; 0: one softmax state
+    /// of attention.
     context_split(const page_geometry& whole, std::span<const int> weights, int home = -1,
                   int unit_tokens = 0)
         : whole_(whole), weights_(weights.begin(), weights.end()), held_(weights.size()) {
@@ -110,9 +116,10 @@ public:
         return {rank == home_ ? whole_.sinks : 0, rank == home_ ? whole_.recent : 0, whole_.page_tokens};
     }
 
-    /// Divides the next n tokens: home fills its open unit, whole units that the chunk leaves behind the recent window go to ranks that lack tokens of their share, home
-    /// takes what is left. So a decoded token belongs to home, and the chunks of a prompt should hold several units for every rank.
-    /// Returns the parts of the chunk.
+    /// Divides the next n tokens: home fills its open unit, whole units that the chunk leaves behind the
+    /// recent window go to ranks that lack tokens of their share, home takes what is left. So a decoded token
+    /// belongs to home, and the chunks of a prompt should hold several units for every rank. Returns the
+    /// parts of the chunk.
     std::vector<part> add(int n) {
         detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - tokens_ - first_unit_ - unit_,
                        "a context of ", tokens_, " tokens cannot take ", n, " more");
@@ -157,8 +164,8 @@ public:
     /// All parts, in the order of their tokens.
     std::span<const part> parts() const noexcept { return parts_; }
 
-    /// Sets counts[i] to the tokens of a rank at positions up to first + i: the leading keys of its sequence that a query at this
-    /// position attends to. O(parts + counts)
+    /// Sets counts[i] to the tokens of a rank at positions up to first + i: the leading keys of its sequence
+    /// that a query at this position attends to. O(parts + counts)
     void leading(int rank, int first, std::span<int> counts) const {
         check(rank);
         std::size_t at = 0;
@@ -174,7 +181,8 @@ public:
     }
 
 private:
-    /// Tokens that each rank lacks of its share of n, if home takes `rest` more; the weights if no rank lacks any.
+    /// Tokens that each rank lacks of its share of n, if home takes `rest` more; the weights if no rank lacks
+    /// any.
     std::vector<int> lacking(int n, int rest) const {
         const long long sum = std::accumulate(weights_.begin(), weights_.end(), 0LL);
         std::vector<int> lacks(weights_.size());

@@ -1,12 +1,13 @@
 // Architectures: an instruction set is a type, and everything in this folder is a template over such a type.
 //
-// Types of xsimd are used if it has them; for types that the oldest supported xsimd (8.1) lacks, this
-// header derives one. `available()` checks the running CPU. `best` is the best one of this build's -march flags.
+// Types of xsimd are used if it has them; for types that the oldest supported xsimd (8.1) lacks, this header
+// derives one. `available()` checks the running CPU. `best` is the best one of this build's -march flags.
 //
-//   sse2, sse4_1, avx2 (with FMA and F16C), avxvnni, avx512bw, avx512vnni, amx (avx512vnni with tiles) | neon64, neon64_dot
+//   sse2, sse4_1, avx2 (with FMA and F16C), avxvnni, avx512bw, avx512vnni, amx (avx512vnni with tiles) |
+//     neon64, neon64_dot
 //
-// Objects built with different -march may be linked together in any order: everything that is compiled lives in a namespace of its
-// instruction set (config.hpp; tests/link).
+// Objects built with different -march may be linked together in any order: everything that is compiled lives
+// in a namespace of its instruction set (config.hpp; tests/link).
 #pragma once
 
 #if defined(__CUDACC__)
@@ -52,7 +53,8 @@ struct avx2 : xsimd::fma3<xsimd::avx2> {
 struct avxvnni : avx2 {
     static constexpr const char* name() noexcept { return "avxvnni"; }
     static bool available() noexcept {
-        // Some compilers lack this name: leaf 7, subleaf 1, bit 4 of eax. AVX-512 has the instructions as well.
+        // Some compilers lack this name: leaf 7, subleaf 1, bit 4 of eax. AVX-512 has the instructions as
+        // well.
         unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
         const bool own = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1u) != 0;
         return avx2::available() &&

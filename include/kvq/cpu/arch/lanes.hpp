@@ -1,14 +1,16 @@
 // Lanes on xsimd registers: the interface of cpu/plain_lanes.hpp for one architecture.
 //
-// Arithmetic that xsimd has in every version is written with xsimd::batch. Operations that differ per instruction set (integer dot
-// products, 16-bit floats, partial loads) come from register_ops<Arch>, one header per instruction set.
+// Arithmetic that xsimd has in every version is written with xsimd::batch. Operations that differ per
+// instruction set (integer dot products, 16-bit floats, partial loads) come from register_ops<Arch>, one
+// header per instruction set.
 #pragma once
 
 #include <concepts>
 
 #include "../../core/float_formats.hpp"
 
-// g++ before 13 takes the deliberately undefined registers of its own AVX-512 header for a mistake, where this header calls it.
+// g++ before 13 takes the deliberately undefined registers of its own AVX-512 header for a mistake, where
+// this header calls it.
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"

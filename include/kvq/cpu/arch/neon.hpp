@@ -1,6 +1,7 @@
 // NEON on AArch64, with and without the dot product extension: 4 lanes.
 //
-// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
+// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp
+// (tests/conformance/lanes.cpp).
 #pragma once
 
 #include <arm_neon.h>

@@ -1,31 +1,40 @@
 // register_ops<Arch>: the operations that xsimd does not have, one header per instruction set.
 //
 //   width, row_vectors, value_vectors, ints, floats, doubles
-//   word_products                             products of 16-bit words are faster here than two of bytes (folded.hpp)
+//   word_products                             products of 16-bit words are faster here than two of bytes
+//                                             (folded.hpp)
 //   load_words(p, n), store_words(p, a, n), load_floats(p, n), store_floats(p, a, n)     first n lanes only
 //   dot<Bits>(acc, codes, x)                  acc + sums of four u8 x s8 products
-//   sixteen_bytes(p), lookup_bytes(table, a)  16 bytes, as often as they fit; for every byte of a, 0 to 15, that byte of such a table
+//   sixteen_bytes(p), lookup_bytes(table, a)  16 bytes, as often as they fit; for every byte of a, 0 to 15,
+//                                             that byte of such a table
 //   even_bytes(a), odd_bytes(a)               bytes 0 and 2, 1 and 3 of every word, as 16-bit words
 //   dot_words(acc, a, x)                      acc + sums of two s16 x s16 products
-//   store_word_pairs(out, stride, a)          the low words of four lanes: 0 and 2 in one word, 1 and 3 in the next
+//   store_word_pairs(out, stride, a)          the low words of four lanes: 0 and 2 in one word, 1 and 3 in
+//                                             the next
 //   widen<Half>(a), narrow(low, high)         half of the lanes as doubles, and back
 //   limited(a, top)                           to [0, top]; NaN becomes 0
 //   to_floats, round, as_floats               between words and floats
 //   store_high_low(out, stride, high, low)      lowest bytes, packed to words and interleaved
 //   shift_signed<S>(a)
-//   ordered_halves, min_halves, max_halves     16-bit floats as integers of the same order (or back), and their extremes
-//   pack_bytes<Signed>(a, b, c, d), add_bytes  word i of 128-bit lane l of the result: the bytes of lane l of vector i
+//   ordered_halves, min_halves, max_halves     16-bit floats as integers of the same order (or back), and
+//                                              their extremes
+//   pack_bytes<Signed>(a, b, c, d), add_bytes  word i of 128-bit lane l of the result: the bytes of lane l of
+//                                              vector i
 //   transpose, load_bytes, load_halfwords, store_halfwords, half_bits<T>, rounded_product, in_register
 //   load_values<T>(p[, n]), halves<T, H>(w)   16- and 32-bit floats
 //   splat_pair, add_pairs, keep_even, sum, largest, smallest
-//   optional, where the xsimd or generic version is too slow or not exact: divide, directed_float16, store_float16, merge_lanes
+//   optional, where the xsimd or generic version is too slow or not exact: divide, directed_float16,
+//     store_float16, merge_lanes
 //   optional, for kernels that other instruction sets do not have
-//     store_high_low_of_four(out, a)            folded.hpp: store_high_low of four vectors of values 256 high + low
-//     store_high_low_rows(high, low, a)          folded.hpp: the high bytes of four vectors of such values, then the low ones, in order
+//     store_high_low_of_four(out, a)
+//       folded.hpp: store_high_low of four vectors of values 256 high + low
+//     store_high_low_rows(high, low, a)          folded.hpp: the high bytes of four vectors of such values,
+//                                                then the low ones, in order
 //     larger_magnitude(a, b)                  folded.hpp: the larger magnitude in one instruction
 //     distance_to_whole, scale_by_power       softmax.hpp: exponent arithmetic in one instruction each
 //     dot_word_pairs(acc, a, x)               word_product.hpp: dot_words in one instruction
-//     store_as_halfwords(p, a, b), repeat_lanes<Half>(a)     word_product.hpp: the lanes of a, then b, as signed 16-bit words that
+//     store_as_halfwords(p, a, b), repeat_lanes<Half>(a)     word_product.hpp: the lanes of a, then b, as
+//                                                            signed 16-bit words that
 //         saturate; every lane of half of a twice
 //     transpose_fours, split_halves, spread_codes, code_table, lookup_table    dequantize_table.hpp
 #pragma once

@@ -1,11 +1,14 @@
 // AMX: products of 8-bit tiles (16 x 64 by 64 x 16) in one instruction, for several operands at once.
 //
-//   C[i][r] += sum_k A[i][k] B[r][k]     A: rows of signed bytes; B: words of four unsigned bytes, row k / 4 holds those of all r
+//   C[i][r] += sum_k A[i][k] B[r][k]     A: rows of signed bytes; B: words of four unsigned bytes, row k / 4
+//                                        holds those of all r
 //
-// B has the layout of vectors of codes (pack/tile_layout.hpp), so unpacked codes are stored in their order; cpu/product/tile_product.hpp.
-// Contract: sums of 32 bits, exact. Between begin() and end() the thread's tile registers have the shapes of the kernels, afterwards
-// their former shapes; their contents are lost, as the calling convention allows. A process must request tiles from Linux once;
-// ready() does it. Source: Intel 64 and IA-32 Architectures SDM, volume 1, chapter 18.
+// B has the layout of vectors of codes (pack/tile_layout.hpp), so unpacked codes are stored in their order;
+// cpu/product/tile_product.hpp.
+// Contract: sums of 32 bits, exact. Between begin() and end() the thread's tile registers have the shapes of
+// the kernels, afterwards their former shapes; their contents are lost, as the calling convention allows. A
+// process must request tiles from Linux once; ready() does it. Source: Intel 64 and IA-32 Architectures SDM,
+// volume 1, chapter 18.
 #pragma once
 
 #include <cstddef>
@@ -41,8 +44,8 @@ struct amx_tiles {
         std::uint8_t rows[16] = {};
     };
 
-    /// Tiles 0, 1 and 4 get first_rows rows, tiles 2, 3 and 5 second_rows, tiles 6 and 7 sixteen. 1 to 16 rows of 64 bytes. Returns
-    /// the former shapes, which other code of the thread may need.
+    /// Tiles 0, 1 and 4 get first_rows rows, tiles 2, 3 and 5 second_rows, tiles 6 and 7 sixteen. 1 to 16
+    /// rows of 64 bytes. Returns the former shapes, which other code of the thread may need.
     static shapes begin(int first_rows, int second_rows) noexcept {
         shapes before, wanted;
         __asm__ volatile("sttilecfg %0" : "=m"(before));

@@ -1,7 +1,8 @@
 // AVX2 with FMA and F16C, with and without VNNI: 8 lanes.
 //
-// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
-// Without VNNI vpmaddwd multiplies 16-bit words as fast as bytes (word_products), with it vpdpbusd takes bytes.
+// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp
+// (tests/conformance/lanes.cpp). Without VNNI vpmaddwd multiplies 16-bit words as fast as bytes
+// (word_products), with it vpdpbusd takes bytes.
 #pragma once
 
 #include <immintrin.h>

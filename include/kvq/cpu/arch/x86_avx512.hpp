@@ -1,7 +1,8 @@
 // AVX-512 (F, BW, DQ, VL), with and without VNNI: 16 lanes.
 //
-// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
-// Loads and stores of some lanes are masked; lanes that are not loaded are zero.
+// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp
+// (tests/conformance/lanes.cpp). Loads and stores of some lanes are masked; lanes that are not loaded are
+// zero.
 #pragma once
 
 #include <immintrin.h>
@@ -45,7 +46,8 @@ struct register_ops<Arch> {
 #if defined(__clang__)
             return _mm512_dpbusd_epi32(acc, codes, x);
 #else
-            // g++ 12 copies the accumulator twice around the intrinsic, which costs a third of the kernel's speed.
+            // g++ 12 copies the accumulator twice around the intrinsic, which costs a third of the kernel's
+            // speed.
             __m512i sum = acc;
             __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(__m512i(codes)), "v"(__m512i(x)));
             return sum;
@@ -200,7 +202,8 @@ struct register_ops<Arch> {
             v[12 + i] = _mm512_shuffle_i32x4(high0, high1, 0xdd);
         }
     }
-    /// Lane i: all lanes of vector i reduced by `pick`. Each level halves the number of vectors and the rest of each.
+    /// Lane i: all lanes of vector i reduced by `pick`. Each level halves the number of vectors and the rest
+    /// of each.
     template <class F>
     static KVQ_INLINE floats merge_lanes(const ints* v, F pick) {
         const auto f = [](__m512i a) { return floats(_mm512_castsi512_ps(a)); };
@@ -242,7 +245,8 @@ struct register_ops<Arch> {
         v[1] = _mm512_permutex2var_epi16(v[0], _mm512_or_si512(index, _mm512_set1_epi16(1)), v[1]);
         v[0] = low;
     }
-    /// 16 values rounded to T, twice if two copies fit; lane i of an index of T's size reads entry i % (lanes of T) of the table.
+    /// 16 values rounded to T, twice if two copies fit; lane i of an index of T's size reads entry i % (lanes
+    /// of T) of the table.
     template <class T>
     static KVQ_INLINE ints code_table(floats a) {
         if constexpr (std::same_as<T, float>)
@@ -259,8 +263,8 @@ struct register_ops<Arch> {
         else
             return _mm512_permutexvar_epi32(index, table);
     }
-    /// 16 bytes hold four words of codes of one row: those of columns [Part * n, (Part + 1) * n), one in each of the n lanes
-    /// of T; the bits above a code are those of other codes in the byte.
+    /// 16 bytes hold four words of codes of one row: those of columns [Part * n, (Part + 1) * n), one in each
+    /// of the n lanes of T; the bits above a code are those of other codes in the byte.
     template <class T, int Bits, int Part>
     static KVQ_INLINE ints spread_codes(const std::byte* p) {
         struct indices {

@@ -1,6 +1,8 @@
-// SSE2 and SSE4.1: 4 lanes. float16 is widened with integer arithmetic, exactly as core/float_formats.hpp does.
+// SSE2 and SSE4.1: 4 lanes. float16 is widened with integer arithmetic, exactly as core/float_formats.hpp
+// does.
 //
-// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
+// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp
+// (tests/conformance/lanes.cpp).
 #pragma once
 
 #include <emmintrin.h>
@@ -213,7 +215,8 @@ private:
             const __m128i magnitude = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x7fff)), 13);
             const __m128i sign = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x8000)), 16);
             const __m128i normal = _mm_add_epi32(magnitude, _mm_set1_epi32(112 << 23));
-            // Subnormals: 2^-14 + m 2^-24, minus 2^-14. No operand is a subnormal float, which a program may flush to zero.
+            // Subnormals: 2^-14 + m 2^-24, minus 2^-14. No operand is a subnormal float, which a program may
+            // flush to zero.
             const __m128i least = _mm_set1_epi32(113 << 23);
             const __m128i subnormal = _mm_castps_si128(
                 _mm_sub_ps(_mm_castsi128_ps(_mm_or_si128(magnitude, least)), _mm_castsi128_ps(least)));

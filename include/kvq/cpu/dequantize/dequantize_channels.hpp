@@ -87,7 +87,8 @@ private:
         return Lanes::add(Lanes::rounded_product(scale, Lanes::to_floats(code)), bias);
     }
 
-    /// Writes channels of one token after the other. (No lambda: compilers disagree on where `mutable` stands.)
+    /// Writes channels of one token after the other. (No lambda: compilers disagree on where `mutable`
+    /// stands.)
     template <class T>
     struct put_tokens {
         T* to;
@@ -172,7 +173,8 @@ private:
     template <int Bits, bool Partial, bool Scaled>
     KVQ_NOINLINE void columns_of(const code_segment& segment, int row, int n, floats token_scale,
                                  std::byte* to) const {
-        // Captures are values: a pointer that is captured by reference would be read again behind every store.
+        // Captures are values: a pointer that is captured by reference would be read again behind every
+        // store.
         const auto put = [=, scale = scale_ + segment.first, bias = bias_ + segment.first,
                           columns = to + segment.first * 4 * width](int c, ints code) KVQ_INLINE_LAMBDA {
             floats x = value(code, Lanes::splat_float(scale[c]), Lanes::splat_float(bias[c]));

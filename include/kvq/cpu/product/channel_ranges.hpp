@@ -1,11 +1,13 @@
-// Products of vectors with the ranges in which the channels of keys lie: what estimates of scores are made of.
+// Products of vectors with the ranges in which the channels of keys lie: what estimates of scores are made
+// of.
 //
 //   sum_ranges      sum_c x_c m_c + spread * sum_c |x_c| h_c    m, h: middle and half of a range
-//   channel_bounds  ranges that are stored beside a block: the least and the largest value of every channel, for formats whose
-//                   parameters say nothing of channels (format/bounds.hpp)
+//   channel_bounds  ranges that are stored beside a block: the least and the largest value of every channel,
+//                   for formats whose parameters say nothing of channels (format/bounds.hpp)
 //
-// Bytes of stored bounds: dim float16 rounded down, then dim float16 rounded up. What lies beyond float16 is infinite, and
-// so is the range of a channel with a value that is not finite. The bytes are the same on every backend.
+// Bytes of stored bounds: dim float16 rounded down, then dim float16 rounded up. What lies beyond float16 is
+// infinite, and so is the range of a channel with a value that is not finite. The bytes are the same on every
+// backend.
 // Source: Tang et al., arXiv 2406.10774 (Quest), section 3.2.
 #pragma once
 
@@ -16,8 +18,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Sums over n channels for `Rows` vectors. A range is scale * to_middle + bias, plus or minus scale * to_half. Apart: `half` gets the second
-/// sum without the spread; else `middle` gets both, and `half` is 0.
+/// Sums over n channels for `Rows` vectors. A range is scale * to_middle + bias, plus or minus scale *
+/// to_half. Apart: `half` gets the second sum without the spread; else `middle` gets both, and `half` is 0.
 template <class Lanes, int Rows, bool Apart>
 void sum_ranges(const float* scale, const float* bias, float to_middle, float to_half, const float* x,
                 std::ptrdiff_t x_stride, int n, float spread, float* middle, float* half) {
@@ -93,7 +95,8 @@ public:
         }
     }
 
-    /// out[i] for `rows` vectors x of dim floats: at least the largest product with any of the keys, if spread is 1. scratch: scratch_floats(dim).
+    /// out[i] for `rows` vectors x of dim floats: at least the largest product with any of the keys, if
+    /// spread is 1. scratch: scratch_floats(dim).
     static void estimate(const std::byte* bounds, int dim, const float* x, std::ptrdiff_t x_stride, int rows,
                          float spread, float* out, std::ptrdiff_t ahead, float* scratch) {
         const int bytes = 2 * dim * static_cast<int>(sizeof(float16));

@@ -2,8 +2,9 @@
 //
 //   y[r] = row_scale[r] * (step * sum_c (code - zero) * byte + bias_dot) + row_bias[r] * sum
 //
-// In registers, up to 4 operands at a time (code_sums.hpp), or, on architectures with tile instructions, in tiles, up to 16
-// (tile_product.hpp). Contract: that of code_sums.hpp; both give the same bits if registers take bytes as well.
+// In registers, up to 4 operands at a time (code_sums.hpp), or, on architectures with tile instructions, in
+// tiles, up to 16 (tile_product.hpp). Contract: that of code_sums.hpp; both give the same bits if registers
+// take bytes as well.
 #pragma once
 
 #include "tile_product.hpp"
@@ -18,8 +19,8 @@ struct code_plan {
     fold_layout fold;
     std::size_t parameters;  ///< offset of the parameters in a block
     std::ptrdiff_t line;     ///< floats of the row parameters of one column group
-    std::size_t
-        parameter_bytes;  ///< bytes of all row parameters; in the workspace, the output of fold() follows them
+    /// bytes of all row parameters; in the workspace, the output of fold() follows them
+    std::size_t parameter_bytes;
 
     code_plan(const code_meaning& codes_mean, const code_layout<Bits>& layout, int n, int tile_query_bytes)
         : meaning(codes_mean),
@@ -38,8 +39,8 @@ struct code_plan {
     }
 };
 
-/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n operands that were folded for this block. Codes: plain_codes, or table_codes where
-/// the plan has entries.
+/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n operands that were folded for this block. Codes:
+/// plain_codes, or table_codes where the plan has entries.
 template <class Lanes, class Backend, int Bits, class Codes = plain_codes<Lanes>>
 class code_product {
 public:
@@ -94,8 +95,8 @@ public:
 private:
     using planes = code_planes<Bits>;
 
-    /// The rows of a row group times a part of the columns, for `queries` operands whose words of the part are
-    /// at x. Returns the number of these words.
+    /// The rows of a row group times a part of the columns, for `queries` operands whose words of the part
+    /// are at x. Returns the number of these words.
     std::ptrdiff_t run_part(int p, int rg, int queries, const std::uint32_t* x, const fold_scalars* scalars,
                             float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead) const {
         const grouped_axis& rows = codes_.rows();

@@ -1,9 +1,11 @@
-// Integer sums of codes with fixed-point operands in registers, and their conversion to floats: used by code_product.hpp.
+// Integer sums of codes with fixed-point operands in registers, and their conversion to floats: used by
+// code_product.hpp.
 //
-// A value of an operand is two bytes or a 16-bit word (16 bits, the default), or one byte (half of the products): form_of.
-// Contract: integer sums are exact (255 * 128 * columns stays below 2^31 up to 65 000 columns; words are scaled so that
-// their sums fit); per part of the columns (fold_layout) there is one float rounding of each term. Every word
-// of the block is loaded once per query block of up to 4 operands.
+// A value of an operand is two bytes or a 16-bit word (16 bits, the default), or one byte (half of the
+// products): form_of.
+// Contract: integer sums are exact (255 * 128 * columns stays below 2^31 up to 65 000 columns; words are
+// scaled so that their sums fit); per part of the columns (fold_layout) there is one float rounding of each
+// term. Every word of the block is loaded once per query block of up to 4 operands.
 #pragma once
 
 #include <utility>
@@ -21,7 +23,8 @@ struct plain_codes {
     static constexpr int bits = Bits;
     KVQ_INLINE typename Lanes::ints operator()(typename Lanes::ints codes) const { return codes; }
 };
-/// The entries of a table of 16 that codes of 4 bits stand for; entries have 7 bits (code_entries in schemes/concepts.hpp).
+/// The entries of a table of 16 that codes of 4 bits stand for; entries have 7 bits (code_entries in
+/// schemes/concepts.hpp).
 template <class Lanes>
 struct table_codes {
     typename Lanes::ints table;
@@ -170,7 +173,8 @@ struct code_target {
     bool add;  ///< add to y instead of overwriting it
 };
 
-/// Integer sums as floats, with the parameters applied. Whole: all vectors are full, and Scale and Bias match the target.
+/// Integer sums as floats, with the parameters applied. Whole: all vectors are full, and Scale and Bias match
+/// the target.
 template <vector_form Form, class Lanes, bool Whole, bool Scale, bool Bias, int Vectors, int Queries>
 KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
     const bool has_scale = Scale && (Whole || to.row_scale), has_bias = Bias && (Whole || to.row_bias),
@@ -197,7 +201,8 @@ KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, cons
             if constexpr (Form == vector_form::two_bytes)
                 y = Lanes::multiply_add(y, Lanes::splat_float(256.0f), Lanes::to_floats(sums.low[i][v]));
             y = Lanes::multiply_add(y, Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
-            // Rounded: otherwise the compiler would choose, kernel by kernel, which of the two products to fuse with the sum.
+            // Rounded: otherwise the compiler would choose, kernel by kernel, which of the two products to
+            // fuse with the sum.
             if (has_scale) y = Lanes::rounded_product(y, scale[v]);
             if (has_bias) y = Lanes::multiply_add(bias[v], Lanes::splat_float(s.sum), y);
             if (to.add) y = Lanes::add(y, load_rows<Lanes>(out + v * Lanes::width, left(v)));
@@ -209,7 +214,8 @@ KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, cons
     }
 }
 
-/// finish_rows for the parameters of the target. They are tested once, since branches for every vector cost 3 % of attention.
+/// finish_rows for the parameters of the target. They are tested once, since branches for every vector cost 3
+/// % of attention.
 template <vector_form Form, class Lanes, int Vectors, int Queries>
 KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
     const bool whole = to.rows >= Vectors * Lanes::width;

@@ -1,22 +1,23 @@
-// Folding: converts the operands of a product to 16-bit fixed point, high and low bytes, once per block, so that the product runs on
-// codes. An operand is a query (K) or a row of weights (V).
+// Folding: converts the operands of a product to 16-bit fixed point, high and low bytes, once per block, so
+// that the product runs on codes. An operand is a query (K) or a row of weights (V).
 //
 //   x'  = col_scale * x                                        (only where columns carry parameters)
 //   x' ~= step * (256 * high + low),  high, low signed bytes,  step = max|x'| / 32512
 //
 // With one byte (Backend::query_bytes == 1): x' ~= step * high, step = max|x'| / 126. The low word of a pair
 // is then unused.
-// If the instruction set multiplies 16-bit words as fast as bytes (Lanes::word_products; no VNNI), x' ~= step * word instead of high
-// and low bytes: half of the products. The step grows if sums of words might not fit 32 bits (8-bit codes,
-// more than 260 columns). A part has a step of its own: a column group, or 256 columns of a larger one.
+// If the instruction set multiplies 16-bit words as fast as bytes (Lanes::word_products; no VNNI), x' ~= step
+// * word instead of high and low bytes: half of the products. The step grows if sums of words might not fit
+// 32 bits (8-bit codes, more than 260 columns). A part has a step of its own: a column group, or 256 columns
+// of a larger one.
 // Contract: queries are rounded to nearest: |x' - step * (256 high + low)| <= step / 2, that is 2^-16 of the
-// part's largest |x'|. Weights are within one step, and the sum over all columns of a part that share a lane is
-// off by at most one step as well (sum_rounding), in either direction. So small weights beside a large one are
-// not lost, and what a product with codes gets wrong is not the same for all pages. Row biases are multiplied
-// with the sum of the rounded x', column biases with x.
+// part's largest |x'|. Weights are within one step, and the sum over all columns of a part that share a lane
+// is off by at most one step as well (sum_rounding), in either direction. So small weights beside a large one
+// are not lost, and what a product with codes gets wrong is not the same for all pages. Row biases are
+// multiplied with the sum of the rounded x', column biases with x.
 // Layout for a set of operands (one set per row group if columns carry parameters, else one):
-//   [query block][part][quad][query in block] two 32-bit words: high and low of four signed bytes each, or 16-bit
-//   words of columns 0 and 2 and of columns 1 and 3.
+//   [query block][part][quad][query in block] two 32-bit words: high and low of four signed bytes each, or
+//   16-bit words of columns 0 and 2 and of columns 1 and 3.
 // For products of tiles (tile_product.hpp), in blocks of as many queries as fit a tile:
 //   [query block][part][64 columns][query in block][high, low][64 signed bytes]
 #pragma once
@@ -85,8 +86,8 @@ concept has_tiles = requires {
 inline constexpr int tile_columns = 64;  // bytes of a row of a tile
 inline constexpr int tile_lines = 16;    // rows of a tile: bytes of operands, or rows of a block
 
-/// Rows of a tile for each of n operands, if tiles multiply them (two tiles must have room for all); else 0. A product of tiles
-/// takes as long for one row as for sixteen: up to eight, registers are faster.
+/// Rows of a tile for each of n operands, if tiles multiply them (two tiles must have room for all); else 0.
+/// A product of tiles takes as long for one row as for sixteen: up to eight, registers are faster.
 template <class Lanes, class Backend>
 int query_bytes_in_tiles(int n) {
     if constexpr (has_tiles<Lanes>) {
@@ -104,8 +105,8 @@ struct fold_scalars {
     float bias_dot;  // of x with col_bias, less zero times `sum`
 };
 
-/// Offsets of the parts of a folded set of `n` operands in memory: [scratch][scalars][words]; see above. Sizes are stored, because
-/// kernels read them at every block.
+/// Offsets of the parts of a folded set of `n` operands in memory: [scratch][scalars][words]; see above.
+/// Sizes are stored, because kernels read them at every block.
 struct fold_layout {
     /// Bytes that stores of whole vectors may write beyond the last word.
     static constexpr std::size_t overrun = 256;
@@ -234,8 +235,8 @@ struct sum_rounding {
     }
 };
 
-/// Rounds every column to the nearest integer. Columns of queries have either sign, so that what rounding drops
-/// does not add up, and their sums need no addition that waits for the last one.
+/// Rounds every column to the nearest integer. Columns of queries have either sign, so that what rounding
+/// drops does not add up, and their sums need no addition that waits for the last one.
 template <class Lanes>
 struct nearest_rounding {
     typename Lanes::ints rounded;  ///< sum of the integers of every lane
@@ -266,7 +267,8 @@ struct part_fold {
     float* scratch;      ///< query_block rows, scratch_stride apart
     std::ptrdiff_t scratch_stride;
     int before, size, after;  ///< columns of other parts; of the part; to the end of its last step
-    int stride;  ///< words from one quad of an operand's bytes to the next, or from one 64 columns to the next
+    /// words from one quad of an operand's bytes to the next, or from one 64 columns to the next
+    int stride;
     float top_code;   ///< largest code that the operand is multiplied with
     float zero_code;  ///< what is subtracted from every code
 
@@ -279,7 +281,8 @@ struct part_fold {
     /// scalars at s + i.
     template <int Queries>
     void run(const float* x, std::ptrdiff_t x_stride, std::uint32_t* out, fold_scalars* s) const {
-        // A local copy that no store can alias: otherwise every loop would read its pointers and counts again.
+        // A local copy that no store can alias: otherwise every loop would read its pointers and counts
+        // again.
         part_fold(*this).template run_own<Queries>(x, x_stride, out, s);
     }
 

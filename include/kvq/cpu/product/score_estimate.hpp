@@ -1,11 +1,16 @@
-// An estimate of the scores of a block of keys from its parameters alone: which pages are worth reading (attention/selection.hpp).
+// An estimate of the scores of a block of keys from its parameters alone: which pages are worth reading
+// (attention/selection.hpp).
 //
-//   x^[t][c] in r_t * [m_c - h_c, m_c + h_c]           m, h: middle and half of the range of the codes of channel c
-//   estimate = max over groups of tokens of  sum_c q_c m_c + spread * sum_c |q_c| h_c,   times the extreme token scale
+//   x^[t][c] in r_t * [m_c - h_c, m_c + h_c]           m, h: middle and half of the range of the codes of
+//                                                      channel c
+//   estimate = max over groups of tokens of
+//     sum_c q_c m_c + spread * sum_c |q_c| h_c,   times the extreme token scale
 //
-// spread = 1 gives an upper bound of all scores, up to float rounding. One function for all schemes: it takes the axes of a block, what codes
-// mean and a source of parameters. Contract: reads parameters only; cost per group of tokens and row: two multiply-adds per channel.
-// Source: the bound is that of Quest, arXiv 2406.10774, section 3.2, with the stored grid instead of stored minima and maxima.
+// spread = 1 gives an upper bound of all scores, up to float rounding. One function for all schemes: it takes
+// the axes of a block, what codes mean and a source of parameters. Contract: reads parameters only; cost per
+// group of tokens and row: two multiply-adds per channel.
+// Source: the bound is that of Quest, arXiv 2406.10774, section 3.2, with the stored grid instead of stored
+// minima and maxima.
 #pragma once
 
 #include "channel_ranges.hpp"
@@ -48,14 +53,15 @@ parameter_source ranges_source(const Scheme& scheme, const block_shape& shape, c
     }
 }
 
-/// out[i] for `count` vectors x of source.shape.dim floats, x_stride apart, and tokens [first, end) of the block of `source`. ahead:
-/// distance to the block whose estimate is next, for prefetching.
+/// out[i] for `count` vectors x of source.shape.dim floats, x_stride apart, and tokens [first, end) of the
+/// block of `source`. ahead: distance to the block whose estimate is next, for prefetching.
 template <class Lanes>
 KVQ_NOINLINE void estimate_scores(const product_blocks& of, const parameter_source& source, const float* x,
                                   std::ptrdiff_t x_stride, int count, int first, int end, float spread,
                                   float* out, std::ptrdiff_t ahead, float* scratch) {
     const grouped_axis rows{source.shape.tokens, of.row_group}, cols{source.shape.dim, of.col_group};
-    // The middle of a code's range, and its half, as multiples of the scale (several widths: of the scale times the largest code).
+    // The middle of a code's range, and its half, as multiples of the scale (several widths: of the scale
+    // times the largest code).
     const float half_codes = of.segment_count > 0 ? 0.5f : 0.5f * of.meaning.top_code,
                 middle_code = half_codes - of.meaning.zero_code;
     const bool has_bias = of.meaning.use.col_bias, has_token_scales = of.meaning.use.row_scale;

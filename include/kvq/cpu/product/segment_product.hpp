@@ -1,16 +1,18 @@
-// y = X^ x for ranges of columns with codes of different widths: the product of code_product.hpp, one range after the other into the
-// same integer sums. Narrow codes are unpacked to the upper bits of the widest width: no float operation per range, and no bits lost.
+// y = X^ x for ranges of columns with codes of different widths: the product of code_product.hpp, one range
+// after the other into the same integer sums. Narrow codes are unpacked to the upper bits of the widest
+// width: no float operation per range, and no bits lost.
 //
-// Compiled for an instruction set and a list of widths; parameters come from a source (folded.hpp). Operands are folded once for all columns; the scales of narrow codes are divided by the same power of two. Contract: that of
-// code_product.hpp for a block of one width.
+// Compiled for an instruction set and a list of widths; parameters come from a source (folded.hpp). Operands
+// are folded once for all columns; the scales of narrow codes are divided by the same power of two. Contract:
+// that of code_product.hpp for a block of one width.
 #pragma once
 
 #include "code_product.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Common plan of products of n operands with one head's blocks of one shape. Workspaces are the same for every head. Widths:
-/// code_widths<...>.
+/// Common plan of products of n operands with one head's blocks of one shape. Workspaces are the same for
+/// every head. Widths: code_widths<...>.
 template <class Widths>
 struct segment_plan {
     code_meaning meaning;
@@ -51,8 +53,9 @@ struct segment_plan {
 template <class Lanes, class Backend, class Widths>
 class segment_product {
 public:
-    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for all rows of the block of `source`; plan.write_units has been called, and the units are the
-    /// factor of `source`: codes count as if shifted to the widest width. Other arguments: block_product.hpp.
+    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for all rows of the block of `source`; plan.write_units has been
+    /// called, and the units are the factor of `source`: codes count as if shifted to the widest width. Other
+    /// arguments: block_product.hpp.
     static void run(const segment_plan<Widths>& plan, const parameter_source& source, const float* x,
                     std::ptrdiff_t x_stride, float* y, std::ptrdiff_t y_stride, bool add,
                     std::ptrdiff_t ahead, std::byte* workspace) {
@@ -171,7 +174,8 @@ private:
         for (int part = 0; part < height;) {
             const int slot_count = height - part;
             const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
-            // Built from its fields: a wide copy of an object that narrow stores have just written would stall.
+            // Built from its fields: a wide copy of an object that narrow stores have just written would
+            // stall.
             const code_target to{tile.y + part, tile.y_stride, tile.rows - part, nullptr,
                                  nullptr,       tile.scalars,  tile.add};
             // Slots are a multiple of 4: registers of 4 lanes are always full.

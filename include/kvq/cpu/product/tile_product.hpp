@@ -1,12 +1,14 @@
-// Products of codes with many operands at once, on architectures that multiply tiles of bytes (AMX): the integer sums of
-// code_product.hpp, up to 16 operands to an instruction.
+// Products of codes with many operands at once, on architectures that multiply tiles of bytes (AMX): the
+// integer sums of code_product.hpp, up to 16 operands to an instruction.
 //
-//   C[byte of query][row] = sum over columns of byte * code        tiles of 16 query bytes x 64 columns by 64 columns x 16 rows
+//   C[byte of query][row] = sum over columns of byte * code        tiles of 16 query bytes x 64 columns by 64
+//                                                                  columns x 16 rows
 //
-// A step takes 64 columns of one tile of the block's layout (32 rows, two halves of 16). Its codes are unpacked to bytes in the
-// workspace while steps before it are multiplied, so that loads of tiles do not wait for stores. (Codes of 8 bits are copied as well:
-// tile loads from the block wait longer for memory than a copy takes.) Contract: the same integers as in registers, hence the
-// same bits. Every code is unpacked once for all operands.
+// A step takes 64 columns of one tile of the block's layout (32 rows, two halves of 16). Its codes are
+// unpacked to bytes in the workspace while steps before it are multiplied, so that loads of tiles do not wait
+// for stores. (Codes of 8 bits are copied as well: tile loads from the block wait longer for memory than a
+// copy takes.) Contract: the same integers as in registers, hence the same bits. Every code is unpacked once
+// for all operands.
 #pragma once
 
 #include <utility>
@@ -15,8 +17,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Configures the tile registers for n operands during its lifetime. Attention has one for all products of a task, since the
-/// configuration takes as long as a product of a few tiles.
+/// Configures the tile registers for n operands during its lifetime. Attention has one for all products of a
+/// task, since the configuration takes as long as a product of a few tiles.
 template <class Lanes, class Backend>
 class tile_session {
 public:
@@ -146,8 +148,9 @@ KVQ_INLINE void unpack_step(const std::byte* const* planes, std::ptrdiff_t vecto
     }
 }
 
-/// Quads [from, to) of a part's columns, times 2^Raise; quad `from` goes to `out`. Tiles are multiplied whole: bytes
-/// beyond the last quad are multiplied with zeros of the operands, and sums beyond the last row are not read.
+/// Quads [from, to) of a part's columns, times 2^Raise; quad `from` goes to `out`. Tiles are multiplied
+/// whole: bytes beyond the last quad are multiplied with zeros of the operands, and sums beyond the last row
+/// are not read.
 template <class Lanes, int Bits, int Raise, class Codes = plain_codes<Lanes>>
 void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
     using P = code_planes<Bits>;

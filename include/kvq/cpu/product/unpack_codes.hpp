@@ -1,8 +1,10 @@
-// Codes in registers: from the words of a block, one word of every row in a vector, to four codes of a row in each lane.
+// Codes in registers: from the words of a block, one word of every row in a vector, to four codes of a row in
+// each lane.
 //
 //   quad q of a plane of w bits      (word >> w (q % (8 / w))) & mask        pack/code_layout.hpp
 //
-// One shift and one mask for a plane, and an OR for each further one: the same operations for every instruction set (cpu/arch/lanes.hpp).
+// One shift and one mask for a plane, and an OR for each further one: the same operations for every
+// instruction set (cpu/arch/lanes.hpp).
 #pragma once
 
 #include "../../pack/code_layout.hpp"
@@ -18,8 +20,8 @@ KVQ_INLINE typename Lanes::ints load_vector(const std::byte* from, int n) {
         return Lanes::load(from);
 }
 
-/// The codes of one quad, as bytes and times 2^Raise, from the vectors of all planes of a step. Every plane takes one shift, directly
-/// to the position of its bits.
+/// The codes of one quad, as bytes and times 2^Raise, from the vectors of all planes of a step. Every plane
+/// takes one shift, directly to the position of its bits.
 template <class Lanes, int Bits, int Quad, bool Partial, int Raise = 0, int Plane = 0>
 KVQ_INLINE typename Lanes::ints unpack_quad(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
                                             std::ptrdiff_t offset, int n) {

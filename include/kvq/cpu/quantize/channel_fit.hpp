@@ -1,8 +1,10 @@
 // Grids of channels, one channel to a lane: the fits of quant/encoders.hpp, bit for bit.
 //
-// A pass reads all tokens of the channels once, for one grid per channel: errors of its codes, or sums for a better grid.
-// Sums have parts (interleaved_sum: token t belongs to part t % 8), each part in order of tokens, so lanes do not change the result.
-// Contract: all values are finite and at most 2^100; tokens <= most_tokens. Cost of least squares: 10 to 15 passes.
+// A pass reads all tokens of the channels once, for one grid per channel: errors of its codes, or sums for a
+// better grid. Sums have parts (interleaved_sum: token t belongs to part t % 8), each part in order of
+// tokens, so lanes do not change the result.
+// Contract: all values are finite and at most 2^100; tokens <= most_tokens. Cost of least squares: 10 to 15
+// passes.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +25,8 @@ public:
         alignas(64) float first[width] = {}, last[width] = {};
     };
 
-    /// values: `channels` <= width values of every token, `stride` apart; top: the largest code of each channel.
+    /// values: `channels` <= width values of every token, `stride` apart; top: the largest code of each
+    /// channel.
     channel_fits(const float* values, std::ptrdiff_t stride, int tokens, int channels, const int* top)
         : tokens_(tokens), channels_(channels) {
         for (int t = 0; t < tokens; ++t)
@@ -33,7 +36,8 @@ public:
         for (int i = 0; i < width; ++i) top_[i] = i < channels ? top[i] : 1;
     }
 
-    /// First and last values of the grids. keep: channels that already lie on a grid keep it, as in detail::grid_keeper.
+    /// First and last values of the grids. keep: channels that already lie on a grid keep it, as in
+    /// detail::grid_keeper.
     grids fit(const grid_fits& fits, bool keep = false) {
         using kvq::grid_fit;
         const grids range = range_of();
@@ -243,8 +247,9 @@ private:
         }
     }
 
-    /// Codes of all values on the channels' grids: their squared errors, and the sums for a better grid. Codes and their
-    /// squares are integers, whose sums are exact in any order, also in floats: one part is at most 32 * 255^2.
+    /// Codes of all values on the channels' grids: their squared errors, and the sums for a better grid.
+    /// Codes and their squares are integers, whose sums are exact in any order, also in floats: one part is
+    /// at most 32 * 255^2.
     /// Sums only grow: a pass ends early when no channel is below its limit any more.
     template <bool Errors, bool Products>
     void pass(const grids& r, sums& total, const column* limit = nullptr) const {

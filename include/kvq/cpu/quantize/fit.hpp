@@ -7,8 +7,9 @@
 //
 // Contract: bit for bit the results of levels::fit and levels::code. Stored types other than float, float16
 // and bfloat16 are fitted lane by lane. Scaled: values are float16 times 2^-112, which every step here undoes
-// exactly. Codes need no clamping unless a wanted parameter exceeds the stored type, or a magnitude 2^126: with
-// bias rounded down and scale rounded up, (x - bias) / scale is at most top * (1 + 2^-22), which rounds to top.
+// exactly. Codes need no clamping unless a wanted parameter exceeds the stored type, or a magnitude 2^126:
+// with bias rounded down and scale rounded up, (x - bias) / scale is at most top * (1 + 2^-22), which rounds
+// to top.
 #pragma once
 
 #include <cstddef>
@@ -126,7 +127,8 @@ constexpr range_fit range_fit_of() {
     else
         return &fit_own<Levels, Bits, P>;
 }
-/// Codes must be clamped if a wanted parameter, or a magnitude, is above this: types of one's own may round in any direction.
+/// Codes must be clamped if a wanted parameter, or a magnitude, is above this: types of one's own may round
+/// in any direction.
 template <class P>
 constexpr float range_limit() {
     if constexpr (float_format<P>)

@@ -1,4 +1,5 @@
-// Codes in lanes to words of a block: four columns to a word, narrow codes sharing bytes (pack/code_layout.hpp).
+// Codes in lanes to words of a block: four columns to a word, narrow codes sharing bytes
+// (pack/code_layout.hpp).
 //
 //   four_codes     codes of four columns -> the word of a quad
 //   put            words of all quads of a step -> planes, stored a vector each
@@ -20,7 +21,8 @@ struct code_packer {
             Lanes::bit_or(Lanes::template shift_left<16>(c), Lanes::template shift_left<24>(d)));
     }
 
-    /// Calls store(index of the vector in the row, words) for the vectors of a step, of `quads` quads in a row, cut into planes.
+    /// Calls store(index of the vector in the row, words) for the vectors of a step, of `quads` quads in a
+    /// row, cut into planes.
     /// Cut: the last step of a row may be short.
     template <bool Cut, int Plane = 0, class F>
     static KVQ_INLINE void put(int quads, int step, const ints* words, F&& store) {

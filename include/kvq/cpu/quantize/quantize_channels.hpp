@@ -1,11 +1,14 @@
 // Quantizing blocks with parameters per channel that encoders fit (schemes/scheme.hpp), in lanes.
 //
-//   1. scales      of tokens; every token is divided by its token scale                   (token_scale_fit.hpp)
+//   1. scales      of tokens; every token is divided by its token scale
+//                  (token_scale_fit.hpp)
 //   2. fit         a lane is a channel                                                    (channel_fit.hpp)
 //   3. store       parameters, by the functions of quant/block_params.hpp
-//   4. round       a lane is a row of the block: a channel of V, with the mean of its errors; a token of K, after a transposition
-//   5. feedback    of K, from the last channel to the first, a few channels at a time: the weighted errors of later channels
-//                  are summed in registers                                                (quant/error_feedback.hpp)
+//   4. round       a lane is a row of the block: a channel of V, with the mean of its errors; a token of K,
+//                  after a transposition
+//   5. feedback    of K, from the last channel to the first, a few channels at a time: the weighted errors of
+//                  later channels are summed in registers
+//                  (quant/error_feedback.hpp)
 //
 // Compiled for an instruction set, and widths of codes: steps 4 and 5 alone know of these.
 // Contract: the same bytes as scheme::quantize (tests/conformance), for blocks that the registry admits. For

@@ -1,9 +1,10 @@
 // Token scales, a vector of channels at a time: quant/token_scales.hpp, bit for bit.
 //
-// Sums over tokens have a channel per lane. Sums over channels have a part per lane (interleaved_sum: channel c belongs to part
-// c % 8): with 8 doubles to a register one register holds all parts, with fewer the halves of vectors alternate.
-// Contract: all values are finite and at most 2^100; at most most_channels channels and most_tokens tokens. Channels behind the
-// last one count as zeros, which change no sum.
+// Sums over tokens have a channel per lane. Sums over channels have a part per lane (interleaved_sum: channel
+// c belongs to part c % 8): with 8 doubles to a register one register holds all parts, with fewer the halves
+// of vectors alternate.
+// Contract: all values are finite and at most 2^100; at most most_channels channels and most_tokens tokens.
+// Channels behind the last one count as zeros, which change no sum.
 #pragma once
 
 #include <cmath>

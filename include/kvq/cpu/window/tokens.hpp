@@ -1,11 +1,12 @@
 // Tokens of one head into a block of window values (16 or 32 bit), and back.
 //
 //   V   lanes are channels, as in the tokens: values are rounded and stored, two tokens to a word
-//   K   rows are tokens: words of a square of tokens and columns are transposed in registers; values of another type are rounded first,
-//       some rows at a time
+//   K   rows are tokens: words of a square of tokens and columns are transposed in registers; values of
+//       another type are rounded first, some rows at a time
 //
-// Contract: Window(static_cast<float>(x)). Values that already have the format are copied as words. Where a written word has a NaN or
-// an infinity, the caller writes all values once more, one by one: that makes NaN quiet, and counts them.
+// Contract: Window(static_cast<float>(x)). Values that already have the format are copied as words. Where a
+// written word has a NaN or an infinity, the caller writes all values once more, one by one: that makes NaN
+// quiet, and counts them.
 #pragma once
 
 #include "../../config.hpp"
@@ -29,8 +30,8 @@ public:
     token_writer(const block_shape& shape, std::byte* block, std::ptrdiff_t stride)
         : layout_(shape), to_(block), stride_(stride) {}
 
-    /// Writes `channels` channels of `count` tokens; the first one becomes token `at` of the block, and its first value channel
-    /// `channel`, which begins a word. Are all written values finite?
+    /// Writes `channels` channels of `count` tokens; the first one becomes token `at` of the block, and its
+    /// first value channel `channel`, which begins a word. Are all written values finite?
     KVQ_NOINLINE bool write_keys(const Window* from, int count, int at, int channel, int channels) const {
         const int whole = channels / square_columns * square_columns, end = at + count;
         search found;
@@ -54,7 +55,8 @@ public:
         return !special::any(found.words, found.rest);
     }
 
-    /// Writes `count` tokens of `channels` channels; the first one becomes token `at`. Are all written values finite?
+    /// Writes `count` tokens of `channels` channels; the first one becomes token `at`. Are all written values
+    /// finite?
     template <float_format T>
     KVQ_NOINLINE bool write_values(const T* from, int count, int at, int channels) const {
         const std::ptrdiff_t stride = stride_;
@@ -62,7 +64,8 @@ public:
         search found;
         const std::ptrdiff_t tile_bytes =
             4 * std::ptrdiff_t{tile_layout::tile_rows} * layout_.tiles.words_per_row;
-        // All tokens of one tile after those of the other: tiles of long pages lie whole pages of memory apart.
+        // All tokens of one tile after those of the other: tiles of long pages lie whole pages of memory
+        // apart.
         std::byte* tile = to_;
         for (int left = channels; left > 0;
              left -= tile_layout::tile_rows, tile += tile_bytes, from += tile_layout::tile_rows) {
@@ -103,7 +106,8 @@ private:
         else
             return special::mark(detail::bit_cast<std::uint32_t>(value));
     }
-    /// Channels [r, rows) of a token, to one half of each word or all of it. A function of its own leaves registers to vectors.
+    /// Channels [r, rows) of a token, to one half of each word or all of it. A function of its own leaves
+    /// registers to vectors.
     template <float_format T>
     static KVQ_NOINLINE std::uint32_t put_some(const T* token, int r, int rows, std::byte* to, int half) {
         std::uint32_t marks = 0;
@@ -112,8 +116,8 @@ private:
         return marks;
     }
 
-    /// Words of `width` tokens and square_columns columns. The stride is a member, so that g++ computes where a token lies for every
-    /// square. With sixteen pointers to tokens it reads every token twice.
+    /// Words of `width` tokens and square_columns columns. The stride is a member, so that g++ computes where
+    /// a token lies for every square. With sixteen pointers to tokens it reads every token twice.
     KVQ_INLINE void square(const Window* from, std::byte* to, int height, search& found) const {
         ints words[width];
         KVQ_UNROLL
@@ -126,7 +130,8 @@ private:
         for (int i = 0; i < width; ++i) Lanes::store(to + i * height * 4, words[i]);
     }
 
-    /// Columns from c on of one token, word by word: they lie a tile's height apart. to: the first word of the token.
+    /// Columns from c on of one token, word by word: they lie a tile's height apart. to: the first word of
+    /// the token.
     static void row(const Window* from, int c, int channels, std::byte* to, int height, search& found) {
         to += c / per_word * 4 * height;
         for (; c + per_word <= channels; c += per_word, to += 4 * height) {
@@ -172,7 +177,8 @@ private:
     std::ptrdiff_t stride_;
 };
 
-/// Writes `count` rows, `stride` values apart, as tokens from `at` on. Are all written values finite? If not, NaN are as they come.
+/// Writes `count` rows, `stride` values apart, as tokens from `at` on. Are all written values finite? If not,
+/// NaN are as they come.
 template <class Lanes, float_format Window, float_format T>
 bool write_tokens(const block_shape& shape, std::byte* block, const T* tokens, std::ptrdiff_t stride,
                   int count, int at) {
@@ -210,8 +216,8 @@ bool write_tokens(const block_shape& shape, std::byte* block, const T* tokens, s
     }
 }
 
-/// Reads a square of keys: Lanes::width tokens of Columns channels, at most as many as a register has values. from: its first word;
-/// word_step: bytes to the next word of a token. Calls store(token, channel, floats).
+/// Reads a square of keys: Lanes::width tokens of Columns channels, at most as many as a register has values.
+/// from: its first word; word_step: bytes to the next word of a token. Calls store(token, channel, floats).
 template <class Lanes, float_format Window, int Columns, class Store>
 KVQ_INLINE void read_square(const std::byte* from, int word_step, const Store& store) {
     constexpr int width = Lanes::width, word_count = Columns / value_layout<Window>::values_per_word;
@@ -226,7 +232,8 @@ KVQ_INLINE void read_square(const std::byte* from, int word_step, const Store& s
     }
 }
 
-/// Writes all tokens of a block of values to out, token t at out + t * stride. False if columns do not fill vectors.
+/// Writes all tokens of a block of values to out, token t at out + t * stride. False if columns do not fill
+/// vectors.
 template <class Lanes, float_format Window, float_format T>
 bool read_tokens(const block_shape& shape, const std::byte* block, T* out, std::ptrdiff_t stride) {
     constexpr int width = Lanes::width, per_word = value_layout<Window>::values_per_word;

@@ -1,8 +1,8 @@
 // y = X x on blocks of 16- or 32-bit values: the same loops as code_product.hpp, with float products.
 //
-// A word holds two 16-bit columns; pairs of the operand are broadcast and even and odd columns summed in neighbouring
-// lanes, which are added once at the end. Contract: float products and sums, one per column, in column order,
-// of sum_columns at a time.
+// A word holds two 16-bit columns; pairs of the operand are broadcast and even and odd columns summed in
+// neighbouring lanes, which are added once at the end. Contract: float products and sums, one per column, in
+// column order, of sum_columns at a time.
 #pragma once
 
 #include "../../pack/value_layout.hpp"
@@ -113,8 +113,8 @@ void multiply_columns(const value_layout<T>& layout, const std::byte* block, int
                     constexpr int V = decltype(v)::value;
                     const int here = detail::smaller(left, V * vector_rows);
                     constexpr int Q = decltype(q)::value;
-                    // Vectors stay inside the tile; rows beyond `rows` are dropped. Slots are a multiple of 4, so vectors
-                    // of up to 4 are always full.
+                    // Vectors stay inside the tile; rows beyond `rows` are dropped. Slots are a multiple of
+                    // 4, so vectors of up to 4 are always full.
                     const int values = detail::smaller(height - part, V * vector_rows) * per_word;
                     constexpr auto product =
                         &window_product_tile<Lanes, T, V, Q, (V == 1 && vector_rows > 4)>;

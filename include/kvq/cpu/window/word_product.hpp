@@ -1,4 +1,5 @@
-// y = X x on blocks of 16-bit floats for many operands at once, for CPUs on which one instruction sums products of 16-bit words.
+// y = X x on blocks of 16-bit floats for many operands at once, for CPUs on which one instruction sums
+// products of 16-bit words.
 //
 //   X[r][c] ~= step[r] * code,  code = round(X[r][c] / step[r]),  step[r] = max_c |X[r][c]| / 16383
 //   x[c]    ~= step * word,     |word| <= 32767,  sum of |word| <= 2^17
@@ -20,15 +21,15 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Does a product of n operands with blocks of T use words? For fewer operands, the conversion takes longer than words save.
+/// Does a product of n operands with blocks of T use words? For fewer operands, the conversion takes longer
+/// than words save.
 template <class Lanes, class T>
 constexpr bool multiplies_words(int n) noexcept {
     return has_word_dots<Lanes> && sizeof(T) == 2 && n >= 16;
 }
 
-/// The workspace of products of n operands with blocks of one shape:
-/// [parts][n] floats: steps of the operands; [n][stride] words of them; [sums][row slots] floats: steps of the
-/// rows; a tile of words.
+/// The workspace of products of n operands with blocks of one shape: [parts][n] floats: steps of the
+/// operands; [n][stride] words of them; [sums][row slots] floats: steps of the rows; a tile of words.
 struct word_space {
     static constexpr int tile_rows = tile_layout::tile_rows;
     static constexpr int part_columns = 128;  ///< of an operand have one step
@@ -67,7 +68,8 @@ public:
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
 
-    /// Converts the operands to words: `cols` columns of each, zeros up to the end of the last vector of lanes.
+    /// Converts the operands to words: `cols` columns of each, zeros up to the end of the last vector of
+    /// lanes.
     static void fold(const word_space& s, const float* x, std::ptrdiff_t x_stride, int cols,
                      std::byte* space) {
         for (int i = 0; i < s.n; ++i, x += x_stride)
@@ -101,8 +103,9 @@ public:
             }
     }
 
-    /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows and the operands of the last
-    /// `fold`, which must have had as many columns. Returns false, without a product, if a value is not finite.
+    /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows and the
+    /// operands of the last `fold`, which must have had as many columns. Returns false, without a product, if
+    /// a value is not finite.
     static bool run(const word_space& s, const block_shape& shape, const std::byte* block, int rows, int cols,
                     float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* space) {
         const value_layout<T> layout(shape);

@@ -1,6 +1,7 @@
 // Warpgroup products, registers and barriers of compute capability 9.0 (sm_90a alone).
 //
-//   D[64][N] += A[64][16] B[16][N]     halves, float sums; A in registers or shared memory, B in shared memory
+//   D[64][N] += A[64][16] B[16][N]     halves, float sums; A in registers or shared memory, B in shared
+//                                      memory
 //
 // Shared operands are K-major with the 128-byte swizzle (prefill_tile.cuh): rows of 128 bytes, 8 rows to 1024
 // bytes, tiles on multiples of 1024 bytes. A step of 16 columns is 32 bytes further. Lane (g, t) of warp w

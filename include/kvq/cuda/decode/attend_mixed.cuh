@@ -1,11 +1,13 @@
 // Fused attention over pages of several formats in one launch: sinks, quantized pages and recent window of
 // every sequence.
 //
-//   line     the warp tiles of an item: those of its first part, then those of the second, ... (mixed_cache.cuh), measured in units of about
-//            1 KB; shares are cut as in schedule.cuh, wherever parts begin. A warp tile belongs to who has its first unit
-//   warp     has a part of its team's share: mostly warp tiles of one format, so that warps of a block fetch the instructions of all formats
-//            at the same time. attend_part, one function per format, has a ring of its own in the same shared memory and leaves
-//            finished rows, which are added up: they do not depend on the format
+//   line     the warp tiles of an item: those of its first part, then those of the second, ...
+//            (mixed_cache.cuh), measured in units of about 1 KB; shares are cut as in schedule.cuh, wherever
+//            parts begin. A warp tile belongs to who has its first unit
+//   warp     has a part of its team's share: mostly warp tiles of one format, so that warps of a block fetch
+//            the instructions of all formats at the same time. attend_part, one function per format, has a
+//            ring of its own in the same shared memory and leaves finished rows, which are added up: they do
+//            not depend on the format
 //   team     merged as in merge.cuh
 //
 // Sinks in pages of 16 tokens are the window's first warp tiles, two pages each. attend_part as a function
@@ -299,8 +301,8 @@ __device__ __forceinline__ void attend_part(const part_args<Pair, T>& part, cons
 }
 
 /// A warp's share of its team's part of an item: units [begin, end) of the item. Where the last format begins
-/// within it (`last`), warps of the team have warp tiles of that format only or none of it, if that makes no share
-/// much longer than equal ones: instructions and the ring's first warp tile would be waited for twice.
+/// within it (`last`), warps of the team have warp tiles of that format only or none of it, if that makes no
+/// share much longer than equal ones: instructions and the ring's first warp tile would be waited for twice.
 struct warp_share {
     int begin, end;
 
@@ -308,8 +310,9 @@ struct warp_share {
         const int share = item.to - item.from, before = larger(0, last - item.from),
                   behind = item.to - kvq::detail::larger(last, item.from);
         begin = item.from, end = item.to;
-        // Warps 4 apart have the same scheduler. The later teams of a block count their warps from the last one:
-        // otherwise two of four schedulers would have the windows of all teams, which take fewer instructions.
+        // Warps 4 apart have the same scheduler. The later teams of a block count their warps from the last
+        // one: otherwise two of four schedulers would have the windows of all teams, which take fewer
+        // instructions.
         int warps = team.takers(bands), member = team.taker(bands);
         if (team.index * team.warps % 8 >= 4) member = warps - 1 - member;
         if (before > 0 && behind > 0 && warps > 1) {

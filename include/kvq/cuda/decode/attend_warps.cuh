@@ -1,10 +1,12 @@
 // The fused attention kernel: every warp walks its warp tiles with tensor cores and its own ring of
 // asynchronous copies.
 //
-//   warp:   K warp tile -> scores -> weights -> V warp tile -> output, while the next two or three units are on their way
-//   team:   all 4, 8 or 12 warps of a block, or a half or a quarter of them, share an item; their softmax states are merged in shared
-//           memory, in the order of the warps
-//   grid:   as many blocks as fit; an item that spans teams is merged by the team with its last part (same launch)
+//   warp:   K warp tile -> scores -> weights -> V warp tile -> output, while the next two or three units are
+//           on their way
+//   team:   all 4, 8 or 12 warps of a block, or a half or a quarter of them, share an item; their softmax
+//           states are merged in shared memory, in the order of the warps
+//   grid:
+//     as many blocks as fit; an item that spans teams is merged by the team with its last part (same launch)
 //
 // Nothing is dequantized to memory, warps wait for each other only at the end of an item, and copies run on
 // across items.
@@ -251,10 +253,10 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Pair, T>& a,
     prefetch_lines(a.cache.value_block(page, item.kv_head), static_cast<int>(Pair::value_block_bytes), lane);
 }
 
-/// Sets `walk` to the team's share, and returns the team. Without `early` the share is found while the previous
-/// launch runs out, and it stays what it is if the numbers that it was found from have not changed since.
-/// found(): what the caller knows of the share is out of date. meanwhile(team): waits for the previous launch;
-/// what it asks for comes while those numbers are looked at again. ring: of the warp, still empty.
+/// Sets `walk` to the team's share, and returns the team. Without `early` the share is found while the
+/// previous launch runs out, and it stays what it is if the numbers that it was found from have not changed
+/// since. found(): what the caller knows of the share is out of date. meanwhile(team): waits for the previous
+/// launch; what it asks for comes while those numbers are looked at again. ring: of the warp, still empty.
 template <class Memory, int Tokens, class Work, class Found, class Meanwhile>
 __device__ __forceinline__ warp_team find_own_share(const Work& work, item_walk<Tokens, Work>& walk,
                                                     const item_shares& cut, bool early, int warp,
@@ -284,8 +286,8 @@ __device__ __forceinline__ void note_span(warp_notes* notes, const warp_team& te
     }
 }
 
-/// Merges the rows of the team's warps, writes them or a partial state, and goes to the next item. state(): the
-/// warp's rows. store_query(team): of the next item. False: it was the share's last item.
+/// Merges the rows of the team's warps, writes them or a partial state, and goes to the next item. state():
+/// the warp's rows. store_query(team): of the next item. False: it was the share's last item.
 template <class Memory, int Rows4, class Walk, class Query, class Pair, class T, class Score, class State,
           class StoreQuery>
 __device__ __forceinline__ bool end_item(const attention_args<Pair, T>& a, const Score& score, Walk& walk,

@@ -19,9 +19,12 @@ __device__ __forceinline__ float sink_score(float logit) {
     return (logit > largest_score ? largest_score : logit) * log2e;
 }
 
-/// How the places of query rows follow from their numbers: masks of all bits or none, so that no kernel branches.
+/// How the places of query rows follow from their numbers: masks of all bits or none, so that no kernel
+/// branches.
 struct row_order {
-    int behind;  // query 0 is so many places before the end: query_tokens; without a causal mask all queries are at place 1
+    // query 0 is so many places before the end: query_tokens; without a causal mask all queries are at place
+    // 1
+    int behind;
     int causal;  // does each query have a place of its own?
     int text;    // is its place also its position in the text? Not in a tree
 };
@@ -73,8 +76,8 @@ struct attention_args {
     __device__ __forceinline__ int row_position(int length, int row) const {
         return (length - work.query_tokens & order.causal) + row_query(row);
     }
-    /// Where windows end at the earliest that are those of this row or later ones: tokens of a tree are at least as deep as
-    /// its first one.
+    /// Where windows end at the earliest that are those of this row or later ones: tokens of a tree are at
+    /// least as deep as its first one.
     __device__ __forceinline__ int oldest_place(int length, int row) const {
         return length - work.oldest + (row_query(row) & order.text);
     }
@@ -95,8 +98,8 @@ struct attention_args {
     __device__ __forceinline__ int draft_begin(int length) const {
         return length - drafted - cache.first_token;
     }
-    /// Keys of a query at a place begin here; before position 0 are the sinks that attend_mixed.cuh reads together with the
-    /// window. cuts: as in row_window.
+    /// Keys of a query at a place begin here; before position 0 are the sinks that attend_mixed.cuh reads
+    /// together with the window. cuts: as in row_window.
     template <class Cuts>
     __device__ __forceinline__ int begin_at(int place, int shift, const Cuts& cuts) const {
         if (work.window.tokens == 0) return -most_tokens;

@@ -1,7 +1,8 @@
 // Shared memory of the fused attention kernel: how many tokens a warp takes at a time, and what a thread
 // block of it holds.
 //
-//   block = warps * (ring of units on their way, query, notes) + states of the merge; as many blocks per multiprocessor as fit
+//   block = warps * (ring of units on their way, query, notes) + states of the merge; as many blocks per
+//     multiprocessor as fit
 //
 // Contract: sizes are constants of (format, query rows / 4, devices of less shared memory or not). no_warps
 // says which formats the kernel handles on devices of most shared memory; attention of others runs in
@@ -64,7 +65,8 @@ struct warp_memory {
     band_place band;
 };
 
-/// May a block of so many warps have so many teams, each with an output? All bands of a warp tile are in one team.
+/// May a block of so many warps have so many teams, each with an output? All bands of a warp tile are in one
+/// team.
 template <int Rows4, int Bands>
 constexpr bool takes_teams(int warps, int teams) {
     return warps % (teams * Bands) == 0 && !(Rows4 == 4 && teams == 4) && (teams > 1 || Bands > 1);

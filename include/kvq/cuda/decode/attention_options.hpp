@@ -1,6 +1,7 @@
 // Options of attention over a cache on the device, and the score modifiers that every program has.
 //
-// Softmax states (state_in, state_out) and score modifiers: attention_args.cuh and score_modifiers.cuh say what kernels make of them.
+// Softmax states (state_in, state_out) and score modifiers: attention_args.cuh and score_modifiers.cuh say
+// what kernels make of them.
 // Contract: plain values; pointers are to device memory.
 #pragma once
 
@@ -53,10 +54,13 @@ struct prefill_options {
 };
 
 /// No score modifier. One is a struct with one or both of
-///   __device__ float score(float score, int q_head, int q_pos, int k_pos) const    scores are scaled and behind softcap, positions those of
-///                                                                                  the sequence; -infinity hides a key
+///   __device__ float score(float score, int q_head, int q_pos, int k_pos) const    scores are scaled and
+///     behind softcap, positions those of
+///                                                                                  the sequence; -infinity
+///                                                                                    hides a key
 ///   __device__ float sink_logit(int q_head) const                                  as learned_sinks
-/// It travels in the parameters of the launch. A cache tells types of modifiers apart by a static `const char* name`, if they have one.
+/// It travels in the parameters of the launch. A cache tells types of modifiers apart by a static `const
+/// char* name`, if they have one.
 struct unmodified {
     static constexpr const char* name = "no score modifier";
 };

@@ -1,9 +1,10 @@
-// Scores of a warp tile whose channels are cut into bands: each warp has a sum over its own, and all get the whole.
+// Scores of a warp tile whose channels are cut into bands: each warp has a sum over its own, and all get the
+// whole.
 //
 //   scores = sum of the bands' scores      2 bands: a + b     4 bands: (a + b) + (c + d)
 //
-// Scores of a band go to where its keys were. So every tile has two waits: all scores are there; all have been read,
-// before the next unit is copied to their place.
+// Scores of a band go to where its keys were. So every tile has two waits: all scores are there; all have
+// been read, before the next unit is copied to their place.
 // Contract: all warps of a warp tile get the same bits, and so have the same weights and maxima.
 #pragma once
 
@@ -29,7 +30,8 @@ __device__ __forceinline__ void wait_for_bands(const band_place& place) {
     if constexpr (Bands > 1) wait_at_barrier(place.barrier, Bands * warp_size);
 }
 
-/// slot: of the warp's keys, which nothing reads any more. wait_for_bands() must follow before it is used again.
+/// slot: of the warp's keys, which nothing reads any more. wait_for_bands() must follow before it is used
+/// again.
 template <int Bands, int Tiles, int Rows4>
 __device__ __forceinline__ void add_bands([[maybe_unused]] float (&scores)[Tiles][Rows4][4],
                                           [[maybe_unused]] std::uint32_t slot,

@@ -1,8 +1,10 @@
 // Scores of keys whose channels have other parameters every few tokens: codes become half floats, the query
 // stays as it is.
 //
-//   k' = s 2^-e (c - m)      codes masked where they lie, which makes them subnormal half floats, times s 2^(24 - place - e)
-//   score = step (2^e sum q' k' + sum q' (b + m s))      q' = q by a power of two: one half float, two where q is a float
+//   k' = s 2^-e (c - m)      codes masked where they lie, which makes them subnormal half floats, times s
+//                            2^(24 - place - e)
+//   score = step (2^e sum q' k' + sum q' (b + m s))
+//     q' = q by a power of two: one half float, two where q is a float
 //
 // key_product.cuh multiplies the parameters into the query, once per group of tokens whatever the group
 // holds. Where groups are short and 8 or 16 query rows share the codes, it takes fewer instructions to

@@ -2,7 +2,8 @@
 // them (subnormal) half floats.
 //
 //   w = 2^(score - r + 12 - e)      w' = w * value scale of the token, both rounded to half floats
-//   output = sum w' (c - m) + m sum w s + sum w b        m = half of the largest code; the last sums once per group and warp tile
+//   output = sum w' (c - m) + m sum w s + sum w b
+//     m = half of the largest code; the last sums once per group and warp tile
 //
 // Where 8 or 16 query rows share the codes, this takes fewer instructions than whole numbers
 // (value_product.cuh): weights pass through shared memory once for all groups of channels, and a lane
@@ -238,8 +239,8 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
     constexpr bool scaled = Values::scales_tokens;
     [[maybe_unused]] constexpr float codes = half_codes / Values::scale_lift;
     [[maybe_unused]] const auto line = line_of<Values>(slot, first, 0);
-    // Parameters of channels: output += scale * (product - rounded + m * total) + bias * total. Products start
-    // with what does not depend on the channel.
+    // Parameters of channels: output += scale * (product - rounded + m * total) + bias * total. Products
+    // start with what does not depend on the channel.
     [[maybe_unused]] float total[Rows4], start[Rows4], slope[Rows4];
     static_for<sets>([&](auto set) {
         constexpr int S = decltype(set)::value;

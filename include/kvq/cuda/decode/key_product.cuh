@@ -3,7 +3,8 @@
 //   4 query rows    column 2h = high byte of row h, column 2h + 1 = low byte
 //   8, 16           column h = row h: the high bytes in one tile of columns, the low bytes in the next one
 //
-//   codes:      x' ~= step * (256 high + low), signed bytes, step = max|x'| / 32512     (as cpu/product/folded.hpp)
+//   codes:
+//     x' ~= step * (256 high + low), signed bytes, step = max|x'| / 32512     (as cpu/product/folded.hpp)
 //   16-bit:     x' / max|x'| = high + low, each rounded to the key's own type
 //
 // Lane (g, t) ends up with rows (tokens) 4g..4g+3 of every tile for query row lane_row(n, t): no exchange, no

@@ -1,6 +1,7 @@
 // From the warps' softmax states to the output: merged within a team, then across the teams of an item.
 //
-//   state {max, sum, output}: max = max of maxes, sum and output = those of the parts times 2^(max of the part - max)
+//   state {max, sum, output}: max = max of maxes, sum and output = those of the parts times 2^(max of the
+//     part - max)
 //
 // A team that handled a whole item writes its rows, or sends them to all ranks that share the sequences
 // (state_exchange.cuh). Otherwise it leaves a partial state in the workspace; the team with the item's last

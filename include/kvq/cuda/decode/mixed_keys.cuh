@@ -1,11 +1,14 @@
 // Keys of mixed widths (schemes/scheme_codes.hpp) as a warp tile of the warp kernel: as warp_tile.cuh and
 // key_product.cuh, except that where one width ends and the next begins differs between heads.
 //
-//   query    permuted once per item (place = order of the plan), folded once per group of tokens, as everywhere
-//   bytes    high and low ones lie in shared memory, [tile of columns][column][quad], since their numbers are found at run time
-//   scores   one width after the other, a step of 8 quads (one product) at a time: lane (g, t) takes quads 2t and 2t + 1 of the
-//            step, whatever its width. Codes are shifted to the top of their bytes (scales are those of such codes), so that a
-//            fixed-point step weighs the same in every column and all widths share their sums.
+//   query
+//     permuted once per item (place = order of the plan), folded once per group of tokens, as everywhere
+//   bytes    high and low ones lie in shared memory, [tile of columns][column][quad], since their numbers are
+//            found at run time
+//   scores   one width after the other, a step of 8 quads (one product) at a time: lane (g, t) takes quads 2t
+//            and 2t + 1 of the step, whatever its width. Codes are shifted to the top of their bytes (scales
+//            are those of such codes), so that a fixed-point step weighs the same in every column and all
+//            widths share their sums.
 //
 // A segment's bytes start at a multiple of a step; what lies between is zero, and with it whatever a step
 // reads behind the codes.
@@ -159,8 +162,8 @@ struct mixed_warp_tile {
         });
     }
 
-    /// The exponent of a factor 2^-shift, as the bits of what it multiplies: of 8-bit scales as half floats, or
-    /// of a float. 0: the factor is zero.
+    /// The exponent of a factor 2^-shift, as the bits of what it multiplies: of 8-bit scales as half floats,
+    /// or of a float. 0: the factor is zero.
     KVQ_HD static constexpr unsigned factor_exponent(int shift) {
         if constexpr (has_byte_params) return half_lowest<kvq::detail::scale_float> + 15 - shift;
         return 127 - shift;
@@ -210,8 +213,8 @@ template <class WarpTile, int Rows4>
 struct head_keys {
     __device__ __forceinline__ head_keys(std::uint32_t, const std::uint16_t*, const lane_id&) {}
 };
-/// Widths, and where the lane's quads go when it folds: the word of a column, and the factor's exponent by which
-/// codes are shifted. Quads without codes are zeros, for a word that no quad has.
+/// Widths, and where the lane's quads go when it folds: the word of a column, and the factor's exponent by
+/// which codes are shifted. Quads without codes are zeros, for a word that no quad has.
 template <class Pair, int Tokens, int Rows4>
 struct head_keys<mixed_warp_tile<Pair, Tokens>, Rows4> {
     using keys = mixed_warp_tile<Pair, Tokens>;

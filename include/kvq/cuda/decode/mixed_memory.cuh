@@ -1,7 +1,8 @@
 // Shared memory of the attention kernel of several formats: what a thread block of it holds, and what
 // parts of its work count.
 //
-//   block = warps * (ring of the largest part, notes) + states of the merge + queries of parts that do not share one
+//   block = warps * (ring of the largest part, notes) + states of the merge + queries of parts that do not
+//     share one
 //
 // Contract: sizes are constants of (formats, query rows / 4, devices of less shared memory or not).
 #pragma once
@@ -55,9 +56,10 @@ struct mixed_memory {
         return 8 + (sinks > 0 ? units<Pair> / 2 : 0);
     }
 
-    /// In which order a part reads the query. Products with the scale, channel after channel; 16-bit keys, which
-    /// read it once per item, take those in any order (`warp_memory::order`). Keys of mixed widths have the order
-    /// of their plan, keys that are dequantized the query without the scale, and keys behind a transform theirs.
+    /// In which order a part reads the query. Products with the scale, channel after channel; 16-bit keys,
+    /// which read it once per item, take those in any order (`warp_memory::order`). Keys of mixed widths have
+    /// the order of their plan, keys that are dequantized the query without the scale, and keys behind a
+    /// transform theirs.
     template <class Pair>
     static constexpr bool plain_query =
         !of<Pair>::keys::mixed && !of<Pair>::dequantizes && !has_transform<typename Pair::keys>;

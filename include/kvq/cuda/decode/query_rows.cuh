@@ -1,6 +1,7 @@
 // The query rows of an item: from device memory to floats in shared memory.
 //
-//   fetch   asks for them, into registers        store   writes [band][row][channel], times the scale, where query_byte() says
+//   fetch   asks for them, into registers        store   writes [band][row][channel], times the scale, where
+//                                                        query_byte() says
 //   turn_query_rows   applies the transform of the keys to rows that are stored
 //
 // Contract: values that are not finite are stored as zeros and reported; rows that do not exist are zeros.
@@ -109,8 +110,8 @@ private:
     }
 };
 
-/// Query rows that store() has written become T q, in the order that keys of `cache` want; without a transform
-/// there is nothing to do. All threads of the team, which has waited before.
+/// Query rows that store() has written become T q, in the order that keys of `cache` want; without a
+/// transform there is nothing to do. All threads of the team, which has waited before.
 template <class Memory, class Pair>
 __device__ __forceinline__ void turn_query_rows([[maybe_unused]] float* query,
                                                 [[maybe_unused]] const cache_ref<Pair>& cache,

@@ -2,8 +2,8 @@
 // one per team of warps.
 //
 //   item      (sequence, kv head, block of query rows); its warp tiles follow each other in the line
-//   team      all warps of a thread block, or a half or a quarter of them where there are many items: the end of an item, where its
-//             warps wait for each other, comes half or a quarter as often
+//   team      all warps of a thread block, or a half or a quarter of them where there are many items: the end
+//             of an item, where its warps wait for each other, comes half or a quarter as often
 //   share     warp tiles [W * i / n, W * (i + 1) / n) of team i of n; touches a few items, most of them whole
 //   warp w    of a team takes warp tiles w, w + warps, ... of the team's part of an item
 //
@@ -28,7 +28,8 @@ __device__ __forceinline__ int divide(int a, int b) {
 }
 __device__ __forceinline__ int divide_up(int a, int b) { return divide(a + b - 1, b); }
 
-/// How many tokens of a sequence no span shows (page_cuts.hpp). Feeds of pages look it up where it is asked for, since registers are few.
+/// How many tokens of a sequence no span shows (page_cuts.hpp). Feeds of pages look it up where it is asked
+/// for, since registers are few.
 struct skipped_tokens {
     int count = 0;
     __device__ __forceinline__ int skipped() const { return count; }
@@ -44,8 +45,8 @@ struct row_window {
     row_window(int of_tokens, bool chunked)
         : tokens(smaller(of_tokens, most_tokens)),
           inverse(chunked && tokens > 1 ? 0xffffffffu / static_cast<unsigned>(tokens) + 1u : 0u) {}
-    /// The first paged position that the query at this one sees, if tokens are not 0. Chunks are counted without the
-    /// skipped tokens of the sequence.
+    /// The first paged position that the query at this one sees, if tokens are not 0. Chunks are counted
+    /// without the skipped tokens of the sequence.
     template <class Cuts>
     __device__ __forceinline__ int first_seen(int query, const Cuts& cuts) const {
         if (inverse == 0) [[likely]]
@@ -79,8 +80,8 @@ struct work_shape {
         if (window.tokens == 0) return 0;
         return larger(0, window.first_seen(length - oldest, skipped_tokens{}) - first_token);
     }
-    /// hint: while the previous launch may still write lengths; what is read then stays out of the first-level
-    /// cache.
+    /// hint: while the previous launch may still write lengths; what is read then stays out of the
+    /// first-level cache.
     __device__ __forceinline__ int length(int b, bool hint) const {
         return hint ? __ldcg(tokens + b) : tokens[b];
     }
@@ -114,8 +115,8 @@ struct warp_team {
           share((static_cast<int>(blockIdx.x) << split) + index),
           teams(static_cast<int>(gridDim.x) << split) {}
     __device__ __forceinline__ int threads() const { return warps * warp_size; }
-    /// Warps that take different warp tiles, and the number of the warp among them, where neighbours have the bands of
-    /// the same ones (channel_bands.cuh).
+    /// Warps that take different warp tiles, and the number of the warp among them, where neighbours have the
+    /// bands of the same ones (channel_bands.cuh).
     __device__ __forceinline__ int takers(int bands) const { return warps / bands; }
     __device__ __forceinline__ int taker(int bands) const { return member / bands; }
     /// The thread's number in its team.

@@ -52,8 +52,8 @@ __device__ __forceinline__ float modified_score(const attention_args<Pair, T>& a
     return log2e *
            score.score(s * (1.0f / log2e), head, query + a.cache.first_token, key + a.cache.first_token);
 }
-/// The scores of a warp tile whose first token is `first`. skipped: tokens of the sequence that no span shows;
-/// shift: of the page (page_cuts.cuh).
+/// The scores of a warp tile whose first token is `first`. skipped: tokens of the sequence that no span
+/// shows; shift: of the page (page_cuts.cuh).
 template <class Keys, int Rows4, class Pair, class T, class Score>
 __device__ __forceinline__ void modify_scores(float (&scores)[Keys::tiles][Rows4][4],
                                               const attention_args<Pair, T>& a, const Score& score,
@@ -77,8 +77,9 @@ __device__ __forceinline__ void modify_scores(float (&scores)[Keys::tiles][Rows4
     }
 }
 
-/// Does a token of a tree, which sees text from `begin` on, not see a token with this shift? `visible`: the query's word.
-/// Drafted tokens count as the text that the query's path makes of them. Tokens behind the query: anything.
+/// Does a token of a tree, which sees text from `begin` on, not see a token with this shift? `visible`: the
+/// query's word. Drafted tokens count as the text that the query's path makes of them. Tokens behind the
+/// query: anything.
 template <class Pair, class T>
 __device__ __forceinline__ bool is_hidden(const attention_args<Pair, T>& a, std::uint64_t visible, int token,
                                           int shift, int draft_begin, int begin) {
@@ -97,8 +98,8 @@ inline constexpr bool takes_trees = Rows4 == 4;
 /// A bit for each of a lane's scores.
 template <class Keys, int Rows4>
 using score_bits = std::conditional_t<(Keys::tiles * Rows4 * 4 > 32), std::uint64_t, std::uint32_t>;
-/// For each of a lane's rows and tokens of a warp tile a bit: does the row, a token of a tree, not see it? Bit
-/// (tile * Rows4 + n) * 4 + r. A call: inline it would make windows' loops a fifth longer.
+/// For each of a lane's rows and tokens of a warp tile a bit: does the row, a token of a tree, not see it?
+/// Bit (tile * Rows4 + n) * 4 + r. A call: inline it would make windows' loops a fifth longer.
 template <class Keys, int Rows4, class Pair, class T>
 __device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_args<Pair, T>& a,
                                                               const item_part* item, int first, int shift,

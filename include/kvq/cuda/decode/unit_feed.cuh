@@ -3,7 +3,8 @@
 //   unit_ring   copies a unit of a warp tile into a slot, and says for every slot what of the tile is there
 //   unit_feed   which warp tile comes next: a walk over the team's items, with page numbers a warp tile ahead
 //
-// Contract: one warp calls all members together. A slot may be read once its copies are waited for (copy_wait).
+// Contract: one warp calls all members together. A slot may be read once its copies are waited for
+// (copy_wait).
 #pragma once
 
 #include "attention_memory.cuh"

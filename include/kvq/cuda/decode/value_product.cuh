@@ -1,9 +1,11 @@
 // Weights of a warp tile and their product with the packed values: an online softmax whose steps are warp
 // tiles.
 //
-//   w = 2^(s - max of the warp tile),   w' = w * value scale of the token,   w' ~= step * (256 high + low)   unsigned bytes
+//   w = 2^(s - max of the warp tile),   w' = w * value scale of the token,
+//     w' ~= step * (256 high + low)   unsigned bytes
 //   16-bit values: w = high + low, each rounded to the values' own type
-//   state:  max' = max(max, max of the warp tile),  output' = output * 2^(max - max') + step * 2^(warp tile max - max') * C w
+//   state:  max' = max(max, max of the warp tile),
+//     output' = output * 2^(max - max') + step * 2^(warp tile max - max') * C w
 //
 // Weights of codes are rounded lane by lane, so that those of a lane have the rounded sum of what they stand
 // for, to within one step, however small they are beside the largest one (cpu/product/folded.hpp:

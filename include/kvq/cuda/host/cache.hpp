@@ -1,21 +1,28 @@
-// A cache that owns its pages on the device: the verbs of kvq::cache, for batches, formats chosen when the program runs.
+// A cache that owns its pages on the device: the verbs of kvq::cache, for batches, formats chosen when the
+// program runs.
 //
 //   cuda::cache cache;
 //   auto s = cache.open(shape, {.formats = {"kivi-4-g64"}, .sinks = 4, .recent = 128}, compiled, stream);
-//   s = cache.open(layers, options, compiled, stream);      layers of several shapes, formats and windows (cache/layers.hpp)
+//   s = cache.open(layers, options, compiled, stream);      layers of several shapes, formats and windows
+//                                                           (cache/layers.hpp)
 //   auto a = cache.new_sequence();
 //   s = cache.begin_prompt(a, n, stream);        then for every layer prefill(layer, q, k, v, out)
-//   s = cache.begin_step(batch, 1, stream);      then for every layer append(layer, k, v) and attend(layer, q, out)
-//   s = cache.begin_draft(batch, n, stream);     the same with n guesses of the next tokens; then keep(batch, paths)
-//   s = cache.begin_cross(a, n, stream);         then append(layer, k, v) for every layer with cross attention, once
+//   s = cache.begin_step(batch, 1, stream);
+//     then for every layer append(layer, k, v) and attend(layer, q, out)
+//   s = cache.begin_draft(batch, n, stream);
+//     the same with n guesses of the next tokens; then keep(batch, paths)
+//   s = cache.begin_cross(a, n, stream);         then append(layer, k, v) for every layer with cross
+//                                                attention, once
 //
-// begin_*() does what the host must do: lengths, page numbers, memory; it sends the words that changed in a small launch. What follows
-// takes its numbers from device memory. So the appends and attends of a step can be captured in a graph and replayed after every
-// begin_step() while contexts grow, as long as graph_id() stays the same.
-// Pages are those of a CPU cache with the same options that did the same, byte for byte, and show the same tokens (sequence_pages.hpp).
+// begin_*() does what the host must do: lengths, page numbers, memory; it sends the words that changed in a
+// small launch. What follows takes its numbers from device memory. So the appends and attends of a step can
+// be captured in a graph and replayed after every begin_step() while contexts grow, as long as graph_id()
+// stays the same.
+// Pages are those of a CPU cache with the same options that did the same, byte for byte, and show the same
+// tokens (sequence_pages.hpp).
 // One exception: a quantized page that is requantized to a preset is fitted anew here.
-// Contract: refused calls change nothing. One thread; one stream at a time. These wait for the stream: a pool that grows, a prompt that is
-// longer than all before it, calibrate() and not_finite(). Nothing else does.
+// Contract: refused calls change nothing. One thread; one stream at a time. These wait for the stream: a pool
+// that grows, a prompt that is longer than all before it, calibrate() and not_finite(). Nothing else does.
 #pragma once
 
 #include "cache_draft.hpp"

@@ -1,7 +1,8 @@
-// The class of a cache that owns its pages; what it promises: cache.hpp. Its members are in cache_open, cache_step and cache_pages.hpp.
+// The class of a cache that owns its pages; what it promises: cache.hpp. Its members are in cache_open,
+// cache_step and cache_pages.hpp.
 //
-// Layers of one shape, window and formats are a group (layer_group.hpp): tables, pools and launches are those of groups. A cache of equal layers
-// has one. A sequence has pages in every group.
+// Layers of one shape, window and formats are a group (layer_group.hpp): tables, pools and launches are those
+// of groups. A cache of equal layers has one. A sequence has pages in every group.
 #pragma once
 
 #include <initializer_list>
@@ -26,17 +27,20 @@ public:
     cache(const cache&) = delete;
     cache& operator=(const cache&) = delete;
 
-    /// Once. compiled: what the program has instantiated; the entry with the formats, head_dim, page size and type is taken.
+    /// Once. compiled: what the program has instantiated; the entry with the formats, head_dim, page size and
+    /// type is taken.
     status open(const cache_shape& shape, const cache_options& options,
                 std::span<const device_format> compiled, cudaStream_t stream);
-    /// Layers of several shapes and formats (cache/layers.hpp). Raises kvq::error for an impossible layer. The pages of a layer are committed to the keys of format formats.key of
-    /// options.formats and the values of formats.value. An entry of `compiled` is taken for every shape, with these and the formats of
+    /// Layers of several shapes and formats (cache/layers.hpp). Raises kvq::error for an impossible layer.
+    /// The pages of a layer are committed to the keys of format formats.key of options.formats and the values
+    /// of formats.value. An entry of `compiled` is taken for every shape, with these and the formats of
     /// options.formats that no layer has: those are for requantize() and step_down().
     status open(std::vector<layer> layers, const cache_options& options,
                 std::span<const device_format> compiled, cudaStream_t stream);
 
-    /// Keys of a format, made from statistics (widths of channels, feedback), as find_format(name, tensor::key, statistics) makes the CPU's.
-    /// Before its first page. Raises kvq::error for statistics that the scheme refuses.
+    /// Keys of a format, made from statistics (widths of channels, feedback), as find_format(name,
+    /// tensor::key, statistics) makes the CPU's. Before its first page. Raises kvq::error for statistics that
+    /// the scheme refuses.
     status calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream);
     /// The matrices of keys or values of a format that is rotated<...>, before its first page. Raises
     /// kvq::error for matrices of another shape. Waits for the stream.
@@ -51,7 +55,8 @@ public:
         const kvq::layer& l = layers_[static_cast<std::size_t>(layer)];
         return {layer_count(), l.kv_heads, l.head_dim, l.value_dim};
     }
-    /// Does a layer take the tokens of steps, prompts and drafts? Others have no keys and values of the sequence's own text.
+    /// Does a layer take the tokens of steps, prompts and drafts? Others have no keys and values of the
+    /// sequence's own text.
     bool takes_tokens(int layer) const noexcept {
         return layers_[static_cast<std::size_t>(layer)].kind <= layer_kind::chunked;
     }
@@ -61,7 +66,8 @@ public:
     /// The entry that open() has taken for a layer with keys and values. Formats of the layer are numbered as
     /// its kinds.
     const device_format& formats(int layer) const noexcept { return group_of(layer).format; }
-    /// Is every layer full attention of one shape in the same formats? Divided contexts and transfers between GPUs take such caches only.
+    /// Is every layer full attention of one shape in the same formats? Divided contexts and transfers between
+    /// GPUs take such caches only.
     status check_equal_layers(const char* who) const;
 
     /// An empty sequence. It holds no memory yet. None before open().
@@ -77,25 +83,29 @@ public:
     /// Tokens that the sequence has in a layer: of one with cross attention those of its own text.
     int tokens(sequence_id id, int layer) const noexcept;
 
-    /// Every sequence of the batch gets new_tokens tokens more, in all layers: append() writes them. 0: attend() only. A sequence_id{} is a
-    /// row that is not there: its keys are ignored, its output is 0.
+    /// Every sequence of the batch gets new_tokens tokens more, in all layers: append() writes them. 0:
+    /// attend() only. A sequence_id{} is a row that is not there: its keys are ignored, its output is 0.
     status begin_step(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
     /// One sequence gets any number of tokens. Pages that fall behind the window are quantized at once.
     status begin_prompt(sequence_id id, int new_tokens, cudaStream_t stream);
-    /// The text of the layers with cross attention (kvq::cross_layer), of any number of tokens up to max_tokens, once for a sequence. append()
-    /// writes them, in each of these layers; then they take any number of queries of attend() in steps and drafts, or of prefill() with k and v
-    /// of 0 tokens in prompts, which see all of them. Trims leave them, forks share their pages.
+    /// The text of the layers with cross attention (kvq::cross_layer), of any number of tokens up to
+    /// max_tokens, once for a sequence. append() writes them, in each of these layers; then they take any
+    /// number of queries of attend() in steps and drafts, or of prefill() with k and v of 0 tokens in
+    /// prompts, which see all of them. Trims leave them, forks share their pages.
     status begin_cross(sequence_id id, int tokens, cudaStream_t stream);
-    /// Every sequence of the batch gets new_tokens drafted tokens behind those that it has: a tree, whose words attend() takes as
-    /// options.ancestors, or a chain. They stay 16 bit and no page is quantized. Further calls make all drafts of the batch longer; 0: attend()
-    /// only. Until keep(), or a trim() to the accepted tokens, other begins, offload and requantizing of these sequences are refused.
+    /// Every sequence of the batch gets new_tokens drafted tokens behind those that it has: a tree, whose
+    /// words attend() takes as options.ancestors, or a chain. They stay 16 bit and no page is quantized.
+    /// Further calls make all drafts of the batch longer; 0: attend() only. Until keep(), or a trim() to the
+    /// accepted tokens, other begins, offload and requantizing of these sequences are refused.
     status begin_draft(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
-    /// Accepts the drafted tokens paths[b][0] < paths[b][1] < ... of sequence b (a path of token_tree::is_path()) and removes its others, in
-    /// all layers: the sequence is bit for bit what appending the accepted tokens alone gives. One launch, and one if pages leave a window.
+    /// Accepts the drafted tokens paths[b][0] < paths[b][1] < ... of sequence b (a path of
+    /// token_tree::is_path()) and removes its others, in all layers: the sequence is bit for bit what
+    /// appending the accepted tokens alone gives. One launch, and one if pages leave a window.
     status keep(std::span<const sequence_id> batch, std::span<const std::span<const int>> paths,
                 cudaStream_t stream);
-    /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer (a second time is refused), the first one of a shape and format before the others: it
-    /// also quantizes the pages that leave the recent windows of all of them. T: options().type.
+    /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer (a second time is
+    /// refused), the first one of a shape and format before the others: it also quantizes the pages that
+    /// leave the recent windows of all of them. T: options().type.
     status append(int layer, const input_view& k, const input_view& v, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type}); !s) return s;
         if (is_shared(layer)) return detail::bad_value("%s: it takes queries only", describe(layer).c_str());
@@ -118,14 +128,16 @@ public:
         g.appended[static_cast<std::size_t>(member)] = 1;
         return {};
     }
-    /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the window, in 16 bit, and quantized pages
-    /// as they are, without scratch memory (prefill.cuh). After begin_prompt(). q, out: [new_tokens][q_heads][head_dim]. The tokens of a layer
-    /// that others share wait until the last of these had its prefill(), with k and v of 0 tokens, or for the next begin: they see what
-    /// this layer saw.
+    /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the
+    /// window, in 16 bit, and quantized pages as they are, without scratch memory (prefill.cuh). After
+    /// begin_prompt(). q, out: [new_tokens][q_heads][head_dim]. The tokens of a layer that others share wait
+    /// until the last of these had its prefill(), with k and v of 0 tokens, or for the next begin: they see
+    /// what this layer saw.
     status prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                    const output_view& out, prefill_options options, cudaStream_t stream);
-    /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any number of them, or none, then also
-    /// after a begin_step() of one sequence. options.lead says which of them a query sees. Before append().
+    /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any
+    /// number of them, or none, then also after a begin_step() of one sequence. options.lead says which of
+    /// them a query sees. Before append().
     status prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
                         prefill_options options, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
@@ -148,10 +160,10 @@ public:
             step_.prompt ? g.view_before_prompt(member_of(layer)) : view(layer), k, v, q, nowhere, nullptr,
             q.tokens, options, stream);
     }
-    /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch. A layer with a window hides what its
-    /// window hides, also where options.window is 0, and takes at most rollback + 1 tokens more than the step has new ones (of a prompt:
-    /// rollback + 1 in all).
-    /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim. Score: that of make_scored_format().
+    /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch. A layer
+    /// with a window hides what its window hides, also where options.window is 0, and takes at most rollback
+    /// + 1 tokens more than the step has new ones (of a prompt: rollback + 1 in all). q: [rows x
+    /// query_tokens][q_heads][head_dim], out likewise with value_dim. Score: that of make_scored_format().
     template <class Score = unmodified>
     status attend(int layer, const query_view& q, const output_view& out, attention_options options,
                   cudaStream_t stream, const Score& score = {}) {
@@ -186,8 +198,9 @@ public:
     status check_window(int layer, Options options) const {
         return group_of(layer).add_window(options, member_of(layer));
     }
-    /// A captured step may be replayed after a begin_step() as long as this number is what it was at the capture: it depends on the
-    /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
+    /// A captured step may be replayed after a begin_step() as long as this number is what it was at the
+    /// capture: it depends on the batch's number of rows and new tokens, on the formats that its pages are
+    /// committed to, and on where pools lie.
     std::uint64_t graph_id() const noexcept;
 
     /// Part number `part` of the state of a layer, for the rows of the step or prompt that has begun: its
@@ -210,16 +223,18 @@ public:
     int reach(sequence_id id, int n) const noexcept;
 
     /// Removes tokens from position reach(id, n) on. Exact within `rollback` tokens. After a deeper trim a
-    /// quantized page that it ends in keeps its bytes
-    /// and shows fewer tokens, and new tokens begin a page: tokens that stay have the values that they had. Takes effect with the next begin.
-    /// A begun prompt that some layer does not have yet is taken back whole, within `rollback` or with the page of its first token; a step,
-    /// within `rollback`.
+    /// quantized page that it ends in keeps its bytes and shows fewer tokens, and new tokens begin a page:
+    /// tokens that stay have the values that they had. Takes effect with the next begin. A begun prompt that
+    /// some layer does not have yet is taken back whole, within `rollback` or with the page of its first
+    /// token; a step, within `rollback`.
     status trim(sequence_id id, int n);
-    /// The least n from which on trim(id, n) is possible for every n: layers with a window have freed what earlier lengths need. While a
-    /// draft of several tokens waits, or a prompt for layers that lack it, it is tokens(id). O(pages)
+    /// The least n from which on trim(id, n) is possible for every n: layers with a window have freed what
+    /// earlier lengths need. While a draft of several tokens waits, or a prompt for layers that lack it, it
+    /// is tokens(id). O(pages)
     int trim_limit(sequence_id id) const noexcept;
-    /// As in sequence::erase, shift and splice, where no key moves: an erase to the end is a trim. Otherwise refused: attention on the
-    /// device finds keys where they were appended. onload() says which sequences that a CPU's cache has rearranged come to the device.
+    /// As in sequence::erase, shift and splice, where no key moves: an erase to the end is a trim. Otherwise
+    /// refused: attention on the device finds keys where they were appended. onload() says which sequences
+    /// that a CPU's cache has rearranged come to the device.
     status erase(sequence_id id, int first, int last);
     status shift(sequence_id id, int first, int last, std::int64_t by);
     status splice(sequence_id id, sequence_id other, int first, int last);
@@ -230,20 +245,22 @@ public:
     /// Pages that several of the sequences share stay shared.
     status requantize(std::span<const sequence_id> ids, const requantize_request& request,
                       cudaStream_t stream);
-    /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only shrink. Then, while pages in use have
-    /// more than byte_budget bytes (bytes_in_use()), the oldest pages go one tier down, and from there further; pages that other
-    /// sequences hold too stay. More may be in use at the end, if all of them are in the last tier.
+    /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only
+    /// shrink. Then, while pages in use have more than byte_budget bytes (bytes_in_use()), the oldest pages
+    /// go one tier down, and from there further; pages that other sequences hold too stay. More may be in use
+    /// at the end, if all of them are in the last tier.
     status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream,
                      std::size_t byte_budget = no_budget);
     static constexpr std::size_t no_budget = ~std::size_t{0};
 
-    /// Of one sequence, as sequence::usage(): bytes of device memory in all layers. None for a sequence that is not there. O(pages)
+    /// Of one sequence, as sequence::usage(): bytes of device memory in all layers. None for a sequence that
+    /// is not there. O(pages)
     usage_report usage(sequence_id id) const;
-    /// Of all memory of the cache: `bytes` is what the allocator was asked for. Each page counts once; `reserved` has the free ones.
-    /// O(sequences)
+    /// Of all memory of the cache: `bytes` is what the allocator was asked for. Each page counts once;
+    /// `reserved` has the free ones. O(sequences)
     usage_report usage() const;
-    /// Part of usage().workspace: one layer of the longest prompt so far in 16 bit, its slots, and its tokens in layers that
-    /// others share.
+    /// Part of usage().workspace: one layer of the longest prompt so far in 16 bit, its slots, and its tokens
+    /// in layers that others share.
     std::size_t prompt_bytes() const noexcept {
         std::size_t sum = staging_.bytes();
         for (const chunk& c : chunks_) sum += c.keys.bytes() + c.values.bytes();
@@ -252,8 +269,8 @@ public:
     /// Bytes of all pages that sequences hold, each counted once, and of these and the free ones.
     std::size_t bytes_in_use() const noexcept;
     std::size_t bytes_held() const noexcept;
-    /// Writes for each layer how many NaN and infinities were quantized so far; a page that is quantized again behind a trim counts again.
-    /// Waits for the stream.
+    /// Writes for each layer how many NaN and infinities were quantized so far; a page that is quantized
+    /// again behind a trim counts again. Waits for the stream.
     status not_finite(std::span<unsigned> by_layer, cudaStream_t stream) const;
 
 private:

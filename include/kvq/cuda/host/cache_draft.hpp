@@ -1,10 +1,14 @@
-// Drafted tokens of a cache (cache.hpp): several guesses of the next tokens are checked in one attention, then a path of them stays.
+// Drafted tokens of a cache (cache.hpp): several guesses of the next tokens are checked in one attention,
+// then a path of them stays.
 //
 //   begin_draft(batch, n)       n drafted tokens behind the accepted ones; append() and attend() as in a step
-//   keep(batch, paths)          the accepted ones move together, the others are gone; pages that leave the window are quantized
+//   keep(batch, paths)          the accepted ones move together, the others are gone; pages that leave the
+//                               window are quantized
 //
-// Drafted tokens lie in the ring of the window (and in sinks), which is `draft_tokens` wider. No page is quantized for them.
-// Contract: after keep() a sequence is bit for bit what appending the accepted tokens alone gives (cache/draft.hpp).
+// Drafted tokens lie in the ring of the window (and in sinks), which is `draft_tokens` wider. No page is
+// quantized for them.
+// Contract: after keep() a sequence is bit for bit what appending the accepted tokens alone gives
+// (cache/draft.hpp).
 #pragma once
 
 #include "cache_class.hpp"

@@ -1,9 +1,11 @@
-// cache::open(), calibrate(), and the reports of a cache on the device (cache.hpp): usage(), not_finite(), graph_id().
+// cache::open(), calibrate(), and the reports of a cache on the device (cache.hpp): usage(), not_finite(),
+// graph_id().
 //
-// open() checks all options, takes the compiled entry that has all formats and as few others as possible, and allocates tables, workspace and
-// the pools that the options ask for. calibrate() sends plans of widths and matrices of feedback.
-// Contract: every refusal names the option and its range, or the line that compiles the missing format; nothing is allocated then. open()
-// runs once. calibrate() and not_finite() wait for the stream.
+// open() checks all options, takes the compiled entry that has all formats and as few others as possible, and
+// allocates tables, workspace and the pools that the options ask for. calibrate() sends plans of widths and
+// matrices of feedback.
+// Contract: every refusal names the option and its range, or the line that compiles the missing format;
+// nothing is allocated then. open() runs once. calibrate() and not_finite() wait for the stream.
 #pragma once
 
 #include <set>
@@ -170,7 +172,8 @@ inline status cache::open_group(detail::layer_group& g) const {
     return {};
 }
 
-/// Quantized pages that are allocated up front. A window needs some for each sequence, and during a prompt twice as many.
+/// Quantized pages that are allocated up front. A window needs some for each sequence, and during a prompt
+/// twice as many.
 inline int cache::pool_pages(const detail::layer_group& g) const noexcept {
     const int pages = common::ceil_div(options_.pool_tokens, options_.page_tokens);
     if (!g.geometry.window) return pages;
@@ -270,7 +273,8 @@ inline status cache::check_format(std::string_view format) const {
         std::string(format).c_str());
 }
 
-/// Of arrays with `count` numbers for all layers of the cache: those of a group's layers, behind one another. Waits for the stream.
+/// Of arrays with `count` numbers for all layers of the cache: those of a group's layers, behind one another.
+/// Waits for the stream.
 template <class T>
 status cache::put_layers(detail::device_memory& to, const detail::layer_group& g,
                          std::initializer_list<const T*> arrays, std::size_t count,

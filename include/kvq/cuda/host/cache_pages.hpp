@@ -1,9 +1,11 @@
 // Sequences of a cache on the device between steps (cache.hpp): new, trim, fork, free, requantize, step down.
 //
-// Page numbers live on the host (sequence_pages.hpp). trim() and free() are arithmetic there; fork() copies sinks and window on the stream;
-// requantizing quantizes new pages and then exchanges numbers. The next begin sends what has changed.
-// Contract: what changes a sequence ends the step that has begun. A call that fails changes nothing, but for step_down(): the tiers that it
-// has done stay done. Pages that sequences outside of the call hold stay as they are.
+// Page numbers live on the host (sequence_pages.hpp). trim() and free() are arithmetic there; fork() copies
+// sinks and window on the stream; requantizing quantizes new pages and then exchanges numbers. The next begin
+// sends what has changed.
+// Contract: what changes a sequence ends the step that has begun. A call that fails changes nothing, but for
+// step_down(): the tiers that it has done stay done. Pages that sequences outside of the call hold stay as
+// they are.
 #pragma once
 
 #include <algorithm>
@@ -41,8 +43,8 @@ inline status cache::free(sequence_id id) {
     return {};
 }
 
-/// Would a trim to n end in or behind a page that layers of a begun prompt have not quantized yet? Also where another call has ended the
-/// prompt since.
+/// Would a trim to n end in or behind a page that layers of a begun prompt have not quantized yet? Also where
+/// another call has ended the prompt since.
 inline bool cache::lacks_page(sequence_id id, std::size_t group, int n) const noexcept {
     const detail::layer_group& g = groups_[group];
     return step_.id == id && g.missing_layers() > 0 &&
@@ -196,7 +198,8 @@ inline std::vector<common::page_table*> cache::tables_of(std::span<const sequenc
     return tables;
 }
 
-/// Adds the pages of a range to those that get the format, in groups that have it. Returns the bytes that this saves.
+/// Adds the pages of a range to those that get the format, in groups that have it. Returns the bytes that
+/// this saves.
 inline std::size_t cache::find_changes(std::span<const sequence_id> ids, const common::change_range& range,
                                        std::string_view format, bool only_smaller, format_changes& changes) {
     changes.resize(groups_.size());

@@ -1,6 +1,8 @@
-// Steps and prompts of a cache (cache.hpp): pages are named, tables are sent, tokens of a prompt go to their pages.
+// Steps and prompts of a cache (cache.hpp): pages are named, tables are sent, tokens of a prompt go to their
+// pages.
 //
-// A step's tokens are found on the device (store_new_tokens.cuh, commit_due_pages.cuh); those of a prompt go where layer_group::begin_prompt() says.
+// A step's tokens are found on the device (store_new_tokens.cuh, commit_due_pages.cuh); those of a prompt go
+// where layer_group::begin_prompt() says.
 #pragma once
 
 #include "cache_class.hpp"
@@ -157,7 +159,8 @@ inline status cache::check_prompt(sequence_id id, int new_tokens) const {
     return check_no_draft(std::span(&id, 1));
 }
 
-/// new_tokens tokens more in the layers that take steps, or with `cross` in the others. Queries of all layers find the sequence in row 0.
+/// new_tokens tokens more in the layers that take steps, or with `cross` in the others. Queries of all layers
+/// find the sequence in row 0.
 inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cudaStream_t stream) {
     const int of_steps = cross ? 0 : new_tokens;
     if (status s = check_growth(id, new_tokens, cross); !s) return s;
@@ -166,8 +169,8 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, cross, stream); !s) return s;
     if (status s = reserve_chunks(of_steps, stream); !s) return s;
     if (status s = ensure_states(std::span(&id, 1), of_steps, stream); !s) return s;
-    // The scratch comes before the sequence changes. Nothing is refused behind it, since a prompt that has begun before writes to the
-    // scratch that it was given.
+    // The scratch comes before the sequence changes. Nothing is refused behind it, since a prompt that has
+    // begun before writes to the scratch that it was given.
     entry& e = entry_of(id);
     std::size_t scratch = 0;
     for (std::size_t i = 0; i < groups_.size(); ++i) {

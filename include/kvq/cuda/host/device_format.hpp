@@ -1,10 +1,12 @@
 // Formats of a cache on the device as values, chosen by name when the program runs.
 //
-//   const kvq::cuda::device_format compiled[] = {make_device_format<...>(), ...};     the program's own: make_device_format.cuh, with nvcc
-//   kvq::cuda::library_formats()                                                      those of kvq::library: any C++ compiler
+//   const kvq::cuda::device_format compiled[] = {make_device_format<...>(), ...};     the program's own:
+//     make_device_format.cuh, with nvcc
+//   kvq::cuda::library_formats()                                                      those of kvq::library:
+//     any C++ compiler
 //
-// Contract: a value is a table of functions and what it was made for. The functions do all that needs a kernel; whoever calls them is
-// plain C++.
+// Contract: a value is a table of functions and what it was made for. The functions do all that needs a
+// kernel; whoever calls them is plain C++.
 #pragma once
 
 #include <algorithm>
@@ -66,8 +68,8 @@ struct layer_view {
 template <class X>
 inline constexpr char type_mark = 0;
 
-/// Tells types of score modifiers apart when the program runs: by their names, also where the library and the program have been compiled
-/// for different CPUs, or as types of one program.
+/// Tells types of score modifiers apart when the program runs: by their names, also where the library and the
+/// program have been compiled for different CPUs, or as types of one program.
 class score_mark {
 public:
     template <class Score>
@@ -92,7 +94,8 @@ private:
 using input_rows = common::row_view<const void>;
 using output_rows = common::row_view<void>;
 
-/// What keys that were made from statistics need on the device: [layers][kv_heads] plans and matrices, or nothing.
+/// What keys that were made from statistics need on the device: [layers][kv_heads] plans and matrices, or
+/// nothing.
 struct key_state {
     std::vector<std::uint16_t> plans;
     std::vector<float> feedback;
@@ -149,7 +152,8 @@ struct device_format {
     std::size_t window_block[2] = {}, sink_block[2] = {};  ///< K, V
     const detail::device_functions* functions = nullptr;
 
-    /// Number of the format with this name, or with these of keys and values, "int8/std4"; -1 if there is none.
+    /// Number of the format with this name, or with these of keys and values, "int8/std4"; -1 if there is
+    /// none.
     int find(std::string_view name) const noexcept {
         const std::size_t cut = name.find('/');
         const std::string_view keys = name.substr(0, cut),
@@ -162,8 +166,8 @@ struct device_format {
     }
 };
 
-/// Of `compiled`, the entry that has all these formats, and as few others as possible; null if there is none. score: of its score modifier;
-/// null: any.
+/// Of `compiled`, the entry that has all these formats, and as few others as possible; null if there is none.
+/// score: of its score modifier; null: any.
 inline const device_format* find_device_format(std::span<const device_format> compiled,
                                                std::span<const std::string> names, int head_dim,
                                                int value_dim, int page_tokens, float_type type,
@@ -178,8 +182,9 @@ inline const device_format* find_device_format(std::span<const device_format> co
     return best;
 }
 
-/// What kvq::library was compiled with: the formats, head sizes and page sizes of its CMake options KVQ_CUDA_FORMATS, KVQ_CUDA_HEAD_DIMS
-/// and KVQ_CUDA_PAGE_TOKENS. cache::open() takes the list; a program that links the library needs no nvcc and compiles no kernel.
+/// What kvq::library was compiled with: the formats, head sizes and page sizes of its CMake options
+/// KVQ_CUDA_FORMATS, KVQ_CUDA_HEAD_DIMS and KVQ_CUDA_PAGE_TOKENS. cache::open() takes the list; a program
+/// that links the library needs no nvcc and compiles no kernel.
 /// Raises kvq::error if the library was built with another C++ standard library.
 inline std::span<const device_format> library_formats() {
     const library_format_list list = library_device_formats();
@@ -189,7 +194,8 @@ inline std::span<const device_format> library_formats() {
     return {static_cast<const device_format*>(list.formats), list.count};
 }
 
-/// The entry of kvq::library with this format for keys and values of head_dim channels; null: it was not compiled.
+/// The entry of kvq::library with this format for keys and values of head_dim channels; null: it was not
+/// compiled.
 inline const device_format* find_device_format(std::string_view name, int head_dim, int page_tokens,
                                                float_type type = float_type::fp16) {
     const std::string names[] = {std::string(name)};

@@ -1,10 +1,11 @@
-// The pages of a pool on a device, by number: which are free, and headers for those that sequences hold. Plain C++: no byte of a page is
-// touched here.
+// The pages of a pool on a device, by number: which are free, and headers for those that sequences hold.
+// Plain C++: no byte of a page is touched here.
 //
-//   take()  a reference to the page that was freed last, or to the next one that was never used. The last reference gives it back
+//   take()  a reference to the page that was freed last, or to the next one that was never used. The last
+//           reference gives it back
 //
-// Contract: callers ask available() before they take(). References do not outlive the pool, and their number is not counted on several
-// threads. O(1) each.
+// Contract: callers ask available() before they take(). References do not outlive the pool, and their number
+// is not counted on several threads. O(1) each.
 #pragma once
 
 #include <deque>

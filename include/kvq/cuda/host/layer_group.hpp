@@ -1,10 +1,12 @@
-// Layers of a cache on the device that have one shape, one window and the same formats (cache.hpp): one page table for all of them, the
-// pools of its pages, and one set of launches.
+// Layers of a cache on the device that have one shape, one window and the same formats (cache.hpp): one page
+// table for all of them, the pools of its pages, and one set of launches.
 //
-// Device words: paged lengths, committed pages, extents of formats, tables, what pages show, lists of pages to quantize. The host has a copy of
-// all but the lists, and sends words that change. Row b of a table is that of the step's sequence b; it stays while the same sequence
-// stands there. The words of all groups are one range of memory, so that a begin sends them together.
-// Contract: a cache of equal layers has one group. cache::open() makes groups; nothing moves them to other words afterwards.
+// Device words: paged lengths, committed pages, extents of formats, tables, what pages show, lists of pages
+// to quantize. The host has a copy of all but the lists, and sends words that change. Row b of a table is
+// that of the step's sequence b; it stays while the same sequence stands there. The words of all groups are
+// one range of memory, so that a begin sends them together.
+// Contract: a cache of equal layers has one group. cache::open() makes groups; nothing moves them to other
+// words afterwards.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +35,8 @@ struct device_keys {
 };
 
 struct layer_group {
-    /// Pages to quantize from 16-bit values, in the lists of a prompt: first those that stood in the window, then those of the scratch.
+    /// Pages to quantize from 16-bit values, in the lists of a prompt: first those that stood in the window,
+    /// then those of the scratch.
     struct prompt_jobs {
         int before = 0, staged = 0, after = 0;
     };
@@ -194,13 +197,15 @@ struct layer_group {
         r = {id, version, end, gone};
     }
 
-    /// Pages of a prompt that are quantized at once: those that are not in the ring, nor were before, and that no window frees.
+    /// Pages of a prompt that are quantized at once: those that are not in the ring, nor were before, and
+    /// that no window frees.
     page_run staged_pages(const sequence_pages& s, int new_tokens) const noexcept {
         const int end = common::larger(s.pages(), s.pages_after(new_tokens, geometry) - geometry.ring);
         return {common::smaller(end, common::larger(s.pages(), s.gone_after(new_tokens, geometry))), end};
     }
-    /// A prompt has more pages than the ring: those that fall behind the recent window go to 16-bit pages of one layer's scratch and are
-    /// quantized from there, in one launch for all of them. Pages and scratch are there.
+    /// A prompt has more pages than the ring: those that fall behind the recent window go to 16-bit pages of
+    /// one layer's scratch and are quantized from there, in one launch for all of them. Pages and scratch are
+    /// there.
     prompt_slots begin_prompt(sequence_id id, std::uint64_t version, sequence_pages& s, int new_tokens,
                               std::byte* scratch, long long* slot_list, word_writer& to) {
         const page_run staged = staged_pages(s, new_tokens);
@@ -333,7 +338,8 @@ struct layer_group {
         v.not_finite = reinterpret_cast<unsigned*>(const_cast<int*>(words)) + not_finite_at(member);
         return v;
     }
-    /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide them.
+    /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide
+    /// them.
     layer_view view_before_prompt(int member) const noexcept {
         layer_view v = view(member, 1);
         v.tokens = words + prompt_at();
@@ -346,7 +352,8 @@ struct layer_group {
         for (int i = 0; i < shape.layers; ++i) all.push_back(view(i, sequences));
         return all;
     }
-    /// Hides what the window of the layers hides, beside what the caller's does: together they are one window. of: the layer, for errors.
+    /// Hides what the window of the layers hides, beside what the caller's does: together they are one
+    /// window. of: the layer, for errors.
     template <class Options>
     status add_window(Options& o, int member) const {
         const key_window& own = geometry.window;
@@ -377,7 +384,8 @@ struct layer_group {
         const int layer = members[static_cast<std::size_t>(member)];
         return common::describe_layer(layer, (*list)[static_cast<std::size_t>(layer)]);
     }
-    /// Do steps and prompts give these layers tokens? Those with cross attention have the tokens of another text.
+    /// Do steps and prompts give these layers tokens? Those with cross attention have the tokens of another
+    /// text.
     bool takes_steps() const noexcept { return !geometry.window.cross; }
     /// Do queries of the step's last `count` tokens see nothing that their window has freed?
     bool holds_queries(int count, int of_step) const noexcept {

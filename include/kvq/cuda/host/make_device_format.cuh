@@ -4,9 +4,11 @@
 //       make_device_format<float16, kivi_pair<4, 64, 128, 64>>(),
 //       make_device_format<float16, preset_pair<std4, 128>, preset_pair<low2, 128>>()};
 //
-// The kernels of one entry take keys, values and queries of type T, keep sinks and recent window in T, and quantize to the first format
-// that a cache names. Pages of all formats of an entry may be in one sequence: requantizing and stepping down go from one to another.
-// Names: those of find_format, "kivi-4-g64", "affine-4-g64", "int8", "std4"; of keys in another format than values both, "int8/std4".
+// The kernels of one entry take keys, values and queries of type T, keep sinks and recent window in T, and
+// quantize to the first format that a cache names. Pages of all formats of an entry may be in one sequence:
+// requantizing and stepping down go from one to another.
+// Names: those of find_format, "kivi-4-g64", "affine-4-g64", "int8", "std4"; of keys in another format than
+// values both, "int8/std4".
 // Contract: an entry costs a program the kernels of a mix of its formats (docs/guide/gpu.md).
 #pragma once
 
@@ -108,7 +110,8 @@ struct device_table {
         recent.cuts = l.cuts;
         sink_part<sinks_pair> first_tokens = sink_tokens(sinks(l), l.first_token);
         first_tokens.cuts = l.cuts;
-        // Pages are in the window from `committed` on; the length says too much while a draft waits, so its own rule has the whole ring.
+        // Pages are in the window from `committed` on; the length says too much while a draft waits, so its
+        // own rule has the whole ring.
         return make_mixed((l.ring - 1) * page_tokens + 1, part<Pairs>(l, I)..., recent, first_tokens);
     }
     using numbers = std::make_integer_sequence<int, static_cast<int>(sizeof...(Pairs))>;
@@ -253,8 +256,8 @@ struct device_table {
 
 }  // namespace detail
 
-/// T: float16 or bfloat16, of the window and of k, v, q and out. Pairs: block pairs of quantized schemes, up to 4 that may be in one
-/// sequence; they have the same head sizes and page size.
+/// T: float16 or bfloat16, of the window and of k, v, q and out. Pairs: block pairs of quantized schemes, up
+/// to 4 that may be in one sequence; they have the same head sizes and page size.
 /// Score: the type of score modifier that cache::attend() takes (score_modifiers.cuh).
 template <class Score, class T, class... Pairs>
 device_format make_scored_format() {

@@ -4,11 +4,13 @@
 //   s = cuda::offload(gpu, id, on_host, stream);      gpu keeps its sequence until gpu.free(id)
 //   s = cuda::onload(on_host, gpu, id, stream);       a new sequence of gpu
 //
-// Both caches have the same layers, window type, sinks, recent, rollback and page_tokens, and formats of the same names. Quantized pages and
-// full 16-bit pages are the same bytes on both sides; pages that are not full differ in how many tokens they have room for. Quantized pages
-// show the same tokens on both sides; keys that have moved (erase, shift, splice of a cache with rotary options) stay on the CPU.
-// Contract: both calls wait for the stream. A status that is not success has changed nothing. Memory that the CPU's pool does not have
-// raises kvq::out_of_memory or std::bad_alloc, as in all calls on that cache. O(bytes).
+// Both caches have the same layers, window type, sinks, recent, rollback and page_tokens, and formats of the
+// same names. Quantized pages and full 16-bit pages are the same bytes on both sides; pages that are not full
+// differ in how many tokens they have room for. Quantized pages show the same tokens on both sides; keys that
+// have moved (erase, shift, splice of a cache with rotary options) stay on the CPU.
+// Contract: both calls wait for the stream. A status that is not success has changed nothing. Memory that the
+// CPU's pool does not have raises kvq::out_of_memory or std::bad_alloc, as in all calls on that cache.
+// O(bytes).
 #pragma once
 
 #include "../../cache/sequence.hpp"
@@ -250,8 +252,9 @@ struct cache_access {
             format_text(cpu.table(tensor::value)[values]).c_str());
     }
 
-    /// Why the device cannot have a span of the CPU's, if it cannot: kernels take whole pages with keys in their place, and the sinks in
-    /// front as they are. Which of its tokens a committed page shows does not matter.
+    /// Why the device cannot have a span of the CPU's, if it cannot: kernels take whole pages with keys in
+    /// their place, and the sinks in front as they are. Which of its tokens a committed page shows does not
+    /// matter.
     static status check_span(const page_span& s, int i, bool committed, int tokens,
                              const device_geometry& g) {
         if (s.shift != 0 || s.sinks != (i == 0 && g.sinks > 0) ||
@@ -451,11 +454,13 @@ inline status offload(const cache& from, sequence_id id, sequence& to, cudaStrea
     return detail::cache_access::offload(from, id, to, stream);
 }
 
-/// Makes a sequence of the device's cache from one of the CPU's, if all layers hold the same tokens, those of one shape in the same formats, and
+/// Makes a sequence of the device's cache from one of the CPU's, if all layers hold the same tokens, those of
+/// one shape in the same formats, and
 ///   its sinks     are those of its first tokens, all of them;
 ///   its keys      are where they were appended (page_span::shift is 0);
-///   its pages     have memory for page_tokens tokens: of those that are committed they may show any (a trim, an erase), but none that
-///                 a repacking, or a splice before it was full, has made shorter; of 16-bit pages in the window all but the last are full.
+///   its pages     have memory for page_tokens tokens: of those that are committed they may show any (a trim,
+///                 an erase), but none that a repacking, or a splice before it was full, has made shorter; of
+///                 16-bit pages in the window all but the last are full.
 /// A page that two parts of the sequence share (after an erase) becomes two.
 inline status onload(const sequence& from, cache& to, sequence_id& made, cudaStream_t stream) {
     return detail::cache_access::onload(from, to, made, stream);

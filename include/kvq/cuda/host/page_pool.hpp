@@ -1,9 +1,11 @@
 // Device memory of a cache: who allocates it, and the pages of one format in it.
 //
-// Pages of a format are one allocation with the same page numbers in every layer of a group, so these share one block table. A pool that is
-// full moves to a larger one: that waits for the stream, happens between steps only, and gives graphs another generation. The memory
-// is zeroed once: bytes of a page that no value has are zero, as on the CPU.
-// Contract: allocated() is what the allocator was asked for. An allocation that fails leaves the pool as it was.
+// Pages of a format are one allocation with the same page numbers in every layer of a group, so these share
+// one block table. A pool that is full moves to a larger one: that waits for the stream, happens between
+// steps only, and gives graphs another generation. The memory is zeroed once: bytes of a page that no value
+// has are zero, as on the CPU.
+// Contract: allocated() is what the allocator was asked for. An allocation that fails leaves the pool as it
+// was.
 #pragma once
 
 #include <memory>

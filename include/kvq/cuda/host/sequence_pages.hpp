@@ -1,18 +1,20 @@
-// The pages of a sequence on the device: a page table for layers of one shape (page/page_table.hpp), and where its 16-bit pages lie. Plain C++: no
-// byte of a page is touched here.
+// The pages of a sequence on the device: a page table for layers of one shape (page/page_table.hpp), and
+// where its 16-bit pages lie. Plain C++: no byte of a page is touched here.
 //
 //   sinks     tokens [0, sinks)     16 bit, in pages of 16 tokens
-//   page i    a span of the table   quantized for i < committed(); else 16 bit, in column i % ring of the window
+//   page i    a span of the table   quantized for i < committed(); else 16 bit, in column i % ring of the
+//                                   window
 //
-// Kernels count tokens by paged positions: that of token t of page i is sinks + i * page_tokens + t, whether the page shows it or not. The
-// lengths that they read are paged lengths: tokens of the sequence, and those of quantized pages that a trim has cut off, or an erase on
-// the CPU (page_cuts.cuh).
-// The window is a ring of columns that is wide enough for the pages that are not committed and for the 16-bit copies that a trim within
-// `rollback` restores. So a sequence holds `ring` 16-bit pages at most.
-// Layers with a window (page/key_window.hpp) free pages that no query sees any more. Pages keep their numbers: those before gone() are not
-// there. What the last growth has freed is held until the next one, since launches of its step read it.
-// Contract: the same pages are quantized and the same tokens shown as in a CPU cache that did the same: the table decides for both
-// (tests/properties/gpu_sequence_pages.cpp).
+// Kernels count tokens by paged positions: that of token t of page i is sinks + i * page_tokens + t, whether
+// the page shows it or not. The lengths that they read are paged lengths: tokens of the sequence, and those
+// of quantized pages that a trim has cut off, or an erase on the CPU (page_cuts.cuh).
+// The window is a ring of columns that is wide enough for the pages that are not committed and for the 16-bit
+// copies that a trim within `rollback` restores. So a sequence holds `ring` 16-bit pages at most.
+// Layers with a window (page/key_window.hpp) free pages that no query sees any more. Pages keep their
+// numbers: those before gone() are not there. What the last growth has freed is held until the next one,
+// since launches of its step read it.
+// Contract: the same pages are quantized and the same tokens shown as in a CPU cache that did the same: the
+// table decides for both (tests/properties/gpu_sequence_pages.cpp).
 #pragma once
 
 #include <memory_resource>
@@ -46,8 +48,8 @@ struct sequence_pages {
     int drafted = 0;  ///< tokens behind those of the table that wait for keep(), in the window and in sinks
     std::vector<page_ref> sinks;  ///< pages of 16 tokens
     std::vector<page_ref> ahead;  ///< 16-bit pages behind those of the table, for the draft
-    /// What launches of the step still read: 16-bit pages that the last growth has committed and that are no copies, and pages that it has
-    /// freed.
+    /// What launches of the step still read: 16-bit pages that the last growth has committed and that are no
+    /// copies, and pages that it has freed.
     struct leaving_page {
         int page;
         page_ref held;
@@ -114,14 +116,15 @@ struct sequence_pages {
         return common::larger(common::larger(committed(), gone_after(n, g)),
                               g.committed(paged_tokens(g) + n));
     }
-    /// Quantized pages that n more tokens take from the pool: those that a window frees at once are never quantized, unless queries of a step
-    /// see them.
+    /// Quantized pages that n more tokens take from the pool: those that a window frees at once are never
+    /// quantized, unless queries of a step see them.
     int missing_quantized(int n, const device_geometry& g) const noexcept {
         const int due = common::larger(committed(), g.committed(paged_tokens(g) + n)),
                   fresh = common::larger(pages(), gone_after(n, g));
         return common::smaller(due, pages()) - committed() + common::larger(0, due - fresh);
     }
-    /// Pages from here on are read in 16 bit by launches of the step: those that are not committed, also if a window has freed them.
+    /// Pages from here on are read in 16 bit by launches of the step: those that are not committed, also if a
+    /// window has freed them.
     int first_in_16_bit() const noexcept {
         int first = committed();
         while (first > 0 && first <= gone() && left(first - 1, false) != nullptr &&
@@ -164,7 +167,8 @@ struct sequence_pages {
         const int after = tokens() + n, window = pages_after(n, g) - g.ring, before_growth = table.size();
         leaving.clear();
         table.drop_copies(g, g.rollback, n);
-        // Pages that leave the window in a prompt: launches read them before the next page of their column takes their place.
+        // Pages that leave the window in a prompt: launches read them before the next page of their column
+        // takes their place.
         for (int i = committed(); i < common::smaller(window, pages()); ++i)
             leaving.push_back({i, std::exchange(table[i - gone() + sink_spans()].pages[0], {})});
         take_sinks(paged_tokens(g) + n, g, pools);
@@ -216,8 +220,8 @@ struct sequence_pages {
         release_unused(g);
     }
 
-    /// Adds the 16-bit pages to a report. They are of this sequence alone, but for those of layers with cross attention: with `counted`
-    /// each of these counts once. O(pages in the window)
+    /// Adds the 16-bit pages to a report. They are of this sequence alone, but for those of layers with cross
+    /// attention: with `counted` each of these counts once. O(pages in the window)
     void add_window(usage_report& u, std::set<const page*>* counted = nullptr) const {
         const auto add = [&](const common::held_page& p) {
             if (counted == nullptr || !p.shared() || counted->insert(&p.held).second) common::add_page(u, p);

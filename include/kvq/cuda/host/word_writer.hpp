@@ -1,6 +1,8 @@
-// Words that a begin sends to the device: they travel in the parameters of launches, so the host waits for nothing.
+// Words that a begin sends to the device: they travel in the parameters of launches, so the host waits for
+// nothing.
 //
-// Contract: put() in any order; neighbouring words are one run. flush() sends what is left and reports the first error of all launches.
+// Contract: put() in any order; neighbouring words are one run. flush() sends what is left and reports the
+// first error of all launches.
 #pragma once
 
 #include "device_format.hpp"

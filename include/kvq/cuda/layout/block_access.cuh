@@ -1,7 +1,9 @@
 // Single numbers of a block on the device, for every scheme: the slow, certain way in and out of a page.
 //
-//   read     x^ of (token, channel): the code through unpack_code, its parameters through scheme::value (schemes/block_layout.hpp)
-//   quantize   one line of parameters and its codes, with the same functions as the CPU, so that bytes are the same
+//   read     x^ of (token, channel): the code through unpack_code, its parameters through scheme::value
+//            (schemes/block_layout.hpp)
+//   quantize   one line of parameters and its codes, with the same functions as the CPU, so that bytes are
+//              the same
 //
 // Contract: dequantizing equals the CPU's bit for bit; quantizing gives the CPU's bytes (core/rounding.hpp),
 // also with --use_fast_math, but for numbers below 1.2e-38, which that makes zeros.

@@ -128,7 +128,8 @@ using quantized_pair = typename pair_like<
     typename kernel_scheme<tensor::value, Pair,
                            typename encoder_of<typename Pair::values>::type>::type>::type;
 
-/// What kernels need of a scheme beside its type: the transform in front of it; of others of the library nothing.
+/// What kernels need of a scheme beside its type: the transform in front of it; of others of the library
+/// nothing.
 template <tensor Role, class Pair>
 struct own_state {};
 template <tensor Role, class Pair>
@@ -209,8 +210,9 @@ struct cache_ref {
     /// Coding keys with error_feedback: [kv_heads][head_dim][head_dim] of this layer in device memory, see
     /// write_key_feedback(). Null: the encoder has no matrices.
     const float* key_feedback = nullptr;
-    /// Schemes of your own, for their state, and transforms (set_transform). Not [[no_unique_address]]: nvcc 13
-    /// places the members behind such a member of a kernel's parameter elsewhere than the host compiler does.
+    /// Schemes of your own, for their state, and transforms (set_transform). Not [[no_unique_address]]: nvcc
+    /// 13 places the members behind such a member of a kernel's parameter elsewhere than the host compiler
+    /// does.
     detail::own_state<tensor::key, Pair> own_keys = {};
     detail::own_state<tensor::value, Pair> own_values = {};
 

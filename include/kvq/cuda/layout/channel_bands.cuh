@@ -3,11 +3,11 @@
 //   head_dim   64 to 128   256   512
 //   bands              1     2     4     of 128 channels, one for each of so many warps
 //
-// A warp has registers for the query and the output of 128 channels and 16 rows. Warps of more channels would keep
-// them in local memory, and their copies would leave shared memory for fewer warps. Scores are sums over all
-// channels: warps add up theirs (decode/band_scores.cuh).
-// Contract: one number for all formats of a launch. Keys of several widths, and what is behind a transform, have one
-// band: a plan and a transform mix all channels.
+// A warp has registers for the query and the output of 128 channels and 16 rows. Warps of more channels would
+// keep them in local memory, and their copies would leave shared memory for fewer warps. Scores are sums over
+// all channels: warps add up theirs (decode/band_scores.cuh).
+// Contract: one number for all formats of a launch. Keys of several widths, and what is behind a transform,
+// have one band: a plan and a transform mix all channels.
 #pragma once
 
 #include "warp_tile.cuh"

@@ -3,7 +3,8 @@
 //   no_reader(c, role)      why no kernel reads blocks of this codec; null: kernels do
 //   no_quantizer(c, role)   why no kernel quantizes to it
 //   no_tiles(c, shape)      why a prompt's attention does not read such blocks
-//   codec_scheme<C>         the scheme with the codec C::value, with the encoder that its parameters have by default
+//   codec_scheme<C>         the scheme with the codec C::value, with the encoder that its parameters have by
+//                           default
 //   behind_transform<S>     the same behind a transform, which is a value (device_transform.cuh)
 //
 // (Why warps of attend_warps.cuh do not: no_warps, decode/attention_memory.cuh.)
@@ -61,8 +62,8 @@ constexpr int most_planes(const codec_spec& c) noexcept {
     return most;
 }
 
-/// Tiles are made of 32 x 32 numbers, keys of several widths by rows of codes in one page, with a table of two
-/// planes and 16-bit offsets. docs/guide/gpu.md ("Prompts") lists these conditions.
+/// Tiles are made of 32 x 32 numbers, keys of several widths by rows of codes in one page, with a table of
+/// two planes and 16-bit offsets. docs/guide/gpu.md ("Prompts") lists these conditions.
 constexpr const char* no_tiles(const codec_spec& c, const block_shape& s) noexcept {
     if (s.dim % 32 != 0 || (s.dim > 256 && s.dim != 512))
         return "head_dim is not a multiple of 32 up to 256, or 512";
@@ -163,9 +164,9 @@ struct encoder_of<S> {
 
 template <class S>
 inline constexpr bool own_content = codec<S>.content == block_content::own;
-/// Schemes of your own that kernels read number by number: attend_any.cuh, dequantize_tokens. They are copied to
-/// the device, with whatever state they have. device_value() is what dequantize() gives; behind a transform, which
-/// has an inner_scheme, it is not.
+/// Schemes of your own that kernels read number by number: attend_any.cuh, dequantize_tokens. They are copied
+/// to the device, with whatever state they have. device_value() is what dequantize() gives; behind a
+/// transform, which has an inner_scheme, it is not.
 template <class S>
 concept read_by_numbers = own_content<S> && !requires {
     typename S::inner_scheme;

@@ -3,7 +3,8 @@
 //   device_transform       T: member of a cache_ref, for keys and for values (own_state)
 //   behind_transform<S>    the scheme of kernels for blocks S of T x; what T is, they learn when they run
 //
-// Kernels of a codec without a transform are others: they have no code for it. How T is applied: transform_row.cuh.
+// Kernels of a codec without a transform are others: they have no code for it. How T is applied:
+// transform_row.cuh.
 #pragma once
 
 #include "../../schemes/transformed.hpp"
@@ -15,7 +16,8 @@ namespace cuda {
 struct device_transform {
     token_transform what;
     int layer = -1;  ///< signs depend on it; -1: not said
-    /// Of a rotation, in device memory: [kv_heads][dim][dim] of this layer, rotation::columns() and rotation::rows().
+    /// Of a rotation, in device memory: [kv_heads][dim][dim] of this layer, rotation::columns() and
+    /// rotation::rows().
     const float *columns = nullptr, *rows = nullptr;
 };
 

@@ -1,6 +1,7 @@
 // Launching a kernel: the one place that calls cudaLaunchKernelEx.
 //
-// Contract: a call that fails leaves no error of the runtime behind. Errors of kernels themselves arrive later.
+// Contract: a call that fails leaves no error of the runtime behind. Errors of kernels themselves arrive
+// later.
 #pragma once
 
 #include <cuda_runtime_api.h>

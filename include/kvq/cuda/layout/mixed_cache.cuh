@@ -1,11 +1,13 @@
 // A sequence as it is: sinks and recent window in 16 bit, everything else in one or more quantized formats.
 //
-//   auto cache = kvq::cuda::make_mixed(recent, behind_window(quantized), in_window(window), sink_tokens(sinks, 4));
+//   auto cache = kvq::cuda::make_mixed(recent, behind_window(quantized), in_window(window),
+//                                      sink_tokens(sinks, 4));
 //
 // One cache_ref per format: pages, strides, a block table. A part states which pages of a sequence it holds,
 // so no table is searched:
 //
-//   all             those that its table names, up to the end of the sequence or of the table (sinks; pages that were requantized)
+//   all             those that its table names, up to the end of the sequence or of the table (sinks; pages
+//                   that were requantized)
 //   behind_window   pages [0, committed)
 //   in_window       pages from `committed` on. The table is a ring: page i stands in column i % table_columns
 //   committed       = (tokens - first_token - recent) / page_tokens pages lie wholly behind the recent window
@@ -13,8 +15,8 @@
 // `first_page` and `end_page` cut a part further, per sequence: formats that follow each other (step down)
 // cost nothing for the pages of the others. Negative entries of a table are skipped, as everywhere. Counts
 // come from `tokens`, which kernels read on the device: a captured graph stays valid while sequences grow,
-// and no table changes when a page is committed. Spans may show a part of a quantized page (page_cuts.cuh): `tokens` then
-// is a paged length, and positions count the tokens that spans show.
+// and no table changes when a page is committed. Spans may show a part of a quantized page (page_cuts.cuh):
+// `tokens` then is a paged length, and positions count the tokens that spans show.
 // Contract: every token is named by one part at most; parts have the same tokens, sequences, kv heads, head
 // sizes and cuts.
 #pragma once

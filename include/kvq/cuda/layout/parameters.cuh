@@ -1,8 +1,10 @@
 // Parameters of four tokens or channels at a time, from shared memory to registers.
 //
 //   P = float16, bfloat16, float     as they are stored
-//   P = byte_params                        bytes under three numbers of the group (quant/byte_params.hpp): scales come in units of
-//                                    group_line::unit, which folds into a product's last factor; biases = first + step * code
+//   P = byte_params                        bytes under three numbers of the group (quant/byte_params.hpp):
+//                                          scales come in units of
+//                                    group_line::unit, which folds into a product's last factor; biases =
+//                                      first + step * code
 //
 // Two bytes at a time are permuted to where half floats have their last bits (biases), and multiplied to
 // where these have their exponents (scales, token scales).

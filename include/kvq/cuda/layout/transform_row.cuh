@@ -1,12 +1,14 @@
-// A row of channels times a transform, where lanes of a warp share the row: queries, outputs, tokens that are quantized or dequantized.
+// A row of channels times a transform, where lanes of a warp share the row: queries, outputs, tokens that are
+// quantized or dequantized.
 //
 //   transform_row   x = T x        restore_row   x = T^-1 x
 //
-// Whoever has a row says how its channels are spread: `Low` bits of a channel's number tell registers apart, the next `Lanes` bits
-// lanes (from bit `First` of the lane's number on), the rest again registers. So a step of a Hadamard matrix is sums and differences of
-// registers, or one exchange of lanes.
-// Contract: the bits of the CPU (quant/hadamard.hpp, quant/rotation.hpp), also with --use_fast_math; of rotations where Sum is double and
-// channels follow each other by lanes (token_channels). Values are finite. All lanes of a warp take part.
+// Whoever has a row says how its channels are spread: `Low` bits of a channel's number tell registers apart,
+// the next `Lanes` bits lanes (from bit `First` of the lane's number on), the rest again registers. So a step
+// of a Hadamard matrix is sums and differences of registers, or one exchange of lanes.
+// Contract: the bits of the CPU (quant/hadamard.hpp, quant/rotation.hpp), also with --use_fast_math; of
+// rotations where Sum is double and channels follow each other by lanes (token_channels). Values are finite.
+// All lanes of a warp take part.
 #pragma once
 
 #include <bit>

@@ -1,7 +1,8 @@
 // How the words of a scheme's codes and its parameters look to the lanes of a warp.
 //
 //   unit     what one register of a product holds: a quad of codes, or a word of two 16-bit numbers
-//   plane    codes are cut into planes of 8, 4, 2 or 1 bits (pack/code_layout.hpp); a word of one has units_per_word(plane) quads
+//   plane    codes are cut into planes of 8, 4, 2 or 1 bits (pack/code_layout.hpp); a word of one has
+//            units_per_word(plane) quads
 //   step     units that fill a word of every plane; lines = words of a row, plane after plane
 //
 // Contract: unpack<Quad>() returns what the CPU unpacks (tests/gpu compares attention with dequantized

@@ -1,7 +1,8 @@
 // A warp_tile: the tokens of one block that a warp handles at a time, as a matrix for tensor cores, and its
 // way into shared memory.
 //
-//   keys    rows = tokens,   columns = channels        one block's warp tile is one contiguous run of bytes (+ parameters)
+//   keys    rows = tokens,   columns = channels        one block's warp tile is one contiguous run of bytes
+//                                                      (+ parameters)
 //   values  rows = channels, columns = tokens          one run per tile of 32 channels (+ parameters)
 //
 // Lane (g, t) owns rows 4g..4g+3 of every tile (one 16-byte load: rows g and g+8 of two m16 tiles) and the
@@ -40,8 +41,8 @@ __device__ __forceinline__ group_line<typename WarpTile::parameter> line_of(std:
         return {};
 }
 
-/// MaySkew: may it begin behind its slot, as the blocks of Pair do behind lines? Bands: neighbouring warps that share
-/// the channels of their tokens. A warp tile has those of one band, `dim` of them.
+/// MaySkew: may it begin behind its slot, as the blocks of Pair do behind lines? Bands: neighbouring warps
+/// that share the channels of their tokens. A warp tile has those of one band, `dim` of them.
 template <tensor Role, class Pair, int Tokens, bool MaySkew = true, int Bands = 1>
 struct code_warp_tile {
     using scheme = scheme_of<Role, Pair>;
@@ -396,7 +397,8 @@ struct code_warp_tile {
         const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(bias_at + r * run + index));
         a = v.x, b = v.y;
     }
-    /// What the weights of four tokens are multiplied by (of keys with token scales: their scores), in run `r`, times scale_lift.
+    /// What the weights of four tokens are multiplied by (of keys with token scales: their scores), in run
+    /// `r`, times scale_lift.
     __device__ __forceinline__ static float4 token_scales(std::uint32_t at, int r, int token) {
         if constexpr (has_token_scales)
             return load_token_scales<token_scale_type, token_scale_skew % 4>(

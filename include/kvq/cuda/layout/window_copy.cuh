@@ -1,7 +1,8 @@
 // 16-bit warp tiles of 32 tokens on their way to shared memory in few instructions: window pages, and sinks
 // in pages of 16 tokens.
 //
-//   keys     a line of 128 bytes is two channels of 32 tokens; of two pages of 16 tokens, its halves are 64 bytes of each
+//   keys     a line of 128 bytes is two channels of 32 tokens; of two pages of 16 tokens, its halves are 64
+//            bytes of each
 //   values   a line is two tokens of 32 channels; the second page follows the first one
 //
 // The copies of warp_tile.cuh and joined_warp_tile.cuh take any block. These take whole lines, so that a lane
@@ -46,7 +47,8 @@ struct window_vectors {
                          steps = unit::tiles * of_tile / warp_size;
     static_assert(of_tile % warp_size == 0);
 
-    /// Where vector lane + 32 * step goes, from the warp tile on: quarters of a tile are turned (warp_tile.cuh).
+    /// Where vector lane + 32 * step goes, from the warp tile on: quarters of a tile are turned
+    /// (warp_tile.cuh).
     static __device__ __forceinline__ int place(int step, int lane) {
         constexpr int of_quarter = unit::lane_lines(0), last = unit::last_quarter(0),
                       at_once = warp_size / of_line;
@@ -75,7 +77,8 @@ __device__ __forceinline__ void copy_window(std::uint32_t to, const std::byte* p
     }
 }
 
-/// The same from two pages of sinks: each has half of the tokens, or none where it is null. A call: it is rare.
+/// The same from two pages of sinks: each has half of the tokens, or none where it is null. A call: it is
+/// rare.
 template <tensor Role, class Pair, int Bands>
 __device__ __attribute__((noinline)) void copy_sinks(std::uint32_t to, const std::byte* page,
                                                      const std::byte* second, int lane,

@@ -1,7 +1,8 @@
 // Attention of a prompt's new tokens over the pages before them and over themselves, in one launch and
 // without scratch memory.
 //
-//   out[i] = softmax(scale q_i K^T) V     K, V: x^ of all pages of the sequence, then the new tokens 0..i in 16 bit
+//   out[i] = softmax(scale q_i K^T) V     K, V: x^ of all pages of the sequence, then the new tokens 0..i in
+//                                         16 bit
 //
 // The new tokens are not stored yet: they see each other, and the recent window, in 16 bit, as in the CPU's
 // prefill. Store them afterwards (store_new_tokens, commit_due_pages, or requantize_pages for a long prompt).
@@ -11,8 +12,8 @@
 // batch nor on timing. Weights, values and keys are rounded to half floats (prefill_tile.cuh). Relative error
 // against double on dequantized values, on normal data: 3e-4 (fp16) to 8e-4 (low2); a score of products p_c
 // moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q
-// holds NaN is NaN. Memory besides arguments: none. sm_90a, 64, 128, 256 or 512 channels, no transforms: prefill_wgmma.cuh;
-// everything else from 8.0 on: prefill_mma.cuh.
+// holds NaN is NaN. Memory besides arguments: none. sm_90a, 64, 128, 256 or 512 channels, no transforms:
+// prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
 #pragma once
 
 #include <cmath>
@@ -46,7 +47,8 @@ struct mma_launch {
     static constexpr kernel_facts facts{"prefill_mma_kernel", Rows, 0, mma_shape<Dim, Rows>::bytes,
                                         mma_shape<Dim, Rows>::bytes};
 };
-/// Is a part behind a transform? Then queries change from part to part, and prefill_wgmma_kernel keeps one for all.
+/// Is a part behind a transform? Then queries change from part to part, and prefill_wgmma_kernel keeps one
+/// for all.
 template <class Args>
 inline constexpr bool turns_queries = false;
 template <class T, class... Parts>
@@ -61,8 +63,8 @@ inline constexpr bool has_widths<prefill_args<T, Parts...>> =
 template <int Dim, class Args>
 inline constexpr bool has_wgmma =
     !turns_queries<Args> && (Dim == 64 || Dim == 128 || ((Dim == 256 || Dim == 512) && !has_widths<Args>));
-/// Blocks of 256 channels and 128 rows need more shared memory than 8.0 has; a warp must have whole rows of outputs that
-/// are turned.
+/// Blocks of 256 channels and 128 rows need more shared memory than 8.0 has; a warp must have whole rows of
+/// outputs that are turned.
 template <int Dim, bool Softcap, class Args>
 using mma_launches =
     std::conditional_t<Dim <= 128 || Dim == 512 || turns_queries<Args>,
@@ -206,7 +208,8 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                   stream);
 }
 
-/// The kernel that prefill() of this mixed_cache_ref takes on the current device, and why; or why it has none.
+/// The kernel that prefill() of this mixed_cache_ref takes on the current device, and why; or why it has
+/// none.
 template <class Mix, class T>
 requires detail::is_mix<Mix> kernel_choice prefill_kernel()
 noexcept {

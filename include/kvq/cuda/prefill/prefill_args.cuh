@@ -1,9 +1,12 @@
 // What a prompt's attention takes: new tokens of every sequence, the pages before them, options; and how
 // tiles are counted.
 //
-//   rows    the queries of a kv head: row r of a sequence is its new token r / group, query head r % group of the kv head
-//   block   `prefill_rows` rows of one sequence and kv head: what a thread block, or a cluster of two, works on
-//   tiles   of the pages, part after part, from the first token that a row of the block sees; then of the new tokens
+//   rows    the queries of a kv head: row r of a sequence is its new token r / group, query head r % group of
+//           the kv head
+//   block   `prefill_rows` rows of one sequence and kv head: what a thread block, or a cluster of two, works
+//           on
+//   tiles   of the pages, part after part, from the first token that a row of the block sees; then of the new
+//           tokens
 //
 // Contract: see prefill() in prefill.cuh.
 #pragma once

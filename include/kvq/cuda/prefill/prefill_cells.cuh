@@ -1,6 +1,7 @@
 // How the pages of each format become tiles for a prompt's attention, and which formats do not.
 //
-//   cells_of     what a warp of a tile reads: prefill_tile.cuh for codes of one width and 16-bit values, prefill_mixed.cuh for several widths
+//   cells_of     what a warp of a tile reads: prefill_tile.cuh for codes of one width and 16-bit values,
+//                prefill_mixed.cuh for several widths
 //   no_prefill   why prompts have no kernels for a format
 #pragma once
 

@@ -1,9 +1,12 @@
 // Keys of mixed widths (schemes/scheme_codes.hpp) as tiles of half floats, as prefill_tile.cuh makes them of
 // one width.
 //
-//   tile      columns are channels in their own order, since the query and all other keys of a prompt have that order too
-//   channel   a lane has one channel of its warp's cells: its place in the plan of the head, and with it width, words and bits
-//   cell      the warp writes that of 32 channels to its table; then a lane has a row, and gathers the codes of four channels at a time
+//   tile      columns are channels in their own order, since the query and all other keys of a prompt have
+//             that order too
+//   channel   a lane has one channel of its warp's cells: its place in the plan of the head, and with it
+//             width, words and bits
+//   cell      the warp writes that of 32 channels to its table; then a lane has a row, and gathers the codes
+//             of four channels at a time
 //
 // A code of B bits lies in up to two planes (pack/code_layout.hpp): a byte of each, from which a shift and a
 // mask of the table take the bits. All lanes do the same at a time, whatever the widths are: rows differ in

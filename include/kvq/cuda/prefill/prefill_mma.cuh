@@ -1,15 +1,17 @@
 // A prompt's attention on tensor cores of every device from compute capability 8.0 on: 8 warps with 32 query
 // rows each, or fewer if head_dim is above 128 or thread blocks have little shared memory.
 //
-//   while S = Q K^T of a tile of 64 tokens is computed, the words of the next tile's keys come from memory, and while the softmax and O += P V
-//   are, those of its values. Two tiles each of keys and values in shared memory, one barrier a tile.
+//   while S = Q K^T of a tile of 64 tokens is computed, the words of the next tile's keys come from memory,
+//   and while the softmax and O += P V are, those of its values. Two tiles each of keys and values in shared
+//   memory, one barrier a tile.
 //
-//   fewer rows           2 or 4 warps have the same 16 rows, each some channels of the output, and all of the scores. Shared memory has one
+//   fewer rows           2 or 4 warps have the same 16 rows, each some channels of the output, and all of the
+//                        scores. Shared memory has one
 //   than warps x 16      tile, of keys or of values.
 //
 // More rows share each dequantized tile and each load of it than with 16 rows a warp.
-// Contract: prefill() in prefill.cuh. Shared memory: 131 KB for head_dim 128 and 512, 195 KB for 256. On devices with less,
-// half as many rows: 67 (256) to 99 KB (all that 8.6, 8.9 and 12.x have).
+// Contract: prefill() in prefill.cuh. Shared memory: 131 KB for head_dim 128 and 512, 195 KB for 256. On
+// devices with less, half as many rows: 67 (256) to 99 KB (all that 8.6, 8.9 and 12.x have).
 // Source: tiles of online softmax: FlashAttention-2, arXiv 2307.08691.
 #pragma once
 
@@ -19,7 +21,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 inline constexpr int mma_tile = 64, mma_warps = 8, mma_threads = 32 * mma_warps;
 
-/// In which a warp dequantizes its cells of a tile: of keys, a warp has cells of the same 32 channels in each.
+/// In which a warp dequantizes its cells of a tile: of keys, a warp has cells of the same 32 channels in
+/// each.
 template <int Dim>
 inline constexpr int mma_passes = kvq::detail::ceil_div(Dim, 32 * mma_warps);
 

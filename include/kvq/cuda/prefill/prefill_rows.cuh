@@ -1,7 +1,7 @@
 // The query rows of a prompt's block: to shared memory, through the softmax, and out.
 //
-//   registers   lane (g, t) of a warp has rows g and g + 8 of its 16: of scores, columns 8 i + 2 t + k in s[4 i + 2 r + k]; of outputs
-//               the same with channels. So do wgmma and mma.
+//   registers   lane (g, t) of a warp has rows g and g + 8 of its 16: of scores, columns 8 i + 2 t + k in s[4
+//               i + 2 r + k]; of outputs the same with channels. So do wgmma and mma.
 //   softmax     m' = max(m, s), weights 2^(s - m'), sum and output times 2^(m - m') (online softmax)
 //
 // Contract: rows that do not exist are zero and are not written. A row that sees nothing gives zeros and a
@@ -20,7 +20,9 @@ struct tile_note {
     int position;  // of its first token
     int count;     // tokens that exist
     int slices;    // bit i: tokens 16 i to 16 i + 15 are held
-    int cut;  // some row does not see all of it; 2: the tile is sinks, which every row sees; + 4: prefill_args::hides_tokens
+    // some row does not see all of it; 2: the tile is sinks, which every row sees; + 4:
+    // prefill_args::hides_tokens
+    int cut;
 
     __device__ __forceinline__ void store(std::uint32_t at) const {
         store_shared_16(at, {__int_as_float(position), __int_as_float(count), __int_as_float(slices),
@@ -182,8 +184,8 @@ __device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, floa
     }
 }
 
-/// Writes `Channels` channels of a finished row from `first` on: 8 i + 2 t and the one behind it of this lane;
-/// output(channel, k) belongs to `max` and `sum`.
+/// Writes `Channels` channels of a finished row from `first` on: 8 i + 2 t and the one behind it of this
+/// lane; output(channel, k) belongs to `max` and `sum`.
 template <int Dim, int Channels, class Args, class Output>
 __device__ __forceinline__ void finish_row(const Args& a, int token, int head, float max, float sum,
                                            Output&& output, int t, int first) {
@@ -228,7 +230,8 @@ __device__ __forceinline__ void finish_row(const Args& a, int token, int head, f
     }
 }
 
-/// Writes both rows of a thread, 2 N channels from `first` on. own_row: of the block; the other one is 8 further.
+/// Writes both rows of a thread, 2 N channels from `first` on. own_row: of the block; the other one is 8
+/// further.
 template <int Dim, int N, class Args>
 __device__ __forceinline__ void finish_rows(const Args& a, const prefill_block& block, int own_row, int t,
                                             const row_pair& rows, float scale, const float (&o)[N],

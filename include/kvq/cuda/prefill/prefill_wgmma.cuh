@@ -1,12 +1,15 @@
 // A prompt's attention on tensor cores of compute capability 9.0: clusters of two thread blocks share every
 // dequantized tile.
 //
-//   block      128 rows of a cluster's 256. It dequantizes half of the tokens of every tile and copies them to the other block
-//   producers  warpgroups 0 (keys) and 1 (values): blocks of pages come by bulk copies, half floats go to both blocks' tiles, two stages each
+//   block      128 rows of a cluster's 256. It dequantizes half of the tokens of every tile and copies them
+//              to the other block
+//   producers  warpgroups 0 (keys) and 1 (values): blocks of pages come by bulk copies, half floats go to
+//              both blocks' tiles, two stages each
 //   consumers  warpgroups 2 and 3, 64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
 //
-//   256, 512 channels   tiles of 64 tokens. A block dequantizes half of the channels; two warps produce keys, two values, and words come right
-//                       from pages. 512: blocks of 64 rows, of which each consumer has 256 channels of the output, and all scores
+//   256, 512 channels   tiles of 64 tokens. A block dequantizes half of the channels; two warps produce keys,
+//                       two values, and words come right from pages. 512: blocks of 64 rows, of which each
+//                       consumer has 256 channels of the output, and all scores
 //
 // Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the
 // second-level cache), 16384 values dequantized, 32 KB to the other block and as much from it, 4.2 M
@@ -23,8 +26,8 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// How a head size is computed. Wide: tiles are shorter, blocks of a cluster share them by channels, not by tokens, and
-/// read pages from device memory.
+/// How a head size is computed. Wide: tiles are shorter, blocks of a cluster share them by channels, not by
+/// tokens, and read pages from device memory.
 template <int Dim>
 struct wgmma_shape {
     static constexpr bool wide = Dim > 128;
@@ -35,9 +38,11 @@ struct wgmma_shape {
     static constexpr int role_warps = wide ? 2 : 4;  // produce keys; as many produce values
     static constexpr int producer_warps = 2 * role_warps, consumer_warps = 8;
     static constexpr int threads = 32 * (producer_warps + consumer_warps);
-    /// Of a thread; all together are what a multiprocessor has. Products of wide tiles are not overlapped with fewer.
+    /// Of a thread; all together are what a multiprocessor has. Products of wide tiles are not overlapped
+    /// with fewer.
     static constexpr int consumer_registers = wide ? 208 : 192, producer_registers = wide ? 88 : 64;
-    /// Wide: cells of a whole tile are those of so many warps, of which a role's warps take some after the other.
+    /// Wide: cells of a whole tile are those of so many warps, of which a role's warps take some after the
+    /// other.
     static constexpr int cell_warps = kvq::detail::larger(8, Dim / 32),
                          passes = cell_warps / (2 * role_warps);
 };
@@ -217,8 +222,8 @@ private:
         const tile_note note{position, count, slices, a.cut(block, position, count, slices, sinks, tile)};
         if (lane == 0) note.store(s.note);
     }
-    /// All tiles of a part. Words of codes are under way while those before them are dequantized: the next pass's, or the
-    /// next tile's. For two sets of 16-bit words there are no registers.
+    /// All tiles of a part. Words of codes are under way while those before them are dequantized: the next
+    /// pass's, or the next tile's. For two sets of 16-bit words there are no registers.
     template <class Part>
     __device__ __forceinline__ void wide_pages(const Part& part, const token_range& range, bool sinks) {
         using pair = typename Part::pair_type;

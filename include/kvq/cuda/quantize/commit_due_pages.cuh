@@ -1,9 +1,11 @@
 // Pages that a decode step pushes out of the recent window are quantized: one launch per step, for all
 // layers.
 //
-//   due    pages [committed before the new tokens, committed with them) of every sequence (mixed_cache.cuh): one at most, since
-//          new_tokens <= page_tokens. None of its tokens is new, since new_tokens <= recent
-//   job    (due page, layer, K or V, head): a thread block quantizes one block of a page. All blocks walk the jobs of all layers
+//   due    pages [committed before the new tokens, committed with them) of every sequence (mixed_cache.cuh):
+//          one at most, since new_tokens <= page_tokens. None of its tokens is new, since new_tokens <=
+//          recent
+//   job    (due page, layer, K or V, head): a thread block quantizes one block of a page. All blocks walk the
+//          jobs of all layers
 //
 // Quantizing takes 10 to 100 us, for one page as for a hundred. A launch per layer would add this time to
 // every layer, and in batches of many sequences some page is due in nearly every step; a launch for all

@@ -28,9 +28,9 @@ struct stored_grid {
     }
 };
 
-/// Codes of a lane of a line of `Group` finite numbers (fit_grids.cuh), four neighbouring ones as the bytes of
-/// a word. Mean: returns the sum of the line's errors, for a mean that is added to the bias and rounded to a
-/// float. The CPU adds one error after the other; where the order could matter to that float, so does this.
+/// Codes of a lane of a line of `Group` finite numbers (fit_grids.cuh), four neighbouring ones as the bytes
+/// of a word. Mean: returns the sum of the line's errors, for a mean that is added to the bias and rounded to
+/// a float. The CPU adds one error after the other; where the order could matter to that float, so does this.
 template <int Lanes, int Group, bool Mean, int Quads>
 __device__ __forceinline__ double code_line(const float* x, int q, const stored_grid& grid,
                                             std::uint32_t (&quads)[Quads]) {
@@ -69,8 +69,8 @@ __device__ __forceinline__ double code_line(const float* x, int q, const stored_
 }
 
 /// matrix: [dim][dim], row c: what an error of channel c adds to those before it. rows: scratch of 2 *
-/// feedback_channels * dim doubles. numbers, codes: [dim][stride]. grid(channel, slot): a stored_grid. All threads of a block;
-/// ends with a barrier.
+/// feedback_channels * dim doubles. numbers, codes: [dim][stride]. grid(channel, slot): a stored_grid. All
+/// threads of a block; ends with a barrier.
 template <int Threads, int Dim, class Valid, class Grid>
 __device__ __forceinline__ void code_with_feedback(const float* matrix, double* rows, float* numbers,
                                                    int stride, std::uint8_t* codes, int count,

@@ -3,14 +3,14 @@
 //
 //   numbers    of the channels that are fitted together, all tokens; then of the tokens that are quantized
 //              together, all channels
-//   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members;
-//              what the parameters of a group share
+//   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite
+//              members; what the parameters of a group share
 //   tokens     token scales and the sums that make them
 //   feedback   codes (errors take the place of numbers) and the matrix rows of eight or four channels, twice
 //
 // Pages of 128 tokens x 128 channels fit at once, and two thread blocks on a multiprocessor. Larger ones are
-// read several times, a part at a time; a part is a multiple of 32 channels or token slots (of keys, whose words are
-// of one token, 16), so that words of codes belong to one part.
+// read several times, a part at a time; a part is a multiple of 32 channels or token slots (of keys, whose
+// words are of one token, 16), so that words of codes belong to one part.
 #pragma once
 
 #include "fit_grids.cuh"

@@ -176,8 +176,9 @@ inline constexpr bool turns_rows = [] {
     }
 }();
 
-/// What turn_tokens does behind visit_page, of 16-bit keys and Hadamard matrices: `at` is written once. A lane has
-/// 32 channels of a token, so that most steps are sums of registers; one, two or four lanes share the token.
+/// What turn_tokens does behind visit_page, of 16-bit keys and Hadamard matrices: `at` is written once. A
+/// lane has 32 channels of a token, so that most steps are sums of registers; one, two or four lanes share
+/// the token.
 template <int Threads, class From, class To, class Slot, class Place, class Put>
 __device__ __forceinline__ odd_numbers turn_rows(const cache_ref<From>& from, const cache_ref<To>& to,
                                                  int page, int head, float* at, int stride, const Slot& slot,
@@ -238,8 +239,8 @@ __device__ __forceinline__ odd_numbers turn_rows(const cache_ref<From>& from, co
     return odd;
 }
 
-/// Numbers of a page behind transforms: of `from`, which is undone, and of `to`. All threads of a block; a barrier
-/// is still to come.
+/// Numbers of a page behind transforms: of `from`, which is undone, and of `to`. All threads of a block; a
+/// barrier is still to come.
 template <int Threads, tensor Role, class From, class To, class Slot, class Place, class Put>
 __device__ __forceinline__ odd_numbers turn_page(const cache_ref<From>& from, const cache_ref<To>& to,
                                                  int page, int head, float* at, int stride, const Slot& slot,

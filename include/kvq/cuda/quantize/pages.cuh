@@ -2,7 +2,8 @@
 // dequantize to 16 bit.
 //
 //   requantize_pages   pairs of page numbers; committing is requantizing from a full<T> format
-//   commit_full_pages  decides on the device which sequences have just completed a page behind their recent window
+//   commit_full_pages  decides on the device which sequences have just completed a page behind their recent
+//                      window
 //   dequantize_tokens      x^ of every sequence as dense tensors, for prefill through any flash attention
 //
 // To presets' formats, too: keys with a plan need cache_ref::key_plans, with error feedback

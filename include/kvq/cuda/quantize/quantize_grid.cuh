@@ -1,11 +1,12 @@
 // Quantizes blocks with parameters per channel on the device, one thread block for each: the steps of
 // schemes/scheme.hpp, schemes/scheme_codes.hpp and quant/quantize_group.hpp.
 //
-//   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words
+//   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors ->
+//     words
 //
 // Formulas are those of quant/. Where sums of other numbers, or in another order, do not certainly decide as
-// the CPU's do, the CPU's are added up in its order. Where a page holds NaN or infinities, finite members move
-// together for the fit, and numbers are read again to be quantized.
+// the CPU's do, the CPU's are added up in its order. Where a page holds NaN or infinities, finite members
+// move together for the fit, and numbers are read again to be quantized.
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 

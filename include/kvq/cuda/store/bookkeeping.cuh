@@ -1,8 +1,8 @@
 // Small kernels of a cache that owns its pages: tables and lengths to the device, pages from one number to
 // another, slots of a prompt.
 //
-//   write_words   runs of ints that travel in the parameters of a launch: no pinned memory, no waiting, and what the host does
-//                 with its memory afterwards does not matter
+//   write_words   runs of ints that travel in the parameters of a launch: no pinned memory, no waiting, and
+//                 what the host does with its memory afterwards does not matter
 //   copy_pages    pages of all layers to other numbers of the same pool (a fork's window)
 //   find_prompt_slots   for every token of a prompt the slot that store.cuh writes it to
 //

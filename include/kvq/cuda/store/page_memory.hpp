@@ -1,4 +1,5 @@
-// What the host says to the small kernels of a cache (bookkeeping.cuh, keep_tokens.cuh): where pages lie, which words and pages change.
+// What the host says to the small kernels of a cache (bookkeeping.cuh, keep_tokens.cuh): where pages lie,
+// which words and pages change.
 //
 // Contract: plain values that travel in the parameters of a launch. Pointers are to device memory.
 #pragma once
@@ -53,7 +54,8 @@ struct page_copies {
 ///
 ///   [0, open)       sinks
 ///   [open, staged)  the rest of a window page that has tokens already
-///   [staged, kept)  pages that are quantized at once: 16-bit pages of the layer's scratch, from page `first_staged` of the sequence on
+///   [staged, kept)  pages that are quantized at once: 16-bit pages of the layer's scratch, from page
+///                   `first_staged` of the sequence on
 ///   [kept, count)   window pages
 struct prompt_ranges {
     int open = 0, staged = 0, kept = 0, count = 0;

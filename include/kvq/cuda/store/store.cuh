@@ -1,7 +1,7 @@
 // New tokens into pages: prefill (many) and decode (one per sequence), through a slot mapping.
 //
-//   slot = page * page_tokens + position, below 2^31; negative: skip. K and V of one call go to the same slots, every token
-//   to one of its own
+//   slot = page * page_tokens + position, below 2^31; negative: skip. K and V of one call go to the same
+//   slots, every token to one of its own
 //
 // For full<T> formats and for schemes with parameters per token. (Parameters per channel need a whole group
 // of tokens: such tokens go to 16-bit window pages first and are quantized when a page is full: pages.cuh.)
@@ -335,8 +335,8 @@ status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const t
     } else {
         const bool few = k.tokens <= 512;
         const int groups = kvq::detail::ceil_div(k.tokens, few ? detail::store_warps : 32);
-        // Where there are many blocks, they take two or four heads each: a block loads while it computes, and a
-        // launch takes 0.6 us per 1000 blocks.
+        // Where there are many blocks, they take two or four heads each: a block loads while it computes, and
+        // a launch takes 0.6 us per 1000 blocks.
         int heads = cache.kv_heads;  // thread blocks along the heads
         for (int enough = few ? 512 : 1024;
              heads % 2 == 0 && cache.kv_heads / heads < (few ? detail::few_heads : 4) &&

@@ -1,7 +1,9 @@
 // New tokens of a decode step go to the 16-bit window, or to the sinks: one launch per layer.
 //
-//   position   tokens[b] - new_tokens + i of new token i of sequence b. Below first_token: a sink. Otherwise page
-//              (position - first_token) / page_tokens, in column page % table_columns of the window's table, which is a ring
+//   position
+//     tokens[b] - new_tokens + i of new token i of sequence b. Below first_token: a sink. Otherwise page
+//              (position - first_token) / page_tokens, in column page % table_columns of the window's table,
+//                which is a ring
 //
 // Slots are found on the device from `tokens`: a captured graph stays valid while sequences grow, and no
 // table is written.

@@ -1,9 +1,10 @@
 // Quantizing one new token of one head by a warp, whatever its neighbours are: only the bits of its own codes
 // change.
 //
-//   quickly     finite numbers whose codes need no clamping. A lane has quads of neighbouring channels; the lanes of a group
-//               share its range by shuffles, and each makes its parameters. Neighbouring lanes put words of keys together;
-//               codes of values go to lanes whose words are neighbours, which change their bits
+//   quickly     finite numbers whose codes need no clamping. A lane has quads of neighbouring channels; the
+//               lanes of a group share its range by shuffles, and each makes its parameters. Neighbouring
+//               lanes put words of keys together; codes of values go to lanes whose words are neighbours,
+//               which change their bits
 //   carefully   everything else, one number at a time
 //
 // A launch with one token per sequence is mostly partly written sectors of 32 bytes: of keys one for every
