@@ -224,4 +224,21 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
     CHECK(all_gone > 0);
 }
 
+TEST_CASE("pages on the GPU keep their numbers in a text of any length") {
+    gpu::device_geometry g{{2, 8, 4, {20}}, 4, 6};
+    pools p(g.page_tokens);
+    gpu::sequence_pages s;
+    s.set_target(0);
+    constexpr int step = 64, last = (kvq::detail::page_table::most_freed + 50) * 4 / step;
+    for (int i = 0; i < last; ++i) {
+        ensure(p, s, step, g);
+        s.grow(step, g, p);
+        REQUIRE(s.skipped(g) == 0);
+        REQUIRE(s[s.gone()].first_token == g.first_token(s.gone()));
+    }
+    CHECK(s.gone() > kvq::detail::page_table::most_freed);
+    s.trim(0, g);
+    CHECK(s.gone() == 0);
+}
+
 }  // namespace gpu_sequence_pages_tests

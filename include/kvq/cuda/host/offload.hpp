@@ -327,7 +327,7 @@ struct cache_access {
         }
         // Pages before the first one that the window holds are gone.
         const int sinks = s.sink_spans();
-        s.table.freed = common::ceil_div(common::larger(0, first.front() - g.sinks), g.page_tokens);
+        s.gone_pages = common::ceil_div(common::larger(0, first.front() - g.sinks), g.page_tokens);
         const int pages = s.pages();
         if (pages > of.columns)
             return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
@@ -355,7 +355,7 @@ struct cache_access {
                 (i >= committed ? span.pages : span.copies)[0] = of.window.pages().take();
         }
         s.table.restored(committed, g, g.rollback);
-        s.table.freed = gone;
+        s.table.freed = common::smaller(gone, page_table::most_freed);
         for (int i = 0; i < g.sink_pages(s.tokens()); ++i) s.sinks.push_back(of.sinks.pages().take());
     }
 

@@ -55,11 +55,12 @@ struct sequence_pages {
         page_ref held;
     };
     std::vector<leaving_page> leaving;
+    int gone_pages = 0;  ///< all of them: the table's count stops at most_freed, and pages keep their numbers
 
     int tokens() const noexcept { return table.tokens; }
     int sink_spans() const noexcept { return table.size() > 0 && table[0].sinks ? 1 : 0; }
     /// Pages behind the sinks that a window has freed.
-    int gone() const noexcept { return table.freed; }
+    int gone() const noexcept { return gone_pages; }
     /// Pages behind the sinks, those that are gone included.
     int pages() const noexcept { return gone() + table.size() - sink_spans(); }
     int committed() const noexcept { return gone() + common::larger(0, table.committed - sink_spans()); }
@@ -190,7 +191,9 @@ struct sequence_pages {
         for (int i = sink_spans(); i < table.size() && table.leaves(table[i], after, g, g.rollback); ++i)
             for (page_ref* const p : {&table[i].pages[0], &table[i].copies[0]})
                 if (*p) leaving.push_back({i + gone() - sink_spans(), std::move(*p)});
+        const int held = table.size();
         table.free_unseen(g, g.rollback, [](page_ref&&) {});
+        gone_pages += held - table.size();
     }
     /// 16-bit pages that n more drafted tokens take from the pool.
     int missing_draft_pages(int n, const device_geometry& g) const noexcept {
@@ -216,7 +219,7 @@ struct sequence_pages {
     void trim(int n, const device_geometry& g) noexcept {
         drafted = 0;
         (void)table.trim(n, g);
-        if (table.size() == sink_spans()) table.freed = 0;  // pages begin again behind the sinks
+        if (table.size() == sink_spans()) table.freed = gone_pages = 0;  // pages begin again behind the sinks
         release_unused(g);
     }
 
