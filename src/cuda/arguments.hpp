@@ -1,6 +1,7 @@
 // What calls of kvq_cuda.h take: names of formats, tensors in device memory, options of attention.
 #pragma once
 
+#include <cmath>
 #include <set>
 #include <string_view>
 
@@ -97,8 +98,9 @@ inline output_view output_of(const kvq_tensor* x, float_type type, const char* n
 }
 
 inline cuda::attention_options attention_of(const kvq_cuda_attend_options& o) {
-    expect(o.scale >= 0.0f && o.softcap >= 0.0f && o.window >= 0, KVQ_ERROR_ARGUMENT, "scale is ", o.scale,
-           ", softcap ", o.softcap, ", window ", o.window, "; none may be negative");
+    const auto fits = [](float x) { return x >= 0.0f && std::isfinite(x); };
+    expect(fits(o.scale) && fits(o.softcap) && o.window >= 0, KVQ_ERROR_ARGUMENT, "scale is ", o.scale,
+           ", softcap ", o.softcap, ", window ", o.window, "; none may be negative or infinite");
     cuda::attention_options a;
     a.scale = o.scale;
     a.softcap = o.softcap;

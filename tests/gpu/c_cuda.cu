@@ -529,6 +529,13 @@ void list_of_layers() {
     const kvq_tensor k = c.x.keys(1), v = c.x.values(1), q = c.x.queries(1), out = c.x.outputs(1);
     REFUSED(kvq_cuda_cache_prefill(made, 0, &k, &v, &q, &out, &wider, c.stream), KVQ_ERROR_ARGUMENT,
             "is no window together with it");
+    wider.window = 0;
+    for (float* const x : {&wider.scale, &wider.softcap}) {
+        *x = INFINITY;
+        REFUSED(kvq_cuda_cache_prefill(made, 0, &k, &v, &q, &out, &wider, c.stream), KVQ_ERROR_ARGUMENT,
+                "none may be negative or infinite");
+        *x = 0.0f;
+    }
     REFUSED(kvq_cuda_cache_append(made, 1, &k, &v, c.stream), KVQ_ERROR_ARGUMENT, "comes before layer 0");
     OK(kvq_cuda_sequence_free(one));
     OK(kvq_cuda_cache_free(made));

@@ -1567,7 +1567,7 @@ void check_lists() {
     CHECK(f.gpu.begin_cross(beam, 100, f.stream), "begin_cross");
     refused(f.gpu.append(0, text, text, f.stream), "takes the tokens of begin_step, begin_prompt");
     refused(f.gpu.begin_step(std::span(&beam, 1), 1, f.stream),
-            "1 layers lack the 100 tokens of begin_cross() for sequence");
+            "1 layers lack the 100 tokens of begin_cross() for sequence 0: append them first, or free");
     CHECK(f.gpu.append(1, text, text, f.stream), "append");
     refused(f.gpu.append(1, text, text, f.stream), "it has the tokens of this step already");
     refused(f.gpu.begin_cross(beam, 1, f.stream), "holds 100 tokens in its layers with cross attention");

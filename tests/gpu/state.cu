@@ -371,12 +371,88 @@ void check_refusals() {
     ok(fixed.drop_snapshots(ids[0]), "drop");
     ok(fixed.begin_step(std::span(ids).subspan(1, 1), 1, c.stream), "begin");
     ok(c.gpu.free(other), "free");
+
+    // Forks that alone hold a page need none for the last of them that writes it.
+    cuda::cache forked;
+    ok(forked.open(list_of(), few, std::span(&compiled(), 1), c.stream), "open");
+    cuda::sequence_id beams[] = {forked.new_sequence(), {}};
+    ok(forked.begin_step(std::span(beams).first(1), 1, c.stream), "begin");
+    ok(forked.fork(beams[0], beams[1], c.stream), "fork");
+    ok(forked.begin_step(beams, 1, c.stream), "begin");
+    std::byte* of_other = nullptr;
+    ok(forked.state(beams[0], 0, 0, at), "state");
+    ok(forked.state(beams[1], 0, 0, of_other), "state");
+    CHECK(at != nullptr && of_other != nullptr && at != of_other, "two sequences write one state");
+    refused(forked.check_window(0, cuda::attention_options{}), "it holds no keys and values");
+    refused(forked.check_window(6, cuda::attention_options{}), "layer 6 is not among the 6");
+
+    cuda::cache tight;
+    ok(tight.open(list_of(), both_caches::options({.prompt_end = false, .most_bytes = 100}, 0),
+                  std::span(&compiled(), 1), c.stream),
+       "open");
+    const cuda::sequence_id large = tight.new_sequence();
+    ok(tight.begin_step(std::span(&large, 1), 1, c.stream), "begin");
+    refused(tight.snapshot(large), "the policy has room for 100");
+}
+
+/// Memory of the CPU that runs out at will.
+struct ending_memory final : std::pmr::memory_resource {
+    bool ends = false;
+
+    void* do_allocate(std::size_t bytes, std::size_t alignment) override {
+        if (ends) throw std::bad_alloc();
+        return std::pmr::new_delete_resource()->allocate(bytes, alignment);
+    }
+    void do_deallocate(void* p, std::size_t bytes, std::size_t alignment) override {
+        std::pmr::new_delete_resource()->deallocate(p, bytes, alignment);
+    }
+    bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override {
+        return this == &other;
+    }
+};
+
+/// A sequence on its way to the device for which the CPU has no memory leaves nothing there.
+void check_memory_of_onload() {
+    ending_memory memory;
+    both_caches c({.prompt_end = false}, 16);
+    cache cpu(list_of(), {.keys = {make_format<int8, scalar>()},
+                          .sinks = 2,
+                          .recent = 20,
+                          .page_tokens = page,
+                          .rollback = 16,
+                          .repack = 0.0f,
+                          .snapshots = {.prompt_end = false},
+                          .memory = &memory});
+    sequence from = cpu.new_sequence();
+    const std::vector<float16> values(5 * heads * dim);
+    for (const int layer : {1, 3}) {
+        const token_view<const float16> x(values.data(), 5, layer == 1 ? 1 : heads, dim);
+        from.append(layer, x, x);
+    }
+    (void)from.state().advance(5);
+    cuda::sequence_id made;
+    for (const bool ends : {true, false}) {
+        memory.ends = ends;
+        bool raised = false;
+        try {
+            ok(cuda::onload(from, c.gpu, made, c.stream), "onload");
+        } catch (const std::bad_alloc&) {
+            raised = true;
+        }
+        CHECK(raised == ends && (c.gpu.bytes_in_use() == 0) == ends, "%d: %zu bytes are in use", ends,
+              c.gpu.bytes_in_use());
+    }
+    sequence taken = c.cpu.new_sequence();
+    (void)taken.state().advance(1);
+    refused(cuda::offload(c.gpu, made, taken, c.stream), "state of the CPU's sequence has taken 1 tokens");
+    memory.ends = false;
 }
 
 }  // namespace
 
 int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_refusals();
+    check_memory_of_onload();
     check_quantized();
     const int steps = argc > 1 ? std::atoi(argv[1]) : test::emulated_or(200, 1500);
     for (unsigned seed = 1; seed <= 6; ++seed) history(seed, steps);

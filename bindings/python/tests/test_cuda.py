@@ -144,6 +144,9 @@ class Caches(OnGpu):
         self.assertEqual(gpu.layers, cpu.layers)
         rows = [gpu.new_sequence() for _ in range(2)]
         self.assertIsNone(rows[0].state(0, "convolution"))
+        gpu.begin_step([None], 1)
+        empty = gpu.state(0)
+        self.assertEqual((tuple(empty.values.shape), empty.slots.tolist()), ((0, 2, 3, 5), [-1]))
         for step in range(10):
             gpu.begin_step(rows, 1)
             for part, dtype in (("recurrent", torch.float32), ("convolution", torch.bfloat16)):

@@ -360,6 +360,8 @@ class Cache(Handle):
     def _in_memory(self, data: int, p: StatePart, slots: int, slot_bytes: int) -> torch.Tensor:
         """Values of a part on the device, [slots][heads][rows][columns]."""
         dtype = getattr(torch, p.dtype)
+        if slots == 0:  # no sequence has a state
+            return torch.empty((0, p.heads, p.rows, p.columns), dtype=dtype, device=self.device)
         size = torch.empty((), dtype=dtype).element_size()
         values = _on_device(data, (slots - 1) * slot_bytes + p.heads * p.rows * p.columns * size, self.device).view(dtype)
         return values.as_strided((slots, p.heads, p.rows, p.columns), (slot_bytes // size, p.rows * p.columns, p.columns, 1))

@@ -196,6 +196,7 @@ public:
     /// Do attend() and prefill() of a layer take the window of these options?
     template <class Options>
     status check_window(int layer, Options options) const {
+        if (status s = check_keys(layer); !s) return s;
         return group_of(layer).add_window(options, member_of(layer));
     }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the
@@ -285,6 +286,16 @@ private:
         unsigned stamp = 0;         // of the last begin that named it
         std::uint64_t version = 0;  // of its tables
     };
+    /// One that a call makes, which is freed again unless the call takes it: also where memory of the host runs out.
+    struct unfinished_sequence {
+        cache& of;
+        sequence_id id;
+
+        ~unfinished_sequence() {
+            if (id != sequence_id{}) (void)of.free(id);
+        }
+        sequence_id take() noexcept { return std::exchange(id, {}); }
+    };
     /// Of all groups.
     struct step {
         bool begun = false, prompt = false;
@@ -321,14 +332,19 @@ private:
         if (is_here(id)) return {};
         return detail::bad_value("sequence %d is not one of this cache, or was freed", id.index);
     }
-    status check_layer(int layer, std::initializer_list<float_type> types) const {
-        if (!step_.begun)
-            return detail::bad_value("no step has begun since the sequences of the cache were changed");
+    /// Has the cache this layer, with keys and values?
+    status check_keys(int layer) const {
         if (layer < 0 || layer >= layer_count())
             return detail::bad_value("layer %d is not among the %d layers of the cache", layer,
                                      layer_count());
         if (has_state(layer))
             return detail::bad_value("%s: it holds no keys and values", describe(layer).c_str());
+        return {};
+    }
+    status check_layer(int layer, std::initializer_list<float_type> types) const {
+        if (!step_.begun)
+            return detail::bad_value("no step has begun since the sequences of the cache were changed");
+        if (status s = check_keys(layer); !s) return s;
         for (const float_type type : types)
             if (type != options_.type)
                 return detail::bad_value(

@@ -153,7 +153,8 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
         if (status r = groups_[i].ensure_free({}, window, static_cast<int>(s.sinks.size()), stream); !r)
             return r;
     }
-    const sequence_id made = new_sequence();
+    unfinished_sequence fresh{*this, new_sequence()};
+    const sequence_id made = fresh.id;
     status result;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
@@ -181,12 +182,9 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
         for (page_ref& p : s.sinks) copy_page(p, g.sinks);
         launch(g.sinks);
     }
-    if (!result) {
-        (void)free(made);
-        return result;
-    }
+    if (!result) return result;
     if (states_) entry_of(made).state.emplace(entry_of(id).state->fork());
-    copy = made;
+    copy = fresh.take();
     return result;
 }
 

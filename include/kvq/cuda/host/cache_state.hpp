@@ -11,6 +11,8 @@
 // Contract: as cache.hpp. Drafts are refused: a state cannot take back a part of them.
 #pragma once
 
+#include <map>
+
 #include "cache_class.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -37,8 +39,15 @@ inline status cache::check_part(int layer, int part) const {
 inline status cache::ensure_states(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream) {
     if (!states_ || new_tokens == 0) return {};
     std::size_t missing = 0;
-    for (const sequence_id id : batch)
-        if (id != sequence_id{}) missing += entry_of(id).state->missing_pages();
+    std::map<const page*, std::uint32_t> writers;
+    for (const sequence_id id : batch) {
+        if (id == sequence_id{} || entry_of(id).state->missing_pages() == 0) continue;
+        ++missing;
+        const recurrent_state& s = *entry_of(id).state;
+        // The last writer of a page that forks of the batch hold, and nothing else, keeps it.
+        if (const page_ref& p = s.held_page(0, s.snapshots().size()))
+            if (++writers[p.get()] == p.references()) --missing;
+    }
     return states_->ensure(missing, options_.growing, stream);
 }
 
@@ -92,6 +101,10 @@ inline status cache::snapshot(sequence_id id) {
     if (status s = check_here(id); !s) return s;
     if (!states_) return detail::bad_value("no layer of the cache has state: kvq::state_layer makes one");
     recurrent_state& s = *entry_of(id).state;
+    const std::size_t room = s.policy().most_bytes,
+                      bytes = page_pool::allocation(states_->pages().page_bytes());
+    if (s.held_page(0, s.snapshots().size()) && bytes > room)
+        return detail::bad_value("a snapshot of %zu bytes: the policy has room for %zu", bytes, room);
     s.snapshot(s.tokens());
     return {};
 }

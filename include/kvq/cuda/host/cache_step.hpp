@@ -54,8 +54,9 @@ inline status cache::check_whole(std::span<const sequence_id> ids) const {
     if (lacking == 0 || std::ranges::find(ids, step_.id) == ids.end()) return {};
     if (step_.cross)
         return detail::bad_value(
-            "%d layers lack the %d tokens of begin_cross() for sequence %d: append them first", lacking,
-            step_.new_tokens, step_.id.index);
+            "%d layers lack the %d tokens of begin_cross() for sequence %d: append them first, or free the "
+            "sequence",
+            lacking, step_.new_tokens, step_.id.index);
     const int held = tokens(step_.id);
     return detail::bad_value(
         "%d layers lack tokens %d to %d of sequence %d, a prompt that has begun: append it to them, or trim "

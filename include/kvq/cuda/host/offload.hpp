@@ -119,6 +119,9 @@ struct cache_access {
             if (const int held = common::sequence_access::tables(to)[static_cast<std::size_t>(i)].tokens;
                 held != 0)
                 return bad_value("the CPU's sequence holds %d tokens, but must be empty", held);
+        if (gpu.states_ && to.state().tokens() != 0)
+            return bad_value("the state of the CPU's sequence has taken %d tokens, but must be empty",
+                             to.state().tokens());
         if (status s = gpu.check_no_draft(std::span(&id, 1)); !s) return s;
         if (status s = gpu.check_whole(std::span(&id, 1)); !s) return s;
         if (const int shared = gpu.waiting(); shared > 0)
@@ -383,7 +386,8 @@ struct cache_access {
                 !s)
                 return s;
         }
-        const sequence_id id = gpu.new_sequence();
+        cache::unfinished_sequence fresh{gpu, gpu.new_sequence()};
+        const sequence_id id = fresh.id;
         for (std::size_t i = 0; i < plans.size(); ++i) {
             take_pages(gpu.groups_[i], plans[i]);
             gpu.entry_of(id).pages[i] = plans[i].pages;
@@ -397,11 +401,7 @@ struct cache_access {
         if (gpu.states_ && result)
             result = onload_state(from.state(), *gpu.states_, *gpu.entry_of(id).state, stream);
         if (result) result = wait(stream);
-        if (!result) {
-            (void)gpu.free(id);
-            return result;
-        }
-        made = id;
+        if (result) made = fresh.take();
         return result;
     }
     static status onload_layer(const layer_group& of, int member, const planned_group& plan,
