@@ -286,7 +286,7 @@ private:
         unsigned stamp = 0;         // of the last begin that named it
         std::uint64_t version = 0;  // of its tables
     };
-    /// One that a call makes, which is freed again unless the call takes it: also where memory of the host runs out.
+    /// One that a call makes. It is freed again unless the call takes it, also where the host has no memory.
     struct unfinished_sequence {
         cache& of;
         sequence_id id;
