@@ -1522,6 +1522,15 @@ void check_lists() {
             "takes 0 of k and v");
     refused(d.gpu.attend(0, q1, out1, {}, d.stream), "its prompt waits for 1 layers");
     refused(d.gpu.trim(p.id, 149), "1 layers share the keys of a prompt");
+    // Without memory nothing ends the wait.
+    cuda::sequence_id more[] = {p.id, d.gpu.new_sequence()}, copy;
+    counted_memory::limit = counted_memory::bytes;
+    for (const cuda::status& s : {d.gpu.begin_step(more, 1, d.stream), d.gpu.begin_draft(more, 1, d.stream),
+                                  d.gpu.begin_prompt(p.id, 500, d.stream), d.gpu.fork(p.id, copy, d.stream)})
+        refused(s, "device memory");
+    counted_memory::limit = std::size_t{1} << 40;
+    CHECK(d.gpu.free(more[1]), "free");
+    refused(d.gpu.trim(p.id, 149), "1 layers share the keys of a prompt");
     d.appended(p.host, keys, values, 0, 150);
     d.write(r, keys, values);  // what waits is the cache's own
     CHECK(d.gpu.begin_step(std::span(&p.id, 1), 1, d.stream), "begin");

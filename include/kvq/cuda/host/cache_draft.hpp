@@ -47,8 +47,8 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
         return detail::bad_value("%d drafted tokens behind %d, but draft_tokens is %d", new_tokens, drafted,
                                  options_.draft_tokens);
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
-    if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, true, false, stream); !s) return s;
+    if (status s = append_chunks(stream); !s) return s;
     return send_step(batch, new_tokens, true, stream);
 }
 
@@ -75,7 +75,6 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
         most = common::larger(most, counts.back());
     }
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
-    if (status s = append_chunks(stream); !s) return s;
     std::vector<std::vector<int>> quantized;  // by group and format
     for (std::size_t i = 0; i < step_groups(); ++i) {
         detail::layer_group& g = groups_[i];
@@ -86,6 +85,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
         }
         if (status s = g.ensure_free(of, 0, 0, stream); !s) return s;
     }
+    if (status s = append_chunks(stream); !s) return s;
     // From here on nothing is refused.
     step_ = {};
     detail::word_writer to = writer(stream);

@@ -143,7 +143,6 @@ inline status cache::splice(sequence_id id, sequence_id other, int first, int la
 inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream) {
     if (status s = check_here(id); !s) return s;
     if (status s = check_whole(std::span(&id, 1)); !s) return s;
-    if (status s = append_chunks(stream); !s) return s;
     const auto in_16_bit = [](const page_ref& p) { return p && p->format == 0; };
     for (std::size_t i = 0; i < step_groups(); ++i) {
         const detail::sequence_pages& s = entry_of(id).pages[i];
@@ -153,6 +152,7 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
         if (status r = groups_[i].ensure_free({}, window, static_cast<int>(s.sinks.size()), stream); !r)
             return r;
     }
+    if (status s = append_chunks(stream); !s) return s;
     unfinished_sequence fresh{*this, new_sequence()};
     const sequence_id made = fresh.id;
     status result;
@@ -233,6 +233,8 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, format_c
                         static_cast<int>(changes[i].size()), options_.growing, stream);
                 !s)
                 return s;
+    if (std::ranges::any_of(changes, [](const auto& list) { return !list.empty(); }))
+        if (status s = append_chunks(stream); !s) return s;
     detail::word_writer to = writer(stream);
     for (std::size_t i = 0; i < changes.size(); ++i) {
         detail::layer_group& g = groups_[i];
@@ -284,7 +286,6 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
         return detail::bad_value("tokens %d to %d are not a range", request.first_token, request.last_token);
     if (status s = check_format(request.format); !s) return s;
     if (status s = check_whole(ids); !s) return s;
-    if (status s = append_chunks(stream); !s) return s;
     format_changes changes;
     find_changes(ids, {request.first_token, request.last_token}, request.format, request.only_smaller,
                  changes);
@@ -310,7 +311,6 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     for (const tier& t : tiers) ages.push_back(t.age);
     for (const sequence_id id : ids) lengths.push_back(tokens(id));
     if (status s = check_whole(ids); !s) return s;
-    if (status s = append_chunks(stream); !s) return s;
     status result;
     format_changes changes;
     std::size_t changing = 0;  // the tier of `changes`

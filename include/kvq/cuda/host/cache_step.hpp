@@ -97,9 +97,9 @@ inline status cache::begin_step(std::span<const sequence_id> batch, int new_toke
         if (id != sequence_id{})
             if (status s = check_growth(id, new_tokens); !s) return s;
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
-    if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, false, false, stream); !s) return s;
     if (status s = ensure_states(batch, new_tokens, stream); !s) return s;
+    if (status s = append_chunks(stream); !s) return s;
     return send_step(batch, new_tokens, false, stream);
 }
 
@@ -166,10 +166,10 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     const int of_steps = cross ? 0 : new_tokens;
     if (status s = check_growth(id, new_tokens, cross); !s) return s;
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
-    if (status s = append_chunks(stream); !s) return s;
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, cross, stream); !s) return s;
-    if (status s = reserve_chunks(of_steps, stream); !s) return s;
     if (status s = ensure_states(std::span(&id, 1), of_steps, stream); !s) return s;
+    if (status s = append_chunks(stream); !s) return s;
+    if (status s = reserve_chunks(of_steps, stream); !s) return s;
     // The scratch comes before the sequence changes. Nothing is refused behind it, since a prompt that has
     // begun before writes to the scratch that it was given.
     entry& e = entry_of(id);
