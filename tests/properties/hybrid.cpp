@@ -474,6 +474,10 @@ TEST_CASE("what a layer with state cannot do is refused with the layer and its k
     kvq::cache plain({.layers = 1, .kv_heads = 2, .head_dim = 8}, {.keys = {fp16()}});
     auto other = plain.new_sequence();
     says([&] { (void)other.state(); }, "no layer of the cache has state");
+    // Through a cache with other pages and back.
+    kvq::cache longer(list, {.keys = {fp16()}, .page_tokens = 16, .rotary = {kvq::rotary_embedding{}}});
+    const auto again = test::restored(longer, before, {.convert = true});
+    CHECK(test::saved(test::restored(cache, test::saved(again), {.convert = true})) == before);
     says([&] { (void)test::restored(plain, before); }, "the saved sequence has layers 2, the cache 1");
     kvq::cache full({list[0], list[0]}, {.keys = {fp16()}});
     says([&] { (void)test::restored(full, before); },

@@ -322,15 +322,20 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
     const auto refused = [&](const kvq::layer& of, const char* part) {
         says([&] { kvq::cache cache({of}, options); }, part);
     };
-    refused(
-        kvq::latent_attention(32, 8, 41),
-        "layer 0, latent of 32 + 8 channels, 1 x 40 and 41: it has at least 1 latent channel, values are the "
-        "first of its 40, not 41");
+    refused(kvq::latent_attention(32, 8, 41),
+            "layer 0, latent of 32 + 8 channels, 1 x 40 and 41: it has at least 1 latent channel, and values "
+            "are the first of its 40, not 41");
     refused(kvq::latent_attention(0, 8), "latent of 0 + 8 channels");
     refused(kvq::latent_attention(32, -1), "latent of 32 + -1 channels");
     kvq::layer of = kvq::latent_attention(32, 8);
     of.rotary = kvq::rotary_embedding{.dims = 8};
-    refused(of, "a rotation turns the last 8, not those from 0 on");
+    const char* const turned =
+        "layer 0, latent of 32 + 8 channels, 1 x 40 and 32: a rotation turns its last 8 channels, not those "
+        "from 0";
+    refused(of, turned);
+    kvq::cache_options turning = options;
+    turning.rotary = {kvq::rotary_embedding{.dims = 8}};
+    says([&] { kvq::cache cache({kvq::latent_attention(32, 8)}, turning); }, turned);
     of = kvq::latent_attention(32, 8);
     of.formats.key = 1;
     refused(
@@ -340,7 +345,7 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
     of = kvq::latent_attention(32, 4);
     refused(of, "key format 0, affine4-token-g64-fp16-rotary8, does not keep its 4 rotary channels");
     refused(kvq::latent_attention(8, 0),
-            "affine4-token-g64-fp16-rotary8 has 8 rotary channels, of keys of 8");
+            "affine4-token-g64-fp16-rotary8 has 8 rotary channels, and a layer of the cache has keys of 8");
     of = kvq::full_attention({1, 64});
     of.rotary_channels = 8;
     refused(of, "layer 0, full attention of 1 x 64: it has no rotary channels apart, got 8");

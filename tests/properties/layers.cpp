@@ -1121,6 +1121,10 @@ TEST_CASE("what a layer that reads another one cannot do is refused with its num
         CHECK(one->usage().quantized > 0);
     }
     CHECK(test::saved(moved) == test::saved(s));
+    kvq::cache_options longer = options;
+    longer.page_tokens = 2 * options.page_tokens;
+    kvq::cache longer_pages(cache.layers(), longer);
+    CHECK(test::restored(longer_pages, test::saved(s), {.convert = true}).tokens(2) == 20);
     // Without memory for the quantized pages a trim leaves them in 16 bit, and changes nothing else.
     kvq::cache_options tight = options;
     {

@@ -174,15 +174,28 @@ KVQ_FUNC detail::rotation_table cache::rotations_of(const std::vector<layer>& la
         if (l.rotary || keyless(l)) said.push_back(l.rotary.value_or(rotary_embedding{}));
         some = some || l.rotary;
     }
-    if (!some) return {keys == layers.end() ? std::vector<rotary_embedding>{} : options.rotary, dims};
-    detail::expect(options.rotary.empty(), "layers and cache_options::rotary both say how keys are rotated");
-    const auto first =
-        std::find_if(layers.begin(), layers.end(), [&](const layer& l) { return !l.rotary && !keyless(l); });
-    const auto i = static_cast<std::size_t>(first - layers.begin());
-    if (i < layers.size())
-        detail::fail(detail::describe_layer(static_cast<int>(i), layers[i]),
-                     ": it does not say how keys are rotated, but ", said.size(), " other layers do");
-    return {said, dims};
+    if (!some) {
+        said = keys == layers.end() ? std::vector<rotary_embedding>{} : options.rotary;
+    } else {
+        detail::expect(options.rotary.empty(),
+                       "layers and cache_options::rotary both say how keys are rotated");
+        const auto first = std::find_if(layers.begin(), layers.end(),
+                                        [&](const layer& l) { return !l.rotary && !keyless(l); });
+        const auto i = static_cast<std::size_t>(first - layers.begin());
+        if (i < layers.size())
+            detail::fail(detail::describe_layer(static_cast<int>(i), layers[i]),
+                         ": it does not say how keys are rotated, but ", said.size(), " other layers do");
+    }
+    detail::rotation_table table(said, dims);
+    for (std::size_t i = 0; i < layers.size() && !said.empty(); ++i) {
+        const layer& l = layers[i];
+        const rotary_embedding& r = said[said.size() == 1 ? 0 : i];
+        if (l.kind == layer_kind::latent && !r.rotate && r.dims > 0 &&
+            r.first_channel < l.head_dim - l.rotary_channels)
+            detail::fail(detail::describe_layer(static_cast<int>(i), l), ": a rotation turns its last ",
+                         l.rotary_channels, " channels, not those from ", r.first_channel, " on");
+    }
+    return table;
 }
 
 KVQ_FUNC const cache_options& cache::checked(const detail::layer_shapes& shapes,

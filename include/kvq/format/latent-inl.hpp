@@ -52,7 +52,8 @@ struct rotary_record : format_record {
         table.check = [](const void* self, const cache_shape& shape, tensor role) {
             const rotary_record& r = of_state(self);
             if (shape.head_dim <= r.channels)
-                fail(r.name, " has ", r.channels, " rotary channels, of keys of ", shape.head_dim);
+                fail(r.asked_name[0] == '\0' ? r.name : r.asked_name, " has ", r.channels,
+                     " rotary channels, and a layer of the cache has keys of ", shape.head_dim);
             cache_shape part = shape;
             part.head_dim -= r.channels;
             r.inner.functions().check(r.inner.scheme(), part, role);

@@ -34,7 +34,7 @@ public:
                 for (const tensor role : cache_.tensors(layer)) place(role, layer, table);
                 table.restored(saved(layer).committed, cache_.geometry(), cache_.options().rollback,
                                index_.says_all());
-            } else {
+            } else if (cache_.holds_tokens(layer)) {
                 append_again(s, layer);
             }
         }
