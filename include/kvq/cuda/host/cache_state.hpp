@@ -72,13 +72,14 @@ inline status cache::state(int layer, int part, state_view& view) const {
         return detail::bad_value(
             "no step with new tokens has begun since the sequences of the cache were changed");
     const std::size_t at = states_->layers().index(layer);
-    const common::state_place& place =
+    const common::state_place& of_part =
         states_->layers().layers()[at].place(common::state_form::live, static_cast<std::size_t>(part));
     const detail::pool_memory& pages = states_->pages().memory();
     // None while no sequence has a state.
     std::byte* const first =
-        pages.data == nullptr ? nullptr : pages.data + states_->offset(at) + place.offset;
-    view = {first, pages.page_bytes(), place.bytes, pages.pages, words_.as<int>() + first_slot_, step_.rows};
+        pages.data == nullptr ? nullptr : pages.data + states_->offset(at) + of_part.offset;
+    view = {first,     pages.page_bytes(), of_part.bytes, pages.pages, words_.as<int>() + first_slot_,
+            step_.rows};
     return {};
 }
 

@@ -52,9 +52,9 @@ struct cache_access {
             const kvq::cache_shape x = cpu.shape(layer), y = gpu.shape(layer);
             const auto same_parts = [](std::span<const state_part> p, std::span<const state_part> q) {
                 // Snapshots may differ: the CPU's can be quantized.
-                const auto same = [](state_part x, const state_part& y) {
-                    x.snapshot = y.snapshot;
-                    return x == y;
+                const auto same = [](state_part of_cpu, const state_part& of_gpu) {
+                    of_cpu.snapshot = of_gpu.snapshot;
+                    return of_cpu == of_gpu;
                 };
                 return std::equal(p.begin(), p.end(), q.begin(), q.end(), same);
             };
@@ -90,6 +90,12 @@ struct cache_access {
         const cudaError_t code = cudaStreamSynchronize(stream);
         return code == cudaSuccess ? status{} : runtime_error(code, "moving pages");
     }
+    /// Waits where a call ends, whatever ends it: copies may still use pages that it gives back then.
+    struct wait_at_end {
+        cudaStream_t stream;
+
+        ~wait_at_end() { (void)cudaStreamSynchronize(stream); }
+    };
     static page_ref zeroed(page_pool& pool, std::size_t bytes, int tokens) {
         page_ref p = pool.allocate(bytes, 0, tokens);
         std::memset(p->data(), 0, bytes);
@@ -130,11 +136,12 @@ struct cache_access {
         std::vector<made_layer> made;
         page_pool scratch(cpu.pool().memory());
         std::vector<conversion> conversions;
+        std::optional<recurrent_state> state;
+        const wait_at_end end{stream};
         status result;
         for (std::size_t i = 0; i < gpu.groups_.size() && result; ++i)
             result = offload_group(gpu.groups_[i], gpu.entry_of(id).pages[i], cpu, scratch, made, conversions,
                                    stream);
-        std::optional<recurrent_state> state;
         if (gpu.states_ && result) {
             state.emplace(*cpu.state_layout(), cpu.pool(), cpu.options().snapshots);
             result = offload_state(*gpu.entry_of(id).state, *gpu.states_, *state, cpu.pool(), stream);
@@ -394,6 +401,7 @@ struct cache_access {
         }
         page_pool scratch(cpu.pool().memory());
         page_list held;
+        const wait_at_end end{stream};
         status result;
         for (std::size_t i = 0; i < plans.size() && result; ++i)
             for (int member = 0; member < gpu.groups_[i].shape.layers && result; ++member)

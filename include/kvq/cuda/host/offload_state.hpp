@@ -53,11 +53,11 @@ inline status offload_state(const recurrent_state& from, const state_pages& devi
             return last;
         const std::size_t bytes = l.page_bytes(state_form::live);
         page_ref live = (form == state_form::live ? pool : scratch).allocate(bytes, 0, 0);
+        if (form != state_form::live) last = pool.allocate(l.page_bytes(form), static_cast<int>(form), 0);
         if (result)
             result = copy_state(live->data(), device.data(*p) + device.offset(at), bytes,
                                 cudaMemcpyDeviceToHost, stream);
         if (form == state_form::live) return last = std::move(live);
-        last = pool.allocate(l.page_bytes(form), static_cast<int>(form), 0);
         if (const cudaError_t code = cudaStreamSynchronize(stream); result && code != cudaSuccess)
             result = runtime_error(code, "moving state");
         std::memset(last->data(), 0, last->bytes);
