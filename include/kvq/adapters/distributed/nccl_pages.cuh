@@ -313,7 +313,7 @@ struct transfer_access {
         }
         if (status r = c.groups_[0].ensure_free(wanted, pages - offer.first_copy, sinks, stream); !r)
             return r;
-        const sequence_id id = c.new_sequence();
+        cache::unfinished_sequence fresh{c, c.new_sequence()};
         std::vector<entry> entries;
         const auto take = [&](page_ref& p, int kind, int wire) {
             p = pool(c, kind).pages().take();
@@ -328,12 +328,9 @@ struct transfer_access {
         }
         for (int i = 0; i < sinks; ++i) take(s.sinks.emplace_back(), sink_kind, sink_kind);
         table.copies_from = kvq::detail::smaller(table.committed, offer.first_copy + s.sink_spans());
-        c.entry_of(id).pages[0] = std::move(s);
+        c.entry_of(fresh.id).pages[0] = std::move(s);
         const status result = lay_out(c, entries, local, plan, memory, stream);
-        if (result)
-            made = id;
-        else
-            (void)c.free(id);
+        if (result) made = fresh.take();
         return result;
     }
 
