@@ -147,6 +147,10 @@ __device__ __forceinline__ void barrier_init(std::uint32_t at, int arrivals) {
 __device__ __forceinline__ void barrier_expect(std::uint32_t at, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
+/// Arrives; what this thread has written before is then seen by who waits.
+__device__ __forceinline__ void barrier_arrive(std::uint32_t at) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
 /// Waits until the phase of this parity is over.
 __device__ __forceinline__ void barrier_wait(std::uint32_t at, std::uint32_t parity) {
     asm volatile(

@@ -30,7 +30,7 @@ struct wgmma_launch {
     static constexpr auto* kernel = prefill_wgmma_kernel<Dim, Softcap, Args>;
     using shape = wgmma_shape<Dim>;
     static constexpr int rows = shape::cluster_rows, threads = shape::threads;
-    static constexpr int cluster = 2;  // thread blocks that see each other's shared memory
+    static constexpr int cluster = shape::cluster;  // thread blocks that see each other's shared memory
     static constexpr kernel_facts facts{
         "prefill_wgmma_kernel",
         shape::rows,
@@ -187,10 +187,10 @@ status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<co
 
 /// history: the sequences before their new tokens (lengths do not count these). k, v, q, out: rows starts[b]
 /// to starts[b + 1] - 1 are the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences
-/// + 1], device memory. most_new_tokens: of one sequence.
-/// starts null: one sequence, whose queries are all rows of q and whose new tokens are all rows of k and v
-/// (options.lead). With options.state_out, out may be a null pointer. Complexity: q_heads * (new tokens) *
-/// (tokens before) * 4 * head_dim operations; every 256 / group new tokens read the cache once.
+/// + 1], device memory. most_new_tokens: of one sequence. starts null: one sequence, whose queries are all
+/// rows of q and whose new tokens are all rows of k and v (options.lead). With options.state_out, out may be
+/// a null pointer. Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 256
+/// / group new tokens (64 / group of heads with 512 channels) read the cache once.
 template <class T, class... Parts>
 status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& k,
                const token_view<const T>& v, const token_view<const T>& q, const token_view<T>& out,

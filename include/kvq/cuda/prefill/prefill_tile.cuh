@@ -76,7 +76,7 @@ __device__ __forceinline__ std::uint32_t existing_columns(int count) {
 /// All blocks of a head, by the numbers of their pages: what cells are read from.
 template <tensor Role, class Pair>
 struct blocks_in_memory {
-    static constexpr bool shared = false;
+    static constexpr bool shared = false, zeroes_parameters = false;
     const cache_ref<Pair>& cache;
     int head;
 
@@ -96,6 +96,21 @@ struct blocks_in_memory {
     __device__ __forceinline__ block_in_memory block(int number, int) const {
         return {cache.template block<Role>(number, head)};
     }
+};
+
+/// The block that holds all tokens of a tile, by its address: null if it is not held. Tokens of a tile are
+/// counted from the block's first one. Columns of values without tokens get parameters of zero, which is less
+/// than to mask their numbers.
+struct block_of_tile {
+    static constexpr bool shared = false, zeroes_parameters = true;
+    const std::byte* at;
+
+    __device__ __forceinline__ int page(const tile_tokens&, int) const { return 0; }
+    __device__ __forceinline__ bool any(const tile_tokens&) const { return at != nullptr; }
+    __device__ __forceinline__ std::uint32_t existing(const tile_tokens& tile, int first) const {
+        return at == nullptr ? 0u : existing_columns(tile.count - first);
+    }
+    __device__ __forceinline__ block_in_memory block(int, int) const { return {at}; }
 };
 
 /// Scale and bias of a set of codes as they are stored: loaded early, converted late.
@@ -313,13 +328,16 @@ struct cell_batch {
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
                                           std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
-        const std::uint32_t existing = key ? 0xffffffffu : source.existing(tile, column);
+        constexpr bool by_parameters = !key && has_table && Source::zeroes_parameters;
+        std::uint32_t with_token = 0xffffffffu;
+        if constexpr (!key) with_token = source.existing(tile, column);
+        const std::uint32_t existing = by_parameters ? 0xffffffffu : with_token;
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
             if (!cells::exists(warp, set * cells_per_set)) break;
             if constexpr (has_table && !direct<Source>) {
                 __syncwarp();
-                fill_table(table, set, lane);
+                fill_table(table, set, lane, !by_parameters || (with_token >> lane & 1u) != 0);
                 __syncwarp();
             }
             half_parameters of_row[cells_per_set][parts];
@@ -411,18 +429,21 @@ private:
             if constexpr (row_parameters) load_set(of_rows[i][part], block, token, key ? column : row + lane);
         }
     }
-    /// [scales, biases, low parts, token scales][32 halves], for rows of up to two pages.
-    __device__ __forceinline__ void fill_table(std::uint32_t table, int set, int lane) const {
+    /// [scales, biases, low parts, token scales][32 halves], for rows of up to two pages. held: else they are
+    /// zero.
+    __device__ __forceinline__ void fill_table(std::uint32_t table, int set, int lane, bool held) const {
 #pragma unroll
         for (int t = 0; t < tables; ++t) {
             const std::uint32_t at = table + static_cast<std::uint32_t>(t * 192 + lane * 2);
             if constexpr (column_parameters) {
-                const half_parameters h = of_columns[set][t].halves();
+                half_parameters h = of_columns[set][t].halves();
+                if (!held) h = {};
                 store_half_word(at, h.scale);
                 if constexpr (traits::has_bias) store_half_word(at + 64, h.bias);
                 if constexpr (has_low) store_half_word(at + 128, h.low);
             }
-            if constexpr (token_scales) store_half_word(at + 192, half_token_scale(token_scale[0]));
+            if constexpr (token_scales)
+                store_half_word(at + 192, held ? half_token_scale(token_scale[0]) : std::uint16_t{0});
         }
     }
     /// What the columns of an octet share.

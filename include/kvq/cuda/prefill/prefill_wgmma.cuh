@@ -1,5 +1,5 @@
 // A prompt's attention on tensor cores of compute capability 9.0: clusters of two thread blocks share every
-// dequantized tile.
+// dequantized tile, up to 256 channels.
 //
 //   block      128 rows of a cluster's 256. It dequantizes half of the tokens of every tile and copies them
 //              to the other block
@@ -7,17 +7,16 @@
 //              both blocks' tiles, two stages each
 //   consumers  warpgroups 2 and 3, 64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
 //
-//   256, 512 channels   tiles of 64 tokens. A block dequantizes half of the channels; two warps produce keys,
-//                       two values, and words come right from pages. 512: blocks of 64 rows, of which each
-//                       consumer has 256 channels of the output, and all scores
+//   256, 512 channels   tiles of 64 tokens; two warps produce keys, two values, and words come right from
+//                       pages. 256: a block dequantizes half of the channels. 512: blocks of 64 rows without
+//                       clusters, since copies of twice the size take longer than to dequantize the tile;
+//                       each consumer has 256 channels of the output, and all scores
 //
-// Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the
-// second-level cache), 16384 values dequantized, 32 KB to the other block and as much from it, 4.2 M
-// products, which are 2048 cycles of the tensor cores. Keys and values have warpgroups of their own because a
-// stage of keys is free a tile earlier than one of values. docs/lab/gpu.md says what limits it. Where this is
-// not compiled for sm_90a, the kernel is empty and its bound is 32 threads: prefill() then takes the other
-// one.
-// Contract: prefill() in prefill.cuh. Shared memory: 227 KB for head_dim 128, 194 KB for 256 and 512. sm_90a.
+// Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory, 16384 values
+// dequantized, 32 KB to the other block and as much from it, 4.2 M products (2048 cycles). Keys and values
+// have warpgroups of their own because a stage of keys is free a tile earlier (docs/lab/gpu.md). Not compiled
+// for sm_90a, the kernel is empty, its bound is 32 threads, and prefill() takes the other one.
+// Contract: prefill() in prefill.cuh. Shared memory: 227, 194, 226 KB for head_dim 128, 256, 512. sm_90a.
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
 
@@ -27,24 +26,25 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// How a head size is computed. Wide: tiles are shorter, blocks of a cluster share them by channels, not by
-/// tokens, and read pages from device memory.
+/// tokens, and words come right from pages.
 template <int Dim>
 struct wgmma_shape {
     static constexpr bool wide = Dim > 128;
-    static constexpr int tile = wide ? 64 : 128, half_tile = tile / 2, stages = Dim > 256 ? 1 : 2;
-    /// Where a warpgroup has no registers for all channels of the output, both have the same rows.
-    static constexpr int value_bands = Dim > 256 ? 2 : 1, own_channels = Dim / value_bands;
-    static constexpr int rows = 128 / value_bands, cluster_rows = 2 * rows;  // rows: of a block
+    static constexpr int cluster = Dim > 256 ? 1 : 2;  // blocks that share tiles
+    static constexpr int tile = wide ? 64 : 128, half_tile = tile / 2;
+    /// A stage holds a unit: all tokens of a tile, and so many channels. Where a warpgroup has no registers
+    /// for all channels of the output, both have the same rows, and a unit of values each.
+    static constexpr int unit_channels = kvq::detail::smaller(Dim, 256), units = Dim / unit_channels;
+    static constexpr int key_stages = units > 1 ? 3 : 2, value_stages = 2;
+    static constexpr int rows = 128 / units, cluster_rows = cluster * rows;  // rows: of a block
     static constexpr int role_warps = wide ? 2 : 4;  // produce keys; as many produce values
     static constexpr int producer_warps = 2 * role_warps, consumer_warps = 8;
     static constexpr int threads = 32 * (producer_warps + consumer_warps);
-    /// Of a thread; all together are what a multiprocessor has. Products of wide tiles are not overlapped
-    /// with fewer.
+    /// Of a thread, in all those of a multiprocessor; with fewer, products of wide tiles do not overlap.
     static constexpr int consumer_registers = wide ? 208 : 192, producer_registers = wide ? 88 : 64;
-    /// Wide: cells of a whole tile are those of so many warps, of which a role's warps take some after the
-    /// other.
-    static constexpr int cell_warps = kvq::detail::larger(8, Dim / 32),
-                         passes = cell_warps / (2 * role_warps);
+    /// Wide: 32 channels of a tile are a warp's cells at a time. Of those of a unit, a block of a cluster has
+    /// its share, which a role's warps take one after the other.
+    static constexpr int share = unit_channels / 32 / cluster, passes = share / role_warps;
 };
 /// Blocks of pages as they are, on their way to a tile: a slot has those of half a tile of keys or values.
 inline constexpr int block_slots = 2, block_slot_bytes = 16 * 1024;
@@ -53,14 +53,15 @@ template <int Dim>
 struct wgmma_memory {
     using shape = wgmma_shape<Dim>;
     static constexpr int query = 0, query_bytes = shape::rows * Dim * 2;
-    static constexpr int tile_bytes = shape::tile * Dim * 2;
-    static constexpr int keys = query + query_bytes, values = keys + shape::stages * tile_bytes;
-    static constexpr int slots_at = values + shape::stages * tile_bytes;
+    static constexpr int unit_bytes = shape::tile * shape::unit_channels * 2;
+    static constexpr int keys = query + query_bytes, values = keys + shape::key_stages * unit_bytes;
+    static constexpr int slots_at = values + shape::value_stages * unit_bytes;
     static constexpr int tables = slots_at + (shape::wide ? 0 : 2 * block_slots * block_slot_bytes);
     // Notes and barriers of the stages, barriers of the slots.
     static constexpr int control = tables + shape::role_warps * (key_table_bytes + value_table_bytes);
     static constexpr int stage_bytes = static_cast<int>(sizeof(tile_note)) + 32;
-    static constexpr int slot_barriers = control + shape::stages * stage_bytes;
+    static constexpr int stages = kvq::detail::larger(shape::key_stages, shape::value_stages);
+    static constexpr int slot_barriers = control + stages * stage_bytes;
     static constexpr int bytes = slot_barriers + 2 * block_slots * 8;
 };
 
@@ -73,7 +74,7 @@ struct wgmma_place {
 };
 
 /// Barriers of a stage: keys there, keys read, values there, values read. Both blocks of a cluster use the
-/// same addresses.
+/// same addresses. There may be more stages of keys than of values.
 struct wgmma_stage {
     std::uint32_t keys, values, note, full_keys, free_keys, full_values, free_values;
 
@@ -82,8 +83,8 @@ struct wgmma_stage {
         const auto u = [](int x) { return static_cast<std::uint32_t>(x); };
         const std::uint32_t control = place.tiles + u(Memory::control + i * Memory::stage_bytes),
                             b = control + u(sizeof(tile_note));
-        return {place.tiles + u(Memory::keys + i * Memory::tile_bytes),
-                place.tiles + u(Memory::values + i * Memory::tile_bytes),
+        return {place.tiles + u(Memory::keys + i * Memory::unit_bytes),
+                place.tiles + u(Memory::values + i * Memory::unit_bytes),
                 control,
                 b,
                 b + 8,
@@ -121,8 +122,7 @@ struct blocks_in_slot {
     /// Other blocks are read from device memory.
     static constexpr bool fit =
         (half_tile % page_tokens == 0 || page_tokens == tile) && count * block_bytes <= block_slot_bytes;
-
-    static constexpr bool shared = true;
+    static constexpr bool shared = true, zeroes_parameters = false;
 
     std::uint32_t at;
     __device__ __forceinline__ int page(const tile_tokens&, int) const { return 0; }
@@ -137,7 +137,7 @@ struct blocks_in_slot {
 };
 
 /// Writes its half of all key tiles of a cluster, or of all value tiles, in order: tokens half_tile * rank on
-/// of every tile, or (wide) channels Dim / 2 * rank on.
+/// of every tile; or (wide) its share of the channels of every unit.
 template <tensor Role, int Dim, class Args>
 struct tile_producer {
     using memory = wgmma_memory<Dim>;
@@ -147,7 +147,8 @@ struct tile_producer {
     static constexpr int cell_tokens = wide ? tile : half_tile;
     template <class Pair>
     using own_cells = cells_of<Role, Pair, key ? cell_tokens : Dim, key ? Dim : cell_tokens,
-                               wide ? shape::cell_warps : role_warps, key ? tile : Dim>;
+                               wide ? Dim / 32 : role_warps, key ? tile : Dim>;
+    static constexpr int stages = key ? shape::key_stages : shape::value_stages;
     const Args& a;
     const prefill_block& block;
     wgmma_place place;
@@ -193,16 +194,19 @@ struct tile_producer {
         for (int first = range.begin(); first < range.end; first = range.behind(first, tile)) {
             const int count = kvq::detail::smaller(tile, block.new_tokens - first),
                       position = block.history + first;
-            const wgmma_stage s = next_stage();
+            wgmma_stage s = next_stage();
             if (key && warp == 0) {
                 const tile_note note{position, count, -1, a.cut(block, position, count, -1, false, tile)};
                 if (lane == 0) note.store(s.note);
             }
             if constexpr (wide) {
-                auto own = all;
-                own.data += place.rank * (Dim / 2);
-                copy_new_tile<Role, key ? tile : Dim / 2, key ? Dim / 2 : tile, role_warps>(
-                    own, block.kv_head, block.start + first, count, own_half(s), warp, lane);
+                copy_share(0, block.start + first, count, s);
+#pragma unroll 1
+                for (int unit = 1; unit < shape::units; ++unit) {
+                    share(s);
+                    s = next_stage();
+                    copy_share(unit, block.start + first, count, s);
+                }
             } else {
                 copy_new_tile<Role, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
                               key ? tile : Dim>(all, block.kv_head,
@@ -222,49 +226,71 @@ private:
         const tile_note note{position, count, slices, a.cut(block, position, count, slices, sinks, tile)};
         if (lane == 0) note.store(s.note);
     }
-    /// All tiles of a part. Words of codes are under way while those before them are dequantized: the next
-    /// pass's, or the next tile's. For two sets of 16-bit words there are no registers.
+    /// This block's channels of a unit of new tokens.
+    __device__ __forceinline__ void copy_share(int unit, int first, int count, const wgmma_stage& s) const {
+        constexpr int channels = shape::share * 32;
+        auto from = key ? a.k : a.v;
+        from.data += (unit * shape::cluster + place.rank) * channels;
+        copy_new_tile<Role, key ? tile : channels, key ? channels : tile, role_warps>(
+            from, block.kv_head, first, count, own_half(s), warp, lane);
+    }
+    /// All tiles of a part. Words of codes are under way while those before them are dequantized. For two
+    /// sets of 16-bit words there are no registers, nor for the addresses of more than two passes.
     template <class Part>
     __device__ __forceinline__ void wide_pages(const Part& part, const token_range& range, bool sinks) {
         using pair = typename Part::pair_type;
         using cells = own_cells<pair>;
-        constexpr int passes = shape::passes;
         constexpr bool ahead = !cells::full;
-        static_assert(passes % 2 == 0);
-        const blocks_in_memory<Role, pair> source{part.cache, block.kv_head};
-        const int number = place.rank * (role_warps * passes) + warp;
+        constexpr int together = ahead ? 2 : 1;  // cells that a round dequantizes, one after the other
+        constexpr int unit_rounds = shape::passes / together, tile_rounds = shape::units * unit_rounds;
+        constexpr bool one_block = pair::page_tokens % tile == 0;  // that has all tokens of a tile
         const auto page_at = [&](int first) {
             return page_of_lane(part, block.sequence, first, range.end, tile, lane);
         };
         const auto tokens_at = [&](int first, int page) {
-            return tile_tokens::of(first, kvq::detail::smaller(tile, range.end - first), page);
+            return tile_tokens::of(one_block ? first % pair::page_tokens : first,
+                                   kvq::detail::smaller(tile, range.end - first), page);
         };
+        const auto source_of = [&](const tile_tokens& those) {
+            if constexpr (one_block)
+                return block_of_tile{
+                    those.any < 0 ? nullptr : part.cache.template block<Role>(those.any, block.kv_head)};
+            else
+                return blocks_in_memory<Role, pair>{part.cache, block.kv_head};
+        };
+        const int own_first = place.rank * shape::share + warp;  // of every unit
         tile_tokens tokens = tokens_at(range.first, page_at(range.first));
-        int next_page = page_at(range.first + tile);
-        cells own[ahead ? 2 : 1];
-        if constexpr (ahead) own[0].fetch(source, tokens, number, lane);
+        auto source = source_of(tokens);
+        int next_page = page_at(range.first + tile), round = 0;
+        cells own[together];
+        if constexpr (ahead) own[0].fetch(source, tokens, own_first, lane);
+        wgmma_stage s{};
 #pragma unroll 1
-        for (int first = range.first; first < range.end; first += tile) {
-            const tile_tokens next = tokens_at(first + tile, next_page);
-            next_page = page_at(first + 2 * tile);
-            wgmma_stage s;
-            static_for<passes>([&](auto pass) {
-                constexpr int i = decltype(pass)::value, I = ahead ? i % 2 : 0;
-                if constexpr (!ahead)
-                    own[I].fetch(source, tokens, number + i * role_warps, lane);
-                else if constexpr (i + 1 < passes)
-                    own[1 - I].fetch(source, tokens, number + (i + 1) * role_warps, lane);
-                else if (first + tile < range.end)
-                    own[1 - I].fetch(source, next, number, lane);
-                if constexpr (i == 0) {
-                    s = next_stage();
-                    if (warp == 0)
-                        note_tile(s, part.cache.first_token + first, tokens.count, tokens.page, sinks);
-                }
-                own[I].store(source, key ? s.keys : s.values, tokens, table(), number + i * role_warps, lane);
-            });
-            share(s);
-            tokens = next;
+        for (int first = range.first; first < range.end;) {
+            const int unit = round / unit_rounds, number = round * (together * role_warps) + own_first;
+            if (round % unit_rounds == 0) s = next_stage();
+            if (warp == 0 && round == 0)
+                note_tile(s, part.cache.first_token + first, tokens.count, tokens.page, sinks);
+            const std::uint32_t to =
+                (key ? s.keys : s.values) - static_cast<std::uint32_t>(unit * memory::unit_bytes);
+            own[together - 1].fetch(source, tokens, number + (together - 1) * role_warps, lane);
+            own[0].store(source, to, tokens, table(), number, lane);
+            const bool last = round + 1 == tile_rounds;
+            const tile_tokens now = tokens;
+            const auto own_source = source;
+            if (last) {
+                first += tile;
+                tokens = tokens_at(first, next_page);
+                if constexpr (one_block) source = source_of(tokens);
+                next_page = page_at(first + tile);
+            }
+            if constexpr (ahead) {
+                if (first < range.end)
+                    own[0].fetch(source, tokens, last ? own_first : number + 2 * role_warps, lane);
+                own[1].store(own_source, to, now, table(), number + role_warps, lane);
+            }
+            if (round % unit_rounds == unit_rounds - 1) share(s);
+            round = last ? 0 : round + 1;
         }
     }
     __device__ __forceinline__ std::uint32_t table() const {
@@ -275,9 +301,8 @@ private:
     }
     /// Waits until consumers of both blocks have read what the next stage held.
     __device__ __forceinline__ wgmma_stage next_stage() {
-        const wgmma_stage s = wgmma_stage::of(place, made % shape::stages, memory{});
-        barrier_wait(key ? s.free_keys : s.free_values,
-                     static_cast<std::uint32_t>(made / shape::stages + 1) & 1u);
+        const wgmma_stage s = wgmma_stage::of(place, made % stages, memory{});
+        barrier_wait(key ? s.free_keys : s.free_values, static_cast<std::uint32_t>(made / stages + 1) & 1u);
         ++made;
         return s;
     }
@@ -353,6 +378,10 @@ private:
     __device__ __forceinline__ void share(const wgmma_stage& s) const {
         publish_to_products();
         __syncwarp();
+        if constexpr (shape::cluster == 1) {
+            if (lane == 0) barrier_arrive(key ? s.full_keys : s.full_values);
+            return;
+        }
         wait_at_barrier(key ? 1 : 2, role_warps * 32);
         if (warp != role_warps - 1 || lane != 0) return;
         constexpr int copies = key && !wide ? Dim / 64 : 1, bytes = half_tile * Dim * 2 / copies;
@@ -373,11 +402,10 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
                                               const wgmma_place& place, int tiles, int group) {
     using memory = wgmma_memory<Dim>;
     using shape = wgmma_shape<Dim>;
-    constexpr int tile_tokens = shape::tile, stages = shape::stages, own_channels = shape::own_channels;
+    constexpr int tile_tokens = shape::tile, own_channels = shape::unit_channels, units = shape::units;
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
     const int g = lane / 4, t = lane % 4;
-    const int first_row = shape::value_bands > 1 ? 0 : group * 64,
-              first_channel = shape::value_bands > 1 ? group * own_channels : 0;
+    const int first_row = units > 1 ? 0 : group * 64, first_channel = units > 1 ? group * own_channels : 0;
     const int own_row = place.rank * shape::rows + first_row + warp * 16 + g;  // and 8 rows further
     std::uint32_t q =
         operand_at(place.tiles + static_cast<std::uint32_t>(memory::query + first_row * Dim * 2));
@@ -395,19 +423,38 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
     // Every tile has its own scores: their registers would otherwise stay taken between tiles, which spills
     // others.
     using tile_scores = float[tile_tokens / 2];
-    const auto ask_scores = [&](const wgmma_stage& stage, tile_scores& s) {
-        const std::uint32_t k = operand_at(stage.keys);
-        asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
-        products_begin();
-        static_for<Dim / 16>([&](auto step) {
-            constexpr int i = decltype(step)::value;
-            multiply_shared<i != 0>(s, operand(q, i / 4 * 64 * 128 + i % 4 * 32),
-                                    operand(k, i / 4 * tile_tokens * 128 + i % 4 * 32));
+    const auto key_stage = [&](int tile, int unit) {
+        return wgmma_stage::of(place, (tile * units + unit) % shape::key_stages, memory{});
+    };
+    const auto value_stage = [&](int tile) {  // of this warpgroup's channels
+        return wgmma_stage::of(place, (units > 1 ? group : tile) % shape::value_stages, memory{});
+    };
+    const auto wait_for_keys = [&](int tile, int unit) {
+        barrier_wait(key_stage(tile, unit).full_keys,
+                     static_cast<std::uint32_t>((tile * units + unit) / shape::key_stages) & 1u);
+    };
+    const auto wait_for_values = [&](int tile, const wgmma_stage& stage) {
+        barrier_wait(stage.full_values,
+                     static_cast<std::uint32_t>(units > 1 ? tile : tile / shape::value_stages) & 1u);
+    };
+    const auto ask_scores = [&](int tile, const wgmma_stage& first, tile_scores& s) {
+        static_for<units>([&](auto unit) {
+            constexpr int u = decltype(unit)::value, steps = own_channels / 16;
+            const wgmma_stage stage = u > 0 ? key_stage(tile, u) : first;
+            if constexpr (u > 0) wait_for_keys(tile, u);
+            const std::uint32_t k = operand_at(stage.keys);
+            asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
+            products_begin();
+            static_for<steps>([&](auto step) {
+                constexpr int i = decltype(step)::value, of_row = u * steps + i;
+                multiply_shared<of_row != 0>(s, operand(q, of_row / 4 * 64 * 128 + i % 4 * 32),
+                                             operand(k, i / 4 * tile_tokens * 128 + i % 4 * 32));
+            });
+            products_commit();
         });
-        products_commit();
     };
     const auto ask_output = [&](const wgmma_stage& stage) {
-        const std::uint32_t v = operand_at(stage.values + static_cast<std::uint32_t>(first_channel * 128));
+        const std::uint32_t v = operand_at(stage.values);
         products_begin();
         static_for<tile_tokens / 16>([&](auto step) {
             constexpr int i = decltype(step)::value, at_once = kvq::detail::smaller(own_channels, 128);
@@ -415,7 +462,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
                 constexpr int n = decltype(part)::value * at_once;  // the first channel
                 multiply_registers(reinterpret_cast<float(&)[at_once / 2]>(o[n / 2]), p[4 * i], p[4 * i + 1],
                                    p[4 * i + 2], p[4 * i + 3],
-                                   operand(v, (i / 4 * Dim + n) * 128 + i % 4 * 32));
+                                   operand(v, (i / 4 * own_channels + n) * 128 + i % 4 * 32));
             });
         });
         products_commit();
@@ -428,43 +475,48 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
 #pragma unroll
         for (int i = 0; i < tile_tokens / 4; ++i) p[i] = pack_halves<float16>(s[2 * i], s[2 * i + 1]);
     };
-    const auto wait_for_keys = [&](int tile) {
-        barrier_wait(wgmma_stage::of(place, tile % stages, memory{}).full_keys,
-                     static_cast<std::uint32_t>(tile / stages) & 1u);
-    };
-    const auto done_with = [&](std::uint32_t barrier) {  // both blocks write to this stage
+    const auto done_with = [&](std::uint32_t barrier) {  // of a stage that all of the cluster write to
         __syncwarp();
-        if (lane < 2) barrier_arrive_cluster(place_in(lane, barrier));
+        if constexpr (shape::cluster > 1) {
+            if (lane < 2) barrier_arrive_cluster(place_in(lane, barrier));
+        } else if (lane == 0) {
+            barrier_arrive(barrier);
+        }
+    };
+    // Of the newest scores, behind which `Behind` groups of products were asked for.
+    const auto wait_for_scores = [&]<int Behind>(int tile, const wgmma_stage& first, tile_scores& s,
+                                                 std::integral_constant<int, Behind>) {
+        static_for<units>([&](auto unit) {
+            constexpr int u = decltype(unit)::value;
+            products_wait<units - 1 - u + Behind>();
+            if constexpr (u == units - 1) products_there(s);
+            done_with((u > 0 ? key_stage(tile, u) : first).free_keys);
+        });
     };
 
 #pragma unroll
     for (float& x : o) x = 0.0f;
     if (tiles == 0) return finish_rows<Dim>(a, block, own_row, t, rows, scale, o, first_channel);
     {
-        const wgmma_stage first = wgmma_stage::of(place, 0, memory{});
-        wait_for_keys(0);
+        const wgmma_stage first = key_stage(0, 0);
+        wait_for_keys(0, 0);
         const tile_note note = tile_note::load(first.note);
         tile_scores s;
-        ask_scores(first, s);
-        products_wait<0>();
-        products_there(s);
-        done_with(first.free_keys);
+        ask_scores(0, first, s);
+        wait_for_scores(0, first, s, std::integral_constant<int, 0>{});
         weigh(note, s);
         pack(s);
     }
 #pragma unroll 1
     for (int tile = 1; tile < tiles; ++tile) {
-        const wgmma_stage now = wgmma_stage::of(place, tile % stages, memory{}),
-                          before = wgmma_stage::of(place, (tile - 1) % stages, memory{});
-        wait_for_keys(tile);
+        const wgmma_stage now = key_stage(tile, 0), before = value_stage(tile - 1);
+        wait_for_keys(tile, 0);
         const tile_note note = tile_note::load(now.note);
         tile_scores s;
-        ask_scores(now, s);
-        barrier_wait(before.full_values, static_cast<std::uint32_t>((tile - 1) / stages) & 1u);
+        ask_scores(tile, now, s);
+        wait_for_values(tile - 1, before);
         ask_output(before);
-        products_wait<1>();
-        products_there(s);
-        done_with(now.free_keys);
+        wait_for_scores(tile, now, s, std::integral_constant<int, 1>{});
         weigh(note, s);
         products_there(s);
         // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are
@@ -481,8 +533,8 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         pack(s);
     }
     {
-        const wgmma_stage last = wgmma_stage::of(place, (tiles - 1) % stages, memory{});
-        barrier_wait(last.full_values, static_cast<std::uint32_t>((tiles - 1) / stages) & 1u);
+        const wgmma_stage last = value_stage(tiles - 1);
+        wait_for_values(tiles - 1, last);
         ask_output(last);
         products_wait<0>();
         products_there(o);
@@ -503,17 +555,18 @@ __global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>)
     extern __shared__ __align__(1024) std::byte swizzled_memory[];
     std::byte* const shared = swizzled_memory;
     const wgmma_place place{shared_address(shared), cluster_rank()};
-    const prefill_block block(a, shape::cluster_rows, static_cast<int>(blockIdx.x) / 2,
+    const prefill_block block(a, shape::cluster_rows, static_cast<int>(blockIdx.x) / shape::cluster,
                               static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
     if (block.empty()) return;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
-        for (int i = 0; i < shape::stages; ++i) {
+        constexpr int arrivals = shape::cluster * shape::consumer_warps;  // at what is free
+        for (int i = 0; i < memory::stages; ++i) {
             const wgmma_stage s = wgmma_stage::of(place, i, memory{});
-            barrier_init(s.full_keys, 1);
-            barrier_init(s.full_values, 1);
-            barrier_init(s.free_keys, 2 * shape::consumer_warps);
-            barrier_init(s.free_values, 2 * shape::consumer_warps);
+            barrier_init(s.full_keys, shape::cluster > 1 ? 1 : shape::role_warps);
+            barrier_init(s.full_values, shape::cluster > 1 ? 1 : shape::role_warps);
+            barrier_init(s.free_keys, arrivals);
+            barrier_init(s.free_values, arrivals / shape::units);
         }
         for (int i = 0; i < 2 * block_slots; ++i)
             barrier_init(place.tiles + static_cast<std::uint32_t>(memory::slot_barriers + i * 8), 1);
