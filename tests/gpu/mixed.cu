@@ -32,9 +32,10 @@ struct other_options {
 
     static std::vector<std::uint64_t> random_trees(test::rng& r, const mixed_case& c) {
         std::vector<std::uint64_t> words;
+        test::rng widths(static_cast<unsigned>(c.drafted));
         for (std::size_t b = 0; b < c.lengths.size() && c.drafted > 0; ++b) {
             std::vector<int> parents;
-            const int width = test::uniform(r, 1, 7);  // 1: a chain
+            const int width = test::uniform(widths, 1, 7);  // 1: a chain
             for (int i = 0; i < c.drafted; ++i)
                 parents.push_back(test::uniform(r, std::max(-1, i - width), i - 1));
             const token_tree tree(0, parents);
@@ -532,7 +533,7 @@ int main() {
           .group = 8,
           .query_tokens = 6,
           .window = 70,
-          .lengths = {600, 90, 2},
+          .lengths = {600, 90, 6, 0},
           .drafted = 6,
           .sink_logits = true}})
         check_mix<float16, small, small, window, full_pages<float16, 64, 16>, cuda::learned_sinks>(

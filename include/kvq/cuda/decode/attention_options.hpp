@@ -22,7 +22,8 @@ struct attention_options {
     bool all_keys = false;
     /// Trees of drafted tokens: [sequences][query_tokens] words, a query sees those of the last `drafted`
     /// tokens of its sequence whose bit is set (bit 0: the first of them; token_tree::ancestors()) and all
-    /// before; later tokens never. Windows count depths. Null: a causal mask.
+    /// before; later tokens never. Windows count depths: with one, a sequence has no tokens or at least
+    /// `drafted`. Null: a causal mask.
     const std::uint64_t* ancestors = nullptr;
     int drafted = 0;                  ///< query_tokens to 64; 0: query_tokens
     float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum

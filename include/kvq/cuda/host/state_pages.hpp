@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../../state/recurrent_state.hpp"
+#include "../../state/snapshot_codec.hpp"
 #include "page_pool.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
