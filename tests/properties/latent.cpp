@@ -14,6 +14,7 @@
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/usage.hpp>
 #include <kvq/estimate/footprint.hpp>
+#include <kvq/format/bounds.hpp>
 #include <kvq/format/latent.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/ring.hpp>
@@ -390,6 +391,16 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
     CHECK(s.tokens() == 40);
     says([&] { (void)kvq::with_rotary(format_of<kvq::int8>(), -1); }, "at least 0 rotary channels, not -1");
     says([&] { (void)kvq::with_rotary({}, 8); }, "not an empty one");
+    const kvq::format eight = kvq::with_rotary(format_of<kvq::int8>(), 8);
+    const char* const twice = "cannot get 8 rotary channels: they come once, and before bounds";
+    says([&] { (void)kvq::with_rotary(eight, 8); }, twice);
+    says([&] { (void)kvq::with_rotary(kvq::with_bounds(format_of<kvq::int8>()), 8); }, twice);
+    CHECK(kvq::cache({of}, {.keys = kvq::with_bounds(eight)}).attention_workspace(128, 4) > 0);
+    // Parameters of short pages are no bits of codes.
+    says([&] { kvq::cache short_pages({of}, {.keys = format_of<kvq::affine<4>>(), .page_tokens = 1}); },
+         "does not keep its 8 rotary channels");
+    says([&] { kvq::cache short_pages({of}, {.keys = format_of<kvq::std4::keys>(), .page_tokens = 4}); },
+         "does not keep its 8 rotary channels");
 }
 
 }  // namespace latent_tests

@@ -247,14 +247,17 @@ KVQ_FUNC void cache::expect_holds_rotary(int layer, int listed) const {
     const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
     if (of.rotary_channels == 0) return;
     const format& f = keys_[listed + 1];
-    const std::string_view name = f.name();
-    const int apart = detail::rotary_part_of(name.substr(0, name.rfind("-bounds"))).channels;
+    const std::string_view name = f.name(), inner = detail::name_before_bounds(name);
+    const int apart = detail::rotary_part_of(inner.empty() ? name : inner).channels;
+    // Bits of codes: parameters make no number finer. Those of a short page would count, and its padding.
+    const block_shape block{tensor::key, 1024, of.head_dim};
+    const std::size_t codes = f.functions().code_bytes(f.scheme(), block);
     if (apart != of.rotary_channels &&
-        (apart > 0 || f.bits({tensor::key, options_.page_tokens, of.head_dim}) < 8.0))
+        (apart > 0 || (codes > 0 ? codes : f.block_bytes(block)) < block.values()))
         detail::fail(detail::describe_layer(layer, of), ": key format ", listed, ", ", format_text(f),
                      ", does not keep its ", of.rotary_channels,
                      " rotary channels: name one that ends in -rotary", of.rotary_channels,
-                     ", which has them in 16 bits, or has 8 bits");
+                     ", which has them in 16 bits, or has codes of 8 bits");
 }
 
 KVQ_FUNC const detail::format_table& cache::read_values(int layer) const noexcept {

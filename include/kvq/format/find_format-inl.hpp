@@ -79,12 +79,6 @@ KVQ_FUNC found_format find_builtin(std::string_view name, tensor role) {
          " in this program; ", names_like(name, role));
 }
 
-/// NAME of "NAME-bounds"; else empty.
-KVQ_FUNC std::string_view name_before_bounds(std::string_view name) noexcept {
-    constexpr std::string_view ending = "-bounds";
-    return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : std::string_view{};
-}
-
 /// Makes the format of a name with an ending: make(NAME) makes the format before the ending. An empty format:
 /// the name has none.
 template <class Make>

@@ -38,6 +38,11 @@ KVQ_FUNC std::string affine_sizes(std::string_view scheme, std::string_view axis
     return std::string(inner.substr(0, 1)) + "-g" + std::string(group);
 }
 
+KVQ_FUNC std::string_view name_before_bounds(std::string_view name) noexcept {
+    constexpr std::string_view ending = "-bounds";
+    return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : std::string_view{};
+}
+
 KVQ_FUNC rotary_name rotary_part_of(std::string_view name) noexcept {
     constexpr std::string_view ending = "-rotary";
     const std::size_t at = name.rfind(ending);
@@ -49,9 +54,8 @@ KVQ_FUNC rotary_name rotary_part_of(std::string_view name) noexcept {
 }
 
 KVQ_FUNC std::vector<std::string> built_in_names(std::string_view scheme, tensor role) {
-    constexpr std::string_view bounds = "-bounds";
-    std::string_view inner = rotary_part_of(scheme).inner;
-    if (scheme.ends_with(bounds)) inner = scheme.substr(0, scheme.size() - bounds.size());
+    std::string_view inner = name_before_bounds(scheme);
+    if (inner.empty()) inner = rotary_part_of(scheme).inner;
     if (!inner.empty()) {
         auto names = built_in_names(inner, role);
         for (std::string& name : names) name += scheme.substr(inner.size());

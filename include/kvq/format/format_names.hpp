@@ -23,6 +23,9 @@ namespace detail {
 /// The names by which find_format gives formats of this scheme.
 std::vector<std::string> built_in_names(std::string_view scheme, tensor role);
 
+/// NAME of "NAME-bounds"; else empty.
+std::string_view name_before_bounds(std::string_view name) noexcept;
+
 /// A name that ends in "-rotary64", such as "std4-rotary64".
 struct rotary_name {
     std::string_view inner;  ///< what stands before the ending; empty: the name has none

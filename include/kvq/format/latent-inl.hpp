@@ -10,6 +10,7 @@
 #include "../core/error.hpp"
 #include "../core/text.hpp"
 #include "../schemes/full.hpp"
+#include "format_names.hpp"
 #include "latent.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
@@ -326,6 +327,10 @@ KVQ_FUNC format with_rotary(const format& f, int channels) {
     detail::expect(static_cast<bool>(f), "with_rotary takes a format, not an empty one");
     detail::expect(channels >= 0, "a key has at least 0 rotary channels, not ", channels);
     if (channels == 0 || !f.supports(tensor::key)) return f;
+    detail::expect(
+        detail::name_before_bounds(f.name()).empty() && detail::rotary_part_of(f.name()).channels == 0,
+        format_text(f), " cannot get ", channels,
+        " rotary channels: they come once, and before bounds, as in std4-rotary64-bounds");
     return format(new detail::rotary_record(f, channels));
 }
 

@@ -25,8 +25,8 @@
 namespace kvq { inline namespace KVQ_COMMON {
 
 /// The format with the last `channels` of a key in fp16, the others in f. 0 channels, or a format that holds
-/// no keys: f as it is.
-/// Raises kvq::error for fewer.
+/// no keys: f as it is. Raises kvq::error for fewer, and for a format that has rotary channels or bounds:
+/// with_bounds(with_rotary(f, n)) has both.
 [[nodiscard]] format with_rotary(const format& f, int channels);
 
 namespace detail {
