@@ -11,11 +11,13 @@
 #include <kvq/attention/merge_partials.hpp>
 #include <kvq/attention/reference.hpp>
 #include <kvq/attention/score_modifiers.hpp>
+#include <kvq/cache/page_list.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/usage.hpp>
 #include <kvq/estimate/footprint.hpp>
 #include <kvq/format/bounds.hpp>
 #include <kvq/format/latent.hpp>
+#include <kvq/io/page_transfer.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/ring.hpp>
 #include <optional>
@@ -371,6 +373,30 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
          "layer 0, latent of 32 + 8 channels, 1 x 40: its 40 values have rotary channels, which do "
          "not turn "
          "when keys move by -6 positions");
+    // Moved keys of a cache whose values do not have them.
+    const char* const turns = "its 40 values have rotary channels, which do not turn when keys move by -6";
+    auto moved = s.fork();
+    moved.erase(3, 9);
+    kvq::page_receiver receiver(wider);
+    std::vector<std::byte> bytes;
+    kvq::send_pages(moved, 0, [&](const void* data, std::size_t n) {
+        const auto* const from = static_cast<const std::byte*>(data);
+        bytes.insert(bytes.end(), from, from + n);
+    });
+    test::memory_source messages{bytes};
+    std::vector<std::byte> storage;
+    says(
+        [&] {
+            while (true) receiver.accept(kvq::read_page(messages, storage));
+        },
+        turns);
+    kvq::page_list pages(wider, 0);
+    alignas(16) const std::byte page[1024] = {};
+    kvq::borrowed_pages lent{.keys = page, .key_capacity = 16, .tokens = 4, .shift = -6};
+    says([&] { pages.add(lent); }, turns);
+    lent.shift = 0;
+    pages.add(lent);
+    CHECK(pages.tokens() == 4);
     says([&] { cache.requantize(s, {.key = 1}); }, "does not keep its 8 rotary channels");
     says([&] { cache.commit_to(tensor::key, 1); }, "does not keep its 8 rotary channels");
     cache.requantize(s, {.key = 2});

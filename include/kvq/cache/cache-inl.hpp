@@ -260,6 +260,14 @@ KVQ_FUNC void cache::expect_holds_rotary(int layer, int listed) const {
                      ", which has them in 16 bits, or has codes of 8 bits");
 }
 
+KVQ_FUNC void cache::expect_values_stay(int layer, std::int64_t by) const {
+    const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
+    if (by != 0 && of.kind == layer_kind::latent && rotations_.at(layer) &&
+        of.value_dim > of.head_dim - of.rotary_channels)
+        detail::fail(detail::describe_layer(layer, of), ": its ", of.value_dim,
+                     " values have rotary channels, which do not turn when keys move by ", by, " positions");
+}
+
 KVQ_FUNC const detail::format_table& cache::read_values(int layer) const noexcept {
     const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
     return of.kind == layer_kind::latent ? latent_values_.at(of.head_dim) : values_;

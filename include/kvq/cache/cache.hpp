@@ -75,6 +75,8 @@ public:
     }
     /// Raises kvq::error for a listed format of keys in which a latent layer would lose its rotary channels.
     void expect_holds_rotary(int layer, int listed) const;
+    /// Raises kvq::error where keys that move by `by` positions turn channels that are values of the layer.
+    void expect_values_stay(int layer, std::int64_t by) const;
     /// The tensors of which a layer holds pages: K and V, or K alone, of which a latent layer reads its
     /// values.
     std::span<const tensor> tensors(int layer) const noexcept {

@@ -24,6 +24,7 @@ KVQ_FUNC void page_list::add(const borrowed_pages& p) {
     detail::expect(tokens_ <= (std::numeric_limits<int>::max)() - cache_.options().page_tokens - p.tokens,
                    "pages ", place, " of ", p.tokens, " tokens behind ", tokens_, " tokens are too many");
     detail::expect_shift(cache_.rotations(), p.shift, "keys of pages ", place);
+    cache_.expect_values_stay(layer_, p.shift);
     page_span span{tokens_, p.tokens, capacity, {}, {}, p.skip, false, p.shift};
     for (const tensor role : cache_.tensors(layer_))
         span.pages[static_cast<std::size_t>(role)] = header(role, p, place);

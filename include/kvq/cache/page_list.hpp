@@ -20,9 +20,9 @@ namespace kvq { inline namespace KVQ_COMMON {
 /// other, at addresses that are multiples of 16.
 struct borrowed_pages {
     const std::byte* keys = nullptr;
-    const std::byte* values = nullptr;
-    int key_format = 0;    ///< index in cache::table(tensor::key)
-    int value_format = 0;  ///< index in cache::table(tensor::value)
+    const std::byte* values = nullptr;  ///< of a latent layer none, nor format and capacity
+    int key_format = 0;                 ///< index in cache::table(tensor::key)
+    int value_format = 0;               ///< index in cache::table(tensor::value)
     /// Tokens that the page has memory for.
     int key_capacity = 0;
     int value_capacity = 0;

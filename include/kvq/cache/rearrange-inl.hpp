@@ -125,13 +125,7 @@ KVQ_FUNC void expect_rotary(const kvq::cache& of, std::int64_t by) {
            farthest);
     expect(by == 0 || of.rotations().known(), "keys cannot move by ", by,
            " positions: set cache_options::rotary to say how they are rotated");
-    for (int i = 0; by != 0 && i < of.layer_count(); ++i) {
-        const layer& l = of.layers()[static_cast<std::size_t>(i)];
-        if (l.kind == layer_kind::latent && of.rotations().at(i) &&
-            l.value_dim > l.head_dim - l.rotary_channels)
-            fail(describe_layer(i, l), ": its ", l.value_dim,
-                 " values have rotary channels, which do not turn when keys move by ", by, " positions");
-    }
+    for (int i = 0; i < of.layer_count(); ++i) of.expect_values_stay(i, by);
 }
 
 KVQ_FUNC void expect_range(const char* verb, int first, int last, const char* whose, int held) {

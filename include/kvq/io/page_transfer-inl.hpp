@@ -170,6 +170,7 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
                    g.sinks, " sinks and ", g.page_tokens, " tokens per page");
     detail::expect_moved_alike(cache_.rotations(), m.layer, m.shift, m.rotary ? &*m.rotary : nullptr,
                                m.number == 0, detail::layer_text(layer, tensor_of) + ": keys that");
+    cache_.expect_values_stay(m.layer, m.shift);
     const bool copy = m.kind == page_kind::copy;
     const int format = detail::index_of_identity(cache_.table(tensor_of), m.scheme);
     if (format < 0)
