@@ -400,9 +400,13 @@ private:
         REQUIRE(a.entries() <= b.entries());
         for (int e = 0; e < a.entries(); ++e) {
             const auto x = a.at(e), y = b.at(x.first_token < front ? e : b.entries() - a.entries() + e);
-            REQUIRE(x.first_token == y.first_token);
-            REQUIRE(x.tokens == y.tokens);
-            REQUIRE(x.skip == y.skip);
+            // Where an erase joins two parts of a page again, a layer that has freed the first of them shows the
+            // other one.
+            const int hidden = x.first_token == front ? front - y.first_token : 0;
+            REQUIRE(hidden >= 0);
+            REQUIRE(x.first_token == y.first_token + hidden);
+            REQUIRE(x.tokens == y.tokens - hidden);
+            REQUIRE(x.skip == y.skip + hidden);
             REQUIRE(x.shift == y.shift);
             for (const auto& [p, q] : {std::pair(x.keys, y.keys), {x.values, y.values}}) {
                 REQUIRE(p->format == q->format);
