@@ -111,11 +111,11 @@ private:
             return detail::bad_value("%d rows of value_dim %d on %d ranks are too many for one launch", rows_,
                                      dim_, ranks);
         x.stride = static_cast<unsigned>(rows * x.vectors);
-        const std::size_t slots = kvq::detail::round_up(vectors * sizeof(uint4), std::size_t{256}),
+        const std::size_t inboxes = kvq::detail::round_up(vectors * sizeof(uint4), std::size_t{256}),
                           states = own_values() * sizeof(float),
                           steps = kvq::detail::round_up(rows * sizeof(unsigned), std::size_t{256}),
                           places = static_cast<std::size_t>(ranks) * sizeof(place);
-        bytes_ = slots + states + steps + places;
+        bytes_ = inboxes + states + steps + places;
         cudaError_t code = cudaMalloc(&memory_, bytes_);
         std::byte* const memory = static_cast<std::byte*>(memory_);
         if (code == cudaSuccess) code = cudaMemsetAsync(memory, 0, bytes_, stream);
@@ -126,8 +126,8 @@ private:
         if (code != cudaSuccess)
             return detail::runtime_error(code, "memory for partial outputs of all ranks");
         *failed_ = 0;
-        states_ = reinterpret_cast<float*>(memory + slots);
-        x.steps = reinterpret_cast<unsigned*>(memory + slots + states);
+        states_ = reinterpret_cast<float*>(memory + inboxes);
+        x.steps = reinterpret_cast<unsigned*>(memory + inboxes + states);
         x.failed = failed_;
         std::byte* const told = memory + bytes_ - places;
         std::vector<place> all(static_cast<std::size_t>(ranks));
@@ -160,9 +160,9 @@ private:
                 code = cudaIpcOpenMemHandle(&at, other.handle, cudaIpcMemLazyEnablePeerAccess);
                 if (code == cudaSuccess) opened_[r] = at;
             }
-            x.slots[r] = static_cast<uint4*>(at);
+            x.inboxes[r] = static_cast<uint4*>(at);
         }
-        x.own = x.slots[me];
+        x.own = x.inboxes[me];
         exchange_ = x;
         return code == cudaSuccess ? status{} : detail::runtime_error(code, "memory of another GPU");
     }

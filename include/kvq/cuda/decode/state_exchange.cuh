@@ -1,11 +1,11 @@
 // Softmax states of the same rows on several GPUs, written straight into each other's memory and merged on
 // every one of them.
 //
-//   slots on every device: [2][ranks][rows][vectors] of four words: {max, sum, 0, 0}, then output * sum
+//   inbox of every device: [2][ranks][rows][vectors] of four words: {max, sum, 0, 0}, then output * sum
 //   merged = sum_r 2^(max_r - max) output_r / sum_r 2^(max_r - max) sum_r     over ranks r in order
 //
 // A launch sends a row to all ranks, its own among them, then reads what all have sent. Every word says
-// itself whether it has arrived. Two sets of slots take turns, by steps that every row counts: a rank sends
+// itself whether it has arrived. Two sets of inboxes take turns, by steps that every row counts: a rank sends
 // the next step but one only when all others have sent the next, and so have read this one.
 // Contract: the order of additions is that of the ranks, so all have the same bits. A team sends all rows of
 // its share before it waits for any, and shares have rows in the same order on all ranks: so ranks never wait
@@ -40,7 +40,7 @@ __device__ __forceinline__ bool arrived(const uint4& v) {
 struct state_exchange {
     static constexpr int most_ranks = 8;  // what CUDA connects without a switch
 
-    uint4* slots[most_ranks];  // on the ranks' devices
+    uint4* inboxes[most_ranks];  // on the ranks' devices
     uint4* own;                // on this device
     unsigned* steps;           // [rows]
     volatile int* failed;      // memory of the host
@@ -64,7 +64,7 @@ struct state_exchange {
             const uint4 words = sealed(word(v));
 #pragma unroll 1
             for (int i = 1; i <= ranks; ++i)
-                store_system(slots[rank + i < ranks ? rank + i : rank + i - ranks] + at + v, words);
+                store_system(inboxes[rank + i < ranks ? rank + i : rank + i - ranks] + at + v, words);
         }
     }
     /// A vector once it has arrived. Clock and *failed, memory of the host, take long to read: words that
