@@ -41,10 +41,10 @@ struct state_exchange {
     static constexpr int most_ranks = 8;  // what CUDA connects without a switch
 
     uint4* inboxes[most_ranks];  // on the ranks' devices
-    uint4* own;                // on this device
-    unsigned* steps;           // [rows]
-    volatile int* failed;      // memory of the host
-    unsigned long long limit;  // nanoseconds
+    uint4* own;                  // on this device
+    unsigned* steps;             // [rows]
+    volatile int* failed;        // memory of the host
+    unsigned long long limit;    // nanoseconds
     int rank, ranks;
     unsigned vectors, stride;  // of a row, and of all rows of a rank
 
