@@ -169,7 +169,7 @@ KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequenc
 // of kind KVQ_STATE: the caller's kernels read and write it in place, between a begin and the next one. A
 // begin counts its tokens as taken and takes the snapshots that are due; it copies a state that a snapshot or
 // a fork holds, too. A step that fails is taken back by a trim. Drafts are refused. Snapshots are exact here;
-// offloading quantizes them where the cache on the CPU says so.
+// offloading quantizes them if the cache on the CPU does.
 
 /// A part for the rows of the step: that of row b begins at data + row_slots[b] * slot_bytes. A slot of -1 is
 /// a row that is not there.

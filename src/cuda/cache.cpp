@@ -95,6 +95,19 @@ void attend_layer(device_state& of, int layer, const query_view& q, const output
     add_learned_sinks(out, o, stream);
 }
 
+/// Begins what is of one sequence: a prompt, or the text of layers with cross attention.
+kvq_status begin_text(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence, std::int32_t tokens, void* stream,
+                      cuda::status (cuda::cache::*begin)(cuda::sequence_id, int, cudaStream_t)) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        expect(s.of == of, KVQ_ERROR_HANDLE, "sequence belongs to another cache");
+        const device_call call(*of);
+        check((of->cache.*begin)(s.id, tokens, stream_of(stream)));
+        of->step = {1, tokens, true};
+    });
+}
+
 }  // namespace
 
 device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream) {
@@ -390,26 +403,12 @@ kvq_status kvq_cuda_cache_begin_step(kvq_cuda_cache* cache, kvq_cuda_sequence* c
 
 kvq_status kvq_cuda_cache_begin_prompt(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence, int32_t new_tokens,
                                        void* stream) {
-    return guard([&] {
-        const shared_device& of = get(cache, "cache").state;
-        const kvq_cuda_sequence& s = get(sequence, "sequence");
-        expect(s.of == of, KVQ_ERROR_HANDLE, "sequence belongs to another cache");
-        const device_call call(*of);
-        check(of->cache.begin_prompt(s.id, new_tokens, stream_of(stream)));
-        of->step = {1, new_tokens, true};
-    });
+    return begin_text(cache, sequence, new_tokens, stream, &kvq::cuda::cache::begin_prompt);
 }
 
 kvq_status kvq_cuda_cache_begin_cross(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence, int32_t tokens,
                                       void* stream) {
-    return guard([&] {
-        const shared_device& of = get(cache, "cache").state;
-        const kvq_cuda_sequence& s = get(sequence, "sequence");
-        expect(s.of == of, KVQ_ERROR_HANDLE, "sequence belongs to another cache");
-        const device_call call(*of);
-        check(of->cache.begin_cross(s.id, tokens, stream_of(stream)));
-        of->step = {1, tokens, true};
-    });
+    return begin_text(cache, sequence, tokens, stream, &kvq::cuda::cache::begin_cross);
 }
 
 kvq_status kvq_cuda_cache_begin_draft(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows, int32_t count,

@@ -14,6 +14,7 @@
 #include <kvq/cuda/host/offload.hpp>
 #include <kvq/format/make_format.hpp>
 
+#include "counted_memory.cuh"
 #include "support.cuh"
 
 using namespace kvq;
@@ -106,26 +107,6 @@ struct host_formats {
 };
 #endif
 
-/// Device memory with a count of its bytes.
-struct counted_memory {
-    static inline std::size_t bytes = 0, limit = std::size_t{1} << 40;
-    static cuda::device_allocator allocator() {
-        cuda::device_allocator a;
-        a.allocate = [](std::size_t n, void*) -> void* {
-            void* p = nullptr;
-            if (bytes + n > limit || cudaMalloc(&p, n) != cudaSuccess) return nullptr;
-            CUDA_OK(cudaMemset(p, 0xff, n));
-            bytes += n;
-            return p;
-        };
-        a.release = [](void* p, std::size_t n, void*) {
-            CUDA_OK(cudaFree(p));
-            bytes -= n;
-        };
-        return a;
-    }
-};
-
 struct both_options {
     int sinks = 4, recent = 40, rollback = 16, max_batch = 4, max_tokens = 1200, step_tokens = 3,
         draft_tokens = 24;
@@ -173,7 +154,7 @@ struct both_caches {
         g.pool_sequences = o.pool_sequences;
         g.growing = o.growing;
         g.cut_pages = o.cut_pages;
-        g.memory = counted_memory::allocator();
+        g.memory = test::counted_memory::allocator();
         cuda::status s = o.list.empty() ? gpu.open(cpu.shape(), g, std::span(&format, 1), stream)
                                         : gpu.open(o.list, g, std::span(&format, 1), stream);
         CHECK(s, "%s", s.message);
@@ -906,8 +887,9 @@ struct history {
                 pairs.pop_back();
             }
             const usage_report u = c.gpu.usage();
-            CHECK(u.bytes == counted_memory::bytes, "%s, step %d: usage is %zu bytes, allocated are %zu",
-                  name, step, u.bytes, counted_memory::bytes);
+            CHECK(u.bytes == test::counted_memory::bytes,
+                  "%s, step %d: usage is %zu bytes, allocated are %zu", name, step, u.bytes,
+                  test::counted_memory::bytes);
             std::size_t held = 0, shared = 0;
             for (const pair& p : pairs) {
                 const usage_report one = c.gpu.usage(p.id);
@@ -1380,10 +1362,10 @@ void check_refusals() {
     both_options growing;
     both_caches g(growing);
     const auto s = g.gpu.new_sequence();
-    counted_memory::limit = counted_memory::bytes + 1000;
+    test::counted_memory::limit = test::counted_memory::bytes + 1000;
     refused(g.gpu.begin_prompt(s, 100, g.stream), "device memory");
     CHECK(g.gpu.tokens(s) == 0 && g.gpu.usage().bytes > 0, "a prompt without memory has left something");
-    counted_memory::limit = std::size_t{1} << 40;
+    test::counted_memory::limit = std::size_t{1} << 40;
     CHECK(g.gpu.begin_prompt(s, 100, g.stream), "begin");
 
     // A keep() without memory leaves the step that has begun as it was.
@@ -1524,11 +1506,11 @@ void check_lists() {
     refused(d.gpu.trim(p.id, 149), "1 layers share the keys of a prompt");
     // Without memory nothing ends the wait.
     cuda::sequence_id more[] = {p.id, d.gpu.new_sequence()}, copy;
-    counted_memory::limit = counted_memory::bytes;
+    test::counted_memory::limit = test::counted_memory::bytes;
     for (const cuda::status& s : {d.gpu.begin_step(more, 1, d.stream), d.gpu.begin_draft(more, 1, d.stream),
                                   d.gpu.begin_prompt(p.id, 500, d.stream), d.gpu.fork(p.id, copy, d.stream)})
         refused(s, "device memory");
-    counted_memory::limit = std::size_t{1} << 40;
+    test::counted_memory::limit = std::size_t{1} << 40;
     CHECK(d.gpu.free(more[1]), "free");
     refused(d.gpu.trim(p.id, 149), "1 layers share the keys of a prompt");
     d.appended(p.host, keys, values, 0, 150);
@@ -1780,7 +1762,7 @@ void check_statistics() {
         compare(c, p, "statistics", i + 1);
     }
     CHECK(worst <= 2e-3, "statistics: error %.3g", worst);
-    CHECK(c.gpu.usage().bytes == counted_memory::bytes, "usage");
+    CHECK(c.gpu.usage().bytes == test::counted_memory::bytes, "usage");
     compare(c, p, "statistics", 0);
     std::printf("  %-28s error %.2e\n", "low2 from statistics", worst);
 }
@@ -1793,7 +1775,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     if (argc > 1) long_run = graph_steps = std::atoi(argv[1]);  // shorter, under compute-sanitizer
     check_refusals();
     check_unfinished();
-    CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
+    CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);
     check_graph();
     check_draft_graph();
     check_counts();
@@ -1836,6 +1818,6 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_statistics();
     check_alibi();
 #endif
-    CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
+    CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);
     return test::report("cache");
 }

@@ -32,7 +32,7 @@ struct other_options {
 
     static std::vector<std::uint64_t> random_trees(test::rng& r, const mixed_case& c) {
         std::vector<std::uint64_t> words;
-        test::rng widths(static_cast<unsigned>(c.drafted));
+        test::rng widths(static_cast<unsigned>(c.drafted));  // apart from r, which makes the tensors
         for (std::size_t b = 0; b < c.lengths.size() && c.drafted > 0; ++b) {
             std::vector<int> parents;
             const int width = test::uniform(widths, 1, 7);  // 1: a chain

@@ -6,6 +6,7 @@
 #include <kvq/format/make_format.hpp>
 #include <kvq/io/save.hpp>
 
+#include "counted_memory.cuh"
 #include "support.cuh"
 
 using namespace kvq;
@@ -19,25 +20,6 @@ const cuda::device_format& compiled() {
         cuda::make_device_format<float16, cuda::block_pair<int8, int8, dim, page>>();
     return f;
 }
-
-struct counted_memory {
-    static inline std::size_t bytes = 0;
-    static cuda::device_allocator allocator() {
-        cuda::device_allocator a;
-        a.allocate = [](std::size_t n, void*) -> void* {
-            void* p = nullptr;
-            if (cudaMalloc(&p, n) != cudaSuccess) return nullptr;
-            CUDA_OK(cudaMemset(p, 0xff, n));
-            bytes += n;
-            return p;
-        };
-        a.release = [](void* p, std::size_t n, void*) {
-            CUDA_OK(cudaFree(p));
-            bytes -= n;
-        };
-        return a;
-    }
-};
 
 void ok(const cuda::status& s, const char* what) { CHECK(s, "%s: %s", what, s.message); }
 void refused(const cuda::status& s, const char* part) {
@@ -108,7 +90,7 @@ struct both_caches {
         o.max_tokens = 900;
         o.step_tokens = 3;
         o.snapshots = policy;
-        o.memory = counted_memory::allocator();
+        o.memory = test::counted_memory::allocator();
         return o;
     }
 
@@ -268,7 +250,7 @@ void history(unsigned seed, int steps) {
             CHECK(c.gpu.usage(p->id).state == p->host.usage().state,
                   "seed %u, step %d: %zu bytes of state, not %zu", seed, step, c.gpu.usage(p->id).state,
                   p->host.usage().state);
-            CHECK(c.gpu.usage().bytes == counted_memory::bytes, "seed %u, step %d: usage", seed, step);
+            CHECK(c.gpu.usage().bytes == test::counted_memory::bytes, "seed %u, step %d: usage", seed, step);
         }
     }
     for (const pair& p : all) compare(c, p, seed, steps);
@@ -456,6 +438,6 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_quantized();
     const int steps = argc > 1 ? std::atoi(argv[1]) : test::emulated_or(200, 1500);
     for (unsigned seed = 1; seed <= 6; ++seed) history(seed, steps);
-    CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
+    CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);
     return test::report("state");
 }

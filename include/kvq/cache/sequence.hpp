@@ -127,7 +127,7 @@ public:
     void shift(int first, int last, std::int64_t by);
     /// Appends tokens [first, last) of `other`, a sequence of the same cache (or this one): shares the pages,
     /// moved to the new positions. All layers must have the same number of tokens, in both. Commits what is
-    /// not committed of this sequence, whatever the recent window, since quantized pages may follow; 16-bit
+    /// not committed of this sequence, the recent window too, since quantized pages may follow; 16-bit
     /// pages of `other` stay 16 bit. Otherwise as erase().
     void splice(const sequence& other, int first, int last);
 

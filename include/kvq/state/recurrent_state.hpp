@@ -12,7 +12,7 @@
 // snapshot is kept at some tokens.
 //
 //   live      a page per layer, with values as the engine has them; without one all values are zero
-//   snapshot  a page per layer: that of the live state, or a quantized copy where the layout says so
+//   snapshot  a page per layer: that of the live state, or a copy in the snapshot type of the part
 //
 // A page with several holders is copied, or dequantized, by the next access to the live state of its layer.
 // So a trim, a fork and an exact snapshot copy no state. A layer that has not changed since a quantized

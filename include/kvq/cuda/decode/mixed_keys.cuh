@@ -6,7 +6,7 @@
 //   bytes    high and low ones lie in shared memory, [tile of columns][column][quad], since their numbers are
 //            found at run time
 //   scores   one width after the other, a step of 8 quads (one product) at a time: lane (g, t) takes quads 2t
-//            and 2t + 1 of the step, whatever its width. Codes are shifted to the top of their bytes (scales
+//            and 2t + 1 of the step, at any width. Codes are shifted to the top of their bytes (scales
 //            are those of such codes), so that a fixed-point step weighs the same in every column and all
 //            widths share their sums.
 //
