@@ -10,8 +10,8 @@
 // A format of its own, with its own blocks: all that holds, counts, converts, saves and sends pages takes it
 // like any other. Blocks of values have no bounds, and are those of the inner format.
 // Contract: the bounds are those of x^ in the basis of the model, also where the inner format has a
-// transform. They are functions of the block alone, and hold for any part of its tokens. Attention, dequantizing
-// and errors are those of the inner format, bit for bit.
+// transform. They are functions of the block alone, and hold for any part of its tokens. Attention,
+// dequantizing and errors are those of the inner format, bit for bit.
 // Cost: 4 bytes per channel and block, 1/32 of int8 keys in pages of 128 tokens; a commit dequantizes the
 // block once more.
 #pragma once
