@@ -60,7 +60,7 @@ int main(int argc, char** argv) {
     for (const kvq::format& f :
          {kvq::make_format<kvq::int8>(), kvq::make_format<kvq::affine<4, kvq::per_channel<128>>>(),
           kvq::make_format<kvq::std4::keys>(), kvq::make_format<kvq::std4_h::keys>()})
-        rows.emplace_back(kvq::with_rotary(f, rotary), fp16, latents);
+        rows.emplace_back(kvq::with_fp16_channels(f, rotary), fp16, latents);
     kvq::workspace space;
     for (int round = 0; round < rounds; ++round)
         for (row& r : rows) {

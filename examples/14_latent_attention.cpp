@@ -82,10 +82,10 @@ int main() {
         make(tokens * channels, 1.0f);  // normed, and rotated behind the first `latent` channels
     const numbers queries = make(tokens * heads * (nope + rotary), 1.0f);
 
-    // 4 bits for the latent channels, 16 for the rotary ones. By name: find_format("std4-rotary16",
+    // 4 bits for the latent channels, 16 for the last ones. By name: find_format("std4-fp16x16",
     // tensor::key).
     kvq::cache_options options;
-    options.keys = kvq::with_rotary(kvq::make_format<kvq::affine<4, kvq::per_channel<64>>>(), rotary);
+    options.keys = kvq::with_fp16_channels(kvq::make_format<kvq::affine<4, kvq::per_channel<64>>>(), rotary);
     options.sinks = 4;
     options.recent = 32;
     kvq::cache cache({kvq::latent_attention(latent, rotary)}, options);

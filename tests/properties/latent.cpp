@@ -87,7 +87,7 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
         for (const kvq::format& f :
              {format_of<kvq::affine<4, kvq::per_channel<32>>>(), format_of<kvq::std4_h::keys>(),
               format_of<kvq::affine<5, kvq::per_token<64>>>(), format_of<kvq::low2::keys>()})
-            options.keys.push_back(kvq::with_rotary(f, rotary));
+            options.keys.push_back(kvq::with_fp16_channels(f, rotary));
         options.keys.push_back(format_of<kvq::int8>());
         of.formats.key = random.between(0, 4);
         kvq::cache cache({of}, options);
@@ -178,7 +178,7 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
 TEST_CASE("a latent is stored once: 400 bytes per token at 4 bits, with its rotary channels in 16") {
     const kvq::layer of = kvq::latent_attention(512, 64);
     kvq::cache_options options;
-    options.keys = kvq::with_rotary(format_of<kvq::std4::keys>(), 64);
+    options.keys = kvq::with_fp16_channels(format_of<kvq::std4::keys>(), 64);
     options.rollback = 0;
     test::counting_resource memory;
     options.memory = &memory;
@@ -220,7 +220,7 @@ TEST_CASE("outputs of a 4-bit latent are off by what its codec loses, and no mor
          {format_of<kvq::std4::keys>(), format_of<kvq::affine<4, kvq::per_channel<64>>>(),
           format_of<kvq::std4_h::keys>()}) {
         CAPTURE(f.name());
-        kvq::cache cache({of}, {.keys = kvq::with_rotary(f, 64)});
+        kvq::cache cache({of}, {.keys = kvq::with_fp16_channels(f, 64)});
         auto s = cache.new_sequence();
         s.append(0, rows.view(), kvq::no_rows());
         test::tensor<float> out(1, 16, 512);
@@ -315,7 +315,7 @@ TEST_CASE("keys beyond fp16 are values all the same") {
 
 TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its numbers") {
     kvq::cache_options options;
-    options.keys = {kvq::with_rotary(format_of<kvq::affine<4>>(), 8), format_of<kvq::affine<4>>(),
+    options.keys = {kvq::with_fp16_channels(format_of<kvq::affine<4>>(), 8), format_of<kvq::affine<4>>(),
                     format_of<kvq::int8>()};
     const auto says = [&](auto&& call, const char* part) {
         const std::string message = test::message_of(call);
@@ -344,11 +344,11 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
     refused(
         of,
         "layer 0, latent of 32 + 8 channels, 1 x 40 and 32: key format 1, affine4-token-g64-fp16, does not "
-        "keep its 8 rotary channels: name one that ends in -rotary8");
+        "keep its 8 rotary channels in 16 bits: name one that ends in -fp16x8");
     of = kvq::latent_attention(32, 4);
-    refused(of, "key format 0, affine4-token-g64-fp16-rotary8, does not keep its 4 rotary channels");
+    refused(of, "key format 0, affine4-token-g64-fp16-fp16x8, does not keep its 4 rotary channels");
     refused(kvq::latent_attention(8, 0),
-            "affine4-token-g64-fp16-rotary8 has 8 rotary channels, and a layer of the cache has keys of 8");
+            "affine4-token-g64-fp16-fp16x8 has 8 channels in fp16, and a layer of the cache has keys of 8");
     of = kvq::full_attention({1, 64});
     of.rotary_channels = 8;
     refused(of, "layer 0, full attention of 1 x 64: it has no rotary channels apart, got 8");
@@ -415,12 +415,13 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
         },
         "it needs one with keys and values of its own text, not layer 0, latent of 32 + 8");
     CHECK(s.tokens() == 40);
-    says([&] { (void)kvq::with_rotary(format_of<kvq::int8>(), -1); }, "at least 0 rotary channels, not -1");
-    says([&] { (void)kvq::with_rotary({}, 8); }, "not an empty one");
-    const kvq::format eight = kvq::with_rotary(format_of<kvq::int8>(), 8);
-    const char* const twice = "cannot get 8 rotary channels: they come once, and before bounds";
-    says([&] { (void)kvq::with_rotary(eight, 8); }, twice);
-    says([&] { (void)kvq::with_rotary(kvq::with_bounds(format_of<kvq::int8>()), 8); }, twice);
+    says([&] { (void)kvq::with_fp16_channels(format_of<kvq::int8>(), -1); },
+         "at least 0 channels in fp16, not -1");
+    says([&] { (void)kvq::with_fp16_channels({}, 8); }, "not an empty one");
+    const kvq::format eight = kvq::with_fp16_channels(format_of<kvq::int8>(), 8);
+    const char* const twice = "cannot get 8 channels in fp16: they come once, and before bounds";
+    says([&] { (void)kvq::with_fp16_channels(eight, 8); }, twice);
+    says([&] { (void)kvq::with_fp16_channels(kvq::with_bounds(format_of<kvq::int8>()), 8); }, twice);
     CHECK(kvq::cache({of}, {.keys = kvq::with_bounds(eight)}).attention_workspace(128, 4) > 0);
     // Parameters of short pages are no bits of codes.
     says([&] { kvq::cache short_pages({of}, {.keys = format_of<kvq::affine<4>>(), .page_tokens = 1}); },

@@ -61,7 +61,7 @@ bool is_latent(const kvq::layer& of) { return of.kind == kvq::layer_kind::latent
 /// The first format of keys holds the rotary channels of latent layers.
 void expect_latents(kvq::cache_options& o, const std::vector<kvq::layer>& layers) {
     if (std::none_of(layers.begin(), layers.end(), is_latent)) return;
-    o.keys = {kvq::with_rotary(o.keys[0], rotary_channels), o.keys[1], o.keys[2]};
+    o.keys = {kvq::with_fp16_channels(o.keys[0], rotary_channels), o.keys[1], o.keys[2]};
 }
 
 std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool windows = true,

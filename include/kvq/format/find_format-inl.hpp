@@ -87,10 +87,10 @@ format with_ending(std::string_view name, tensor role, const Make& make) {
         const format f = make(inner);
         return role == tensor::key ? with_bounds(f) : f;
     }
-    const auto [inner, channels] = rotary_part_of(name);
+    const auto [inner, channels] = fp16_channels_of(name);
     if (inner.empty()) return {};
     const format f = make(inner);
-    return role == tensor::key ? with_rotary(f, channels) : f;
+    return role == tensor::key ? with_fp16_channels(f, channels) : f;
 }
 
 KVQ_FUNC format asked_as(std::string_view name, format made) {

@@ -4,7 +4,7 @@
 //   for_each_format([](const builtin_format& f) { ... });
 //   find_format("int8-bounds", tensor::key)                    with bounds, for selected_pages
 //                                                              (format/bounds.hpp)
-//   find_format("std4-rotary64", tensor::key)                  the last 64 channels in 16 bits, for latent
+//   find_format("std4-fp16x64", tensor::key)                   the last 64 channels in 16 bits, for latent
 //                                                              layers (format/latent.hpp)
 //   cache cache(shape, preset("std4"));                        both formats, window and page size
 //   find_format("low2", tensor::key, statistics)               keys made from statistics
@@ -32,8 +32,8 @@ void for_each_format(F&& f) {
     for (std::size_t i = 0; i < count; ++i) f(formats[i]);
 }
 
-/// "NAME-bounds", "NAME-rotary64": format NAME; as keys with_bounds() (format/bounds.hpp), with_rotary()
-/// (format/latent.hpp).
+/// "NAME-bounds", "NAME-fp16x64": format NAME; as keys with_bounds() (format/bounds.hpp),
+/// with_fp16_channels() (format/latent.hpp).
 [[nodiscard]] format find_format(std::string_view name, tensor role);
 /// The format made from statistics, if it takes them; else the same as without them.
 [[nodiscard]] format find_format(std::string_view name, tensor role, const calibration& statistics);

@@ -43,19 +43,19 @@ KVQ_FUNC std::string_view name_before_bounds(std::string_view name) noexcept {
     return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : std::string_view{};
 }
 
-KVQ_FUNC rotary_name rotary_part_of(std::string_view name) noexcept {
-    constexpr std::string_view ending = "-rotary";
+KVQ_FUNC fp16_channels_name fp16_channels_of(std::string_view name) noexcept {
+    constexpr std::string_view ending = "-fp16x";
     const std::size_t at = name.rfind(ending);
     if (at == std::string_view::npos || at == 0) return {};
-    rotary_name found{name.substr(0, at)};
+    fp16_channels_name found{name.substr(0, at)};
     const char *const first = name.data() + at + ending.size(), *const last = name.data() + name.size();
     const auto [end, error] = std::from_chars(first, last, found.channels);
-    return error == std::errc() && end == last && found.channels > 0 ? found : rotary_name{};
+    return error == std::errc() && end == last && found.channels > 0 ? found : fp16_channels_name{};
 }
 
 KVQ_FUNC std::vector<std::string> built_in_names(std::string_view scheme, tensor role) {
     std::string_view inner = name_before_bounds(scheme);
-    if (inner.empty()) inner = rotary_part_of(scheme).inner;
+    if (inner.empty()) inner = fp16_channels_of(scheme).inner;
     if (!inner.empty()) {
         auto names = built_in_names(inner, role);
         for (std::string& name : names) name += scheme.substr(inner.size());

@@ -26,12 +26,12 @@ std::vector<std::string> built_in_names(std::string_view scheme, tensor role);
 /// NAME of "NAME-bounds"; else empty.
 std::string_view name_before_bounds(std::string_view name) noexcept;
 
-/// A name that ends in "-rotary64", such as "std4-rotary64".
-struct rotary_name {
+/// A name that ends in "-fp16x64", such as "std4-fp16x64".
+struct fp16_channels_name {
     std::string_view inner;  ///< what stands before the ending; empty: the name has none
     int channels = 0;
 };
-rotary_name rotary_part_of(std::string_view name) noexcept;
+fp16_channels_name fp16_channels_of(std::string_view name) noexcept;
 
 }  // namespace detail
 

@@ -20,16 +20,16 @@ namespace detail {
 /// Parts of a plan or a workspace begin at cache lines.
 constexpr std::size_t whole_lines(std::size_t bytes) noexcept { return round_up(bytes, std::size_t{64}); }
 
-/// The functions of a format with rotary channels. The state is the record itself.
-struct rotary_record : format_record {
+/// The functions of a format whose last channels are fp16. The state is the record itself.
+struct fp16_channels_record : format_record {
     format inner;
     int channels;
     format_functions table;
     short_text held_name;
 
-    rotary_record(format of, int n)
+    fp16_channels_record(format of, int n)
         : inner(std::move(of)), channels(n), table(inner.functions()), held_name(inner.name()) {
-        const short_text ending = short_text("-rotary") + short_text::of(channels);
+        const short_text ending = short_text("-fp16x") + short_text::of(channels);
         held_name += ending;
         functions = &table;
         scheme = this;
@@ -40,10 +40,10 @@ struct rotary_record : format_record {
         has_state = inner.record().has_state;
         has_fingerprint = inner.record().has_fingerprint;
         fingerprint = inner.record().fingerprint;
-        destroy = [](format_record* self) { delete static_cast<rotary_record*>(self); };
+        destroy = [](format_record* self) { delete static_cast<fp16_channels_record*>(self); };
 
         table.values = false;
-        table.begins_once[0] = table.begins_once[0] && rotary().functions().begins_once[0];
+        table.begins_once[0] = table.begins_once[0] && fp16().functions().begins_once[0];
         table.holds_values = false;
         table.write_tokens = nullptr;
         table.estimate_scores = nullptr;  // of a part of the channels it bounds no score: with_bounds() does
@@ -51,42 +51,42 @@ struct rotary_record : format_record {
         table.estimates_first = false;
         table.plan_bytes = plan_at(2);
         table.check = [](const void* self, const cache_shape& shape, tensor role) {
-            const rotary_record& r = of_state(self);
+            const fp16_channels_record& r = of_state(self);
             if (shape.head_dim <= r.channels)
                 fail(r.asked_name[0] == '\0' ? r.name : r.asked_name, " has ", r.channels,
-                     " rotary channels, and a layer of the cache has keys of ", shape.head_dim);
+                     " channels in fp16, and a layer of the cache has keys of ", shape.head_dim);
             cache_shape part = shape;
             part.head_dim -= r.channels;
             r.inner.functions().check(r.inner.scheme(), part, role);
         };
         table.block_bytes = [](const void* self, const block_shape& shape) {
-            const rotary_record& r = of_state(self);
-            return r.inner.block_bytes(r.first(shape)) + r.rotary().block_bytes(r.last(shape));
+            const fp16_channels_record& r = of_state(self);
+            return r.inner.block_bytes(r.first(shape)) + r.fp16().block_bytes(r.last(shape));
         };
         table.code_bytes = [](const void* self, const block_shape& shape) {
-            const rotary_record& r = of_state(self);
+            const fp16_channels_record& r = of_state(self);
             return r.inner.functions().code_bytes(r.inner.scheme(), r.first(shape)) +
-                   r.rotary().block_bytes(r.last(shape));
+                   r.fp16().block_bytes(r.last(shape));
         };
         table.quantize = &quantize;
         table.quantize_values = [](const void* self, const block_shape& shape, block_id id, float* values,
                                    std::byte* block) {
-            const rotary_record& r = of_state(self);
-            const std::uint32_t found = r.write_rotary(shape, values, block);
+            const fp16_channels_record& r = of_state(self);
+            const std::uint32_t found = r.write_fp16(shape, values, block);
             return found +
                    r.inner.functions().quantize_values(r.inner.scheme(), r.first(shape), id, values, block);
         };
         table.requantize_values = [](const void* self, const block_shape& shape, block_id id, float* values,
                                      float* token_scales, std::byte* block) {
-            const rotary_record& r = of_state(self);
-            const std::uint32_t found = r.write_rotary(shape, values, block);
+            const fp16_channels_record& r = of_state(self);
+            const std::uint32_t found = r.write_fp16(shape, values, block);
             return found + r.inner.functions().requantize_values(r.inner.scheme(), r.first(shape), id, values,
                                                                  token_scales, block);
         };
         if (table.read_token_scales)
             table.read_token_scales = [](const void* self, const block_shape& shape, const std::byte* block,
                                          float* scales) {
-                const rotary_record& r = of_state(self);
+                const fp16_channels_record& r = of_state(self);
                 r.inner.functions().read_token_scales(r.inner.scheme(), r.first(shape), block, scales);
             };
         table.dequantize = &dequantize;
@@ -94,47 +94,47 @@ struct rotary_record : format_record {
         table.begin = &begin;
         table.finish = &finish;
         table.describe = [](const void* self, const block_shape& shape, float_type window) {
-            const rotary_record& r = of_state(self);
+            const fp16_channels_record& r = of_state(self);
             return r.inner.functions().describe(r.inner.scheme(), r.first(shape), window);
         };
         if (!table.transforms) return;
         table.transform_query = [](const void* self, const block_shape& shape, block_id id, float* x) {
-            const rotary_record& r = of_state(self);
+            const fp16_channels_record& r = of_state(self);
             r.inner.functions().transform_query(r.inner.scheme(), r.first(shape), id, x);
         };
     }
 
 private:
-    static const rotary_record& of_state(const void* self) noexcept {
-        return *static_cast<const rotary_record*>(self);
+    static const fp16_channels_record& of_state(const void* self) noexcept {
+        return *static_cast<const fp16_channels_record*>(self);
     }
-    const format& rotary() const { return inner.functions().backend->fp16(); }
+    const format& fp16() const { return inner.functions().backend->fp16(); }
     block_shape first(const block_shape& s) const noexcept { return {s.role, s.tokens, s.dim - channels}; }
     block_shape last(const block_shape& s) const noexcept { return {s.role, s.tokens, channels}; }
-    std::size_t rotary_at(const block_shape& s) const { return inner.block_bytes(first(s)); }
+    std::size_t fp16_at(const block_shape& s) const { return inner.block_bytes(first(s)); }
 
-    /// A plan is [record and bytes of the inner workspace][plan of the inner format][plan of the rotary
+    /// A plan is [record and bytes of the inner workspace][plan of the inner format][plan of the fp16
     /// channels].
     struct plan_head {
-        const rotary_record* of;
+        const fp16_channels_record* of;
         std::size_t inner_workspace;
     };
     std::size_t plan_at(int part) const {
         const std::size_t sizes[] = {sizeof(plan_head), inner.functions().plan_bytes,
-                                     rotary().functions().plan_bytes};
+                                     fp16().functions().plan_bytes};
         std::size_t at = 0;
         for (int i = 0; i <= part; ++i) at += whole_lines(sizes[i]);
         return at;
     }
 
-    /// Writes the rotary channels of values [tokens][dim], and leaves the others as [tokens][dim - channels].
-    std::uint32_t write_rotary(const block_shape& shape, float* values, std::byte* block) const {
+    /// Writes the last channels of values [tokens][dim], and leaves the others as [tokens][dim - channels].
+    std::uint32_t write_fp16(const block_shape& shape, float* values, std::byte* block) const {
         const block_shape part = last(shape);
-        std::byte* const to = block + rotary_at(shape);
-        std::memset(to, 0, rotary().block_bytes(part));
+        std::byte* const to = block + fp16_at(shape);
+        std::memset(to, 0, fp16().block_bytes(part));
         const int n = shape.dim - channels;
-        const std::uint32_t found = rotary().functions().write_tokens(part, to, float_type::fp32, values + n,
-                                                                      shape.dim, shape.tokens, 0);
+        const std::uint32_t found = fp16().functions().write_tokens(part, to, float_type::fp32, values + n,
+                                                                    shape.dim, shape.tokens, 0);
         for (int t = 1; t < shape.tokens; ++t)
             std::memmove(values + std::ptrdiff_t{t} * n, values + std::ptrdiff_t{t} * shape.dim,
                          static_cast<std::size_t>(n) * sizeof(float));
@@ -143,11 +143,11 @@ private:
 
     static std::uint32_t quantize(const void* self, const block_shape& shape, block_id id, float_type type,
                                   const std::byte* from, std::byte* block, float* scratch) {
-        const rotary_record& r = of_state(self);
+        const fp16_channels_record& r = of_state(self);
         visit_float_type(type, [&]<class T>(T) {
             if constexpr (std::is_same_v<T, float16>)
-                r.rotary().functions().dequantize(r.rotary().scheme(), shape, id, from, float_type::fp32,
-                                                  scratch, shape.dim, scratch);
+                r.fp16().functions().dequantize(r.fp16().scheme(), shape, id, from, float_type::fp32, scratch,
+                                                shape.dim, scratch);
             else
                 full<T>{}.dequantize(shape, id, from, scratch);
         });
@@ -156,19 +156,18 @@ private:
 
     static void dequantize(const void* self, const block_shape& shape, block_id id, const std::byte* block,
                            float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
-        const rotary_record& r = of_state(self);
+        const fp16_channels_record& r = of_state(self);
         const block_shape first = r.first(shape), last = r.last(shape);
         const std::size_t size = size_of(type);
         auto* const to = static_cast<std::byte*>(out);
-        const std::byte* const rotary_block = block + r.rotary_at(shape);
+        const std::byte* const fp16_block = block + r.fp16_at(shape);
         // Rows that are dequantized in place have no room for the scratch of the inner format between them.
         const bool in_place = out == scratch;
         r.inner.functions().dequantize(r.inner.scheme(), first, id, block, type, out,
                                        in_place ? first.dim : stride, scratch);
         if (!in_place) {
-            r.rotary().functions().dequantize(r.rotary().scheme(), last, id, rotary_block, type,
-                                              to + static_cast<std::size_t>(first.dim) * size, stride,
-                                              scratch);
+            r.fp16().functions().dequantize(r.fp16().scheme(), last, id, fp16_block, type,
+                                            to + static_cast<std::size_t>(first.dim) * size, stride, scratch);
             return;
         }
         const value_layout<float16> layout(last);
@@ -178,20 +177,20 @@ private:
                          static_cast<std::size_t>(first.dim) * sizeof(float));
             for (int c = 0; c < last.dim; ++c)
                 row[first.dim + c] =
-                    static_cast<float>(load_as<float16>(rotary_block + 2 * layout.element(t, c)));
+                    static_cast<float>(load_as<float16>(fp16_block + 2 * layout.element(t, c)));
         }
     }
 
     static std::size_t make_plan(const void* self, const block_shape& shape, block_id id, int rows,
                                  void* plan) {
-        const rotary_record& r = of_state(self);
+        const fp16_channels_record& r = of_state(self);
         auto* const at = static_cast<std::byte*>(plan);
         const auto part = [&](int i) -> void* { return at ? at + r.plan_at(i) : nullptr; };
         const std::size_t inner_bytes =
             whole_lines(r.inner.functions().make_plan(r.inner.scheme(), r.first(shape), id, rows, part(0)));
         if (at) ::new (plan) plan_head{&r, inner_bytes};
         return inner_bytes +
-               r.rotary().functions().make_plan(r.rotary().scheme(), r.last(shape), id, rows, part(1));
+               r.fp16().functions().make_plan(r.fp16().scheme(), r.last(shape), id, rows, part(1));
     }
     static void begin(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
                       const float* x, std::ptrdiff_t x_stride, std::byte* workspace) {
@@ -199,8 +198,8 @@ private:
         const auto* const at = static_cast<const std::byte*>(plan);
         const block_shape first = r->first(shape);
         r->inner.functions().begin(at + r->plan_at(0), first, id, block, x, x_stride, workspace);
-        r->rotary().functions().begin(at + r->plan_at(1), r->last(shape), id, block + r->rotary_at(shape),
-                                      x + first.dim, x_stride, workspace + inner_workspace);
+        r->fp16().functions().begin(at + r->plan_at(1), r->last(shape), id, block + r->fp16_at(shape),
+                                    x + first.dim, x_stride, workspace + inner_workspace);
     }
     static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
                        const float* x, std::ptrdiff_t x_stride, int rows, int, float* y,
@@ -210,9 +209,9 @@ private:
         const block_shape first = r->first(shape);
         r->inner.functions().finish(at + r->plan_at(0), first, id, block, x, x_stride, rows, first.dim, y,
                                     y_stride, add, ahead, workspace);
-        r->rotary().functions().finish(at + r->plan_at(1), r->last(shape), id, block + r->rotary_at(shape),
-                                       x + first.dim, x_stride, rows, r->channels, y, y_stride, true, ahead,
-                                       workspace + inner_workspace);
+        r->fp16().functions().finish(at + r->plan_at(1), r->last(shape), id, block + r->fp16_at(shape),
+                                     x + first.dim, x_stride, rows, r->channels, y, y_stride, true, ahead,
+                                     workspace + inner_workspace);
     }
 };
 
@@ -323,15 +322,15 @@ KVQ_FUNC format values_of_keys(const format& keys, int key_dim) {
 
 }  // namespace detail
 
-KVQ_FUNC format with_rotary(const format& f, int channels) {
-    detail::expect(static_cast<bool>(f), "with_rotary takes a format, not an empty one");
-    detail::expect(channels >= 0, "a key has at least 0 rotary channels, not ", channels);
+KVQ_FUNC format with_fp16_channels(const format& f, int channels) {
+    detail::expect(static_cast<bool>(f), "with_fp16_channels takes a format, not an empty one");
+    detail::expect(channels >= 0, "a key has at least 0 channels in fp16, not ", channels);
     if (channels == 0 || !f.supports(tensor::key)) return f;
     detail::expect(
-        detail::name_before_bounds(f.name()).empty() && detail::rotary_part_of(f.name()).channels == 0,
+        detail::name_before_bounds(f.name()).empty() && detail::fp16_channels_of(f.name()).channels == 0,
         format_text(f), " cannot get ", channels,
-        " rotary channels: they come once, and before bounds, as in std4-rotary64-bounds");
-    return format(new detail::rotary_record(f, channels));
+        " channels in fp16: they come once, and before bounds, as in std4-fp16x64-bounds");
+    return format(new detail::fp16_channels_record(f, channels));
 }
 
 }}

@@ -1,15 +1,15 @@
 // Formats of latent attention (MLA): keys whose last channels are 16 bit, and values that are read from the
 // blocks of keys.
 //
-//   format keys = with_rotary(make_format<kivi<4>::keys>(), 64);
-//     or by name: find_format("kivi-4-g64-rotary64", tensor::key)
+//   format keys = with_fp16_channels(make_format<kivi<4>::keys>(), 64);
+//     or by name: find_format("kivi-4-g64-fp16x64", tensor::key)
 //
 //   block = block of the inner format, of the first dim - n channels | 16-bit block (fp16) of the last n
 //     channels
 //
-// The rotary channels of a latent reach 10^3, and few keys dominate by them: they stay in 16 bits. Both parts
-// are blocks of keys as they are elsewhere (docs/reference/format.md): all that holds, counts, converts,
-// saves and sends pages takes such a format like any other.
+// The last channels of a latent are rotated: they reach 10^3, and few keys dominate by them. Both parts are
+// blocks of keys as they are elsewhere (docs/reference/format.md): all that holds, counts, converts, saves
+// and sends pages takes such a format like any other.
 //
 // Values of a latent layer are the first channels of its keys, and have no pages (cache/layers.hpp).
 // detail::values_of_keys() multiplies weights with them: a block of keys is dequantized once for all rows of
@@ -25,9 +25,9 @@
 namespace kvq { inline namespace KVQ_COMMON {
 
 /// The format with the last `channels` of a key in fp16, the others in f. 0 channels, or a format that holds
-/// no keys: f as it is. Raises kvq::error for fewer, and for a format that has rotary channels or bounds:
-/// with_bounds(with_rotary(f, n)) has both.
-[[nodiscard]] format with_rotary(const format& f, int channels);
+/// no keys: f as it is. Raises kvq::error for fewer, and for a format that has such channels or bounds:
+/// with_bounds(with_fp16_channels(f, n)) has both.
+[[nodiscard]] format with_fp16_channels(const format& f, int channels);
 
 namespace detail {
 

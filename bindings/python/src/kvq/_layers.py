@@ -100,7 +100,7 @@ def cross_layer(kv_heads: int, head_dim: int, value_dim: Optional[int] = None) -
 
 def latent_attention(latent_channels: int, rotary_channels: int, value_channels: Optional[int] = None) -> Layer:
     """A layer of latent attention (MLA): a token has one latent, the key of all query heads. Its first value_channels are its value (None:
-    latent_channels). prefill, append and append_draft take v None. Formats of keys keep the rotary channels: "std4-rotary64".
+    latent_channels). prefill, append and append_draft take v None. Formats of keys keep the rotary channels: "std4-fp16x64".
     """
     return Layer("latent", 1, latent_channels + rotary_channels,
                  latent_channels if value_channels is None else value_channels, rotary_channels)
