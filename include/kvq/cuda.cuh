@@ -22,6 +22,8 @@
 //                        cuda/decode/attend.cuh
 //   prefill              a prompt's attention over packed pages and over itself
 //                        cuda/prefill/prefill.cuh
+//   attend_latents       attention over latents that are stored once (MLA)
+//                        cuda/latent/latent.cuh
 //
 // Needs the CUDA toolkit, C++20 (nvcc -std=c++20) and compute capability 8.0. Pages are byte for byte those
 // of the CPU, so they can be copied between both at any time. docs/reference/gpu_kernels.md has the layout as
@@ -31,6 +33,7 @@
 #include "cuda.hpp"
 #include "cuda/decode/attend.cuh"
 #include "cuda/host/make_device_format.cuh"
+#include "cuda/latent/latent.cuh"
 #include "cuda/prefill/prefill.cuh"
 #include "cuda/quantize/commit_due_pages.cuh"
 #include "cuda/quantize/pages.cuh"

@@ -111,3 +111,21 @@ void drafted_trees(kvq::cuda::cache& cache, std::span<const kvq::cuda::sequence_
     s = cache.keep(batch, paths, stream);
     if (!s) std::puts(s.message);
 }
+
+template <int = 0>
+void latents(int sequences, int q_heads, float scale, const kvq::token_view<const kvq::bfloat16>& q,
+             const kvq::token_view<kvq::bfloat16>& out, void* workspace, cudaStream_t stream) {
+    using namespace kvq;
+    using quantized_format =
+        cuda::latent_pair<std4::keys, /*latent*/ 512, /*rotary*/ 64, /*values*/ 512, /*page_tokens*/ 128>;
+    using window_format = cuda::latent_pair<full<bfloat16>, 512, 64, 512, 128>;
+    cuda::cache_ref<quantized_format> quantized = {};
+    cuda::cache_ref<window_format> window = {};
+    const auto pages =
+        cuda::make_mixed(/*recent*/ 128, cuda::behind_window(quantized), cuda::in_window(window));
+
+    const std::size_t bytes =
+        cuda::latent_workspace_bytes<std::remove_const_t<decltype(pages)>, bfloat16>(sequences, q_heads);
+    auto s = cuda::attend_latents<bfloat16>(pages, q, out, {.scale = scale}, workspace, bytes, stream);
+    if (!s) std::puts(s.message);
+}

@@ -393,12 +393,15 @@ struct cudaFuncAttributes {
     std::size_t sharedSizeBytes;
     int maxThreadsPerBlock;
 };
-/// No kernel has shared memory of its own, or code for sm_90a: those that need it are empty, with a bound of
-/// one warp.
+/// No kernel has shared memory of its own, or, unless the program says so, code for sm_90a: those that need it are empty, with a bound of one warp.
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
     *attributes = {};
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    attributes->maxThreadsPerBlock = 1024;
+#else
     attributes->maxThreadsPerBlock = 32;
+#endif
     return cudaSuccess;
 }
 template <class Kernel>

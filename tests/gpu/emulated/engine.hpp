@@ -107,6 +107,7 @@ struct thread_state {
     // At a barrier: its number, and what it has found out.
     bool waits = false, any = false, all = false;
     int barrier = 0;
+    std::function<bool()> until;  // what it waits for in place of a barrier
     async_copies copies;
 };
 
@@ -187,6 +188,14 @@ inline void wait_at_barrier(int number, int threads, int value = 0) {
     meet(meeting::block);
 }
 
+/// The current thread waits until what others do makes this true.
+inline void wait_until(std::function<bool()> there) {
+    thread->until = std::move(there);
+    thread->waits = true;
+    ++thread->warp->waiting;
+    meet(meeting::block);
+}
+
 /// All lanes' words at a meeting of the warp.
 using exchanged = const std::uint32_t (*)[exchange_words];
 template <class Number, std::size_t Count>
@@ -207,11 +216,17 @@ exchanged exchange(meeting at, Words... words) {
 
 /// Lets threads at barriers go on whose others are there.
 inline void open_barriers(thread_state* first, thread_state* end) {
+    for (thread_state* t = first; t != end; ++t) {
+        if (!t->waits || !t->until || !t->until()) continue;
+        t->until = nullptr;
+        t->waits = false;
+        --t->warp->waiting;
+    }
     for (int number = 0; number < barriers; ++number) {
         barrier_state& b = block->barriers[number];
         if (b.there == 0 || b.there != (b.awaited == 0 ? block->live : b.awaited)) continue;
         for (thread_state* t = first; t != end; ++t) {
-            if (!t->waits || t->barrier != number) continue;
+            if (!t->waits || t->until || t->barrier != number) continue;
             t->waits = false;
             t->any = b.any;
             t->all = b.all;

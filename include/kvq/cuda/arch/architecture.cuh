@@ -115,6 +115,17 @@ inline constexpr bool never_taken = (KVQ_WARPGROUP_PRODUCTS != 0 && Small && two
 template <int Threads>
 inline constexpr int warpgroup_threads = KVQ_WARPGROUP_PRODUCTS ? Threads : 32;
 
+/// Do the registers that producers leave suffice for what consumers take? The block has a multiprocessor to
+/// itself, and its threads start with the same number. A warpgroup that takes more waits forever.
+template <class Shape>
+inline constexpr bool registers_suffice = [] {
+    constexpr int warps = Shape::producer_warps + Shape::consumer_warps,
+                  at_start = 65536 / 32 / warps / 8 * 8;
+    return Shape::producer_warps * Shape::producer_registers +
+               Shape::consumer_warps * Shape::consumer_registers <=
+           warps * at_start;
+}();
+
 }  // namespace detail
 
 /// Shared memory that a thread block may take where it has a choice, in bytes: what compute capability 8.0

@@ -22,6 +22,10 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 __device__ __forceinline__ std::uint32_t operand_at(std::uint32_t address) {
     return ((address & 0x3ffffu) >> 4) | 1u << 16;
 }
+/// The same, read transposed: so many bytes from 64 rows of the operand to the next 64.
+__device__ __forceinline__ std::uint32_t transposed_operand_at(std::uint32_t address, int bytes) {
+    return ((address & 0x3ffffu) >> 4) | static_cast<std::uint32_t>(bytes >> 4) << 16;
+}
 /// The operand `bytes` further.
 __device__ __forceinline__ std::uint64_t operand(std::uint32_t low, int bytes) {
     return std::uint64_t{0x40000040u} << 32 | (low + static_cast<std::uint32_t>(bytes >> 4));
@@ -82,8 +86,9 @@ __device__ __forceinline__ void multiply_shared(float (&d)[32], std::uint64_t a,
           "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
         : "l"(a), "l"(b), "n"(Accumulate ? 1 : 0));
 }
-/// The same with 128 columns.
-template <bool Accumulate>
+/// The same with 128 columns. Transposed: B stands as [16][128], columns side by side
+/// (transposed_operand_at).
+template <bool Accumulate, bool Transposed = false>
 __device__ __forceinline__ void multiply_shared(float (&d)[64], std::uint64_t a, std::uint64_t b) {
     asm volatile(
         "{.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
@@ -91,7 +96,7 @@ __device__ __forceinline__ void multiply_shared(float (&d)[64], std::uint64_t a,
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"
         "%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
         "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-        "}, %64, %65, p, 1, 1, 0, 0;}"
+        "}, %64, %65, p, 1, 1, 0, %67;}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
           "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
@@ -101,7 +106,7 @@ __device__ __forceinline__ void multiply_shared(float (&d)[64], std::uint64_t a,
           "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
           "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
           "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "n"(Accumulate ? 1 : 0));
+        : "l"(a), "l"(b), "n"(Accumulate ? 1 : 0), "n"(Transposed ? 1 : 0));
 }
 /// D += A B, A from registers.
 __device__ __forceinline__ void multiply_registers(float (&d)[64], std::uint32_t a0, std::uint32_t a1,
@@ -125,14 +130,39 @@ __device__ __forceinline__ void multiply_registers(float (&d)[64], std::uint32_t
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
-/// Registers of every thread of this warpgroup from here on.
-template <int Count>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+/// The same with few columns. Transposed: A stands as [16][64], its rows side by side.
+template <bool Accumulate, bool Transposed>
+__device__ __forceinline__ void multiply_few(float (&d)[8], std::uint64_t a, std::uint64_t b) {
+    asm volatile(
+        "{.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7"
+        "}, %8, %9, p, 1, 1, %11, 0;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(a), "l"(b), "n"(Accumulate ? 1 : 0), "n"(Transposed ? 1 : 0));
 }
-template <int Count>
+template <bool Accumulate, bool Transposed>
+__device__ __forceinline__ void multiply_few(float (&d)[16], std::uint64_t a, std::uint64_t b) {
+    asm volatile(
+        "{.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+        "}, %16, %17, p, 1, 1, %19, 0;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "n"(Accumulate ? 1 : 0), "n"(Transposed ? 1 : 0));
+}
+
+/// The registers of every thread of this warpgroup are those of a shape's consumers, or producers, from here
+/// on.
+template <class Shape>
+__device__ __forceinline__ void take_registers() {
+    static_assert(registers_suffice<Shape>);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::consumer_registers));
+}
+template <class Shape>
 __device__ __forceinline__ void leave_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::producer_registers));
 }
 
 /// Makes this thread's stores to shared memory visible to products.
@@ -193,6 +223,34 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, in
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
+}
+/// Asks for a multiple of 16 bytes in the second-level cache.
+__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+/// Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8, and has word i
+/// % 4 of row i / 4 of each. Transposed: of column i % 8.
+template <bool Transposed>
+__device__ __forceinline__ void store_matrices(std::uint32_t at, std::uint32_t a, std::uint32_t b,
+                                               std::uint32_t c, std::uint32_t d) {
+    if constexpr (Transposed)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1,%2,%3,%4};" ::"r"(at),
+                     "r"(a), "r"(b), "r"(c), "r"(d)
+                     : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a),
+                     "r"(b), "r"(c), "r"(d)
+                     : "memory");
+}
+/// Waits as wait_at_barrier(); is it true for one of the threads?
+__device__ __forceinline__ bool any_at_barrier(int number, int threads, bool own) {
+    std::uint32_t any;
+    asm volatile(
+        "{.reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
+        : "=r"(any)
+        : "r"(number), "r"(threads), "r"(static_cast<std::uint32_t>(own))
+        : "memory");
+    return any != 0;
 }
 /// The same from this block's shared memory to another's; to, barrier: there (place_in).
 __device__ __forceinline__ void copy_bulk_to(std::uint32_t to, std::uint32_t from, int bytes,

@@ -149,15 +149,16 @@ struct token_range {
         return kvq::detail::ceil_div(kvq::detail::larger(0, end - first), tile);
     }
 };
-template <class Args, class Part>
-__device__ __forceinline__ token_range tokens_of(const Args& a, const Part& part, const prefill_block& block,
-                                                 int tile) {
-    constexpr int page = Part::pair_type::page_tokens;
-    const int b = block.sequence, behind = block.history - part.cache.first_token;
+/// Those that it holds of sequence b, of `length` tokens.
+template <class Pair>
+__device__ __forceinline__ token_range held_tokens(const cache_part<Pair>& part, int b, int length,
+                                                   int recent) {
+    constexpr int page = Pair::page_tokens;
+    const int behind = length - part.cache.first_token;
     const int named = part.range == page_range::window ? most_tokens : part.cache.table_columns * page;
     int from = 0, end = kvq::detail::smaller(behind, part.capacity < 0 ? named : part.capacity);
     if (part.range != page_range::all) {
-        const int committed = committed_pages(behind, a.recent, page);
+        const int committed = committed_pages(behind, recent, page);
         if (part.range == page_range::window)
             from = committed;
         else
@@ -165,7 +166,13 @@ __device__ __forceinline__ token_range tokens_of(const Args& a, const Part& part
     }
     if (part.first_page != nullptr) from = kvq::detail::larger(from, __ldg(part.first_page + b));
     if (part.end_page != nullptr) end = kvq::detail::smaller(end, __ldg(part.end_page + b) * page);
-    from *= page;
+    return {from * page, end};
+}
+template <class Args, class Part>
+__device__ __forceinline__ token_range tokens_of(const Args& a, const Part& part, const prefill_block& block,
+                                                 int tile) {
+    const int b = block.sequence;
+    auto [from, end] = held_tokens(part, b, block.history, a.recent);
     if (a.window.tokens > 0 && !a.template keeps<Part>()) {
         const int unseen = first_seen(part.cuts, b, kvq::detail::larger(0, a.seen_from(block))) -
                            part.cache.first_token - from;

@@ -578,7 +578,7 @@ __global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>)
     cluster_wait();
 
     if (warp < shape::producer_warps) {
-        leave_registers<shape::producer_registers>();
+        leave_registers<shape>();
         const auto produce = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
             tile_producer<Role, Dim, Args> producer{a, block, place, warp % shape::role_warps, lane};
             each_part(a, [&](const auto& part) { producer.pages(part); });
@@ -589,7 +589,7 @@ __global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>)
         else
             produce(std::integral_constant<tensor, tensor::value>{});
     } else {
-        take_registers<shape::consumer_registers>();
+        take_registers<shape>();
         const int tiles = count_tiles(a, block, shape::tile);
         consume_tiles<Dim, Softcap>(a, block, place, tiles, (warp - shape::producer_warps) / 4);
     }

@@ -1,0 +1,231 @@
+// Latent attention, one step: all query heads over latents of 512 and 64 rotary channels, the values 512 of
+// them.
+//
+//   latent [--json] [--quick]
+//
+// 16 heads (tensor parallel 8) and 128, batches of one length, pages of 128 tokens (kivi-4-g64 and bf16: 64)
+// in random order. Latents are normal numbers, quantized on the device; rotary channels are fp16. "bf16":
+// this library's kernel on pages of 16-bit values, the baseline of the factors. GB/s: bytes of pages;
+// TFLOP/s: 2 (576 + 512) per head and token. Error: of some rows, against double on the dequantized latents.
+#include <kvq/cuda/latent/latent.cuh>
+#include <kvq/cuda/quantize/pages.cuh>
+#include <kvq/schemes/presets.hpp>
+
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "timing.cuh"
+
+namespace {
+
+using namespace kvq;
+
+constexpr int latent = 512, rotary = 64, dim = latent + rotary, value_dim = 512;
+
+template <class T>
+T* on_device(std::size_t n) {
+    T* data = nullptr;
+    BENCH_OK(cudaMalloc(&data, n * sizeof(T) + 16));
+    return data;
+}
+
+/// Copies blocks to where pages have them.
+__global__ void place_blocks(const std::byte* from, std::size_t bytes, std::byte* to, std::size_t stride) {
+    const auto* const source = reinterpret_cast<const uint4*>(from + blockIdx.x * bytes);
+    auto* const target = reinterpret_cast<uint4*>(to + blockIdx.x * stride);
+    for (std::size_t i = threadIdx.x; i < bytes / 16; i += blockDim.x) target[i] = source[i];
+}
+
+/// Pages of so many sequences.
+template <class Pair>
+struct pages_of {
+    std::byte* memory = nullptr;
+    int* table = nullptr;
+    cuda::cache_ref<Pair> ref;
+
+    pages_of(int sequences, int length, const int* tokens) {
+        using first = typename Pair::first_pair;
+        using second = typename Pair::second_pair;
+        const int columns = length / Pair::page_tokens, count = columns * sequences;
+        const auto pages = static_cast<std::size_t>(count);
+        memory = on_device<std::byte>(pages * Pair::key_block_bytes);
+        std::vector<int> order(pages);
+        std::iota(order.begin(), order.end(), 0);
+        std::shuffle(order.begin(), order.end(), std::mt19937(5));
+        table = bench::on_device(order);
+        if constexpr (full_precision<typename Pair::keys>) {
+            bench::fill_normal(memory, pages * Pair::key_block_bytes, 3);
+        } else {
+            // Some pages are quantized, and all others are copies of them.
+            constexpr int few = 64;
+            using source_pair = cuda::block_pair<full<float16>, full<float16>, latent, Pair::page_tokens>;
+            using target_pair =
+                cuda::block_pair<typename Pair::keys, full<float16>, latent, Pair::page_tokens>;
+            std::byte* const source = on_device<std::byte>(few * source_pair::key_block_bytes);
+            std::byte* const target = on_device<std::byte>(few * target_pair::key_block_bytes);
+            std::byte* const values = on_device<std::byte>(few * target_pair::value_block_bytes);
+            bench::fill_normal(source, few * source_pair::key_block_bytes, 3);
+            std::vector<int> numbers(few);
+            std::iota(numbers.begin(), numbers.end(), 0);
+            int* const all = bench::on_device(numbers);
+            const auto fill = [&](auto& r, std::byte* keys, std::byte* other, std::size_t key_bytes,
+                                  std::size_t value_bytes) {
+                r.key_pages = keys;
+                r.value_pages = other;
+                r.key_page_bytes = key_bytes;
+                r.value_page_bytes = value_bytes;
+                r.kv_heads = 1;
+            };
+            cuda::cache_ref<source_pair> from;
+            cuda::cache_ref<target_pair> to;
+            fill(from, source, source, source_pair::key_block_bytes, source_pair::value_block_bytes);
+            fill(to, target, values, target_pair::key_block_bytes, target_pair::value_block_bytes);
+            bench::check(cuda::requantize_pages(from, to, all, all, few, nullptr, nullptr));
+            for (int i = 0; i < count; i += few) {
+                const auto n = static_cast<unsigned>(std::min(few, count - i));
+                place_blocks<<<n, 256>>>(target, first::key_block_bytes,
+                                         memory + static_cast<std::size_t>(i) * Pair::key_block_bytes,
+                                         Pair::key_block_bytes);
+                place_blocks<<<n, 256>>>(
+                    source, second::key_block_bytes,
+                    memory + static_cast<std::size_t>(i) * Pair::key_block_bytes + Pair::second_block,
+                    Pair::key_block_bytes);
+            }
+            BENCH_OK(cudaDeviceSynchronize());
+            for (void* p : {static_cast<void*>(source), static_cast<void*>(target),
+                            static_cast<void*>(values), static_cast<void*>(all)})
+                cudaFree(p);
+        }
+        ref.key_pages = memory;
+        ref.key_page_bytes = Pair::key_block_bytes;
+        ref.block_table = table;
+        ref.tokens = tokens;
+        ref.sequences = sequences;
+        ref.table_columns = columns;
+        ref.kv_heads = 1;
+    }
+    pages_of(const pages_of&) = delete;
+    pages_of& operator=(const pages_of&) = delete;
+    ~pages_of() {
+        cudaFree(memory);
+        cudaFree(table);
+    }
+};
+
+/// One row in double: a thread block per row, threads share tokens, then channels.
+template <class Pair>
+__global__ void reference_kernel(cuda::cache_ref<Pair> cache, const bfloat16* q, int heads, int length,
+                                 float scale, double* scores, double* out) {
+    const int sequence = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y),
+              thread = static_cast<int>(threadIdx.x);
+    const auto row = static_cast<std::size_t>(blockIdx.x * gridDim.y + blockIdx.y);
+    double* const own = scores + row * static_cast<std::size_t>(length);
+    const bfloat16* const query = q + (static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) +
+                                       static_cast<std::size_t>(head)) *
+                                          dim;
+    const auto at = [&](int t, int c) {
+        const int page = cache.block_table[cache.table_entry(sequence, t / Pair::page_tokens)];
+        return static_cast<double>(cuda::detail::read_latent(cache, page, t % Pair::page_tokens, c));
+    };
+    for (int t = thread; t < length; t += static_cast<int>(blockDim.x)) {
+        double s = 0.0;
+        for (int c = 0; c < dim; ++c) s += static_cast<double>(static_cast<float>(query[c])) * at(t, c);
+        own[t] = s * static_cast<double>(scale);
+    }
+    __syncthreads();
+    double top = -1e300, sum = 0.0, output = 0.0;
+    for (int t = 0; t < length; ++t) top = fmax(top, own[t]);
+    for (int t = 0; t < length; ++t) {
+        const double w = exp(own[t] - top);
+        sum += w;
+        output += w * at(t, thread);
+    }
+    out[row * value_dim + static_cast<std::size_t>(thread)] = output / sum;
+}
+
+struct shape {
+    int heads, sequences, length;
+};
+
+template <class Pair>
+double time_format(const char* name, const shape& c, bool json, double baseline) {
+    int* const tokens = bench::on_device(std::vector<int>(static_cast<std::size_t>(c.sequences), c.length));
+    const pages_of<Pair> pages(c.sequences, c.length, tokens);
+    const auto mix = cuda::make_mixed(0, pages.ref);
+    using mix_type = std::remove_const_t<decltype(mix)>;
+    const auto rows = static_cast<std::size_t>(c.sequences * c.heads);
+    bfloat16* const q = on_device<bfloat16>(rows * dim);
+    std::vector<bfloat16> numbers(rows * dim);
+    std::mt19937 r(7);
+    std::normal_distribution<float> normal;
+    for (bfloat16& x : numbers) x = bfloat16(normal(r));
+    BENCH_OK(cudaMemcpy(q, numbers.data(), numbers.size() * 2, cudaMemcpyHostToDevice));
+    bfloat16* const out = on_device<bfloat16>(rows * value_dim);
+    const std::size_t bytes = cuda::latent_workspace_bytes<mix_type, bfloat16>(c.sequences, c.heads);
+    void* const workspace = on_device<std::byte>(bytes);
+    const float scale = 1.0f / std::sqrt(192.0f);
+    const auto attend = [&](int, cudaStream_t stream) {
+        bench::check(cuda::attend_latents<bfloat16>(mix, {q, c.sequences, c.heads, dim},
+                                                    {out, c.sequences, c.heads, value_dim}, {.scale = scale},
+                                                    workspace, bytes, stream));
+    };
+    const double us = bench::time_launches(4, attend, 5);
+    std::vector<bfloat16> got(rows * value_dim);
+    BENCH_OK(cudaMemcpy(got.data(), out, got.size() * 2, cudaMemcpyDeviceToHost));
+
+    const int some = 2;  // sequences and heads
+    double* const scores = on_device<double>(static_cast<std::size_t>(some * some * c.length));
+    double* const wanted = on_device<double>(static_cast<std::size_t>(some * some * value_dim));
+    reference_kernel<Pair>
+        <<<dim3(some, some), value_dim>>>(pages.ref, q, c.heads, c.length, scale, scores, wanted);
+    std::vector<double> want(static_cast<std::size_t>(some * some * value_dim));
+    BENCH_OK(cudaMemcpy(want.data(), wanted, want.size() * 8, cudaMemcpyDeviceToHost));
+    double off = 0.0, size = 0.0;
+    for (std::size_t i = 0; i < want.size(); ++i) {
+        const std::size_t row = i / value_dim, sequence = row / some, head = row % some;
+        const double have = static_cast<double>(static_cast<float>(
+            got[(sequence * static_cast<std::size_t>(c.heads) + head) * value_dim + i % value_dim]));
+        off += (have - want[i]) * (have - want[i]);
+        size += want[i] * want[i];
+    }
+    const double all_tokens = static_cast<double>(c.sequences) * c.length;
+    const double gb = all_tokens / Pair::page_tokens * static_cast<double>(Pair::key_block_bytes) / us * 1e-3;
+    const double tflops = all_tokens * c.heads * 2.0 * (dim + value_dim) / us * 1e-6;
+    const double factor = baseline == 0.0 ? 1.0 : baseline / us;
+    if (json)
+        std::printf(
+            "{\"name\": \"latent/%d heads/%d x %d/%s\", \"us\": %.1f, \"factor\": %.2f, \"GB/s\": %.0f, "
+            "\"TFLOP/s\": %.0f, "
+            "\"error\": %.2g}\n",
+            c.heads, c.sequences, c.length, name, us, factor, gb, tflops, std::sqrt(off / size));
+    else
+        std::printf("%4d heads %3d x %-6d %-11s %9.1f us  x %.2f  %5.0f GB/s  %4.0f TFLOP/s  error %.2g\n",
+                    c.heads, c.sequences, c.length, name, us, factor, gb, tflops, std::sqrt(off / size));
+    for (void* p : {static_cast<void*>(q), static_cast<void*>(out), workspace, static_cast<void*>(scores),
+                    static_cast<void*>(wanted), static_cast<void*>(tokens)})
+        cudaFree(p);
+    return us;
+}
+
+template <class Scheme, int PageTokens>
+using pair = cuda::latent_pair<Scheme, latent, rotary, value_dim, PageTokens>;
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    bool json = false, quick = false;
+    for (int i = 1; i < argc; ++i) {
+        json = json || std::strcmp(argv[i], "--json") == 0;
+        quick = quick || std::strcmp(argv[i], "--quick") == 0;
+    }
+    for (const shape& c : {shape{16, 64, 8192}, shape{16, 8, 65536}, shape{128, 64, 8192},
+                           shape{128, 64, 4096}, shape{128, 8, 65536}}) {
+        if (quick && (c.length != 8192)) continue;
+        const double baseline = time_format<pair<full<bfloat16>, 64>>("bf16", c, json, 0.0);
+        time_format<pair<typename kivi<4, 64>::keys, 64>>("kivi-4-g64", c, json, baseline);
+        time_format<pair<typename std4::keys, 128>>("std4", c, json, baseline);
+        time_format<pair<int8, 128>>("int8", c, json, baseline);
+    }
+}

@@ -1,0 +1,116 @@
+// Shared memory of latent attention on tensor cores, and what its consumers have in common.
+//
+//   query | tiles, two stages | weights | numbers that warps tell each other | tables of producers | notes
+//   and barriers of stages
+//
+// Contract: at most 227 KB for 576 channels. Tiles: latent_tiles.cuh.
+#pragma once
+
+#include "../prefill/prefill_new_tile.cuh"
+#include "latent_tiles.cuh"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+
+/// How a number of query rows is computed.
+///
+///   few    a warpgroup of consumers has up to 32 rows: tokens and channels are the rows of its products
+///          (latent_few_rows.cuh)
+///   many   two warpgroups have the same 64 rows, half of the tokens of a tile and half of the channels each
+///          (latent_many_rows.cuh)
+template <int Rows>
+struct latent_shape {
+    static constexpr int rows = Rows, stages = 2;
+    static constexpr bool many = Rows > 32;
+    static constexpr int groups = many ? 2 : 1;  // of consumers
+    static constexpr int stage_warps = 4, producer_warps = stages * stage_warps, consumer_warps = 4 * groups;
+    static constexpr int threads = 32 * (producer_warps + consumer_warps);
+    /// Of a thread. 168: as at the start.
+    static constexpr int producer_registers = many        ? 80
+                                              : Rows > 16 ? 136
+                                                          : 168,
+                         consumer_registers = many        ? 176
+                                              : Rows > 16 ? 232
+                                                          : 168;
+    /// Words of codes and of 16-bit values that a lane of a producer asks for at once.
+    static constexpr int code_words = many ? 8 : 40, value_words = many ? 32 : 48;
+    /// Weights of a tile are written while products may still read those before, unless memory is short.
+    static constexpr int weight_buffers = many ? 1 : 2;
+};
+
+template <int Dim, class Shape>
+struct latent_memory {
+    static constexpr int query = 0, query_bytes = Shape::rows * Dim * 2;
+    static constexpr int tiles = query_bytes, tile_bytes = latent_tile * Dim * 2;
+    static constexpr int weights = tiles + Shape::stages * tile_bytes,
+                         weight_bytes = Shape::rows * latent_tile * 2;
+    static constexpr int numbers = weights + Shape::weight_buffers * weight_bytes;
+    /// What warps or warpgroups tell each other: a number of each and every row.
+    static constexpr int number_bytes = (Shape::many ? 2 : 4) * Shape::rows * 4;
+    static constexpr int tables = numbers + number_bytes;
+    static constexpr int notes = tables + Shape::producer_warps * latent_table_bytes;
+    static constexpr int barriers = notes + Shape::stages * 16;
+    static constexpr int bytes = barriers + Shape::stages * 16;
+    static_assert(Dim > 576 || bytes <= most_shared_memory<false>);
+};
+
+#if KVQ_WARPGROUP_PRODUCTS
+
+template <class Memory>
+struct latent_stage {
+    std::uint32_t tile, note, full, free;
+
+    __device__ __forceinline__ static latent_stage of(std::uint32_t memory, int i) {
+        const auto at = [&](int offset) { return memory + static_cast<std::uint32_t>(offset); };
+        return {at(Memory::tiles + i * Memory::tile_bytes), at(Memory::notes + i * 16),
+                at(Memory::barriers + i * 16), at(Memory::barriers + i * 16 + 8)};
+    }
+};
+
+/// Query rows of a sequence from `first` on as half floats, as tensor cores read them. Rows that do not exist
+/// are zero.
+template <int Rows, int Dim, class Args>
+__device__ __forceinline__ void load_latent_queries(const Args& a, int sequence, int first, std::uint32_t to,
+                                                    int thread, int threads) {
+    const auto load = [&]<bool Aligned>(std::bool_constant<Aligned>) {
+#pragma unroll(Aligned ? 3 : 1)
+        for (int i = thread; i < Rows * (Dim / 8); i += threads) {
+            const int own = i / (Dim / 8), octet = i % (Dim / 8), row = first + own,
+                      held = kvq::detail::smaller(row, a.rows - 1);
+            std::uint32_t x[4];
+            load_halves<Aligned>(a.q.at(a.row_token(sequence, held), a.row_head(0, held)) + octet * 8, x);
+            if (row >= a.rows) x[0] = x[1] = x[2] = x[3] = 0;
+            store_shared_16(
+                to + octet_offset<Rows>(own, octet),
+                {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
+        }
+    };
+    if (rows_aligned(a.q))
+        load(std::true_type{});
+    else
+        load(std::false_type{});
+}
+
+/// What a tile shows, as its producers note it.
+struct latent_note {
+    int position;             // paged, of its first token
+    std::uint32_t low, high;  // bit i: token i, token 32 + i
+
+    __device__ __forceinline__ void store(std::uint32_t at) const {
+        store_shared_16(at, {__int_as_float(position), __uint_as_float(low), __uint_as_float(high), 0.0f});
+    }
+    __device__ __forceinline__ static latent_note load(std::uint32_t at) {
+        const uint4 v = load_shared_16(at);
+        return {static_cast<int>(v.x), v.y, v.z};
+    }
+    /// Do all rows see all of it? first: the paged position of the oldest query.
+    __device__ __forceinline__ bool is_whole(int first) const {
+        return (low & high) == ~0u && position + latent_tile - 1 <= first;
+    }
+};
+/// Weights are relative to a maximum that is raised where a score is more than 2 to this power times above
+/// it.
+inline constexpr float latent_slack = 8.0f;
+
+#endif
+
+}}}  // namespace kvq::cuda::detail

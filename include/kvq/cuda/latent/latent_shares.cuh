@@ -1,0 +1,210 @@
+// Who does what of latent attention, and the states that shares leave behind.
+//
+//   tile    64 neighbouring tokens of a part (mixed_cache.cuh)
+//   item    (sequence, block of query rows): its tiles follow each other, part after part
+//   share   of thread block i of n: tiles [T i / n, T (i + 1) / n) of the line of all items; it may begin and
+//           end within items
+//   piece   what a share has of an item: one softmax state {max, sum, output} of every row of the block in
+//           the workspace
+//
+// A second launch merges the pieces of every item (merge_latents_kernel). Item k and share i together have
+// piece k + i: the number grows with every piece, so that there are fewer than items + shares. Lengths are
+// read on the device: a captured graph stays valid while they grow.
+// Contract: an item without tokens has one empty piece. The order of additions is fixed by the shares.
+#pragma once
+
+#include "../prefill/prefill_args.cuh"
+#include "latent_pages.cuh"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+
+inline constexpr int latent_tile = 64;
+
+/// The shares that have pieces of an item.
+struct share_bounds {
+    int first, last;
+};
+
+/// Kernel arguments. First: the pair of the first part.
+template <class First, class T, class... Parts>
+struct latent_args {
+    using first_pair = First;
+    using query_type = T;
+    attention_args<First, T> a;
+    object_list<Parts...> parts;
+    int recent;
+    int row_blocks;  // of a sequence
+    int block_rows;
+    float* states;         // [pieces][block_rows][value_dim + 2]
+    share_bounds* bounds;  // [items]
+
+    __device__ __forceinline__ float* state(int piece, int row) const {
+        return states + (static_cast<std::size_t>(piece) * static_cast<std::size_t>(block_rows) +
+                         static_cast<std::size_t>(row)) *
+                            (First::value_dim + 2);
+    }
+    /// Tokens that a row sees end before this paged position.
+    __device__ __forceinline__ int row_end(int length, int row) const {
+        return length - a.work.query_tokens + a.row_query(row) + 1;
+    }
+    /// Tiles of all parts of sequence b.
+    __device__ __forceinline__ int tiles(int b, int length) const {
+        int n = 0;
+        static_for<sizeof...(Parts)>([&](auto number) {
+            n += held_tokens(get<decltype(number)::value>(parts), b, length, recent).tiles(latent_tile);
+        });
+        return n;
+    }
+};
+
+/// The piece of an item that a share has. All numbers are those of a whole warp.
+struct latent_piece {
+    int sequence, row_block;
+    int length;    // paged, of the sequence
+    int from, to;  // tiles of the item
+    int number;    // of the piece
+    int item, share;
+    bool begins, ends;  // has it the item's first tile, its last one?
+};
+
+/// Walks the pieces of a share. Every warp does it for itself.
+template <class Args>
+class latent_walk {
+public:
+    __device__ __forceinline__ latent_walk(const Args& args, int share, int shares)
+        : a_(args), share_(share) {
+        const int lane = static_cast<int>(threadIdx.x) % 32, sequences = a_.a.work.sequences;
+        long long all = 0;
+#pragma unroll 1
+        for (int b = lane; b < sequences; b += 32) all += size_of(b);
+        for (int step = 16; step > 0; step /= 2) all += __shfl_xor_sync(0xffffffffu, all, step);
+        all *= a_.row_blocks;
+        if (all < shares) shares = static_cast<int>(all);  // a share has a tile
+        if (share >= shares) return;
+        const long long begin = all * share / shares;
+        left_ = static_cast<int>(all * (share + 1) / shares - begin);
+        // The sequence with the share's first tile.
+        long long before = 0;
+#pragma unroll 1
+        for (int first = 0; first < sequences; first += 32) {
+            const int b = first + lane;
+            const long long own = b < sequences ? 1LL * size_of(b) * a_.row_blocks : 0;
+            long long end = own;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const long long lower = __shfl_up_sync(0xffffffffu, end, static_cast<unsigned>(step));
+                if (lane >= step) end += lower;
+            }
+            const unsigned behind = __ballot_sync(0xffffffffu, b < sequences && before + end > begin);
+            if (behind != 0) {
+                const int found = __ffs(static_cast<int>(behind)) - 1;
+                sequence_ = first + found;
+                const int at = static_cast<int>(begin - before - __shfl_sync(0xffffffffu, end - own, found));
+                measure();
+                row_block_ = at / size_;
+                at_ = at - row_block_ * size_;
+                return;
+            }
+            before += __shfl_sync(0xffffffffu, end, 31);
+        }
+    }
+    /// The next piece, if there is one.
+    __device__ __forceinline__ bool next(latent_piece& piece) {
+        if (left_ <= 0) return false;
+        const int count = kvq::detail::smaller(left_, size_ - at_),
+                  item = sequence_ * a_.row_blocks + row_block_;
+        piece = {sequence_,     row_block_, length_, at_,      kvq::detail::smaller(at_ + count, real_),
+                 item + share_, item,       share_,  at_ == 0, at_ + count == size_};
+        left_ -= count;
+        at_ = 0;
+        if (++row_block_ == a_.row_blocks && left_ > 0) {
+            row_block_ = 0;
+            ++sequence_;
+            measure();
+        }
+        return true;
+    }
+
+private:
+    /// Tiles in the line: an empty sequence counts as one.
+    __device__ __forceinline__ int size_of(int b) const {
+        return kvq::detail::larger(1, a_.tiles(b, __ldg(a_.a.work.tokens + b)));
+    }
+    __device__ __forceinline__ void measure() {
+        length_ = __ldg(a_.a.work.tokens + sequence_);
+        real_ = a_.tiles(sequence_, length_);
+        size_ = kvq::detail::larger(1, real_);
+    }
+    const Args& a_;
+    int share_, left_ = 0, sequence_ = 0, row_block_ = 0, at_ = 0, size_ = 1, real_ = 0, length_ = 0;
+};
+
+/// Notes for the merge which shares have pieces of an item. One thread.
+template <class Args>
+__device__ __forceinline__ void note_bounds(const Args& a, const latent_piece& piece) {
+    if (piece.begins) a.bounds[piece.item].first = piece.share;
+    if (piece.ends) a.bounds[piece.item].last = piece.share;
+}
+
+/// What 64 tokens of a tile show: bit i, is token i held, and seen by somebody? page: as tile_tokens::page.
+/// All lanes of a warp.
+template <class Pair>
+__device__ __forceinline__ std::uint64_t shown_of_tile(const cache_part<Pair>& part, int sequence, int first,
+                                                       int count, int page, int lane) {
+    unsigned own = 0;
+    if (lane < latent_tile / slice_tokens && page >= 0) {
+        const int at = first + lane * slice_tokens;
+        const shown_tokens s = shown_at(part.cuts, sequence, cut_of(part.cuts, sequence),
+                                        part.cache.first_token + at, slice_tokens);
+        const int end = kvq::detail::smaller(s.end, kvq::detail::larger(count - lane * slice_tokens, 0));
+        own = ((1u << end) - 1u) & ~((1u << s.begin) - 1u);
+    }
+    const auto slice = [&](int i) { return __shfl_sync(0xffffffffu, own, i); };
+    const unsigned low = slice(0) | slice(1) << 16, high = slice(2) | slice(3) << 16;
+    return static_cast<std::uint64_t>(high) << 32 | low;
+}
+
+inline constexpr int merge_latents_threads = 128;
+
+/// Merges the pieces of a row and writes it; see finish_channels. A thread block has a query row of a
+/// sequence.
+template <class Args>
+__global__ void __launch_bounds__(merge_latents_threads)
+    merge_latents_kernel(const __grid_constant__ Args args) {
+    constexpr int dim = Args::first_pair::value_dim;
+    wait_for_predecessor();
+    const auto& a = args.a;
+    const int row = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y),
+              thread = static_cast<int>(threadIdx.x);
+    const int row_block = row / args.block_rows, own = row - row_block * args.block_rows,
+              item = sequence * args.row_blocks + row_block;
+    const share_bounds bounds = args.bounds[item];
+    float top = -INFINITY;
+    for (int share = bounds.first; share <= bounds.last; ++share)
+        top = fmaxf(top, args.state(item + share, own)[0]);
+    float sum = 0.0f, output[ceil_div(dim, 2 * merge_latents_threads)][2] = {};
+#pragma unroll 4
+    for (int share = bounds.first; share <= bounds.last; ++share) {
+        const float* const state = args.state(item + share, own);
+        const float factor = state[0] == -INFINITY ? 0.0f : exp2_fast(state[0] - top);
+        sum = fmaf(state[1], factor, sum);
+#pragma unroll
+        for (int i = 0; i < ceil_div(dim, 2 * merge_latents_threads); ++i) {
+            const int channel = (i * merge_latents_threads + thread) * 2;
+            if (channel >= dim) break;
+            const float2 v = *reinterpret_cast<const float2*>(state + 2 + channel);
+            output[i][0] = fmaf(v.x, factor, output[i][0]);
+            output[i][1] = fmaf(v.y, factor, output[i][1]);
+        }
+    }
+    const int token = a.row_token(sequence, row), head = a.row_head(0, row);
+#pragma unroll
+    for (int i = 0; i < ceil_div(dim, 2 * merge_latents_threads); ++i) {
+        const int channel = (i * merge_latents_threads + thread) * 2;
+        if (channel < dim) finish_channels(a, token, head, channel, top, sum, output[i]);
+    }
+    __syncthreads();
+    if (thread == 0) finish_header(a, token, head, top, sum);
+}
+
+}}}  // namespace kvq::cuda::detail

@@ -1,0 +1,327 @@
+// Latent attention over pages of several formats, against double arithmetic on the dequantized latents; the
+// same bits on every run; refusals.
+#include <kvq/cuda/latent/latent.cuh>
+
+#include "support.cuh"
+
+using namespace kvq;
+
+namespace {
+
+/// Pages of latents of a batch, made by the CPU's encoders; dequantized latents beside them.
+template <class Pair>
+struct latent_batch {
+    static constexpr int page = Pair::page_tokens, dim = Pair::head_dim;
+    int columns = 1, pages = 3;
+    std::vector<int> table;
+    std::vector<std::byte> bytes;
+    std::vector<std::vector<float>> values;  // [sequence][token][dim]
+
+    latent_batch(test::rng& r, const std::vector<int>& lengths) {
+        for (const int n : lengths) {
+            columns = std::max(columns, (n + page - 1) / page);
+            pages += (n + page - 1) / page;
+        }
+        std::vector<int> order(static_cast<std::size_t>(pages));
+        for (int i = 0; i < pages; ++i) order[static_cast<std::size_t>(i)] = i;
+        std::shuffle(order.begin(), order.end(), r);
+        bytes.assign(static_cast<std::size_t>(pages) * Pair::key_block_bytes, std::byte{0xff});
+        table.assign(lengths.size() * static_cast<std::size_t>(columns), pages - 1);
+        std::size_t next = 0;
+        for (std::size_t b = 0; b < lengths.size(); ++b) {
+            values.emplace_back(static_cast<std::size_t>(lengths[b]) * dim);
+            for (int first = 0; first < lengths[b]; first += page) {
+                const int number = order[next++], used = std::min(page, lengths[b] - first);
+                table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(first / page)] =
+                    number;
+                std::byte* const block = &bytes[static_cast<std::size_t>(number) * Pair::key_block_bytes];
+                half<typename Pair::keys, Pair::first_channels>(r, block, b, first, used, 0, 1.0f);
+                if constexpr (Pair::second_channels > 0)
+                    half<full<float16>, Pair::second_channels>(r, block + Pair::second_block, b, first, used,
+                                                               Pair::first_channels, 20.0f);
+            }
+        }
+    }
+
+private:
+    template <class S, int Channels>
+    void half(test::rng& r, std::byte* block, std::size_t b, int first, int used, int channel, float size) {
+        const block_shape shape{tensor::key, page, Channels};
+        const S scheme{};
+        std::vector<float> x = test::tensor_values(r, page, Channels);
+        for (float& number : x) number *= size;
+        scheme.quantize(shape, {0, 0}, x.data(), block);
+        scheme.dequantize(shape, {0, 0}, block, x.data());
+        for (int t = 0; t < used; ++t)
+            std::copy_n(
+                &x[static_cast<std::size_t>(t) * Channels], Channels,
+                &values[b][static_cast<std::size_t>(first + t) * dim + static_cast<std::size_t>(channel)]);
+        test::poison_tokens<S>(shape, block, used);
+    }
+};
+template <class Pair>
+struct device_latents {
+    test::device_buffer<std::byte> bytes;
+    test::device_buffer<int> table;
+    cuda::cache_ref<Pair> ref;
+
+    device_latents(const latent_batch<Pair>& b, const test::device_buffer<int>& lengths, int first_token)
+        : bytes(b.bytes), table(b.table) {
+        ref.key_pages = bytes.get();
+        ref.key_page_bytes = Pair::key_block_bytes;
+        ref.block_table = table.get();
+        ref.tokens = lengths.get();
+        ref.sequences = static_cast<int>(lengths.size());
+        ref.table_columns = b.columns;
+        ref.kv_heads = 1;
+        ref.first_token = first_token;
+    }
+};
+
+struct latent_case {
+    int heads = 16, query_tokens = 1, sinks = 4, recent = 100;
+    std::vector<int> lengths;
+    bool holes = false, peaked = false;
+};
+
+template <class T, class Quantized, class Window>
+void check_case(test::rng& r, const latent_case& c, const char* name, double* worst) {
+    constexpr int dim = Quantized::head_dim, value_dim = Quantized::value_dim, page = Quantized::page_tokens;
+    using sinks_pair = cuda::latent_pair<typename Window::keys, dim, 0, value_dim, 16>;
+    const std::size_t sequences = c.lengths.size();
+    std::vector<int> sinks, behind, committed;
+    for (const int n : c.lengths) {
+        sinks.push_back(std::min(n, c.sinks));
+        behind.push_back(std::max(0, n - c.sinks));
+        committed.push_back(cuda::committed_pages(n - c.sinks, c.recent, page) * page);
+    }
+    const latent_batch<sinks_pair> of_sinks(r, sinks);
+    latent_batch<Window> of_window(r, behind);
+    latent_batch<Quantized> pages(r, committed);
+    if (c.holes)
+        for (int& entry : pages.table)
+            if (test::uniform(r, 0, 2) == 0) entry = -1;
+    const int columns = cuda::window_columns(c.recent, page, 0) + test::uniform(r, 0, 1);
+    std::vector<int> ring(sequences * static_cast<std::size_t>(columns), of_window.pages - 1);
+    for (std::size_t b = 0; b < sequences; ++b)
+        for (int i = committed[b] / page; i * page < behind[b]; ++i)
+            ring[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(i % columns)] =
+                of_window
+                    .table[b * static_cast<std::size_t>(of_window.columns) + static_cast<std::size_t>(i)];
+    of_window.table = ring;
+    of_window.columns = columns;
+    const test::device_buffer<int> lengths(c.lengths);
+    const device_latents<sinks_pair> sinks_device(of_sinks, lengths, 0);
+    const device_latents<Window> window_device(of_window, lengths, c.sinks);
+    const device_latents<Quantized> pages_device(pages, lengths, c.sinks);
+    const auto mix =
+        cuda::make_mixed(c.recent, cuda::behind_window(pages_device.ref), cuda::in_window(window_device.ref),
+                         cuda::sink_tokens(sinks_device.ref, c.sinks));
+    using mix_type = std::remove_const_t<decltype(mix)>;
+
+    const int tokens = static_cast<int>(sequences) * c.query_tokens;
+    const auto rows = static_cast<std::size_t>(tokens * c.heads);
+    std::vector<T> q(rows * dim);
+    for (T& x : q) x = T((c.peaked ? 3.0f : 0.5f) * test::normal(r));
+    const test::device_buffer<T> q_device(q);
+    test::device_buffer<T> out(rows * value_dim);
+    test::device_buffer<float> lse(rows), states(rows * (value_dim + 2));
+    const float scale = 1.0f / 14.0f;
+    const std::size_t bytes =
+        cuda::latent_workspace_bytes<mix_type, T>(static_cast<int>(sequences), c.heads, c.query_tokens);
+    test::device_buffer<std::byte> workspace(bytes);
+    cuda::attention_options options{.scale = scale, .query_tokens = c.query_tokens, .lse = lse.get()};
+    const token_view<const T> q_view{q_device.get(), tokens, c.heads, dim};
+    const token_view<T> out_view{out.get(), tokens, c.heads, value_dim};
+    const auto run = [&](const auto& pages_of, const cuda::attention_options& o) {
+        const cuda::status s =
+            cuda::attend_latents<T>(pages_of, q_view, out_view, o, workspace.get(), bytes, nullptr);
+        CHECK(s, "%s: %s", name, s.message);
+        CUDA_OK(cudaDeviceSynchronize());
+    };
+    run(mix, options);
+    const std::vector<T> got = out.download();
+    const std::vector<float> got_lse = lse.download();
+    for (int i = 0; i < test::repeats(3); ++i) {
+        out.poison();
+        run(mix, options);
+        CHECK(std::memcmp(got.data(), out.download().data(), got.size() * sizeof(T)) == 0,
+              "%s: other bits on another run", name);
+    }
+
+    double off = 0.0, size = 0.0;
+    std::vector<double> row(value_dim);
+    for (std::size_t b = 0; b < sequences; ++b)
+        for (int i = 0; i < c.query_tokens; ++i)
+            for (int h = 0; h < c.heads; ++h) {
+                const std::size_t at =
+                    (b * static_cast<std::size_t>(c.query_tokens) + static_cast<std::size_t>(i)) *
+                        static_cast<std::size_t>(c.heads) +
+                    static_cast<std::size_t>(h);
+                const int end = c.lengths[b] - c.query_tokens + i + 1;
+                std::vector<double> scores;
+                std::vector<const float*> latents;
+                for (int t = 0; t < end; ++t) {
+                    const int t_behind = t - c.sinks;
+                    const float* x = nullptr;
+                    if (t < c.sinks)
+                        x = &of_sinks.values[b][static_cast<std::size_t>(t) * dim];
+                    else if (t_behind >= committed[b])
+                        x = &of_window.values[b][static_cast<std::size_t>(t_behind) * dim];
+                    else if (pages.table[b * static_cast<std::size_t>(pages.columns) +
+                                         static_cast<std::size_t>(t_behind / page)] >= 0)
+                        x = &pages.values[b][static_cast<std::size_t>(t_behind) * dim];
+                    else
+                        continue;
+                    double score = 0.0;
+                    for (int ch = 0; ch < dim; ++ch)
+                        score += static_cast<double>(
+                                     static_cast<float>(q[at * dim + static_cast<std::size_t>(ch)])) *
+                                 static_cast<double>(x[ch]);
+                    scores.push_back(score * static_cast<double>(scale));
+                    latents.push_back(x);
+                }
+                std::fill(row.begin(), row.end(), 0.0);
+                const double top = scores.empty() ? 0.0 : *std::max_element(scores.begin(), scores.end());
+                double sum = 0.0;
+                for (std::size_t t = 0; t < scores.size(); ++t) {
+                    const double w = std::exp(scores[t] - top);
+                    sum += w;
+                    for (int ch = 0; ch < value_dim; ++ch)
+                        row[static_cast<std::size_t>(ch)] += w * static_cast<double>(latents[t][ch]);
+                }
+                for (int ch = 0; ch < value_dim; ++ch) {
+                    const double want = sum == 0.0 ? 0.0 : row[static_cast<std::size_t>(ch)] / sum;
+                    const double have = static_cast<double>(
+                        static_cast<float>(got[at * value_dim + static_cast<std::size_t>(ch)]));
+                    size += want * want;
+                    off += (have - want) * (have - want);
+                    if (!(have == have)) off = INFINITY;
+                }
+                if (scores.empty())
+                    CHECK(got_lse[at] == -INFINITY, "%s: a row that sees nothing has lse %g", name,
+                          static_cast<double>(got_lse[at]));
+                else
+                    CHECK(std::abs(static_cast<double>(got_lse[at]) - (top + std::log(sum))) <
+                              2e-3 * (1.0 + std::abs(top)),
+                          "%s: lse %g, %g expected (head %d of %d, sequence %zu)", name,
+                          static_cast<double>(got_lse[at]), top + std::log(sum), h, c.heads, b);
+            }
+    const double error = size == 0.0 ? off : std::sqrt(off / size);
+    *worst = std::max(*worst, error);
+    CHECK(error < (std::is_same_v<T, bfloat16> ? 4e-3 : 2e-3),
+          "%s: relative error %g (%d heads, %d tokens a sequence)", name, error, c.heads, c.query_tokens);
+
+    // The same in two launches, from the state that the first one has left.
+    if constexpr (std::is_same_v<T, float16>) {
+        if (c.query_tokens > 1) return;
+        cuda::attention_options first{.scale = scale, .state_out = states.get()};
+        run(cuda::make_mixed(c.recent, cuda::behind_window(pages_device.ref)), first);
+        cuda::attention_options second{.scale = scale, .state_in = states.get()};
+        run(cuda::make_mixed(c.recent, cuda::in_window(window_device.ref),
+                             cuda::sink_tokens(sinks_device.ref, c.sinks)),
+            second);
+        const std::vector<T> other = out.download();
+        double apart = 0.0;
+        for (std::size_t i = 0; i < got.size(); ++i) {
+            const double d = static_cast<double>(static_cast<float>(got[i])) -
+                             static_cast<double>(static_cast<float>(other[i]));
+            apart += d * d;
+        }
+        CHECK(apart <= 1e-5 * size + 1e-12, "%s: two launches are %g apart", name, std::sqrt(apart / size));
+    }
+}
+
+template <class Quantized, class Window>
+void check_format(const char* name) {
+#if defined(TARGET_SM_90A) || !defined(__CUDACC__)
+    const cuda::kernel_choice choice =
+        cuda::latent_kernel<cuda::mixed_cache_ref<cuda::cache_part<Quantized>>, float16>(16);
+    CHECK(std::strcmp(choice.kernel,
+                      Quantized::head_dim % 64 == 0 ? "latent_wgmma_kernel" : "latent_plain_kernel") == 0,
+          "%s: the kernel is %s, %s", name, choice.kernel, choice.why);
+#endif
+    test::rng r(static_cast<unsigned>(Quantized::page_tokens + Quantized::head_dim));
+    double worst = 0.0;
+    check_case<float16, Quantized, Window>(r, {.lengths = {300, 0, 65, 3}}, name, &worst);
+    check_case<bfloat16, Quantized, Window>(
+        r, {.heads = 20, .query_tokens = 3, .lengths = {400, 3}, .holes = true}, name, &worst);
+    check_case<float16, Quantized, Window>(r, {.lengths = {130, 130, 130, 130, 130}, .peaked = true}, name,
+                                           &worst);
+    check_case<float16, Quantized, Window>(r, {.query_tokens = 2, .lengths = {500, 66, 2}, .peaked = true},
+                                           name, &worst);
+#ifdef __CUDACC__
+    check_case<float16, Quantized, Window>(r, {.heads = 1, .lengths = {1000}}, name, &worst);
+    check_case<float16, Quantized, Window>(r, {.heads = 128, .lengths = {900, 64, 1}}, name, &worst);
+    check_case<bfloat16, Quantized, Window>(
+        r, {.heads = 128, .query_tokens = 2, .lengths = {500, 130}, .peaked = true}, name, &worst);
+    for (const int n : {4, 8})
+        check_case<float16, Quantized, Window>(r, {.query_tokens = n, .lengths = {777, 64 + n, n}}, name,
+                                               &worst);
+    check_case<float16, Quantized, Window>(r, {.lengths = std::vector<int>(150, 130), .peaked = true}, name,
+                                           &worst);
+    check_case<float16, Quantized, Window>(r, {.lengths = {6000, 10}, .holes = true, .peaked = true}, name,
+                                           &worst);
+#endif
+    std::printf("%s: relative error %.2g\n", name, worst);
+}
+
+template <class Scheme, int PageTokens>
+using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens>;
+
+[[maybe_unused]] void check_refusals() {  // of the first part
+    using pair = v3<full<float16>, 64>;
+    using mix = cuda::mixed_cache_ref<cuda::cache_part<pair>>;
+    test::device_buffer<int> numbers(4);
+    test::device_buffer<std::byte> memory(pair::key_block_bytes);
+    const test::device_buffer<float16> q(576 * 16);
+    test::device_buffer<float16> out(512 * 16);
+    cuda::cache_ref<pair> ref;
+    ref.key_pages = memory.get();
+    ref.key_page_bytes = pair::key_block_bytes;
+    ref.block_table = ref.tokens = numbers.get();
+    ref.sequences = ref.table_columns = ref.kv_heads = 1;
+    const std::size_t bytes = cuda::latent_workspace_bytes<mix, float16>(1, 16);
+    test::device_buffer<std::byte> workspace(bytes);
+    const auto refused = [&](const char* words, cuda::cache_ref<pair> c,
+                             const cuda::attention_options& options, std::size_t room, int dim = 576) {
+        const cuda::status s =
+            cuda::attend_latents<float16>(cuda::make_mixed(0, c), {q.get(), 1, 16, dim},
+                                          {out.get(), 1, 16, 512}, options, workspace.get(), room, nullptr);
+        CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words) != nullptr,
+              "\"%s\" is not in \"%s\"", words, s.message);
+    };
+    refused("takes no softcap", ref, {.softcap = 30.0f}, bytes);
+    refused("takes no softcap", ref, {.window = 128}, bytes);
+    refused("workspace", ref, {}, bytes - 1);
+    refused("q has head_dim 512", ref, {}, bytes, 512);
+    cuda::cache_ref<pair> two = ref;
+    two.kv_heads = 2;
+    two.key_page_bytes *= 2;
+    refused("one kv head, the cache has 2", two, {}, bytes);
+    two = ref;
+    two.key_page_bytes -= 16;
+    refused("page strides", two, {}, bytes);
+}
+
+}  // namespace
+
+int main() {
+#if !defined(PART) || PART == 0
+    check_refusals();
+    check_format<v3<typename kivi<4, 64>::keys, 64>, v3<full<float16>, 64>>("kivi-4-g64");
+    check_format<cuda::latent_pair<affine<4, per_token<>>, 40, 8, 40, 12>,
+                 cuda::latent_pair<full<bfloat16>, 40, 8, 40, 12>>("affine-4, few channels");
+#endif
+#ifdef __CUDACC__
+#if PART == 1
+    check_format<v3<typename std4::keys, 128>, v3<full<bfloat16>, 128>>("std4");
+    check_format<v3<int8, 128>, v3<full<float16>, 128>>("int8");
+#elif PART == 2
+    check_format<v3<full<bfloat16>, 64>, v3<full<bfloat16>, 64>>("bf16");
+    check_format<cuda::latent_pair<typename kivi<2, 32>::keys, 448, 64, 512, 32>,
+                 cuda::latent_pair<full<float16>, 448, 64, 512, 32>>("kivi-2-g32, V4");
+#endif
+#endif
+    return test::report("latent");
+}
