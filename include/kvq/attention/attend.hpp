@@ -14,32 +14,18 @@
 #pragma once
 
 #include <algorithm>
-#include <bitset>
 #include <cmath>
 #include <limits>
 
-#include "../core/row_view.hpp"
+#include "attention_rows.hpp"
 #include "page_choice.hpp"
-#include "rotary.hpp"
-#include "softmax_state.hpp"
 #include "tile_sessions.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 /// Attention of one layer, ready to run its tasks.
-class attention {
+class attention : public attention_rows {
 public:
-    using scratch = attention_scratch;
-
-    const format_table& keys;
-    const format_table& values;
-    mods_view mods;  // within the window of the layer
-    layer_pages pages;
-    attention_plan plan;
-    int layer;
-    const rotation* rotate;  // of the layer, or null
-    query_view q;
-    output_view out;
     float* partials;
     page_choice choice;
     bool ranks_by_scores;  // and not by estimates, because a page of keys has a format without
@@ -48,7 +34,7 @@ public:
     void bound_sums(int task, const scratch& s) const {
         const task_place at = place_of(task);
         if (at.split > 0) return;
-        const row_block rows = begin_rows(at, s);
+        const row_block rows = begin_task(at, s);
         const tile_sessions tiles(keys, values, at.n);
         float max[most_query_rows], sum[most_query_rows], factor[most_query_rows];
         empty_rows(at.n, max, sum);
@@ -73,7 +59,7 @@ public:
     /// Ranks the pages of a task. Before choose().
     void rank(int task, const scratch& s) const {
         const task_place at = place_of(task);
-        const row_block rows = begin_rows(at, s);
+        const row_block rows = begin_task(at, s);
         const tile_sessions tiles(keys, values, at.n);
         const page_walk walk{nullptr, q_pos(at.first), q_pos(at.first + at.n - 1)};
         const int last_two = end_of(walk) - 2;
@@ -119,7 +105,7 @@ public:
             count_values(task, 0, 0);
             return;
         }
-        const row_block rows = begin_rows(at, s);
+        const row_block rows = begin_task(at, s);
         const tile_sessions tiles(keys, values, n);
         if (plan.skips) s.held->seen = s.held->skipped = 0;
         float max[most_query_rows], sum[most_query_rows];
@@ -177,10 +163,7 @@ public:
     }
 
 private:
-    static constexpr float log2e = softmax_state::log2e;
     static constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
-    static constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
-    using row_flags = std::bitset<most_query_rows>;
 
     /// What a task is about.
     struct task_place {
@@ -195,11 +178,11 @@ private:
                 splits - 1 - task % splits};
     }
 
-    /// The query rows of a task.
-    struct row_block {
-        int head, first, n;
-        row_flags bad;  // rows that are not finite
-    };
+    row_block begin_task(const task_place& at, const scratch& s) const {
+        float scale = mods.scale(plan.dim);
+        if (!mods.changes_scores()) scale *= log2e;
+        return begin_rows(at.head, at.first, at.n, scale, s);
+    }
 
     /// Uses the row's first partial as accumulator.
     void merge(int head, int row) const {
@@ -218,15 +201,6 @@ private:
                                static_cast<std::size_t>(plan.splits()) +
                            static_cast<std::size_t>(split);
         return partials + index * plan.state_floats();
-    }
-    int q_head(int head, int row) const noexcept { return head * plan.group + row % plan.group; }
-    int q_pos(int row) const noexcept {
-        return (mods.has_query_positions() ? pages.tokens - plan.query_tokens : 0) + row / plan.group;
-    }
-    row_block begin_rows(const task_place& at, const scratch& s) const {
-        const row_block rows{at.head, at.first, at.n, load_queries(at.head, at.first, at.n, s)};
-        s.forget_plans(keys, values);
-        return rows;
     }
     /// Merges a state, and the weights that were left out of it, in units of its maximum.
     void merge(softmax_state& running, const softmax_state& other, float& left,
@@ -251,55 +225,6 @@ private:
         row_state.finish(row_state.output, plan.value_dim);
         out.store(row / plan.group, q_head(head, row), row_state.output);
     }
-    block_shape key_shape(const page& p) const noexcept { return {tensor::key, p.tokens, plan.dim}; }
-    block_shape value_shape(const page& p) const noexcept {
-        return {tensor::value, p.tokens, plan.value_dim};
-    }
-
-    /// Loads the queries and returns which rows are not finite: integer products would hide them.
-    row_flags load_queries(int head, int first, int n, const scratch& s) const {
-        float scale = mods.scale(plan.dim);
-        if (!mods.changes_scores()) scale *= log2e;
-        const auto load = values.window().functions().backend->load_query;
-        row_flags bad;
-        for (int i = 0; i < n; ++i) {
-            const void* const row = q.at((first + i) / plan.group, q_head(head, first + i));
-            bad[static_cast<std::size_t>(i)] = !load(q.type, row, plan.dim, scale, s.query + i * plan.dim);
-        }
-        transform_queries(head, n, s.query, s.turned);
-        return bad;
-    }
-    /// to: [n][dim] for every transforming format of keys.
-    void transform_queries(int head, int n, const float* query, float* to) const {
-        const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
-        for (int f = 0; f < keys.size(); ++f) {
-            const format_functions& functions = keys[f].functions();
-            if (!functions.transforms) continue;
-            for (int i = 0; i < n; ++i) {
-                for (int d = 0; d < plan.dim; ++d) to[i * plan.dim + d] = query[i * plan.dim + d];
-                functions.transform_query(keys[f].scheme(), shape, block_id{layer, head}, to + i * plan.dim);
-            }
-            to += n * plan.dim;
-        }
-    }
-    /// The queries for a page whose keys moved by `shift`, transformed as its format wants.
-    const float* queries_for(const row_block& rows, std::int64_t shift, int format, const scratch& s) const {
-        const auto size = static_cast<std::size_t>(rows.n) * static_cast<std::size_t>(plan.dim);
-        if (!rotate) shift = 0;
-        if (shift != s.shifts->begun) {
-            for (int i = 0; i < keys.size(); ++i) s.key_spaces[i].begun = false;
-            s.shifts->begun = shift;
-        }
-        if (shift != 0 && shift != s.shifts->moved) {
-            for (std::size_t i = 0; i < size; ++i) s.moved[i] = s.query[i];
-            (*rotate)(s.moved, rows.n, plan.dim, -shift);
-            transform_queries(rows.head, rows.n, s.moved, s.moved + size);
-            s.shifts->moved = shift;
-        }
-        if (!keys[format].functions().transforms) return shift == 0 ? s.query : s.moved;
-        return (shift == 0 ? s.turned : s.moved + size) + keys.transforming_before(format) * size;
-    }
-
     /// Is no key of the split visible to any of the rows? An empty state, which merging ignores.
     bool hides(int split, int head, int first, int n) const {
         const int from = pages.lower_bound(split * plan.split_tokens),
@@ -348,13 +273,6 @@ private:
             e + 1 < pages.entries() && (!walk.ranks || page_choice::chosen(walk.ranks[e + 1]));
         return pages.at(follows ? e + 1 : e);
     }
-    static void empty_rows(int n, float* max, float* sum) noexcept {
-        for (int i = 0; i < n; ++i) {
-            max[i] = minus_infinity;
-            sum[i] = 0.0f;
-        }
-    }
-
     /// Computes one split's softmax state: s.part, max, sum; and s.held->left, if values may be skipped.
     void visit_split(const row_block& rows, int split, const scratch& s, float* max, float* sum) const {
         const int n = rows.n, dim = plan.value_dim;
@@ -461,139 +379,6 @@ private:
             if (!rows.bad[static_cast<std::size_t>(i)])
                 rank += page_choice::rough_exp2(score[i] - (floors[i] > minus_infinity ? floors[i] : 0.0f));
         return rank;
-    }
-
-    /// The functions of a format and their workspace for the rows of a task, from its first page on.
-    struct bound_product {
-        const format_functions& functions;
-        const attention_scratch::format_space& space;
-    };
-    bound_product product_of(const format_table& table, int index, const block_shape& shape,
-                             const row_block& rows, attention_scratch::format_space* spaces) const {
-        const format& f = table[index];
-        attention_scratch::format_space& space = spaces[index];
-        if (const int tokens = index == 0 ? planned_tokens(0, pages.geometry) : shape.tokens;
-            space.planned != tokens) {
-            f.functions().make_plan(f.scheme(), {shape.role, tokens, shape.dim}, {layer, rows.head}, rows.n,
-                                    space.plan);
-            space.planned = tokens;
-            space.begun = false;
-        }
-        if (space.tokens != shape.tokens) {
-            space.tokens = shape.tokens;
-            space.block_bytes = f.block_bytes(shape);
-        }
-        return {f.functions(), space};
-    }
-
-    void score_page(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
-                    const scratch& s) const {
-        const page& p = *entry.keys;
-        const block_shape shape = key_shape(p);
-        const block_id id{layer, rows.head};
-        const bound_product product = product_of(keys, p.format, shape, rows, s.key_spaces);
-        const format_functions& f = product.functions;
-        const std::byte* const block =
-            pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head);
-        const float* const x = queries_for(rows, entry.shift, p.format, s);
-        bool& begun = s.key_spaces[p.format].begun;
-        if (!f.begins_once[0] || !begun)
-            f.begin(product.space.plan, shape, id, block, x, plan.dim, product.space.workspace);
-        begun = true;
-        f.finish(product.space.plan, shape, id, block, x, plan.dim, entry.skip + entry.tokens, plan.dim,
-                 s.scores, s.scores_stride, false, ahead(p, *next.keys), product.space.workspace);
-        // From here on score 0 is that of the first shown token.
-        for (int i = 0; i < rows.n && entry.skip > 0; ++i) {
-            float* const score = s.scores + i * s.scores_stride;
-            std::copy(score + entry.skip, score + entry.skip + entry.tokens, score);
-        }
-    }
-
-    void change_and_mask(const row_block& rows, const layer_pages::entry& entry, page_visibility seen,
-                         const scratch& s) const {
-        if (seen == page_visibility::all && !mods.changes_scores()) return;
-        for (int i = 0; i < rows.n; ++i) {
-            float* const score = s.scores + i * s.scores_stride;
-            const int row = rows.first + i, pos = q_pos(row);
-            if (mods.changes_scores())
-                mods.change_scores(score, entry.tokens, q_head(rows.head, row), pos, entry.first_token,
-                                   log2e);
-            if (seen != page_visibility::all) mods.hide(score, entry.tokens, pos, entry.first_token);
-        }
-    }
-
-    /// Scores of n rows become weights; factor: that of the outputs so far.
-    void softmax(const scratch& s, int n, int tokens, float* max, float* sum, float* factor) const {
-        values.window().functions().backend->softmax(s.scores, s.scores_stride, n, tokens, max, sum, factor);
-    }
-    void scale_outputs(int n, const float* factor, const scratch& s) const {
-        const int dim = plan.value_dim;
-        const std::size_t rotations = values.transforming();
-        for (int i = 0; i < n; ++i) {
-            const float by = factor[i];  // a copy, which no output can be: else compilers multiply one by one
-            if (by == 1.0f) continue;
-            for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= by;
-            for (std::size_t r = 0; r < rotations; ++r) {
-                float* const turned =
-                    s.rotated + (r * static_cast<std::size_t>(n) + static_cast<std::size_t>(i)) *
-                                    static_cast<std::size_t>(dim);
-                for (int d = 0; d < dim; ++d) turned[d] *= by;
-            }
-        }
-    }
-    /// Adds weights times values of a page to the outputs.
-    void add_values(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
-                    const scratch& s) const {
-        const int n = rows.n, dim = plan.value_dim;
-        const page& p = *entry.values;
-        const block_shape shape = value_shape(p);
-        const block_id id{layer, rows.head};
-        // Tokens before the shown ones, and behind them where the whole block is folded, get weight zero.
-        const int end = entry.skip + entry.tokens;
-        for (int i = 0; i < n && entry.skip > 0; ++i) {
-            float* const weight = s.scores + i * s.scores_stride;
-            std::copy_backward(weight, weight + entry.tokens, weight + end);
-            std::fill_n(weight, entry.skip, 0.0f);
-        }
-        if (p.format != 0)
-            for (int i = 0; i < n; ++i)
-                for (int t = end; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
-        const bound_product product = product_of(values, p.format, shape, rows, s.value_spaces);
-        const format_functions& f = product.functions;
-        const std::byte* const block =
-            pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head);
-        float* to = s.part;
-        if (f.transforms)
-            to = s.rotated + values.transforming_before(p.format) * static_cast<std::size_t>(n * dim);
-        f.begin(product.space.plan, shape, id, block, s.scores, s.scores_stride, product.space.workspace);
-        f.finish(product.space.plan, shape, id, block, s.scores, s.scores_stride, dim, end, to, dim, true,
-                 ahead(p, *next.values), product.space.workspace);
-    }
-
-    /// Distance to the same head's block of the next page: prefetches do not wait for that page's header.
-    std::ptrdiff_t ahead(const page& now, const page& next) const noexcept {
-        prefetch(&next);
-        return distance(now, next);
-    }
-    std::ptrdiff_t distance(const page& now, const page& next) const noexcept {
-        return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(pages.data(next)) -
-                                           reinterpret_cast<std::uintptr_t>(pages.data(now)));
-    }
-
-    /// Restores outputs that were summed in a transformed basis, and adds them to the others.
-    void restore_outputs(int head, int n, const scratch& s) const {
-        const int dim = plan.value_dim;
-        const block_shape shape{tensor::value, pages.geometry.page_tokens, dim};
-        std::size_t index = 0;
-        for (int f = 0; f < values.size(); ++f) {
-            const format_functions& functions = values[f].functions();
-            if (!functions.transforms) continue;
-            float* const from = s.rotated + index++ * static_cast<std::size_t>(n * dim);
-            for (int i = 0; i < n; ++i) {
-                functions.restore_output(values[f].scheme(), shape, block_id{layer, head}, from + i * dim);
-                for (int d = 0; d < dim; ++d) s.part[i * dim + d] += from[i * dim + d];
-            }
-        }
     }
 };
 
