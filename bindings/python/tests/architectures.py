@@ -108,7 +108,7 @@ REFUSED = {
                      altup_num_inputs=2),
                 "keys of another layer"),
     "Gemma4": (dict(GEMMA4, num_kv_shared_layers=1), "keys of another layer"),
-    "OlmoHybrid": (LINEAR, "looks for layer 0 of the cache"),
+    "OlmoHybrid": (LINEAR, r"looks for layer \d of the cache"),
     "Bloom": (dict(n_layer=3, n_head=4), OWN_ATTENTION),
     "Falcon": (dict(new_decoder_architecture=False, multi_query=True, alibi=False, head_dim=None),
                OWN_ATTENTION),
@@ -317,7 +317,7 @@ def on_gpu():
                  "Llama4", "Qwen3Next"):
         options = dict(HELD[name], hidden_size=256, head_dim=64, intermediate_size=384,
                        initializer_range=0.05, max_position_embeddings=1024)
-        for option, value in (("sliding_window", 100), ("global_head_dim", 64), ("attention_chunk_size", 400)):
+        for option, value in (("sliding_window", 100), ("global_head_dim", 64), ("attention_chunk_size", 100)):
             if option in options:
                 options[option] = value
         try:

@@ -416,6 +416,38 @@ class Real(OnGpu):
             used.append(cache.bytes())
         self.assertLess(used[1], 0.8 * used[0])
 
+    def test_chunks(self):
+        """Greedy ids of Llama 4 behind its first chunks are those with the package's own cache: alone and padded."""
+        import kvq.transformers
+
+        package = of_cpu.real_package
+        if not hasattr(package, "Llama4ForCausalLM"):
+            self.skipTest("this version of transformers has no Llama4ForCausalLM")
+        torch.manual_seed(3)
+        config = package.Llama4TextConfig(
+            vocab_size=200, hidden_size=256, intermediate_size=384, intermediate_size_mlp=384, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, bos_token_id=1, eos_token_id=None,
+            pad_token_id=0, attention_chunk_size=96, no_rope_layers=[1, 1, 0], num_local_experts=2, moe_layers=[1],
+            layer_types=["chunked_attention", "chunked_attention", "full_attention"])
+        model = package.Llama4ForCausalLM(config).eval().to(DEVICE, torch.float16)
+        ids = torch.randint(2, 200, (3, 300)).to(DEVICE)
+        mask = torch.ones_like(ids)
+        mask[1, :115] = 0
+        for of in (slice(0, 1), slice(None)):
+            options = dict(attention_mask=mask[of], max_new_tokens=120, do_sample=False)
+            model.set_attn_implementation("eager")
+            expected = model.generate(ids[of], **options)
+            model.set_attn_implementation("kvq")
+            for make in (kvq.transformers.Cache, lambda *args, **given: kvq.transformers.Cache.for_model(model, *args, **given)):
+                cache = make("fp16", max_tokens=1024)
+                self.assertTrue(torch.equal(model.generate(ids[of], past_key_values=cache, **options), expected))
+                self.assertEqual([layer._device.layer.kind for layer in cache.layers], ["chunked", "chunked", "full"])
+                self.assertGreater(cache.layers[0].sequences[0].trim_limit(), 200)  # pages were freed
+                cache.reset()
+                kvq.transformers.decode_in_graphs(model)
+                self.assertTrue(torch.equal(model.generate(ids[of], past_key_values=cache, **options), expected))
+                del model.forward
+
     def test_decode_graph(self):
         """Logits and caches of steps without a graph: with padding, when pools move, behind a crop."""
         import kvq.transformers

@@ -13,7 +13,7 @@ import torch
 from . import _abi
 from ._configs import ROLLBACK
 from ._errors import BY_STATUS, ArgumentError, Error, InternalError, UnsupportedError
-from ._layers import full_attention, sliding_attention
+from ._layers import Layer
 from ._library import library
 from .cuda import Cache, Sequence, attend_options
 
@@ -61,11 +61,10 @@ class _Rows:
 class DevicePages:
     """Sequences of a batch in one layer."""
 
-    def __init__(self, k: torch.Tensor, values: Any, keys: Any, options: Dict[str, Any], window: int = 0) -> None:
-        """window: tokens of the layer's own window, which frees pages; 0: none"""
+    def __init__(self, k: torch.Tensor, values: Any, keys: Any, options: Dict[str, Any], layer: Layer) -> None:
         if values is not None and values != keys:
             raise UnsupportedError(f"kvq: on a GPU keys and values have one format, not {keys} and {values}")
-        batch, kv_heads, _, head_dim = k.shape
+        batch = k.shape[0]
         given = dict(options)
         stored = given.pop("window", None)
         self.dtype = k.dtype
@@ -75,15 +74,13 @@ class DevicePages:
         if stored not in (None, names[k.dtype]):
             raise ArgumentError(f"kvq: the window is {stored}, but the keys are {names[k.dtype]}")
         most = given.pop("max_batch", batch)
-        layer = full_attention(kv_heads, head_dim)
-        if window:
-            layer = sliding_attention(window, kv_heads, head_dim)
+        if layer.hides:
             given.setdefault("rollback", ROLLBACK)
         pages = Cache([layer], formats=keys, dtype=k.dtype, device=k.device, max_batch=most, **given)
         self._hold(pages, [pages.new_sequence() for _ in range(batch)])
 
     def _hold(self, pages: Cache, sequences: List[Sequence]) -> None:
-        self.pages, self.sequences = pages, sequences
+        self.pages, self.layer, self.sequences = pages, pages.layers[0], sequences
         self._rows: Optional[Any] = None
         self._begun = False
         self._address, self._stream = pages.address, pages.stream_of()

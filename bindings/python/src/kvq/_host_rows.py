@@ -49,7 +49,7 @@ class Rows:
 
     def _make(self, layers: List[Layer]) -> None:
         options = dict(self._options)
-        if any(layer.window for layer in layers):
+        if any(layer.hides for layer in layers):
             options.setdefault("rollback", ROLLBACK)
         parts = [part for layer in layers for part in layer.parts]
         if parts:

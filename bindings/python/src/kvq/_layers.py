@@ -59,6 +59,11 @@ class Layer:
     parts: Tuple[StatePart, ...] = ()
     owner: int = 0
 
+    @property
+    def hides(self) -> bool:
+        """Whether its queries see only a window or a chunk."""
+        return self.kind in ("sliding", "chunked")
+
 
 def full_attention(kv_heads: int, head_dim: int, value_dim: Optional[int] = None) -> Layer:
     """A layer that holds all of its tokens."""

@@ -67,7 +67,9 @@ class Said:
             if far:
                 raise UnsupportedError(f"kvq: the mask of {model_name()} shows tokens that a layer with {what} of {own} has freed")
         elif of.kind == "chunked":
-            left = torch.zeros(1, dtype=torch.long) if self._left is None else self._left.cpu()
+            left = torch.zeros(1, dtype=torch.long)
+            if self._left is not None and self.padding is not None:
+                left = self._left = self._left.cpu()  # waits for a GPU, once in a forward pass
             first = torch.zeros_like(left) if real is None else real.long().argmax(dim=1)
             if bool((first != left).any()) or (real is not None and bool((real.sum(1) != tokens - first).any())):
                 raise UnsupportedError(f"kvq: {model_name()} counts padding behind tokens in its chunks of {own}; with a cache of "

@@ -25,6 +25,7 @@ import copy
 import functools
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -35,7 +36,7 @@ from ._attention import Mods, Threads
 from ._configs import layers_of, text_config
 from ._errors import ArgumentError, Error, UnsupportedError
 from ._host_rows import Rows, States
-from ._layers import Layer as _OfModel
+from ._layers import Layer as _OfModel, chunked_attention, full_attention
 from ._masks import Said, given_mask, said
 from ._models import Handed, HandedMask, check_model, model_name, state_layer
 
@@ -128,7 +129,6 @@ class Layer(CacheLayerMixin):
         self._padding = padding or _Padding()
         self._shape: Any = None  # of keys and values, what pages are made for
         self._device: Any = None  # on a GPU: DevicePages
-        self.chunk: Optional[int] = None  # tokens of a chunk, where attention is chunked
         self.tokens = 0  # padding included
         self.real: Optional[torch.Tensor] = None  # [batch][tokens]: False for padding; None: there is none
 
@@ -147,7 +147,9 @@ class Layer(CacheLayerMixin):
         """What the config of the model says of the layer; None: nothing."""
         return None if self._rows.layers is None else self._rows.layers[self._number]
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: Optional[torch.Tensor] = None) -> None:
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: Optional[torch.Tensor] = None,
+                            chunk: Optional[int] = None) -> None:
+        """chunk: tokens of a chunk, if the mask says that attention is chunked"""
         batch, kv_heads, _, head_dim = key_states.shape
         value_dim = head_dim if value_states is None else value_states.shape[-1]
         keys, values = self._formats
@@ -157,9 +159,12 @@ class Layer(CacheLayerMixin):
                     f"kvq: on a GPU keys and values have one head_dim, not {head_dim} and {value_dim}")
             from ._device_layer import DevicePages
 
-            of = self.of_model
-            window = of.window if of is not None and of.kind == "sliding" else 0
-            self._device = DevicePages(key_states, values, keys, self._options, window)
+            layer = full_attention(kv_heads, head_dim)
+            if self.of_model is not None and self.of_model.hides:
+                layer = replace(layer, kind=self.of_model.kind, window=self.of_model.window)
+            elif chunk is not None:
+                layer = chunked_attention(chunk, kv_heads, head_dim)
+            self._device = DevicePages(key_states, values, keys, self._options, layer)
         else:
             self._rows.begin(self._number, batch, kv_heads, head_dim, value_dim)
             self._device = None
@@ -215,24 +220,23 @@ class Layer(CacheLayerMixin):
         batch, _, n, _ = q.shape
         # A layer without tokens is as good as new: after reset() the batch may be another.
         if not self.is_initialized or (self.tokens == 0 and self._shape != self._shape_of(k, v.shape[-1])):
-            self.lazy_initialization(k, v)
+            self.lazy_initialization(k, v, mask.chunk)
         if batch != len(self.sequences):
             raise ArgumentError(f"kvq: a batch of {batch} for a cache of {len(self.sequences)} sequences")
         new, real = self._padding.read(self, mask.padding, self.real, batch, self.tokens, n)
         if self._device is None:
             out = self._on_cpu(self._number, k, v, q, self.tokens + n, new, real, mask, how, s_aux)
             self._lent = self._lent and (self._lent[0], new)
-        elif mask.needs_rows(self.tokens + n):
-            if mask.seen is None:
-                raise _chunks_on_gpu(self.tokens + n, mask.chunk)
-            raise UnsupportedError(f"kvq: the mask of {model_name()} is neither causal nor a sliding window; "
-                                   "others are for the CPU only, not for a GPU")
         else:
-            if self.of_model is not None and self.of_model.kind == "sliding":
-                mask.agree(self.of_model, how[2], real, self.tokens + n, n)
+            of = self._device.layer
+            if mask.seen is not None or (mask.needs_rows(self.tokens + n) and of.kind != "chunked"):
+                raise UnsupportedError(f"kvq: the mask of {model_name()} is neither causal nor a sliding window, nor the chunks "
+                                       "that it had before; others are for the CPU only, not for a GPU")
+            if of.hides:
+                mask.agree(of, how[2], real, self.tokens + n, n)
             out = self._device.attend(k, v, q, new, how, s_aux)
         self.tokens += n
-        self.real, self.chunk = real, mask.chunk
+        self.real = real
         return out
 
     def lend(self, layer_idx: int, q: torch.Tensor, mask: Said, how: How, s_aux: Optional[torch.Tensor]) -> torch.Tensor:
@@ -257,7 +261,7 @@ class Layer(CacheLayerMixin):
         batch, q_heads, n, _ = q.shape
         scale, softcap, window = how
         of = self.of_model
-        hides = of is not None and of.window > 0  # by itself
+        hides = of is not None and of.hides  # by itself
         if hides:
             mask.agree(of, window, real, total, n)
             window = None
@@ -332,7 +336,7 @@ class Layer(CacheLayerMixin):
         if self.is_initialized:
             made.is_initialized, made._shape = True, self._shape
             made._device = None if self._device is None else self._device.copy()
-            made.tokens, made.real, made.chunk = self.tokens, self.real, self.chunk
+            made.tokens, made.real = self.tokens, self.real
         return made
 
     def offload(self) -> None:
@@ -402,11 +406,6 @@ def _logits(s_aux: Optional[torch.Tensor]) -> Optional[List[float]]:
     return None if s_aux is None else s_aux.detach().float().flatten().tolist()
 
 
-def _chunks_on_gpu(tokens: int, chunk: int) -> UnsupportedError:
-    return UnsupportedError(f"kvq: {model_name()} attends within chunks of {chunk} tokens; {tokens} tokens are "
-                            "for the CPU only, not for a GPU")
-
-
 @functools.lru_cache(maxsize=None)
 def _zero_keeps_all() -> bool:
     """Whether crop(0) of the package's own layers removes nothing; in older versions it removes all."""
@@ -466,7 +465,8 @@ class Cache(_Cache):
         On the CPU all layers are in one kvq.Cache: `pages`, and `sequences`, one per row. Layers with a window or chunks free
         what no query sees any more. Recurrent states are stored when rows are chosen, copied or asked for, and when a snapshot
         is due: at the end of a prompt and every `snapshot_every` tokens. crop() goes back to a snapshot, and is refused elsewhere.
-        On a GPU every layer has a kvq.cuda.Cache, and those with a window free pages. UnsupportedError names the type of a model that cannot be served, and why.
+        On a GPU every layer has a kvq.cuda.Cache, and those with a window or chunks free pages. UnsupportedError names the type of a
+        model that cannot be served, and why.
         """
         config = getattr(model, "config", model)
         of_model, made = layers_of(config), []
@@ -754,9 +754,6 @@ class DecodeGraph:
         return self._logits
 
     def _step(self, ids: torch.Tensor, layers: List[Any], batch: int) -> None:
-        for layer in layers:
-            if layer.chunk is not None and layer.tokens + 1 > layer.chunk:
-                raise _chunks_on_gpu(layer.tokens + 1, layer.chunk)
         lengths = [layers[0].tokens] * batch if layers[0].real is None else layers[0].real.sum(1).tolist()
         if lengths != self._lengths:
             self._positions.copy_(torch.tensor(lengths).unsqueeze(1))
