@@ -98,8 +98,8 @@ HELD = {
 }
 # With Cache.for_model; those of REFUSED with it alone.
 FOR_MODEL = ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Gemma4, nothing shared", "Phi3", "Olmo3", "Cohere2", "Exaone4", "GptOss",
-             "Llama4", "DeepseekV3", "Qwen3Next", "Qwen3_5", "OlmoHybrid", "NemotronH", "Lfm2", "Jamba", "Bamba", "GraniteMoeHybrid",
-             "Gemma3n", "Gemma4", "Whisper", "Bart")
+             "Llama4", "DeepseekV2", "DeepseekV3", "MiniCPM3", "Glm4MoeLite", "Youtu", "Qwen3Next", "Qwen3_5", "OlmoHybrid", "NemotronH",
+             "Lfm2", "Jamba", "Bamba", "GraniteMoeHybrid", "Gemma3n", "Gemma4", "Whisper", "Bart")
 # And what the refusal says.
 OWN_ATTENTION = "does not hand"
 REFUSED = {

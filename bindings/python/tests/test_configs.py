@@ -38,7 +38,7 @@ class Configs(unittest.TestCase):
         self.assertEqual(layers_of(types.SimpleNamespace(**dict(one, num_attention_heads=8, hidden_size=256))),
                          [kvq.full_attention(8, 32, 32)])
         latent = dict(kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
-        self.assertEqual(layers_of(config(**latent))[0], kvq.full_attention(8, 24, 12))
+        self.assertEqual(layers_of(config(**latent))[0], kvq.latent_attention(64, 8))
         wide = dict(SIZES, num_key_value_heads=1, head_dim=64)
         of_layers = [types.SimpleNamespace(**sizes) for sizes in (SIZES, SIZES, SIZES, wide)]
         self.assertEqual([(l.kv_heads, l.head_dim) for l in layers_of(config(is_heterogeneous=True, per_layer_config=of_layers))],

@@ -207,7 +207,7 @@ class Everything:
 
 
 def eager(module, q, k, v, mask, scaling, dropout=0.0, s_aux=None, **_):
-    k, v = (x.repeat_interleave(Q // KV, dim=1) for x in (k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     n, m = k.shape[2], q.shape[2]
     b, i, j = (torch.arange(*of, device=q.device) for of in ((q.shape[0],), (n - m, n), (n,)))
     seen = module.sees(b[:, None, None, None], 0, i[:, None], j[None, :])
@@ -531,32 +531,96 @@ class StandIn(unittest.TestCase):
         with self.assertRaisesRegex(kvq.UnsupportedError, "layers of the type linear_attention"):
             self.model(self.ids, self.exact(), self.attention, None, self.mask)
 
-    def test_latent_attention(self):
-        """A module that gives latents to the cache, and makes keys and values of what comes back."""
-        def matrix():
-            return torch.randn(KV * D, 16, device=self.device, dtype=self.dtype) / 4
+    def latent_module(self):
+        """Of latent attention: it gives its cache 12 latent channels and 4 rotary ones, and expands what comes back."""
 
         class Latent:
-            is_causal, sees, maps = True, staticmethod(causal), (matrix(), matrix())
+            is_causal, sees, bias = True, staticmethod(causal), 0.0
+            values = D if self.on_gpu else 20  # there as many channels as those of keys
+            map = torch.randn(Q * (D - 4 + values), 12, device=self.device, dtype=self.dtype) / 4
 
-            def expand_kv(self, latents):
-                k, v = (torch.nn.functional.linear(latents, of) for of in self.maps)
-                return (x.view(*x.shape[:2], x.shape[2], KV, D)[:, 0].transpose(1, 2) for x in (k, v))
+            def expand_kv(self, latents, rotary):
+                both = torch.nn.functional.linear(latents, self.map).view(latents.shape[0], latents.shape[2], Q, -1).transpose(1, 2)
+                both = both + self.bias
+                return torch.cat([both[..., : D - 4], rotary.expand(-1, Q, -1, -1)], dim=-1), both[..., D - 4 :]
 
-        module, cache, all_of = Latent(), self.exact(), torch.zeros(2, 1, 0, 16, device=self.device, dtype=self.dtype)
+        return Latent()
+
+    def latents(self, batch, n):
+        return torch.randn(batch, 1, n, 16, device=self.device, dtype=self.dtype)
+
+    def latent_step(self, module, cache, new, layer=0):
+        """Queries, and attention to the latents of a cache, which is given new ones."""
+        q = torch.randn(new.shape[0], Q, new.shape[2], D, device=self.device, dtype=self.dtype)
+        keys = module.expand_kv(*cache.update(*new.split([12, 4], dim=-1), layer))
+        return q, lambda mask=None: self.attention(module, q, *keys, mask, scaling=0.3)[0]
+
+    def latent_steps(self, module, cache, before=None, rows=(0, 1)):
+        """A prompt, a chunk and a step, the first row of `before` with padding."""
+        all_of = self.latents(2, 0) if before is None else before
+        mask = torch.ones(2, all_of.shape[2] + 36, dtype=torch.long, device=self.device)
+        mask[rows.index(0), :7] = 0
         for n in (30, 5, 1):
-            new = torch.randn(2, 1, n, 16, device=self.device, dtype=self.dtype)
-            q = torch.randn(2, Q, n, D, device=self.device, dtype=self.dtype)
+            new = self.latents(2, n)
             all_of = torch.cat([all_of, new], dim=2)
-            latents, _ = cache.update(new, new[..., :4], 0)
-            out = self.attention(module, q, *module.expand_kv(latents), None, scaling=0.3)[0]
-            expected = eager(module, q, *module.expand_kv(all_of), None, 0.3)[0]
-            self.assertLess((out - expected).abs().max().item(), self.most)
+            given = mask[:, : all_of.shape[2]]
+            q, attend = self.latent_step(module, cache, new)
+            out = attend(given)
+            expected = eager(module, q, *module.expand_kv(*all_of.split([12, 4], dim=-1)), given, 0.3)[0]
+            self.assertEqual(out.shape, expected.shape)
+            self.assertLess((out - expected)[given[:, -n:].bool()].abs().max().item(), self.most)
+        return all_of
+
+    def test_latent_attention(self):
+        """A module that makes keys and values of what the cache gives back: Cache() holds these."""
+        module, cache = self.latent_module(), self.exact()
+        self.latent_steps(module, cache)
         self.assertEqual(cache.get_seq_length(), 36)
-        latents, _ = cache.update(new, new[..., :4], 0)
-        keys = module.expand_kv(latents)
+        _, attend = self.latent_step(module, cache, self.latents(2, 1))
+        module = self.latent_module()
+        keys = module.expand_kv(*self.latents(2, 1).split([12, 4], dim=-1))
         with self.assertRaisesRegex(kvq.ArgumentError, "were not given to a cache of kvq"):  # another module's
-            self.attention(Latent(), q, *keys, None)
+            self.attention(module, keys[0], *keys, None)
+
+    def test_latents(self):
+        """for_model on the CPU holds the latents, once, and attends to them."""
+        if self.on_gpu:
+            self.skipTest("there keys and values are held")
+        config = types.SimpleNamespace(num_hidden_layers=2, num_attention_heads=Q, kv_lora_rank=12, qk_rope_head_dim=4)
+
+        def made(keys="fp32", window="fp32"):
+            return self.module.Cache.for_model(config, keys, window=window, page_tokens=8, sinks=0, recent=8, rollback=8)
+
+        module, cache = self.latent_module(), made()
+        before = self.latent_steps(module, cache)
+        self.assertEqual([layer.kind for layer in cache.pages.layers], ["latent"] * 2)
+        cache.crop(-6)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        before, other = before[[1, 0], :, :30], copy.deepcopy(cache)
+        self.latent_steps(module, cache, before, (1, 0))
+        self.latent_steps(module, other, before, (1, 0))
+        cache.reset()
+        module.map = module.map.flip(0)  # other weights
+        self.latent_steps(module, cache)
+        cache = made()
+        self.latent_step(module, cache, self.latents(2, 3))  # a pass that fails before attention
+        self.latent_steps(module, cache)
+        for keys, window, of_token in (("fp32", "fp32", 64), ("fp16", "fp16", 32), ("int8", "fp16", 32)):
+            cache = made(keys, window)
+            for layer in range(2):
+                self.latent_step(module, cache, self.latents(1, 80), layer)[1]()
+            used = cache.sequences[0].usage()
+            if keys == "int8":
+                self.assertGreater(used.quantized, 0)
+                self.assertLess(used.quantized + used.window, 2 * 80 * of_token)
+            else:
+                self.assertEqual((used.quantized, used.window), (0, 2 * 80 * of_token))
+        with self.assertRaisesRegex(kvq.UnsupportedError, "gives its cache 4 heads with 12 and 4 channels, its config says latents of 12 and 4"):
+            cache.update(*self.latents(1, 1).expand(-1, 4, -1, -1).split([12, 4], dim=-1), 0)
+        cache, module.bias = made(), 1.0
+        with self.assertRaisesRegex(kvq.UnsupportedError, "Latent of .* not linear in its 12 latent channels"):
+            self.latent_steps(module, cache)
+        self.assertEqual(cache.get_seq_length(), 0)
 
     def test_layers_of_states(self):
         """Are the package's own; keys and lengths are found behind them."""
@@ -875,6 +939,41 @@ class Real(unittest.TestCase):
             self.assertEqual(out.shape, (3, 100))
             used.append(cache.bytes())
         self.assertLess(used[1], 0.8 * used[0])
+
+    def test_latents(self):
+        """Ids of DeepSeek V3 with latents in 32 and 16 bit are those of the package's own cache; a token has the bytes of its latents."""
+        import kvq.transformers
+
+        if not hasattr(real_package, "DeepseekV3ForCausalLM"):
+            self.skipTest("this version of transformers has no DeepseekV3ForCausalLM")
+        torch.manual_seed(3)
+        config = real_package.DeepseekV3Config(
+            vocab_size=200, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=24,
+            n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1,
+            max_position_embeddings=256, initializer_range=0.2, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+        model = real_package.DeepseekV3ForCausalLM(config).eval()
+        ids = torch.randint(2, 200, (3, 60))
+        mask = torch.ones_like(ids)
+        mask[1, :15] = 0
+        for options in ({}, {"num_beams": 3}):
+            options = dict(attention_mask=mask, max_new_tokens=40, do_sample=False, **options)
+            model.set_attn_implementation("eager")
+            expected = model.generate(ids, **options)
+            model.set_attn_implementation("kvq")
+            for keys, of_number in (("fp32", 4), ("fp16", 2), ("std4", 2)):
+                with self.subTest(keys=keys, options=options):
+                    cache = kvq.transformers.Cache.for_model(model, keys, window="fp32" if keys == "fp32" else "fp16",
+                                                               page_tokens=32, recent=8, rollback=0)
+                    found, used = model.generate(ids, past_key_values=cache, **options), cache.sequences[0].usage()
+                    bytes_of_16_bit = 3 * len(cache.sequences[0]) * (64 + 16) * of_number
+                    if keys == "std4":
+                        self.assertGreater(used.quantized, 0)
+                        self.assertEqual(found.shape, expected.shape)
+                        self.assertLess(used.quantized + used.window, 0.8 * bytes_of_16_bit)
+                    else:
+                        self.assertTrue(torch.equal(found, expected))
+                        self.assertEqual(used.quantized + used.window, bytes_of_16_bit)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any, List, Optional, Tuple
 
 from ._errors import UnsupportedError
-from ._layers import Layer, StatePart, chunked_attention, full_attention, shared_with, sliding_attention, state_layer
+from ._layers import Layer, StatePart, chunked_attention, full_attention, latent_attention, shared_with, sliding_attention, state_layer
 
 ROLLBACK = 32  # tokens, of layers with windows unless given: more than drafts have
 _FULL = ("full_attention", "attention")
@@ -73,6 +73,8 @@ def _layer(of: Any, i: int, kind: str) -> Optional[Layer]:
         return None
     if kind in _STATES:
         return state_layer(_parts(of, kind))
+    if kind in _FULL and getattr(of, "kv_lora_rank", None):
+        return latent_attention(_size(of, "kv_lora_rank"), _size(of, "qk_rope_head_dim"))
     shape = _shape(of, i)
     if kind in _FULL:
         return full_attention(*shape)

@@ -8,6 +8,7 @@ import torch
 from ._cache import Cache
 from ._configs import ROLLBACK
 from ._errors import ArgumentError, UnsupportedError
+from ._latents import format_names
 from ._layers import Layer, full_attention
 from ._models import model_name
 from ._sequence import Sequence
@@ -55,7 +56,11 @@ class Rows:
         if parts:
             bytes_ = sum(4 * part.heads * part.rows * part.columns + 256 for part in parts)
             options.setdefault("snapshot_bytes", _SNAPSHOTS * bytes_)
-        self.pages = Cache(layers, 0, 0, *self._formats, **options)
+        keys, values = self._formats
+        latent = next((layer for layer in layers if layer.kind == "latent"), None)
+        if latent is not None:
+            keys = format_names(keys, latent.window)
+        self.pages = Cache(layers, 0, 0, keys, values, **options)
 
     def trim(self, lengths: List[int]) -> None:
         """Every row to a number of tokens, at most those that it has; none where one cannot."""

@@ -36,6 +36,7 @@ from ._attention import Mods, Threads
 from ._configs import layers_of, text_config
 from ._errors import ArgumentError, Error, UnsupportedError
 from ._host_rows import Rows, States
+from ._latents import Absorbed
 from ._layers import Layer as _OfModel, chunked_attention, full_attention
 from ._masks import Said, given_mask, said
 from ._models import Handed, HandedMask, check_model, model_name, state_layer
@@ -129,6 +130,7 @@ class Layer(CacheLayerMixin):
         self._padding = padding or _Padding()
         self._shape: Any = None  # of keys and values, what pages are made for
         self._device: Any = None  # on a GPU: DevicePages
+        self.latents: Optional[Tuple[int, int]] = None  # channels of latents and of their rotary part, if keys are latents
         self.tokens = 0  # padding included
         self.real: Optional[torch.Tensor] = None  # [batch][tokens]: False for padding; None: there is none
 
@@ -151,7 +153,7 @@ class Layer(CacheLayerMixin):
                             chunk: Optional[int] = None) -> None:
         """chunk: tokens of a chunk, if the mask says that attention is chunked"""
         batch, kv_heads, _, head_dim = key_states.shape
-        value_dim = head_dim if value_states is None else value_states.shape[-1]
+        value_dim = self._value_dim(value_states)
         keys, values = self._formats
         if key_states.device.type == _DEVICE:
             if value_dim != head_dim:
@@ -170,6 +172,10 @@ class Layer(CacheLayerMixin):
             self._device = None
         self._shape, self.is_initialized = self._shape_of(key_states, value_dim), True
 
+    def _value_dim(self, v: Optional[torch.Tensor]) -> int:
+        """Channels of values. None: the values of latents are channels of these"""
+        return self.of_model.value_dim if v is None else v.shape[-1]
+
     @staticmethod
     def _shape_of(k: torch.Tensor, value_dim: int) -> Tuple:
         dtype = k.dtype if k.device.type == _DEVICE else None  # pages of the CPU take any
@@ -185,9 +191,25 @@ class Layer(CacheLayerMixin):
             self._waiting = None
             raise ArgumentError(f"kvq: the attention of {model_name()} did not read the cache; load it with "
                                 'attn_implementation="kvq"')
+        keys, self.latents = key_states, None
+        if self.of_model is not None and self.of_model.kind == "latent" and keys.device.type != _DEVICE:
+            self.latents = self._check_latents(key_states, value_states)
+            # attend() takes the latents. The module makes keys and values of one token, which nobody reads.
+            keys = torch.cat([key_states, value_states], dim=-1)
+            key_states, value_states = key_states[:, :, :1], value_states[:, :, :1]
         handed = Handed.make(key_states, self, "the keys of its cache")
-        self._waiting = (handed, key_states)
+        self._waiting = (handed, keys)
         return handed, value_states
+
+    def _check_latents(self, latents: torch.Tensor, rotary: torch.Tensor) -> Tuple[int, int]:
+        """Their numbers of channels."""
+        of = self.of_model
+        said, found = (of.head_dim - of.window, of.window), (latents.shape[3], rotary.shape[3])
+        if latents.shape[1] != 1 or found != said:
+            raise UnsupportedError(
+                f"kvq: layer {self._number} of {model_name()} gives its cache {latents.shape[1]} heads with {found[0]} and {found[1]} "
+                f"channels, its config says latents of {said[0]} and {said[1]}; kvq.transformers.Cache(...) takes what it is given")
+        return said
 
     def take(self, handed: Handed) -> torch.Tensor:
         """The keys that update() has handed out, once."""
@@ -207,19 +229,19 @@ class Layer(CacheLayerMixin):
     def expand(self, handed: Handed, module: torch.nn.Module) -> None:
         """A module of latent attention makes the keys and values of each head from what update() has handed
         out. Its call of attention() follows, with these."""
-        if _expanded.layer is not self:
-            self.take(handed)
+        if self._waiting is not None:
+            _expanded.keys = self.take(handed)
             _expanded.layer, _expanded.module = self, module
 
-    def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, mask: Said, how: How,
+    def attend(self, k: torch.Tensor, v: Optional[torch.Tensor], q: torch.Tensor, mask: Said, how: How,
                s_aux: Optional[torch.Tensor]) -> torch.Tensor:
-        """Appends k and v, [batch][kv_heads][n][dim], and attends for q, [batch][q_heads][n][dim].
+        """Appends k and v, [batch][kv_heads][n][dim], and attends for q, [batch][q_heads][n][dim]. v is None if k are latents.
 
         Returns [batch][n][q_heads][dim].
         """
         batch, _, n, _ = q.shape
         # A layer without tokens is as good as new: after reset() the batch may be another.
-        if not self.is_initialized or (self.tokens == 0 and self._shape != self._shape_of(k, v.shape[-1])):
+        if not self.is_initialized or (self.tokens == 0 and self._shape != self._shape_of(k, self._value_dim(v))):
             self.lazy_initialization(k, v, mask.chunk)
         if batch != len(self.sequences):
             raise ArgumentError(f"kvq: a batch of {batch} for a cache of {len(self.sequences)} sequences")
@@ -456,15 +478,16 @@ class Cache(_Cache):
     @classmethod
     def for_model(cls, model: Any, keys: Any = "std4", values: Any = None, *, threads: Optional[Threads] = None,
                   **options: Any) -> Any:
-        """A cache for the layers that the config of a model names: windows, chunks, sizes of heads, recurrent states, layers
+        """A cache for the layers that the config of a model names: windows, chunks, sizes of heads, latents, recurrent states, layers
         that share the keys of others. For an encoder with a decoder an EncoderDecoderCache of two, one for each attention.
 
         model   a model of transformers or its config
         others  as of Cache; on the CPU also snapshot_every and snapshot_bytes (None: four snapshots)
 
         On the CPU all layers are in one kvq.Cache: `pages`, and `sequences`, one per row. Layers with a window or chunks free
-        what no query sees any more. Recurrent states are stored when rows are chosen, copied or asked for, and when a snapshot
-        is due: at the end of a prompt and every `snapshot_every` tokens. crop() goes back to a snapshot, and is refused elsewhere.
+        what no query sees any more. Latents are stored once, their rotary channels in 16 bit: "std4" is "std4-fp16x64". Recurrent
+        states are stored when rows are chosen, copied or asked for, and when a snapshot is due: at the end of a prompt and every
+        `snapshot_every` tokens. crop() goes back to a snapshot, and is refused elsewhere.
         On a GPU every layer has a kvq.cuda.Cache, and those with a window or chunks free pages. UnsupportedError names the type of a
         model that cannot be served, and why.
         """
@@ -836,7 +859,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         borrower, keys = (idx, None) if layer.lends(key, idx) else (None, layer.take(key))
     else:
         layer, keys = (_expanded.layer if _expanded.module is module else None), key
-    _expanded.layer = _expanded.module = None
+        if layer is not None and layer.latents is not None:
+            keys, value = _expanded.keys, None
+    _expanded.layer = _expanded.module = _expanded.keys = None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     of_encoder = not causal and layer is None and not getattr(module, "is_decoder", False)
     if not causal and not of_encoder and not isinstance(layer, CrossLayer):
@@ -862,8 +887,13 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         check_model(getattr(module, "config", None))
         mask, window = Said() if attention_mask is None else given_mask(attention_mask), sliding_window
     how = (scaling, softcap, window)
-    out = layer.attend(keys, value, query, mask, how, s_aux) if borrower is None else layer.lend(borrower, query, mask, how, s_aux)
-    return out, None
+    if borrower is not None:
+        return layer.lend(borrower, query, mask, how, s_aux), None
+    if layer.latents is None:
+        return layer.attend(keys, value, query, mask, how, s_aux), None
+    weights = Absorbed(module, *layer.latents, keys, layer.tokens == 0)
+    how = (query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, window)
+    return weights.outputs(layer.attend(keys, value, weights.queries(query), mask, how, s_aux)), None
 
 
 def _of_encoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Optional[torch.Tensor],
@@ -896,6 +926,7 @@ def attention_mask(batch_size: int, kv_length: int = 0, kv_offset: int = 0,
 class _Expanded(threading.local):
     layer: Optional[Layer] = None
     module: Optional[torch.nn.Module] = None
+    keys: Optional[torch.Tensor] = None  # that update() was given
 
 
 _EMPTY = torch.empty(0)
