@@ -373,7 +373,7 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
          "layer 0, latent of 32 + 8 channels, 1 x 40: its 40 values have rotary channels, which do "
          "not turn "
          "when keys move by -6 positions");
-    // Moved keys of a cache whose values do not have them.
+    // Moved keys, and a message that says that the values have them.
     const char* const turns = "its 40 values have rotary channels, which do not turn when keys move by -6";
     auto moved = s.fork();
     moved.erase(3, 9);
@@ -387,7 +387,11 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
     std::vector<std::byte> storage;
     says(
         [&] {
-            while (true) receiver.accept(kvq::read_page(messages, storage));
+            while (true) {
+                kvq::page_message m = kvq::read_page(messages, storage);
+                m.latent = {40, 8};
+                receiver.accept(m);
+            }
         },
         turns);
     kvq::page_list pages(wider, 0);
@@ -428,6 +432,48 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
          "does not keep its 8 rotary channels");
     says([&] { kvq::cache short_pages({of}, {.keys = format_of<kvq::std4::keys>(), .page_tokens = 4}); },
          "does not keep its 8 rotary channels");
+}
+
+TEST_CASE("messages and files of a latent that is divided in another way are refused") {
+    const kvq::layer layers[] = {kvq::latent_attention(32, 8), kvq::latent_attention(32, 8, 24),
+                                 kvq::latent_attention(36, 4, 32), kvq::full_attention({1, 40, 32})};
+    const kvq::cache_options options{
+        .keys = format_of<kvq::int8>(), .values = format_of<kvq::int8>(), .page_tokens = 16};
+    test::generator random(5);
+    const auto k = test::random_tensor(random, 40, 1, 40), v = test::random_tensor(random, 40, 1, 32);
+    for (const kvq::layer& mine : layers) {
+        kvq::cache from({mine}, options);
+        auto s = from.new_sequence();
+        const bool has_values = mine.kind == kvq::layer_kind::full;
+        s.append(0, k.view(), has_values ? v.view() : kvq::no_rows());
+        std::vector<std::byte> bytes;
+        kvq::send_pages(s, 0, [&](const void* data, std::size_t n) {
+            const auto* const first = static_cast<const std::byte*>(data);
+            bytes.insert(bytes.end(), first, first + n);
+        });
+        for (const kvq::layer& other : layers) {
+            kvq::cache to({other}, options);
+            kvq::page_receiver receiver(to);
+            test::memory_source messages{bytes};
+            std::vector<std::byte> storage;
+            const auto receive = [&] {
+                while (messages.position < bytes.size()) receiver.accept(kvq::read_page(messages, storage));
+                return receiver.finish(40);
+            };
+            if (&mine == &other) {
+                CHECK(test::saved(receive()) == test::saved(s));
+                CHECK(test::saved(test::restored(to, test::saved(s))) == test::saved(s));
+                continue;
+            }
+            const auto text = [](const kvq::layer& of) { return kvq::detail::describe_layer(0, of); };
+            CHECK(test::message_of(receive) == "kvq: a page of " +
+                                                   (has_values ? "a layer that is not latent" : text(mine)) +
+                                                   " does not belong to " + text(other));
+            CHECK(test::contains(test::message_of([&] { test::restored(to, test::saved(s)); }),
+                                 ", the cache "));
+            CHECK(to.bytes_in_use() == 0);
+        }
+    }
 }
 
 }  // namespace latent_tests

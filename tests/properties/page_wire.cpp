@@ -69,8 +69,11 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
     std::vector<std::byte> data(96);
     for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<std::byte>(7 * i);
     for (const bool with_fingerprint : {false, true}) {
+        // The one without fingerprints is of a latent layer, with 16 bytes more.
+        const bool is_latent = !with_fingerprint;
+        const std::size_t header = is_latent ? 144 : 128;
         kvq::page_message m;
-        m.role = kvq::tensor::value;
+        m.role = is_latent ? kvq::tensor::key : kvq::tensor::value;
         m.kind = kvq::page_kind::copy;
         m.committed = true;
         m.layer = 3;
@@ -83,6 +86,7 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
         m.shift = -(std::int64_t{5} << 40);
         m.kv_heads = 2;
         m.dim = 24;
+        if (is_latent) m.latent = {20, 8};
         m.layer_tokens = 1234;
         m.not_finite = 5;
         m.scheme.name = "a scheme with a name";
@@ -99,7 +103,7 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
                              static_cast<const std::byte*>(p) + n);
             },
             m);
-        CHECK(bytes.size() == 128 + 48 + 96);
+        CHECK(bytes.size() == header + 48 + 96);
         const kvq::page_message back = kvq::parse_page(bytes);
         CHECK(back.role == m.role);
         CHECK(back.kind == m.kind);
@@ -114,6 +118,7 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
         CHECK(back.shift == m.shift);
         CHECK(back.kv_heads == 2);
         CHECK(back.dim == 24);
+        CHECK(back.latent == m.latent);
         CHECK(back.layer_tokens == 1234);
         CHECK(back.not_finite == 5);
         CHECK(back.scheme == m.scheme);
@@ -122,7 +127,7 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
         CHECK(back.rotary->fingerprint == 77);
         CHECK(back.number == 9);
         CHECK(!back.is_elsewhere);
-        CHECK(back.data.data() == bytes.data() + 176);
+        CHECK(back.data.data() == bytes.data() + header + 48);
         CHECK(std::equal(back.data.begin(), back.data.end(), data.begin(), data.end()));
 
         for (std::size_t length = 0; length < bytes.size(); ++length) {

@@ -13,6 +13,11 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 namespace detail {
 
+KVQ_FUNC std::optional<latent_channels> latent_channels_of(const layer& l) noexcept {
+    if (l.kind != layer_kind::latent) return {};
+    return latent_channels{l.value_dim == 0 ? l.head_dim : l.value_dim, l.rotary_channels};
+}
+
 KVQ_FUNC void sent_pages::add(const sequence& s, int layer) {
     for (const tensor role : sequence_access::cache(s).tensors(layer))
         extents_.add(sequence_access::tables(s)[static_cast<std::size_t>(layer)], role,
@@ -51,6 +56,7 @@ KVQ_FUNC void send_pages(const sequence& s, int layer, const sink_view& write, s
             m.shift = table[i].shift;
             m.kv_heads = shape.kv_heads;
             m.dim = shape.dim(role);
+            m.latent = latent_channels_of(of.layers()[static_cast<std::size_t>(layer)]);
             m.layer_tokens = table.tokens;
             m.not_finite = e.page->not_finite;
             m.scheme = identity_of(of.table(role)[e.page->format]);
@@ -158,6 +164,18 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
     detail::expect(m.kv_heads == shape.kv_heads && m.dim == shape.dim(tensor_of), "a page of layer ", m.layer,
                    ", ", m.kv_heads, " heads x ", m.dim, " channels does not belong to a cache of ",
                    shape.layers, " layers, ", shape.kv_heads, " x ", shape.dim(tensor_of));
+    const kvq::layer& mine = cache_.layers()[static_cast<std::size_t>(m.layer)];
+    if (m.latent != detail::latent_channels_of(mine)) {
+        kvq::layer theirs{m.kv_heads, m.dim};
+        if (m.latent) {
+            theirs.kind = layer_kind::latent;
+            theirs.value_dim = m.latent->values;
+            theirs.rotary_channels = m.latent->rotary;
+        }
+        detail::fail("a page of ",
+                     m.latent ? detail::describe_layer(m.layer, theirs) : "a layer that is not latent",
+                     " does not belong to ", detail::describe_layer(m.layer, mine));
+    }
     const auto layer = static_cast<std::size_t>(m.layer), role = static_cast<std::size_t>(tensor_of);
     const int capacity = g.capacity(m.sinks);
     const page_span span{m.first_token, m.used, m.room == 0 ? capacity : m.room, {}, {}, m.skip,

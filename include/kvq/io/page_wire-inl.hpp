@@ -12,7 +12,8 @@ namespace kvq { inline namespace KVQ_COMMON {
 namespace detail {
 
 inline constexpr char page_wire_magic[8] = "kvqpage";
-inline constexpr std::uint32_t page_wire_version = 4, oldest_page_wire_version = 3;
+inline constexpr std::uint32_t page_wire_version = 4, latent_page_wire_version = 5,
+                               oldest_page_wire_version = 3;
 
 struct page_wire_header {
     char magic[8];
@@ -34,15 +35,23 @@ struct page_wire_header {
     // From version 4 on.
     std::uint64_t rotary_fingerprint, target_fingerprint;
     std::uint32_t target_bytes, rotary_bytes, number, zero;
+    // In version 5.
+    latent_channels latent;
+    std::uint64_t latent_zero;
 
     static constexpr std::uint32_t most_name_bytes = 1024;
     static constexpr std::size_t prefix = 96;  ///< all of version 3
 
-    std::size_t own_bytes() const noexcept { return version == 3 ? prefix : sizeof(page_wire_header); }
+    bool is_latent() const noexcept { return version == latent_page_wire_version; }
+    std::size_t own_bytes() const noexcept;
     std::uint32_t names_bytes() const noexcept { return name_bytes + target_bytes + rotary_bytes; }
 };
-static_assert(sizeof(page_wire_header) == 128 && std::is_trivially_copyable_v<page_wire_header>);
+static_assert(sizeof(page_wire_header) == 144 && std::is_trivially_copyable_v<page_wire_header>);
 static_assert(offsetof(page_wire_header, rotary_fingerprint) == page_wire_header::prefix);
+
+inline std::size_t page_wire_header::own_bytes() const noexcept {
+    return version == 3 ? prefix : is_latent() ? sizeof(*this) : offsetof(page_wire_header, latent);
+}
 
 enum page_wire_flags : std::uint16_t {
     wire_committed = 1,
@@ -70,8 +79,9 @@ KVQ_FUNC page_wire_header check_page_prefix(const std::byte* bytes) {
     std::memcpy(static_cast<void*>(&h), bytes, page_wire_header::prefix);
     expect(std::memcmp(h.magic, page_wire_magic, sizeof(h.magic)) == 0,
            "not a page of kvq: the message does not begin with kvqpage");
-    expect(h.version >= oldest_page_wire_version && h.version <= page_wire_version, "the page has version ",
-           h.version, ", this library reads versions ", oldest_page_wire_version, " to ", page_wire_version);
+    expect(h.version >= oldest_page_wire_version && h.version <= latent_page_wire_version,
+           "the page has version ", h.version, ", this library reads versions ", oldest_page_wire_version,
+           " to ", latent_page_wire_version);
     const std::size_t least = h.own_bytes() + round_up(std::size_t{h.name_bytes}, std::size_t{16}),
                       most = h.version == 3 ? least : least + 2 * page_wire_header::most_name_bytes;
     expect(h.name_bytes <= page_wire_header::most_name_bytes && h.header_bytes >= least &&
@@ -96,9 +106,12 @@ KVQ_FUNC page_message check_page_header(page_wire_header h, const char* rest) {
                h.target_bytes <= page_wire_header::most_name_bytes &&
                h.rotary_bytes <= page_wire_header::most_name_bytes && h.zero == 0 &&
                h.header_bytes == h.own_bytes() + round_up(h.names_bytes(), std::uint32_t{16}) &&
-               (!elsewhere || (h.number > 0 && h.data_bytes == 0)),
+               (!elsewhere || (h.number > 0 && h.data_bytes == 0)) &&
+               (!h.is_latent() || (h.role == 0 && h.latent.values >= 1 && h.latent.values <= h.dim &&
+                                   h.latent.rotary >= 0 && h.latent.rotary < h.dim && h.latent_zero == 0)),
            "the page is impossible: tensor ", h.role, ", kind ", h.kind, ", layer ", h.layer, ", tokens ",
-           h.first_token, " + ", h.used, " of ", h.tokens, ", ", h.kv_heads, " heads of ", h.dim);
+           h.first_token, " + ", h.used, " of ", h.tokens, ", ", h.kv_heads, " heads of ", h.dim,
+           ", of a latent ", h.latent.values, " values and ", h.latent.rotary, " rotary channels");
     page_message m;
     m.role = static_cast<tensor>(h.role);
     m.kind = static_cast<page_kind>(h.kind);
@@ -113,6 +126,7 @@ KVQ_FUNC page_message check_page_header(page_wire_header h, const char* rest) {
     m.shift = h.shift;
     m.kv_heads = h.kv_heads;
     m.dim = h.dim;
+    if (h.is_latent()) m.latent = h.latent;
     m.layer_tokens = h.layer_tokens;
     m.not_finite = h.not_finite;
     m.scheme.name.assign(names, h.name_bytes);
@@ -144,8 +158,9 @@ KVQ_FUNC void write_page(const sink_view& write, const page_message& m) {
     names.resize(round_up(names.size(), std::size_t{16}));
     page_wire_header h{};
     std::memcpy(h.magic, page_wire_magic, sizeof(h.magic));
-    h.version = page_wire_version;
-    h.header_bytes = static_cast<std::uint32_t>(sizeof(h) + names.size());
+    h.version = m.latent ? latent_page_wire_version : page_wire_version;
+    h.latent = m.latent.value_or(latent_channels{});
+    h.header_bytes = static_cast<std::uint32_t>(h.own_bytes() + names.size());
     h.data_bytes = m.data.size();
     h.role = static_cast<std::uint8_t>(m.role);
     h.kind = static_cast<std::uint8_t>(m.kind);
@@ -174,7 +189,7 @@ KVQ_FUNC void write_page(const sink_view& write, const page_message& m) {
     h.data_checksum = crc32c::of(m.data.data(), m.data.size());
     h.layer_tokens = m.layer_tokens;
     h.header_checksum = page_header_checksum(h, names.data(), names.size());
-    write(&h, sizeof(h));
+    write(&h, h.own_bytes());
     write(names.data(), names.size());
     write(m.data.data(), m.data.size());
 }

@@ -2,7 +2,7 @@
 //
 //   offset                                      offset
 //    0  "kvqpage" and a zero                     64  bytes of the scheme's name
-//    8  version, 4                               68  CRC32C of the data
+//    8  version, 4 or 5                         68  CRC32C of the data
 //   12  bytes of header and names, H             72  tokens of the layer, 0: unknown
 //   16  bytes of data, D (64 bits)               76  CRC32C of header and names, with zeros here
 //   24  0: keys, 1: values (8 bits)              80  tokens before the first shown one
@@ -19,11 +19,14 @@
 //                                                    zeros to a multiple of 16
 //   56  fingerprint of the scheme (64 bits)       H  data: kv_heads blocks (docs/reference/format.md)
 //
+// A page of a latent layer has version 5: at 128 the channels of its values, at 132 its rotary channels, at
+// 136 a zero (64 bits), and the names behind them. Other layers have version 4.
+//
 // Flags: 1 committed, 2 the scheme has a fingerprint, 4 sinks, 8 later pages of the layer are quantized to a
 // target of their own, 16 the target has a fingerprint, 32 the data come with the message of another span
 // that has this page. Version 3 has the scheme's name at 96, and none of what follows.
 // Little-endian, 32 bits unless another width is given. Every flipped bit and every truncation is found. A
-// reader raises kvq::error for other versions than 3 and 4; a change of the page bytes is a new version.
+// reader raises kvq::error for versions other than 3 to 5; a change of the page bytes is a new version.
 #pragma once
 
 #include <cstddef>
@@ -37,6 +40,14 @@
 #include "scheme_identity.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
+
+/// What the keys of a latent layer are: their first `values` channels are its values, and the last `rotary`
+/// ones are rotated.
+struct latent_channels {
+    std::int32_t values = 0, rotary = 0;
+
+    friend bool operator==(const latent_channels&, const latent_channels&) = default;
+};
 
 /// A page and its header.
 struct page_message {
@@ -54,6 +65,7 @@ struct page_message {
     std::int64_t shift = 0;  ///< by how much its keys moved (page_span::shift)
     int kv_heads = 0;
     int dim = 0;
+    std::optional<latent_channels> latent = {};  ///< of a latent layer
     int layer_tokens = 0;  ///< tokens of the layer when the page was sent; 0: not known yet
     std::uint32_t not_finite = 0;
     scheme_identity scheme;
