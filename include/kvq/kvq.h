@@ -577,6 +577,8 @@ KVQ_API kvq_status kvq_sequence_advance(kvq_sequence* sequence, int32_t n, int32
                                         kvq_executor* executor, int32_t* taken);
 /// Takes a snapshot. tokens: those that the state has taken.
 KVQ_API kvq_status kvq_sequence_snapshot(kvq_sequence* sequence, int32_t tokens, kvq_executor* executor);
+/// Gives all snapshots back: a trim then goes to token 0.
+KVQ_API kvq_status kvq_sequence_drop_snapshots(kvq_sequence* sequence);
 /// The token to which a trim to `tokens` goes: tokens - *reached tokens must run again.
 KVQ_API kvq_status kvq_sequence_reach(const kvq_sequence* sequence, int32_t tokens, int32_t* reached);
 

@@ -127,6 +127,10 @@ kvq_status kvq_sequence_snapshot(kvq_sequence* sequence, int32_t tokens, kvq_exe
     });
 }
 
+kvq_status kvq_sequence_drop_snapshots(kvq_sequence* sequence) {
+    return guard([&] { get(sequence, "sequence").sequence.state().drop_snapshots(); });
+}
+
 kvq_status kvq_sequence_reach(const kvq_sequence* sequence, int32_t tokens, int32_t* reached) {
     return guard([&] {
         const kvq::sequence& s = get(sequence, "sequence").sequence;

@@ -1174,6 +1174,12 @@ TEST_CASE("layers with state in C: read and written in place, trimmed to snapsho
         CHECK(value_of(one, 2) == doctest::Approx(4.0f).epsilon(0.01));
     }
     OK(kvq_sequence_snapshot(s, 16, nullptr));
+    OK(kvq_sequence_drop_snapshots(s));
+    OK(kvq_sequence_get_snapshots(s, marks, 3, &n));
+    CHECK(n == 0);
+    OK(kvq_sequence_reach(s, 15, &n));
+    CHECK(n == 0);
+    CHECK(value_of(s, 1) == 4.0f);
     OK(kvq_receiver_free(receiver));
     OK(kvq_sequence_free(other));
     OK(kvq_sequence_free(s));

@@ -322,6 +322,7 @@ TEST_CASE(
     REFUSES(kvq_sequence_state, MAY_BE_NULL(), f.s, 0, 0, &f.state_data, &f.bytes);
     REFUSES(kvq_sequence_advance, MAY_BE_NULL(3), f.s, 1, 0, f.executor, &f.n);
     REFUSES(kvq_sequence_snapshot, MAY_BE_NULL(2), f.s, 0, f.executor);
+    REFUSES(kvq_sequence_drop_snapshots, MAY_BE_NULL(), f.s);
     REFUSES(kvq_sequence_reach, MAY_BE_NULL(), f.s, 0, &f.n);
     REFUSES(kvq_sequence_get_snapshots, MAY_BE_NULL(), f.s, &f.snapshot, 1, &f.n);
     REFUSES(kvq_sequence_drop_copies, MAY_BE_NULL(), f.s);

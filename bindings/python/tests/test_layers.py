@@ -273,7 +273,7 @@ class State(Base):
         for _ in range(300):
             m = choose.choice(models)
             n = len(m.tokens)
-            action = choose.randrange(6)
+            action = choose.randrange(7)
             if action < 2:
                 self.assertTrue(m.run([choose.randrange(1000) for _ in range(choose.randrange(1, 12))], action == 1))
             elif action == 2:
@@ -290,6 +290,9 @@ class State(Base):
                 models.append(Model(m.s.fork(), m.tokens, m.marks))
             elif action == 5:
                 m.s = cache.from_bytes(m.s.to_bytes())
+            elif action == 6 and choose.randrange(4) == 0:
+                m.s.drop_snapshots()
+                m.marks = []
             for m in models:
                 self.assertEqual(len(m.s), len(m.tokens))
                 self.assertEqual([x.tokens for x in m.s.snapshots], m.marks)
@@ -364,7 +367,7 @@ class State(Base):
         self.assertEqual((len(s), s.snapshots), (9, []))
         self.refused("layer 1, state of 2 parts: a ring has layers with keys and values", kvq.Ring, s, 32)
         none = kvq.Cache(1, 1, 32, "int8").new_sequence()
-        for call in (lambda: none.state(0), none.snapshot, lambda: none.advance(1), lambda: none.snapshots):
+        for call in (lambda: none.state(0), none.snapshot, none.drop_snapshots, lambda: none.advance(1), lambda: none.snapshots):
             self.refused("no layer of the cache has state", call)
         s.append(0, self.tensor(10, 1, 32), self.tensor(10, 1, 32))
         self.refused("a snapshot at token 10: the state has taken 9 tokens", s.snapshot)

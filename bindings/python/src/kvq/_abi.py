@@ -322,6 +322,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_sequence_state": [handle, c_int32, c_int32, c_void_p, POINTER(c_size_t)],
     "kvq_sequence_advance": [handle, c_int32, c_int32, handle, POINTER(c_int32)],
     "kvq_sequence_snapshot": [handle, c_int32, handle],
+    "kvq_sequence_drop_snapshots": [handle],
     "kvq_sequence_reach": [handle, c_int32, POINTER(c_int32)],
     "kvq_sequence_get_snapshots": [handle, POINTER(kvq_snapshot), c_int32, POINTER(c_int32)],
     "kvq_cache_reserve": [handle, POINTER(kvq_step_request), c_int32, c_int32, POINTER(kvq_attend_options)],

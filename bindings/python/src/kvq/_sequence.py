@@ -208,6 +208,10 @@ class Sequence(TokenStore):
         """Takes a snapshot of the state after all tokens of the sequence, which it must have taken."""
         library.kvq_sequence_snapshot(self, self.tokens(), optional_handle(threads, Threads, "threads"))
 
+    def drop_snapshots(self) -> None:
+        """Gives all snapshots back."""
+        library.kvq_sequence_drop_snapshots(self)
+
     def reach(self, tokens: int) -> int:
         """The token to which trim(tokens) goes: `tokens`, or where layers have state that of the newest snapshot at or before it,
         or 0."""

@@ -662,6 +662,7 @@ extern "C" {
     pub fn kvq_sequence_advance(sequence: *mut kvq_sequence, n: i32, prompt_ends: i32, executor: *mut kvq_executor,
         taken: *mut i32) -> kvq_status;
     pub fn kvq_sequence_snapshot(sequence: *mut kvq_sequence, tokens: i32, executor: *mut kvq_executor) -> kvq_status;
+    pub fn kvq_sequence_drop_snapshots(sequence: *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_reach(sequence: *const kvq_sequence, tokens: i32, reached: *mut i32) -> kvq_status;
     pub fn kvq_sequence_get_snapshots(sequence: *const kvq_sequence, snapshots: *mut kvq_snapshot, capacity: i32,
         count: *mut i32) -> kvq_status;

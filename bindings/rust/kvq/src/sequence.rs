@@ -198,6 +198,10 @@ impl Sequence {
         let executor = threads.map_or(ptr::null_mut(), |t| t.raw());
         check(unsafe { sys::kvq_sequence_snapshot(self.raw(), tokens, executor) })
     }
+    /// Gives all snapshots back: a trim then goes to token 0.
+    pub fn drop_snapshots(&mut self) -> Result<()> {
+        check(unsafe { sys::kvq_sequence_drop_snapshots(self.raw()) })
+    }
     /// Ascending by tokens.
     pub fn snapshots(&self) -> Result<Vec<Snapshot>> {
         let n: i32 = ask(|out| unsafe { sys::kvq_sequence_get_snapshots(self.raw(), ptr::null_mut(), 0, out) })?;

@@ -810,6 +810,8 @@ fn layers() {
     s.advance(1, false, Some(&mut Threads::new(2).unwrap())).unwrap();
     s.snapshot(None).unwrap();
     assert_eq!(s.snapshots().unwrap().last().unwrap().tokens, 193);
+    s.drop_snapshots().unwrap();
+    assert!(s.snapshots().unwrap().is_empty());
 
     refused(s.state::<f32>(0, 0), Status::Argument, "layer 0 has no state");
     refused(
