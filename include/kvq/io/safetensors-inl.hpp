@@ -177,6 +177,9 @@ KVQ_FUNC bool is_utf8(const std::string& text) {
 }  // namespace detail
 
 KVQ_FUNC std::string write_safetensors_header(safetensors_header& header) {
+    for (const std::size_t n : {header.tensors.size(), header.metadata.size()})
+        detail::expect(n <= safetensors_header::most_names, "a header of ", n,
+                       " tensors or texts, the limit is ", safetensors_header::most_names);
     nlohmann::ordered_json json;
     if (!header.metadata.empty()) {
         auto& metadata = json["__metadata__"];
@@ -186,9 +189,6 @@ KVQ_FUNC std::string write_safetensors_header(safetensors_header& header) {
             metadata[name] = text;
         }
     }
-    for (const std::size_t n : {header.tensors.size(), header.metadata.size()})
-        detail::expect(n <= safetensors_header::most_names, "a header of ", n,
-                       " tensors or texts, the limit is ", safetensors_header::most_names);
     std::uint64_t offset = 0;
     for (safetensors_tensor& t : header.tensors) {
         detail::expect(t.shape.size() <= safetensors_header::most_sizes, "tensor ", t.name, " has ",
