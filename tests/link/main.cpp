@@ -54,10 +54,12 @@ static std::vector<std::byte> bytes_of(const kvq::format& f, kvq::tensor role, b
 }
 
 int main() {
-    kvq::calibration statistics({.layers = 1, .kv_heads = 2, .head_dim = 64}, true);
-    const auto k = wave(100 * 2 * 64, 0.41F), q = wave(100 * 2 * 64, 0.29F);
-    statistics.add_keys(0, kvq::token_view<const float>(k.data(), 100, 2, 64));
-    statistics.add_queries(0, kvq::token_view<const float>(q.data(), 100, 2, 64));
+    kvq::calibration statistics({.layers = 1, .kv_heads = prompt::heads, .head_dim = prompt::dim}, true);
+    constexpr int seen = 100;
+    const auto k = wave(seen * prompt::heads * prompt::dim, 0.41F),
+               q = wave(seen * prompt::heads * prompt::dim, 0.29F);
+    statistics.add_keys(0, kvq::token_view<const float>(k.data(), seen, prompt::heads, prompt::dim));
+    statistics.add_queries(0, kvq::token_view<const float>(q.data(), seen, prompt::heads, prompt::dim));
     const std::vector<std::byte> saved = statistics.save();
     const auto portable_values = kvq::make_format<kvq::std4::values, kvq::scalar>();
     const auto plan = kvq::make_format<kvq::scalar>(kvq::low2::keys(statistics));
