@@ -1545,6 +1545,23 @@ void check_lists() {
     d.appended(p.host, keys, values, 0, 100);
     p.host.trim(32);
     compare(d, p, "a prompt that another call has ended", 0);
+    // A prompt whose pages are there, but no memory for its chunk or its scratch, does not end the wait.
+    wait_with(20);
+    int refusals = 0;
+    for (test::counted_memory::limit = test::counted_memory::bytes;; test::counted_memory::limit += 16384) {
+        const cuda::status begun = d.gpu.begin_prompt(p.id, 250, d.stream);
+        if (begun) break;
+        refused(begun, "bytes of device memory for");
+        refused(d.gpu.trim(p.id, 51), "1 layers share the keys of a prompt");
+        ++refusals;
+    }
+    test::counted_memory::limit = std::size_t{1} << 40;
+    CHECK(refusals > 4, "%d prompts were refused", refusals);
+    d.appended(p.host, keys, values, 0, 20);
+    d.write(r, keys, values);
+    CHECK(d.gpu.append(0, rows(d.k, 250), rows(d.v, 250), d.stream), "append");
+    d.appended(p.host, keys, values, 0, 250);
+    compare(d, p, "a prompt that had no memory at first", 0);
 
     // The text of another sequence is there once, and forks hold its pages together.
     both_options crossing;

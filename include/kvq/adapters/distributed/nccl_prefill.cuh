@@ -192,11 +192,10 @@ private:
                           gathered = static_cast<std::size_t>(ranks()) *
                                      static_cast<std::size_t>(own_tokens_) * state_bytes();
         const std::size_t bytes = queries + states + gathered;
-        if (bytes > memory_.bytes())
-            if (status s =
-                    detail::replace_memory(memory_, from_, bytes, "a chunk of a divided context", stream);
-                !s)
-                return s;
+        detail::larger_memories larger;
+        if (status s = larger.find(memory_, from_, bytes, "a chunk of a divided context", stream); !s)
+            return s;
+        if (status s = larger.take(stream); !s) return s;
         states_ = reinterpret_cast<float*>(memory_.as<>() + queries);
         gathered_ = reinterpret_cast<float*>(memory_.as<>() + queries + states);
         return {};

@@ -430,7 +430,7 @@ private:
             if (c.owner == owner) return &c;
         return nullptr;
     }
-    status reserve_chunks(int new_tokens, cudaStream_t stream);
+    status find_chunks(int new_tokens, detail::larger_memories& larger, cudaStream_t stream);
     status hold(chunk& c, const input_view& k, const input_view& v, cudaStream_t stream);
     /// Appends the chunks that still wait.
     status append_chunks(cudaStream_t stream);

@@ -168,10 +168,10 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, cross, stream); !s) return s;
     if (status s = ensure_states(std::span(&id, 1), of_steps, stream); !s) return s;
-    if (status s = append_chunks(stream); !s) return s;
-    if (status s = reserve_chunks(of_steps, stream); !s) return s;
-    // The scratch comes before the sequence changes. Nothing is refused behind it, since a prompt that has
-    // begun before writes to the scratch that it was given.
+    // All memory is found before a prompt that waits is appended and the sequence changes. Nothing is refused
+    // behind it, since a prompt that has begun before writes to the scratch that it was given.
+    detail::larger_memories larger;
+    if (status s = find_chunks(of_steps, larger, stream); !s) return s;
     entry& e = entry_of(id);
     std::size_t scratch = 0;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
@@ -183,11 +183,10 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     }
     const std::size_t slot_bytes = common::round_up(
         groups_.size() * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});
-    if (slot_bytes + scratch > staging_.bytes())
-        if (status r =
-                detail::replace_memory(staging_, options_.memory, slot_bytes + scratch, "a prompt", stream);
-            !r)
-            return r;
+    if (status r = larger.find(staging_, options_.memory, slot_bytes + scratch, "a prompt", stream); !r)
+        return r;
+    if (status r = append_chunks(stream); !r) return r;
+    if (status r = larger.take(stream); !r) return r;
     step next;
     next.begun = next.prompt = true;
     next.cross = cross;
@@ -259,8 +258,8 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
     return c->waits() ? status{} : g.append_prompt(member, c->k, c->v, stream);
 }
 
-/// Memory for chunks of so many tokens. No chunk waits.
-inline status cache::reserve_chunks(int new_tokens, cudaStream_t stream) {
+/// Memory for chunks of so many tokens.
+inline status cache::find_chunks(int new_tokens, detail::larger_memories& larger, cudaStream_t stream) {
     for (chunk& c : chunks_) {
         const cache_shape of = shape(c.owner);
         for (const tensor role : {tensor::key, tensor::value}) {
@@ -268,9 +267,7 @@ inline status cache::reserve_chunks(int new_tokens, cudaStream_t stream) {
                                       static_cast<std::size_t>(of.kv_heads) *
                                       static_cast<std::size_t>(of.dim(role));
             detail::device_memory& memory = role == tensor::key ? c.keys : c.values;
-            if (bytes <= memory.bytes()) continue;
-            if (status s = detail::replace_memory(memory, options_.memory, bytes, "a shared prompt", stream);
-                !s)
+            if (status s = larger.find(memory, options_.memory, bytes, "a shared prompt", stream); !s)
                 return s;
         }
     }

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "../../core/allocate.hpp"
 #include "../../core/bits.hpp"
@@ -81,16 +82,30 @@ private:
     std::size_t bytes_ = 0;
 };
 
-/// More memory than there is: waits for the stream, since launches may still use what is given back.
-inline status replace_memory(device_memory& memory, const device_allocator& from, std::size_t bytes,
-                             const char* what, cudaStream_t stream) {
-    device_memory larger_one;
-    if (status s = larger_one.allocate(from, bytes, what, stream); !s) return s;
-    const cudaError_t code = cudaStreamSynchronize(stream);
-    if (code != cudaSuccess) return runtime_error(code, what);
-    memory = std::move(larger_one);
-    return {};
-}
+/// More memory than there is, for several that grow together: all of it is found before any is taken.
+class larger_memories {
+public:
+    status find(device_memory& of, const device_allocator& from, std::size_t bytes, const char* what,
+                cudaStream_t stream) {
+        if (bytes <= of.bytes()) return {};
+        status s = found_.emplace_back(&of, device_memory()).second.allocate(from, bytes, what, stream);
+        // The caller gives the others back, which are being zeroed.
+        if (!s && found_.size() > 1) (void)cudaStreamSynchronize(stream);
+        return s;
+    }
+    /// Waits for the stream, since launches may still use what is given back.
+    status take(cudaStream_t stream) {
+        if (found_.empty()) return {};
+        const cudaError_t code = cudaStreamSynchronize(stream);
+        if (code != cudaSuccess) return runtime_error(code, "growing device memory");
+        for (auto& [of, memory] : found_) *of = std::move(memory);
+        found_.clear();
+        return {};
+    }
+
+private:
+    std::vector<std::pair<device_memory*, device_memory>> found_;
+};
 
 /// All pages of one format.
 class device_pages {
