@@ -259,6 +259,7 @@ inline uint4 load_shared_16(std::uint32_t at) { return read_shared<uint4>(at); }
 inline uint2 load_shared_8(std::uint32_t at) { return read_shared<uint2>(at); }
 inline std::uint32_t load_shared_4(std::uint32_t at) { return read_shared<std::uint32_t>(at); }
 inline std::uint32_t load_shared_2(std::uint32_t at) { return read_shared<std::uint16_t>(at); }
+inline std::uint32_t load_shared_1(std::uint32_t at) { return read_shared<std::uint8_t>(at); }
 inline void store_shared_16(std::uint32_t at, const float4& v) { write_shared(at, v); }
 template <class T>
 std::uint32_t fetch_word(const T* from) {

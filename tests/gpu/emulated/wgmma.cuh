@@ -42,7 +42,6 @@ void take_registers() {
 template <class Shape>
 void leave_registers() {}
 inline void publish_to_products() {}
-inline void prefetch_bulk(const void*, int) {}
 
 /// Number k of row (or column) i of an operand, as the bits of its descriptor say.
 inline float operand_number(std::uint64_t operand, bool transposed, int i, int k) {

@@ -224,10 +224,6 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, in
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
-/// Asks for a multiple of 16 bytes in the second-level cache.
-__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 /// Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8, and has word i
 /// % 4 of row i / 4 of each. Transposed: of column i % 8.
 template <bool Transposed>

@@ -1,7 +1,6 @@
 // Shared memory of latent attention on tensor cores, and what its consumers have in common.
 //
-//   query | tiles, two stages | weights | numbers that warps tell each other | tables of producers | notes
-//   and barriers of stages
+//   query | tiles, two stages | weights | numbers that warps tell each other | notes and barriers of stages
 //
 // Contract: at most 227 KB for 576 channels. Tiles: latent_tiles.cuh.
 #pragma once
@@ -22,17 +21,15 @@ struct latent_shape {
     static constexpr int rows = Rows, stages = 2;
     static constexpr bool many = Rows > 32;
     static constexpr int groups = many ? 2 : 1;  // of consumers
-    static constexpr int stage_warps = 4, producer_warps = stages * stage_warps, consumer_warps = 4 * groups;
+    static constexpr int producer_warps = many ? 8 : 12, consumer_warps = 4 * groups;
     static constexpr int threads = 32 * (producer_warps + consumer_warps);
-    /// Of a thread. 168: as at the start.
+    /// Of a thread.
     static constexpr int producer_registers = many        ? 80
-                                              : Rows > 16 ? 136
-                                                          : 168,
+                                              : Rows > 16 ? 88
+                                                          : 112,
                          consumer_registers = many        ? 176
-                                              : Rows > 16 ? 232
+                                              : Rows > 16 ? 240
                                                           : 168;
-    /// Words of codes and of 16-bit values that a lane of a producer asks for at once.
-    static constexpr int code_words = many ? 8 : 40, value_words = many ? 32 : 48;
     /// Weights of a tile are written while products may still read those before, unless memory is short.
     static constexpr int weight_buffers = many ? 1 : 2;
 };
@@ -46,8 +43,7 @@ struct latent_memory {
     static constexpr int numbers = weights + Shape::weight_buffers * weight_bytes;
     /// What warps or warpgroups tell each other: a number of each and every row.
     static constexpr int number_bytes = (Shape::many ? 2 : 4) * Shape::rows * 4;
-    static constexpr int tables = numbers + number_bytes;
-    static constexpr int notes = tables + Shape::producer_warps * latent_table_bytes;
+    static constexpr int notes = numbers + number_bytes;
     static constexpr int barriers = notes + Shape::stages * 16;
     static constexpr int bytes = barriers + Shape::stages * 16;
     static_assert(Dim > 576 || bytes <= most_shared_memory<false>);

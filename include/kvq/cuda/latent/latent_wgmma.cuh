@@ -1,7 +1,7 @@
 // Latent attention on tensor cores of compute capability 9.0: a tile is dequantized once, and both products
 // read it.
 //
-//   producers   two times four warps that turn pages into tiles of half floats (latent_tiles.cuh)
+//   producers   warps that turn pages into tiles of half floats (latent_tiles.cuh)
 //   consumers   one or two warpgroups: scores, weights, output (latent_few_rows.cuh, latent_many_rows.cuh)
 //
 // Of a thread block and tile of 576 channels with 16 rows: 26 KB of pages (4 bits), 74 KB written to shared
@@ -19,16 +19,16 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 #if KVQ_WARPGROUP_PRODUCTS
 
-/// Writes the tiles of all pieces of a share: four warps those of a stage, so that some wait for memory while
-/// others dequantize.
+/// Writes the tiles of all pieces of a share. Units of a tile are shared out among all warps.
 template <class Shape, class Args>
 struct latent_producer {
-    static constexpr int dim = Args::first_pair::head_dim, warps = Shape::stage_warps;
+    static constexpr int dim = Args::first_pair::head_dim, warps = Shape::producer_warps;
     using memory = latent_memory<dim, Shape>;
     const Args& args;
     std::uint32_t place;
-    int stage, warp, lane;  // warp: of the stage
-    int made = 0;           // tiles of all stages
+    int warp;
+    latent_lane own;
+    int made = 0;  // tiles
 
     __device__ __forceinline__ void piece(const latent_piece& p) {
         int before = 0;  // tiles of parts before
@@ -36,89 +36,82 @@ struct latent_producer {
             const token_range range = held_tokens(part, p.sequence, p.length, args.recent);
             const int count = range.tiles(latent_tile), from = kvq::detail::larger(p.from - before, 0),
                       to = kvq::detail::smaller(p.to - before, count);
-            if (from < to) {
-                const int own = (stage - made) & (Shape::stages - 1);  // the first tile of this stage
-                tiles(part, p.sequence, range.first + (from + own) * latent_tile,
-                      kvq::detail::smaller(range.end, range.first + to * latent_tile), made + own);
-                made += to - from;
-            }
+            if (from < to)
+                tiles(part, p.sequence, range.first + from * latent_tile,
+                      kvq::detail::smaller(range.end, range.first + to * latent_tile));
             before += count;
         });
     }
 
 private:
-    /// Every so-manieth tile of tokens [first, end) of a part; number: of the first one.
+    /// Tiles of tokens [first, end) of a part.
     template <class Part>
-    __device__ __forceinline__ void tiles(const Part& part, int sequence, int first, int end, int number) {
+    __device__ __forceinline__ void tiles(const Part& part, int sequence, int first, int end) {
         using pair = typename Part::pair_type;
-        using first_pair = typename pair::first_pair;
-        constexpr bool full = full_precision<typename pair::keys>, two = pair::second_channels > 0;
-        using second_pair = std::conditional_t<two, typename pair::second_pair, first_pair>;
-        constexpr int tile = latent_tile, step = Shape::stages * tile;
-        if (first >= end) return;
-        const std::uint32_t table =
-            place + static_cast<std::uint32_t>(memory::tables + (stage * warps + warp) * latent_table_bytes);
-        const auto at = latent_stage<memory>::of(place, stage);
-        const auto page_at = [&](int token) { return page_of_lane(part, sequence, token, end, tile, lane); };
-        const auto tokens_at = [&](int token, int page) {
-            return tile_tokens::of(token, kvq::detail::smaller(tile, end - token), page);
+        constexpr bool two = pair::second_channels > 0;
+        using units = latent_units<typename pair::first_pair, pair::first_channels, 0>;
+        using second_units =
+            latent_units<std::conditional_t<two, typename pair::second_pair, typename pair::first_pair>,
+                         two ? pair::second_channels : 64, pair::second_block>;
+        constexpr int count = units::count + (two ? second_units::count : 0);
+        const auto page_at = [&](int token) {
+            return page_of_lane(part, sequence, token, end, latent_tile, own.lane);
         };
-        latent_units<first_pair, pair::first_channels, warps, full ? Shape::value_words : Shape::code_words>
-            units;
-        latent_units<second_pair, two ? pair::second_channels : 64, warps, 0> second;
-        tile_tokens now = tokens_at(first, page_at(first));
-        int next_page = page_at(first + step), ahead_page = page_at(first + 2 * step);
-        latent_blocks<0> blocks = blocks_of_tile(part.cache, now, lane);
-        const auto second_blocks = [&] {
-            return latent_blocks<pair::second_block>{{blocks.at[0], blocks.at[1]}};
-        };
-        int own = warp, own_lane = lane;
-        const auto fetch = [&] {
-            units.fetch(blocks, now, own, own_lane);
-            if constexpr (two && !Shape::many) second.fetch(second_blocks(), now, own, own_lane);
-        };
-        fetch();
+        int page = page_at(first), next_page = page_at(first + latent_tile);
 #pragma unroll 1
-        for (; first < end; first += step, number += Shape::stages) {
-            const std::uint64_t shown = shown_of_tile(part, sequence, first, now.count, now.page, lane);
-            barrier_wait(at.free, static_cast<std::uint32_t>(number / Shape::stages + 1) & 1u);
-            if (warp == 0 && lane == 0)
+        for (; first < end; first += latent_tile, ++made) {
+            const auto at = latent_stage<memory>::of(place, made % Shape::stages);
+            const tile_tokens now =
+                tile_tokens::of(first, kvq::detail::smaller(latent_tile, end - first), page);
+            const int ahead_page = page_at(first + 2 * latent_tile);
+            const std::uint64_t shown = shown_of_tile(part, sequence, first, now.count, now.page, own.lane);
+            const latent_runs<pair> runs(part.cache, now);
+            barrier_wait(at.free, static_cast<std::uint32_t>(made / Shape::stages + 1) & 1u);
+            if (warp == 0 && own.lane == 0)
                 latent_note{part.cache.first_token + first, static_cast<std::uint32_t>(shown),
                             static_cast<std::uint32_t>(shown >> 32)}
                     .store(at.note);
-            // Otherwise the places of all units are computed before the loop, and take registers.
-            asm volatile("" : "+r"(own), "+r"(own_lane));
-            units.store(blocks, now, shown, at.tile, table, own, own_lane);
-            if constexpr (two && Shape::many) second.fetch(second_blocks(), now, own, own_lane);
-            if constexpr (two)
-                second.store(second_blocks(), now, shown,
-                             at.tile + static_cast<std::uint32_t>(pair::first_channels * tile * 2), table,
-                             own, own_lane);
+            const std::uint32_t second_tile =
+                at.tile + static_cast<std::uint32_t>(pair::first_channels * latent_tile * 2);
+            const auto each_unit = [&](auto&& of_first, auto&& of_second) {
+#pragma unroll 1
+                for (int unit = warp; unit < count; unit += warps) {
+                    if (unit < units::count)
+                        of_first(unit);
+                    else if constexpr (two)
+                        of_second(unit - units::count);
+                }
+            };
+            each_unit([&](int unit) { units::fetch(runs, unit, at.tile, own); },
+                      [&](int unit) { second_units::fetch(runs, unit, second_tile, own); });
+            copy_commit();
+            prefetch(part, first + 2 * latent_tile, ahead_page);
+            copy_wait<0>();
+            __syncwarp();
+            each_unit([&](int unit) { units::store(runs, unit, at.tile, shown, own); },
+                      [&](int unit) { second_units::store(runs, unit, second_tile, shown, own); });
             publish_to_products();
             __syncwarp();
-            if (lane == 0) barrier_arrive(at.full);
-            if (first + step >= end) break;
-            now = tokens_at(first + step, next_page);
-            blocks = blocks_of_tile(part.cache, now, lane);
-            fetch();
-            if (warp == warps - 1) prefetch(part, first + 2 * step, ahead_page);
+            if (own.lane == 0) barrier_arrive(at.full);
+            page = next_page;
             next_page = ahead_page;
-            ahead_page = page_at(first + 3 * step);
         }
     }
     /// Asks for the pages that begin in a tile. page: of 16 tokens a lane.
     template <class Part>
     __device__ __forceinline__ void prefetch(const Part& part, int first, int page) const {
         using pair = typename Part::pair_type;
-        constexpr int bytes = static_cast<int>(pair::key_block_bytes),
-                      step = kvq::detail::round_up(bytes, 512) / 32;
-        unsigned begin =
-            __ballot_sync(0xffffffffu, page >= 0 && (first + lane * slice_tokens) % pair::page_tokens == 0);
+        constexpr int bytes = static_cast<int>(pair::key_block_bytes), line = 128;
+        unsigned begin = __ballot_sync(
+            0xffffffffu, page >= 0 && (first + own.lane * slice_tokens) % pair::page_tokens == 0);
         while (begin != 0) {
             const int number = __shfl_sync(0xffffffffu, page, __ffs(static_cast<int>(begin)) - 1);
             begin &= begin - 1;
-            const int at = lane * step, count = kvq::detail::smaller(step, bytes - at);
-            if (count > 0) prefetch_bulk(part.cache.key_block(number, 0) + at, count);
+            const std::byte* const block = part.cache.key_block(number, 0);
+#pragma unroll
+            for (int i = 0; i < kvq::detail::ceil_div(bytes, warps * 32 * line); ++i)
+                if (const int at = ((i * warps + warp) * 32 + own.lane) * line; at < bytes)
+                    prefetch_line(block + at);
         }
     }
 };
@@ -137,7 +130,7 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
     if (thread == 0)
         for (int i = 0; i < Shape::stages; ++i) {
             const auto stage = latent_stage<memory>::of(place, i);
-            barrier_init(stage.full, Shape::stage_warps);
+            barrier_init(stage.full, Shape::producer_warps);
             barrier_init(stage.free, Shape::consumer_warps);
         }
     __syncthreads();
@@ -146,8 +139,7 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
     };
     if (warp < Shape::producer_warps) {
         if constexpr (Shape::producer_registers != Shape::consumer_registers) leave_registers<Shape>();
-        latent_producer<Shape, Args> producer{args, place, warp / Shape::stage_warps,
-                                              warp % Shape::stage_warps, lane};
+        latent_producer<Shape, Args> producer{args, place, warp, latent_lane(lane)};
         latent_walk<Args> walk = share();
         latent_piece piece;
         while (walk.next(piece)) producer.piece(piece);

@@ -170,6 +170,65 @@ struct stored_set : stored_pair<typename word_traits<S>::parameter, word_traits<
     }
 };
 
+/// A word of two 16-bit numbers as halves.
+template <class T>
+__device__ __forceinline__ std::uint32_t as_halves(std::uint32_t w) {
+    if constexpr (std::is_same_v<T, float16>)
+        return w;
+    else
+        return pack_halves<float16>(unpack_half<T, 0>(w), unpack_half<T, 1>(w));
+}
+template <class Stored>
+__device__ __forceinline__ std::uint16_t half_token_scale(std::uint32_t stored) {
+    float scale;
+    if constexpr (std::is_same_v<Stored, byte_params>)
+        scale = kvq::detail::token_scale_float::value(stored);
+    else if constexpr (sizeof(Stored) == 2)
+        scale = unpack_half<Stored, 0>(stored);
+    else
+        scale = __uint_as_float(stored);
+    return to_half(scale);
+}
+__device__ __forceinline__ uint4 four_times(std::uint32_t w) { return {w, w, w, w}; }
+
+/// Parameters of 8 neighbouring columns, as halves.
+struct octet_parameters {
+    uint4 scale, bias, low, token_scale;
+
+    /// Those of a row, which its columns share.
+    __device__ __forceinline__ void set_all(const half_parameters& row) {
+        scale = four_times(twice(row.scale));
+        bias = four_times(twice(row.bias));
+        low = four_times(twice(row.low));
+    }
+};
+/// x^ of 8 columns, whose codes are the bytes of two words.
+template <class S, bool Low, bool TokenScales>
+__device__ __forceinline__ void dequantize_octet(std::uint32_t (&x)[4], std::uint32_t low_quad,
+                                                 std::uint32_t high_quad, const octet_parameters& p) {
+    constexpr std::uint32_t raised = 0xe400e400u + 0x00010001u * stored_set<S>::centre;  // -(1024 + centre)
+    x[0] = __byte_perm(low_quad, 0x64646464u, 0x4140);
+    x[1] = __byte_perm(low_quad, 0x64646464u, 0x4342);
+    x[2] = __byte_perm(high_quad, 0x64646464u, 0x4140);
+    x[3] = __byte_perm(high_quad, 0x64646464u, 0x4342);
+    const std::uint32_t s[4] = {p.scale.x, p.scale.y, p.scale.z, p.scale.w};
+    [[maybe_unused]] const std::uint32_t b[4] = {p.bias.x, p.bias.y, p.bias.z, p.bias.w},
+                                         l[4] = {p.low.x, p.low.y, p.low.z, p.low.w},
+                                         f[4] = {p.token_scale.x, p.token_scale.y, p.token_scale.z,
+                                                 p.token_scale.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const std::uint32_t code = multiply_add_halves(x[k], 0x3c003c00u, raised);
+        if constexpr (Low)
+            x[k] = multiply_add_halves(code, s[k], multiply_add_halves(code, l[k], b[k]));
+        else if constexpr (word_traits<S>::has_bias)
+            x[k] = multiply_add_halves(code, s[k], b[k]);
+        else
+            x[k] = multiply_halves(code, s[k]);
+        if constexpr (TokenScales) x[k] = multiply_halves(x[k], f[k]);
+    }
+}
+
 /// Bytes of a warp's table: for 32 columns scales, biases, low parts (of keys for up to two pages) and token
 /// scales (of values), 64 bytes each.
 inline constexpr int key_table_bytes = 2 * 192, value_table_bytes = 256;
@@ -247,7 +306,6 @@ struct cell_batch {
     struct nothing {
         using P = void;
         static constexpr bool has_low = false;
-        static constexpr int centre = 0;
     };
     template <class X, bool Full>
     struct set_of {
@@ -389,17 +447,6 @@ private:
             .from(static_cast<std::size_t>((tile.first + token) % page * width))
             .template get<width>(static_cast<int>(typename S::layout_type{}.token_scale_offset(shape)));
     }
-    __device__ __forceinline__ static std::uint16_t half_token_scale(std::uint32_t stored) {
-        using token_scale_type = typename traits::token_scale_type;
-        float scale;
-        if constexpr (std::is_same_v<token_scale_type, byte_params>)
-            scale = kvq::detail::token_scale_float::value(stored);
-        else if constexpr (sizeof(token_scale_type) == 2)
-            scale = unpack_half<token_scale_type, 0>(stored);
-        else
-            scale = __uint_as_float(stored);
-        return to_half(scale);
-    }
     template <class Source>
     __device__ __forceinline__ void fetch_words(const Source& source, const tile_tokens& tile, int row,
                                                 int column, int lane, int i) {
@@ -443,13 +490,11 @@ private:
                 if constexpr (has_low) store_half_word(at + 128, h.low);
             }
             if constexpr (token_scales)
-                store_half_word(at + 192, held ? half_token_scale(token_scale[0]) : std::uint16_t{0});
+                store_half_word(at + 192,
+                                held ? half_token_scale<typename traits::token_scale_type>(token_scale[0])
+                                     : std::uint16_t{0});
         }
     }
-    /// What the columns of an octet share.
-    struct octet_parameters {
-        uint4 scale, bias, low, token_scale;
-    };
     /// From an octet's place in the table or in a block, which has these sections.
     template <std::size_t Scales, std::size_t Biases, std::size_t Lows>
     __device__ __forceinline__ static octet_parameters octet_from([[maybe_unused]] std::uint32_t at) {
@@ -491,42 +536,13 @@ private:
             for (int k = 0; k < 4; ++k) x[k] = as_halves<typename S::value_type>(word[i][first + k]);
         } else {
             constexpr int quads = page_columns / 4, first_quad = Octet * 2 % quads;
-            const std::uint32_t low_quad = quad<part, first_quad>(i),
-                                high_quad = quad<part, first_quad + 1>(i);
-            x[0] = __byte_perm(low_quad, 0x64646464u, 0x4140);
-            x[1] = __byte_perm(low_quad, 0x64646464u, 0x4342);
-            x[2] = __byte_perm(high_quad, 0x64646464u, 0x4140);
-            x[3] = __byte_perm(high_quad, 0x64646464u, 0x4342);
-            uint4 scale = shared.scale, bias = shared.bias, low = shared.low;
-            if constexpr (row_parameters) {
-                const auto all = [](std::uint16_t half) {
-                    const std::uint32_t w = twice(half);
-                    return uint4{w, w, w, w};
-                };
-                scale = all(of_row[part].scale);
-                bias = all(of_row[part].bias);
-                low = all(of_row[part].low);
-            }
-            constexpr std::uint32_t raised =
-                0xe400e400u + 0x00010001u * set_type::centre;  // -(1024 + centre)
-            const std::uint32_t s[4] = {scale.x, scale.y, scale.z, scale.w};
-            [[maybe_unused]] const std::uint32_t b[4] = {bias.x, bias.y, bias.z, bias.w},
-                                                 l[4] = {low.x, low.y, low.z, low.w},
-                                                 f[4] = {shared.token_scale.x, shared.token_scale.y,
-                                                         shared.token_scale.z, shared.token_scale.w};
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const std::uint32_t code = multiply_add_halves(x[k], 0x3c003c00u, raised);
-                if constexpr (has_low)
-                    x[k] = multiply_add_halves(code, s[k], multiply_add_halves(code, l[k], b[k]));
-                else if constexpr (traits::has_bias)
-                    x[k] = multiply_add_halves(code, s[k], b[k]);
-                else
-                    x[k] = multiply_halves(code, s[k]);
-                if constexpr (token_scales) x[k] = multiply_halves(x[k], f[k]);
-                if constexpr (row_token_scales)
-                    x[k] = multiply_halves(x[k], twice(half_token_scale(token_scale[i])));
-            }
+            octet_parameters p = shared;
+            if constexpr (row_parameters) p.set_all(of_row[part]);
+            if constexpr (row_token_scales)
+                p.token_scale =
+                    four_times(twice(half_token_scale<typename traits::token_scale_type>(token_scale[i])));
+            dequantize_octet<S, has_low, token_scales || row_token_scales>(x, quad<part, first_quad>(i),
+                                                                           quad<part, first_quad + 1>(i), p);
         }
         if (!key &&
             existing != 0xffffffffu)  // weights of other tokens are 0, but their bytes may be no numbers
@@ -559,13 +575,6 @@ private:
                 result |= (w >> -left) & mask;
         });
         return result;
-    }
-    template <class T>
-    __device__ __forceinline__ static std::uint32_t as_halves(std::uint32_t w) {
-        if constexpr (std::is_same_v<T, float16>)
-            return w;
-        else
-            return pack_halves<float16>(unpack_half<T, 0>(w), unpack_half<T, 1>(w));
     }
 };
 
