@@ -118,7 +118,8 @@ KVQ_FUNC rotation::rotation(const rotary_embedding& e, int head_dim, const std::
     }
 }
 
-KVQ_FUNC void rotation::operator()(float* row, int rows, int dim, std::int64_t by) const {
+// KVQ_FUNC stands at its declaration.
+void rotation::operator()(float* row, int rows, int dim, std::int64_t by) const {
     if (rotate_) {
         for (int i = 0; i < rows; ++i) rotate_(row + static_cast<std::ptrdiff_t>(i) * dim, dim, by);
         return;

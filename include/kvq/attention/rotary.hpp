@@ -90,7 +90,7 @@ public:
     const rotary_identity& identity() const noexcept { return identity_; }
 
     /// Rotates `rows` rows of `dim` channels, one after the other, by `by` positions more.
-    KVQ_NOINLINE void operator()(float* row, int rows, int dim, std::int64_t by) const;
+    KVQ_FUNC KVQ_NOINLINE void operator()(float* row, int rows, int dim, std::int64_t by) const;
 
 private:
     int first_ = 0;

@@ -22,7 +22,7 @@ KVQ_FUNC page_ref& page_ref::operator=(page_ref other) noexcept {
 }
 
 /// Not inlined: it would be the larger part of all code that moves pages from list to list.
-KVQ_FUNC void page_ref::release() noexcept {
+void page_ref::release() noexcept {  // KVQ_FUNC stands at its declaration
     if (page_->references.fetch_sub(1, std::memory_order_acq_rel) == 1) page_->owner->free(page_);
 }
 

@@ -80,7 +80,7 @@ public:
     std::uint32_t references() const noexcept { return page_->references.load(std::memory_order_acquire); }
 
 private:
-    KVQ_NOINLINE void release() noexcept;
+    KVQ_FUNC KVQ_NOINLINE void release() noexcept;
     page* page_ = nullptr;
 };
 
