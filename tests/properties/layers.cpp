@@ -1206,6 +1206,73 @@ TEST_CASE("what is refused leaves a chunk waiting for the layers that share it")
     CHECK(report.bytes_after == cache.bytes_in_use());
 }
 
+struct failing_executor {
+    int concurrency() const { return 1; }
+    template <class F>
+    void parallel_for(int, F&&) {
+        throw std::bad_alloc();
+    }
+};
+
+TEST_CASE("a step that fails leaves a chunk waiting for the layers that share it") {
+    INFO("KVQ_SEED=", test::seed());
+    test::generator random(test::seed());
+    const auto x = test::random_tensor(random, 100, 2, 8);
+    const auto q = x.slice(0, 1);
+    test::tensor<float> out(1, 2, 8);
+    for (int round = 0; round < 60; ++round) {
+        CAPTURE(round);
+        test::counting_resource memory;
+        kvq::cache_options options{.keys = {format_of<kvq::int8>()},
+                                   .sinks = 2,
+                                   .recent = random.between(0, 20),
+                                   .page_tokens = 8,
+                                   .rollback = random.between(0, 12),
+                                   .memory = &memory};
+        kvq::cache cache({random.one_in(2) ? kvq::sliding_attention(random.between(1, 60), {2, 8})
+                                           : kvq::full_attention({2, 8}),
+                          kvq::shared_with(0), kvq::shared_with(0)},
+                         options);
+        const int first = random.between(1, 60), n = random.between(1, 30);
+        const auto text = x.slice(0, first), none = x.slice(0, 0);
+        auto s = cache.new_sequence();
+        s.prefill(0, x.slice(60, 10), x.slice(60, 10), q, out.view());
+        s.prefill(0, text, text, q, out.view());
+        const auto expected = out.values();
+        s.prefill(1, none, none, q, out.view());
+        kvq::workspace space(&memory);
+        const auto prefill = [&](auto&& executor) {
+            cache.prefill(0, std::vector<kvq::prefill_request>{{&s, text, text, q, out.view(), {}}},
+                          kvq::causal{}, executor, space);
+        };
+        const auto unchanged = [&] {
+            CHECK(s.tokens() == first + 10);
+            CHECK(test::contains(test::message_of([&] { s.prefill(1, none, none, q, out.view()); }),
+                                 "no chunk of that layer waits"));
+            auto fork = s.fork();
+            fork.prefill(2, none, none, q, out.view());
+            CHECK(out.values() == expected);
+        };
+        unchanged();
+        if (round % 3 == 0) {
+            CHECK_THROWS_AS(prefill(failing_executor{}), std::bad_alloc);
+            unchanged();
+        }
+        CHECK(test::fail_everywhere(
+                  memory,
+                  [&] {
+                      const auto more = x.slice(70, n);
+                      if (round % 3 == 0)
+                          prefill(kvq::serial_executor{});
+                      else if (round % 3 == 1)
+                          s.append(0, more, more);
+                      else
+                          s.append_draft(0, more, more);
+                  },
+                  unchanged) > 0);
+    }
+}
+
 TEST_CASE(
     "while a chunk waits, append_bytes() and prefill_bytes() bound what its commit and new tokens take") {
     INFO("KVQ_SEED=", test::seed());

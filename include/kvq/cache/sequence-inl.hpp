@@ -48,12 +48,15 @@ KVQ_FUNC void sequence::prefill(int layer, const input_view& k, const input_view
 KVQ_FUNC void sequence::append(int layer, const input_view& k, const input_view& v) {
     check_chunk(layer, k, v);
     if (k.tokens == 0) return;
+    ended_waits ended;
+    ended.add(*this, layer);
     commit_shared(layer);
     detail::chunk added = new_chunk(layer, k.tokens, detail::chunk_pages::at_once);
     added.stage();
     added.write(k, v, scratch_.data());
     for (int i = 0; i < added.jobs(); ++i) added.quantize(i, scratch_.data());
     added.commit();
+    ended.keep();
 }
 
 KVQ_FUNC void sequence::append_draft(int layer, const input_view& k, const input_view& v) {
@@ -64,8 +67,11 @@ KVQ_FUNC void sequence::append_draft(int layer, const input_view& k, const input
                    detail::most_drafted, " tokens: layer ", layer, " holds ", table.draft,
                    " and cannot take ", k.tokens, " more");
     if (k.tokens == 0) return;
+    ended_waits ended;
+    ended.add(*this, layer);
     commit_shared(layer);
     detail::append_draft(*cache_, layer, table, k, v);
+    ended.keep();
 }
 
 KVQ_FUNC void sequence::keep(std::span<const int> path) {

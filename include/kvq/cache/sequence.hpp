@@ -23,6 +23,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "../core/resource_vector.hpp"
 #include "../state/recurrent_state.hpp"
@@ -211,6 +212,27 @@ private:
     void commit_shared();
     /// The same, if there is memory.
     void try_commit_shared() noexcept;
+    /// Layers whose chunk a step commits first, so that it waits no longer. Unless the step keeps that, the
+    /// destructor puts them back as they were. (Meanwhile no page is given back that the chunk had.)
+    class ended_waits {
+    public:
+        ended_waits() = default;
+        ended_waits(const ended_waits&) = delete;
+        ended_waits& operator=(const ended_waits&) = delete;
+        ~ended_waits();
+        /// Before the commit. Layers that do not wait are left out.
+        void add(sequence& s, int layer);
+        void keep() noexcept { saved_.clear(); }
+
+    private:
+        struct layer_before {
+            sequence* of;
+            int layer;
+            detail::page_table table;  // without the pages of the last span, if it takes more tokens
+            std::vector<bool> waits;   // by layer of the sequence
+        };
+        std::vector<layer_before> saved_;
+    };
     /// Fills the stock for prefill() of n tokens in every layer; strong guarantee.
     void reserve_step(int n);
     std::size_t added_bytes(int n, detail::chunk_pages when) const;

@@ -58,6 +58,28 @@ KVQ_FUNC void sequence::try_commit_shared() noexcept {
     (void)detail::caught([&] { commit_shared(); });
 }
 
+KVQ_FUNC void sequence::ended_waits::add(sequence& s, int layer) {
+    const detail::page_table& table = s.tables_[static_cast<std::size_t>(layer)];
+    if (!table.waits) return;
+    layer_before before{&s, layer, detail::page_table(table, s.memory()), {}};
+    // A page that is shared would be copied before it takes tokens.
+    if (table.has_open_span()) before.table.spans.back().pages = {};
+    for (const detail::page_table& t : s.tables_) before.waits.push_back(t.waits);
+    saved_.push_back(std::move(before));
+}
+
+KVQ_FUNC sequence::ended_waits::~ended_waits() {
+    for (layer_before& before : saved_) {
+        auto& tables = before.of->tables_;
+        detail::page_table& now = tables[static_cast<std::size_t>(before.layer)];
+        if (before.table.has_open_span()) before.table.spans.back().pages = std::move(now.spans.back().pages);
+        now = std::move(before.table);
+        for (std::size_t i = 0; i < tables.size(); ++i)
+            if (before.of->cache_->owner(static_cast<int>(i)) == before.layer)
+                tables[i].waits = before.waits[i];
+    }
+}
+
 KVQ_FUNC void cache::check_member(const sequence* s, std::size_t i) const {
     detail::expect(s != nullptr && s->cache_ == this, "sequence ", i,
                    " of the batch is not one of this cache");
@@ -105,6 +127,7 @@ KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, 
         check_attention(layer, held, r.q, r.out, r.mods ? *r.mods : mods);
         r.sequence->check_window(layer, held - r.q.tokens);
     }
+    sequence::ended_waits ended;
     // Chunks that are not committed put the former state back.
     struct staged_chunks {
         std::span<const prefill_request> batch;
@@ -119,6 +142,8 @@ KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, 
     const bool keeps = of == layer && is_shared(layer);
     const auto is_step = [](const prefill_request& r) { return r.k.tokens > 0 || r.q.tokens > 0; };
     if (keeps) {  // the last chunk waits no longer
+        for (const prefill_request& r : batch)
+            if (is_step(r)) ended.add(*r.sequence, layer);
         for (const prefill_request& r : batch)
             if (is_step(r) && r.sequence->table(layer).waits) stage(r, 0, detail::chunk_pages::after_attend);
         commit_staged(batch, executor, space);
@@ -150,6 +175,7 @@ KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, 
         if (r.sequence->staged_) r.sequence->staged_->move_keys(r.sequence->scratch_.data());
     attend_items(of, detail::items_of(batch, of), mods, executor, space);
     commit_staged(batch, executor, space);
+    ended.keep();
     for (const prefill_request& r : batch) {
         if (keeps && is_step(r)) r.sequence->set_waits(layer, true);
         if (of != layer) r.sequence->tables_[static_cast<std::size_t>(layer)].waits = false;
