@@ -127,7 +127,8 @@ __global__ void reference_kernel(cuda::cache_ref<Pair> cache, const bfloat16* q,
                                           dim;
     const auto at = [&](int t, int c) {
         const int page = cache.block_table[cache.table_entry(sequence, t / Pair::page_tokens)];
-        return static_cast<double>(cuda::detail::read_latent(cache, page, t % Pair::page_tokens, c));
+        return static_cast<double>(
+            cuda::detail::read_value<tensor::key>(cache, page, 0, t % Pair::page_tokens, c));
     };
     for (int t = thread; t < length; t += static_cast<int>(blockDim.x)) {
         double s = 0.0;

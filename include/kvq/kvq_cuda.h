@@ -94,7 +94,7 @@ typedef struct kvq_cuda_cache_options {
     /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to
     /// step_tokens tokens.
     int32_t alibi;
-    int32_t reserved;  // 0
+    int32_t query_heads;  // of layers of KVQ_LATENT, at most: memory for so many; 0: 128
     /// NULL, or [layers] of any kind; kv_heads and head_dim are 0 then. Layers of one shape, window and
     /// formats share launches. A layer with a window frees pages that no query sees any more, and hides what
     /// its window hides.
@@ -112,8 +112,9 @@ typedef struct kvq_cuda_cache_options {
     int32_t pool_states;  // states allocated at once: one for a sequence, and one for each of its snapshots
 } kvq_cuda_cache_options;
 
-/// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, for a layer of another kind, or
-/// for formats that were not compiled for this head_dim.
+/// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not
+/// compiled for this head_dim; of layers of KVQ_LATENT the library needs KVQ_CUDA_LATENTS, and their keys are
+/// in such as "kivi-4-g64-fp16x64". KVQ_ERROR_UNSUPPORTED for a layer of another kind.
 KVQ_API kvq_status kvq_cuda_cache_create(const kvq_cuda_cache_options* options, void* stream,
                                          kvq_cuda_cache** out);
 /// A freed cache stays in memory until its last sequence is freed. All launches must have ended before the

@@ -62,9 +62,9 @@ std::vector<layer> read_layers(const kvq_cuda_cache_options& o, std::vector<std:
         layer made{o.kv_heads, o.head_dim};
         if (o.layer_list != nullptr) {
             const kvq_layer& l = o.layer_list[i];
-            expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_STATE, KVQ_ERROR_UNSUPPORTED, "layer ", i,
+            expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_LATENT, KVQ_ERROR_UNSUPPORTED, "layer ", i,
                    " has kind ", l.kind,
-                   ": caches on a device have the kinds KVQ_FULL_ATTENTION to KVQ_STATE");
+                   ": caches on a device have the kinds KVQ_FULL_ATTENTION to KVQ_LATENT");
             made = layer_of(l);
         }
         if (o.layer_formats != nullptr)
@@ -81,11 +81,12 @@ void expect_queries(const device_state& of, int layer, const query_view& q, cons
     expect(of.cache.layers()[static_cast<std::size_t>(layer)].kind != layer_kind::state, KVQ_ERROR_ARGUMENT,
            "layer ", layer, " has a state: it holds no keys and values");
     const cache_shape s = of.cache.shape(layer);
-    expect(q.tokens == out.tokens && q.heads == out.heads && q.dim == s.head_dim && out.dim == s.head_dim &&
+    const int width = s.dim(tensor::value);
+    expect(q.tokens == out.tokens && q.heads == out.heads && q.dim == s.head_dim && out.dim == width &&
                q.heads >= 1 && q.heads % s.kv_heads == 0,
            KVQ_ERROR_ARGUMENT, "q is ", q.tokens, " x ", q.heads, " x ", q.dim, " and out ", out.tokens,
            " x ", out.heads, " x ", out.dim, ", but the layer has ", s.kv_heads, " kv heads of ", s.head_dim,
-           " channels");
+           " channels, and values of ", width);
 }
 
 void attend_layer(device_state& of, int layer, const query_view& q, const output_view& out,
@@ -131,6 +132,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.max_tokens = o.max_tokens == 0 ? 32768 : o.max_tokens;
     c.step_tokens = o.step_tokens == 0 ? 1 : o.step_tokens;
     c.draft_tokens = o.draft_tokens;
+    if (o.query_heads != 0) c.query_heads = o.query_heads;
     c.pool_tokens = o.pool_tokens;
     c.pool_sequences = o.pool_sequences;
     c.growing = o.fixed == 0;

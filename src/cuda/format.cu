@@ -1,13 +1,19 @@
 // One entry of the formats of kvq::library on the device. The build writes a file for each of them that
 // includes this one: KVQ_TYPE is float16 or bfloat16, KVQ_HEAD_DIM and KVQ_PAGE_TOKENS numbers, KVQ_FORMATS
 // members of `of`, such as of::int8, of::std4, KVQ_ENTRY the name of the function, KVQ_SCORE a score modifier
-// or not defined.
+// or not defined. Of latents KVQ_ROTARY channels come behind those of KVQ_HEAD_DIM, and KVQ_FORMATS are such
+// as latent<of::std4>.
 #include "format.cuh"
 
 namespace kvq::c {
 
 namespace {
 using of = named<KVQ_HEAD_DIM, KVQ_PAGE_TOKENS>;
+#ifdef KVQ_ROTARY
+template <class Pair>
+using latent =
+    cuda::latent_pair<typename Pair::keys, KVQ_HEAD_DIM, KVQ_ROTARY, KVQ_HEAD_DIM, KVQ_PAGE_TOKENS>;
+#endif
 }
 
 #ifndef KVQ_SCORE

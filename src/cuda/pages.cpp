@@ -160,7 +160,7 @@ kvq_status kvq_cuda_kernels_workspace_bytes(const kvq_cuda_kernels* kernels, int
         expect_heads(kv_heads);
         expect(q_heads >= kv_heads && q_heads % kv_heads == 0 && query_tokens >= 1, KVQ_ERROR_ARGUMENT,
                q_heads, " query heads on ", kv_heads, " kv heads, ", query_tokens, " query tokens");
-        place(bytes, "bytes") = of.functions->workspace_bytes(q_heads / kv_heads, query_tokens);
+        place(bytes, "bytes") = of.functions->workspace_bytes(1, q_heads / kv_heads, query_tokens);
     });
 }
 

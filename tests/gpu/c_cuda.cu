@@ -43,7 +43,10 @@ kvq::library_format_list kvq::library_device_formats() noexcept {
         kvq::cuda::make_device_format<kvq::float16, of::mix4>(),
         kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16,
                                       keys_and_values<named<64>::int8, named<64>::kivi_4_g64>>(),
-        kvq::cuda::make_device_format<kvq::float16, of::std4_h>()};
+        kvq::cuda::make_device_format<kvq::float16, of::std4_h>(),
+        kvq::cuda::make_device_format<kvq::float16,
+                                      kvq::cuda::latent_pair<kvq::kivi<4, 32>::keys, 64, 16, 64, 32>,
+                                      kvq::cuda::latent_pair<kvq::int8, 64, 16, 64, 32>>()};
     return {all.data(), all.size(), sizeof(all[0])};
 }
 
@@ -544,6 +547,81 @@ void list_of_layers() {
     o.layers = 1 << 30;
     REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_ARGUMENT, "it has at most 65535");
     std::printf("  a list of layers             error %.2e\n", c.worst);
+}
+
+/// Latents, in steps and a prompt: pages are those of the CPU, and values have none.
+void latents() {
+    constexpr int channels = 80, page = 32, queries = 2;
+    const kvq_layer list[] = {{KVQ_LATENT, 1, channels, 64, 16, 0, 0}};
+    kvq_cuda_cache_options o = device_options();
+    kvq_cache_options h = host_options();
+    o.layers = h.layers = 1;
+    o.kv_heads = o.head_dim = h.kv_heads = h.head_dim = 0;
+    o.page_tokens = h.page_tokens = page;
+    o.formats = h.keys = "kivi-4-g32-fp16x16";
+    o.layer_list = h.layer_list = list;
+    o.query_heads = queries;
+    kvq_cuda_cache* gpu = nullptr;
+    kvq_cache* cpu = nullptr;
+    kvq_cuda_sequence* one = nullptr;
+    kvq_sequence *want = nullptr, *have = nullptr;
+    OK(kvq_cuda_cache_create(&o, nullptr, &gpu));
+    OK(kvq_cache_create(&h, &cpu));
+    OK(kvq_cuda_sequence_create(gpu, &one));
+    OK(kvq_sequence_create(cpu, &want));
+    test::rng r(5);
+    std::vector<kvq::float16> x(100 * channels);
+    test::device_buffer<kvq::float16> keys(x.size()), q(100 * queries * channels), out(100 * queries * 64);
+    const auto rows = [](const void* data, int n, int heads, int width) {
+        return kvq_tensor{const_cast<void*>(data), KVQ_FP16, n, heads, width, 0, 0};
+    };
+    for (int i = 0; i < 20; ++i) {
+        const int n = i == 0 ? 100 : 1;
+        for (kvq::float16& y : x) y = kvq::float16(test::normal(r));
+        keys.upload(x);
+        q.upload(std::vector<kvq::float16>(q.size(), kvq::float16(0.01f)));
+        out.poison();
+        OK(i == 0 ? kvq_cuda_cache_begin_prompt(gpu, one, n, nullptr)
+                  : kvq_cuda_cache_begin_step(gpu, &one, 1, n, nullptr));
+        const kvq_tensor k = rows(keys.get(), n, 1, channels), none = rows(keys.get(), 0, 1, channels),
+                         own = rows(x.data(), n, 1, channels), nothing = rows(x.data(), 0, 1, channels),
+                         asked = rows(q.get(), n, queries, channels), to = rows(out.get(), n, queries, 64);
+        OK(kvq_cuda_cache_prefill(gpu, 0, &k, &none, &asked, &to, nullptr, nullptr));
+        OK(kvq_sequence_append(want, 0, &own, &nothing));
+        CUDA_OK(cudaDeviceSynchronize());
+        const std::vector<kvq::float16> got = out.download();
+        for (int row = 0; row < n * queries * 64; ++row) {
+            const auto y = static_cast<float>(got[static_cast<std::size_t>(row)]);
+            CHECK(std::abs(y) < 6.0f, "an output of latents is %g", static_cast<double>(y));
+        }
+    }
+    OK(kvq_cuda_sequence_offload(one, cpu, nullptr, &have));
+    kvq_page p[2][16];
+    int count[2] = {}, quantized = 0;
+    OK(kvq_sequence_get_pages(have, 0, p[0], 16, &count[0]));
+    OK(kvq_sequence_get_pages(want, 0, p[1], 16, &count[1]));
+    CHECK(count[0] == count[1], "%d pages of latents, the CPU has %d", count[0], count[1]);
+    kvq_format* f = nullptr;
+    OK(kvq_cache_get_format(cpu, KVQ_KEY, 1, &f));
+    const kvq_page_shape shape = {KVQ_KEY, page, 1, channels, 0, 0};
+    std::size_t bytes = 0;
+    OK(kvq_format_page_bytes(f, &shape, &bytes, nullptr));
+    for (int i = 0; i < count[0] && i < count[1]; ++i) {
+        CHECK(p[0][i].values == nullptr && p[0][i].key_format == p[1][i].key_format, "page %d of latents", i);
+        if (p[0][i].key_format != 1) continue;
+        ++quantized;
+        CHECK(std::memcmp(p[0][i].keys, p[1][i].keys, bytes) == 0, "page %d of latents differs", i);
+    }
+    CHECK(quantized == 2, "%d pages of latents are quantized", quantized);
+    OK(kvq_format_free(f));
+    OK(kvq_cuda_sequence_free(one));
+    OK(kvq_sequence_free(have));
+    OK(kvq_sequence_free(want));
+    OK(kvq_cuda_cache_free(gpu));
+    OK(kvq_cache_free(cpu));
+    kvq_cuda_cache* made = nullptr;
+    o.formats = "std4-fp16x16";
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_ARGUMENT, "std4-fp16x16");
 }
 
 /// State beside full attention: views, snapshots, trims, a fork, and the way to the CPU.
@@ -1393,7 +1471,7 @@ void bad_input() {
     kvq_cuda_format_entry e;
     KVQ_INIT(e);
     OK(kvq_cuda_format_count(&n));
-    CHECK(n == 4, "%d entries", n);
+    CHECK(n == 5, "%d entries", n);
     OK(kvq_cuda_format_list(0, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g64,int8") == 0 && e.head_dim == 64 && e.page_tokens == 64 &&
               e.window == KVQ_FP16 && e.alibi == 0,
@@ -1402,7 +1480,10 @@ void bad_input() {
     CHECK(std::strcmp(e.formats, "mix4") == 0 && e.alibi == 0, "entry %s", e.formats);
     OK(kvq_cuda_format_list(2, &e));
     CHECK(std::strcmp(e.formats, "int8/kivi-4-g64") == 0 && e.alibi == 1, "entry %s", e.formats);
-    REFUSED(kvq_cuda_format_list(4, &e), KVQ_ERROR_ARGUMENT, "not among 4");
+    OK(kvq_cuda_format_list(4, &e));
+    CHECK(std::strcmp(e.formats, "kivi-4-g32-fp16x16,int8-fp16x16") == 0 && e.head_dim == 80, "entry %s",
+          e.formats);
+    REFUSED(kvq_cuda_format_list(5, &e), KVQ_ERROR_ARGUMENT, "not among 5");
     const auto* const found = kvq::cuda::find_device_format("int8", 64, 64);
     CHECK(found != nullptr && found->kinds.size() == 2, "int8 is in the entry with kivi-4-g64");
     for (const char* name : {"int8/kivi-4-g64", "kivi-4-g64/int8", "std4", "int8/", "/int8", ""})
@@ -1447,6 +1528,7 @@ int main() {
     CHECK(wrong.empty(), "a program without nvcc: %s", wrong.c_str());
     scenario();
     list_of_layers();
+    latents();
     layers_with_state();
     variants();
     several_widths();

@@ -29,7 +29,7 @@ class kvq_cuda_cache_options(Struct):
                 ("recent", c_int32), ("rollback", c_int32), ("max_batch", c_int32), ("max_tokens", c_int32),
                 ("step_tokens", c_int32), ("draft_tokens", c_int32), ("pool_tokens", c_int32),
                 ("pool_sequences", c_int32), ("fixed", c_int32), ("statistics", handle),
-                ("allocator", POINTER(kvq_cuda_allocator)), ("alibi", c_int32), ("reserved", c_int32),
+                ("allocator", POINTER(kvq_cuda_allocator)), ("alibi", c_int32), ("query_heads", c_int32),
                 ("layer_list", POINTER(kvq_layer)), ("layer_formats", POINTER(kvq_layer_formats)),
                 ("state_parts", POINTER(kvq_state_part)), ("snapshot_bytes", c_size_t), ("state_part_count", c_int32),
                 ("snapshot_every", c_int32), ("snapshot_prompt_end", c_int32), ("pool_states", c_int32)]

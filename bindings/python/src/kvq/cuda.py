@@ -168,9 +168,9 @@ class Cache(Handle):
     """Keys and values of many sequences in pages on a GPU.
 
     layers, kv_heads, head_dim  of the model: layers of one shape; or
-    layers          a list of kvq.full_attention(...), sliding_attention, chunked_attention, shared_with, cross_layer and state_layer,
-                    which say kv_heads and head_dim, or the parts of a state. Layers with a window free pages that no query
-                    sees any more, and hide what their window hides
+    layers          a list of kvq.full_attention(...), sliding_attention, chunked_attention, shared_with, cross_layer, latent_attention
+                    and state_layer, which say kv_heads and head_dim, or the parts of a state. Layers with a window free pages that no
+                    query sees any more, and hide what their window hides
     layer_formats   {layer: (keys, values)} by name, None for the first one of formats
     formats         by name: a str with commas, or several. Pages are quantized to the first one; requantize and step_down take all.
                     "fp16" or "bf16": nothing is quantized. kvq.cuda.formats() says what there is
@@ -184,6 +184,7 @@ class Cache(Handle):
     max_tokens      of one sequence
     step_tokens     new tokens that a step gives to every sequence, at most
     draft_tokens    drafted tokens of a sequence, at most 64
+    query_heads     of layers made by latent_attention, at most: memory for so many
     pool_tokens     quantized pages for so many tokens are allocated at once,
     pool_sequences  and 16-bit pages for so many sequences
     pool_states     and recurrent states: one for a sequence, and one for each of its snapshots
@@ -201,13 +202,14 @@ class Cache(Handle):
                  layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
                  dtype: torch.dtype = torch.float16, device: Any = None, page_tokens: Optional[int] = None,
                  sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None, max_batch: int = 1,
-                 max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, pool_tokens: int = 0,
+                 max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, query_heads: int = 128, pool_tokens: int = 0,
                  pool_sequences: int = 0, pool_states: int = 0, snapshot_every: Optional[int] = None,
                  snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None, growing: bool = True,
                  statistics: Optional[Statistics] = None, alibi: bool = False) -> None:
         if dtype not in _NAMES:
             raise ArgumentError(f"kvq: a cache on a GPU is of torch.float16 or torch.bfloat16, not {dtype}")
-        for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens), ("step_tokens", step_tokens)):
+        for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens), ("step_tokens", step_tokens),
+                            ("query_heads", query_heads)):
             if value < 1:
                 raise ArgumentError(f"kvq: {name} is {value}, which must be at least 1")
         listed = list(layers) if hasattr(layers, "__iter__") else None
@@ -224,7 +226,7 @@ class Cache(Handle):
             window=text(_NAMES[dtype]),
             page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent,
             "recent"), rollback=count(rollback, "rollback"), max_batch=max_batch, max_tokens=max_tokens,
-            step_tokens=step_tokens, draft_tokens=draft_tokens, pool_tokens=pool_tokens,
+            step_tokens=step_tokens, draft_tokens=draft_tokens, query_heads=query_heads, pool_tokens=pool_tokens,
             pool_sequences=pool_sequences, pool_states=pool_states, snapshot_every=limit(snapshot_every, "snapshot_every"),
             snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
             snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"), fixed=int(not growing), alibi=int(alibi))
@@ -315,8 +317,9 @@ class Cache(Handle):
         sequences hold and over each other, causal.
 
         k, v     [rows x new tokens][kv_heads][head_dim], on the device: the tokens of row 0, of row 1, ...; both None for a layer made by
-                 shared_with or cross_layer
-        q, out   [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads. out=None: new memory
+                 shared_with or cross_layer, v None for one made by latent_attention
+        q, out   [rows x new tokens][q_heads][head_dim], out with channels of values; q_heads is a multiple of kv_heads. out=None: new
+                 memory
         lse      None, or float32 [rows x new tokens][q_heads], gets the natural logarithm of each softmax sum
         options  scale, softcap, window: of Mods. window_sinks: with a window, also the sinks of the cache.
                  ancestors: int64 [rows][new tokens], which drafted tokens a query sees (bit 0: the first one).
@@ -325,24 +328,32 @@ class Cache(Handle):
 
         Returns out.
         """
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-        if k is None and v is None:
-            k = v = q[:0, :1]  # no tokens
+        out = self._output(layer, q) if out is None else out
+        k = q[:0, :1] if k is None and v is None else k  # no tokens
+        v = k[:0] if v is None else v
         o = attend_options(lse=lse, **options)
         self._f.kvq_cuda_cache_prefill(
             self, layer, *[ctypes.byref(tensor(x, name, self.dtype)) for name, x in (("k", k), ("v", v), ("q", q), ("out", out))],
             ctypes.byref(o), self.stream())
         return out
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _output(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """New memory for the outputs of queries."""
+        of = self.layers[layer] if 0 <= layer < len(self.layers) else None
+        if of is None or q.dim() != 3 or of.value_dim in (0, None, q.shape[2]):
+            return torch.empty_like(q, memory_format=torch.contiguous_format)
+        return q.new_empty((q.shape[0], q.shape[1], of.value_dim))
+
+    def append(self, layer: int, k: torch.Tensor, v: Optional[torch.Tensor]) -> None:
         """The new tokens of a layer alone. k, v: as of prefill"""
+        v = k[:0] if v is None else v
         self._f.kvq_cuda_cache_append(self, layer, ctypes.byref(tensor(k, "k", self.dtype)),
                                       ctypes.byref(tensor(v, "v", self.dtype)), self.stream())
 
     def attend(self, layer: int, q: torch.Tensor, out: Optional[torch.Tensor] = None, *, lse: Optional[torch.Tensor] = None,
                **options: Any) -> torch.Tensor:
         """Attention of the last q.tokens / rows tokens of every row. q, out, lse, options: as of prefill. Returns out."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        out = self._output(layer, q) if out is None else out
         o = attend_options(lse=lse, **options)
         self._f.kvq_cuda_cache_attend(self, layer, ctypes.byref(tensor(q, "q", self.dtype)),
                                       ctypes.byref(tensor(out, "out", self.dtype)), ctypes.byref(o), self.stream())

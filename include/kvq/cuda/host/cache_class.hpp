@@ -58,7 +58,7 @@ public:
     /// Does a layer take the tokens of steps, prompts and drafts? Others have no keys and values of the
     /// sequence's own text.
     bool takes_tokens(int layer) const noexcept {
-        return layers_[static_cast<std::size_t>(layer)].kind <= layer_kind::chunked;
+        return layers_[static_cast<std::size_t>(layer)].kind <= layer_kind::chunked || is_latent(layer);
     }
     const cache_options& options() const noexcept { return options_; }
     /// The parts of layers with state (kvq::state_layer); null if there are none.
@@ -105,18 +105,19 @@ public:
                 cudaStream_t stream);
     /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer (a second time is
     /// refused), the first one of a shape and format before the others: it also quantizes the pages that
-    /// leave the recent windows of all of them. T: options().type.
+    /// leave the recent windows of all of them. T: options().type. Of latents v has 0 tokens.
     status append(int layer, const input_view& k, const input_view& v, cudaStream_t stream) {
-        if (status s = check_layer(layer, {k.type, v.type}); !s) return s;
+        if (status s = check_layer(layer, {k.type, type_of(v, k)}); !s) return s;
         if (is_shared(layer)) return detail::bad_value("%s: it takes queries only", describe(layer).c_str());
         if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
         if (is_cross(layer) != step_.cross)
             return detail::bad_value("%s: it takes the tokens of begin_%s()", describe(layer).c_str(),
                                      is_cross(layer) ? "cross" : "step, begin_prompt or begin_draft");
         const int tokens = step_.rows * step_.new_tokens;
-        if (k.tokens != tokens || v.tokens != tokens)
-            return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d", k.tokens, v.tokens,
-                                     step_.rows, step_.new_tokens);
+        if (k.tokens != tokens || v.tokens != (is_latent(layer) ? 0 : tokens))
+            return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d%s", k.tokens,
+                                     v.tokens, step_.rows, step_.new_tokens,
+                                     is_latent(layer) ? ", and values of latents are their keys" : "");
         if (status s = check_lacks(layer); !s) return s;
         detail::layer_group& g = group_of(layer);
         const int member = member_of(layer);
@@ -132,7 +133,7 @@ public:
     /// window, in 16 bit, and quantized pages as they are, without scratch memory (prefill.cuh). After
     /// begin_prompt(). q, out: [new_tokens][q_heads][head_dim]. The tokens of a layer that others share wait
     /// until the last of these had its prefill(), with k and v of 0 tokens, or for the next begin: they see
-    /// what this layer saw.
+    /// what this layer saw. Of latents v has 0 tokens, and the tokens go through scratch memory as well.
     status prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                    const output_view& out, prefill_options options, cudaStream_t stream);
     /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any
@@ -141,9 +142,9 @@ public:
     status prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
                         prefill_options options, cudaStream_t stream) {
         if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
-        if (is_shared(layer) || is_cross(layer) || shared_chunk(layer) != nullptr)
+        if (is_shared(layer) || is_cross(layer) || is_latent(layer) || shared_chunk(layer) != nullptr)
             return detail::bad_value(
-                "%s: parts of prompts are not for layers that share keys and values, or have cross "
+                "%s: parts of prompts are not for layers that share keys and values, or have cross or latent "
                 "attention",
                 describe(layer).c_str());
         if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
@@ -169,6 +170,8 @@ public:
                   cudaStream_t stream, const Score& score = {}) {
         if (status s = check_layer(layer, {q.type, out.type}); !s) return s;
         const detail::layer_group& g = group_of(layer);
+        if (g.format.latent && (q.heads > options_.query_heads || options.query_tokens > most_queries()))
+            if (status s = check_workspace(layer, step_.rows, q.heads, options.query_tokens); !s) return s;
         if (g.format.functions->score != detail::score_mark::of<Score>())
             return detail::bad_value(
                 "the cache was opened with kernels for another score modifier: add make_scored_format<its "
@@ -352,6 +355,17 @@ private:
                     "make_device_format<that type, ...>()");
         return {};
     }
+    /// The type of rows; of none that of others.
+    template <class Others>
+    static float_type type_of(const input_view& rows, const Others& others) noexcept {
+        return rows.tokens == 0 ? others.type : rows.type;
+    }
+    /// Tokens of a sequence that attend in a step or a draft, at most.
+    int most_queries() const noexcept {
+        return common::larger(1, common::larger(options_.step_tokens, options_.draft_tokens));
+    }
+    /// Is the workspace large enough for attention over latents?
+    status check_workspace(int layer, int rows, int q_heads, int query_tokens) const;
     status check_batch(std::span<const sequence_id> ids, bool holes);
     status check_move(sequence_id id, const char* verb, int first, int last, bool moves) const;
     status check_rows(std::span<const sequence_id> batch) const;
@@ -420,6 +434,9 @@ private:
     bool is_cross(int layer) const noexcept {
         return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::cross;
     }
+    bool is_latent(int layer) const noexcept {
+        return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::latent;
+    }
     bool is_shared(int layer) const noexcept {
         return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::shared;
     }
@@ -432,6 +449,8 @@ private:
     }
     status find_chunks(int new_tokens, detail::larger_memories& larger, cudaStream_t stream);
     status hold(chunk& c, const input_view& k, const input_view& v, cudaStream_t stream);
+    status prefill_latents(int layer, const input_view& k, const input_view& v, const query_view& q,
+                           const output_view& out, const prefill_options& options, cudaStream_t stream);
     /// Appends the chunks that still wait.
     status append_chunks(cudaStream_t stream);
     int waiting() const noexcept {

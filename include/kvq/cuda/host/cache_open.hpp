@@ -32,6 +32,8 @@ inline status cache::check_options(const cache_options& o) const {
     if (o.page_tokens > 65535)
         return detail::bad_value("page_tokens is %d, but must be at most 65535", o.page_tokens);
     if (o.max_batch < 1) return detail::bad_value("max_batch is %d", o.max_batch);
+    if (o.query_heads < 1 || o.query_heads > 65535)
+        return detail::bad_value("query_heads is %d, but must be 1 to 65535", o.query_heads);
     if (o.max_tokens < 1 || o.max_tokens > detail::most_tokens)
         return detail::bad_value("max_tokens is %d, but must be 1 to %d", o.max_tokens, detail::most_tokens);
     for (const int x : {o.sinks, o.recent, o.rollback})
@@ -53,9 +55,6 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
         const auto text = [&] { return common::describe_layer(i, l); };
         if (l.kind == layer_kind::shared || l.kind == layer_kind::state) continue;
-        if (l.kind == layer_kind::latent)
-            return detail::bad_value("%s: caches on a device hold all kinds of layers but latent attention",
-                                     text().c_str());
         if (l.sinks != 0 && l.sinks != options_.sinks)
             return detail::bad_value(
                 "%s: its queries see %d sinks; on a device they see all %d of the cache, or none",
@@ -64,8 +63,20 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         if (f.key < 0 || f.key >= n || f.value < 0 || f.value >= n)
             return detail::bad_value("%s: formats %d and %d are not among the %d of the cache",
                                      text().c_str(), f.key, f.value, n);
-        own[static_cast<std::size_t>(f.key)] = own[static_cast<std::size_t>(f.value)] = 1;
+        own[static_cast<std::size_t>(f.key)] = 1;
+        if (l.kind != layer_kind::latent) own[static_cast<std::size_t>(f.value)] = 1;
     }
+    bool latents = false, others = false;
+    for (const layer& l : layers_) {
+        latents = latents || l.kind == layer_kind::latent;
+        others = others || (l.kind != layer_kind::latent && l.kind != layer_kind::state);
+    }
+    // Is a format that no layer has for layers like this one? Where there are both, latents take those with
+    // fp16 channels.
+    const auto is_for = [&](const std::string& format, const layer& l) {
+        if (!latents || !others) return true;
+        return (l.kind == layer_kind::latent) == (common::fp16_channels_of(format).channels > 0);
+    };
     places_.assign(layers_.size(), {-1, -1});
     const auto add = [&](int i, const layer& l) -> status {
         if (l.kind == layer_kind::shared) {
@@ -83,31 +94,34 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         const auto same = [&](const layer& a) {
             const auto values = [](const layer& x) { return x.value_dim == 0 ? x.head_dim : x.value_dim; };
             return a.kv_heads == l.kv_heads && a.head_dim == l.head_dim && values(a) == values(l) &&
-                   a.formats == l.formats && a.kind == l.kind && a.sees() == l.sees();
+                   a.formats == l.formats && a.kind == l.kind && a.sees() == l.sees() &&
+                   a.rotary_channels == l.rotary_channels;
         };
         while (group < static_cast<int>(groups_.size()) &&
                !same(layers_[static_cast<std::size_t>(groups_[static_cast<std::size_t>(group)].members[0])]))
             ++group;
         if (group == static_cast<int>(groups_.size())) {
+            const bool latent = l.kind == layer_kind::latent;
             const std::string& keys = options_.formats[static_cast<std::size_t>(l.formats.key)];
             const std::string& values = options_.formats[static_cast<std::size_t>(l.formats.value)];
-            std::vector<std::string> names{l.formats.key == l.formats.value
+            std::vector<std::string> names{latent || l.formats.key == l.formats.value
                                                ? keys
                                                : keys.substr(0, keys.find('/')) + "/" +
                                                      values.substr(values.find('/') + 1)};
             for (std::size_t f = 0; f < own.size(); ++f)
-                if (own[f] == 0) names.push_back(options_.formats[f]);
+                if (own[f] == 0 && is_for(options_.formats[f], l)) names.push_back(options_.formats[f]);
             const cache_shape shape = this->shape(i);
             const device_format* const best =
                 find_device_format(compiled, names, shape.head_dim, shape.dim(tensor::value),
-                                   options_.page_tokens, options_.type);
+                                   options_.page_tokens, options_.type, nullptr, latent);
             if (best == nullptr) {
                 std::string text;
                 for (const std::string& name : names) text += (text.empty() ? "" : "+") + name;
                 return detail::bad_value(
-                    "nothing was compiled for %.48s, head_dim %d, pages of %d: add "
+                    "nothing was compiled for %.48s, head_dim %d, pages of %d%s: add "
                     "make_device_format<%.8s, ...>(), or name it in KVQ_CUDA_FORMATS",
                     text.c_str(), shape.head_dim, options_.page_tokens,
+                    latent ? " of latents (latent_pair)" : "",
                     options_.type == float_type::bf16 ? "bfloat16" : "float16");
             }
             detail::layer_group& g = groups_.emplace_back();
@@ -118,6 +132,10 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
             g.options = &options_;
             g.list = &layers_;
             g.geometry.window = l.sees();
+            g.members.push_back(i);  // errors name it
+            for (const std::string& name : names)
+                if (status s = g.check_rotary(best->find(name)); !s) return s;
+            g.members.clear();
         }
         detail::layer_group& g = groups_[static_cast<std::size_t>(group)];
         places_[static_cast<std::size_t>(i)] = {group, g.shape.layers++};
@@ -227,9 +245,19 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     if (s)
         s = words_.allocate(options.memory, static_cast<std::size_t>(words) * sizeof(int), "tables", stream);
     std::size_t workspace = 0;
-    for (const detail::layer_group& g : groups_)
-        for (const int rows : {4, 8, 16})
-            workspace = common::larger(workspace, g.format.functions->workspace_bytes(1, rows));
+    for (const detail::layer_group& g : groups_) {
+        const auto add = [&](int sequences, int heads, int tokens) {
+            workspace =
+                common::larger(workspace, g.format.functions->workspace_bytes(sequences, heads, tokens));
+        };
+        if (!g.format.latent) {
+            for (const int rows : {4, 8, 16}) add(1, 1, rows);
+            continue;
+        }
+        // A step or a draft of all sequences, and slices of a prompt (prefill).
+        add(options.max_batch, options.query_heads, most_queries());
+        add(1, options.query_heads, 64);
+    }
     if (s) s = workspace_.allocate(options.memory, workspace, "the workspace", stream);
     for (detail::layer_group& g : groups_) {
         g.words = words_.as<int>() + g.first_word;
@@ -258,15 +286,22 @@ inline status cache::check_equal_layers(const char* who) const {
     int other = groups_.back().members[0];
     if (!chunks_.empty()) other = chunks_[0].readers[0];
     if (states_) other = states_->layers().layers()[0].number;
-    if (!states_ && chunks_.empty() && groups_.size() == 1 && !groups_[0].geometry.window) return {};
+    const detail::layer_group& first = groups_[0];
+    if (!states_ && chunks_.empty() && groups_.size() == 1 && !first.geometry.window && !first.format.latent)
+        return {};
     return detail::bad_value("%s takes caches of equal layers with full attention only, not %s", who,
                              describe(other).c_str());
 }
 
 /// Has any layer the format?
 inline status cache::check_format(std::string_view format) const {
+    bool found = false;
     for (const detail::layer_group& g : groups_)
-        if (g.format.find(format) >= 0) return {};
+        if (const int f = g.format.find(format); f >= 0) {
+            found = true;
+            if (status s = g.check_rotary(f); !s) return s;
+        }
+    if (found) return {};
     return detail::bad_value(
         "%.60s is not a format of this cache: list it in options.formats, and add it to its "
         "make_device_format<...>()",
@@ -299,6 +334,9 @@ inline status cache::calibrate(std::string_view format, const calibration& stati
     for (const detail::layer_group& g : groups_) {
         const int f = g.format.find(format);
         if (f < 0) continue;
+        if (g.format.latent)
+            return detail::bad_value("%s: statistics for keys of latents are for caches on the CPU",
+                                     g.describe(0).c_str());
         if (of.layers != layer_count() || of.kv_heads != g.shape.kv_heads || of.head_dim != g.shape.head_dim)
             return detail::bad_value(
                 "statistics of %d layers, %d kv heads and head_dim %d, but the cache has %d, %d, %d",

@@ -26,6 +26,7 @@ struct cache_options {
     int cut_pages = 64;      ///< a sequence of max_tokens may have so many pages more, which trims have cut
     int draft_tokens = 0;    ///< of one sequence at most: up to 64, to page_tokens and to recent
     int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most; 0: prompts only
+    int query_heads = 128;   ///< of layers with latent attention, at most: their workspace is for so many
     int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     int pool_states = 0;     ///< and so many states: one for a sequence, and one for each of its snapshots

@@ -173,16 +173,17 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     detail::larger_memories larger;
     if (status s = find_chunks(of_steps, larger, stream); !s) return s;
     entry& e = entry_of(id);
-    std::size_t scratch = 0;
+    std::size_t scratch = 0, lists = 0;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
+        lists += static_cast<std::size_t>(g.slot_lists());
         if (g.takes_steps() == cross) continue;
         const detail::pool_memory& m = g.window.memory();
-        const auto pages = static_cast<std::size_t>(g.staged_pages(e.pages[i], new_tokens).size());
+        const auto pages = static_cast<std::size_t>(g.scratch_pages(e.pages[i], new_tokens));
         scratch = common::larger(scratch, pages * m.page_bytes());
     }
-    const std::size_t slot_bytes = common::round_up(
-        groups_.size() * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});
+    const std::size_t slot_bytes =
+        common::round_up(lists * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});
     if (status r = larger.find(staging_, options_.memory, slot_bytes + scratch, "a prompt", stream); !r)
         return r;
     if (status r = append_chunks(stream); !r) return r;
@@ -196,6 +197,7 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     step_ = next;
     detail::word_writer to = writer(stream);
     std::vector<detail::prompt_slots> found;
+    auto* slot_list = staging_.as<long long>();
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& g = groups_[i];
         if (g.takes_steps() == cross) {
@@ -205,8 +207,9 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
             continue;
         }
         found.push_back(g.begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
-                                       staging_.as<long long>() + i * static_cast<std::size_t>(new_tokens),
-                                       to));
+                                       slot_list, to));
+        if (g.format.latent) found.push_back(g.run_slots(found.back()));
+        slot_list += g.slot_lists() * new_tokens;
     }
     write_states(std::span(&id, 1), of_steps, true, to);
     status s = to.flush();
@@ -219,17 +222,20 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
 
 inline status cache::prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                              const output_view& out, prefill_options options, cudaStream_t stream) {
-    if (status s = check_layer(layer, {k.type, v.type, q.type, out.type}); !s) return s;
+    if (status s = check_layer(layer, {type_of(k, q), type_of(v, q), q.type, out.type}); !s) return s;
     if (!step_.prompt)
         return detail::bad_value("prefill is for the tokens of begin_prompt(): append, then attend");
     if (step_.cross)
         return detail::bad_value("begin_cross() is for append() alone; queries come in steps and prompts");
     const int own = is_shared(layer) || is_cross(layer) ? 0 : step_.new_tokens;
-    if (q.tokens != step_.new_tokens || k.tokens != own || v.tokens != own || out.tokens != step_.new_tokens)
+    if (q.tokens != step_.new_tokens || k.tokens != own || v.tokens != (is_latent(layer) ? 0 : own) ||
+        out.tokens != step_.new_tokens)
         return detail::bad_value(
             "q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d%s", q.tokens, k.tokens, v.tokens,
             out.tokens, step_.new_tokens,
-            own == 0 ? ", and a layer that is shared or has cross attention takes 0 of k and v" : "");
+            own == 0           ? ", and a layer that is shared or has cross attention takes 0 of k and v"
+            : is_latent(layer) ? ", and values of latents are their keys"
+                               : "");
     detail::layer_group& g = group_of(layer);
     const int member = member_of(layer);
     if (is_cross(layer)) {
@@ -246,6 +252,7 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
     }
     if (own > 0)
         if (status s = check_lacks(layer); !s) return s;
+    if (is_latent(layer)) return prefill_latents(layer, k, v, q, out, options, stream);
     if (status s = g.add_window(options, member); !s) return s;
     if (status s = g.format.functions->prefill(g.view_before_prompt(member), own == 0 ? c->k : k,
                                                own == 0 ? c->v : v, q, out, g.words + g.prompt_at() + 2,
@@ -256,6 +263,63 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
     if (own > 0) return hold(*c, k, v, stream);
     c->waits_for[reader] = 0;
     return c->waits() ? status{} : g.append_prompt(member, c->k, c->v, stream);
+}
+
+/// Slices of the prompt's queries that the workspace has room for, one after the other.
+inline status cache::prefill_latents(int layer, const input_view& k, const input_view& v, const query_view& q,
+                                     const output_view& out, const prefill_options& options,
+                                     cudaStream_t stream) {
+    detail::layer_group& g = group_of(layer);
+    const int member = member_of(layer), n = q.tokens;
+    if (options.sink_logits != nullptr)
+        return detail::bad_value("%s: its attention takes no logits of sinks", describe(layer).c_str());
+    if (status s = check_workspace(layer, 1, q.heads, 1); !s) return s;
+    int most = n;
+    while (g.format.functions->workspace_bytes(1, q.heads, most) > workspace_.bytes()) most = (most + 1) / 2;
+    if (status s = g.make_run(member, k, v, stream); !s) return s;
+    const int before = entry_of(step_.id)
+                           .pages[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)]
+                           .paged_tokens(g.geometry) -
+                       n;
+    const auto rows_of = [&](const auto& x, int first, int count) {
+        auto part = x;
+        part.data = x.at(first, 0);
+        part.tokens = count;
+        return part;
+    };
+    for (int first = 0; first < n; first += most) {
+        const int count = common::smaller(most, n - first);
+        detail::word_writer to = writer(stream);
+        g.send(to, g.seen_at(), before + first + count);
+        if (status s = to.flush(); !s) return s;
+        const std::ptrdiff_t row = std::ptrdiff_t{first} * q.heads;
+        attention_options slice{.scale = options.scale,
+                                .softcap = options.softcap,
+                                .window = options.window,
+                                .chunked = options.chunked,
+                                .window_sinks = options.window_sinks,
+                                .query_tokens = count};
+        if (options.lse != nullptr) slice.lse = options.lse + row;
+        if (options.state_out != nullptr)
+            slice.state_out = options.state_out + row * (g.shape.dim(tensor::value) + 2);
+        constexpr unmodified none;
+        if (status s = g.format.functions->attend(g.view_of_run(member), rows_of(q, first, count),
+                                                  rows_of(out, first, count), slice, workspace_.as<>(),
+                                                  workspace_.bytes(), stream, &none);
+            !s)
+            return s;
+    }
+    return g.append_prompt(member, k, v, stream);
+}
+
+inline status cache::check_workspace(int layer, int rows, int q_heads, int query_tokens) const {
+    const std::size_t bytes = group_of(layer).format.functions->workspace_bytes(rows, q_heads, query_tokens);
+    if (bytes <= workspace_.bytes()) return {};
+    return detail::bad_value(
+        "%s: attention of %d query heads and %d tokens of %d sequences needs a workspace of %zu bytes, but "
+        "that of %d heads (query_heads) and a step has %zu",
+        describe(layer).c_str(), q_heads, query_tokens, rows, bytes, options_.query_heads,
+        workspace_.bytes());
 }
 
 /// Memory for chunks of so many tokens.

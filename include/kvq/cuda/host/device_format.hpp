@@ -62,6 +62,9 @@ struct layer_view {
     const int *tokens, *committed;  // [sequences], tokens: paged lengths
     page_cuts cuts;
     int layer, sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
+    /// Of the prompt of a layer with latents: the window is a run of pages from this one on, which the table
+    /// names one after the other. Otherwise -1: it is a ring.
+    int run = -1;
     unsigned* not_finite;  // of the layer; those of other layers follow
 };
 
@@ -128,7 +131,8 @@ struct device_functions {
                       const output_rows& out, const int* starts, int new_tokens, const prefill_options&,
                       cudaStream_t);
     score_mark score;
-    std::size_t (*workspace_bytes)(int group, int query_tokens);
+    /// Of attend(). Where it does not depend on them, sequences do not count; q_heads are those of a kv head.
+    std::size_t (*workspace_bytes)(int sequences, int q_heads, int query_tokens);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.
     key_state (*make_keys)(int number, const calibration& statistics);
     /// Of a format's scheme with the fingerprint of a rotation; 0 if it is not rotated.
@@ -145,12 +149,14 @@ struct device_format {
         std::string keys, values;            ///< names of the schemes: format::name() of the CPU's formats
         std::size_t key_block, value_block;  ///< bytes of one head's block
         std::uint64_t fingerprints[2];       ///< K, V: of schemes whose types say their transforms; else 0
+        int key_bits = 0;                    ///< of a code of a latent
     };
     int head_dim = 0, value_dim = 0, page_tokens = 0;
     float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out
     std::vector<kind> kinds;
     std::size_t window_block[2] = {}, sink_block[2] = {};  ///< K, V
     const detail::device_functions* functions = nullptr;
+    bool latent = false;  ///< of layers with latent attention: values are read from the blocks of keys
 
     /// Number of the format with this name, or with these of keys and values, "int8/std4"; -1 if there is
     /// none.
@@ -167,15 +173,17 @@ struct device_format {
 };
 
 /// Of `compiled`, the entry that has all these formats, and as few others as possible; null if there is none.
-/// score: of its score modifier; null: any.
+/// score: of its score modifier; null: any. latent: for layers with latent attention.
 inline const device_format* find_device_format(std::span<const device_format> compiled,
                                                std::span<const std::string> names, int head_dim,
                                                int value_dim, int page_tokens, float_type type,
-                                               const detail::score_mark* score = nullptr) noexcept {
+                                               const detail::score_mark* score = nullptr,
+                                               bool latent = false) noexcept {
     const device_format* best = nullptr;
     for (const device_format& f : compiled) {
         bool fits = f.head_dim == head_dim && f.value_dim == value_dim && f.page_tokens == page_tokens &&
-                    f.type == type && (score == nullptr || f.functions->score == *score);
+                    f.type == type && f.latent == latent &&
+                    (score == nullptr || f.functions->score == *score);
         for (const std::string& name : names) fits = fits && f.find(name) >= 0;
         if (fits && (best == nullptr || f.kinds.size() < best->kinds.size())) best = &f;
     }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../../cache/layers.hpp"
+#include "../../format/format_names.hpp"
 #include "cache_options.hpp"
 #include "device_format.hpp"
 #include "sequence_pages.hpp"
@@ -55,6 +56,11 @@ struct layer_group {
         prompt_jobs jobs;
         layer_memory staging;
         long long* slot_list = nullptr;
+        // Of latents: all pages that are in 16 bit while the prompt attends, one after the other in the
+        // scratch. Those before its first page are copied from these pages of the window.
+        std::vector<int> run_before;
+        int run_pages = 0;
+        long long* run_slots = nullptr;
     };
     /// Whose table stands in a row.
     struct row {
@@ -79,10 +85,15 @@ struct layer_group {
     const int* words = nullptr;  // its own, in device memory
     std::vector<int> mirror;     // what they are, but for lists
     std::vector<row> rows;
+    int run_named = 0;  // words of the run's table that the device has
     step now;
     std::vector<char> appended;  // of each layer: it has the new tokens of this step
 
     // ---- device words: what begin_step() sends ----
+    /// K and V, or K alone.
+    std::span<const tensor> tensors() const noexcept {
+        return common::tensors_of((*list)[static_cast<std::size_t>(members[0])]);
+    }
     int kinds() const noexcept { return static_cast<int>(format.kinds.size()); }
     int batch() const noexcept { return options->max_batch; }
     int tokens_at(int b) const noexcept { return b; }
@@ -102,14 +113,17 @@ struct layer_group {
     int counts_at(int b) const noexcept { return list_at(false) + 2 * columns + b; }
     int path_at(int b) const noexcept { return counts_at(batch()) + b * options->draft_tokens; }
     int not_finite_at(int member) const noexcept { return path_at(batch()) + member; }
-    /// Of a prompt: tokens and quantized pages before it, 0, new tokens.
+    /// Of a prompt: tokens and quantized pages before it, 0, new tokens; the tokens that queries of latents
+    /// see (cache::prefill). Then the table of a run: page i is page i.
     int prompt_at() const noexcept { return not_finite_at(shape.layers); }
-    static constexpr int prompt_words = 4;
+    static constexpr int prompt_words = 5;
+    int seen_at() const noexcept { return prompt_at() + prompt_words - 1; }
+    int run_at(int i) const noexcept { return prompt_at() + prompt_words + i; }
     /// Could be more than an int holds.
     long long word_count() const noexcept {
         return static_cast<long long>(batch()) * (5 + 2 * kinds() + (2LL * kinds() + 2) * columns +
                                                   geometry.ring + sink_columns + options->draft_tokens) +
-               2LL * columns + shape.layers + prompt_words;
+               (format.latent ? 3LL : 2LL) * columns + shape.layers + prompt_words;
     }
 
     void send(word_writer& to, int index, int value) const noexcept { to.put(first_word + index, value); }
@@ -129,6 +143,7 @@ struct layer_group {
     void forget_rows() {
         mirror.assign(static_cast<std::size_t>(list_at(false)), (std::numeric_limits<int>::min)());
         rows.assign(static_cast<std::size_t>(batch()), row{});
+        run_named = 0;
     }
     void empty_row(int b, word_writer& to) {
         rows[static_cast<std::size_t>(b)] = {};
@@ -203,6 +218,12 @@ struct layer_group {
         const int end = common::larger(s.pages(), s.pages_after(new_tokens, geometry) - geometry.ring);
         return {common::smaller(end, common::larger(s.pages(), s.gone_after(new_tokens, geometry))), end};
     }
+    /// Pages of the scratch that a prompt needs, and numbers of its slots for every token.
+    int scratch_pages(const sequence_pages& s, int new_tokens) const noexcept {
+        const int staged = staged_pages(s, new_tokens).size();
+        return format.latent ? s.pages_after(new_tokens, geometry) - s.committed() : staged;
+    }
+    int slot_lists() const noexcept { return format.latent ? 2 : 1; }
     /// A prompt has more pages than the ring: those that fall behind the recent window go to 16-bit pages of
     /// one layer's scratch and are quantized from there, in one launch for all of them. Pages and scratch are
     /// there.
@@ -226,6 +247,11 @@ struct layer_group {
         const int held = s.committed();
         std::vector<int> from_window;  // of pages that the window has now
         for (int i = held; i < first_new; ++i) from_window.push_back(s.window_page(i)->number);
+        if (format.latent) {
+            now.run_pages = common::larger(1, s.pages_after(new_tokens, geometry) - held);
+            now.run_slots = slot_list + new_tokens;
+            for (; run_named < now.run_pages; ++run_named) send(to, run_at(run_named), run_named);
+        }
         grow_row(0, id, version, s, new_tokens, false, to);
         // What is quantized from where.
         const int due = s.committed();
@@ -242,12 +268,21 @@ struct layer_group {
         }
         for (std::size_t i = 0; i < numbers.size(); ++i)
             send(to, list_at(true) + static_cast<int>(i), numbers[i]);
-        const int of_prompt[prompt_words] = {before, held, 0, new_tokens};
-        for (int i = 0; i < prompt_words; ++i) send(to, prompt_at() + i, of_prompt[i]);
+        const int of_prompt[] = {before, held, 0, new_tokens};
+        for (int i = 0; i < prompt_words - 1; ++i) send(to, prompt_at() + i, of_prompt[i]);
         now.committed_before = held;
+        if (format.latent) now.run_before = std::move(from_window);
         return {now.ranges,           before,        geometry.sinks,
                 geometry.page_tokens, geometry.ring, words + window_at(0),
                 words + sinks_at(0),  slot_list};
+    }
+    /// Where the tokens of a prompt go in the run, and in sinks.
+    prompt_slots run_slots(prompt_slots of) const noexcept {
+        of.ranges.staged = of.ranges.open;
+        of.ranges.kept = of.ranges.count;
+        of.ranges.first_staged = now.committed_before;
+        of.slot_list = now.run_slots;
+        return of;
     }
     /// So many free pages, of each format and of 16 bit.
     status ensure_free(std::span<const int> of_formats, int in_window, int of_sinks, cudaStream_t stream) {
@@ -347,6 +382,16 @@ struct layer_group {
         for (int f = 0; f < kinds(); ++f) v.quantized[f].end_page = v.committed;
         return v;
     }
+    /// Of latents: the same with the prompt's tokens, in the run. They see as many tokens as the word says.
+    layer_view view_of_run(int member) const noexcept {
+        layer_view v = view_before_prompt(member);
+        v.tokens = words + seen_at();
+        v.window = now.staging;
+        v.window_table = words + run_at(0);
+        v.ring = now.run_pages;
+        v.run = now.committed_before;
+        return v;
+    }
     std::vector<layer_view> all_layers(int sequences) const {
         std::vector<layer_view> all;
         for (int i = 0; i < shape.layers; ++i) all.push_back(view(i, sequences));
@@ -384,6 +429,17 @@ struct layer_group {
         const int layer = members[static_cast<std::size_t>(member)];
         return common::describe_layer(layer, (*list)[static_cast<std::size_t>(layer)]);
     }
+    /// Do pages of a format hold the rotary channels of latents? Of all other layers they do.
+    status check_rotary(int kind) const {
+        const int rotary = (*list)[static_cast<std::size_t>(members[0])].rotary_channels;
+        const device_format::kind& k = format.kinds[static_cast<std::size_t>(kind)];
+        const int apart = common::fp16_channels_of(k.keys).channels;
+        if (rotary == 0 || apart == rotary || (apart == 0 && k.key_bits >= 8)) return {};
+        return bad_value(
+            "%s: %.60s does not keep its %d rotary channels in 16 bits: name one that ends in -fp16x%d or "
+            "has codes of 8 bits",
+            describe(0).c_str(), k.name.c_str(), rotary, rotary);
+    }
     /// Do steps and prompts give these layers tokens? Those with cross attention have the tokens of another
     /// text.
     bool takes_steps() const noexcept { return !geometry.window.cross; }
@@ -406,15 +462,36 @@ struct layer_group {
                 if (status s = format.functions->commit(layers, f, new_tokens, nullptr, stream); !s) return s;
         return {};
     }
+    /// Tokens [first, first + count) of x, if it has tokens.
+    static input_rows slice(input_rows x, int first, int count) noexcept {
+        if (x.tokens == 0) return x;
+        x.data = x.at(first, 0);
+        x.tokens = count;
+        return x;
+    }
+    /// Of latents: a prompt's tokens beside those that the window has, in the scratch, for its attention.
+    status make_run(int member, const input_rows& k, const input_rows& v, cudaStream_t stream) const {
+        const layer_view l = view(member, 1);
+        const layer_memory& run = now.staging;
+        const prompt_ranges& r = now.ranges;
+        std::byte* to = run.keys;
+        for (const int page : now.run_before) {
+            const cudaError_t code = cudaMemcpyAsync(to, window.memory().page(tensor::key, member, page),
+                                                     run.key_page_bytes, cudaMemcpyDeviceToDevice, stream);
+            if (code != cudaSuccess) return runtime_error(code, "copying pages of a prompt");
+            to += run.key_page_bytes;
+        }
+        const auto store = [&](const layer_memory& pages, bool in_sinks, int first, int end) -> status {
+            if (first >= end) return {};
+            return format.functions->store(l, pages, in_sinks, slice(k, first, end - first),
+                                           slice(v, first, end - first), now.run_slots + first, stream);
+        };
+        if (status s = store(l.sinks, true, 0, r.open); !s) return s;
+        return store(run, false, r.open, r.count);
+    }
     status append_prompt(int member, const input_rows& k, const input_rows& v, cudaStream_t stream) {
         const layer_view l = view(member, 1);
         const prompt_ranges& r = now.ranges;
-        const auto slice = [&](const input_rows& x, int first, int count) {
-            input_rows part = x;
-            part.data = x.at(first, 0);
-            part.tokens = count;
-            return part;
-        };
         const auto store = [&](const layer_memory& pages, bool in_sinks, int first, int end) -> status {
             if (first >= end) return {};
             return format.functions->store(l, pages, in_sinks, slice(k, first, end - first),

@@ -14,6 +14,7 @@
 
 #include "../../format/format_names.hpp"
 #include "../decode/attend.cuh"
+#include "../latent/latent.cuh"
 #include "../prefill/prefill.cuh"
 #include "../quantize/commit_due_pages.cuh"
 #include "../store/bookkeeping.cuh"
@@ -42,14 +43,36 @@ std::uint64_t scheme_fingerprint() {
         return 0;
 }
 
-/// Names by which find_format gives this scheme; its own name if there is none.
-template <tensor Role, class Scheme>
-std::vector<std::string> names_of_scheme() {
-    const std::string own = scheme_name<Scheme>();
-    std::vector<std::string> names = common::built_in_names(own, Role);
+/// The name of the blocks of a tensor: format::name() of the CPU's format. Those of latents are keys.
+template <tensor Role, class Pair>
+std::string block_name() {
+    if constexpr (is_latent_pair<Pair>) {
+        std::string name = scheme_name<typename Pair::keys>();
+        if (Pair::second_channels > 0) name += "-fp16x" + std::to_string(Pair::second_channels);
+        return name;
+    } else {
+        return scheme_name<scheme_of<Role, Pair>>();
+    }
+}
+/// Names by which find_format gives this format; its own name if there is none.
+template <tensor Role, class Pair>
+std::vector<std::string> names_of_blocks() {
+    const std::string own = block_name<Role, Pair>();
+    std::vector<std::string> names = common::built_in_names(own, is_latent_pair<Pair> ? tensor::key : Role);
     if (names.empty()) names.push_back(own);
     return names;
 }
+
+/// 16-bit pages beside those of Pair.
+template <class T, class Pair, int PageTokens>
+struct window_of {
+    using type = block_pair<full<T>, full<T>, Pair::head_dim, PageTokens, Pair::value_dim>;
+};
+template <class T, class Pair, int PageTokens>
+requires is_latent_pair<Pair>
+struct window_of<T, Pair, PageTokens> {
+    using type = latent_pair<full<T>, Pair::head_dim, 0, Pair::value_dim, PageTokens>;
+};
 
 template <class Score, class T, class... Pairs>
 struct device_table {
@@ -61,10 +84,18 @@ struct device_table {
     static_assert(((same_geometry<first, Pairs>)&&...),
                   "kvq::cuda::make_device_format: formats of one sequence have the same head sizes and page "
                   "size");
+    static constexpr bool latent = is_latent_pair<first>;
+    static_assert(((is_latent_pair<Pairs> == latent) && ...),
+                  "kvq::cuda::make_device_format: formats of one sequence are of latents, or none is");
+    static_assert(!latent || std::is_same_v<Score, unmodified>,
+                  "kvq::cuda::make_scored_format: latent attention takes no score modifier");
+    static_assert(!latent || !(codec<typename Pairs::keys>.several_widths() || ...),
+                  "kvq::cuda::make_device_format: keys of several widths need a plan, which latents have on "
+                  "the CPU only");
     static_assert(!full_precision<typename first::keys>,
                   "kvq::cuda::make_device_format: the window is 16 bit already; formats are quantized ones");
-    using window_pair = block_pair<full<T>, full<T>, head_dim, page_tokens, value_dim>;
-    using sinks_pair = block_pair<full<T>, full<T>, head_dim, 16, value_dim>;
+    using window_pair = typename window_of<T, first, page_tokens>::type;
+    using sinks_pair = typename window_of<T, first, 16>::type;
 
     template <class Pair>
     static cache_ref<Pair> ref(const layer_view& l, const layer_memory& pages, const int* table, int columns,
@@ -106,7 +137,12 @@ struct device_table {
     template <int... I>
     static auto mix(const layer_view& l, std::integer_sequence<int, I...>) noexcept {
         cache_part<window_pair> recent = in_window(window(l));
-        recent.first_page = l.committed;
+        if (l.run < 0) {
+            recent.first_page = l.committed;
+        } else {
+            recent.range = page_range::all;
+            recent.cache.first_token += l.run * page_tokens;
+        }
         recent.cuts = l.cuts;
         sink_part<sinks_pair> first_tokens = sink_tokens(sinks(l), l.first_token);
         first_tokens.cuts = l.cuts;
@@ -182,13 +218,22 @@ struct device_table {
     static status attend(const layer_view& l, const input_rows& q, const output_rows& out,
                          const attention_options& options, void* workspace, std::size_t bytes,
                          cudaStream_t stream, const void* score) {
-        return cuda::attend<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace, bytes,
-                               stream, *static_cast<const Score*>(score));
+        if constexpr (latent)
+            return attend_latents<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace,
+                                     bytes, stream);
+        else
+            return cuda::attend<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace, bytes,
+                                   stream, *static_cast<const Score*>(score));
     }
     static status prefill(const layer_view& l, const input_rows& k, const input_rows& v, const input_rows& q,
                           const output_rows& out, const int* starts, int new_tokens,
                           const prefill_options& options, cudaStream_t stream) {
-        constexpr const char* reason = no_prefill<window_pair, Pairs...>;
+        constexpr const char* reason = [] {
+            if constexpr (latent)
+                return "their prompts go through attention";
+            else
+                return no_prefill<window_pair, Pairs...>;
+        }();
         if constexpr (reason == nullptr)
             return cuda::prefill<T>(mix(l, numbers{}), k.as<const T>(), v.as<const T>(), q.as<const T>(),
                                     out.as<T>(), starts, new_tokens, options, stream);
@@ -196,15 +241,18 @@ struct device_table {
             return bad_value("prefill has no kernels for the formats of this cache (%s): append, then attend",
                              reason);
     }
-    static std::size_t workspace_bytes(int group, int query_tokens) {
-        return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);
+    static std::size_t workspace_bytes(int sequences, int q_heads, int query_tokens) {
+        if constexpr (latent)
+            return latent_workspace_bytes<mix_type, T>(sequences, q_heads, query_tokens);
+        else
+            return attend_workspace_bytes<mix_type, T, Score>(q_heads, query_tokens);
     }
     static key_state make_keys(int number, const calibration& statistics) {
         key_state state;
         const cache_shape& shape = statistics.shape();
         const auto make = [&]<class Pair>() {
             using K = typename Pair::keys;
-            if constexpr (std::is_constructible_v<K, const calibration&>) {
+            if constexpr (!latent && std::is_constructible_v<K, const calibration&>) {
                 const K keys(statistics);
                 const auto blocks = static_cast<std::size_t>(shape.layers * shape.kv_heads);
                 if constexpr (codec<K>.several_widths()) {
@@ -257,7 +305,8 @@ struct device_table {
 }  // namespace detail
 
 /// T: float16 or bfloat16, of the window and of k, v, q and out. Pairs: block pairs of quantized schemes, up
-/// to 4 that may be in one sequence; they have the same head sizes and page size.
+/// to 4 that may be in one sequence; they have the same head sizes and page size. Of layers with latent
+/// attention all are of latent_pair.
 /// Score: the type of score modifier that cache::attend() takes (score_modifiers.cuh).
 template <class Score, class T, class... Pairs>
 device_format make_scored_format() {
@@ -273,17 +322,19 @@ device_format make_scored_format() {
                     {},
                     {window::key_block_bytes, window::value_block_bytes},
                     {sinks::key_block_bytes, sinks::value_block_bytes},
-                    &table::functions};
+                    &table::functions,
+                    table::latent};
     const auto add = [&]<class Pair>(std::type_identity<Pair>) {
         device_format::kind k{{},
-                              detail::names_of_scheme<tensor::key, typename Pair::keys>(),
-                              detail::names_of_scheme<tensor::value, typename Pair::values>(),
-                              detail::scheme_name<typename Pair::keys>(),
-                              detail::scheme_name<typename Pair::values>(),
+                              detail::names_of_blocks<tensor::key, Pair>(),
+                              detail::names_of_blocks<tensor::value, Pair>(),
+                              detail::block_name<tensor::key, Pair>(),
+                              detail::block_name<tensor::value, Pair>(),
                               Pair::key_block_bytes,
                               Pair::value_block_bytes,
                               {detail::scheme_fingerprint<typename Pair::keys>(),
-                               detail::scheme_fingerprint<typename Pair::values>()}};
+                               detail::scheme_fingerprint<typename Pair::values>()},
+                              table::latent ? detail::codec<typename Pair::keys>.width() : 0};
         k.name = k.key_names[0] + "/" + k.value_names[0];
         for (const std::string& name : k.key_names)
             if (std::ranges::find(k.value_names, name) != k.value_names.end()) {

@@ -59,7 +59,8 @@ struct cache_access {
                 return std::equal(p.begin(), p.end(), q.begin(), q.end(), same);
             };
             if (!same_parts(a[i].parts, b[i].parts) || a[i].kind != b[i].kind || a[i].owner != b[i].owner ||
-                !(a[i].sees() == b[i].sees()) || x.kv_heads != y.kv_heads || x.head_dim != y.head_dim ||
+                a[i].rotary_channels != b[i].rotary_channels || !(a[i].sees() == b[i].sees()) ||
+                x.kv_heads != y.kv_heads || x.head_dim != y.head_dim ||
                 x.dim(tensor::value) != y.dim(tensor::value))
                 return bad_value("the CPU's cache has %s; the device's has %s",
                                  common::describe_layer(layer, a[i]).c_str(),
@@ -161,7 +162,8 @@ struct cache_access {
             table.copies_from = m.from->copies_from;
             table.rearranged = m.from->rearranged;
             table.freed = m.from->freed;
-            for (int role = 0; role < 2; ++role) table.targets[role] = m.targets[role];
+            for (int role = 0; role < 2; ++role)
+                if (m.targets[role] >= 0) table.targets[role] = m.targets[role];
         }
         for (int i = 0; i < cpu.layer_count(); ++i)  // shared layers hold nothing
             for (int role = 0; role < 2; ++role)
@@ -175,11 +177,15 @@ struct cache_access {
                                 page_pool& scratch, std::vector<made_layer>& made,
                                 std::vector<conversion>& conversions, cudaStream_t stream) {
         const page_table& table = s.table;
-        int formats[2][most_formats];
-        for (const tensor role : {tensor::key, tensor::value})
+        int formats[2][most_formats];  // -1: not listed, or the layers have no such tensor
+        std::ranges::fill(formats[1], -1);
+        for (const tensor role : gpu.tensors())
             for (int f = 0; f < gpu.kinds(); ++f)
                 formats[static_cast<int>(role)][f] = cpu_format(cpu, gpu, role, f);
-        const auto listed = [&](int f) { return formats[0][f] >= 0 && formats[1][f] >= 0; };
+        const auto listed = [&](int f) {
+            return std::ranges::all_of(gpu.tensors(),
+                                       [&](tensor role) { return formats[static_cast<int>(role)][f] >= 0; });
+        };
         if (!listed(s.target())) return unknown(gpu, s.target());
         for (int i = s.gone(); i < s.committed(); ++i)
             if (!listed(s.format_of(i))) return unknown(gpu, s.format_of(i));
@@ -218,9 +224,9 @@ struct cache_access {
             };
             for (const page_span& from : table.spans) {
                 page_span& span = spans.emplace_back(from);
-                for (const tensor role : {tensor::key, tensor::value}) {
+                span.pages = span.copies = {};
+                for (const tensor role : gpu.tensors()) {
                     const auto at = static_cast<std::size_t>(role);
-                    span.pages[at] = span.copies[at] = {};
                     const page* const own = from.pages[0].get();
                     const page* const copied = from.copies[0].get();
                     if (from.sinks) {
@@ -251,11 +257,14 @@ struct cache_access {
     static int gpu_format(const kvq::cache& cpu, const layer_group& gpu, int keys, int values) {
         for (int f = 0; f < gpu.kinds(); ++f)
             if (cpu_format(cpu, gpu, tensor::key, f) == keys &&
-                cpu_format(cpu, gpu, tensor::value, f) == values)
+                (gpu.format.latent || cpu_format(cpu, gpu, tensor::value, f) == values))
                 return f;
         return -1;
     }
-    static status no_format(const kvq::cache& cpu, int keys, int values) {
+    static status no_format(const kvq::cache& cpu, const layer_group& gpu, int keys, int values) {
+        if (gpu.format.latent)
+            return bad_value("%s in %.55s: add the format to the make_device_format<...>()",
+                             gpu.describe(0).c_str(), format_text(cpu.table(tensor::key)[keys]).c_str());
         return bad_value(
             "keys in %.55s with values in %.55s: add their format to the make_device_format<...>()",
             format_text(cpu.table(tensor::key)[keys]).c_str(),
@@ -281,7 +290,7 @@ struct cache_access {
                 "window",
                 s.first_token, s.end());
         for (const page_ref& p : s.pages)
-            if (committed && p->tokens != g.page_tokens)
+            if (committed && p && p->tokens != g.page_tokens)
                 return bad_value(
                     "tokens %d to %d are in a page for %d tokens, which a cut has left; the device has pages "
                     "for %d only (cache_options::repack)",
@@ -301,7 +310,7 @@ struct cache_access {
         const device_geometry& g = of.geometry;
         sequence_pages& s = plan.pages;
         const int target = gpu_format(cpu, of, first.targets[0], first.targets[1]);
-        if (target < 0) return no_format(cpu, first.targets[0], first.targets[1]);
+        if (target < 0) return no_format(cpu, of, first.targets[0], first.targets[1]);
         s.set_target(target);
         s.table.committed = first.committed;
         for (const page_span& span : first.spans)
@@ -313,7 +322,8 @@ struct cache_access {
         for (const int layer : of.members) {
             const page_table& table = tables[static_cast<std::size_t>(layer)];
             bool same = table.tokens == first.tokens && table.committed == first.committed &&
-                        table.targets[0] == first.targets[0] && table.targets[1] == first.targets[1] &&
+                        table.targets[0] == first.targets[0] &&
+                        (of.format.latent || table.targets[1] == first.targets[1]) &&
                         table.size() == first.size();
             for (int i = 0; i < table.size() && same; ++i) {
                 const page_span &span = table[i], &of_first = first[i];
@@ -322,13 +332,15 @@ struct cache_access {
                 const auto at = static_cast<std::size_t>(i);
                 int format = -1;
                 if (committed && !span.sinks) {
-                    format = gpu_format(cpu, of, span.pages[0]->format, span.pages[1]->format);
-                    if (format < 0) return no_format(cpu, span.pages[0]->format, span.pages[1]->format);
+                    const int keys = span.pages[0]->format,
+                              values = of.format.latent ? 0 : span.pages[1]->format;
+                    format = gpu_format(cpu, of, keys, values);
+                    if (format < 0) return no_format(cpu, of, keys, values);
                 }
                 if (layer == of.members[0]) plan.formats[at] = format;
                 same = plan.formats[at] == format && span.first_token == of_first.first_token &&
                        span.tokens == of_first.tokens && span.skip == of_first.skip;
-                plan.copied[at] = plan.copied[at] && span.copies[0] && span.copies[1];
+                plan.copied[at] = plan.copied[at] && span.copies[0] && (of.format.latent || span.copies[1]);
             }
             if (!same)
                 return bad_value(
@@ -419,7 +431,7 @@ struct cache_access {
         const page_table& table =
             tables[static_cast<std::size_t>(of.members[static_cast<std::size_t>(member)])];
         status result;
-        for (const tensor role : {tensor::key, tensor::value}) {
+        for (const tensor role : of.tensors()) {
             const auto at = static_cast<std::size_t>(role);
             const auto put = [&](const page& p, const device_pages& pool, const page& to) {
                 if (result)

@@ -43,14 +43,15 @@ struct plain_latent_row {
             float score = 0.0f;
             for (int i = 0; i < per_lane; ++i)
                 if (const int c = i * 32 + lane; c < dim)
-                    score += query[i] * read_latent(cache, page, in_page, c);
+                    score += query[i] * read_value<tensor::key>(cache, page, 0, in_page, c);
             for (int step = 16; step > 0; step /= 2) score += __shfl_xor_sync(0xffffffffu, score, step);
             if (score == -INFINITY) continue;
             const float next = fmaxf(top, score), keep = top == -INFINITY ? 0.0f : exp2f(top - next),
                         weight = exp2f(score - next);
             for (int i = 0; i < values_per_lane; ++i)
                 if (const int c = i * 32 + lane; c < value_dim)
-                    output[i] = output[i] * keep + weight * read_latent(cache, page, in_page, c);
+                    output[i] =
+                        output[i] * keep + weight * read_value<tensor::key>(cache, page, 0, in_page, c);
             sum = sum * keep + weight;
             top = next;
         }

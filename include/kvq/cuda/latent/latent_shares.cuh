@@ -13,8 +13,8 @@
 // Contract: an item without tokens has one empty piece. The order of additions is fixed by the shares.
 #pragma once
 
+#include "../layout/latent_pair.cuh"
 #include "../prefill/prefill_args.cuh"
-#include "latent_pages.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 

@@ -58,13 +58,21 @@ KVQ_HD typename S::width_quads quads_of(const std::uint16_t* plan) noexcept {
     return quads;
 }
 
+/// Does a block have parts, so that its pair reads it?
+template <class Pair>
+concept divides_blocks = requires(const std::byte* block) {
+    Pair::number(block, 0, 0);
+};
+
 /// x^ of one number of a page.
 template <tensor Role, class Pair>
 KVQ_HD float read_value(const cache_ref<Pair>& cache, int page, int head, int token, int channel) noexcept {
     using S = scheme_of<Role, Pair>;
     constexpr block_shape shape = shape_of<Role, Pair>;
     const std::byte* const block = cache.template block<Role>(page, head);
-    if constexpr (read_by_numbers<S>) {
+    if constexpr (divides_blocks<Pair>) {
+        return Pair::number(block, token, channel);
+    } else if constexpr (read_by_numbers<S>) {
         if constexpr (Role == tensor::key)
             return cache.own_keys.scheme.device_value(shape, block, token, channel);
         else

@@ -83,6 +83,13 @@ inline constexpr int dim_of = Role == tensor::key ? Pair::head_dim : Pair::value
 template <tensor Role, class Pair>
 inline constexpr block_shape shape_of{Role, Pair::page_tokens, dim_of<Role, Pair>};
 
+/// Of a pair that names some channels of the blocks of keys of another (latent_pair.cuh): the first of them,
+/// and the shape of these blocks.
+template <class Pair>
+inline constexpr int first_channel = 0;
+template <tensor Role, class Pair>
+inline constexpr block_shape stored_shape = shape_of<Role, Pair>;
+
 /// A pair with the sizes and the budget of Pair.
 template <class Pair, class Keys, class Values>
 struct pair_like {
@@ -115,11 +122,17 @@ struct kernel_scheme<Role, Pair, Encoder> {
 template <class Pair>
 using read_pair = typename pair_like<Pair, typename kernel_scheme<tensor::key, Pair, void>::type,
                                      typename kernel_scheme<tensor::value, Pair, void>::type>::type;
+/// Have pages of values? Those of latents are the first channels of keys (latent_pair.cuh).
+template <class Pair>
+inline constexpr bool has_values = Pair::value_block_bytes > 0;
+template <class Pair>
+inline constexpr int tensors_of = has_values<Pair> ? 2 : 1;
+
 /// Are there kernels that quantize to these blocks?
 template <class To>
-inline constexpr bool quantizes = no_quantizer(codec<typename To::keys>, tensor::key) ==
-                                  nullptr&& no_quantizer(codec<typename To::values>, tensor::value) ==
-                                  nullptr;
+inline constexpr bool quantizes = no_quantizer(codec<typename To::keys>, tensor::key) == nullptr &&
+                                  (!has_values<To> ||
+                                   no_quantizer(codec<typename To::values>, tensor::value) == nullptr);
 
 /// The pair whose kernels quantize to the blocks of Pair.
 template <class Pair>
@@ -247,7 +260,7 @@ struct cache_ref {
     /// The block of `Role` of one page and head.
     template <tensor Role>
     KVQ_HD std::byte* block(int page, int head) const noexcept {
-        if constexpr (Role == tensor::key)
+        if constexpr (Role == tensor::key || !detail::has_values<Pair>)
             return key_block(page, head);
         else
             return value_block(page, head);
@@ -311,7 +324,7 @@ status check_ref(const cache_ref<Pair>& c, bool tables) noexcept {
     if (status s = check_transform<tensor::key>(c); !s) return s;
     if (status s = check_transform<tensor::value>(c); !s) return s;
     if (c.kv_heads < 1) return bad_value("the cache has %d kv heads", c.kv_heads);
-    if (c.key_pages == nullptr || (Pair::value_block_bytes > 0 && c.value_pages == nullptr))
+    if (c.key_pages == nullptr || (has_values<Pair> && c.value_pages == nullptr))
         return bad_value("the cache has no pages (null pointer)");
     if ((reinterpret_cast<std::uintptr_t>(c.key_pages) | reinterpret_cast<std::uintptr_t>(c.value_pages) |
          c.key_page_bytes | c.value_page_bytes) %

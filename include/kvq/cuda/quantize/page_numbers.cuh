@@ -39,11 +39,15 @@ __device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int pag
     using S = scheme_of<Role, Pair>;
     constexpr block_shape s = shape_of<Role, Pair>;
     const int thread = static_cast<int>(threadIdx.x);
-    if constexpr (full_precision<S>) {
+    if constexpr (full_precision<S> && first_channel<Pair> % 2 == 0) {
         // Words lie as threads do. Of values, a thread takes two neighbouring ones of a channel, if it can.
         using T = typename S::value_type;
         constexpr int per_word = value_layout<T>::values_per_word;
         constexpr int per_row = value_layout<T>(s).tiles.words_per_row;
+        // In memory a row may have words of other channels as well.
+        constexpr int row_words = value_layout<T>(stored_shape<Role, Pair>).tiles.words_per_row,
+                      first_word = first_channel<Pair> / per_word;
+        static_assert(first_channel<Pair> % per_word == 0);
         constexpr int slot_count = value_layout<T>(s).tiles.rows.padded_size(),
                       height = tile_layout::tile_rows;
         constexpr int words = Role == tensor::value && per_row % 2 == 0 ? 2 : 1, count = words * per_word;
@@ -83,7 +87,8 @@ __device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int pag
                 for (int turn = 0; turn < turns; ++turn) {
                     const int vector = turn * warps + warp;
                     float x[count];
-                    numbers_of(from + (tile * vectors + vector) * words * height + lane, height, x);
+                    numbers_of(from + (tile * row_words + first_word + vector * words) * height + lane,
+                               height, x);
                     put_numbers(tile * height + lane, vector * count, x, true);
                 }
         } else {
@@ -94,7 +99,8 @@ __device__ __forceinline__ void visit_page(const cache_ref<Pair>& cache, int pag
                 const int rows =
                     slot_count % height == 0 ? height : smaller(height, slot_count - tile * height);
                 const int vector = in_tile / rows * words, row = in_tile % rows;
-                const std::uint32_t* const at = from + tile * height * per_row + vector * rows + row;
+                const std::uint32_t* const at =
+                    from + tile * height * row_words + (first_word + vector) * rows + row;
                 float x[count];
                 numbers_of(at, rows, x);
                 const int r = tile * height + row, col = vector * per_word;

@@ -15,6 +15,7 @@
 #pragma once
 
 #include "../../core/token_view.hpp"
+#include "../layout/latent_pair.cuh"
 #include "quantize_grid.cuh"
 #include "quantize_tiles.cuh"
 
@@ -47,7 +48,8 @@ struct page_quantizer {
     static constexpr bool grids = codes_grids<typename To::keys> || codes_grids<typename To::values>;
     static constexpr int values = To::page_tokens * larger(To::head_dim, To::value_dim);
     /// Where warps have tiles in registers, these need more than 64.
-    static constexpr bool tiles = page_tiles<To, tensor::key>::fit && page_tiles<To, tensor::value>::fit;
+    static constexpr bool tiles =
+        page_tiles<To, tensor::key>::fit && (!has_values<To> || page_tiles<To, tensor::value>::fit);
     static constexpr int threads = tiles             ? 128
                                    : !grids          ? 256
                                    : values >= 16384 ? 512
@@ -67,73 +69,107 @@ struct page_quantizer {
         else
             return turns<Role, From, To> ? 4 * dim_of<Role, To> * numbers_stride(To::page_tokens) : 0;
     }
-    static constexpr int shared_bytes = larger(bytes_of<tensor::key>(), bytes_of<tensor::value>());
+    static constexpr int shared_bytes = [] {
+        if constexpr (has_values<To>)
+            return larger(bytes_of<tensor::key>(), bytes_of<tensor::value>());
+        else
+            return bytes_of<tensor::key>();
+    }();
     static_assert(
         threads <= 512 && shared_bytes <= quantizer_budget<To>,
         "kvq::cuda: a transform needs all channels of a page in shared memory: pages of fewer tokens "
         "have room");
 };
 
-/// Codes the K or V block of one head of page `to` from page `from`. All threads of a block.
+/// Of latents: rotary channels take no more.
+template <class To, class From>
+requires is_latent_pair<To>
+struct page_quantizer<To, From>
+    : page_quantizer<typename To::first_coded, some_channels<From, 0, To::first_channels>> {
+};
+
+/// Codes the K or V block of one head of page `to` from page `from`. All threads of a block. Returns this
+/// thread's count of values that are not finite.
+template <tensor Role, int Threads, class From, class To>
+__device__ __forceinline__ unsigned requantize_tensor(const cache_ref<From>& source,
+                                                      const cache_ref<To>& target, int from, int to, int head,
+                                                      std::byte* shared) {
+    using S = scheme_of<Role, To>;
+    unsigned count = 0;
+    if constexpr (codes_grids<S>) {
+        count = grid_encoder<From, To, Role, Threads>(source, from, target, to, head, shared).run();
+    } else if constexpr (page_quantizer<To, From>::template in_tiles<Role>) {
+        using T = typename scheme_of<Role, From>::value_type;
+        constexpr int row_words = value_layout<T>(stored_shape<Role, From>).tiles.words_per_row,
+                      first_word = first_channel<From> / 2;
+        count = quantize_tiles<T, To, Role, Threads, row_words>(
+            reinterpret_cast<const std::uint32_t*>(
+                static_cast<const std::byte*>(source.template block<Role>(from, head))) +
+                first_word * warp_size,
+            target.template block<Role>(to, head), shared);
+    } else {
+        constexpr block_shape shape = shape_of<Role, From>;
+        std::byte* const block = target.template block<Role>(to, head);
+        if constexpr (numbers_fit<S, Role, To> || turns<Role, From, To>) {
+            constexpr int stride = numbers_stride(shape.tokens);
+            auto* const numbers = reinterpret_cast<float*>(shared);
+            odd_numbers odd;
+            if constexpr (turns<Role, From, To>) {
+                odd = turn_page<Threads, Role>(
+                    source, target, from, head, numbers, stride, [](int token) { return token; },
+                    [](int channel) { return channel; }, [](float x, bool) { return x; });
+                __syncthreads();
+            } else {
+                visit_page<Threads, Role>(
+                    source, from, head, [&](int channel, int token, const auto& x, int n) {
+#pragma unroll
+                        for (int k = 0; k < static_cast<int>(sizeof(x) / sizeof(float)); ++k)
+                            if (k < n) numbers[channel * stride + token + k] = x[k];
+                    });
+            }
+            const auto number = [&](int token, int channel) { return numbers[channel * stride + token]; };
+            if constexpr (numbers_fit<S, Role, To>)
+                count = quantize_block<S, Threads>(
+                    shape, block, number,
+                    reinterpret_cast<float2*>(shared + composed_memory<To, Role>::parameters));
+            else
+                count = quantize_block<S, Threads>(shape, block, number, nullptr);
+            if constexpr (has_transform<S>) count = odd.not_finite;
+        } else {
+            count = quantize_block<S, Threads>(
+                shape, block,
+                [&](int token, int channel) { return read_value<Role>(source, from, head, token, channel); },
+                nullptr);
+        }
+    }
+    return count;
+}
+
+/// One of both tensors; of latents one of both blocks: keys are the first one.
 template <class From, class To>
 __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, const cache_ref<To>& target,
                                                  int from, int to, int head, bool keys, unsigned* not_finite,
                                                  std::byte* shared) {
     constexpr int threads = page_quantizer<To>::threads;
-    const auto run = [&](auto role) {
-        constexpr tensor Role = decltype(role)::value;
-        using S = scheme_of<Role, To>;
-        unsigned count = 0;
-        if constexpr (codes_grids<S>) {
-            count = grid_encoder<From, To, Role, threads>(source, from, target, to, head, shared).run();
-        } else if constexpr (page_quantizer<To, From>::template in_tiles<Role>) {
-            count = quantize_tiles<typename scheme_of<Role, From>::value_type, To, Role, threads>(
-                reinterpret_cast<const std::uint32_t*>(
-                    static_cast<const std::byte*>(source.template block<Role>(from, head))),
-                target.template block<Role>(to, head), shared);
-        } else {
-            constexpr block_shape shape = shape_of<Role, From>;
-            std::byte* const block = target.template block<Role>(to, head);
-            if constexpr (numbers_fit<S, Role, To> || turns<Role, From, To>) {
-                constexpr int stride = numbers_stride(shape.tokens);
-                auto* const numbers = reinterpret_cast<float*>(shared);
-                odd_numbers odd;
-                if constexpr (turns<Role, From, To>) {
-                    odd = turn_page<threads, Role>(
-                        source, target, from, head, numbers, stride, [](int token) { return token; },
-                        [](int channel) { return channel; }, [](float x, bool) { return x; });
-                    __syncthreads();
-                } else {
-                    visit_page<threads, Role>(
-                        source, from, head, [&](int channel, int token, const auto& x, int n) {
-#pragma unroll
-                            for (int k = 0; k < static_cast<int>(sizeof(x) / sizeof(float)); ++k)
-                                if (k < n) numbers[channel * stride + token + k] = x[k];
-                        });
-                }
-                const auto number = [&](int token, int channel) { return numbers[channel * stride + token]; };
-                if constexpr (numbers_fit<S, Role, To>)
-                    count = quantize_block<S, threads>(
-                        shape, block, number,
-                        reinterpret_cast<float2*>(shared + composed_memory<To, Role>::parameters));
-                else
-                    count = quantize_block<S, threads>(shape, block, number, nullptr);
-                if constexpr (has_transform<S>) count = odd.not_finite;
-            } else {
-                count = quantize_block<S, threads>(
-                    shape, block,
-                    [&](int token, int channel) {
-                        return read_value<Role>(source, from, head, token, channel);
-                    },
-                    nullptr);
-            }
-        }
-        if (not_finite && count) atomicAdd(not_finite, count);
-    };
-    if (keys)
-        run(std::integral_constant<tensor, tensor::key>{});
-    else
-        run(std::integral_constant<tensor, tensor::value>{});
+    unsigned count = 0;
+    if constexpr (is_latent_pair<To>) {
+        const auto code = [&]<class Block, int First>(std::type_identity<Block>,
+                                                      std::integral_constant<int, First>) {
+            count = requantize_tensor<tensor::key, threads>(
+                keys_as<some_channels<From, First, Block::head_dim>>(source, 0),
+                keys_as<Block>(target, First == 0 ? 0 : To::second_block), from, to, 0, shared);
+        };
+        if (keys)
+            code(std::type_identity<typename To::first_coded>{}, std::integral_constant<int, 0>{});
+        else if constexpr (To::second_channels > 0)
+            code(std::type_identity<typename To::second_coded>{},
+                 std::integral_constant<int, To::first_channels>{});
+    } else if (keys) {
+        count = requantize_tensor<tensor::key, threads>(source, target, from, to, head, shared);
+    } else {
+        count = requantize_tensor<tensor::value, threads>(source, target, from, to, head, shared);
+    }
+    if (not_finite && count) atomicAdd(not_finite, count);
 }
 
 /// Values first (blockIdx.z): they take longer, and what is short fills the end of the launch.

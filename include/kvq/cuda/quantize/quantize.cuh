@@ -88,8 +88,8 @@ __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::by
                     const int col = vector * per_word + k;
                     if (row >= rows || col >= cols) continue;
                     const float x = s.role == tensor::key ? value(row, col) : value(col, row);
-                    not_finite += !kvq::detail::is_finite(x);
                     const T rounded = T(x);
+                    not_finite += !kvq::detail::is_finite(to_float(rounded));
                     if constexpr (sizeof(T) == 4)
                         word = __float_as_uint(static_cast<float>(rounded));
                     else

@@ -56,9 +56,10 @@ __device__ __forceinline__ bool store_range(const block_shape& s, std::byte* blo
     return lo > -INFINITY && hi < INFINITY && fits_grid<S>(lo, hi, parameters.x, parameters.y);
 }
 
-/// Codes the block from one of 16-bit numbers. Shared memory: page_tiles::bytes for each warp. All threads of
-/// a block. Returns this thread's count of values that are not finite.
-template <class T, class To, tensor Role, int Threads>
+/// Codes the block from one of 16-bit numbers, whose rows have `RowWords` words, of other channels as well.
+/// Shared memory: page_tiles::bytes for each warp. All threads of a block. Returns this thread's count of
+/// values that are not finite.
+template <class T, class To, tensor Role, int Threads, int RowWords>
 __device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, std::byte* block,
                                                    std::byte* shared) {
     using tiles = page_tiles<To, Role>;
@@ -67,7 +68,6 @@ __device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, st
     constexpr block_shape s = tiles::shape;
     constexpr int rows = tiles::rows, cols = tiles::cols, step = tiles::step, units = cols / 4;
     constexpr int from_words = cols / 2, to_words = traits::lines(units), warps = Threads / warp_size;
-    static_assert(value_layout<T>(s).tiles.words_per_row == from_words);
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
     auto* const to = reinterpret_cast<std::uint32_t*>(block);
     const auto layout = typename S::layout_type{}.codes(s);
@@ -103,7 +103,7 @@ __device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, st
     if constexpr (tiles::on_rows) {
         constexpr int group = tiles::group;
         for (int tile = warp; tile < rows / 32; tile += warps) {
-            const std::uint32_t* const at = from + tile * from_words * warp_size + lane;
+            const std::uint32_t* const at = from + tile * RowWords * warp_size + lane;
             std::uint32_t x[from_words];
 #pragma unroll
             for (int i = 0; i < from_words; ++i) x[i] = at[i * warp_size];
@@ -149,12 +149,12 @@ __device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, st
         auto* const parameters = reinterpret_cast<float2*>(shared + warp * tiles::bytes);
         for (int job = warp; job < jobs; job += warps) {
             const int g = job / (cols / columns), begin = job % (cols / columns) * columns, tile = g * depth;
-            const std::uint32_t* const at = from + (tile * from_words + begin / 2) * warp_size + lane;
+            const std::uint32_t* const at = from + (tile * RowWords + begin / 2) * warp_size + lane;
             std::uint32_t x[depth][pairs], lo[pairs], hi[pairs];
 #pragma unroll
             for (int t = 0; t < depth; ++t)
 #pragma unroll
-                for (int i = 0; i < pairs; ++i) x[t][i] = at[(t * from_words + i) * warp_size];
+                for (int i = 0; i < pairs; ++i) x[t][i] = at[(t * RowWords + i) * warp_size];
 #pragma unroll
             for (int i = 0; i < pairs; ++i) {
                 lo[i] = hi[i] = x[0][i];
@@ -191,7 +191,7 @@ __device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, st
                     float low = INFINITY, high = -INFINITY;
 #pragma unroll 1
                     for (int t = 0; t < depth; ++t) {
-                        const float y = number(at[(t * from_words + column / 2) * warp_size], column);
+                        const float y = number(at[(t * RowWords + column / 2) * warp_size], column);
                         const bool finite = kvq::detail::is_finite(y);
                         not_finite += !finite;
                         if (finite) low = fminf(low, y), high = fmaxf(high, y);
@@ -209,7 +209,7 @@ __device__ __forceinline__ unsigned quantize_tiles(const std::uint32_t* from, st
                     for (int t = 0; t < depth; ++t)
                         code(
                             tile + t, begin + first, false,
-                            [&](int i) { return at[(t * from_words + first / 2 + i) * warp_size]; },
+                            [&](int i) { return at[(t * RowWords + first / 2 + i) * warp_size]; },
                             [&](int k) { return parameters[first + k]; });
                 continue;
             }

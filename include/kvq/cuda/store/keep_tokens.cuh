@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(128) keep_tokens_kernel(const __grid_constant_
     };
     if (static_cast<int>(blockIdx.z) < a.kv_heads)
         move(std::integral_constant<tensor, tensor::key>{});
-    else
+    else if constexpr (has_values<Window>)
         move(std::integral_constant<tensor, tensor::value>{});
 }
 
@@ -65,7 +65,7 @@ template <class Window, class Sinks>
 status keep_tokens(const keep_args& a, int sequences, int layers, cudaStream_t stream) noexcept {
     return launch("launching keep()", overlap::no, keep_tokens_kernel<Window, Sinks>,
                   dim3(static_cast<unsigned>(sequences), static_cast<unsigned>(layers),
-                       static_cast<unsigned>(2 * a.kv_heads)),
+                       static_cast<unsigned>(tensors_of<Window> * a.kv_heads)),
                   128, 0, stream, a);
 }
 

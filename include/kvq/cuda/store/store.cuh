@@ -279,8 +279,9 @@ template <class Pair, class T, bool Few>
 __global__ void __launch_bounds__(store_threads, 8)
     store_kernel(const store_tensor<T> k, const store_tensor<T> v, const long long* mapping,
                  unsigned* not_finite, int tokens, int heads) {
-    __shared__ __align__(16) std::byte shared[larger(sizeof(store_memory<tensor::key, Pair, T>),
-                                                     sizeof(store_memory<tensor::value, Pair, T>))];
+    constexpr std::size_t bytes = sizeof(store_memory<tensor::key, Pair, T>),
+                          of_values = has_values<Pair> ? sizeof(store_memory<tensor::value, Pair, T>) : 0;
+    __shared__ __align__(16) std::byte shared[larger(bytes, of_values)];
     if constexpr (!Few) launch_dependents();
     wait_for_predecessor();
     const auto go = [&](auto role, const store_tensor<T>& x) {
@@ -292,20 +293,21 @@ __global__ void __launch_bounds__(store_threads, 8)
     };
     if (blockIdx.z == 0)
         go(std::integral_constant<tensor, tensor::key>{}, k);
-    else
+    else if constexpr (has_values<Pair>)
         go(std::integral_constant<tensor, tensor::value>{}, v);
 }
 
 }  // namespace detail
 
 /// Stores token i of k and v at mapping[i] (device memory); negative slots skip. k: [n][kv_heads][head_dim],
-/// v likewise with value_dim; any strides, channels contiguous. not_finite, if given, adds up NaN and
-/// infinities.
+/// v likewise with value_dim, of latents 0 tokens; any strides, channels contiguous. not_finite, if given,
+/// adds up NaN and infinities.
 template <class Pair, class T>
 status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const token_view<const T>& v,
              const long long* mapping, unsigned* not_finite, cudaStream_t stream) noexcept {
+    constexpr bool values_too = detail::has_values<Pair>;
     static_assert(detail::word_traits<typename Pair::keys>::token_parameters &&
-                      detail::word_traits<typename Pair::values>::token_parameters,
+                      (!values_too || detail::word_traits<typename Pair::values>::token_parameters),
                   "kvq::cuda::store: schemes with parameters per channel are quantized a page at a time; "
                   "store into 16-bit "
                   "window pages and use commit_full_pages or requantize_pages");
@@ -313,15 +315,16 @@ status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const t
                   "kvq::cuda::store: encoders other than enclosing run on the CPU for parameters per token");
     using coded = detail::quantized_pair<Pair>;
     if (status s = detail::check_ref(cache, false); !s) return s;
-    if (k.tokens != v.tokens) return detail::bad_value("k has %d tokens but v has %d", k.tokens, v.tokens);
-    if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || k.dim != Pair::head_dim ||
-        v.dim != Pair::value_dim)
+    if (v.tokens != (values_too ? k.tokens : 0))
+        return detail::bad_value("k has %d tokens but v has %d", k.tokens, v.tokens);
+    if (k.heads != cache.kv_heads || k.dim != Pair::head_dim ||
+        (values_too && (v.heads != cache.kv_heads || v.dim != Pair::value_dim)))
         return detail::bad_value("k is %d x %d and v %d x %d but the cache holds %d heads of %d and %d",
                                  k.heads, k.dim, v.heads, v.dim, cache.kv_heads, Pair::head_dim,
                                  Pair::value_dim);
     if (k.tokens < 0) return detail::bad_value("k has %d tokens", k.tokens);
     if (k.tokens == 0) return {};
-    if (k.data == nullptr || v.data == nullptr || mapping == nullptr)
+    if (k.data == nullptr || (values_too && v.data == nullptr) || mapping == nullptr)
         return detail::bad_value("k, v or mapping is a null pointer");
     const detail::store_tensor<T> keys{cache.key_pages, cache.key_page_bytes, k.data, k.token_stride,
                                        k.head_stride},
@@ -343,7 +346,8 @@ status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const t
              groups * heads >= enough;
              enough = 4096)
             heads /= 2;
-        const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads), 2);
+        const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads),
+                        detail::tensors_of<Pair>);
         return detail::launch(
             "launching store", detail::overlap::yes,
             few ? detail::store_kernel<coded, T, true> : detail::store_kernel<coded, T, false>, grid,

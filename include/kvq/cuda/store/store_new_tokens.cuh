@@ -40,8 +40,8 @@ struct new_token_args {
 struct store_task {
     int token, head;
     bool values;
-    __device__ __forceinline__ store_task(int task, int heads)
-        : token(task / (2 * heads)), head(task % heads), values(task / heads % 2 != 0) {}
+    __device__ __forceinline__ store_task(int task, int heads, int tensors)
+        : token(task / (tensors * heads)), head(task % heads), values(task / heads % tensors != 0) {}
 };
 
 /// Where a new token goes; page -1: nowhere.
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(store_threads)
               task = static_cast<int>(blockIdx.x) * store_warps + static_cast<int>(threadIdx.x) / warp_size;
     launch_dependents();
     if (!a.early) wait_for_predecessor();
-    const store_task what(task, a.window.kv_heads);
+    const store_task what(task, a.window.kv_heads, tensors_of<Window>);
     const store_place place = task < tasks ? find_place(a, what.token) : store_place{};
     if (a.early) wait_for_predecessor();
     if (place.page < 0) return;
@@ -85,10 +85,10 @@ __global__ void __launch_bounds__(store_threads)
         if (!row.store(block, place.slot, lane)) bad = store_token<Role, Pair, T>(from, block, place.slot);
     };
     const auto store_in = [&]<class Pair>(const cache_ref<Pair>& cache) {
-        if (what.values)
-            store_head.template operator()<tensor::value>(cache, a.v.at(what.token, what.head));
-        else
+        if (!what.values)
             store_head.template operator()<tensor::key>(cache, a.k.at(what.token, what.head));
+        else if constexpr (has_values<Pair>)
+            store_head.template operator()<tensor::value>(cache, a.v.at(what.token, what.head));
     };
     if (std::is_void_v<Sinks> || !place.of_sinks)
         store_in(a.window);
@@ -106,16 +106,19 @@ status store_new(const new_token_args<Window, Sinks, T>& a, cudaStream_t stream)
     if (a.new_tokens < 1 || a.new_tokens > Window::page_tokens)
         return bad_value("%d new tokens a sequence, but pages have %d", a.new_tokens, Window::page_tokens);
     const long long tokens = static_cast<long long>(w.sequences) * a.new_tokens;
-    if (a.k.tokens != tokens || a.v.tokens != tokens)
+    const bool values = has_values<Window>;
+    if (a.k.tokens != tokens || a.v.tokens != (values ? tokens : 0))
         return bad_value("k has %d and v %d tokens, but %d sequences have %d new ones each", a.k.tokens,
                          a.v.tokens, w.sequences, a.new_tokens);
-    if (a.k.heads != w.kv_heads || a.v.heads != w.kv_heads || a.k.dim != Window::head_dim ||
-        a.v.dim != Window::value_dim)
+    if (a.k.heads != w.kv_heads || a.k.dim != Window::head_dim ||
+        (values && (a.v.heads != w.kv_heads || a.v.dim != Window::value_dim)))
         return bad_value("k is %d x %d and v %d x %d but the cache holds %d heads of %d and %d", a.k.heads,
                          a.k.dim, a.v.heads, a.v.dim, w.kv_heads, Window::head_dim, Window::value_dim);
     if (w.sequences == 0) return {};
-    if (a.k.data == nullptr || a.v.data == nullptr) return bad_value("k or v is a null pointer");
-    if (tokens * w.kv_heads * 2 > 2147483647LL) return bad_value("%lld new tokens are too many", tokens);
+    if (a.k.data == nullptr || (values && a.v.data == nullptr)) return bad_value("k or v is a null pointer");
+    constexpr int tensors = tensors_of<Window>;
+    if (tokens * w.kv_heads * tensors > 2147483647LL)
+        return bad_value("%lld new tokens are too many", tokens);
     if constexpr (std::is_void_v<Sinks>) {
         if (w.first_token != 0)
             return bad_value("the window begins behind %d sinks, which are not given", w.first_token);
@@ -130,7 +133,7 @@ status store_new(const new_token_args<Window, Sinks, T>& a, cudaStream_t stream)
             return bad_value("the pages of sinks do not hold the first %d tokens of these sequences",
                              w.first_token);
     }
-    const int tasks = static_cast<int>(tokens) * w.kv_heads * 2;
+    const int tasks = static_cast<int>(tokens) * w.kv_heads * tensors;
     const dim3 blocks(static_cast<unsigned>(kvq::detail::ceil_div(tasks, store_warps)));
     return launch("storing new tokens", overlap::yes, store_new_kernel<Window, Sinks, T>, blocks,
                   store_threads, 0, stream, a, tasks);
@@ -139,7 +142,8 @@ status store_new(const new_token_args<Window, Sinks, T>& a, cudaStream_t stream)
 }  // namespace detail
 
 /// Stores the newest new_tokens tokens of every sequence (tokens[b] counts them already). k: [sequences *
-/// new_tokens][kv_heads][head_dim], v likewise with value_dim; sequences of length 0 are not there.
+/// new_tokens][kv_heads][head_dim], v likewise with value_dim, of latents 0 tokens; sequences of length 0 are
+/// not there.
 /// not_finite, if given, adds up NaN and infinities.
 template <class Window, class Sinks, class T>
 status store_new_tokens(const cache_ref<Window>& window, const cache_ref<Sinks>& sinks,

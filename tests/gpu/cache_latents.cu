@@ -1,0 +1,566 @@
+// Layers with latent attention in a cache that owns its pages, beside layers with keys and values, against a
+// CPU cache that does the same: random histories of steps, prompts, drafts, trims, forks, requantizing and
+// moves with the same bytes afterwards, attention against double arithmetic, bytes of a latent, refusals.
+#include <kvq/cache/requantize.hpp>
+#include <kvq/cache/sequence_access.hpp>
+#include <kvq/cuda.cuh>
+#include <kvq/cuda/host/offload.hpp>
+#include <kvq/format/latent.hpp>
+#include <kvq/format/make_format.hpp>
+
+#include "counted_memory.cuh"
+#include "support.cuh"
+
+using namespace kvq;
+
+namespace {
+
+#ifdef __CUDACC__
+constexpr int max_tokens = 900, longest_prompt = 200;
+#else
+constexpr int max_tokens = 300, longest_prompt = 110;
+#endif
+
+/// Latents of Latent + Rotary channels; the other layer has kv_heads x dim.
+template <int Latent, int Rotary, int Page, int QueryHeads>
+struct caches {
+    static constexpr int channels = Latent + Rotary, values = Latent, page = Page, group = 32;
+    static constexpr int q_heads = QueryHeads, dim = 64, kv_heads = 2, room = 256;
+    static constexpr int wide = 3;  // the other format of latents
+    using kivi4 = kivi<4, group>;
+    const std::vector<kvq::layer> list = {
+        latent_attention(Latent, Rotary),
+        full_attention({.kv_heads = kv_heads, .head_dim = dim, .formats = {1, 1}}),
+        latent_attention(Latent, Rotary), [] {
+            kvq::layer of = latent_attention(Latent, Rotary);
+            of.formats = {wide, 0};
+            return of;
+        }()};
+    std::vector<std::string> names;
+    cudaStream_t stream;
+    kvq::cache cpu;
+    cuda::cache gpu;
+    test::device_buffer<float16> k, v, q, out;
+    test::device_buffer<float> lse;
+
+    static const std::vector<cuda::device_format>& compiled() {
+        static const std::vector<cuda::device_format> all = {
+            cuda::make_device_format<float16, cuda::kivi_pair<4, group, dim, Page>,
+                                     cuda::block_pair<int8, int8, dim, Page>>(),
+            cuda::make_device_format<float16,
+                                     cuda::latent_pair<typename kivi4::keys, Latent, Rotary, values, Page>,
+                                     cuda::latent_pair<int8, Latent, Rotary, values, Page>>()};
+        return all;
+    }
+    cuda::cache_options options(int sinks, int recent, int rollback) const {
+        cuda::cache_options o;
+        o.formats = names;
+        o.page_tokens = page;
+        o.sinks = sinks;
+        o.recent = recent;
+        o.rollback = rollback;
+        o.max_batch = 3;
+        o.max_tokens = max_tokens;
+        o.step_tokens = o.draft_tokens = 3;
+        o.query_heads = q_heads;
+        o.memory = test::counted_memory::allocator();
+        return o;
+    }
+    caches(int sinks, int recent, int rollback)
+        : names{"kivi-4-g32-fp16x" + std::to_string(Rotary), "kivi-4-g32", "int8",
+                "int8-fp16x" + std::to_string(Rotary)},
+          cpu(list, {.keys = {with_fp16_channels(make_format<typename kivi4::keys, scalar>(), Rotary),
+                              make_format<typename kivi4::keys, scalar>(), make_format<int8, scalar>(),
+                              with_fp16_channels(make_format<int8, scalar>(), Rotary)},
+                     .values = {make_format<affine<2, per_token<32>>, scalar>(),
+                                make_format<typename kivi4::values, scalar>(), make_format<int8, scalar>()},
+                     .sinks = sinks,
+                     .recent = recent,
+                     .page_tokens = page,
+                     .rollback = rollback,
+                     .repack = 0.0f}),
+          k(list.size() * room * row),
+          v(k.size()),
+          q(room * q_heads * channels),
+          out(q.size()),
+          lse(room * q_heads) {
+        CUDA_OK(cudaStreamCreate(&stream));
+        const cuda::status s = gpu.open(list, options(sinks, recent, rollback), compiled(), stream);
+        CHECK(s, "%s", s.message);
+    }
+    ~caches() {
+        CUDA_OK(cudaStreamSynchronize(stream));
+        CUDA_OK(cudaStreamDestroy(stream));
+    }
+
+    int count() const { return static_cast<int>(list.size()); }
+    static bool is_latent(int layer) { return layer != 1; }
+    int key_dim(int layer) const { return cpu.shape(layer).head_dim; }
+    int value_dim(int layer) const { return cpu.shape(layer).dim(tensor::value); }
+    int heads(int layer) const { return cpu.shape(layer).kv_heads; }
+    static constexpr std::size_t row = std::max(channels, kv_heads* dim);
+    /// Tokens of a layer: keys, or values, of which latents have none.
+    template <class T>
+    auto rows(T* x, int layer, int first, int n, tensor role) const {
+        x += (static_cast<std::size_t>(layer) * room) * row +
+             static_cast<std::size_t>(first * heads(layer) * cpu.shape(layer).dim(role));
+        const bool none = is_latent(layer) && role == tensor::value;
+        return token_view<const float16>(x, none ? 0 : n, heads(layer), cpu.shape(layer).dim(role));
+    }
+    /// Random keys and values of n tokens on both sides. Rotary channels are large, and some numbers are not
+    /// finite.
+    void write(test::rng& r, std::vector<float16>& keys, std::vector<float16>& of_values, int n) {
+        keys.assign(k.size(), float16(NAN));
+        of_values.assign(v.size(), float16(NAN));
+        for (int layer = 0; layer < count(); ++layer)
+            for (auto* x : {&keys, &of_values}) {
+                float16* const at = x->data() + static_cast<std::size_t>(layer) * room * row;
+                const int width = x == &keys ? heads(layer) * key_dim(layer) : heads(layer) * dim;
+                for (int i = 0; i < n * width; ++i) {
+                    const bool large = is_latent(layer) && i % channels >= Latent;
+                    at[i] = float16((large ? 8.0f : 1.0f) * test::normal(r));
+                }
+            }
+        k.upload(keys);
+        v.upload(of_values);
+    }
+};
+
+struct pair {
+    cuda::sequence_id id;
+    kvq::sequence host;
+};
+
+template <class Caches>
+struct history {
+    Caches c;
+    test::rng r;
+    const char* name;
+    int sinks, rollback;
+    std::vector<pair> pairs;
+    int step = 0, requantized = 0, prompts = 0, kept = 0, moved = 0;
+    double worst = 0.0;
+    std::vector<float16> keys, values;
+
+    history(int sink_tokens, int recent, int reach, unsigned seed, const char* n)
+        : c(sink_tokens, recent, reach), r(seed), name(n), sinks(sink_tokens), rollback(reach) {
+        add();
+    }
+    int any(int low, int high) { return test::uniform(r, low, high); }
+    pair& one() { return pairs[static_cast<std::size_t>(any(0, static_cast<int>(pairs.size()) - 1))]; }
+    void ok(const cuda::status& s) { CHECK(s, "%s, step %d: %s", name, step, s.message); }
+    void add() { pairs.push_back({c.gpu.new_sequence(), c.cpu.new_sequence()}); }
+    bool fits(const pair& p, int n) const { return p.host.tokens() + n <= max_tokens; }
+
+    void append(int n) {
+        for (int layer = 0; layer < c.count(); ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k.get(), layer, 0, n, tensor::key),
+                            c.rows(c.v.get(), layer, 0, n, tensor::value), c.stream));
+    }
+    void host_append(kvq::sequence& s, int first, int n, bool draft = false) {
+        for (int layer = 0; layer < c.count(); ++layer) {
+            const auto own_keys = c.rows(keys.data(), layer, first, n, tensor::key);
+            const auto own_values = c.rows(values.data(), layer, first, n, tensor::value);
+            if (draft)
+                s.append_draft(layer, own_keys, own_values);
+            else
+                s.append(layer, own_keys, own_values);
+        }
+    }
+    std::vector<float16> queries(int n, int layer) {
+        std::vector<float16> x(static_cast<std::size_t>(n * c.q_heads * c.key_dim(layer)));
+        for (float16& y : x) y = float16(0.5f * test::normal(r));
+        std::vector<float16> all(c.q.size());
+        std::copy(x.begin(), x.end(), all.begin());
+        c.q.upload(all);
+        c.out.poison();
+        return x;
+    }
+    /// Of a row of the output, against double arithmetic on what the CPU dequantizes of the first `seen`
+    /// tokens.
+    double error_of(const kvq::sequence& s, int layer, int head, int seen, const float16* x,
+                    const float16* got) {
+        const int dim = c.key_dim(layer), width = c.value_dim(layer), h = c.heads(layer),
+                  own = head / (c.q_heads / h);
+        std::vector<float> k(static_cast<std::size_t>(s.tokens() * h * dim)),
+            v(static_cast<std::size_t>(s.tokens() * h * width));
+        s.dequantize(layer, tensor::key, 0, token_view<float>(k.data(), s.tokens(), h, dim));
+        s.dequantize(layer, tensor::value, 0, token_view<float>(v.data(), s.tokens(), h, width));
+        std::vector<double> scores, want(static_cast<std::size_t>(width), 0.0);
+        double top = -INFINITY, sum = 0.0, error = 0.0, size = 0.0;
+        for (int t = 0; t < seen; ++t) {
+            double score = 0.0;
+            for (int d = 0; d < dim; ++d)
+                score += static_cast<double>(static_cast<float>(x[d])) *
+                         static_cast<double>(k[static_cast<std::size_t>((t * h + own) * dim + d)]);
+            scores.push_back(score / 8.0);
+            top = std::max(top, scores.back());
+        }
+        for (int t = 0; t < seen; ++t) {
+            const double w = std::exp(scores[static_cast<std::size_t>(t)] - top);
+            sum += w;
+            for (int d = 0; d < width; ++d)
+                want[static_cast<std::size_t>(d)] +=
+                    w * static_cast<double>(v[static_cast<std::size_t>((t * h + own) * width + d)]);
+        }
+        for (int d = 0; d < width; ++d) {
+            const double a = want[static_cast<std::size_t>(d)] / sum,
+                         b = static_cast<double>(static_cast<float>(got[d]));
+            error += (a - b) * (a - b);
+            size += a * a;
+            if (!(b == b)) error = INFINITY;
+        }
+        return std::sqrt(error / size);
+    }
+    /// Attention of the last n tokens of the rows that a begin has named.
+    void attend(const std::vector<pair*>& rows, int n) {
+        const int layer = any(0, c.count() - 1), all = n * static_cast<int>(rows.size()),
+                  dim = c.key_dim(layer), width = c.value_dim(layer);
+        const std::vector<float16> x = queries(all, layer);
+        ok(c.gpu.attend(layer, token_view<const float16>(c.q.get(), all, c.q_heads, dim),
+                        token_view<float16>(c.out.get(), all, c.q_heads, width),
+                        {.scale = 0.125f, .query_tokens = n}, c.stream));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        const auto y = c.out.download();
+        for (std::size_t b = 0; b < rows.size(); ++b) {
+            const int i = any(0, n - 1), head = any(0, c.q_heads - 1),
+                      at = (static_cast<int>(b) * n + i) * c.q_heads + head;
+            if (rows[b] == nullptr) continue;
+            const int seen = rows[b]->host.tokens() - n + i + 1;
+            if (seen < 1) continue;
+            const double error =
+                error_of(rows[b]->host, layer, head, seen, &x[static_cast<std::size_t>(at * dim)],
+                         &y[static_cast<std::size_t>(at * width)]);
+            worst = std::max(worst, error);
+            CHECK(error <= 3e-3, "%s, step %d, layer %d: error %.3g of row %zu, %d of %d tokens", name, step,
+                  layer, error, b, seen, rows[b]->host.tokens());
+        }
+    }
+    void decode() {
+        const int n = any(1, 3);
+        std::vector<pair*> rows;
+        for (pair& p : pairs)
+            if (rows.size() < 3 && any(0, 3) > 0 && fits(p, 12 * n)) rows.push_back(&p);
+        if (rows.empty()) return;
+        if (rows.size() < 3 && any(0, 4) == 0) rows.insert(rows.begin(), nullptr);
+        std::vector<cuda::sequence_id> batch;
+        for (const pair* p : rows) batch.push_back(p ? p->id : cuda::sequence_id{});
+        for (int i = any(1, 12); i > 0; --i) {
+            const int all = n * static_cast<int>(rows.size());
+            c.write(r, keys, values, all);
+            ok(c.gpu.begin_step(batch, n, c.stream));
+            append(all);
+            for (std::size_t b = 0; b < rows.size(); ++b)
+                if (rows[b]) host_append(rows[b]->host, static_cast<int>(b) * n, n);
+            if (i == 1) attend(rows, any(1, n));
+            CUDA_OK(cudaStreamSynchronize(c.stream));
+        }
+    }
+    void draft() {
+        std::vector<pair*> rows;
+        for (pair& p : pairs)
+            if (rows.size() < 3 && any(0, 1) == 0 && fits(p, 3)) rows.push_back(&p);
+        if (rows.empty()) return;
+        const int n = any(1, 3), all = n * static_cast<int>(rows.size());
+        std::vector<cuda::sequence_id> batch;
+        std::vector<std::vector<int>> paths;
+        std::vector<std::span<const int>> spans;
+        for (const pair* p : rows) {
+            batch.push_back(p->id);
+            std::vector<int>& path = paths.emplace_back();
+            for (int i = 0; i < n; ++i)
+                if (any(0, 2) > 0) path.push_back(i);
+        }
+        c.write(r, keys, values, all);
+        ok(c.gpu.begin_draft(batch, n, c.stream));
+        append(all);
+        for (std::size_t b = 0; b < rows.size(); ++b)
+            host_append(rows[b]->host, static_cast<int>(b) * n, n, true);
+        for (std::size_t b = 0; b < rows.size(); ++b) {
+            spans.emplace_back(paths[b]);
+            rows[b]->host.keep(paths[b]);
+        }
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        ok(c.gpu.keep(batch, spans, c.stream));
+        ++kept;
+    }
+    void prompt() {
+        pair& p = one();
+        const int n = any(1, any(0, 2) > 0 ? 20 : longest_prompt);
+        if (!fits(p, n)) return;
+        c.write(r, keys, values, n);
+        ok(c.gpu.begin_prompt(p.id, n, c.stream));
+        if (any(0, 2) == 0) {
+            append(n);
+            host_append(p.host, 0, n);
+            CUDA_OK(cudaStreamSynchronize(c.stream));
+            return;
+        }
+        ++prompts;
+        workspace space;
+        for (int layer = 0; layer < c.count(); ++layer) {
+            const int dim = c.key_dim(layer), width = c.value_dim(layer);
+            const std::vector<float16> x = queries(n, layer);
+            ok(c.gpu.prefill(layer, c.rows(c.k.get(), layer, 0, n, tensor::key),
+                             c.rows(c.v.get(), layer, 0, n, tensor::value),
+                             token_view<const float16>(c.q.get(), n, c.q_heads, dim),
+                             token_view<float16>(c.out.get(), n, c.q_heads, width),
+                             {.scale = 0.125f, .lse = c.lse.get()}, c.stream));
+            CUDA_OK(cudaStreamSynchronize(c.stream));
+            const auto y = c.out.download();
+            const auto got_lse = c.lse.download();
+            std::vector<float> want(static_cast<std::size_t>(n * c.q_heads * width)),
+                want_lse(static_cast<std::size_t>(n * c.q_heads));
+            output_view to = token_view<float>(want.data(), n, c.q_heads, width);
+            to = to.with_lse(want_lse.data());
+            p.host.prefill(layer, c.rows(keys.data(), layer, 0, n, tensor::key),
+                           c.rows(values.data(), layer, 0, n, tensor::value),
+                           token_view<const float16>(x.data(), n, c.q_heads, dim), to, score_scale{0.125f},
+                           serial_executor{}, space);
+            for (int i = 0; i < n * c.q_heads; ++i) {
+                double error = 0.0, size = 0.0;
+                for (int d = i * width; d < (i + 1) * width; ++d) {
+                    const double a = static_cast<double>(want[static_cast<std::size_t>(d)]),
+                                 b = static_cast<double>(static_cast<float>(y[static_cast<std::size_t>(d)]));
+                    error += (a - b) * (a - b);
+                    size += a * a;
+                    if (!(b == b)) error = INFINITY;
+                }
+                const auto at = static_cast<std::size_t>(i);
+                CHECK(std::sqrt(error / size) <= 4e-3,
+                      "%s, step %d, layer %d: error %.3g of prompt row %d of %d behind %d tokens", name, step,
+                      layer, std::sqrt(error / size), i / c.q_heads, n, p.host.tokens() - n);
+                CHECK(std::abs(got_lse[at] - want_lse[at]) <= 3e-3f * (1.0f + std::abs(want_lse[at])),
+                      "%s, step %d, layer %d: lse %g of prompt row %d, the CPU's %g", name, step, layer,
+                      static_cast<double>(got_lse[at]), i / c.q_heads, static_cast<double>(want_lse[at]));
+            }
+        }
+    }
+    void requantize() {
+        std::vector<cuda::sequence_id> ids;
+        std::vector<kvq::sequence*> hosts;
+        for (pair& p : pairs)
+            if (any(0, 1) == 0) {
+                ids.push_back(p.id);
+                hosts.push_back(&p.host);
+            }
+        const int format = any(0, 1) * c.wide, first = any(0, 1) * any(0, 300);
+        cuda::requantize_request g;
+        g.format = c.names[static_cast<std::size_t>(format)];
+        g.first_token = first;
+        g.last_token = any(0, 1) == 0 ? first + any(0, 300) : g.all;
+        g.new_pages = any(0, 2) == 0;
+        g.only_smaller = any(0, 3) == 0;
+        ok(c.gpu.requantize(ids, g, c.stream));
+        workspace space;
+        for (const int layer : {0, 2, 3})
+            requantized += static_cast<int>(c.cpu
+                                                .requantize(std::span<kvq::sequence* const>(hosts),
+                                                            {.key = format,
+                                                             .first_layer = layer,
+                                                             .last_layer = layer + 1,
+                                                             .first_token = g.first_token,
+                                                             .last_token = g.last_token,
+                                                             .only_smaller = g.only_smaller,
+                                                             .new_pages = g.new_pages},
+                                                            {}, serial_executor{}, space)
+                                                .pages);
+    }
+    bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int dim, int of_heads, int count) {
+        const block_shape sa{role, a.tokens, dim}, sb{role, b.tokens, dim};
+        using S = full<float16>;
+        for (std::size_t h = 0; h < static_cast<std::size_t>(of_heads); ++h)
+            for (int t = 0; t < count; ++t)
+                for (int d = 0; d < dim; ++d)
+                    if (std::memcmp(a.data() + h * S{}.block_bytes(sa) +
+                                        2 * S::element(value_layout<float16>(sa), sa, t, d),
+                                    b.data() + h * S{}.block_bytes(sb) +
+                                        2 * S::element(value_layout<float16>(sb), sb, t, d),
+                                    2) != 0)
+                        return false;
+        return true;
+    }
+    /// Are both sides the same, and are there no pages of values of latents?
+    void compare(const pair& p) {
+        kvq::sequence came = c.cpu.new_sequence();
+        ok(cuda::offload(c.gpu, p.id, came, c.stream));
+        const usage_report here = c.gpu.usage(p.id), there = p.host.usage();
+        CHECK(here.tokens == there.tokens && here.quantized == there.quantized &&
+                  here.rollback == there.rollback,
+              "%s, step %d: %zu bytes quantized and %zu of copies for %d tokens, the CPU has %zu and %zu for "
+              "%d",
+              name, step, here.quantized, here.rollback, here.tokens, there.quantized, there.rollback,
+              there.tokens);
+        CHECK(c.gpu.trim_limit(p.id) == p.host.trim_limit(), "%s, step %d: trims reach %d, the CPU's %d",
+              name, step, c.gpu.trim_limit(p.id), p.host.trim_limit());
+        const auto &have = kvq::detail::sequence_access::tables(came),
+                   &want = kvq::detail::sequence_access::tables(p.host);
+        for (int layer = 0; layer < c.count(); ++layer) {
+            const auto &a = have[static_cast<std::size_t>(layer)], &b = want[static_cast<std::size_t>(layer)];
+            const bool same = a.size() == b.size() && a.committed == b.committed && a.tokens == b.tokens &&
+                              a.targets[0] == b.targets[0] && a.targets[1] == b.targets[1];
+            CHECK(same, "%s, step %d, layer %d: %d spans, %d committed, %d tokens; the CPU has %d, %d, %d",
+                  name, step, layer, a.size(), a.committed, a.tokens, b.size(), b.committed, b.tokens);
+            if (!same) continue;
+            for (int i = 0; i < a.size(); ++i)
+                for (const tensor role : {tensor::key, tensor::value}) {
+                    const auto at = static_cast<std::size_t>(role);
+                    const page_ref &m = a[i].pages[at], &n = b[i].pages[at];
+                    CHECK(static_cast<bool>(m) == (role == tensor::key || !c.is_latent(layer)) &&
+                              static_cast<bool>(m) == static_cast<bool>(n),
+                          "%s, step %d, layer %d: page %d of tensor %zu", name, step, layer, i, at);
+                    if (!m || !n) continue;
+                    const int dim = c.cpu.shape(layer).dim(role);
+                    const bool equal =
+                        m->format == n->format &&
+                        (m->format == 0
+                             ? same_values(*m, *n, role, dim, c.heads(layer), a[i].tokens)
+                             : m->bytes == n->bytes && std::memcmp(m->data(), n->data(), m->bytes) == 0);
+                    CHECK(equal,
+                          "%s, step %d, layer %d: page %d (tokens %d to %d, formats %d and %d) differs", name,
+                          step, layer, i, a[i].first_token, a[i].end(), m->format, n->format);
+                }
+        }
+    }
+    void move() {
+        pair& p = one();
+        compare(p);
+        kvq::sequence away = c.cpu.new_sequence();
+        ok(cuda::offload(c.gpu, p.id, away, c.stream));
+        ok(c.gpu.free(p.id));
+        p.host = std::move(away);
+        if (any(0, 1) == 0 && fits(p, 40)) {
+            c.write(r, keys, values, 40);
+            host_append(p.host, 0, 40);
+        }
+        ok(cuda::onload(p.host, c.gpu, p.id, c.stream));
+        ++moved;
+    }
+    /// NaN and infinities in both parts of a latent: the CPU's bytes, and each is counted.
+    void check_odd() {
+        const pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+        const int n = 4 * c.page;
+        c.write(r, keys, values, n);
+        for (const int layer : {0, 3})
+            for (const int channel : {0, 5, c.values - 1, c.values, c.channels - 1}) {
+                const float odd[] = {NAN, INFINITY, -INFINITY};
+                const int at = (sinks + 3 + channel % 7) * c.channels + channel;
+                keys[static_cast<std::size_t>(layer * c.room) * c.row + static_cast<std::size_t>(at)] =
+                    float16(odd[channel % 3]);
+            }
+        c.k.upload(keys);
+        ok(c.gpu.begin_prompt(p.id, n, c.stream));
+        append(n);
+        auto host = p.host.fork();
+        host_append(host, 0, n);
+        compare({p.id, std::move(host)});
+        std::vector<unsigned> counts(static_cast<std::size_t>(c.count()));
+        ok(c.gpu.not_finite(counts, c.stream));
+        CHECK(counts[0] == 5 && counts[3] == 5 && counts[2] == 0, "%s: %u, %u and %u numbers are not finite",
+              name, counts[0], counts[2], counts[3]);
+        ok(c.gpu.free(p.id));
+    }
+    void run(int steps) {
+        check_odd();
+        for (step = 0; step < steps; ++step) {
+            const int what = any(0, 99);
+            if (what < 40) {
+                decode();
+            } else if (what < 50) {
+                draft();
+            } else if (what < 64) {
+                prompt();
+            } else if (what < 76) {
+                pair& p = one();
+                const int tokens = p.host.tokens();
+                const int n = any(0, 2) == 0 ? any(0, tokens) : std::max(0, tokens - any(0, rollback));
+                ok(c.gpu.trim(p.id, n));
+                p.host.trim(n);
+            } else if (what < 84) {
+                requantize();
+            } else if (what < 89) {
+                move();
+            } else if (what < 94 && pairs.size() < 5) {
+                pair& p = one();
+                cuda::sequence_id copy;
+                ok(c.gpu.fork(p.id, copy, c.stream));
+                pairs.push_back({copy, p.host.fork()});
+            } else if (what < 96 && pairs.size() < 5) {
+                add();
+            } else if (what < 98 && pairs.size() > 1) {
+                ok(c.gpu.free(pairs.back().id));
+                pairs.pop_back();
+            }
+            CHECK(c.gpu.usage().bytes == test::counted_memory::bytes,
+                  "%s, step %d: usage is %zu bytes, allocated are %zu", name, step, c.gpu.usage().bytes,
+                  test::counted_memory::bytes);
+            if (step % 20 == 19) compare(one());
+        }
+        for (const pair& p : pairs) compare(p);
+        std::printf("  %-28s %d steps, %d prompts, %d drafts, %d pages requantized, %d moves, error %.2e\n",
+                    name, steps, prompts, kept, requantized, moved, worst);
+    }
+};
+
+void refused(const cuda::status& s, const char* words) {
+    CHECK(!s && std::strstr(s.message, words) != nullptr, "\"%s\" is not in \"%s\"", words, s.message);
+}
+
+template <class Caches>
+void check_refusals() {
+    Caches c(4, 40, 0);
+    const auto open = [&](std::vector<kvq::layer> list, auto change) {
+        cuda::cache_options o = c.options(4, 40, 0);
+        change(o);
+        cuda::cache other;
+        return other.open(std::move(list), o, c.compiled(), c.stream);
+    };
+    const auto as_it_is = [](cuda::cache_options&) {};
+    refused(open({latent_attention(c.values + 16, c.channels - c.values)}, as_it_is), "of latents");
+    refused(open({latent_attention(c.channels, 0, c.values)},
+                 [&](cuda::cache_options& o) { o.formats = {"kivi-4-g32"}; }),
+            "nothing was compiled for kivi-4-g32");
+    const int off = c.channels - c.values - 1;
+    refused(open({latent_attention(c.channels - off, off, c.values)},
+                 [&](cuda::cache_options& o) { o.formats = {c.names[0]}; }),
+            "rotary channels in 16 bits");
+    refused(open(c.list, [](cuda::cache_options& o) { o.query_heads = 0; }), "query_heads is 0");
+    refused(c.gpu.check_equal_layers("this"), "this takes caches of equal layers");
+
+    cuda::sequence_id id = c.gpu.new_sequence();
+    refused(c.gpu.calibrate(c.names[0], calibration({.layers = 4, .kv_heads = 1, .head_dim = c.values}),
+                            c.stream),
+            "latents");
+    CHECK(c.gpu.begin_step(std::span(&id, 1), 1, c.stream), "a step");
+    const auto keys = c.rows(c.k.get(), 0, 0, 1, tensor::key);
+    refused(c.gpu.append(0, keys, keys, c.stream), "values of latents are their keys");
+    CHECK(c.gpu.append(0, keys, no_rows(), c.stream), "latents");
+    const int heads = 1024 * c.q_heads;
+    refused(c.gpu.attend(0, token_view<const float16>(c.q.get(), 1, heads, c.channels),
+                         token_view<float16>(c.out.get(), 1, heads, c.values), {.query_tokens = 1}, c.stream),
+            "query_heads");
+    refused(
+        c.gpu.attend(0, token_view<const float16>(c.q.get(), 1, c.q_heads, c.channels),
+                     token_view<float16>(c.out.get(), 1, c.q_heads, c.values), {.softcap = 30.0f}, c.stream),
+        "latent attention takes no softcap");
+}
+
+}  // namespace
+
+int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
+    using few = caches<64, 16, 32, 2>;
+#ifdef __CUDACC__
+    int steps = 1500;
+#else
+    int steps = 120;
+#endif
+    if (argc > 1) steps = std::atoi(argv[1]);
+    check_refusals<few>();
+    history<few>(4, 40, 16, 1, "latents of 64 + 16").run(steps);
+    history<few>(0, 3, 0, 2, "no sinks, 3 recent").run(steps / 2);
+#ifdef __CUDACC__
+    history<caches<512, 64, 32, 16>>(4, 64, 16, 3, "latents of 512 + 64").run(steps / 5);
+#endif
+    CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);
+    return test::report("cache_latents");
+}
