@@ -18,6 +18,7 @@
 #include <limits>
 
 #include "attention_rows.hpp"
+#include "listed_split.hpp"
 #include "page_choice.hpp"
 #include "tile_sessions.hpp"
 
@@ -106,7 +107,8 @@ public:
             return;
         }
         const row_block rows = begin_task(at, s);
-        const tile_sessions tiles(keys, values, n);
+        // Lists are multiplied without tiles, by any number of rows.
+        const tile_sessions tiles(keys, values, mods.lists() ? 1 : n);
         if (plan.skips) s.held->seen = s.held->skipped = 0;
         float max[most_query_rows], sum[most_query_rows];
         if (plan.splits_are_tasks()) {
@@ -227,6 +229,7 @@ private:
     }
     /// Is no key of the split visible to any of the rows? An empty state, which merging ignores.
     bool hides(int split, int head, int first, int n) const {
+        if (mods.lists()) return false;
         const int from = pages.lower_bound(split * plan.split_tokens),
                   to = pages.lower_bound(plan.split_end(split));
         if (from == to) return true;
@@ -278,6 +281,9 @@ private:
         const int n = rows.n, dim = plan.value_dim;
         empty_rows(n, max, sum);
         for (int i = 0; i < n * dim; ++i) s.part[i] = 0.0f;
+        if (mods.lists())
+            return listed_split{*this, rows, s}.attend(split * plan.split_tokens, plan.split_end(split), max,
+                                                       sum);
         const std::size_t rotations = values.transforming();
         for (std::size_t i = 0; i < rotations * static_cast<std::size_t>(n * dim); ++i) s.rotated[i] = 0.0f;
         if (plan.skips) s.held->begin_split();

@@ -48,9 +48,9 @@ public:
           items_(items),
           mods_(mods),
           count_(items.count),
-          query_rows_(attention_rows(keys, values)) {
+          query_rows_(most_task_rows(keys, values)) {
         const int count = count_;
-        int most_rows = 0;
+        int most_rows = -1;
         for (int i = 0; i < count; ++i) {
             const attention_item of = items_(i);
             const attention_plan plan = plan_of(of);
@@ -62,7 +62,11 @@ public:
             skips_ = skips_ || choice.skipping;
             reports_ = reports_ || mods_of(of).selection() || mods_of(of).skipping();
             merges_ += plan.merges();
-            if (plan.rows() <= most_rows && i > 0) continue;
+            if (mods_of(of).lists()) {
+                listed_rows_ = larger(listed_rows_, plan.block_rows);
+                continue;
+            }
+            if (plan.rows() <= most_rows) continue;
             most_rows = plan.rows();
             largest_ = plan;
         }
@@ -167,9 +171,12 @@ private:
     };
 
     scratch scratch_of(std::byte* memory) const {
-        return {keys_, values_, largest_, geometry_, {rotations_.any(), selects_, skips_}, memory};
+        return {keys_, values_, largest_, geometry_, {rotations_.any(), selects_, skips_, listed_rows_},
+                memory};
     }
     attention_plan plan_of(const attention_item& of) const noexcept {
+        if (const listed_tokens* const lists = mods_of(of).lists())
+            return attention_plan::of_lists(shape_, geometry_, lists->count(), of.q.heads, of.q.tokens);
         return {shape_,
                 geometry_,
                 of.pages.tokens,
@@ -204,7 +211,7 @@ private:
     attention_items items_;
     const mods_view& mods_;
     int count_, query_rows_;
-    int tasks_ = 0, merges_ = 0;
+    int tasks_ = 0, merges_ = 0, listed_rows_ = 0;
     bool selects_ = false, skips_ = false, reports_ = false;
     attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1, query_rows_, false};
     std::size_t place_bytes_ = 0, partial_bytes_ = 0, choice_bytes_ = 0, scratch_bytes_ = 0;

@@ -219,7 +219,7 @@ private:
             const void* const row = q.at((first + i) / plan.group, q_head(head, first + i));
             bad[static_cast<std::size_t>(i)] = !load(q.type, row, plan.dim, scale, s.query + i * plan.dim);
         }
-        transform_queries(head, n, s.query, s.turned);
+        if (!mods.lists()) transform_queries(head, n, s.query, s.turned);
         return bad;
     }
     /// to: [n][dim] for every transforming format of keys.

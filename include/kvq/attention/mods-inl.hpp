@@ -65,6 +65,14 @@ KVQ_FUNC void mods_view::hide(float* scores, int n, int q_pos, int first_k) cons
     if (mask_row_) mask_row_(object_, scores, n, q_pos, first_k);
 }
 
+KVQ_FUNC bool mods_view::shows(int q_pos, int k_pos) const {
+    const page_visibility seen = page(q_pos, q_pos, k_pos, k_pos + 1);
+    if (seen != page_visibility::some) return seen == page_visibility::all;
+    float score = 0.0f;
+    hide(&score, 1, q_pos, k_pos);
+    return score == 0.0f;
+}
+
 KVQ_FUNC void mods_view::change_scores(float* scores, int n, int q_head, int q_pos, int first_k,
                                        float factor) const {
     score_row_(object_, scores, n, q_head, q_pos, first_k, factor);

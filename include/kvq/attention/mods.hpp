@@ -13,6 +13,7 @@
 //       the same for n keys, in place
 //   float scale(int head_dim) const             instead of 1 / sqrt(head_dim)
 //   float sink_logit(int q_head) const          more in the softmax sum of the head's rows, without a value
+//   const listed_tokens* lists() const          only tokens that the caller lists are read
 //   const selected_pages* selection() const     only the best pages are read (selection.hpp)
 //   const skipped_values* skipping() const      values of pages with hardly any weight are not read
 //   int text_position(int place) const          by which windows of layers count the token in a place of the
@@ -94,6 +95,10 @@ concept own_skipping = requires(M& m) {
     { m.skipping() } -> std::same_as<const skipped_values*>;
 };
 template <class M>
+concept own_lists = requires(M& m) {
+    { m.lists() } -> std::same_as<const listed_tokens*>;
+};
+template <class M>
 concept own_check = requires(M& m) {
     m.check(1);
 };
@@ -139,16 +144,17 @@ constexpr bool has_query_positions() noexcept {
 }
 
 template <class M>
-concept any_hook = masking<M> || scoring<M> || own_scale<const M> || own_sink<const M> ||
-    own_selection<const M> || own_skipping<const M> || own_check<const M> || own_direction<M>;
+concept any_hook =
+    masking<M> || scoring<M> || own_scale<const M> || own_sink<const M> || own_selection<const M> ||
+    own_skipping<const M> || own_lists<const M> || own_check<const M> || own_direction<M>;
 template <class M>
 constexpr bool const_hooks() noexcept {
     return pair_mask<M> == pair_mask<const M> && row_mask<M> == row_mask<const M> &&
            page_mask<M> == page_mask<const M> && pair_score<M> == pair_score<const M> &&
            row_score<M> == row_score<const M> && own_scale<M> == own_scale<const M> &&
            own_sink<M> == own_sink<const M> && own_selection<M> == own_selection<const M> &&
-           own_skipping<M> == own_skipping<const M> && own_check<M> == own_check<const M> &&
-           own_position<M> == own_position<const M>;
+           own_skipping<M> == own_skipping<const M> && own_lists<M> == own_lists<const M> &&
+           own_check<M> == own_check<const M> && own_position<M> == own_position<const M>;
 }
 
 /// Says at compile time what is wrong with a type.
@@ -233,8 +239,8 @@ struct hooks_of {
 
 }  // namespace detail
 
-/// Several masks and score modifiers as one. At most one part each has a scale, a sink_logit, a selection, a
-/// skipping, a text_position. The causal mask holds unless a part lifts it; `causal{}` among the parts keeps
+/// Several masks and score modifiers as one. At most one part each has a scale, a sink_logit, lists, a
+/// selection, a skipping, a text_position. The causal mask holds unless a part lifts it; `causal{}` among the parts keeps
 /// it in any case.
 template <class... Parts>
 class mods : public detail::direction<(detail::own_direction<Parts> || ...),
@@ -246,6 +252,7 @@ class mods : public detail::direction<(detail::own_direction<Parts> || ...),
                   "kvq::mods: two parts have a selection");
     static_assert((0 + ... + int{detail::own_skipping<const Parts>}) <= 1,
                   "kvq::mods: two parts have a skipping");
+    static_assert((0 + ... + int{detail::own_lists<const Parts>}) <= 1, "kvq::mods: two parts have lists");
     static_assert((0 + ... + int{detail::own_position<const Parts>}) <= 1,
                   "kvq::mods: two parts have a text_position");
 
@@ -323,6 +330,13 @@ public:
         });
         return of_part;
     }
+    const listed_tokens* lists() const requires(detail::own_lists<const Parts> || ...) {
+        const listed_tokens* of_part = nullptr;
+        each([&](const auto& part) {
+            if constexpr (detail::own_lists<decltype(part)>) of_part = part.lists();
+        });
+        return of_part;
+    }
     int text_position(int place) const requires(detail::own_position<const Parts> || ...) {
         int of_part = place;
         each([&](const auto& part) {
@@ -362,6 +376,7 @@ public:
         using hooks = detail::hooks_of<M>;
         if constexpr (detail::own_selection<const M>) selection_ = m.selection();
         if constexpr (detail::own_skipping<const M>) skipping_ = m.skipping();
+        if constexpr (detail::own_lists<const M>) lists_ = m.lists();
         if constexpr (detail::own_check<const M>) check_ = &hooks::check;
         if constexpr (detail::own_scale<const M>) scale_ = &hooks::scale;
         if constexpr (detail::own_sink<const M>) sink_logit_ = &hooks::sink_logit;
@@ -388,6 +403,11 @@ public:
     /// Null: all values are read.
     const skipped_values* skipping() const noexcept { return skipping_; }
 
+    /// Null: all tokens are read.
+    const listed_tokens* lists() const noexcept { return lists_; }
+    /// Does the query in this place see the key?
+    bool shows(int q_pos, int k_pos) const;
+
     /// Raises kvq::error for parameters out of range, or for another number of query heads.
     void check(int q_heads) const;
     float scale(int head_dim) const;
@@ -410,6 +430,7 @@ private:
     key_window window_ = {};
     const selected_pages* selection_ = nullptr;
     const skipped_values* skipping_ = nullptr;
+    const listed_tokens* lists_ = nullptr;
     void (*check_)(const void*, int) = nullptr;
     float (*scale_)(const void*, int) = nullptr;
     float (*sink_logit_)(const void*, int) = nullptr;

@@ -21,7 +21,9 @@ namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 inline constexpr int most_query_rows = 128;     // of any backend
 inline constexpr int most_split_tokens = 2048;  // keys per softmax state, about
-inline constexpr int enough_tasks = 64;         // below this, splits become tasks of their own
+/// Listed tokens per softmax state, and per gathered block.
+inline constexpr int listed_split_tokens = 512, listed_block_tokens = 64;
+inline constexpr int enough_tasks = 64;  // below this, splits become tasks of their own
 
 /// The shape of one attention call and its division into tasks.
 struct attention_plan {
@@ -42,6 +44,16 @@ struct attention_plan {
           block_rows(most_rows > 64 && kv_heads * parts(rows(), most_rows) < enough_tasks ? most_rows / 2
                                                                                           : most_rows),
           skips(skips_values) {}
+
+    /// Of lists with `listed` tokens for every query token: a block of rows belongs to one of these.
+    static attention_plan of_lists(const cache_shape& s, const page_geometry& g, int listed, int q_heads,
+                                   int q_tokens) noexcept {
+        attention_plan plan(s, g, listed, q_heads, q_tokens, most_query_rows, false);
+        plan.split_tokens = listed_split_tokens;
+        plan.block_rows = smaller(plan.group, most_query_rows);
+        while (plan.group % plan.block_rows != 0) --plan.block_rows;
+        return plan;
+    }
 
     int rows() const noexcept { return group * query_tokens; }
     int row_blocks() const noexcept { return parts(rows(), block_rows); }
@@ -76,7 +88,7 @@ private:
 };
 
 /// Query rows per task that every format of both tables supports.
-inline int attention_rows(const format_table& keys, const format_table& values) noexcept {
+inline int most_task_rows(const format_table& keys, const format_table& values) noexcept {
     int rows = most_query_rows;
     for (const format_table* table : {&keys, &values})
         for (int i = 0; i < table->size(); ++i)
@@ -93,6 +105,7 @@ constexpr int planned_tokens(int index, const page_geometry& g) noexcept {
 /// Which parts of the scratch memory the calls of a batch need.
 struct scratch_use {
     bool rotates, estimates, skips;
+    int listed_rows;  ///< most query rows of a task that attends to a list; 0: there is none
 };
 
 /// One worker's scratch memory.
@@ -117,12 +130,14 @@ struct attention_scratch {
     float* turned;  // [rows][dim] per transforming key format
     float* moved;   // the same for keys that moved: [rows][dim], and per transforming key format
     shift_state* shifts;
-    float* scores;               // [rows][scores_stride]
-    float* output;               // [rows][value_dim], the running state
-    float* part;                 // [rows][value_dim], the current split
-    float* rotated;              // [rows][value_dim] per transforming value format
-    float* estimate;             // scratch of estimates of scores, if they are used
-    held_pages* held;            // if values may be skipped
+    float* scores;         // [rows][scores_stride]
+    float* output;         // [rows][value_dim], the running state
+    float* part;           // [rows][value_dim], the current split
+    float* rotated;        // [rows][value_dim] per transforming value format
+    float* estimate;       // scratch of estimates of scores, if they are used
+    held_pages* held;      // if values may be skipped
+    std::int32_t* listed;  // [listed_split_tokens], if there are lists, and what of them is gathered:
+    float *listed_keys, *listed_values, *listed_scratch;
     format_space* key_spaces;    // [keys.size()]
     format_space* value_spaces;  // [values.size()], which share one workspace
     int scores_stride;
@@ -132,20 +147,29 @@ struct attention_scratch {
                       const page_geometry& g, const scratch_use& use, std::byte* memory) {
         carver c(memory);
         const int n = smaller(plan.rows(), plan.block_rows);
-        const auto rows = static_cast<std::size_t>(n);
+        const bool lists = use.listed_rows > 0;
+        const auto rows = static_cast<std::size_t>(n),
+                   any_rows = static_cast<std::size_t>(larger(n, use.listed_rows));
         const auto dim = static_cast<std::size_t>(plan.dim),
                    value_dim = static_cast<std::size_t>(plan.value_dim);
-        scores_stride = round_up(g.longest_page(), 16) + 16;
-        query = c.floats(rows * dim + 16);
+        scores_stride = round_up(larger(g.longest_page(), lists ? listed_block_tokens : 0), 16) + 16;
+        query = c.floats(any_rows * dim + 16);
         turned = c.floats(keys.transforming() * rows * dim + 16);
         moved = c.floats(use.rotates ? (1 + keys.transforming()) * rows * dim + 16 : 0);
         shifts = reinterpret_cast<shift_state*>(c.take(sizeof(shift_state)));
-        scores = c.floats(rows * static_cast<std::size_t>(scores_stride));
-        output = c.floats(rows * value_dim + 16);
-        part = c.floats(rows * value_dim + 16);
+        scores = c.floats(any_rows * static_cast<std::size_t>(scores_stride));
+        output = c.floats(any_rows * value_dim + 16);
+        part = c.floats(any_rows * value_dim + 16);
         rotated = c.floats(values.transforming() * rows * value_dim + 16);
         estimate = c.floats(use.estimates ? estimate_floats(keys, plan, g) : 0);
         held = use.skips ? held_pages::carve(c, n, plan.split_tokens, g) : nullptr;
+        listed =
+            reinterpret_cast<std::int32_t*>(c.take(lists ? listed_split_tokens * sizeof(std::int32_t) : 0));
+        listed_keys = c.floats(lists ? listed_block_tokens * dim + 16 : 0);
+        listed_values = c.floats(lists ? listed_block_tokens * value_dim + 16 : 0);
+        const std::size_t most_dim = larger(dim, value_dim);
+        listed_scratch =
+            c.floats(lists ? (static_cast<std::size_t>(g.longest_page()) + 4) * most_dim + 64 : 0);
         key_spaces = spaces(c, keys);
         value_spaces = spaces(c, values);
         const auto workspace_bytes = [&](const format_table& table, int i, tensor role, int channels) {

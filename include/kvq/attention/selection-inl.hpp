@@ -6,6 +6,16 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
+KVQ_FUNC void listed_tokens::check(int) const {
+    constexpr int most = 1 << 24;
+    for (const token_lists& of : {selected, window})
+        detail::expect(of.count >= 0 && of.count <= most && (of.tokens != nullptr || of.count == 0),
+                       "a query lists 0 to ", most, " tokens, got ", of.count,
+                       of.tokens == nullptr ? " and no positions" : "");
+    detail::expect(queries >= 0 && kv_heads >= 1, "tokens are listed for ", queries, " queries and ",
+                   kv_heads, " kv heads");
+}
+
 KVQ_FUNC void selected_pages::check(int) const {
     detail::expect(tokens >= 1, "selected_pages reads at least 1 token, got ", tokens);
 }

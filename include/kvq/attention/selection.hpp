@@ -1,12 +1,15 @@
-// Reading only the pages that matter: two parts of `mods` beside masks and score modifiers, each off unless
-// asked for.
+// Reading only what matters: three parts of `mods` beside masks and score modifiers, each off unless asked
+// for.
 //
+//   listed_tokens{{positions, 2048}}   the tokens that the caller lists for every query: models that select
+//                                      tokens (DeepSeek V3.2, NSA)
 //   selected_pages{.tokens = 4096}   the best pages of every kv head, about so many tokens, and all pages of
 //                                    16 bit
 //   skipped_values{.mass = 1e-3f}    values of pages whose weights are at most so much of a row, together,
 //                                    are not read
 //
-// selected_pages acts like a mask that attention makes: its outputs are those of dense attention under a mask
+// listed_tokens reads the codes of the listed tokens and nothing else, so that the time grows with the list
+// and not with the context. selected_pages acts like a mask that attention makes: its outputs are those of dense attention under a mask
 // that shows the chosen pages, bit for bit. Pages are ranked by an estimate of their scores from parameters
 // alone (format_functions::estimate_scores), or from stored minima and maxima of channels
 // (format/bounds.hpp); Tang et al., arXiv 2406.10774, rank by the upper bound of the latter. skipped_values
@@ -19,7 +22,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../config.hpp"
+#include "../core/bits.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -27,6 +30,36 @@ namespace kvq { inline namespace KVQ_COMMON {
 struct token_range {
     int begin = 0, end = 0;
     bool operator==(const token_range&) const = default;
+};
+
+/// `count` positions of tokens for every list, in any order; -1: none. A token that is listed twice counts
+/// twice.
+struct token_lists {
+    const std::int32_t* tokens = nullptr;  ///< [queries][kv_heads][count], positions below tokens(layer)
+    int count = 0;
+};
+
+/// Queries attend to the tokens of their lists, as far as masks and the window of the layer show them; the
+/// causal mask among them. The lists are not copied. Without pages that are selected, or values that are
+/// skipped.
+struct listed_tokens {
+    token_lists selected;
+    token_lists window = {};  ///< a second list of the same softmax, such as the last tokens
+    int queries = 1;          ///< query tokens of the call
+    int kv_heads = 1;         ///< lists of a query: one for each kv head of the layer, or 1 for all of them
+
+    /// Of one list of both kinds together.
+    int count() const noexcept { return selected.count + window.count; }
+    /// Entry i of the lists of a query and kv head, the window behind the selected tokens.
+    int token(int query, int head, int i) const noexcept {
+        const token_lists& of = i < selected.count ? selected : window;
+        const std::ptrdiff_t list =
+            std::ptrdiff_t{query} * kv_heads + (kv_heads == 1 ? 0 : std::ptrdiff_t{head});
+        return of.tokens[list * of.count + (i < selected.count ? i : i - selected.count)];
+    }
+
+    const listed_tokens* lists() const noexcept { return this; }
+    void check(int) const;
 };
 
 /// Tokens that queries [first_query, last_query] of the call read in a kv head.

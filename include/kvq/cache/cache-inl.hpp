@@ -305,7 +305,27 @@ KVQ_FUNC void cache::check_attention(int layer, int held, const query_view& q, c
         detail::fail(detail::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]),
                      ": its queries need positions, which cross_attention and leading_keys do not give them");
     mods.check(q.heads);
+    check_lists(layer, held, q, mods);
     detail::expect(std::isfinite(mods.scale(q.dim)), "scores cannot be scaled by ", mods.scale(q.dim));
+}
+
+KVQ_FUNC void cache::check_lists(int layer, int held, const query_view& q, const mods_view& mods) const {
+    const listed_tokens* const lists = mods.lists();
+    if (lists == nullptr) return;
+    detail::expect(mods.selection() == nullptr && mods.skipping() == nullptr,
+                   "queries attend to the tokens of their lists: they select no pages and skip no values");
+    const int heads = shape(layer).kv_heads;
+    detail::expect(lists->queries == q.tokens && (lists->kv_heads == 1 || lists->kv_heads == heads),
+                   "tokens are listed for ", lists->queries, " queries and ", lists->kv_heads,
+                   " kv heads, not for the ", q.tokens, " queries and 1 or ", heads, " kv heads of layer ",
+                   layer);
+    for (const token_lists& of : {lists->selected, lists->window}) {
+        const std::ptrdiff_t all = std::ptrdiff_t{of.count} * lists->kv_heads * lists->queries;
+        for (std::ptrdiff_t i = 0; i < all; ++i)
+            detail::expect(of.tokens[i] >= -1 && of.tokens[i] < held, "query ",
+                           i / (std::ptrdiff_t{of.count} * lists->kv_heads), " lists token ", of.tokens[i],
+                           ", layer ", layer, " holds ", held, " tokens (-1: none)");
+    }
 }
 
 KVQ_FUNC std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tokens, int threads,

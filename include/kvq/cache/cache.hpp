@@ -198,6 +198,7 @@ private:
     /// held: tokens of the layer, those of the call included.
     void check_attention(int layer, int held, const query_view& q, const output_view& out,
                          const mods_view& mods) const;
+    void check_lists(int layer, int held, const query_view& q, const mods_view& mods) const;
     void expect_query_heads(const char* what, int q_heads) const;
     /// Has it keys and values to read?
     void expect_tokens(int layer) const;

@@ -74,6 +74,12 @@ struct bounded_record : format_record {
                               float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
             functions_of(self).dequantize(state_of(self), shape, id, block, type, out, stride, scratch);
         };
+        table.dequantize_tokens = [](const void* self, const block_shape& shape, block_id id,
+                                     const std::byte* block, const std::int32_t* tokens, int n, float* out,
+                                     std::ptrdiff_t stride, float* scratch) {
+            functions_of(self).dequantize_tokens(state_of(self), shape, id, block, tokens, n, out, stride,
+                                                 scratch);
+        };
         // The plan holds the inner scheme, so begin and finish are those of the inner format.
         table.make_plan = [](const void* self, const block_shape& shape, block_id id, int rows, void* plan) {
             return functions_of(self).make_plan(state_of(self), shape, id, rows, plan);

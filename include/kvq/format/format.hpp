@@ -49,6 +49,16 @@ struct backend_functions {
     void (*estimate_within)(const std::byte* bounds, int dim, const float* x, std::ptrdiff_t x_stride,
                             int rows, float spread, float* out, std::ptrdiff_t ahead, float* scratch);
     std::size_t (*estimate_floats)(int dim);
+
+    /// Products with n tokens that are rows of floats, `stride` apart (cpu/product/token_products.hpp):
+    /// scores y[i][t]; outputs, which are added to y[i][c]; sums over rows of w[i] max(scores[i][t], 0),
+    /// which are added to y[t].
+    void (*score_tokens)(const float* tokens, std::ptrdiff_t stride, int n, int dim, const float* x,
+                         std::ptrdiff_t x_stride, int rows, float* y, std::ptrdiff_t y_stride);
+    void (*add_tokens)(const float* tokens, std::ptrdiff_t stride, int n, int dim, const float* w,
+                       std::ptrdiff_t w_stride, int rows, float* y, std::ptrdiff_t y_stride);
+    void (*add_rectified)(const float* scores, std::ptrdiff_t stride, int rows, int n, const float* w,
+                          float* y);
 };
 
 /// Are the tile states of both backends the same? A program and the library may have a table each for one
@@ -115,6 +125,11 @@ struct format_functions {
     /// Writes token t to out + t * stride, rounded once. scratch: shape.values() floats.
     void (*dequantize)(const void* scheme, const block_shape&, block_id, const std::byte* block, float_type,
                        void* out, std::ptrdiff_t stride, float* scratch);
+    /// Writes x^ of tokens[0, n) to rows `stride` floats apart (cpu/dequantize/listed_tokens.hpp). scratch:
+    /// shape.values() + 4 * shape.dim + 64 floats.
+    void (*dequantize_tokens)(const void* scheme, const block_shape&, block_id, const std::byte* block,
+                              const std::int32_t* tokens, int n, float* out, std::ptrdiff_t stride,
+                              float* scratch);
 
     /// Full precision only, else null: writes `count` tokens, `stride` values apart, to tokens [at, at +
     /// count) of a block. Returns how many written values are not finite, those beyond the type of the block

@@ -90,6 +90,16 @@ struct fp16_channels_record : format_record {
                 r.inner.functions().read_token_scales(r.inner.scheme(), r.first(shape), block, scales);
             };
         table.dequantize = &dequantize;
+        table.dequantize_tokens = [](const void* self, const block_shape& shape, block_id id,
+                                     const std::byte* block, const std::int32_t* tokens, int count,
+                                     float* out, std::ptrdiff_t stride, float* scratch) {
+            const fp16_channels_record& r = of_state(self);
+            r.inner.functions().dequantize_tokens(r.inner.scheme(), r.first(shape), id, block, tokens, count,
+                                                  out, stride, scratch);
+            r.fp16().functions().dequantize_tokens(r.fp16().scheme(), r.last(shape), id,
+                                                   block + r.fp16_at(shape), tokens, count,
+                                                   out + shape.dim - r.channels, stride, scratch);
+        };
         table.make_plan = &make_plan;
         table.begin = &begin;
         table.finish = &finish;

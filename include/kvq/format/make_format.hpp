@@ -13,7 +13,9 @@
 
 #include "../core/text.hpp"
 #include "../cpu/block_product.hpp"
+#include "../cpu/dequantize/listed_tokens.hpp"
 #include "../cpu/product/score_estimate.hpp"
+#include "../cpu/product/token_products.hpp"
 #include "../cpu/scalar.hpp"
 #include "../cpu/softmax.hpp"
 #include "../schemes/checked_scheme.hpp"
@@ -89,7 +91,10 @@ struct backend_table {
                                                  &fp16_format<Backend>,
                                                  &kernels::channel_bounds<Backend>::find,
                                                  &kernels::channel_bounds<Backend>::estimate,
-                                                 &estimate_floats};
+                                                 &estimate_floats,
+                                                 &kernels::token_products<lanes>::score,
+                                                 &kernels::token_products<lanes>::add,
+                                                 &kernels::token_products<lanes>::add_rectified};
 };
 
 /// The functions of format_functions for one scheme and backend.
@@ -130,6 +135,11 @@ struct scheme_table {
     static void dequantize(const void* scheme, const block_shape& shape, block_id id, const std::byte* block,
                            float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
         Backend::dequantize(of(scheme), shape, id, block, type, out, stride, scratch);
+    }
+    static void dequantize_tokens(const void* scheme, const block_shape& shape, block_id id,
+                                  const std::byte* block, const std::int32_t* tokens, int n, float* out,
+                                  std::ptrdiff_t stride, float* scratch) {
+        kernels::dequantize_tokens<Backend>(of(scheme), shape, id, block, tokens, n, out, stride, scratch);
     }
     static std::uint32_t write_tokens(const block_shape& shape, std::byte* block, float_type type,
                                       const void* tokens, std::ptrdiff_t stride, int count, int at) {
@@ -216,6 +226,7 @@ struct scheme_table {
                 &requantize_values,
                 with_token_scales<Scheme> ? &read_token_scales : nullptr,
                 &dequantize,
+                &dequantize_tokens,
                 full_precision<Scheme> ? &write_tokens : nullptr,
                 &make_plan,
                 from.begin,
