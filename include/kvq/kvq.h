@@ -312,6 +312,14 @@ typedef struct kvq_mods {
     int32_t reserved;  // 0
     kvq_selection_report* selection;  // NULL, or what selected_tokens did
     kvq_skipping_report* skipping;    // NULL, or what skipped_mass did
+    /// Lists of tokens, or 0 and NULL: queries attend to the tokens of both of their lists, as far as masks
+    /// show them, and nothing else is read. Positions of the sequence in any order, -1: none; a token that is
+    /// listed twice counts twice. Without selected_tokens and skipped_mass.
+    const int32_t* listed_tokens;  // [list_queries][list_kv_heads][listed_count], such as the best tokens
+    const int32_t* listed_window;  // [list_queries][list_kv_heads][listed_window_count], such as the last
+    int32_t listed_count, listed_window_count;
+    int32_t list_queries;   // query tokens of the call
+    int32_t list_kv_heads;  // 0 or 1: a query has one list for all heads; else the kv heads of the layer
 } kvq_mods;
 
 // ---- caches ----------------------------------------------------------------------------------------------

@@ -55,6 +55,11 @@ public:
         if (m_.skipping != nullptr) expect_struct(m_.skipping, "the skipping report");
         for (std::int32_t i = 0; i < m_.range_count; ++i)
             ranges_.push_back({m_.token_ranges[i].begin, m_.token_ranges[i].end});
+        if (m_.list_queries != 0 || m_.listed_count != 0 || m_.listed_window_count != 0)
+            lists_ = {{m_.listed_tokens, m_.listed_count},
+                      {m_.listed_window, m_.listed_window_count},
+                      m_.list_queries,
+                      m_.list_kv_heads == 0 ? 1 : m_.list_kv_heads};
         if (m_.documents > 0)
             documents_.starts = {m_.document_starts, static_cast<std::size_t>(m_.documents)};
         if (m_.tree_tokens > 0)
@@ -79,6 +84,7 @@ public:
     }
     const selected_pages* selection() const noexcept { return m_.selected_tokens > 0 ? &selected_ : nullptr; }
     const skipped_values* skipping() const noexcept { return m_.skipped_mass != 0.0f ? &skipped_ : nullptr; }
+    const listed_tokens* lists() const noexcept { return lists_ ? &*lists_ : nullptr; }
     /// After a call that succeeded: adds what it did to the reports of the caller.
     void report() const noexcept {
         if (kvq_selection_report* const to = m_.selection) {
@@ -104,6 +110,7 @@ public:
         if (has_ranges()) ranges().check(q_heads);
         if (selection()) selected_.check(q_heads);
         if (skipping()) skipped_.check(q_heads);
+        if (lists_) lists_->check(q_heads);
         if (m_.documents > 0) documents_.check(q_heads);
         if (m_.alibi_heads > 0) slopes().check(q_heads);
         if (m_.sink_heads > 0) logits().check(q_heads);
@@ -163,6 +170,7 @@ private:
     document_mask documents_{};
     std::optional<token_tree> tree_;
     std::vector<token_range> ranges_;
+    std::optional<listed_tokens> lists_;
     selection_report selection_found_;
     skipping_report skipping_found_;
     std::vector<chosen_tokens> chosen_;
@@ -196,6 +204,7 @@ struct hooks {
     }
     const selected_pages* selection() const { return of->selection(); }
     const skipped_values* skipping() const { return of->skipping(); }
+    const listed_tokens* lists() const { return of->lists(); }
     float sink_logit(int q_head) const requires((Flags & mods_parts::sinks) != 0) {
         return of->sink_logit(q_head);
     }

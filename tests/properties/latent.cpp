@@ -366,7 +366,7 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
     s.append(0, x.view(), kvq::no_rows());
     t.append(0, x.view(), kvq::no_rows());
     says([&] { s.append(0, x.view(), x.view()); },
-         "layer 0, latent of 32 + 8 channels, 1 x 40 and 32: its values are channels of its keys, and v has "
+         "layer 0, latent of 32 + 8 channels, 1 x 40 and 32: it takes keys alone, and v has "
          "40 "
          "tokens, not 0");
     says([&] { t.erase(3, 9); },

@@ -58,6 +58,7 @@ kvq::cache_options mixed_options(test::generator& random) {
 }
 
 bool is_latent(const kvq::layer& of) { return of.kind == kvq::layer_kind::latent; }
+bool is_index(const kvq::layer& of) { return of.kind == kvq::layer_kind::index; }
 /// The first format of keys holds the rotary channels of latent layers.
 void expect_latents(kvq::cache_options& o, const std::vector<kvq::layer>& layers) {
     if (std::none_of(layers.begin(), layers.end(), is_latent)) return;
@@ -89,12 +90,13 @@ std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool w
             continue;
         }
         if (latents && i > 0 && random.one_in(2)) {
-            kvq::layer of = kvq::latent_attention(random.between(1, 40), rotary_channels);
+            kvq::layer of = random.one_in(3) ? kvq::index_layer(4 * random.between(2, 6))
+                                             : kvq::latent_attention(random.between(1, 40), rotary_channels);
             of.formats = l.formats;
             of.rotary = l.rotary;
             if (of.rotary)
-                *of.rotary = {.dims = of.rotary_channels, .first_channel = of.head_dim - of.rotary_channels};
-            else
+                *of.rotary = {.dims = rotary_channels, .first_channel = of.head_dim - rotary_channels};
+            else if (is_latent(of))
                 of.value_dim = random.between(1, of.head_dim);
             layers.push_back(of);
             continue;
@@ -115,7 +117,7 @@ std::vector<kvq::layer> random_layers(test::generator& random, int sinks, bool w
 
 /// A cache of one layer of a list, which holds all of its tokens.
 std::unique_ptr<kvq::cache> alone(kvq::layer of, const kvq::cache_options& options) {
-    if (!is_latent(of)) of.kind = kvq::layer_kind::full;
+    if (!is_latent(of) && !is_index(of)) of.kind = kvq::layer_kind::full;
     of.window = of.sinks = of.owner = 0;
     return std::make_unique<kvq::cache>(std::vector<kvq::layer>{of}, options);
 }
@@ -293,6 +295,15 @@ public:
         const int n = random_.between(1, other ? 9 : std::min(held, 5));
         const kvq::cache_shape& shape = cache_.shape(layer);
         const int heads = shape.kv_heads * random_.between(1, 2);
+        if (is_index(cache_.layers()[static_cast<std::size_t>(layer)])) {
+            const auto q = test::random_tensor(random_, n, heads, shape.head_dim);
+            const std::vector<float> weights = random_.normals(static_cast<std::size_t>(n * heads));
+            std::vector<std::int32_t> out(static_cast<std::size_t>(n * 7), -2), want = out;
+            together_[s].select(layer, q.view(), weights.data(), 7, out.data());
+            parts_[s][layer].select(0, q.view(), weights.data(), 7, want.data());
+            REQUIRE(out == want);
+            return;
+        }
         const auto q = test::random_tensor(random_, n, heads, shape.head_dim);
         auto out = results(layer, n, heads), want = results(layer, n, heads);
         const int seen = window(layer).first_seen(held - n);
@@ -472,11 +483,11 @@ private:
         const int held = together_[s].tokens(), n = random_.between(0, random_.one_in(3) ? 60 : 9),
                   at = random_.between(0, longest);
         if (held + n > longest) return;
-        const int queries = random_.between(0, std::min(3, n)), batch = random_.between(0, 2);
+        const int most_queries = random_.between(0, std::min(3, n)), batch = random_.between(0, 2);
         const int heads = 6;
         kvq::workspace space;
         if (random_.one_in(3)) {
-            const kvq::step_request step{&together_[s], n, queries};
+            const kvq::step_request step{&together_[s], n, most_queries};
             cache_.reserve(std::span(&step, 1), heads, 1, space);
         }
         std::vector<int> order, readers;
@@ -504,6 +515,7 @@ private:
                 own.append(0, k, v);
                 continue;
             }
+            const int queries = is_index(cache_.layers()[layer]) ? 0 : most_queries;
             const auto q = test::random_tensor(random_, queries, heads, cache_.shape(i).head_dim);
             auto out = results(i, queries, heads), want = results(i, queries, heads);
             own.prefill(0, k, v, q.view(), want.view(), seen_keys{window(i)}, kvq::serial_executor{}, space);
@@ -569,6 +581,7 @@ private:
             const auto k = stream(i).k.slice(at, n), v = values(i, at, n);
             if (cache_.owner(i) == i) together_[s].append_draft(i, k, v);
             parts_[s][layer].append_draft(0, k, v);
+            if (is_index(cache_.layers()[layer])) continue;
             const auto q = test::random_tensor(random_, n, 6, cache_.shape(i).head_dim);
             auto out = results(i, n, 6), want = results(i, n, 6);
             together_[s].attend(i, q.view(), out.view());

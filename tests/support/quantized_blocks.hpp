@@ -60,7 +60,8 @@ int different(const std::vector<T>& a, const std::vector<T>& b) {
     return n;
 }
 
-/// Tokens from a backend are what the scheme dequantizes, rounded once; gaps between rows stay.
+/// Tokens from a backend, all or some of them, are what the scheme dequantizes, rounded once; gaps between
+/// rows stay.
 template <class Backend, class T, class S>
 void check_tokens(generator& random, const S& scheme, const kvq::block_shape& shape,
                   const std::vector<std::byte>& block, kvq::block_id id = {}) {
@@ -75,6 +76,22 @@ void check_tokens(generator& random, const S& scheme, const kvq::block_shape& sh
     Backend::dequantize(scheme, shape, id, block.data(), kvq::float_type_of<T>, got.data(), stride,
                         scratch.data());
     CHECK(different(expected, got) == 0);
+    if constexpr (std::is_same_v<T, float>) {
+        std::vector<std::int32_t> listed;
+        for (int t = 0; t < shape.tokens; ++t)
+            if (random.one_in(2)) listed.push_back(t);
+        for (std::size_t i = 0; i < listed.size(); ++i)
+            std::swap(listed[i], listed[static_cast<std::size_t>(random.between(0, static_cast<int>(i)))]);
+        std::vector<float> rows(listed.size() * static_cast<std::size_t>(stride) + 8, -7.0f), wanted = rows;
+        for (std::size_t i = 0; i < listed.size(); ++i)
+            std::copy_n(x.begin() + std::ptrdiff_t{listed[i]} * shape.dim, shape.dim,
+                        wanted.begin() + static_cast<std::ptrdiff_t>(i) * stride);
+        scratch.resize(kvq::kernels::listed_scratch_floats(shape));
+        kvq::kernels::dequantize_tokens<Backend>(scheme, shape, id, block.data(), listed.data(),
+                                                 static_cast<int>(listed.size()), rows.data(), stride,
+                                                 scratch.data());
+        CHECK(different(wanted, rows) == 0);
+    }
 }
 
 }  // namespace test

@@ -209,7 +209,7 @@ class Latent(Base):
         self.assertEqual(s.usage().bytes, cache.footprint(90).total)
         cache.requantize([s], keys="kivi-4-g32-fp16x8")
         self.assertTrue((cache.from_bytes(s.to_bytes()).attend(0, q) == s.attend(0, q)).all())
-        self.refused("layer 0, latent of 64 \\+ 8 channels, 1 x 72 and 64: its values are channels", s.append, 0, k, k)
+        self.refused("layer 0, latent of 64 \\+ 8 channels, 1 x 72 and 64: it takes keys alone", s.append, 0, k, k)
         self.refused("does not keep its 8 rotary channels", kvq.Cache, [kvq.latent_attention(64, 8)], keys="std4")
 
 

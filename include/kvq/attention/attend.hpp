@@ -27,6 +27,7 @@ namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 /// Attention of one layer, ready to run its tasks.
 class attention : public attention_rows {
 public:
+    output_view out;
     float* partials;
     page_choice choice;
     bool ranks_by_scores;  // and not by estimates, because a page of keys has a format without

@@ -103,11 +103,11 @@ public:
         const auto job = [&](int i) {
             const attention_item of = items_(i);
             const attention_plan plan = plan_of(of);
-            return attention{
-                {keys_, values_, mods_of(of), of.pages, plan, layer, rotations_.at(layer), of.q, of.out},
-                places[i].partials,
-                page_choice(plan, of.pages, mods_of(of), places[i].choice),
-                places[i].by_scores};
+            return attention{{keys_, values_, mods_of(of), of.pages, plan, layer, rotations_.at(layer), of.q},
+                             of.out,
+                             places[i].partials,
+                             page_choice(plan, of.pages, mods_of(of), places[i].choice),
+                             places[i].by_scores};
         };
         std::byte* const scratch_memory = memory + place_bytes_ + partial_bytes_ + choice_bytes_;
         struct alignas(64) {  // written by all threads; what they read is elsewhere

@@ -35,7 +35,6 @@ struct attention_rows {
     int layer;
     const rotation* rotate;  // of the layer, or null
     query_view q;
-    output_view out;
 
     /// The query rows of a task.
     struct row_block {

@@ -32,7 +32,16 @@ void reference_attend(const token_view<const float>& k, const token_view<const f
     for (int t = 0; t < q.tokens; ++t)
         for (int h = 0; h < q.heads; ++h) {
             const int q_pos = detail::has_query_positions<Mods>() ? k.tokens - q.tokens + t : t;
+            std::vector<int> times(static_cast<std::size_t>(k.tokens), 1);
+            if constexpr (detail::own_lists<const Mods>) {
+                const listed_tokens& lists = *mods.lists();
+                times.assign(times.size(), 0);
+                for (int i = 0; i < lists.count(); ++i)
+                    if (const int token = lists.token(t, h / group, i); token >= 0)
+                        ++times[static_cast<std::size_t>(token)];
+            }
             const auto hidden = [&](int i) {
+                if (times[static_cast<std::size_t>(i)] == 0) return true;
                 if (!detail::lifts_causal<Mods>() && i > q_pos) return true;
                 if constexpr (detail::masking<Mods>) return !detail::visible(mods, q_pos, i);
                 return false;
@@ -58,7 +67,8 @@ void reference_attend(const token_view<const float>& k, const token_view<const f
             double sum = std::exp(sink - top);
             for (int i = 0; i < k.tokens; ++i) {
                 if (hidden(i)) continue;
-                const double weight = std::exp(p[static_cast<std::size_t>(i)] - top);
+                const double weight =
+                    times[static_cast<std::size_t>(i)] * std::exp(p[static_cast<std::size_t>(i)] - top);
                 sum += weight;
                 for (int c = 0; c < out.dim; ++c)
                     out.at(t, h)[c] += weight * static_cast<double>(v.at(i, h / group)[c]);

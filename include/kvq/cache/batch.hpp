@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 
 #include "../attention/masks.hpp"
@@ -36,6 +37,14 @@ struct prefill_request {
     query_view q;
     output_view out;
     std::optional<mods_view> mods = {};  ///< as in attention_request
+};
+
+/// One sequence's part of a batch: the best tokens of an index for its last q.tokens tokens.
+struct select_request {
+    const kvq::sequence* sequence;
+    query_view q;          ///< [n][heads][channels of the index]
+    const float* weights;  ///< [n][heads]
+    std::int32_t* out;     ///< [n][best]: positions, the best first; -1 where there are no more tokens
 };
 
 /// One sequence's part of a step over all layers, for cache::reserve.

@@ -47,7 +47,7 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
         }
     detail::check_backends(keys_, values_);
     for (const layer& l : layers_) {
-        if (l.kind != layer_kind::latent || latent_values_.count(l.head_dim) > 0) continue;
+        if (!detail::holds_keys_alone(l.kind) || latent_values_.count(l.head_dim) > 0) continue;
         detail::format_table read(tensor::value, detail::values_of_keys(keys_[0], l.head_dim), {});
         for (int i = 1; i < keys_.size(); ++i) read.add(detail::values_of_keys(keys_[i], l.head_dim));
         latent_values_.emplace(l.head_dim, std::move(read));
@@ -270,7 +270,7 @@ KVQ_FUNC void cache::expect_values_stay(int layer, std::int64_t by) const {
 
 KVQ_FUNC const detail::format_table& cache::read_values(int layer) const noexcept {
     const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
-    return of.kind == layer_kind::latent ? latent_values_.at(of.head_dim) : values_;
+    return detail::holds_keys_alone(of.kind) ? latent_values_.at(of.head_dim) : values_;
 }
 
 KVQ_FUNC void cache::expect_listed(tensor role, int number) const {
@@ -287,6 +287,9 @@ KVQ_FUNC void cache::expect_tokens(int layer) const {
 KVQ_FUNC void cache::check_attention(int layer, int held, const query_view& q, const output_view& out,
                                      const mods_view& mods) const {
     expect_tokens(layer);
+    if (layers_[static_cast<std::size_t>(layer)].kind == layer_kind::index && q.tokens > 0)
+        detail::fail(detail::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]),
+                     ": it selects tokens (select), and has no values to attend to");
     const cache_shape& of = shape(layer);
     detail::expect(q.heads >= 1 && q.heads % of.kv_heads == 0, "q has ", q.heads,
                    " heads, not a multiple of the ", of.kv_heads, " kv heads");

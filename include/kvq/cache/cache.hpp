@@ -141,6 +141,13 @@ public:
     void attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
                 executor_view executor, workspace& space) const;
 
+    /// The `best` tokens of an index layer for every query: those with the largest sum over heads of weight *
+    /// max(q . k, 0), as lists for listed_tokens. A query is one of the last q.tokens tokens of its sequence,
+    /// and selects of those up to itself; of equal scores the earlier token, NaN last. Scratch from `space`.
+    /// Raises kvq::error before anything is written. O(queries * heads * tokens)
+    void select(int layer, std::span<const select_request> batch, int best, executor_view executor,
+                workspace& space) const;
+
     /// Takes the memory of a step of many sequences over all layers ahead of it: pages, tables, and `space`
     /// for q_heads query heads on `threads` threads under `mods`. After it, prefill() or append() of
     /// request.tokens tokens in every layer, in any order of the layers, and attend() of request.q_tokens
@@ -192,7 +199,7 @@ private:
     static const format& window_of(const cache_options& options);
     void check(tensor role, const format& f, int number) const;
     void expect_listed(tensor role, int number) const;
-    /// The formats in which attention reads the values of a layer.
+    /// The formats in which attention reads the values of a layer; of one of keys alone, these.
     const detail::format_table& read_values(int layer) const noexcept;
     void check_member(const sequence* s, std::size_t i) const;
     /// held: tokens of the layer, those of the call included.
@@ -216,7 +223,7 @@ private:
     cache_options options_;
     detail::format_table keys_;
     detail::format_table values_;
-    std::map<int, detail::format_table> latent_values_;  // by channels of a key
+    std::map<int, detail::format_table> latent_values_;  // of layers of keys alone, by channels of a key
     detail::rotation_table rotations_;
     page_pool pool_;
 };

@@ -30,6 +30,9 @@ KVQ_FUNC std::string describe_layer(int i, const layer& of) {
             text += "latent of " + std::to_string(of.head_dim - of.rotary_channels) + " + " +
                     std::to_string(of.rotary_channels) + " channels, ";
             break;
+        case layer_kind::index:
+            text += "index, ";
+            break;
     }
     text += std::to_string(of.kv_heads) + " x " + std::to_string(of.head_dim);
     if (of.value_dim != 0 && of.value_dim != of.head_dim) text += " and " + std::to_string(of.value_dim);
@@ -118,6 +121,8 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
         else
             expect(l.rotary_channels == 0, describe_layer(i, l), ": it has no rotary channels apart, got ",
                    l.rotary_channels);
+        expect(l.kind != layer_kind::index || (l.kv_heads == 1 && values(l) == l.head_dim),
+               describe_layer(i, l), ": it has one head, and no values");
         const bool has_window = l.kind == layer_kind::sliding || l.kind == layer_kind::chunked;
         expect(!has_window || (l.window >= 1 && l.window <= most_window), describe_layer(i, l),
                ": a window has 1 to ", most_window, " tokens");
@@ -128,7 +133,7 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
             const layer& o = layers[static_cast<std::size_t>(other)];
             known = known || (o.kv_heads == l.kv_heads && o.head_dim == l.head_dim &&
                               values(o) == values(l) && o.rotary_channels == l.rotary_channels &&
-                              (o.kind == layer_kind::latent) == (l.kind == layer_kind::latent));
+                              holds_keys_alone(o.kind) == holds_keys_alone(l.kind));
         }
         if (!known) distinct_.push_back(i);
     }

@@ -20,6 +20,8 @@
 //   cross     tokens of another text, appended once: all queries see all of them           does not touch it
 //   latent    one latent per token, stored once: keys are all of its channels,             to any token
 //             values the first of them (MLA of DeepSeek)
+//   index     one key per token, by which queries select tokens         to any token
+//             (DeepSeek V3.2)
 //
 // Attention hides what the window of a layer hides; masks and score modifiers of the caller come on top, with
 // positions in the text. Pages that no query can see any more are freed when tokens are appended. Positions
@@ -58,7 +60,8 @@ enum class layer_kind : unsigned char {
     cross = 4,   ///< keys and values of another text, such as an encoder's (Whisper, T5)
     /// Recurrent state in place of keys and values: a trim reaches snapshots (state/recurrent_state.hpp)
     state = 5,
-    latent = 6  ///< keys alone: values are their first channels (MLA)
+    latent = 6,  ///< keys alone: values are their first channels (MLA)
+    index = 7    ///< keys alone, which select tokens for other layers: cache::select
 };
 
 /// One layer of a model. Made by the function of its kind.
@@ -134,6 +137,14 @@ struct layer {
     of.rotary_channels = rotary_channels;
     return of;
 }
+/// The keys by which queries select the tokens that other layers attend to (the indexer of DeepSeek V3.2): one
+/// of `channels` channels per token. append() and prefill() take k, and a v and queries of 0 tokens;
+/// cache::select() gives lists for listed_tokens. Usually in int8: a byte per channel and a scale per token.
+[[nodiscard]] inline layer index_layer(int channels = 128) {
+    layer of{1, channels};
+    of.kind = layer_kind::index;
+    return of;
+}
 /// A layer whose state the engine reads and writes in place, in sequence::state().
 [[nodiscard]] inline layer state_layer(std::vector<state_part> parts) {
     layer of;
@@ -144,10 +155,14 @@ struct layer {
 
 namespace detail {
 
+/// Does a layer have pages of K and none of V?
+constexpr bool holds_keys_alone(layer_kind kind) noexcept {
+    return kind == layer_kind::latent || kind == layer_kind::index;
+}
 /// The tensors of which a layer with tokens has pages: K and V, or K alone.
 inline std::span<const tensor> tensors_of(const layer& of) noexcept {
     static constexpr tensor both[] = {tensor::key, tensor::value};
-    return std::span(both).first(of.kind == layer_kind::latent ? 1 : 2);
+    return std::span(both).first(holds_keys_alone(of.kind) ? 1 : 2);
 }
 
 /// "layer 3, sliding window of 1024, 8 x 128": kv heads x channels of a key, and of a value where they
@@ -173,8 +188,8 @@ public:
     int count() const noexcept { return static_cast<int>(of_.size()); }
     /// Of one layer; its `layers` is the number of all.
     const cache_shape& operator[](int i) const noexcept { return of_[static_cast<std::size_t>(i)]; }
-    /// One layer of each shape, in the order of the list; of layers with keys and values. A latent layer has
-    /// a shape of its own.
+    /// One layer of each shape, in the order of the list; of layers with keys and values. Layers of
+    /// keys alone have shapes of their own.
     const std::vector<int>& distinct() const noexcept { return distinct_; }
     /// Are all of them full attention of one shape?
     bool equal() const noexcept { return full_ && distinct_.size() == 1; }

@@ -103,6 +103,18 @@ KVQ_FUNC void sequence::attend(int layer, const query_view& q, const output_view
     cache_->attend(layer, std::span(&one, 1), mods, executor, space);
 }
 
+KVQ_FUNC void sequence::select(int layer, const query_view& q, const float* weights, int best,
+                               std::int32_t* out) const {
+    workspace space(memory());
+    select(layer, q, weights, best, out, serial_executor{}, space);
+}
+
+KVQ_FUNC void sequence::select(int layer, const query_view& q, const float* weights, int best,
+                               std::int32_t* out, executor_view executor, workspace& space) const {
+    const select_request one{this, q, weights, out};
+    cache_->select(layer, std::span(&one, 1), best, executor, space);
+}
+
 KVQ_FUNC int sequence::trim(int wanted) {
     detail::expect(wanted >= 0 && wanted <= tokens(), "cannot trim to ", wanted,
                    " tokens: the sequence holds ", tokens());
@@ -400,8 +412,7 @@ KVQ_FUNC void sequence::check_rows(int layer, const input_view& k, const input_v
         check_input(v, "v", layer, tensor::value);
         detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
     } else if (v.tokens != 0) {
-        detail::fail(describe(layer), ": its values are channels of its keys, and v has ", v.tokens,
-                     " tokens, not 0");
+        detail::fail(describe(layer), ": it takes keys alone, and v has ", v.tokens, " tokens, not 0");
     }
     check_added(tables_[static_cast<std::size_t>(layer)], k.tokens);
 }

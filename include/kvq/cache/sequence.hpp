@@ -83,6 +83,13 @@ public:
     void attend(int layer, const query_view& q, const output_view& out, const mods_view& mods,
                 executor_view executor, workspace& space) const;
 
+    /// The `best` tokens of an index layer for each of the last q.tokens tokens (cache::select). q:
+    /// [n][heads][channels], weights: [n][heads], out: [n][best] positions, the best first; -1 where there
+    /// are no more.
+    void select(int layer, const query_view& q, const float* weights, int best, std::int32_t* out) const;
+    void select(int layer, const query_view& q, const float* weights, int best, std::int32_t* out,
+                executor_view executor, workspace& space) const;
+
     /// Removes every token from position n on, in all layers (layers shorter than n are unchanged). A trim of
     /// at most `rollback` tokens restores the sequence as it was before those tokens. Where a deeper trim
     /// cuts a quantized page, the remaining tokens keep their codes and the page keeps its bytes, unless less

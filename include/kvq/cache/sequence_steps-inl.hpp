@@ -7,6 +7,7 @@
 #include <span>
 
 #include "../attention/attention_batch.hpp"
+#include "../attention/token_selection.hpp"
 #include "../core/error.hpp"
 #include "sequence.hpp"
 
@@ -109,6 +110,38 @@ KVQ_FUNC void cache::attend(int layer, std::span<const attention_request> batch,
         batch[i].sequence->check_window(layer, batch[i].sequence->tokens(layer) - batch[i].q.tokens);
     }
     attend_items(owner(layer), detail::items_of(batch, owner(layer)), mods, executor, space);
+}
+
+KVQ_FUNC void cache::select(int layer, std::span<const select_request> batch, int best,
+                            executor_view executor, workspace& space) const {
+    detail::expect(best >= 1, "a query selects at least 1 token, not ", best);
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+        const select_request& r = batch[i];
+        check_member(r.sequence, i);
+        r.sequence->check_layer(layer);
+        if (layers_[static_cast<std::size_t>(layer)].kind != layer_kind::index)
+            detail::fail(r.sequence->describe(layer), ": it is no index, which selects tokens");
+        const int held = r.sequence->tokens(layer), channels = shape(layer).head_dim;
+        detail::expect(r.q.heads >= 1 && r.q.dim == channels, "q is ", r.q.heads, " x ", r.q.dim,
+                       ", but the keys of layer ", layer, " have ", channels, " channels");
+        detail::expect(r.q.tokens >= 0 && r.q.tokens <= held, "q has ", r.q.tokens, " tokens but layer ",
+                       layer, " holds ", held);
+        detail::expect((r.q.data != nullptr && r.weights != nullptr && r.out != nullptr) || r.q.tokens == 0,
+                       "there are no ",
+                       r.q.data == nullptr    ? "queries"
+                       : r.weights == nullptr ? "weights"
+                                              : "lists",
+                       " for ", r.q.tokens, " tokens");
+    }
+    if (batch.empty()) return;
+    const detail::token_selection::item_list items{
+        batch.data(), layer, static_cast<int>(batch.size()), [](const void* requests, int of, int i) {
+            const select_request& r = static_cast<const select_request*>(requests)[i];
+            return detail::token_selection::item{r.sequence->pages(of), r.q, r.weights, r.out};
+        }};
+    const detail::token_selection all(keys_, read_values(layer), shape(layer), geometry(layer), rotations_,
+                                      items, best, executor.concurrency());
+    all.run(executor, space.reserve(all.bytes()));
 }
 
 KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,

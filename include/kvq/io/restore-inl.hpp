@@ -76,7 +76,7 @@ private:
             same_in_layer("kv_heads", theirs.kv_heads, mine.kv_heads);
             same_in_layer("head_dim", theirs.head_dim, mine.head_dim);
             same_in_layer("value_dim", theirs.value_dim, mine.value_dim);
-            same_in_layer(mine.is_latent() ? "rotary channels" : "window", theirs.window, mine.window);
+            same_in_layer(mine.holds_keys_alone() ? "rotary channels" : "window", theirs.window, mine.window);
             same_in_layer("visible sinks", theirs.sinks, mine.sinks);
         }
 

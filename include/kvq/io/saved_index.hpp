@@ -217,10 +217,10 @@ private:
 
     void check_table(int l, std::size_t r, const saved_layer& layer, saved_table& table) const {
         const page_geometry& g = description_.geometry;
-        if (r == 1 && description_.shape_of(l).is_latent()) {
+        if (r == 1 && description_.shape_of(l).holds_keys_alone()) {
             bool some = table.target != 0 || !table.rows.empty();
             for (const auto& rows : table.of_span) some = some || rows[0] != -1 || rows[1] != -1;
-            expect(!some, "layer ", l, " of the saved sequence is a latent, with ", table.rows.size(),
+            expect(!some, "layer ", l, " of the saved sequence holds keys alone, with ", table.rows.size(),
                    " pages of values in format ", table.target);
             return;
         }

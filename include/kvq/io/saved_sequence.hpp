@@ -98,10 +98,13 @@ struct saved_shape {
         return kind != static_cast<std::int32_t>(layer_kind::state) &&
                kind != static_cast<std::int32_t>(layer_kind::shared);
     }
-    bool is_latent() const noexcept { return kind == static_cast<std::int32_t>(layer_kind::latent); }
+    bool holds_keys_alone() const noexcept {
+        return kind == static_cast<std::int32_t>(layer_kind::latent) ||
+               kind == static_cast<std::int32_t>(layer_kind::index);
+    }
     bool is_full() const noexcept { return kind == static_cast<std::int32_t>(layer_kind::full); }
     key_window sees() const noexcept {
-        if (kind == static_cast<std::int32_t>(layer_kind::shared) || is_latent()) return {};
+        if (kind == static_cast<std::int32_t>(layer_kind::shared) || holds_keys_alone()) return {};
         return {window, kind == static_cast<std::int32_t>(layer_kind::chunked), sinks};
     }
     friend bool operator==(const saved_shape&, const saved_shape&) = default;
@@ -271,13 +274,13 @@ public:
                 continue;
             }
             const bool cross = s.kind == static_cast<std::int32_t>(layer_kind::cross);
-            expect(cross || s.is_latent() ||
+            expect(cross || s.holds_keys_alone() ||
                        (s.kind >= 0 && s.kind <= static_cast<std::int32_t>(layer_kind::chunked)),
                    "layer ", i, " of the saved sequence is of kind ", s.kind,
                    ", which this library does not know");
-            if (s.is_latent())
+            if (s.holds_keys_alone())
                 expect(s.window >= 0 && s.window < s.head_dim && s.value_dim <= s.head_dim && s.sinks == 0,
-                       "layer ", i, " of the saved sequence is a latent of ", s.head_dim, " channels, ",
+                       "layer ", i, " of the saved sequence holds keys of ", s.head_dim, " channels alone, ",
                        s.window, " of them rotary, with ", s.value_dim, " values");
             else
                 expect(s.is_full() || cross ? s.window == 0 && s.sinks == 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from numbers import Integral
 from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple
 
 from . import _abi
@@ -48,6 +49,25 @@ class Workspace(Handle):
         return ask(library.kvq_workspace_bytes, self, out=ctypes.c_size_t)
 
 
+def _flat(lists: Any, name: str) -> Tuple[List[int], Tuple[int, ...]]:
+    """Lists [queries][n] or [queries][kv_heads][n] as one list, and their shape."""
+    if hasattr(lists, "tolist"):
+        lists = lists.tolist()
+    flat, shape = lists, []
+    try:
+        while len(shape) < 3 and not all(isinstance(x, Integral) for x in flat):
+            n = len(flat[0])
+            if any(len(x) != n for x in flat):
+                raise TypeError
+            shape.append(n)
+            flat = [x for row in flat for x in row]
+        if not shape:
+            raise TypeError
+    except TypeError:
+        raise ArgumentError(f"kvq: {name} is not [queries][n] nor [queries][kv_heads][n], with as many positions for each query") from None
+    return flat, (len(lists), *shape)
+
+
 class Mods:
     """What queries attend to, and changes of scores. Masks are joined with AND. Positions are those of the sequence.
 
@@ -67,6 +87,9 @@ class Mods:
                      list per query
     range_first_query  position of the first of these queries in the sequence; 0 with "cross"
     selected_tokens  only the best pages of each kv head are read, about so many tokens; None: all
+    listed_tokens    queries attend to these tokens alone, as far as masks show them: positions [queries][n], or
+                     [queries][kv_heads][n], in any order; -1: none; a token that is listed twice counts twice
+    listed_window    a second list for each of the same queries, such as the last tokens
     skipped_mass     values of pages with at most this share of the weights are not read; 0: all are read
     mask_row         f(scores, query, first_key): sets scores[i] of hidden keys first_key + i to -inf
     mask_page        f(first_query, last_query, first_key, end_key) -> "none", "some" or "all": what these queries see of these
@@ -95,6 +118,8 @@ class Mods:
         token_ranges: Optional[Iterable[Any]] = None,
         range_first_query: Optional[int] = None,
         selected_tokens: Optional[int] = None,
+        listed_tokens: Optional[Any] = None,
+        listed_window: Optional[Any] = None,
         skipped_mass: float = 0.0,
         mask_row: Optional[Callable[[Any, int, int], None]] = None,
         mask_page: Optional[Callable[[int, int, int, int], str]] = None,
@@ -142,6 +167,19 @@ class Mods:
             if selected_tokens < 1:
                 raise ArgumentError(f"kvq: selected_tokens is {selected_tokens}, which must be at least 1, or None")
             c.selected_tokens = selected_tokens
+        if listed_tokens is not None or listed_window is not None:
+            shapes = []
+            for name, given in (("listed_tokens", listed_tokens), ("listed_window", listed_window)):
+                if given is None:
+                    continue
+                flat, shape = _flat(given, name)
+                shapes.append(shape[:-1])
+                tokens, _ = self._keep(integers(flat, name))
+                setattr(c, name, tokens)
+                setattr(c, "listed_count" if name == "listed_tokens" else "listed_window_count", shape[-1])
+            if shapes[0] != shapes[-1]:
+                raise ArgumentError(f"kvq: listed_tokens and listed_window are for {shapes[0]} and {shapes[-1]} queries and kv heads")
+            c.list_queries, c.list_kv_heads = (*shapes[0], 1)[:2]
         c.skipped_mass = skipped_mass
         self.has_callbacks = mask_row is not None or mask_page is not None or score_row is not None
         if mask_row is not None:

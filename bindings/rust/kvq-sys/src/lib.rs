@@ -268,6 +268,12 @@ pub struct kvq_mods {
     pub reserved: i32,
     pub selection: *mut kvq_selection_report,
     pub skipping: *mut kvq_skipping_report,
+    pub listed_tokens: *const i32,
+    pub listed_window: *const i32,
+    pub listed_count: i32,
+    pub listed_window_count: i32,
+    pub list_queries: i32,
+    pub list_kv_heads: i32,
 }
 
 #[repr(C)]

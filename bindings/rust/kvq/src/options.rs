@@ -86,6 +86,15 @@ pub struct Mods {
     pub range_first_query: usize,
     /// Only the best pages of each kv head are read, about so many tokens; None: all.
     pub selected_tokens: Option<usize>,
+    /// Not empty, or with list_queries: queries attend to the tokens of their lists alone, as far as masks show them. Positions
+    /// [list_queries][list_kv_heads][n] in any order; -1: none; a token that is listed twice counts twice.
+    pub listed_tokens: Vec<i32>,
+    /// A second list for each of the same queries, such as the last tokens.
+    pub listed_window: Vec<i32>,
+    /// Query tokens of the call.
+    pub list_queries: usize,
+    /// 0 or 1: a query has one list for all heads; else the kv heads of the layer.
+    pub list_kv_heads: usize,
     /// Values of pages with at most this share of the weights are not read; 0: all are read.
     pub skipped_mass: f32,
 }
@@ -110,7 +119,28 @@ impl Mods {
                 "selected_tokens is 0, which must be at least 1, or None".into(),
             ));
         }
+        let lists = self.list_queries * self.list_kv_heads.max(1);
+        let count = |list: &Vec<i32>, what: &str| {
+            if list.is_empty() {
+                return Ok(0);
+            }
+            if lists == 0 || list.len() % lists != 0 {
+                return Err(Error::argument(format!(
+                    "{} has {} positions, not as many for each of {} lists",
+                    what,
+                    list.len(),
+                    lists
+                )));
+            }
+            int(list.len() / lists, what)
+        };
         Ok(init!(kvq_mods {
+            listed_tokens: self.listed_tokens.as_ptr(),
+            listed_window: self.listed_window.as_ptr(),
+            listed_count: count(&self.listed_tokens, "listed_tokens")?,
+            listed_window_count: count(&self.listed_window, "listed_window")?,
+            list_queries: int(self.list_queries, "list_queries")?,
+            list_kv_heads: int(self.list_kv_heads, "list_kv_heads")?,
             direction: match self.direction {
                 Direction::Causal => sys::KVQ_CAUSAL,
                 Direction::Bidirectional => sys::KVQ_BIDIRECTIONAL,
