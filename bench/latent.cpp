@@ -3,6 +3,10 @@
 //
 // GMAC/s: multiply-adds of both products (tokens x rows x 1088) per second of CPU time, so that other
 // programs disturb it little. Rounds take turns; the fastest one of each format counts.
+//
+//   scripts/bench latent --tokens 131072 --heads 16 --rounds 3 --listed 2048
+//     also over so many tokens that are chosen at random for each query (kvq::listed_tokens), and what an
+//     index of int8 takes to select them
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -11,6 +15,7 @@
 #include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/presets.hpp>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -24,7 +29,7 @@ struct row {
     kvq::cache cache;
     kvq::sequence sequence;
     std::string name;
-    double seconds = 1e30;
+    double seconds = 1e30, listed_seconds = 1e30;
 
     row(const kvq::format& keys, const kvq::format& window, const std::vector<float>& latents)
         : cache({kvq::latent_attention(latent, rotary)}, {.keys = keys, .window = window}),
@@ -40,12 +45,13 @@ double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC
 }  // namespace
 
 int main(int argc, char** argv) {
-    int tokens = 8192, heads = 128, query_tokens = 1, rounds = 15;
+    int tokens = 8192, heads = 128, query_tokens = 1, rounds = 15, listed = 0;
     CLI::App app("latent attention on one thread");
     app.add_option("--tokens", tokens);
     app.add_option("--heads", heads);
     app.add_option("--query-tokens", query_tokens);
     app.add_option("--rounds", rounds);
+    app.add_option("--listed", listed, "tokens of a list for each query; 0: no lists");
     CLI11_PARSE(app, argc, argv);
 
     const auto queries = static_cast<std::size_t>(heads) * static_cast<std::size_t>(query_tokens);
@@ -61,14 +67,23 @@ int main(int argc, char** argv) {
          {kvq::make_format<kvq::int8>(), kvq::make_format<kvq::affine<4, kvq::per_channel<128>>>(),
           kvq::make_format<kvq::std4::keys>(), kvq::make_format<kvq::std4_h::keys>()})
         rows.emplace_back(kvq::with_fp16_channels(f, rotary), fp16, latents);
-    kvq::workspace space;
+    std::mt19937 random(3);
+    std::vector<std::int32_t> list;
+    for (int i = 0; i < listed * query_tokens; ++i)
+        list.push_back(static_cast<std::int32_t>(random() % static_cast<unsigned>(tokens)));
+    const kvq::listed_tokens given{.selected = {list.data(), listed}, .queries = query_tokens};
+    const auto attend = [&](const row& r, const kvq::mods_view& mods, double& fastest) {
+        static kvq::workspace space;
+        const double start = cpu_seconds();
+        r.sequence.attend(0, kvq::token_view(q.data(), query_tokens, heads, channels),
+                          kvq::token_view(out.data(), query_tokens, heads, latent), mods,
+                          kvq::serial_executor{}, space);
+        fastest = std::min(fastest, cpu_seconds() - start);
+    };
     for (int round = 0; round < rounds; ++round)
         for (row& r : rows) {
-            const double start = cpu_seconds();
-            r.sequence.attend(0, kvq::token_view(q.data(), query_tokens, heads, channels),
-                              kvq::token_view(out.data(), query_tokens, heads, latent), kvq::causal{},
-                              kvq::serial_executor{}, space);
-            r.seconds = std::min(r.seconds, cpu_seconds() - start);
+            attend(r, kvq::causal{}, r.seconds);
+            if (listed > 0) attend(r, given, r.listed_seconds);
         }
     std::printf("%d tokens, %d heads, %d query tokens\n%-44s %12s %10s %8s %8s\n", tokens, heads,
                 query_tokens, "keys", "bytes/token", "ms", "GMAC/s", "x bf16");
@@ -80,5 +95,27 @@ int main(int argc, char** argv) {
                 kvq::default_page_tokens,
             1e3 * r.seconds, 1e-9 * tokens * static_cast<double>(queries) * (channels + latent) / r.seconds,
             rows[0].seconds / r.seconds);
+    if (listed == 0) return 0;
+    std::printf("\n%-44s %12s %10s\n", ("lists of " + std::to_string(listed)).c_str(), "ms", "x dense");
+    for (const row& r : rows)
+        std::printf("%-44s %12.2f %10.1f\n", r.name.c_str(), 1e3 * r.listed_seconds,
+                    r.seconds / r.listed_seconds);
+
+    constexpr int index_heads = 64, index_channels = 128;
+    kvq::cache index({kvq::index_layer(index_channels)}, {.keys = kvq::make_format<kvq::int8>()});
+    kvq::sequence keys = index.new_sequence();
+    const auto k = bench::random_floats(static_cast<std::size_t>(tokens) * index_channels, 4);
+    keys.append(0, kvq::token_view(k.data(), tokens, 1, index_channels), kvq::no_rows());
+    const std::vector<float> weights(static_cast<std::size_t>(query_tokens) * index_heads, 0.1f);
+    const auto index_q = bench::random_floats(weights.size() * index_channels, 5);
+    double fastest = 1e30;
+    kvq::workspace space;
+    for (int round = 0; round < rounds; ++round) {
+        const double start = cpu_seconds();
+        keys.select(0, kvq::token_view(index_q.data(), query_tokens, index_heads, index_channels),
+                    weights.data(), listed, list.data(), kvq::serial_executor{}, space);
+        fastest = std::min(fastest, cpu_seconds() - start);
+    }
+    std::printf("%-44s %12.2f\n", "index of int8, 64 x 128: select", 1e3 * fastest);
     return 0;
 }

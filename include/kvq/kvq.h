@@ -353,7 +353,9 @@ typedef struct kvq_layer_formats {
 } kvq_layer_formats;
 
 /// What a layer holds: all of its tokens; a sliding window; the tokens of the current chunk; a recurrent
-/// state; latents, which are keys and in their first value_dim channels values (MLA). Windows and chunks free
+/// state; latents, which are keys and in their first value_dim channels values (MLA); an index, one key of
+/// head_dim channels per token, by which kvq_sequence_select chooses tokens. The last two take keys alone: v
+/// of 0 tokens. Windows and chunks free
 /// pages by themselves.
 enum {
     KVQ_FULL_ATTENTION = 0,
@@ -362,7 +364,8 @@ enum {
     KVQ_SHARED = 3,
     KVQ_CROSS_ATTENTION = 4,
     KVQ_STATE = 5,
-    KVQ_LATENT = 6
+    KVQ_LATENT = 6,
+    KVQ_INDEX = 7
 };
 
 /// One layer of a model whose layers differ.
@@ -505,6 +508,14 @@ KVQ_API kvq_status kvq_sequence_append(kvq_sequence* sequence, int32_t layer, co
 /// out = softmax(q K^T) V for the last q.tokens tokens of the layer.
 KVQ_API kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
                                        const kvq_tensor* out, const kvq_attend_options* options);
+
+/// The `best` tokens of a layer of kind KVQ_INDEX for each of the last q.tokens tokens: of those up to itself
+/// the ones with the largest sum over heads of weight * max(q . k, 0); of equal ones the earlier first.
+/// q: [n][heads][head_dim], weights: [n][heads], out: [n][best] positions, the best first; -1 where there are
+/// no more: lists for kvq_mods.listed_tokens. options: mods and lse are NULL.
+KVQ_API kvq_status kvq_sequence_select(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
+                                       const float* weights, int32_t best, int32_t* out,
+                                       const kvq_attend_options* options);
 
 /// Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under kvq_mods.tree_parents.
 /// Until then all other changes are refused but a trim to the accepted tokens or fewer, which removes the

@@ -31,6 +31,7 @@ static_assert(static_cast<int>(layer_kind::shared) == KVQ_SHARED);
 static_assert(static_cast<int>(layer_kind::cross) == KVQ_CROSS_ATTENTION);
 static_assert(static_cast<int>(layer_kind::state) == KVQ_STATE);
 static_assert(static_cast<int>(layer_kind::latent) == KVQ_LATENT);
+static_assert(static_cast<int>(layer_kind::index) == KVQ_INDEX);
 
 }  // namespace
 
@@ -118,7 +119,7 @@ std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
     std::vector<layer> all;
     for (std::int32_t i = 0; i < o.layers; ++i) {
         const kvq_layer& l = o.layer_list[i];
-        expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_LATENT, KVQ_ERROR_ARGUMENT, "layer ", i,
+        expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_INDEX, KVQ_ERROR_ARGUMENT, "layer ", i,
                " has kind ", l.kind, ", none of KVQ_FULL_ATTENTION, ...");
         all.push_back(layer_of(l));
     }

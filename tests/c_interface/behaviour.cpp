@@ -1090,6 +1090,57 @@ TEST_CASE("a latent layer in C: no values are given, and the keys are read as su
     OK(kvq_cache_free(c));
 }
 
+TEST_CASE("an index in C selects tokens, and a layer attends to lists of them") {
+    const kvq_layer list[] = {{KVQ_FULL_ATTENTION, 2, 16, 0, 0, 0, 0}, {KVQ_INDEX, 1, 8, 0, 0, 0, 0}};
+    auto o = init<kvq_cache_options>();
+    o.layers = 2;
+    o.layer_list = list;
+    o.keys = "int8";
+    kvq_cache* c = nullptr;
+    kvq_sequence* s = nullptr;
+    OK(kvq_cache_create(&o, &c));
+    OK(kvq_sequence_create(c, &s));
+    kvq_layer found{};
+    OK(kvq_cache_get_layer(c, 1, &found));
+    CHECK(found.kind == KVQ_INDEX);
+    kvq::cache cpp({kvq::full_attention({2, 16}), kvq::index_layer(8)},
+                   {.keys = kvq::find_format("int8", kvq::tensor::key), .sinks = 4, .recent = 32});
+    auto sequence = cpp.new_sequence();
+    test::generator random(6);
+    rows<float> k(random, 300, 2, 16), index(random, 300, 1, 8), none(0, 1, 8), q(random, 3, 4, 16),
+        index_q(random, 3, 5, 8), out(3, 4, 16), want(3, 4, 16);
+    const kvq_tensor ck = k.c(), ci = index.c(), cn = none.c(), cq = q.c(), ciq = index_q.c(), co = out.c();
+    OK(kvq_sequence_append(s, 0, &ck, &ck));
+    OK(kvq_sequence_append(s, 1, &ci, &cn));
+    sequence.append(0, k.view(), k.view());
+    sequence.append(1, index.view(), kvq::no_rows());
+    const std::vector<float> weights = random.normals(15);
+    std::vector<std::int32_t> best(60, -2), others = best;
+    OK(kvq_sequence_select(s, 1, &ciq, weights.data(), 20, best.data(), nullptr));
+    sequence.select(1, index_q.view(), weights.data(), 20, others.data());
+    CHECK(best == others);
+    const std::int32_t last[] = {297, 298, 299};
+    auto mods = init<kvq_mods>();
+    mods.listed_tokens = best.data();
+    mods.listed_count = 20;
+    mods.listed_window = last;
+    mods.listed_window_count = 1;
+    mods.list_queries = 3;
+    auto options = init<kvq_attend_options>();
+    options.mods = &mods;
+    OK(kvq_sequence_attend(s, 0, &cq, &co, &options));
+    sequence.attend(0, q.view(), want.view(),
+                    kvq::listed_tokens{.selected = {best.data(), 20}, .window = {last, 1}, .queries = 3});
+    CHECK(out.x == want.x);
+    CHECK(kvq_sequence_select(s, 1, &ciq, weights.data(), 20, best.data(), &options) == KVQ_ERROR_ARGUMENT);
+    best[20] = 300;
+    CHECK(kvq_sequence_attend(s, 0, &cq, &co, &options) == KVQ_ERROR_ARGUMENT);
+    CHECK(std::string(kvq_last_error()).find("query 1 lists token 300, layer 0 holds 300") !=
+          std::string::npos);
+    OK(kvq_sequence_free(s));
+    OK(kvq_cache_free(c));
+}
+
 TEST_CASE("layers with state in C: read and written in place, trimmed to snapshots, saved and sent") {
     const kvq_layer list[] = {{KVQ_FULL_ATTENTION, 2, 16, 0, 0, 0, 0},
                               {KVQ_STATE, 0, 0, 0, 0, 0, 0},

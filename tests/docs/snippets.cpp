@@ -29,6 +29,26 @@ using tokens_in = kvq::token_view<const float>;
 using tokens_out = kvq::token_view<float>;
 using numbers = std::vector<std::int32_t>;
 
+namespace latent {
+
+void selects(kvq::sequence& sequence, tokens_in index_k, tokens_in index_q, const float* weights, int count,
+             tokens_in k, tokens_in q, tokens_out out, kvq::score_scale scale, kvq::thread_pool& threads,
+             kvq::workspace& space) {
+    std::vector<kvq::layer> layers{kvq::latent_attention(512, 64), kvq::index_layer(128)};
+    layers[1].formats.key = 1;
+    kvq::cache_options options{.keys = {kvq::find_format("std4-fp16x64", kvq::tensor::key),
+                                        kvq::find_format("int8", kvq::tensor::key)}};
+    kvq::cache cache(layers, options);
+
+    sequence.append(1, index_k, kvq::no_rows());
+    std::vector<std::int32_t> best(static_cast<std::size_t>(index_q.tokens * count));
+    sequence.select(1, index_q, weights, count, best.data(), threads, space);
+    const kvq::listed_tokens lists{.selected = {best.data(), count}, .queries = index_q.tokens};
+    sequence.prefill(0, k, kvq::no_rows(), q, out, kvq::mods{lists, scale}, threads, space);
+}
+
+}  // namespace latent
+
 namespace readme {
 
 void first(int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n_tokens) {

@@ -213,6 +213,32 @@ class Latent(Base):
         self.refused("does not keep its 8 rotary channels", kvq.Cache, [kvq.latent_attention(64, 8)], keys="std4")
 
 
+class Index(Base):
+    def test_selects_tokens_for_another_layer(self):
+        cache = kvq.Cache([kvq.full_attention(2, 16), kvq.index_layer(8)], keys="fp32,int8", window="fp32", **OPTIONS)
+        self.assertEqual(cache.layers[1], kvq.Layer("index", 1, 8, 8))
+        s = cache.new_sequence()
+        k, q, index, index_q = self.tensor(90, 2, 16), self.tensor(3, 4, 16), self.tensor(90, 1, 8), self.tensor(3, 5, 8)
+        s.append(0, k, k)
+        s.append(1, index, None)
+        weights = np.abs(self.tensor(3, 5, 1)[:, :, 0]).copy()
+        best = s.select(1, index_q, weights, 7)
+        self.assertEqual(best.shape, (3, 7))
+        scores = np.einsum("qh,qht->qt", weights, np.maximum(np.einsum("qhc,tc->qht", index_q, index[:, 0]), 0))
+        for i in range(3):
+            self.assertEqual(sorted(best[i]), sorted(np.argsort(-scores[i, : 88 + i])[:7]))
+        out = s.attend(0, q, mods=kvq.Mods(listed_tokens=best))
+        for i in range(3):
+            np.testing.assert_allclose(out[i : i + 1], attention(q[i : i + 1], k[best[i]], k[best[i]])[0], atol=2e-6)
+        apart = kvq.Mods(listed_tokens=best[:, :4], listed_window=best[:, 4:].tolist())
+        np.testing.assert_allclose(s.attend(0, q, mods=apart), out, atol=2e-6)
+        self.refused("query 0 lists token 90, layer 0 holds 90", s.attend, 0, q, mods=kvq.Mods(listed_tokens=[[90], [1], [2]]))
+        self.refused("is not \\[queries\\]\\[n\\]", kvq.Mods, listed_tokens=[[1, 2], [3]])
+        self.refused("are for \\(3,\\) and \\(2,\\) queries", kvq.Mods, listed_tokens=best, listed_window=[[1], [2]])
+        self.refused("layer 0, full attention of 2 x 16: it is no index", s.select, 0, q, np.ones((3, 4), "float32"), 3)
+        self.refused("weights is float32 \\[3, 5\\]", s.select, 1, index_q[:2], weights, 3)
+
+
 class State(Base):
     def cache(self, parts=PARTS, **others):
         return kvq.Cache([kvq.full_attention(1, 32), kvq.state_layer(parts), kvq.state_layer(parts)], keys="int8",

@@ -13,7 +13,7 @@ from ._cache import Cache, Rotary
 from ._errors import (ArgumentError, CallbackError, CudaError, DataError, Error, HandleError, InternalError, OutOfMemoryError,
                       StructError, UnsupportedError)
 from ._formats import Format, FormatDescription, FormatEntry, Statistics, formats
-from ._layers import (Layer, StatePart, chunked_attention, cross_layer, full_attention, latent_attention,
+from ._layers import (Layer, StatePart, chunked_attention, cross_layer, full_attention, index_layer, latent_attention,
                       shared_with, sliding_attention, state_layer)
 from ._library import library as _library
 from ._prefix_cache import Match, PrefixCache, PrefixCacheStatistics
@@ -30,6 +30,6 @@ __all__ = [
     "PrefixCache", "PrefixCacheStatistics", "Receiver", "RequantizeReport", "Ring", "Rotary", "SelectionReport",
     "Sequence", "SkippingReport", "Snapshot", "StatePart", "Statistics", "StepDownPolicy", "StepDownReport", "StructError",
     "Threads", "Tier", "UnsupportedError", "Usage", "Workspace", "chunked_attention", "cross_layer", "formats",
-    "full_attention", "latent_attention",
+    "full_attention", "index_layer", "latent_attention",
     "shared_with", "sliding_attention", "state_layer",
 ]

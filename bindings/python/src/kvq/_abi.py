@@ -35,6 +35,7 @@ SHARED = 3
 CROSS_ATTENTION = 4
 STATE = 5
 LATENT = 6
+INDEX = 7
 SNAPSHOT_EXACT = 0
 SNAPSHOT_INT8_ROWS = 1
 SNAPSHOT_INT8_COLUMNS = 2
@@ -307,6 +308,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
         POINTER(kvq_tensor), POINTER(kvq_attend_options)],
     "kvq_sequence_append": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor)],
     "kvq_sequence_attend": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor), POINTER(kvq_attend_options)],
+    "kvq_sequence_select": [handle, c_int32, POINTER(kvq_tensor), POINTER(c_float), c_int32, POINTER(c_int32),
+        POINTER(kvq_attend_options)],
     "kvq_sequence_append_draft": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor)],
     "kvq_sequence_keep": [handle, POINTER(c_int32), c_int32],
     "kvq_sequence_trim": [handle, c_int32],

@@ -11,7 +11,7 @@ from ._library import limit, text
 
 _KINDS = {"full": _abi.FULL_ATTENTION, "sliding": _abi.SLIDING_ATTENTION, "chunked": _abi.CHUNKED_ATTENTION,
           "shared": _abi.SHARED, "cross": _abi.CROSS_ATTENTION, "state": _abi.STATE,
-          "latent": _abi.LATENT}
+          "latent": _abi.LATENT, "index": _abi.INDEX}
 _NAMES = {number: name for name, number in _KINDS.items()}
 _DTYPES = {"float32": _abi.FP32, "float16": _abi.FP16, "bfloat16": _abi.BF16}
 _SNAPSHOTS = {"exact": _abi.SNAPSHOT_EXACT, "int8-rows": _abi.SNAPSHOT_INT8_ROWS,
@@ -40,9 +40,9 @@ class StatePart:
 @dataclass(frozen=True)
 class Layer:
     """One layer of a model. Made by full_attention, sliding_attention, chunked_attention, shared_with, cross_layer,
-    latent_attention and state_layer.
+    latent_attention, index_layer and state_layer.
 
-    kind       "full", "sliding", "chunked", "shared", "cross", "latent" or "state"
+    kind       "full", "sliding", "chunked", "shared", "cross", "latent", "index" or "state"
     value_dim  channels of a value; None: head_dim
     window     tokens of a sliding window or a chunk; of kind "latent" its rotary channels; 0 of other kinds
     sinks      first tokens that every query sees as well
@@ -109,6 +109,13 @@ def latent_attention(latent_channels: int, rotary_channels: int, value_channels:
     """
     return Layer("latent", 1, latent_channels + rotary_channels,
                  latent_channels if value_channels is None else value_channels, rotary_channels)
+
+
+def index_layer(channels: int = 128) -> Layer:
+    """A layer of keys by which queries select the tokens that other layers attend to (DeepSeek V3.2): Sequence.select. append and
+    append_draft take v None.
+    """
+    return Layer("index", 1, channels)
 
 
 def state_layer(parts: Iterable[StatePart]) -> Layer:

@@ -12,7 +12,7 @@ from ._errors import ArgumentError
 from ._layers import part_number
 from ._library import Handle, ask, handle_of, library, optional_handle, text
 from ._reports import RequantizeReport, StepDownPolicy, StepDownReport, Snapshot, Usage
-from ._tensors import Tensor, empty_beside, integers, optional_tensor, rows, tensor, view
+from ._tensors import Tensor, empty_beside, empty_positions, integers, optional_tensor, rows, tensor, view
 
 if TYPE_CHECKING:
     from ._cache import Cache
@@ -108,6 +108,23 @@ class Sequence(TokenStore):
     def fork(self) -> "Sequence":
         """A sequence with the same tokens that shares every page."""
         return Sequence(self.cache, ask(library.kvq_sequence_fork, self))
+
+    def select(self, layer: int, q: Tensor, weights: Tensor, best: int, *, threads: Optional[Threads] = None,
+               workspace: Optional[Workspace] = None) -> Tensor:
+        """The best tokens of a layer made by index_layer, for each of the last n tokens: of those up to itself the ones with the
+        largest sum over heads of weight * max(q . k, 0); of equal ones the earlier first.
+
+        q        [n][heads][channels]
+        weights  [n][heads], float32
+        Returns int32 positions [n][best], the best first; -1 where there are no more: Mods(listed_tokens=...).
+        """
+        queries = tensor(q, "q")
+        out, address = empty_positions(q, (queries.tokens, max(best, 0)))
+        Call(None, threads, workspace).run(
+            library.kvq_sequence_select, self, layer, ctypes.byref(queries),
+            ctypes.cast(rows(weights, (queries.tokens, queries.heads), "weights", False), ctypes.POINTER(ctypes.c_float)), best,
+            ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)))
+        return out
 
     def __len__(self) -> int:
         return self.tokens()

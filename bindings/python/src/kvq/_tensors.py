@@ -96,11 +96,11 @@ def optional_tensor(x: Optional[Tensor], name: str) -> _abi.kvq_tensor:
     return _abi.kvq_tensor(dtype=_abi.FP32) if x is None else tensor(x, name)
 
 
-def rows(x: Optional[Tensor], shape: Sequence[int], name: str) -> Optional[int]:
-    """The address of a dense float32 array of this shape that is written."""
+def rows(x: Optional[Tensor], shape: Sequence[int], name: str, write: bool = True) -> Optional[int]:
+    """The address of a dense float32 array of this shape; write: that is written."""
     if x is None:
         return None
-    address, strides = _memory(x, name, write=True)
+    address, strides = _memory(x, name, write)
     got = x.shape
     if str(x.dtype) not in ("float32", "torch.float32") or tuple(got) != tuple(shape):
         raise ArgumentError(f"kvq: {name} is {x.dtype} {list(got)}, not float32 {list(shape)}")
@@ -121,6 +121,12 @@ def empty_beside(x: Tensor, shape: Sequence[int], dtype: Any = None) -> Tensor:
     if is_numpy(x):
         return sys.modules["numpy"].empty(tuple(shape), dtype=dtype or x.dtype)
     raise TypeError(f"q is a {type(x).__name__}, neither a numpy array nor a torch tensor")
+
+
+def empty_positions(x: Tensor, shape: Sequence[int]) -> Tuple[Tensor, int]:
+    """New int32 memory of the library of x, and its address."""
+    of = empty_beside(x, shape, sys.modules["torch"].int32 if is_torch(x) else "int32")
+    return of, _memory(of, "positions", True)[0]
 
 
 def integers(values: Iterable[int], name: str) -> Tuple[Any, int]:

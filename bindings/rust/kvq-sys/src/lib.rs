@@ -39,6 +39,7 @@ pub const KVQ_SHARED: i32 = 3;
 pub const KVQ_CROSS_ATTENTION: i32 = 4;
 pub const KVQ_STATE: i32 = 5;
 pub const KVQ_LATENT: i32 = 6;
+pub const KVQ_INDEX: i32 = 7;
 pub const KVQ_SNAPSHOT_EXACT: i32 = 0;
 pub const KVQ_SNAPSHOT_INT8_ROWS: i32 = 1;
 pub const KVQ_SNAPSHOT_INT8_COLUMNS: i32 = 2;
@@ -645,6 +646,8 @@ extern "C" {
         kvq_status;
     pub fn kvq_sequence_attend(sequence: *const kvq_sequence, layer: i32, q: *const kvq_tensor, out: *const kvq_tensor,
         options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_sequence_select(sequence: *const kvq_sequence, layer: i32, q: *const kvq_tensor, weights: *const f32,
+        best: i32, out: *mut i32, options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_sequence_append_draft(sequence: *mut kvq_sequence, layer: i32, k: *const kvq_tensor,
         v: *const kvq_tensor) -> kvq_status;
     pub fn kvq_sequence_keep(sequence: *mut kvq_sequence, path: *const i32, count: i32) -> kvq_status;

@@ -21,6 +21,8 @@ pub enum LayerKind {
     State,
     /// Latents, which are keys and in their first value_dim channels values (MLA).
     Latent,
+    /// One key per token, by which queries select tokens (DeepSeek V3.2).
+    Index,
 }
 
 /// One layer of a model: `Layer { value_dim: Some(64), ..Layer::full_attention(8, 128) }`.
@@ -93,6 +95,13 @@ impl Layer {
             ..Layer::full_attention(1, latent_channels + rotary_channels)
         }
     }
+    /// Keys by which queries select the tokens that other layers attend to: `Sequence::select`. It takes no values.
+    pub fn index(channels: usize) -> Self {
+        Layer {
+            kind: LayerKind::Index,
+            ..Layer::full_attention(1, channels)
+        }
+    }
     pub(crate) fn to_c(&self) -> Result<sys::kvq_layer> {
         Ok(sys::kvq_layer {
             kind: match self.kind {
@@ -103,6 +112,7 @@ impl Layer {
                 LayerKind::Cross => sys::KVQ_CROSS_ATTENTION,
                 LayerKind::State => sys::KVQ_STATE,
                 LayerKind::Latent => sys::KVQ_LATENT,
+                LayerKind::Index => sys::KVQ_INDEX,
             },
             kv_heads: int(self.kv_heads, "kv_heads")?,
             head_dim: int(self.head_dim, "head_dim")?,

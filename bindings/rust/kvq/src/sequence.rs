@@ -84,6 +84,41 @@ impl Sequence {
         kvq_sequence_keep
     );
 
+    /// The `best` tokens of a layer made by `Layer::index` for each of the last n tokens: of those up to itself the ones with the
+    /// largest sum over heads of weight * max(q . k, 0); of equal ones the earlier first. q: [n][heads][channels], weights:
+    /// [n][heads]. Returns positions [n][best], the best first; -1 where there are no more: [`crate::Mods::listed_tokens`].
+    pub fn select<Q: Value>(
+        &self,
+        layer: usize,
+        q: &Tensor<Q>,
+        weights: &[f32],
+        best: usize,
+        mut options: AttendOptions,
+    ) -> Result<Vec<i32>> {
+        let (n, heads) = (q.c.tokens as usize, q.c.heads as usize);
+        if weights.len() != n * heads {
+            return Err(Error::argument(format!(
+                "{} weights for {} queries of {} heads",
+                weights.len(),
+                n,
+                heads
+            )));
+        }
+        let mut out = vec![-1; n * best];
+        let mut call = Call::new(&mut options, None)?;
+        check(unsafe {
+            sys::kvq_sequence_select(
+                self.raw(),
+                int(layer, "layer")?,
+                &q.c,
+                weights.as_ptr(),
+                int(best, "best")?,
+                out.as_mut_ptr(),
+                call.options(),
+            )
+        })?;
+        Ok(out)
+    }
     /// A sequence with the same tokens that shares every page.
     pub fn fork(&self) -> Result<Sequence> {
         Self::make(|out| unsafe { sys::kvq_sequence_fork(self.raw(), out) })

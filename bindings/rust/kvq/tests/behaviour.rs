@@ -111,6 +111,55 @@ fn attention_in_double_precision() {
 }
 
 #[test]
+fn lists_of_tokens() {
+    let layers = vec![Layer::full_attention(1, 8), Layer::index(4)];
+    let cache = Cache::new(&CacheOptions::of_layers(layers, "int8")).unwrap();
+    let mut s = cache.new_sequence().unwrap();
+    let mut keys = vec![0f32; 50 * 4];
+    for t in 0..50 {
+        keys[t * 4] = if t % 10 == 3 { t as f32 } else { -1.0 };
+    }
+    let values: Vec<f32> = (0..400).map(|i| (i / 8) as f32).collect();
+    let same = Tensor::new(&values, 50, 1, 8).unwrap();
+    s.append(0, &same, &same).unwrap();
+    s.append(
+        1,
+        &Tensor::new(&keys, 50, 1, 4).unwrap(),
+        &Tensor::<f32>::new(&[], 0, 1, 4).unwrap(),
+    )
+    .unwrap();
+    let q = [1f32, 0.0, 0.0, 0.0];
+    let q = Tensor::new(&q, 1, 1, 4).unwrap();
+    let best = s.select(1, &q, &[1.0], 3, AttendOptions::default()).unwrap();
+    assert_eq!(best, [43, 33, 23]);
+    assert!(s.select(1, &q, &[1.0, 2.0], 3, AttendOptions::default()).is_err());
+    let mut mods = Mods {
+        listed_tokens: vec![best[0]],
+        list_queries: 1,
+        ..Mods::default()
+    };
+    let (zeros, mut out) = ([0f32; 8], [0f32; 8]);
+    let mut attend = |mods: &Mods| {
+        s.attend(
+            0,
+            &Tensor::new(&zeros, 1, 1, 8).unwrap(),
+            &mut TensorMut::new(&mut out, 1, 1, 8).unwrap(),
+            AttendOptions {
+                mods: Some(mods),
+                ..Default::default()
+            },
+        )
+        .map(|_| out[0])
+    };
+    assert!((attend(&mods).unwrap() - 43.0).abs() < 0.2);
+    mods.listed_window = vec![1, 2];
+    mods.list_queries = 2;
+    assert!(attend(&mods).is_err());
+    mods.list_queries = 1;
+    assert!((attend(&mods).unwrap() - 46.0 / 3.0).abs() < 0.2);
+}
+
+#[test]
 fn selection() {
     let cache = Cache::new(&options("kivi-4-g32")).unwrap();
     let s = filled(&cache, 500);

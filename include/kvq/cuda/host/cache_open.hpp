@@ -55,6 +55,8 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
         const auto text = [&] { return common::describe_layer(i, l); };
         if (l.kind == layer_kind::shared || l.kind == layer_kind::state) continue;
+        if (l.kind == layer_kind::index)
+            return detail::bad_value("%s: caches on a device hold no indexes", text().c_str());
         if (l.sinks != 0 && l.sinks != options_.sinks)
             return detail::bad_value(
                 "%s: its queries see %d sinks; on a device they see all %d of the cache, or none",
