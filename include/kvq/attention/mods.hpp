@@ -240,8 +240,8 @@ struct hooks_of {
 }  // namespace detail
 
 /// Several masks and score modifiers as one. At most one part each has a scale, a sink_logit, lists, a
-/// selection, a skipping, a text_position. The causal mask holds unless a part lifts it; `causal{}` among the parts keeps
-/// it in any case.
+/// selection, a skipping, a text_position. The causal mask holds unless a part lifts it; `causal{}` among the
+/// parts keeps it in any case.
 template <class... Parts>
 class mods : public detail::direction<(detail::own_direction<Parts> || ...),
                                       (detail::keeps_causal<Parts>() || ...)> {

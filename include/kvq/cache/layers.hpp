@@ -137,8 +137,8 @@ struct layer {
     of.rotary_channels = rotary_channels;
     return of;
 }
-/// The keys by which queries select the tokens that other layers attend to (the indexer of DeepSeek V3.2): one
-/// of `channels` channels per token. append() and prefill() take k, and a v and queries of 0 tokens;
+/// The keys by which queries select the tokens that other layers attend to (the indexer of DeepSeek V3.2):
+/// one of `channels` channels per token. append() and prefill() take k, and a v and queries of 0 tokens;
 /// cache::select() gives lists for listed_tokens. Usually in int8: a byte per channel and a scale per token.
 [[nodiscard]] inline layer index_layer(int channels = 128) {
     layer of{1, channels};

@@ -125,7 +125,7 @@ struct format_functions {
     /// Writes token t to out + t * stride, rounded once. scratch: shape.values() floats.
     void (*dequantize)(const void* scheme, const block_shape&, block_id, const std::byte* block, float_type,
                        void* out, std::ptrdiff_t stride, float* scratch);
-    /// Writes x^ of tokens[0, n) to rows `stride` floats apart (cpu/dequantize/listed_tokens.hpp). scratch:
+    /// Writes x^ of tokens[0, n) to rows `stride` floats apart (cpu/listed_tokens.hpp). scratch:
     /// shape.values() + 4 * shape.dim + 64 floats.
     void (*dequantize_tokens)(const void* scheme, const block_shape&, block_id, const std::byte* block,
                               const std::int32_t* tokens, int n, float* out, std::ptrdiff_t stride,

@@ -13,7 +13,7 @@
 
 #include "../core/text.hpp"
 #include "../cpu/block_product.hpp"
-#include "../cpu/dequantize/listed_tokens.hpp"
+#include "../cpu/listed_tokens.hpp"
 #include "../cpu/product/score_estimate.hpp"
 #include "../cpu/product/token_products.hpp"
 #include "../cpu/scalar.hpp"

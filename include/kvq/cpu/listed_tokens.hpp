@@ -10,8 +10,8 @@
 
 #include <cstring>
 
-#include "../../schemes/scheme.hpp"
-#include "../transformed.hpp"
+#include "../schemes/scheme.hpp"
+#include "transformed.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
