@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <kvq/cpu/listed_tokens.hpp>
 #include <kvq/schemes/full.hpp>
 #include <vector>
 
@@ -86,7 +87,7 @@ void check_tokens(generator& random, const S& scheme, const kvq::block_shape& sh
         for (std::size_t i = 0; i < listed.size(); ++i)
             std::copy_n(x.begin() + std::ptrdiff_t{listed[i]} * shape.dim, shape.dim,
                         wanted.begin() + static_cast<std::ptrdiff_t>(i) * stride);
-        scratch.resize(kvq::kernels::listed_scratch_floats(shape));
+        scratch.resize(shape.values() + 4 * static_cast<std::size_t>(shape.dim) + 64);
         kvq::kernels::dequantize_tokens<Backend>(scheme, shape, id, block.data(), listed.data(),
                                                  static_cast<int>(listed.size()), rows.data(), stride,
                                                  scratch.data());

@@ -15,11 +15,6 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
-/// Floats of scratch for a block of this shape.
-inline std::size_t listed_scratch_floats(const block_shape& shape) noexcept {
-    return shape.values() + 4 * static_cast<std::size_t>(shape.dim) + 64;
-}
-
 /// The codes of a token, one byte each, by slot of the channel.
 template <int Bits>
 void unpack_token(const code_layout<Bits>& layout, const std::byte* block, tensor role, int token,
@@ -176,7 +171,8 @@ void read_listed_values(const block_shape& shape, const std::byte* block, int to
     Backend::template load_floats<T>(scratch, shape.dim, out);
 }
 
-/// Writes x^ of tokens[0, n) of a block to rows `stride` floats apart. scratch: listed_scratch_floats().
+/// Writes x^ of tokens[0, n) of a block to rows `stride` floats apart. scratch: as of
+/// format_functions::dequantize_tokens.
 template <class Backend, kv_scheme Scheme>
 void dequantize_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id,
                        const std::byte* block, const std::int32_t* tokens, int n, float* out,
