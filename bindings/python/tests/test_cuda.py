@@ -25,6 +25,11 @@ KV, Q, D, LAYERS = 2, 4, 64, 2
 import test_transformers as of_cpu  # noqa: E402
 
 
+def latents_of_library():
+    """Formats of latents that the library was compiled for; None: it has none."""
+    return next((e for e in kvq.cuda.formats() if "-fp16x" in e.formats[0]), None)
+
+
 def normal(*shape):
     return torch.randn(*shape).to(DEVICE, torch.float16)
 
@@ -317,6 +322,28 @@ class StandInOnGpu(OnGpu, of_cpu.StandIn):
         self.assertLess(errors[1], 0.3 * last.abs().max().item())
         self.assertLess(used[1], 0.7 * used[0])
 
+    def test_latents(self):
+        """In 16 bit, and in fewer bytes."""
+        entry = latents_of_library()
+        if entry is None:
+            self.skipTest("the library was built without KVQ_CUDA_LATENTS")
+        name, rotary = entry.formats[0], int(entry.formats[0].rpartition("x")[2])
+        self.dtype, self.most = {"fp16": torch.float16, "bf16": torch.bfloat16}[entry.window], 0.1
+        module = self.latent_module(entry.head_dim - rotary, rotary)
+
+        def made(keys=entry.window):
+            return self.module.Cache.for_model(self.of_latents(module), keys, max_tokens=600, max_batch=2)
+
+        used = []
+        for keys in (entry.window, name.partition("-fp16x")[0]):
+            cache = made(keys)
+            for n in (300, 1):
+                out = self.latent_step(module, cache, module.latents(1, n))[1]()
+            self.assertTrue(torch.isfinite(out).all())
+            used.append(cache.layers[0].sequences[0].bytes)
+        self.assertLess(used[1], 0.9 * used[0])
+        self.check_latents(module, made)
+
     def test_windows_free_pages(self):
         """Of a cache for a model; a crop that needs them changes nothing."""
         self.model.kinds = (of_cpu.window(20), of_cpu.causal)
@@ -416,20 +443,11 @@ class Real(OnGpu):
             used.append(cache.bytes())
         self.assertLess(used[1], 0.8 * used[0])
 
-    def test_chunks(self):
-        """Logits of Llama 4 behind its first chunks, in a prompt and in steps, are as near those in float32 as with the package's own cache."""
+    def check_logits(self, model, config, kinds, keys="fp16"):
+        """Logits in 16 bit, of a prompt in two parts and of steps, are as near those in float32 as with the package's own cache: of caches of
+        for_model, and of Cache() where `kinds` of layers are not those of latents. Returns the last cache."""
         import kvq.transformers
 
-        package = of_cpu.real_package
-        if not hasattr(package, "Llama4ForCausalLM"):
-            self.skipTest("this version of transformers has no Llama4ForCausalLM")
-        torch.manual_seed(3)
-        config = package.Llama4TextConfig(
-            vocab_size=200, hidden_size=256, intermediate_size=384, intermediate_size_mlp=384, num_hidden_layers=3,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, bos_token_id=1, eos_token_id=None,
-            pad_token_id=0, attention_chunk_size=96, no_rope_layers=[1, 1, 0], num_local_experts=2, moe_layers=[],
-            layer_types=["chunked_attention", "chunked_attention", "full_attention"])
-        model = package.Llama4ForCausalLM(config).eval().to(DEVICE)
         ids = torch.randint(2, 200, (3, 400)).to(DEVICE)
         mask = torch.ones_like(ids)
         mask[1, :115] = 0
@@ -437,7 +455,7 @@ class Real(OnGpu):
 
         def logits(cache, step=None):
             outs = []
-            for first, last in ((0, 130), (130, 375), *((i, i + 1) for i in range(375, 400))):  # chunks begin at 96, 192, 288 and 384
+            for first, last in ((0, 130), (130, 375), *((i, i + 1) for i in range(375, 400))):
                 if step is not None and first >= 375:
                     outs.append(step(ids[:, first:last]).clone())
                 else:
@@ -447,17 +465,52 @@ class Real(OnGpu):
 
         with torch.no_grad():
             model.set_attn_implementation("eager")
-            right = logits(package.DynamicCache(config=config))
+            right = logits(of_cpu.real_package.DynamicCache(config=config))
             model = model.to(torch.float16)
-            own = (logits(package.DynamicCache(config=config)) - right).square().mean().sqrt().item()
+            own = (logits(of_cpu.real_package.DynamicCache(config=config)) - right).square().mean().sqrt().item()
             model.set_attn_implementation("kvq")
-            for make in (kvq.transformers.Cache, lambda *args, **given: kvq.transformers.Cache.for_model(model, *args, **given)):
+            makes = [lambda: kvq.transformers.Cache.for_model(model, keys, max_tokens=1024, max_batch=3)]
+            if "latent" not in kinds:
+                makes.append(lambda: kvq.transformers.Cache(keys, max_tokens=1024, max_batch=3))
+            for make in makes:
                 for graph in (False, True):
-                    cache = make("fp16", max_tokens=1024)
+                    cache = make()
                     found = logits(cache, kvq.transformers.DecodeGraph(model, cache) if graph else None)
-                    self.assertLess((found - right).square().mean().sqrt().item(), 1.2 * own)
-                    self.assertEqual([layer._device.layer.kind for layer in cache.layers], ["chunked", "chunked", "full"])
-                    self.assertGreater(cache.layers[0].sequences[0].trim_limit(), 200)  # pages were freed
+                    if keys == "fp16":
+                        self.assertLess((found - right).square().mean().sqrt().item(), 1.2 * own)
+                    self.assertTrue(torch.isfinite(found).all())
+                    self.assertEqual([layer._device.layer.kind for layer in cache.layers], kinds)
+        return cache
+
+    def test_chunks(self):
+        """Llama 4 behind its first chunks."""
+        package = of_cpu.real_package
+        if not hasattr(package, "Llama4ForCausalLM"):
+            self.skipTest("this version of transformers has no Llama4ForCausalLM")
+        config = package.Llama4TextConfig(
+            vocab_size=200, hidden_size=256, intermediate_size=384, intermediate_size_mlp=384, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, bos_token_id=1, eos_token_id=None,
+            pad_token_id=0, attention_chunk_size=96, no_rope_layers=[1, 1, 0], num_local_experts=2, moe_layers=[],
+            layer_types=["chunked_attention", "chunked_attention", "full_attention"])
+        cache = self.check_logits(package.Llama4ForCausalLM(config).eval().to(DEVICE), config, ["chunked", "chunked", "full"])
+        self.assertGreater(cache.layers[0].sequences[0].trim_limit(), 200)  # pages were freed
+
+    def test_latents(self):
+        """DeepSeek V3 with latents in 16 bit, and quantized in fewer bytes."""
+        package, entry = of_cpu.real_package, latents_of_library()
+        if entry is None or not hasattr(package, "DeepseekV3ForCausalLM"):
+            self.skipTest("the library was built without KVQ_CUDA_LATENTS, or this version of transformers has no DeepseekV3ForCausalLM")
+        name, rotary = entry.formats[0], int(entry.formats[0].rpartition("x")[2])
+        used = []
+        for keys in ("fp16", name.partition("-fp16x")[0]):
+            config = package.DeepseekV3Config(
+                vocab_size=200, hidden_size=256, intermediate_size=384, num_hidden_layers=3, num_attention_heads=16,
+                num_key_value_heads=16, q_lora_rank=64, kv_lora_rank=entry.head_dim - rotary, qk_rope_head_dim=rotary, qk_nope_head_dim=32,
+                v_head_dim=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=3,
+                moe_intermediate_size=32, max_position_embeddings=1024, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+            cache = self.check_logits(package.DeepseekV3ForCausalLM(config).eval().to(DEVICE), config, ["latent"] * 3, keys)
+            used.append(cache.bytes())
+        self.assertLess(used[1], 0.8 * used[0])
 
     def test_decode_graph(self):
         """Logits and caches of steps without a graph: with padding, when pools move, behind a crop."""

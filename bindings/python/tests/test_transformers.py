@@ -531,42 +531,46 @@ class StandIn(unittest.TestCase):
         with self.assertRaisesRegex(kvq.UnsupportedError, "layers of the type linear_attention"):
             self.model(self.ids, self.exact(), self.attention, None, self.mask)
 
-    def latent_module(self):
-        """Of latent attention: it gives its cache 12 latent channels and 4 rotary ones, and expands what comes back."""
+    def latent_module(self, latent=12, rotary=4):
+        """Of latent attention: it gives its cache latents and rotary channels, and expands what comes back."""
+        plain = D - 4  # channels of keys that do not turn
 
         class Latent:
-            is_causal, sees, bias = True, staticmethod(causal), 0.0
+            is_causal, sees, bias, channels = True, staticmethod(causal), 0.0, (latent, rotary)
             values = D if self.on_gpu else 20  # there as many channels as those of keys
-            map = torch.randn(Q * (D - 4 + values), 12, device=self.device, dtype=self.dtype) / 4
+            map = torch.randn(Q * (plain + values), latent, device=self.device, dtype=self.dtype) / latent**0.5
 
-            def expand_kv(self, latents, rotary):
+            def expand_kv(self, latents, turned):
                 both = torch.nn.functional.linear(latents, self.map).view(latents.shape[0], latents.shape[2], Q, -1).transpose(1, 2)
                 both = both + self.bias
-                return torch.cat([both[..., : D - 4], rotary.expand(-1, Q, -1, -1)], dim=-1), both[..., D - 4 :]
+                return torch.cat([both[..., :plain], turned.expand(-1, Q, -1, -1)], dim=-1), both[..., plain:]
+
+            def latents(_, batch, n):
+                return torch.randn(batch, 1, n, latent + rotary, device=self.device, dtype=self.dtype)
+
+            def queries(_, batch, n):
+                return torch.randn(batch, Q, n, plain + rotary, device=self.device, dtype=self.dtype)
 
         return Latent()
 
-    def latents(self, batch, n):
-        return torch.randn(batch, 1, n, 16, device=self.device, dtype=self.dtype)
-
     def latent_step(self, module, cache, new, layer=0):
         """Queries, and attention to the latents of a cache, which is given new ones."""
-        q = torch.randn(new.shape[0], Q, new.shape[2], D, device=self.device, dtype=self.dtype)
-        keys = module.expand_kv(*cache.update(*new.split([12, 4], dim=-1), layer))
+        q = module.queries(new.shape[0], new.shape[2])
+        keys = module.expand_kv(*cache.update(*new.split(module.channels, dim=-1), layer))
         return q, lambda mask=None: self.attention(module, q, *keys, mask, scaling=0.3)[0]
 
     def latent_steps(self, module, cache, before=None, rows=(0, 1)):
         """A prompt, a chunk and a step, the first row of `before` with padding."""
-        all_of = self.latents(2, 0) if before is None else before
+        all_of = module.latents(2, 0) if before is None else before
         mask = torch.ones(2, all_of.shape[2] + 36, dtype=torch.long, device=self.device)
         mask[rows.index(0), :7] = 0
         for n in (30, 5, 1):
-            new = self.latents(2, n)
+            new = module.latents(2, n)
             all_of = torch.cat([all_of, new], dim=2)
             given = mask[:, : all_of.shape[2]]
             q, attend = self.latent_step(module, cache, new)
             out = attend(given)
-            expected = eager(module, q, *module.expand_kv(*all_of.split([12, 4], dim=-1)), given, 0.3)[0]
+            expected = eager(module, q, *module.expand_kv(*all_of.split(module.channels, dim=-1)), given, 0.3)[0]
             self.assertEqual(out.shape, expected.shape)
             self.assertLess((out - expected)[given[:, -n:].bool()].abs().max().item(), self.most)
         return all_of
@@ -576,51 +580,59 @@ class StandIn(unittest.TestCase):
         module, cache = self.latent_module(), self.exact()
         self.latent_steps(module, cache)
         self.assertEqual(cache.get_seq_length(), 36)
-        _, attend = self.latent_step(module, cache, self.latents(2, 1))
+        self.latent_step(module, cache, module.latents(2, 1))
         module = self.latent_module()
-        keys = module.expand_kv(*self.latents(2, 1).split([12, 4], dim=-1))
+        keys = module.expand_kv(*module.latents(2, 1).split(module.channels, dim=-1))
         with self.assertRaisesRegex(kvq.ArgumentError, "were not given to a cache of kvq"):  # another module's
             self.attention(module, keys[0], *keys, None)
 
-    def test_latents(self):
-        """for_model on the CPU holds the latents, once, and attends to them."""
-        if self.on_gpu:
-            self.skipTest("there keys and values are held")
-        config = types.SimpleNamespace(num_hidden_layers=2, num_attention_heads=Q, kv_lora_rank=12, qk_rope_head_dim=4)
-
-        def made(keys="fp32", window="fp32"):
-            return self.module.Cache.for_model(config, keys, window=window, page_tokens=8, sinks=0, recent=8, rollback=8)
-
-        module, cache = self.latent_module(), made()
+    def check_latents(self, module, made):
+        """Caches of made() for two layers of a module, which for_model makes: they hold the latents, and attend to them."""
+        cache = made()
         before = self.latent_steps(module, cache)
-        self.assertEqual([layer.kind for layer in cache.pages.layers], ["latent"] * 2)
+        self.assertEqual(cache.layers[0].pages.layers[0], kvq.latent_attention(*module.channels))
         cache.crop(-6)
         cache.reorder_cache(torch.tensor([1, 0]))
         before, other = before[[1, 0], :, :30], copy.deepcopy(cache)
         self.latent_steps(module, cache, before, (1, 0))
         self.latent_steps(module, other, before, (1, 0))
-        cache.reset()
+        another = made()
+        self.latent_steps(module, another)
+        self.assertIs(another.layers[0].weights, cache.layers[0].weights)  # held once
+        another.reset()
         module.map = module.map.flip(0)  # other weights
-        self.latent_steps(module, cache)
+        self.latent_steps(module, another)
+        self.assertIsNot(another.layers[0].weights, cache.layers[0].weights)
         cache = made()
-        self.latent_step(module, cache, self.latents(2, 3))  # a pass that fails before attention
+        self.latent_step(module, cache, module.latents(2, 3))  # a pass that fails before attention
         self.latent_steps(module, cache)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "gives its cache 4 heads with .* channels, its config says latents of "):
+            cache.update(*module.latents(1, 1).expand(-1, 4, -1, -1).split(module.channels, dim=-1), 0)
+        cache, module.bias = made(), 1.0
+        with self.assertRaisesRegex(kvq.UnsupportedError, "Latent of .* not linear in its .* latent channels"):
+            self.latent_steps(module, cache)
+        self.assertEqual(cache.get_seq_length(), 0)
+
+    def of_latents(self, module):
+        return types.SimpleNamespace(num_hidden_layers=2, num_attention_heads=Q, kv_lora_rank=module.channels[0],
+                                     qk_rope_head_dim=module.channels[1])
+
+    def test_latents(self):
+        def made(keys="fp32", window="fp32"):
+            return self.module.Cache.for_model(self.of_latents(module), keys, window=window, page_tokens=8, sinks=0, recent=8, rollback=8)
+
+        module = self.latent_module()
         for keys, window, of_token in (("fp32", "fp32", 64), ("fp16", "fp16", 32), ("int8", "fp16", 32)):
             cache = made(keys, window)
             for layer in range(2):
-                self.latent_step(module, cache, self.latents(1, 80), layer)[1]()
-            used = cache.sequences[0].usage()
+                self.latent_step(module, cache, module.latents(1, 80), layer)[1]()
+            used = cache.sequences[0].usage()  # once in each layer
             if keys == "int8":
                 self.assertGreater(used.quantized, 0)
                 self.assertLess(used.quantized + used.window - used.slack, 2 * 80 * of_token)
             else:
                 self.assertEqual((used.quantized, used.window - used.slack), (0, 2 * 80 * of_token))
-        with self.assertRaisesRegex(kvq.UnsupportedError, "gives its cache 4 heads with 12 and 4 channels, its config says latents of 12 and 4"):
-            cache.update(*self.latents(1, 1).expand(-1, 4, -1, -1).split([12, 4], dim=-1), 0)
-        cache, module.bias = made(), 1.0
-        with self.assertRaisesRegex(kvq.UnsupportedError, "Latent of .* not linear in its 12 latent channels"):
-            self.latent_steps(module, cache)
-        self.assertEqual(cache.get_seq_length(), 0)
+        self.check_latents(module, made)
 
     def test_layers_of_states(self):
         """Are the package's own; keys and lengths are found behind them."""

@@ -13,6 +13,7 @@ import torch
 from . import _abi
 from ._configs import ROLLBACK
 from ._errors import BY_STATUS, ArgumentError, Error, InternalError, UnsupportedError
+from ._latents import format_names
 from ._layers import Layer
 from ._library import library
 from .cuda import Cache, Sequence, attend_options
@@ -76,6 +77,8 @@ class DevicePages:
         most = given.pop("max_batch", batch)
         if layer.hides:
             given.setdefault("rollback", ROLLBACK)
+        if layer.kind == "latent":
+            keys = format_names(keys, layer.window)
         pages = Cache([layer], formats=keys, dtype=k.dtype, device=k.device, max_batch=most, **given)
         self._hold(pages, [pages.new_sequence() for _ in range(batch)])
 
@@ -121,14 +124,15 @@ class DevicePages:
             if len(s) > n:
                 s.trim(n)
 
-    def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
+    def attend(self, k: torch.Tensor, v: Optional[torch.Tensor], q: torch.Tensor, new: Optional[torch.Tensor],
                how: Tuple[Optional[float], Optional[float], Optional[int]], s_aux: Optional[torch.Tensor] = None) -> torch.Tensor:
         """As Layer.attend. new: [batch][n] on the CPU, False for padding; None: there is none. how: scale, softcap, window"""
+        v = k[:, :, :0] if v is None else v  # latents are values, too
         options = self._options.get(how)
         if options is None:
             held = attend_options(*how)
             options = self._options[how] = (held, ctypes.addressof(held))
-        batch, q_heads, n, dim = q.shape
+        batch, q_heads, n, _ = q.shape
         if s_aux is not None:
             if s_aux.numel() != q_heads:
                 raise ArgumentError(f"kvq: {s_aux.numel()} learned sinks for {q_heads} query heads")
@@ -164,9 +168,12 @@ class DevicePages:
         """A graph has done what begin() has begun."""
         self._begun = False
 
-    def _step(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, options: int, absent: List[int]) -> torch.Tensor:
+    def _output(self, make: Any, q: torch.Tensor) -> torch.Tensor:
         batch, q_heads, n, dim = q.shape
-        out = torch.empty((batch, n, q_heads, dim), dtype=q.dtype, device=q.device)
+        return make((batch, n, q_heads, self.layer.value_dim or dim), dtype=q.dtype, device=q.device)
+
+    def _step(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, options: int, absent: List[int]) -> torch.Tensor:
+        n, out = q.shape[2], self._output(torch.empty, q)
         held = self._k.set(k), self._v.set(v), self._q.set(q), self._out.set(out.transpose(1, 2))
         if not self._begun:
             self.begin(n, absent)
@@ -181,9 +188,7 @@ class DevicePages:
         return out
 
     def _prompts(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor], options: int) -> torch.Tensor:
-        batch, q_heads, n, dim = q.shape
-        make = torch.empty if new is None else torch.zeros
-        out = make(batch, n, q_heads, dim, dtype=q.dtype, device=q.device)
+        out = self._output(torch.empty if new is None else torch.zeros, q)
         with contextlib.ExitStack() as undo:
             self._prompt_rows(k, v, q, new, options, out, undo)
             undo.pop_all()
@@ -191,8 +196,7 @@ class DevicePages:
 
     def _prompt_rows(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor], options: int,
                      out: torch.Tensor, undo: contextlib.ExitStack) -> None:
-        _, q_heads, n, dim = q.shape
-        pages = self.pages
+        n, pages = q.shape[2], self.pages
         for row, s in enumerate(self.sequences):
             first, count, chosen = 0, n, None
             if new is not None:
@@ -205,10 +209,11 @@ class DevicePages:
 
             def tokens(x: torch.Tensor) -> torch.Tensor:
                 x = x[row : row + 1]
+                if x.shape[2] == 0:
+                    return x
                 return x[:, :, first : first + count] if chosen is None else x[:, :, chosen]
 
-            to = out[row : row + 1, first : first + count] if chosen is None else torch.empty(1, count, q_heads, dim, dtype=q.dtype,
-                                                                                             device=q.device)
+            to = out[row : row + 1, first : first + count] if chosen is None else out.new_empty(1, count, *out.shape[2:])
             held = [of.set(x) for of, x in ((self._k, tokens(k)), (self._v, tokens(v)), (self._q, tokens(q)),
                                             (self._out, to.transpose(1, 2)))]
             before = len(s)

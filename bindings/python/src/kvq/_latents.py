@@ -11,30 +11,39 @@ linear, so what it makes of the unit vectors is all that attention to the latent
 from __future__ import annotations
 
 import weakref
-from typing import Any, Tuple
+from typing import Any
 
 import torch
 
 from ._errors import UnsupportedError
 from ._models import model_name
 
-_Weights = Tuple[torch.Tensor, torch.Tensor]
-_of_modules: "weakref.WeakKeyDictionary[Any, _Weights]" = weakref.WeakKeyDictionary()
-
 
 class Absorbed:
-    """The weights of a module. They are held once for each module, and made again where a cache gets its first tokens.
+    """The weights of a module, as they are now.
 
     latent, rotary  channels
     like            a tensor of the dtype and on the device of the latents
-    first           whether the cache has no tokens
     """
 
-    def __init__(self, module: Any, latent: int, rotary: int, like: torch.Tensor, first: bool) -> None:
-        made = _of_modules.get(module)
-        if made is None or first or made[0].dtype != like.dtype or made[0].device != like.device:
-            made = _of_modules[module] = _weights(module, latent, rotary, like)
-        self._k, self._v = made
+    def __init__(self, module: Any, latent: int, rotary: int, like: torch.Tensor) -> None:
+        name = f"{type(module).__name__} of {model_name()}"
+        expand = getattr(module, "expand_kv", None)
+        if expand is None:
+            raise UnsupportedError(f"kvq: {name} gives latents to its cache, but has no expand_kv, which makes keys and values of them")
+        with torch.inference_mode(False), torch.no_grad():  # other modes may come
+            units = torch.eye(latent + rotary + 1, latent + rotary, device=like.device).to(like.dtype)[None, None]
+            k, v = (x[0] for x in expand(*units.split([latent, rotary], dim=-1)))
+        if bool(k[:, -1].any()) or bool(v[:, latent:].any()):
+            raise UnsupportedError(f"kvq: {name} makes keys and values that are not linear in its {latent} latent channels; "
+                                   "kvq.transformers.Cache(...) holds these keys and values")
+        self._k = k[:, :-1].contiguous()  # [heads][R + P][channels]
+        self._v = v[:, :latent].contiguous()  # [heads][R][channels]
+
+    def equal(self, other: "Absorbed") -> bool:
+        """Whether both have the same numbers."""
+        return all(a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+                   for a, b in ((self._k, other._k), (self._v, other._v)))
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """[batch][heads][n][channels of a key] as queries of latents, [batch][heads][n][R + P]."""
@@ -45,19 +54,15 @@ class Absorbed:
         return torch.einsum("bnhr,hrd->bnhd", sums, self._v)
 
 
-def _weights(module: Any, latent: int, rotary: int, like: torch.Tensor) -> _Weights:
-    """K, [heads][R + P][channels], and V, [heads][R][channels]."""
-    name = f"{type(module).__name__} of {model_name()}"
-    expand = getattr(module, "expand_kv", None)
-    if expand is None:
-        raise UnsupportedError(f"kvq: {name} gives latents to its cache, but has no expand_kv, which makes keys and values of them")
-    with torch.inference_mode(False), torch.no_grad():  # other modes may come
-        units = torch.eye(latent + rotary + 1, latent + rotary, dtype=like.dtype, device=like.device)[None, None]
-        k, v = (x[0] for x in expand(*units.split([latent, rotary], dim=-1)))
-    if bool(k[:, -1].any()) or bool(v[:, latent:].any()):
-        raise UnsupportedError(f"kvq: {name} makes keys and values that are not linear in its {latent} latent channels; "
-                               "kvq.transformers.Cache(...) holds these keys and values")
-    return k[:, :-1].contiguous(), v[:, :latent].contiguous()
+_of_modules: "weakref.WeakKeyDictionary[Any, Absorbed]" = weakref.WeakKeyDictionary()
+
+
+def absorbed(module: Any, latent: int, rotary: int, like: torch.Tensor) -> Absorbed:
+    """The weights of a module, for a cache that gets its first tokens. Caches share them as long as they do not change."""
+    made, known = Absorbed(module, latent, rotary, like), _of_modules.get(module)
+    if known is None or not made.equal(known):
+        known = _of_modules[module] = made
+    return known
 
 
 def format_names(keys: Any, rotary: int) -> str:

@@ -36,7 +36,7 @@ from ._attention import Mods, Threads
 from ._configs import layers_of, text_config
 from ._errors import ArgumentError, Error, UnsupportedError
 from ._host_rows import Rows, States
-from ._latents import Absorbed
+from ._latents import Absorbed, absorbed
 from ._layers import Layer as _OfModel, chunked_attention, full_attention
 from ._masks import Said, given_mask, said
 from ._models import Handed, HandedMask, check_model, model_name, state_layer
@@ -131,6 +131,7 @@ class Layer(CacheLayerMixin):
         self._shape: Any = None  # of keys and values, what pages are made for
         self._device: Any = None  # on a GPU: DevicePages
         self.latents: Optional[Tuple[int, int]] = None  # channels of latents and of their rotary part, if keys are latents
+        self.weights: Optional[Absorbed] = None  # of the module, if so
         self.tokens = 0  # padding included
         self.real: Optional[torch.Tensor] = None  # [batch][tokens]: False for padding; None: there is none
 
@@ -156,13 +157,15 @@ class Layer(CacheLayerMixin):
         value_dim = self._value_dim(value_states)
         keys, values = self._formats
         if key_states.device.type == _DEVICE:
-            if value_dim != head_dim:
+            if value_dim != head_dim and self.latents is None:
                 raise UnsupportedError(
                     f"kvq: on a GPU keys and values have one head_dim, not {head_dim} and {value_dim}")
             from ._device_layer import DevicePages
 
             layer = full_attention(kv_heads, head_dim)
-            if self.of_model is not None and self.of_model.hides:
+            if self.latents is not None:
+                layer = self.of_model
+            elif self.of_model is not None and self.of_model.hides:
                 layer = replace(layer, kind=self.of_model.kind, window=self.of_model.window)
             elif chunk is not None:
                 layer = chunked_attention(chunk, kv_heads, head_dim)
@@ -192,7 +195,7 @@ class Layer(CacheLayerMixin):
             raise ArgumentError(f"kvq: the attention of {model_name()} did not read the cache; load it with "
                                 'attn_implementation="kvq"')
         keys, self.latents = key_states, None
-        if self.of_model is not None and self.of_model.kind == "latent" and keys.device.type != _DEVICE:
+        if self.of_model is not None and self.of_model.kind == "latent":
             self.latents = self._check_latents(key_states, value_states)
             # attend() takes the latents. The module makes keys and values of one token, which nobody reads.
             keys = torch.cat([key_states, value_states], dim=-1)
@@ -358,7 +361,7 @@ class Layer(CacheLayerMixin):
         if self.is_initialized:
             made.is_initialized, made._shape = True, self._shape
             made._device = None if self._device is None else self._device.copy()
-            made.tokens, made.real = self.tokens, self.real
+            made.tokens, made.real, made.weights = self.tokens, self.real, self.weights
         return made
 
     def offload(self) -> None:
@@ -645,7 +648,8 @@ class Cache(_Cache):
 
     def _host_rows(self) -> List[Rows]:
         """Each of them once."""
-        rows = {id(layer._rows): layer._rows for layer in self.layers if isinstance(layer, Layer) and layer._device is None}
+        held = [layer for layer in self.layers if isinstance(layer, Layer) and layer.is_initialized]
+        rows = {id(layer._rows): layer._rows for layer in held if layer._device is None}
         return list(rows.values())
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -783,7 +787,7 @@ class DecodeGraph:
         self._ids.copy_(ids)
         for layer in layers:
             layer._device.begin(1)
-        number = [layer._device.pages.graph_id() for layer in layers]
+        number = [(layer._device.pages.graph_id(), layer.weights) for layer in layers]
         if not self._ran:
             self._run()
             self._ran = True
@@ -891,9 +895,10 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         return layer.lend(borrower, query, mask, how, s_aux), None
     if layer.latents is None:
         return layer.attend(keys, value, query, mask, how, s_aux), None
-    weights = Absorbed(module, *layer.latents, keys, layer.tokens == 0)
+    if layer.tokens == 0:
+        layer.weights = absorbed(module, *layer.latents, keys)
     how = (query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, window)
-    return weights.outputs(layer.attend(keys, value, weights.queries(query), mask, how, s_aux)), None
+    return layer.weights.outputs(layer.attend(keys, value, layer.weights.queries(query), mask, how, s_aux)), None
 
 
 def _of_encoder(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Optional[torch.Tensor],
