@@ -23,20 +23,26 @@ inline bool is_alibi(const cuda::device_format& f) {
     return f.functions->score == cuda::detail::score_mark::of<cuda::alibi>();
 }
 
-/// The entry with the fewest formats that has all of these, with or without ALiBi. Raises a failure that says
-/// what was compiled.
-inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, int head_dim,
+/// The entry for layers like `of` with the fewest formats that has all of these, with or without ALiBi. Raises
+/// a failure that says what was compiled.
+inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, const layer& of,
                                                 int page_tokens, float_type type, bool alibi) {
+    const bool latent = of.kind == layer_kind::latent;
+    const int head_dim = of.head_dim, value_dim = of.value_dim == 0 ? head_dim : of.value_dim;
     const auto score = alibi ? cuda::detail::score_mark::of<cuda::alibi>()
                              : cuda::detail::score_mark::of<cuda::unmodified>();
     const auto* const found = cuda::find_device_format(cuda::library_formats(), wanted_names, head_dim,
-                                                       head_dim, page_tokens, type, &score);
+                                                       value_dim, page_tokens, type, &score, latent);
     if (found != nullptr) return *found;
+    expect(!latent, KVQ_ERROR_ARGUMENT, "this library has no kernels for latents of ", value_dim, " + ",
+           head_dim - value_dim, " channels in pages of ", page_tokens,
+           " tokens; build it with KVQ_CUDA_LATENTS=", value_dim, "+", head_dim - value_dim,
+           " KVQ_CUDA_PAGE_TOKENS=", page_tokens);
     std::string names;
     std::set<std::pair<int, int>> geometries;
     bool geometry = false, any = false;
     for (const cuda::device_format& f : cuda::library_formats()) {
-        if (is_alibi(f) != alibi) continue;
+        if (is_alibi(f) != alibi || f.latent) continue;
         any = true;
         const bool fits = f.head_dim == head_dim && f.value_dim == head_dim && f.page_tokens == page_tokens &&
                           f.type == type;

@@ -144,13 +144,12 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
         const char* const window = c.type == float_type::fp16 ? "fp16" : "bf16";
         expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0], " needs a window of ",
                c.formats[0], ", not of ", window);
-        int head_dim = 0;
-        for (const layer& l : layers)
-            if (head_dim == 0) head_dim = l.head_dim;
-        expect(head_dim > 0, KVQ_ERROR_ARGUMENT, "a cache on a device has a layer with keys and values; all ",
-               o.layers, " have state");
+        const auto held =
+            std::find_if(layers.begin(), layers.end(), [](const layer& l) { return l.head_dim > 0; });
+        expect(held != layers.end(), KVQ_ERROR_ARGUMENT,
+               "a cache on a device has a layer with keys and values; all ", o.layers, " have state");
         // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
-        c.formats = {find_compiled({}, head_dim, c.page_tokens, c.type, alibi).kinds[0].name};
+        c.formats = {find_compiled({}, *held, c.page_tokens, c.type, alibi).kinds[0].name};
         c.sinks = c.rollback = c.pool_tokens = 0;
         c.recent = c.max_tokens;
         if (o.pool_tokens > 0 && c.max_tokens > 0)
@@ -173,7 +172,9 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
                     &memory};
     // Of equal layers the refusal says what was compiled.
     std::vector<cuda::device_format> kernels;
-    if (equal) kernels.push_back(find_compiled(c.formats, o.head_dim, c.page_tokens, c.type, alibi));
+    if (equal)
+        kernels.push_back(
+            find_compiled(c.formats, layer{o.kv_heads, o.head_dim}, c.page_tokens, c.type, alibi));
     for (const cuda::device_format& f : cuda::library_formats())
         if (!equal && is_alibi(f) == alibi) kernels.push_back(f);
     check(cache.open(layers, c, kernels, stream));

@@ -132,8 +132,9 @@ kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t 
         const kvq::float_type type = window_type(window);
         expect_kernels();
         const std::vector<std::string> names = listed_names(formats, "formats");
-        const auto& found = find_compiled(
-            names, head_dim, page_tokens == 0 ? kvq::default_page_tokens : page_tokens, type, false);
+        const auto& found =
+            find_compiled(names, kvq::layer{1, head_dim},
+                          page_tokens == 0 ? kvq::default_page_tokens : page_tokens, type, false);
         *out = make<kvq_cuda_kernels>(found);
     });
 }

@@ -40,6 +40,11 @@ class Absorbed:
         self._k = k[:, :-1].contiguous()  # [heads][R + P][channels]
         self._v = v[:, :latent].contiguous()  # [heads][R][channels]
 
+    @property
+    def heads(self) -> int:
+        """Of queries."""
+        return self._k.shape[0]
+
     def equal(self, other: "Absorbed") -> bool:
         """Whether both have the same numbers."""
         return all(a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

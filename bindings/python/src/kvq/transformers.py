@@ -162,14 +162,14 @@ class Layer(CacheLayerMixin):
                     f"kvq: on a GPU keys and values have one head_dim, not {head_dim} and {value_dim}")
             from ._device_layer import DevicePages
 
-            layer = full_attention(kv_heads, head_dim)
+            layer, options = full_attention(kv_heads, head_dim), self._options
             if self.latents is not None:
-                layer = self.of_model
+                layer, options = self.of_model, dict(dict(query_heads=self.weights.heads), **options)
             elif self.of_model is not None and self.of_model.hides:
                 layer = replace(layer, kind=self.of_model.kind, window=self.of_model.window)
             elif chunk is not None:
                 layer = chunked_attention(chunk, kv_heads, head_dim)
-            self._device = DevicePages(key_states, values, keys, self._options, layer)
+            self._device = DevicePages(key_states, values, keys, options, layer)
         else:
             self._rows.begin(self._number, batch, kv_heads, head_dim, value_dim)
             self._device = None
