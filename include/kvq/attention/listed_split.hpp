@@ -8,6 +8,8 @@
 // depend on threads. Products are float sums (cpu/product/token_products.hpp).
 #pragma once
 
+#include <algorithm>
+
 #include "attention_rows.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {

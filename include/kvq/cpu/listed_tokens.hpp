@@ -10,6 +10,7 @@
 
 #include <cstring>
 
+#include "../pack/value_layout.hpp"
 #include "../schemes/scheme.hpp"
 #include "transformed.hpp"
 
