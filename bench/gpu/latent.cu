@@ -38,6 +38,13 @@ __global__ void place_blocks(const std::byte* from, std::size_t bytes, std::byte
     for (std::size_t i = threadIdx.x; i < bytes / 16; i += blockDim.x) target[i] = source[i];
 }
 
+/// Half floats become bfloat16.
+__global__ void round_to_bfloat16(std::uint16_t* x, std::size_t n) {
+    for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n;
+         i += std::size_t{gridDim.x} * blockDim.x)
+        x[i] = bfloat16(static_cast<float>(float16::from_bits(x[i]))).bits;
+}
+
 /// Pages of so many sequences.
 template <class Pair>
 struct pages_of {
@@ -57,6 +64,9 @@ struct pages_of {
         table = bench::on_device(order);
         if constexpr (full_precision<typename Pair::keys>) {
             bench::fill_normal(memory, pages * Pair::key_block_bytes, 3);
+            if constexpr (std::is_same_v<typename Pair::keys::value_type, bfloat16>)
+                round_to_bfloat16<<<1024, 256>>>(reinterpret_cast<std::uint16_t*>(memory),
+                                                 pages * Pair::key_block_bytes / 2);
         } else {
             // Some pages are quantized, and all others are copies of them.
             constexpr int few = 64;

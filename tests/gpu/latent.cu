@@ -84,7 +84,7 @@ struct latent_case {
     bool holes = false, peaked = false;
 };
 
-template <class T, class Quantized, class Window>
+template <class T, class Quantized, class Window, bool InTwo = std::is_same_v<T, float16>>
 void check_case(test::rng& r, const latent_case& c, const char* name, double* worst) {
     constexpr int dim = Quantized::head_dim, value_dim = Quantized::value_dim, page = Quantized::page_tokens;
     using sinks_pair = cuda::latent_pair<typename Window::keys, dim, 0, value_dim, 16>;
@@ -213,7 +213,7 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
           "%s: relative error %g (%d heads, %d tokens a sequence)", name, error, c.heads, c.query_tokens);
 
     // The same in two launches, from the state that the first one has left.
-    if constexpr (std::is_same_v<T, float16>) {
+    if constexpr (InTwo) {
         if (c.query_tokens > 1) return;
         cuda::attention_options first{.scale = scale, .state_out = states.get()};
         run(cuda::make_mixed(c.recent, cuda::behind_window(pages_device.ref)), first);
@@ -255,7 +255,7 @@ void check_format(const char* name) {
     check_case<float16, Quantized, Window>(r, {.heads = 128, .lengths = {900, 64, 1}}, name, &worst);
     check_case<bfloat16, Quantized, Window>(
         r, {.heads = 128, .query_tokens = 2, .lengths = {500, 130}, .peaked = true}, name, &worst);
-    for (const int n : {4, 8})
+    for (const int n : {4, 8, 40})  // drafts, and a prompt
         check_case<float16, Quantized, Window>(r, {.query_tokens = n, .lengths = {777, 64 + n, n}}, name,
                                                &worst);
     check_case<float16, Quantized, Window>(r, {.lengths = std::vector<int>(150, 130), .peaked = true}, name,
@@ -266,8 +266,87 @@ void check_format(const char* name) {
     std::printf("%s: relative error %.2g\n", name, worst);
 }
 
+/// A captured launch reads lengths when it runs. A query with a NaN makes its own rows NaN, and others stay
+/// what they were but for the order of additions.
+template <class Pair>
+void check_captured(const char* name) {
+    constexpr int heads = 16, dim = Pair::head_dim, value_dim = Pair::value_dim;
+    test::rng r(31);
+    const std::vector<int> longest = {300, 130, 70}, shorter = {60, 0, 70};
+    const latent_batch<Pair> batch(r, longest);
+    test::device_buffer<int> lengths(shorter);
+    const device_latents<Pair> device(batch, lengths, 0);
+    const auto pages = cuda::make_mixed(0, device.ref);
+    const int n = static_cast<int>(longest.size());
+    const auto rows = static_cast<std::size_t>(n * heads);
+    std::vector<float16> q(rows * dim);
+    for (float16& x : q) x = float16(test::normal(r));
+    test::device_buffer<float16> q_device(q), out(rows * value_dim);
+    const std::size_t bytes =
+        cuda::latent_workspace_bytes<std::remove_const_t<decltype(pages)>, float16>(n, heads);
+    test::device_buffer<std::byte> workspace(bytes);
+    cudaStream_t stream;
+    CUDA_OK(cudaStreamCreate(&stream));
+    const auto attend = [&] {
+        CHECK(cuda::attend_latents<float16>(pages, {q_device.get(), n, heads, dim},
+                                            {out.get(), n, heads, value_dim}, {.scale = 0.05f},
+                                            workspace.get(), bytes, stream),
+              "%s", name);
+    };
+    attend();
+    CUDA_OK(cudaStreamSynchronize(stream));
+    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    attend();
+    cudaGraph_t graph;
+    CUDA_OK(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t exec;
+    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    std::vector<float16> want;
+    for (const std::vector<int>& now : {shorter, longest}) {
+        lengths.upload(now);
+        out.poison();
+        attend();
+        CUDA_OK(cudaStreamSynchronize(stream));
+        want = out.download();
+        out.poison();
+        CUDA_OK(cudaGraphLaunch(exec, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        CHECK(std::memcmp(want.data(), out.download().data(), want.size() * sizeof(float16)) == 0,
+              "%s: a captured launch has other bits, %d tokens", name, now[0]);
+    }
+    constexpr std::size_t bad = heads + 3;  // of the second sequence
+    q[bad * dim + 5] = float16(NAN);
+    q_device.upload(q);
+    attend();
+    CUDA_OK(cudaStreamSynchronize(stream));
+    const std::vector<float16> got = out.download();
+    for (std::size_t row = 0; row < rows; ++row) {
+        bool right = true;
+        for (std::size_t i = row * value_dim; i < (row + 1) * value_dim; ++i) {
+            const float a = static_cast<float>(got[i]), b = static_cast<float>(want[i]);
+            right = right && (row == bad ? a != a : std::abs(a - b) <= 2e-3f * (1.0f + std::abs(b)));
+        }
+        CHECK(right, "%s: row %zu, %s", name, row, row == bad ? "which has a NaN" : "beside one with a NaN");
+    }
+    CUDA_OK(cudaGraphExecDestroy(exec));
+    CUDA_OK(cudaGraphDestroy(graph));
+    CUDA_OK(cudaStreamDestroy(stream));
+}
+
 template <class Scheme, int PageTokens>
 using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens>;
+
+/// Each way in which blocks store codes and parameters, with few channels.
+template <class Scheme, int PageTokens>
+[[maybe_unused]] void check_codec(const char* name) {
+    using quantized = cuda::latent_pair<Scheme, 128, 64, 128, PageTokens>;
+    using window = cuda::latent_pair<full<bfloat16>, 128, 64, 128, PageTokens>;
+    test::rng r(static_cast<unsigned>(PageTokens));
+    double worst = 0.0;
+    check_case<float16, quantized, window, false>(r, {.lengths = {400, 0, 65, 3}, .holes = true}, name,
+                                                  &worst);
+    std::printf("%s: relative error %.2g\n", name, worst);
+}
 
 [[maybe_unused]] void check_refusals() {  // of the first part
     using pair = v3<full<float16>, 64>;
@@ -309,14 +388,23 @@ using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens>;
 int main() {
 #if !defined(PART) || PART == 0
     check_refusals();
+    check_captured<v3<typename kivi<4, 64>::keys, 64>>("kivi-4-g64");
     check_format<v3<typename kivi<4, 64>::keys, 64>, v3<full<float16>, 64>>("kivi-4-g64");
     check_format<cuda::latent_pair<affine<4, per_token<>>, 40, 8, 40, 12>,
                  cuda::latent_pair<full<bfloat16>, 40, 8, 40, 12>>("affine-4, few channels");
+#endif
+#if PART == 0
+    check_codec<typename std4::keys, 128>("std4, few channels");
+    check_codec<typename kivi<3, 32>::keys, 32>("kivi-3-g32, pages of 32");
+    check_codec<affine<5, per_token<64>>, 96>("affine-5-g64, pages of 96");
 #endif
 #ifdef __CUDACC__
 #if PART == 1
     check_format<v3<typename std4::keys, 128>, v3<full<bfloat16>, 128>>("std4");
     check_format<v3<int8, 128>, v3<full<float16>, 128>>("int8");
+    check_codec<int8, 32>("int8, pages of 32");
+    check_codec<typename hi6::keys, 128>("hi6, few channels");
+    check_codec<affine<1, per_token<32>>, 64>("affine-1-g32, few channels");
 #elif PART == 2
     check_format<v3<full<bfloat16>, 64>, v3<full<bfloat16>, 64>>("bf16");
     check_format<cuda::latent_pair<typename kivi<2, 32>::keys, 448, 64, 512, 32>,
