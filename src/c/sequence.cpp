@@ -91,6 +91,8 @@ kvq_status kvq_sequence_select(const kvq_sequence* sequence, int32_t layer, cons
         call c(options, s.of->cache);
         expect(c.o.mods == nullptr && c.o.lse == nullptr, KVQ_ERROR_ARGUMENT,
                "options of a selection have no mods and no lse");
+        place(weights, "weights");
+        place(out, "out");
         s.sequence.select(layer, query_of(q, "q"), weights, best, out, executor_of(c.o.executor), c.space);
     });
 }

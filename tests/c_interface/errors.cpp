@@ -102,6 +102,7 @@ struct fixture {
     std::int64_t n64 = 0, m64 = 0;
     std::size_t bytes = 0, page_bytes = 0, scratch_bytes = 0;
     double frequencies[64] = {};
+    float weights[16] = {};
     kvq_page_shape shape{KVQ_KEY, 32, kv_heads, dim, 0, 0};
     kvq_page pages[32] = {};
     std::vector<std::byte> message;
@@ -315,6 +316,7 @@ TEST_CASE(
     REFUSES(kvq_sequence_prefill, MAY_BE_NULL(6), f.s, 0, &f.k.t, &f.v.t, &f.q.t, &f.out.t, usual);
     REFUSES(kvq_sequence_append, MAY_BE_NULL(), f.s, 0, &f.k.t, &f.v.t);
     REFUSES(kvq_sequence_attend, MAY_BE_NULL(4), f.s, 0, &f.q.t, &f.out.t, usual);
+    REFUSES(kvq_sequence_select, MAY_BE_NULL(6), f.s, 0, &f.q.t, f.weights, 4, f.ids, usual);
     REFUSES(kvq_sequence_append_draft, MAY_BE_NULL(), f.s, 0, &f.q.t, &f.q.t);
     REFUSES(kvq_sequence_keep, MAY_BE_NULL(), f.s, f.ids, 1);
     REFUSES(kvq_sequence_trim_limit, MAY_BE_NULL(), f.s, &f.n);

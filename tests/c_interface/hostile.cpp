@@ -410,6 +410,15 @@ TEST_CASE("random steps over all verbs with hostile numbers: what is refused cha
         mods.scale = random.one_in(6) ? random.pick(test::hostile_values()) : 0.0f;
         mods.skipped_mass = random.one_in(6) ? random.pick(test::hostile_values()) : 0.0f;
         mods.selected_tokens = random.one_in(6) ? n(0, 50) : 0;
+        std::vector<std::int32_t> listed(8 * 16 * 3);
+        for (std::int32_t& x : listed) x = random.one_in(40) ? n(-1, 90) : random.between(-1, 3);
+        if (random.one_in(4)) {
+            mods.listed_tokens = random.one_in(6) ? nullptr : listed.data();
+            mods.listed_count = random.between(-1, 3);
+            mods.list_queries = n(1, 8);
+            mods.list_kv_heads = n(0, 2);
+            n.hostile = true;
+        }
         if (random.one_in(2)) attend.mods = &mods;
         if (random.one_in(2)) attend.workspace = workspace;
         const int layer = n(0, layers - 1), tokens = random.between(0, std::min(64, longest - held));
