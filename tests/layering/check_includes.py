@@ -18,7 +18,7 @@ KERNELS = CODES | FORMAT
 DEVICE = CODES | {"cuda/arch", "cuda/layout"}
 # The quantizers' limits and the layout of 16-bit pages; no scheme is a template argument here.
 CACHE = CODES | FORMAT | {"format/format_table", "page", "state", "attention", "cache/layers", "cache"}
-CUDA = DEVICE | {"cuda/decode", "cuda/prefill", "cuda/latent", "cuda/store", "cuda/quantize", "cuda/host"}
+CUDA = DEVICE | {"cuda/decode", "cuda/prefill", "cuda/latent", "cuda/select", "cuda/store", "cuda/quantize", "cuda/host"}
 # Ranks over NCCL, above the cache on the device.
 NCCL = CACHE | CUDA | {"adapters/distributed/nccl"}
 SHARED = CACHE | NCCL  # what all of these sets hold
@@ -63,6 +63,7 @@ ALLOWED = {
     "cuda/decode": DEVICE,
     "cuda/prefill": DEVICE | {"cuda/decode"},
     "cuda/latent": DEVICE | {"cuda/decode", "cuda/prefill"},
+    "cuda/select": DEVICE | {"cuda/store"},
     "cuda/store": DEVICE,
     "cuda/quantize": DEVICE,
     "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers"},

@@ -96,6 +96,10 @@ inline void mma_codes_unsigned(int (&d)[4], std::uint32_t a0, std::uint32_t a1, 
                                std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
     multiply_bytes<std::uint8_t, std::uint8_t>(d, a0, a1, a2, a3, b0, b1);
 }
+inline void mma_signed(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
+                       std::uint32_t b0, std::uint32_t b1) {
+    multiply_bytes<std::int8_t, std::int8_t>(d, a0, a1, a2, a3, b0, b1);
+}
 
 inline float half_bits_to_float(std::uint16_t bits) { return static_cast<float>(float16::from_bits(bits)); }
 template <class T, int Half>
@@ -261,6 +265,7 @@ inline std::uint32_t load_shared_4(std::uint32_t at) { return read_shared<std::u
 inline std::uint32_t load_shared_2(std::uint32_t at) { return read_shared<std::uint16_t>(at); }
 inline std::uint32_t load_shared_1(std::uint32_t at) { return read_shared<std::uint8_t>(at); }
 inline void store_shared_16(std::uint32_t at, const float4& v) { write_shared(at, v); }
+inline uint4 fetch_16(const uint4* from) { return *from; }
 template <class T>
 std::uint32_t fetch_word(const T* from) {
     return *from;

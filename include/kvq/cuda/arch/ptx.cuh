@@ -40,6 +40,15 @@ __device__ __forceinline__ void mma_codes_unsigned(int (&d)[4], std::uint32_t a0
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/// Signed times signed bytes (keys of an index x query).
+__device__ __forceinline__ void mma_signed(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
+                                           std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 template <class T>
 __device__ __forceinline__ void mma_values(float (&d)[4], std::uint32_t a0, std::uint32_t a1,
                                            std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
@@ -233,6 +242,13 @@ __device__ __forceinline__ void store_half_word(std::uint32_t at, std::uint16_t 
 __device__ __forceinline__ std::uint32_t fetch_word(const std::uint32_t* from) {
     std::uint32_t v;
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
+}
+__device__ __forceinline__ uint4 fetch_16(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
     return v;
 }
 __device__ __forceinline__ std::uint32_t fetch_word(const std::uint16_t* from) {

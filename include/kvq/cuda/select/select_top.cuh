@@ -1,0 +1,234 @@
+// The tokens with the largest scores, on the device and in any stream.
+//
+//   group   a thread block finds the best of 16384 scores of a row, which its threads hold in registers:
+//           three histograms of digits of 11, 11 and 10 bits, then the positions
+//   level   all groups of all rows; what they have found is the next level's scores, until a row has one
+//           group
+//
+// Contract: exactly the `count` largest scores. Of equal scores those of lower positions; NaN counts as
+// -infinity; -0 and 0 are equal. Positions are in ascending order, then -1: the same on every run.
+// Complexity: every score is read once; a level has count / 16384 times the scores of the one before for
+// every group.
+#pragma once
+
+#include "index_pages.cuh"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
+
+namespace detail {
+
+inline constexpr int top_threads = 1024, top_warps = top_threads / warp_size, top_group = 16384,
+                     top_each = top_group / top_threads;  // scores of a thread
+
+/// What selecting keeps in shared memory.
+struct top_memory {
+    unsigned histogram[2048];
+    unsigned of_warp[2][top_warps];  // sums
+    unsigned digit, left;
+};
+
+/// The order of scores as that of integers above 0.
+__device__ __forceinline__ unsigned score_order(float x) {
+    return ordered_bits(x == x ? x + 0.0f : -INFINITY);
+}
+
+/// Calls emit(place, j) for keys[j] among the `count` largest of the block. Thread `lane` of warp w has keys
+/// 512 w + 32 j + lane: places follow this order, and of equal keys the first are chosen. Key 0 never is.
+/// Returns how many were chosen. All threads.
+template <class Emit>
+__device__ __forceinline__ int select_largest(top_memory& memory, const unsigned (&keys)[top_each], int count,
+                                              const Emit& emit) {
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
+    unsigned floor = 0,
+             left = static_cast<unsigned>(count);  // the digits so far; how many of them are chosen
+    int found = count;
+#pragma unroll 1
+    for (int pass = 0; pass < 3; ++pass) {
+        const int bits = pass < 2 ? 11 : 10, shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
+        memory.histogram[thread] = memory.histogram[thread + top_threads] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < top_each; ++j)
+            if (keys[j] != 0 && (pass == 0 || keys[j] >> (shift + bits) == floor))
+                atomicAdd(&memory.histogram[keys[j] >> shift & ((1u << bits) - 1u)], 1u);
+        __syncthreads();
+        // Thread i has the i-th two bins from the largest one on.
+        const unsigned high = memory.histogram[2047 - 2 * thread], low = memory.histogram[2046 - 2 * thread];
+        unsigned sum = high + low;
+#pragma unroll
+        for (int step = 1; step < warp_size; step *= 2) {
+            const unsigned lower = __shfl_up_sync(0xffffffffu, sum, static_cast<unsigned>(step));
+            if (lane >= step) sum += lower;
+        }
+        if (lane == warp_size - 1) memory.of_warp[0][warp] = sum;
+        __syncthreads();
+        const unsigned of_lane = memory.of_warp[0][lane];
+        if (pass == 0) {
+            const unsigned all = __reduce_add_sync(0xffffffffu, of_lane);
+            if (all <= left) {  // every one is chosen
+                found = static_cast<int>(all);
+                left = 0;
+                break;
+            }
+        }
+        const unsigned before = sum - high - low + __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0u);
+        if (before < left && before + high + low >= left) {
+            const bool upper = before + high >= left;
+            memory.digit = static_cast<unsigned>(upper ? 2047 - 2 * thread : 2046 - 2 * thread);
+            memory.left = left - before - (upper ? 0u : high);
+        }
+        __syncthreads();
+        floor = floor << bits | memory.digit;
+        left = memory.left;
+    }
+    // Those above `floor`, and the first `left` that equal it.
+    const auto votes = [&](unsigned key) {
+        return uint2{__ballot_sync(0xffffffffu, key > floor),
+                     __ballot_sync(0xffffffffu, key != 0 && key == floor)};
+    };
+    unsigned above = 0, equal = 0;
+#pragma unroll
+    for (int j = 0; j < top_each; ++j) {
+        const uint2 v = votes(keys[j]);
+        above += static_cast<unsigned>(__popc(v.x));
+        equal += static_cast<unsigned>(__popc(v.y));
+    }
+    __syncthreads();
+    if (lane == 0) {
+        memory.of_warp[0][warp] = above;
+        memory.of_warp[1][warp] = equal;
+    }
+    __syncthreads();
+    above = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u);
+    equal = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u);
+    const unsigned lower_lanes = (1u << lane) - 1u;
+#pragma unroll
+    for (int j = 0; j < top_each; ++j) {
+        const uint2 v = votes(keys[j]);
+        const unsigned above_before = above + static_cast<unsigned>(__popc(v.x & lower_lanes)),
+                       equal_before = equal + static_cast<unsigned>(__popc(v.y & lower_lanes));
+        if (keys[j] > floor || (keys[j] != 0 && keys[j] == floor && equal_before < left))
+            emit(static_cast<int>(above_before + kvq::detail::smaller(equal_before, left)), j);
+        above += static_cast<unsigned>(__popc(v.x));
+        equal += static_cast<unsigned>(__popc(v.y));
+    }
+    return found;
+}
+
+struct top_args {
+    const float* scores;   // [rows][room]
+    const int* positions;  // the same, -1: none. Null: of the first level
+    const int* tokens;     // [sequences]
+    int query_tokens, room, count, groups;
+    float* best_scores;   // [rows][groups][count]; null: of the last level
+    int* best_positions;  // the same
+
+    /// Scores of a row.
+    __device__ __forceinline__ int size(int row) const {
+        if (positions != nullptr) return room;
+        const int sequence = row / query_tokens, query = row - sequence * query_tokens;
+        return kvq::detail::smaller(room, tokens[sequence] - query_tokens + query + 1);
+    }
+};
+
+/// Thread block (row, group).
+template <class Args>
+__global__ void __launch_bounds__(top_threads, 1) select_top_kernel(const __grid_constant__ Args a) {
+    __shared__ top_memory memory;
+    launch_dependents();
+    wait_for_predecessor();
+    const int row = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y),
+              thread = static_cast<int>(threadIdx.x),
+              first = group * top_group + thread / warp_size * (warp_size * top_each) + thread % warp_size,
+              size = a.size(row);
+    const std::size_t begin = static_cast<std::size_t>(row) * static_cast<std::size_t>(a.room);
+    const auto number = [&](int j) { return begin + static_cast<std::size_t>(first + j * warp_size); };
+    unsigned keys[top_each];
+#pragma unroll
+    for (int j = 0; j < top_each; ++j) {
+        keys[j] = 0;
+        if (first + j * warp_size < size && (a.positions == nullptr || a.positions[number(j)] >= 0))
+            keys[j] = score_order(a.scores[number(j)]);
+    }
+    const std::size_t to = (static_cast<std::size_t>(row) * static_cast<std::size_t>(a.groups) +
+                            static_cast<std::size_t>(group)) *
+                           static_cast<std::size_t>(a.count);
+    const int found = select_largest(memory, keys, a.count, [&](int at, int j) {
+        const std::size_t place = to + static_cast<std::size_t>(at);
+        a.best_positions[place] = a.positions == nullptr ? first + j * warp_size : a.positions[number(j)];
+        if (a.best_scores != nullptr) a.best_scores[place] = a.scores[number(j)];
+    });
+    for (int i = found + thread; i < a.count; i += top_threads)
+        a.best_positions[to + static_cast<std::size_t>(i)] = -1;
+}
+
+inline constexpr int most_selected = top_group / 2;
+
+}  // namespace detail
+
+/// Scores to select from.
+struct row_scores {
+    const float* scores = nullptr;  ///< [sequences * query_tokens][room], device memory
+    const int* tokens = nullptr;    ///< [sequences], device memory: lengths
+    int sequences = 0, query_tokens = 1;
+    int room = 0;  ///< scores of a row, seen or not; table_columns * page_tokens of index_scores()
+
+    /// Bytes of workspace that select_top() needs: what all levels but the last one have found.
+    std::size_t workspace_bytes(int count) const noexcept {
+        std::size_t found = 0;
+        for (int groups = groups_of(room); groups > 1; groups = groups_of(groups * count))
+            found += static_cast<std::size_t>(groups) * static_cast<std::size_t>(count);
+        return found * static_cast<std::size_t>(sequences) * static_cast<std::size_t>(query_tokens) *
+               (sizeof(float) + sizeof(int));
+    }
+    static int groups_of(int scores) noexcept {
+        return kvq::detail::larger(1, kvq::detail::ceil_div(scores, detail::top_group));
+    }
+};
+
+/// Positions of the `count` largest scores that query i of a sequence sees, those of tokens up to its own:
+/// [sequences * query_tokens][count], device memory, ascending, -1 behind the last one. count: 1 to 8192.
+inline status select_top(const row_scores& rows, int count, int* positions, void* workspace,
+                         std::size_t workspace_bytes, cudaStream_t stream) noexcept {
+    if (rows.sequences < 0 || rows.query_tokens < 1 || rows.room < 0 || rows.room > detail::most_tokens)
+        return detail::bad_value("%d sequences of %d query tokens with %d scores", rows.sequences,
+                                 rows.query_tokens, rows.room);
+    if (count < 1 || count > detail::most_selected)
+        return detail::bad_value("%d tokens are to be selected, 1 to %d can be", count,
+                                 detail::most_selected);
+    const long long all = 1LL * rows.sequences * rows.query_tokens;
+    if (all > 2147483647LL) return detail::bad_value("%lld rows are too many for one launch", all);
+    if (all == 0) return {};
+    if (rows.scores == nullptr || rows.tokens == nullptr || positions == nullptr)
+        return detail::bad_value("scores, tokens or positions is a null pointer");
+    const std::size_t needed = rows.workspace_bytes(count);
+    if (needed > 0 && (workspace == nullptr || workspace_bytes < needed ||
+                       reinterpret_cast<std::uintptr_t>(workspace) % 16 != 0))
+        return detail::bad_value(
+            "selecting %d of %d needs %zu bytes of workspace on a multiple of 16, got %zu", count, rows.room,
+            needed, workspace_bytes);
+    detail::top_args args{rows.scores, nullptr, rows.tokens, rows.query_tokens, rows.room, count,
+                          1,           nullptr, nullptr};
+    auto* place = static_cast<float*>(workspace);
+    for (bool last = false; !last;) {
+        args.groups = row_scores::groups_of(args.room);
+        last = args.groups == 1;
+        const std::size_t found = static_cast<std::size_t>(all) * static_cast<std::size_t>(args.groups) *
+                                  static_cast<std::size_t>(count);
+        args.best_scores = last ? nullptr : place;
+        args.best_positions = last ? positions : reinterpret_cast<int*>(place + found);
+        if (status s = detail::launch("launching the selection of tokens", detail::overlap::yes,
+                                      detail::select_top_kernel<detail::top_args>,
+                                      dim3(static_cast<unsigned>(all), static_cast<unsigned>(args.groups)),
+                                      detail::top_threads, 0, stream, args);
+            !s)
+            return s;
+        args.scores = args.best_scores;
+        args.positions = args.best_positions;
+        args.room = args.groups * count;
+        if (!last) place += 2 * found;
+    }
+    return {};
+}
+
+}}}  // namespace kvq::cuda

@@ -1,0 +1,271 @@
+// The index cache and the selection of tokens: bytes against the CPU's encoder, scores against double
+// arithmetic, positions against sorting; refusals.
+#include <kvq/cuda/select/index_scores.cuh>
+#include <kvq/cuda/select/select_top.cuh>
+
+#include "support.cuh"
+
+using namespace kvq;
+
+namespace {
+
+struct index_case {
+    int heads = 64, query_tokens = 1;
+    std::vector<int> lengths;
+    bool holes = false, spoiled = false;
+};
+
+/// Scores of random keys, stored in random order.
+template <class T, int Channels, int Page>
+void check_scores(test::rng& r, const index_case& c) {
+    using pair = cuda::index_pair<Channels, Page>;
+    int columns = 1, pages = 2;
+    for (const int n : c.lengths) {
+        columns = std::max(columns, (n + Page - 1) / Page);
+        pages += (n + Page - 1) / Page;
+    }
+    const auto room = static_cast<std::size_t>(columns * Page);
+    std::vector<int> order(static_cast<std::size_t>(pages)),
+        table(c.lengths.size() * static_cast<std::size_t>(columns), -1);
+    for (int i = 0; i < pages; ++i) order[static_cast<std::size_t>(i)] = i;
+    std::shuffle(order.begin(), order.end(), r);
+
+    std::vector<T> keys;
+    std::vector<long long> mapping;
+    std::vector<std::byte> want(static_cast<std::size_t>(pages) * pair::key_block_bytes, std::byte{0xff});
+    std::vector<std::vector<float>> dequantized(c.lengths.size());
+    constexpr block_shape shape{tensor::key, Page, Channels};
+    std::size_t next = 0;
+    for (std::size_t b = 0; b < c.lengths.size(); ++b) {
+        const int n = c.lengths[b];
+        for (int first = 0; first < n; first += Page) {
+            const int number = order[next++], used = std::min(Page, n - first);
+            std::vector<float> x = test::tensor_values(r, Page, Channels);
+            if (c.spoiled) x[static_cast<std::size_t>(Channels) + 3] = NAN, x[5] = INFINITY;
+            for (float& y : x) y = static_cast<float>(T(y));
+            for (int i = 0; i < used; ++i) {
+                mapping.push_back(1LL * number * Page + i);
+                for (int ch = 0; ch < Channels; ++ch)
+                    keys.push_back(T(x[static_cast<std::size_t>(i * Channels + ch)]));
+            }
+            std::byte* const block = &want[static_cast<std::size_t>(number) * pair::key_block_bytes];
+            int8{}.quantize(shape, {0, 0}, x.data(), block);
+            int8{}.dequantize(shape, {0, 0}, block, x.data());
+            dequantized[b].insert(dequantized[b].end(), x.begin(), x.begin() + used * Channels);
+            // What no token has stays as it was.
+            test::poison_tokens<int8>(shape, block, used);
+            for (int t = used; t < Page; ++t)
+                for (int ch = 0; ch < Channels; ++ch)
+                    block[t / 32 * 32 * Channels + ch / 4 * 128 + t % 32 * 4 + ch % 4] = std::byte{0xff};
+            if (!c.holes || first == 0 || first + Page >= n)
+                table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(first / Page)] =
+                    number;
+        }
+    }
+    // Tokens in any order, between two of which one is skipped.
+    std::vector<std::size_t> turn(mapping.size());
+    for (std::size_t i = 0; i < turn.size(); ++i) turn[i] = i;
+    std::shuffle(turn.begin(), turn.end(), r);
+    std::vector<T> mixed(keys.size() + Channels);
+    std::vector<long long> places(mapping.size() + 1, -1);
+    for (std::size_t i = 0; i < turn.size(); ++i) {
+        const std::size_t at = i < turn.size() / 2 ? i : i + 1;
+        places[at] = mapping[turn[i]];
+        std::copy_n(&keys[turn[i] * Channels], Channels, &mixed[at * Channels]);
+    }
+
+    test::device_buffer<std::byte> memory(want.size());
+    const test::device_buffer<int> table_device(table), lengths(c.lengths);
+    const test::device_buffer<T> keys_device(mixed);
+    const test::device_buffer<long long> places_device(places);
+    test::device_buffer<unsigned> not_finite(1);
+    not_finite.clear();
+    cuda::cache_ref<pair> index;
+    index.key_pages = memory.get();
+    index.key_page_bytes = pair::key_block_bytes;
+    index.block_table = table_device.get();
+    index.tokens = lengths.get();
+    index.sequences = static_cast<int>(c.lengths.size());
+    index.table_columns = columns;
+    index.kv_heads = 1;
+    cuda::status s =
+        cuda::store_index<pair, T>(index, {keys_device.get(), static_cast<int>(places.size()), 1, Channels},
+                                   places_device.get(), not_finite.get(), nullptr);
+    CHECK(s, "store_index: %s", s.message);
+    CHECK(memory.download() == want, "bytes of an index of %d channels differ from the CPU's", Channels);
+    const unsigned bad = not_finite.download()[0];
+    CHECK((bad > 0) == (c.spoiled && !keys.empty()), "%u numbers are not finite", bad);
+
+    const int rows = index.sequences * c.query_tokens;
+    std::vector<T> q(static_cast<std::size_t>(rows * c.heads * Channels));
+    std::vector<float> weights(static_cast<std::size_t>(rows * c.heads));
+    for (T& x : q) x = T(test::normal(r));
+    for (float& w : weights) w = test::normal(r);
+    if (c.spoiled) q[7] = T(NAN);
+    const test::device_buffer<T> q_device(q);
+    const test::device_buffer<float> weights_device(weights);
+    test::device_buffer<float> scores(static_cast<std::size_t>(rows) * room);
+    s = cuda::index_scores<pair, T>(index, {q_device.get(), rows, c.heads, Channels}, weights_device.get(),
+                                    c.query_tokens, scores.get(), nullptr);
+    CHECK(s, "index_scores: %s", s.message);
+    const std::vector<float> have = scores.download();
+    double off = 0.0, size = 0.0;
+    for (int row = 0; row < rows; ++row) {
+        const auto b = static_cast<std::size_t>(row / c.query_tokens);
+        const int seen = c.lengths[b] - c.query_tokens + row % c.query_tokens + 1;
+        for (int t = 0; t < static_cast<int>(room); ++t) {
+            const float score = have[static_cast<std::size_t>(row) * room + static_cast<std::size_t>(t)];
+            if (t >= seen) {
+                CHECK(score != score, "score %d of %d is written", t, seen);
+                continue;
+            }
+            if (table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(t / Page)] < 0) {
+                CHECK(score == -INFINITY, "a token that is not held has score %g",
+                      static_cast<double>(score));
+                continue;
+            }
+            double exact = 0.0, rounded = 0.0, terms = 0.0;
+            bool broken = false;
+            for (int h = 0; h < c.heads; ++h) {
+                const T* const head = &q[static_cast<std::size_t>((row * c.heads + h) * Channels)];
+                float top = 0.0f;
+                for (int ch = 0; ch < Channels; ++ch)
+                    top = std::max(top, std::abs(static_cast<float>(head[ch])));
+                double with = 0.0, plain = 0.0;
+                for (int ch = 0; ch < Channels; ++ch) {
+                    const auto k =
+                        static_cast<double>(dequantized[b][static_cast<std::size_t>(t * Channels + ch)]);
+                    const float x = static_cast<float>(head[ch]);
+                    broken = broken || x != x;
+                    with += k * static_cast<double>(std::nearbyint(x * (127.0f / top)) * (top / 127.0f));
+                    plain += k * static_cast<double>(x);
+                }
+                const auto w = static_cast<double>(weights[static_cast<std::size_t>(row * c.heads + h)]);
+                rounded += w * std::max(with, 0.0);
+                exact += w * std::max(plain, 0.0);
+                terms += std::abs(w * with);
+            }
+            if (broken) {
+                CHECK(score != score, "a query with NaN has score %g", static_cast<double>(score));
+                continue;
+            }
+            const auto have_score = static_cast<double>(score);
+            CHECK(std::abs(have_score - rounded) <= 3e-6 * terms + 1e-30, "score %g, %g expected", have_score,
+                  rounded);
+            off += (have_score - exact) * (have_score - exact);
+            size += exact * exact;
+        }
+    }
+    if (size > 0.0)
+        CHECK(std::sqrt(off / size) < 0.02, "queries of 8 bits: scores are %g off", std::sqrt(off / size));
+}
+
+/// Positions of random scores, many of them equal.
+void check_top(test::rng& r, const std::vector<int>& lengths, int room, int query_tokens, int count,
+               int different) {
+    const auto sequences = static_cast<int>(lengths.size());
+    const auto rows = static_cast<std::size_t>(sequences * query_tokens);
+    std::vector<float> scores(rows * static_cast<std::size_t>(room), NAN);
+    const float odd[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 1e-40f, 3e38f};
+    const auto seen = [&](std::size_t row) {
+        const int query = static_cast<int>(row) % query_tokens;
+        return std::max(0, lengths[row / static_cast<std::size_t>(query_tokens)] - query_tokens + query + 1);
+    };
+    for (std::size_t row = 0; row < rows; ++row)
+        for (int t = 0; t < seen(row); ++t)
+            scores[row * static_cast<std::size_t>(room) + static_cast<std::size_t>(t)] =
+                test::uniform(r, 0, 99) == 0 ? odd[test::uniform(r, 0, 6)]
+                : different > 0              ? static_cast<float>(test::uniform(r, 0, different))
+                                             : test::normal(r);
+    const test::device_buffer<float> scores_device(scores);
+    const test::device_buffer<int> tokens(lengths);
+    const cuda::row_scores from{scores_device.get(), tokens.get(), sequences, query_tokens, room};
+    const std::size_t bytes = from.workspace_bytes(count);
+    test::device_buffer<std::byte> workspace(bytes + 16);
+    test::device_buffer<int> positions(rows * static_cast<std::size_t>(count));
+    for (int run = 0; run < test::repeats(5); ++run) {
+        positions.poison();
+        const cuda::status s =
+            cuda::select_top(from, count, positions.get(), workspace.get(), bytes, nullptr);
+        CHECK(s, "select_top: %s", s.message);
+        const std::vector<int> got = positions.download();
+        for (std::size_t row = 0; row < rows; ++row) {
+            const float* const own = &scores[row * static_cast<std::size_t>(room)];
+            std::vector<int> want(static_cast<std::size_t>(seen(row)));
+            for (std::size_t i = 0; i < want.size(); ++i) want[i] = static_cast<int>(i);
+            const auto number = [&](int i) { return own[i] == own[i] ? own[i] : -INFINITY; };
+            std::stable_sort(want.begin(), want.end(), [&](int a, int b) { return number(a) > number(b); });
+            want.resize(std::min(want.size(), static_cast<std::size_t>(count)));
+            std::sort(want.begin(), want.end());
+            want.resize(static_cast<std::size_t>(count), -1);
+            CHECK(
+                std::equal(want.begin(), want.end(), got.begin() + static_cast<std::ptrdiff_t>(row) * count),
+                "the best %d of %d scores (%d different) are others", count, seen(row), different);
+        }
+    }
+}
+
+void check_refusals() {
+    using pair = cuda::index_pair<128, 64>;
+    test::device_buffer<std::byte> memory(pair::key_block_bytes);
+    test::device_buffer<int> numbers(4);
+    test::device_buffer<float> floats(128 * 64);
+    test::device_buffer<long long> mapping(4);
+    cuda::cache_ref<pair> index;
+    index.key_pages = memory.get();
+    index.key_page_bytes = pair::key_block_bytes;
+    index.block_table = index.tokens = numbers.get();
+    index.sequences = index.table_columns = index.kv_heads = 1;
+    const auto refused = [&](const char* words, const cuda::status& s) {
+        CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words) != nullptr,
+              "\"%s\" is not in \"%s\"", words, s.message);
+    };
+    const auto scores = [&](const cuda::cache_ref<pair>& c, int dim, int query_tokens = 1) {
+        return cuda::index_scores<pair, float>(c, {floats.get(), 1, 64, dim}, floats.get(), query_tokens,
+                                               floats.get(), nullptr);
+    };
+    refused("q is 1 x 64 x 64, the index has 1 sequences of 1 query tokens and 128 channels",
+            scores(index, 64));
+    refused("1 sequences of 2 query tokens", scores(index, 128, 2));
+    cuda::cache_ref<pair> other = index;
+    other.kv_heads = 2;
+    refused("an index has one head, the cache_ref has 2", scores(other, 128));
+    other = index;
+    other.key_page_bytes -= 16;
+    refused("page stride", scores(other, 128));
+    other = index;
+    other.tokens = nullptr;
+    refused("no lengths", scores(other, 128));
+    refused("one head of 128 channels", cuda::store_index<pair, float>(index, {floats.get(), 1, 2, 128},
+                                                                       mapping.get(), nullptr, nullptr));
+    const cuda::row_scores rows{floats.get(), numbers.get(), 1, 1, 40000};
+    refused("workspace", cuda::select_top(rows, 100, numbers.get(), floats.get(), 1, nullptr));
+    refused("0 tokens are to be selected, 1 to 8192",
+            cuda::select_top(rows, 0, numbers.get(), floats.get(), 1, nullptr));
+}
+
+}  // namespace
+
+int main() {
+    const unsigned seed = 60;
+    std::printf("seed %u\n", seed);
+    test::rng r(seed);
+    check_refusals();
+    check_scores<bfloat16, 128, 64>(r, {.lengths = {300, 0, 65, 3}});
+    check_scores<float16, 128, 32>(r,
+                                   {.heads = 5, .query_tokens = 3, .lengths = {100, 2, 70}, .holes = true});
+    check_scores<float, 64, 96>(r, {.heads = 70, .lengths = {130}, .spoiled = true});
+    check_top(r, {90, 0, 7, 2}, 128, 3, 20, 0);
+    check_top(r, {2000, 1000, 33}, 2048, 1, 512, 9);
+    check_top(r, {40000, 5, 17000}, 40960, 1, 700, 0);
+#ifdef __CUDACC__
+    check_scores<bfloat16, 128, 128>(r, {.query_tokens = 4, .lengths = {3000, 70, 1}});
+    check_scores<bfloat16, 128, 64>(r, {.heads = 32, .lengths = std::vector<int>(100, 77)});
+    check_scores<float16, 128, 64>(r, {.lengths = {20000, 10, 9000}, .holes = true});
+    check_top(r, {131072, 131072, 70000}, 131072, 1, 2048, 0);
+    check_top(r, {131072, 40000, 16385}, 131072, 2, 2048, 3);
+    check_top(r, {1000000, 12}, 1000000, 1, 2048, 100000);
+    check_top(r, {5000}, 8192, 1, 8192, 2);
+#endif
+    return test::report("select");
+}
