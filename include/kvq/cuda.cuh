@@ -24,6 +24,11 @@
 //                        cuda/prefill/prefill.cuh
 //   attend_latents       attention over latents that are stored once (MLA)
 //                        cuda/latent/latent.cuh
+//   attend_latent_lists  the same over lists of tokens
+//                        cuda/latent/latent_lists.cuh
+//   index_scores, select_top
+//                        which tokens a model reads (headers of their own)
+//                        cuda/select/index_scores.cuh, select_top.cuh
 //
 // Needs the CUDA toolkit, C++20 (nvcc -std=c++20) and compute capability 8.0. Pages are byte for byte those
 // of the CPU, so they can be copied between both at any time. docs/reference/gpu_kernels.md has the layout as
@@ -33,7 +38,7 @@
 #include "cuda.hpp"
 #include "cuda/decode/attend.cuh"
 #include "cuda/host/make_device_format.cuh"
-#include "cuda/latent/latent.cuh"
+#include "cuda/latent/latent_lists.cuh"
 #include "cuda/prefill/prefill.cuh"
 #include "cuda/quantize/commit_due_pages.cuh"
 #include "cuda/quantize/pages.cuh"

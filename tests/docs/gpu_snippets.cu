@@ -2,6 +2,8 @@
 // The CUDA examples of docs/, as snippets.cpp.
 #include <cstdio>
 #include <kvq/cuda.cuh>
+#include <kvq/cuda/select/index_scores.cuh>
+#include <kvq/cuda/select/select_top.cuh>
 
 void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq::float16* new_q,
                  kvq::float16* to, int batch, int q_heads, int recent, void* workspace,
@@ -127,5 +129,23 @@ void latents(int sequences, int q_heads, float scale, const kvq::token_view<cons
     const std::size_t bytes =
         cuda::latent_workspace_bytes<std::remove_const_t<decltype(pages)>, bfloat16>(sequences, q_heads);
     auto s = cuda::attend_latents<bfloat16>(pages, q, out, {.scale = scale}, workspace, bytes, stream);
+    if (!s) std::puts(s.message);
+}
+
+template <class Pages>
+void selected_tokens(const Pages& pages, const kvq::token_view<const kvq::bfloat16>& new_keys,
+                     const long long* mapping, const kvq::token_view<const kvq::bfloat16>& index_q,
+                     const float* weights, float* scores, int* positions, int sequences, float scale,
+                     const kvq::token_view<const kvq::bfloat16>& q, const kvq::token_view<kvq::bfloat16>& out,
+                     void* workspace, std::size_t workspace_bytes, cudaStream_t stream) {
+    using namespace kvq;
+    using index_format = cuda::index_pair</*channels*/ 128, /*page_tokens*/ 64>;
+    cuda::cache_ref<index_format> index = {};
+    auto s = cuda::store_index(index, new_keys, mapping, /*not_finite*/ nullptr, stream);
+    s = cuda::index_scores(index, index_q, weights, /*query_tokens*/ 1, scores, stream);
+    s = cuda::select_top({scores, index.tokens, sequences, 1, index.table_columns * 64}, /*count*/ 2048,
+                         positions, workspace, workspace_bytes, stream);
+    s = cuda::attend_latent_lists<bfloat16>(pages, q, out, {.scale = scale, .selected = {positions, 2048}},
+                                            workspace, workspace_bytes, stream);
     if (!s) std::puts(s.message);
 }

@@ -2,81 +2,11 @@
 // same bits on every run; refusals.
 #include <kvq/cuda/latent/latent.cuh>
 
-#include "support.cuh"
+#include "latent_batch.cuh"
 
 using namespace kvq;
 
 namespace {
-
-/// Pages of latents of a batch, made by the CPU's encoders; dequantized latents beside them.
-template <class Pair>
-struct latent_batch {
-    static constexpr int page = Pair::page_tokens, dim = Pair::head_dim;
-    int columns = 1, pages = 3;
-    std::vector<int> table;
-    std::vector<std::byte> bytes;
-    std::vector<std::vector<float>> values;  // [sequence][token][dim]
-
-    latent_batch(test::rng& r, const std::vector<int>& lengths) {
-        for (const int n : lengths) {
-            columns = std::max(columns, (n + page - 1) / page);
-            pages += (n + page - 1) / page;
-        }
-        std::vector<int> order(static_cast<std::size_t>(pages));
-        for (int i = 0; i < pages; ++i) order[static_cast<std::size_t>(i)] = i;
-        std::shuffle(order.begin(), order.end(), r);
-        bytes.assign(static_cast<std::size_t>(pages) * Pair::key_block_bytes, std::byte{0xff});
-        table.assign(lengths.size() * static_cast<std::size_t>(columns), pages - 1);
-        std::size_t next = 0;
-        for (std::size_t b = 0; b < lengths.size(); ++b) {
-            values.emplace_back(static_cast<std::size_t>(lengths[b]) * dim);
-            for (int first = 0; first < lengths[b]; first += page) {
-                const int number = order[next++], used = std::min(page, lengths[b] - first);
-                table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(first / page)] =
-                    number;
-                std::byte* const block = &bytes[static_cast<std::size_t>(number) * Pair::key_block_bytes];
-                half<typename Pair::keys, Pair::first_channels>(r, block, b, first, used, 0, 1.0f);
-                if constexpr (Pair::second_channels > 0)
-                    half<full<float16>, Pair::second_channels>(r, block + Pair::second_block, b, first, used,
-                                                               Pair::first_channels, 20.0f);
-            }
-        }
-    }
-
-private:
-    template <class S, int Channels>
-    void half(test::rng& r, std::byte* block, std::size_t b, int first, int used, int channel, float size) {
-        const block_shape shape{tensor::key, page, Channels};
-        const S scheme{};
-        std::vector<float> x = test::tensor_values(r, page, Channels);
-        for (float& number : x) number *= size;
-        scheme.quantize(shape, {0, 0}, x.data(), block);
-        scheme.dequantize(shape, {0, 0}, block, x.data());
-        for (int t = 0; t < used; ++t)
-            std::copy_n(
-                &x[static_cast<std::size_t>(t) * Channels], Channels,
-                &values[b][static_cast<std::size_t>(first + t) * dim + static_cast<std::size_t>(channel)]);
-        test::poison_tokens<S>(shape, block, used);
-    }
-};
-template <class Pair>
-struct device_latents {
-    test::device_buffer<std::byte> bytes;
-    test::device_buffer<int> table;
-    cuda::cache_ref<Pair> ref;
-
-    device_latents(const latent_batch<Pair>& b, const test::device_buffer<int>& lengths, int first_token)
-        : bytes(b.bytes), table(b.table) {
-        ref.key_pages = bytes.get();
-        ref.key_page_bytes = Pair::key_block_bytes;
-        ref.block_table = table.get();
-        ref.tokens = lengths.get();
-        ref.sequences = static_cast<int>(lengths.size());
-        ref.table_columns = b.columns;
-        ref.kv_heads = 1;
-        ref.first_token = first_token;
-    }
-};
 
 struct latent_case {
     int heads = 16, query_tokens = 1, sinks = 4, recent = 100;
@@ -86,37 +16,10 @@ struct latent_case {
 
 template <class T, class Quantized, class Window, bool InTwo = std::is_same_v<T, float16>>
 void check_case(test::rng& r, const latent_case& c, const char* name, double* worst) {
-    constexpr int dim = Quantized::head_dim, value_dim = Quantized::value_dim, page = Quantized::page_tokens;
-    using sinks_pair = cuda::latent_pair<typename Window::keys, dim, 0, value_dim, 16>;
+    constexpr int dim = Quantized::head_dim, value_dim = Quantized::value_dim;
     const std::size_t sequences = c.lengths.size();
-    std::vector<int> sinks, behind, committed;
-    for (const int n : c.lengths) {
-        sinks.push_back(std::min(n, c.sinks));
-        behind.push_back(std::max(0, n - c.sinks));
-        committed.push_back(cuda::committed_pages(n - c.sinks, c.recent, page) * page);
-    }
-    const latent_batch<sinks_pair> of_sinks(r, sinks);
-    latent_batch<Window> of_window(r, behind);
-    latent_batch<Quantized> pages(r, committed);
-    if (c.holes)
-        for (int& entry : pages.table)
-            if (test::uniform(r, 0, 2) == 0) entry = -1;
-    const int columns = cuda::window_columns(c.recent, page, 0) + test::uniform(r, 0, 1);
-    std::vector<int> ring(sequences * static_cast<std::size_t>(columns), of_window.pages - 1);
-    for (std::size_t b = 0; b < sequences; ++b)
-        for (int i = committed[b] / page; i * page < behind[b]; ++i)
-            ring[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(i % columns)] =
-                of_window
-                    .table[b * static_cast<std::size_t>(of_window.columns) + static_cast<std::size_t>(i)];
-    of_window.table = ring;
-    of_window.columns = columns;
-    const test::device_buffer<int> lengths(c.lengths);
-    const device_latents<sinks_pair> sinks_device(of_sinks, lengths, 0);
-    const device_latents<Window> window_device(of_window, lengths, c.sinks);
-    const device_latents<Quantized> pages_device(pages, lengths, c.sinks);
-    const auto mix =
-        cuda::make_mixed(c.recent, cuda::behind_window(pages_device.ref), cuda::in_window(window_device.ref),
-                         cuda::sink_tokens(sinks_device.ref, c.sinks));
+    const test::mixed_latents<Quantized, Window> latents(r, c.lengths, c.sinks, c.recent, c.holes);
+    const auto mix = latents.mix();
     using mix_type = std::remove_const_t<decltype(mix)>;
 
     const int tokens = static_cast<int>(sequences) * c.query_tokens;
@@ -150,7 +53,6 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
     }
 
     double off = 0.0, size = 0.0;
-    std::vector<double> row(value_dim);
     for (std::size_t b = 0; b < sequences; ++b)
         for (int i = 0; i < c.query_tokens; ++i)
             for (int h = 0; h < c.heads; ++h) {
@@ -159,53 +61,11 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
                         static_cast<std::size_t>(c.heads) +
                     static_cast<std::size_t>(h);
                 const int end = c.lengths[b] - c.query_tokens + i + 1;
-                std::vector<double> scores;
-                std::vector<const float*> latents;
-                for (int t = 0; t < end; ++t) {
-                    const int t_behind = t - c.sinks;
-                    const float* x = nullptr;
-                    if (t < c.sinks)
-                        x = &of_sinks.values[b][static_cast<std::size_t>(t) * dim];
-                    else if (t_behind >= committed[b])
-                        x = &of_window.values[b][static_cast<std::size_t>(t_behind) * dim];
-                    else if (pages.table[b * static_cast<std::size_t>(pages.columns) +
-                                         static_cast<std::size_t>(t_behind / page)] >= 0)
-                        x = &pages.values[b][static_cast<std::size_t>(t_behind) * dim];
-                    else
-                        continue;
-                    double score = 0.0;
-                    for (int ch = 0; ch < dim; ++ch)
-                        score += static_cast<double>(
-                                     static_cast<float>(q[at * dim + static_cast<std::size_t>(ch)])) *
-                                 static_cast<double>(x[ch]);
-                    scores.push_back(score * static_cast<double>(scale));
-                    latents.push_back(x);
-                }
-                std::fill(row.begin(), row.end(), 0.0);
-                const double top = scores.empty() ? 0.0 : *std::max_element(scores.begin(), scores.end());
-                double sum = 0.0;
-                for (std::size_t t = 0; t < scores.size(); ++t) {
-                    const double w = std::exp(scores[t] - top);
-                    sum += w;
-                    for (int ch = 0; ch < value_dim; ++ch)
-                        row[static_cast<std::size_t>(ch)] += w * static_cast<double>(latents[t][ch]);
-                }
-                for (int ch = 0; ch < value_dim; ++ch) {
-                    const double want = sum == 0.0 ? 0.0 : row[static_cast<std::size_t>(ch)] / sum;
-                    const double have = static_cast<double>(
-                        static_cast<float>(got[at * value_dim + static_cast<std::size_t>(ch)]));
-                    size += want * want;
-                    off += (have - want) * (have - want);
-                    if (!(have == have)) off = INFINITY;
-                }
-                if (scores.empty())
-                    CHECK(got_lse[at] == -INFINITY, "%s: a row that sees nothing has lse %g", name,
-                          static_cast<double>(got_lse[at]));
-                else
-                    CHECK(std::abs(static_cast<double>(got_lse[at]) - (top + std::log(sum))) <
-                              2e-3 * (1.0 + std::abs(top)),
-                          "%s: lse %g, %g expected (head %d of %d, sequence %zu)", name,
-                          static_cast<double>(got_lse[at]), top + std::log(sum), h, c.heads, b);
+                std::vector<const float*> seen;
+                for (int t = 0; t < end; ++t)
+                    if (const float* const x = latents.at(b, t); x != nullptr) seen.push_back(x);
+                test::latent_row(&q[at * dim], seen, dim, value_dim, static_cast<double>(scale))
+                    .compare(&got[at * value_dim], got_lse[at], off, size, name);
             }
     const double error = size == 0.0 ? off : std::sqrt(off / size);
     *worst = std::max(*worst, error);
@@ -216,10 +76,10 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
     if constexpr (InTwo) {
         if (c.query_tokens > 1) return;
         cuda::attention_options first{.scale = scale, .state_out = states.get()};
-        run(cuda::make_mixed(c.recent, cuda::behind_window(pages_device.ref)), first);
+        run(cuda::make_mixed(c.recent, cuda::behind_window(latents.pages_device->ref)), first);
         cuda::attention_options second{.scale = scale, .state_in = states.get()};
-        run(cuda::make_mixed(c.recent, cuda::in_window(window_device.ref),
-                             cuda::sink_tokens(sinks_device.ref, c.sinks)),
+        run(cuda::make_mixed(c.recent, cuda::in_window(latents.window_device->ref),
+                             cuda::sink_tokens(latents.sinks_device->ref, c.sinks)),
             second);
         const std::vector<T> other = out.download();
         double apart = 0.0;
@@ -273,9 +133,9 @@ void check_captured(const char* name) {
     constexpr int heads = 16, dim = Pair::head_dim, value_dim = Pair::value_dim;
     test::rng r(31);
     const std::vector<int> longest = {300, 130, 70}, shorter = {60, 0, 70};
-    const latent_batch<Pair> batch(r, longest);
+    const test::latent_batch<Pair> batch(r, longest);
     test::device_buffer<int> lengths(shorter);
-    const device_latents<Pair> device(batch, lengths, 0);
+    const test::device_latents<Pair> device(batch, lengths, 0);
     const auto pages = cuda::make_mixed(0, device.ref);
     const int n = static_cast<int>(longest.size());
     const auto rows = static_cast<std::size_t>(n * heads);

@@ -25,9 +25,9 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
-template <class Shape, int MoreRowsThan, class Args>
+template <class Shape, int MoreRowsThan, class Args, template <class, class> class Producer = latent_producer>
 struct latent_wgmma_launch {
-    static constexpr auto* kernel = latent_wgmma_kernel<Shape, Args>;
+    static constexpr auto* kernel = latent_wgmma_kernel<Shape, Args, Producer>;
     static constexpr int threads = Shape::threads,
                          bytes = latent_memory<Args::first_pair::head_dim, Shape>::bytes;
     static constexpr kernel_facts facts{"latent_wgmma_kernel",

@@ -22,6 +22,7 @@ struct latent_shape {
     static constexpr bool many = Rows > 32;
     static constexpr int groups = many ? 2 : 1;  // of consumers
     static constexpr int producer_warps = many ? 8 : 12, consumer_warps = 4 * groups;
+    static constexpr int stage_warps = producer_warps;  // that write a tile together
     static constexpr int threads = 32 * (producer_warps + consumer_warps);
     /// Of a thread.
     static constexpr int producer_registers = many        ? 80

@@ -26,6 +26,23 @@ struct plain_latent_row {
             query[i] = c < dim ? to_float(q[c]) * scale : 0.0f;
         }
     }
+    /// A token of a page.
+    template <class Pair>
+    __device__ __forceinline__ void add(const cache_ref<Pair>& cache, int page, int in_page, int lane) {
+        float score = 0.0f;
+        for (int i = 0; i < per_lane; ++i)
+            if (const int c = i * 32 + lane; c < dim)
+                score += query[i] * read_value<tensor::key>(cache, page, 0, in_page, c);
+        for (int step = 16; step > 0; step /= 2) score += __shfl_xor_sync(0xffffffffu, score, step);
+        if (score == -INFINITY) return;
+        const float next = fmaxf(top, score), keep = top == -INFINITY ? 0.0f : exp2f(top - next),
+                    weight = exp2f(score - next);
+        for (int i = 0; i < values_per_lane; ++i)
+            if (const int c = i * 32 + lane; c < value_dim)
+                output[i] = output[i] * keep + weight * read_value<tensor::key>(cache, page, 0, in_page, c);
+        sum = sum * keep + weight;
+        top = next;
+    }
     /// Tokens [first, end) of a part, of which the row sees those before paged position `stop`.
     template <class Part>
     __device__ __forceinline__ void tokens(const Part& part, int sequence, int first, int end, int stop,
@@ -40,20 +57,7 @@ struct plain_latent_row {
             const int page = cache.block_table[cache.table_entry(sequence, column)];
             const shown_tokens shown = shown_at(part.cuts, sequence, cut, cache.first_token + token, 1);
             if (page < 0 || shown.begin >= shown.end) continue;
-            float score = 0.0f;
-            for (int i = 0; i < per_lane; ++i)
-                if (const int c = i * 32 + lane; c < dim)
-                    score += query[i] * read_value<tensor::key>(cache, page, 0, in_page, c);
-            for (int step = 16; step > 0; step /= 2) score += __shfl_xor_sync(0xffffffffu, score, step);
-            if (score == -INFINITY) continue;
-            const float next = fmaxf(top, score), keep = top == -INFINITY ? 0.0f : exp2f(top - next),
-                        weight = exp2f(score - next);
-            for (int i = 0; i < values_per_lane; ++i)
-                if (const int c = i * 32 + lane; c < value_dim)
-                    output[i] =
-                        output[i] * keep + weight * read_value<tensor::key>(cache, page, 0, in_page, c);
-            sum = sum * keep + weight;
-            top = next;
+            add(cache, page, in_page, lane);
         }
     }
     __device__ __forceinline__ void write(float* state, int lane) const {

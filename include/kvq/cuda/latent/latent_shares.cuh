@@ -43,6 +43,8 @@ struct latent_args {
                          static_cast<std::size_t>(row)) *
                             (First::value_dim + 2);
     }
+    /// Paged length of sequence b.
+    __device__ __forceinline__ int length(int b) const { return __ldg(a.work.tokens + b); }
     /// Tokens that a row sees end before this paged position.
     __device__ __forceinline__ int row_end(int length, int row) const {
         return length - a.work.query_tokens + a.row_query(row) + 1;
@@ -128,10 +130,10 @@ public:
 private:
     /// Tiles in the line: an empty sequence counts as one.
     __device__ __forceinline__ int size_of(int b) const {
-        return kvq::detail::larger(1, a_.tiles(b, __ldg(a_.a.work.tokens + b)));
+        return kvq::detail::larger(1, a_.tiles(b, a_.length(b)));
     }
     __device__ __forceinline__ void measure() {
-        length_ = __ldg(a_.a.work.tokens + sequence_);
+        length_ = a_.length(sequence_);
         real_ = a_.tiles(sequence_, length_);
         size_ = kvq::detail::larger(1, real_);
     }
@@ -179,10 +181,17 @@ __global__ void __launch_bounds__(merge_latents_threads)
     const int row_block = row / args.block_rows, own = row - row_block * args.block_rows,
               item = sequence * args.row_blocks + row_block;
     const share_bounds bounds = args.bounds[item];
-    float top = -INFINITY;
+    const int token = a.row_token(sequence, row), head = a.row_head(0, row);
+    float top = -INFINITY, sum = 0.0f;
     for (int share = bounds.first; share <= bounds.last; ++share)
         top = fmaxf(top, args.state(item + share, own)[0]);
-    float sum = 0.0f, output[ceil_div(dim, 2 * merge_latents_threads)][2] = {};
+    if constexpr (requires { args.sink_logits; })
+        if (args.sink_logits != nullptr && top != -INFINITY) {
+            const float sink = sink_score(args.sink_logits[head]);
+            top = fmaxf(top, sink);
+            sum = exp2_fast(sink - top);
+        }
+    float output[ceil_div(dim, 2 * merge_latents_threads)][2] = {};
 #pragma unroll 4
     for (int share = bounds.first; share <= bounds.last; ++share) {
         const float* const state = args.state(item + share, own);
@@ -197,7 +206,6 @@ __global__ void __launch_bounds__(merge_latents_threads)
             output[i][1] = fmaf(v.y, factor, output[i][1]);
         }
     }
-    const int token = a.row_token(sequence, row), head = a.row_head(0, row);
 #pragma unroll
     for (int i = 0; i < ceil_div(dim, 2 * merge_latents_threads); ++i) {
         const int channel = (i * merge_latents_threads + thread) * 2;

@@ -53,7 +53,7 @@ inline constexpr const char* no_latent_tiles = []() -> const char* {
 struct latent_lane {
     int lane, octet, low, first;
 
-    __device__ __forceinline__ explicit latent_lane(int number)
+    __device__ __forceinline__ latent_lane(int number)
         : lane(number),
           octet(number % 4 + number / 8 % 2 * 4),
           low(number / 4 % 2),

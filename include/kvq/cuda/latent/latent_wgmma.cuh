@@ -17,6 +17,9 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
+template <class Shape, class Args>
+struct latent_producer;
+
 #if KVQ_WARPGROUP_PRODUCTS
 
 /// Writes the tiles of all pieces of a share. Units of a tile are shared out among all warps.
@@ -118,7 +121,8 @@ private:
 
 #endif
 
-template <class Shape, class Args>
+/// Producer: what turns pages into tiles.
+template <class Shape, class Args, template <class, class> class Producer>
 __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
     latent_wgmma_kernel([[maybe_unused]] const __grid_constant__ Args args) {
 #if KVQ_WARPGROUP_PRODUCTS
@@ -130,7 +134,7 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
     if (thread == 0)
         for (int i = 0; i < Shape::stages; ++i) {
             const auto stage = latent_stage<memory>::of(place, i);
-            barrier_init(stage.full, Shape::producer_warps);
+            barrier_init(stage.full, Shape::stage_warps);
             barrier_init(stage.free, Shape::consumer_warps);
         }
     __syncthreads();
@@ -139,7 +143,7 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
     };
     if (warp < Shape::producer_warps) {
         if constexpr (Shape::producer_registers != Shape::consumer_registers) leave_registers<Shape>();
-        latent_producer<Shape, Args> producer{args, place, warp, latent_lane(lane)};
+        Producer<Shape, Args> producer{args, place, warp, lane};
         latent_walk<Args> walk = share();
         latent_piece piece;
         while (walk.next(piece)) producer.piece(piece);

@@ -1,0 +1,188 @@
+// Models that select tokens, one step: scores of an index, the selection of 2048 tokens, latent attention
+// over them.
+//
+//   select [--json] [--quick]
+//
+// 16 sequences of 131072 tokens, pages in random order: an index of 128 channels in one byte with 64 heads;
+// 512 latent and 64 rotary channels, the values 512 of them. Lists are random, another one for every launch.
+// "dense": attention over all tokens, in kivi-4-g64; factors are times the dense 4 bit of as many
+// heads. Pages hold random numbers: times do not depend on them. GB/s of the index: bytes of its pages.
+#include <kvq/cuda/latent/latent_lists.cuh>
+#include <kvq/cuda/select/index_scores.cuh>
+#include <kvq/cuda/select/select_top.cuh>
+#include <kvq/schemes/presets.hpp>
+
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string>
+
+#include "timing.cuh"
+
+namespace {
+
+using namespace kvq;
+
+constexpr int sequences = 16, length = 131072, selected = 2048, latent = 512, rotary = 64,
+              dim = latent + rotary, value_dim = 512, index_heads = 64, launches = 4;
+
+template <class T>
+T* on_device(std::size_t n) {
+    T* data = nullptr;
+    BENCH_OK(cudaMalloc(&data, n * sizeof(T) + 16));
+    return data;
+}
+
+/// Pages of all sequences, of random numbers.
+template <class Pair>
+struct pages_of {
+    std::byte* memory;
+    int* table;
+    cuda::cache_ref<Pair> ref;
+
+    explicit pages_of(const int* tokens) {
+        constexpr int columns = length / Pair::page_tokens;
+        constexpr auto count = static_cast<std::size_t>(columns) * sequences;
+        memory = on_device<std::byte>(count * Pair::key_block_bytes);
+        bench::fill_normal(memory, count * Pair::key_block_bytes, 3);
+        std::vector<int> order(count);
+        std::iota(order.begin(), order.end(), 0);
+        std::shuffle(order.begin(), order.end(), std::mt19937(5));
+        table = bench::on_device(order);
+        ref.key_pages = memory;
+        ref.key_page_bytes = Pair::key_block_bytes;
+        ref.block_table = table;
+        ref.tokens = tokens;
+        ref.sequences = sequences;
+        ref.table_columns = columns;
+        ref.kv_heads = 1;
+    }
+    pages_of(const pages_of&) = delete;
+    pages_of& operator=(const pages_of&) = delete;
+    ~pages_of() {
+        cudaFree(memory);
+        cudaFree(table);
+    }
+};
+
+bool json = false;
+void print(const std::string& name, double us, double factor, double gb = 0.0) {
+    if (json)
+        std::printf("{\"name\": \"select/%s\", \"us\": %.1f, \"factor\": %.2f, \"GB/s\": %.0f}\n",
+                    name.c_str(), us, factor, gb);
+    else
+        std::printf("%-44s %9.1f us  x %-7.2f %5.0f GB/s\n", name.c_str(), us, factor, gb);
+    std::fflush(stdout);
+}
+
+template <class Scheme, int PageTokens>
+using pair = cuda::latent_pair<Scheme, latent, rotary, value_dim, PageTokens>;
+using index_pair = cuda::index_pair<128, 64>;
+
+/// What every step has.
+struct step_memory {
+    int* tokens = bench::on_device(std::vector<int>(sequences, length));
+    bfloat16* q = on_device<bfloat16>(std::size_t{1} * sequences * 128 * dim);
+    bfloat16* out = on_device<bfloat16>(std::size_t{1} * sequences * 128 * value_dim);
+    std::byte* workspace = on_device<std::byte>(std::size_t{1} << 28);
+    bfloat16* index_q = on_device<bfloat16>(sequences * index_heads * 128);
+    float* weights = on_device<float>(sequences * index_heads);
+    float* scores = on_device<float>(std::size_t{1} * sequences * length);
+    int* positions = on_device<int>(sequences * selected);
+    int* lists[launches];
+
+    step_memory() {
+        bench::fill_normal(q, std::size_t{1} * sequences * 128 * dim * 2, 1);
+        bench::fill_normal(index_q, sequences * index_heads * 128 * 2, 2);
+        std::mt19937 r(7);
+        std::normal_distribution<float> normal;
+        std::vector<float> numbers(sequences * index_heads);
+        for (float& x : numbers) x = normal(r);
+        BENCH_OK(cudaMemcpy(weights, numbers.data(), numbers.size() * 4, cudaMemcpyHostToDevice));
+        for (int*& list : lists) {
+            std::vector<int> all, own(length);
+            std::iota(own.begin(), own.end(), 0);
+            for (int b = 0; b < sequences; ++b) {
+                std::shuffle(own.begin(), own.end(), r);
+                std::sort(own.begin(), own.begin() + selected);
+                all.insert(all.end(), own.begin(), own.begin() + selected);
+            }
+            list = bench::on_device(all);
+        }
+    }
+};
+
+template <class Pair>
+double time_dense(const step_memory& m, int heads) {
+    const pages_of<Pair> pages(m.tokens);
+    const auto mix = cuda::make_mixed(0, pages.ref);
+    return bench::time_launches(
+        2,
+        [&](int, cudaStream_t stream) {
+            bench::check(cuda::attend_latents<bfloat16>(mix, {m.q, sequences, heads, dim},
+                                                        {m.out, sequences, heads, value_dim}, {}, m.workspace,
+                                                        std::size_t{1} << 28, stream));
+        },
+        5);
+}
+
+template <class Pair>
+void time_lists(const char* name, const step_memory& m, const pages_of<index_pair>& index,
+                const double (&dense)[2]) {
+    const pages_of<Pair> pages(m.tokens);
+    const auto mix = cuda::make_mixed(0, pages.ref);
+    const cuda::row_scores rows{m.scores, m.tokens, sequences, 1, length};
+    const auto attend = [&](int heads, const int* list, cudaStream_t stream) {
+        bench::check(cuda::attend_latent_lists<bfloat16>(
+            mix, {m.q, sequences, heads, dim}, {m.out, sequences, heads, value_dim},
+            {.selected = {list, selected}}, m.workspace, std::size_t{1} << 28, stream));
+    };
+    for (const int heads : {16, 128}) {
+        const double base = dense[heads == 16 ? 0 : 1];
+        const double us = bench::time_launches(
+            launches, [&](int i, cudaStream_t stream) { attend(heads, m.lists[i], stream); });
+        print(name + (", " + std::to_string(heads) + " heads, given lists"), us, base / us);
+        const double all = bench::time_launches(launches, [&](int, cudaStream_t stream) {
+            bench::check(cuda::index_scores<index_pair, bfloat16>(
+                index.ref, {m.index_q, sequences, index_heads, 128}, m.weights, 1, m.scores, stream));
+            bench::check(
+                cuda::select_top(rows, selected, m.positions, m.workspace, std::size_t{1} << 28, stream));
+            attend(heads, m.positions, stream);
+        });
+        print(name + (", " + std::to_string(heads) + " heads, with the index"), all, base / all);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    bool quick = false;
+    for (int i = 1; i < argc; ++i) {
+        json = json || std::strcmp(argv[i], "--json") == 0;
+        quick = quick || std::strcmp(argv[i], "--quick") == 0;
+    }
+    const step_memory m;
+    const double dense[2] = {time_dense<pair<typename kivi<4, 64>::keys, 64>>(m, 16),
+                             time_dense<pair<typename kivi<4, 64>::keys, 64>>(m, 128)};
+    print("dense kivi-4-g64, 16 heads", dense[0], 1.0, 1e-3 * sequences * length * 416.0 / dense[0]);
+    print("dense kivi-4-g64, 128 heads", dense[1], 1.0, 1e-3 * sequences * length * 416.0 / dense[1]);
+    const pages_of<index_pair> index(m.tokens);
+    const cuda::row_scores rows{m.scores, m.tokens, sequences, 1, length};
+    const double us = bench::time_launches(launches, [&](int, cudaStream_t stream) {
+        bench::check(cuda::index_scores<index_pair, bfloat16>(
+            index.ref, {m.index_q, sequences, index_heads, 128}, m.weights, 1, m.scores, stream));
+    });
+    print("scores of the index, 64 heads", us, dense[0] / us, 1e-3 * sequences * length * 132.0 / us);
+    const double top = bench::time_launches(launches, [&](int, cudaStream_t stream) {
+        bench::check(
+            cuda::select_top(rows, selected, m.positions, m.workspace, std::size_t{1} << 28, stream));
+    });
+    print("2048 of 131072", top, dense[0] / top);
+    using affine4 = affine<4, per_token<128>>;
+    time_lists<pair<affine4, 64>>("affine-4-g128, pages of 64", m, index, dense);
+    time_lists<pair<affine4, 4>>("affine-4-g128, pages of 4", m, index, dense);
+    if (quick) return 0;
+    time_lists<pair<int8, 64>>("int8, pages of 64", m, index, dense);
+    time_lists<pair<int8, 4>>("int8, pages of 4", m, index, dense);
+    time_lists<pair<full<bfloat16>, 64>>("bf16, pages of 64", m, index, dense);
+}

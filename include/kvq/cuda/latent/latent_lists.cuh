@@ -1,0 +1,577 @@
+// Latent attention over lists of tokens, for models that select what they read (DeepSeek V3.2, GLM-5).
+//
+//   attend_latent_lists<float16>(pages, q, out, {.scale = scale, .selected = {positions, 2048}}, workspace,
+//                                bytes, stream);
+//
+// Every query token has two lists, `selected` and `window`; all of its heads read the tokens of both. A tile
+// is 64 tokens of the lists; four warps have 16 of them each, look them up in the table and read their words
+// alone, so that time goes with the lists and not with the context. What a token costs is pieces of 64 bytes,
+// in which memory is read: its words lie beside those of up to 15 other tokens of its page. Of 512 latent and
+// 64 rotary channels, in bytes:
+//
+//                               in its page    pages of 16 tokens or more    pages of 4 tokens
+//   affine-4-g128, 4 bits               400                          6600                 1600
+//   int8                                644                         10300                 2600
+//   bf16                               1152                         18400                 4600
+//
+// Formats with parameters per channel are read one number at a time: a token of a page would cost the
+// parameters of all channels.
+// Contract: as attend_latents(); a row without listed tokens is zero. The same bits on every run. A position
+// below 0, or behind the sequence, is none; a token that is listed twice counts twice. There is no causal
+// mask: lists say what a query sees.
+#pragma once
+
+#include "latent.cuh"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
+
+/// `count` tokens for every query token, in any order: [queries][count], device memory; negative: none.
+struct token_lists {
+    const int* tokens = nullptr;
+    int count = 0;
+};
+
+struct list_options {
+    float scale = 0.0f;            ///< of scores; 0: 1/sqrt(head_dim)
+    token_lists selected, window;  ///< positions of the sequence, paged ones where pages are cut
+    int query_tokens = 1;          ///< per sequence: the last ones of it
+    /// Lists name places in pages: page * page_tokens + offset, of the first part. They are not checked.
+    bool places = false;
+    const float* sink_logits = nullptr;  ///< [q_heads], device memory: as learned_sinks. Null: none
+    float* lse = nullptr;                ///< as attention_options has them
+    const float* state_in = nullptr;
+    float* state_out = nullptr;
+};
+
+namespace detail {
+
+/// Why a tile is not made of single tokens of such pages; null: it is.
+template <class Pair>
+inline constexpr const char* no_listed_tiles = []() -> const char* {
+    constexpr codec_spec c = codec<typename Pair::first_pair::keys>;
+    if (Pair::first_channels % 64 != 0 || Pair::second_channels % 64 != 0 || Pair::value_dim % 64 != 0)
+        return "latent, rotary or value channels are not multiples of 64";
+    if (Pair::head_dim > 576) return "there are more than 576 channels";
+    if (Pair::page_tokens % 32 != 0 && (Pair::page_tokens > 32 || Pair::page_tokens % 4 != 0))
+        return "page_tokens is no multiple of 32, nor of 4 below it";
+    if (c.content == block_content::values)
+        return c.value_type == float_type::fp32 ? "values have 32 bits" : nullptr;
+    if (c.content != block_content::codes) return "blocks are read by numbers";
+    if (!c.per_token) return "parameters of channels would be read for every token";
+    if (c.parameters == parameter_storage::bytes || c.token_scale_bytes != 0)
+        return "tokens have parameters of 8 bits, or scales beside them";
+    if (c.several_widths() || (c.narrow_width != 4 && c.narrow_width != 8))
+        return "codes have no 4 or 8 bits";
+    if (c.group > 0 && c.group < Pair::first_channels && c.group % 8 != 0)
+        return "groups of channels are no multiple of 8";
+    return nullptr;
+}();
+
+/// Kernel arguments. A query token is a sequence of its own for those that walk over pieces.
+template <class First, class T, class... Parts>
+struct latent_list_args : latent_args<First, T, Parts...> {
+    token_lists lists[2];
+    int query_tokens;
+    bool places;
+    const float* sink_logits;
+
+    /// Everything in a list is seen.
+    static constexpr int behind_all = 1 << 30;
+    __device__ __forceinline__ int length(int) const { return behind_all; }
+    __device__ __forceinline__ int row_end(int, int) const { return behind_all; }
+    __device__ __forceinline__ int tiles(int, int) const {
+        return ceil_div(lists[0].count + lists[1].count, latent_tile);
+    }
+    /// Token i of both lists of a query.
+    __device__ __forceinline__ int listed(int query, int i) const {
+        const auto at = [&](const token_lists& list, int number) {
+            return __ldg(list.tokens +
+                         static_cast<std::size_t>(query) * static_cast<std::size_t>(list.count) +
+                         static_cast<std::size_t>(number));
+        };
+        if (i < lists[0].count) return at(lists[0], i);
+        i -= lists[0].count;
+        return i < lists[1].count ? at(lists[1], i) : -1;
+    }
+};
+
+/// Where a listed token lies.
+struct listed_token {
+    int part = -1;  // none
+    int page = 0, in_page = 0;
+};
+
+/// Finds the tokens of a query.
+template <class Args>
+struct listed_pages {
+    static constexpr int parts = decltype(Args::parts)::count;
+    const Args& args;
+    int sequence, length;
+    token_range held[parts];
+
+    __device__ __forceinline__ listed_pages(const Args& a, int query)
+        : args(a), sequence(query / a.query_tokens), length(__ldg(a.a.work.tokens + sequence)) {
+        static_for<parts>([&](auto number) {
+            constexpr int i = decltype(number)::value;
+            held[i] = held_tokens(get<i>(a.parts), sequence, length, a.recent);
+        });
+    }
+    __device__ __forceinline__ listed_token find(int position) const {
+        listed_token found;
+        static_for<parts>([&](auto number) {
+            constexpr int i = decltype(number)::value;
+            const auto& part = get<i>(args.parts);
+            constexpr int page_tokens = std::remove_cvref_t<decltype(part)>::pair_type::page_tokens;
+            const int at = args.places ? position : position - part.cache.first_token,
+                      page_number = at / page_tokens;
+            int page = -1;
+            if (position < 0) return;
+            if (args.places) {
+                if (i == 0) page = page_number;
+            } else if (position < length && at >= held[i].first && at < held[i].end) {
+                const int column =
+                    part.range == page_range::window ? page_number % part.cache.table_columns : page_number;
+                const shown_tokens shown =
+                    shown_at(part.cuts, sequence, cut_of(part.cuts, sequence), position, 1);
+                if (shown.begin < shown.end)
+                    page = __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
+            }
+            if (page >= 0) found = {i, page, at - page_number * page_tokens};
+        });
+        return found;
+    }
+};
+
+/// Four warps write a tile, others the next one.
+template <int Rows>
+struct latent_list_shape : latent_shape<Rows> {
+    using latent_shape<Rows>::many;
+    static constexpr int stage_warps = 4, producer_warps = 2 * stage_warps,
+                         threads = 32 * (producer_warps + latent_shape<Rows>::consumer_warps);
+    static constexpr int producer_registers = many        ? 80
+                                              : Rows > 16 ? 136
+                                                          : 168,
+                         consumer_registers = many        ? 176
+                                              : Rows > 16 ? 232
+                                                          : 168;
+};
+
+template <class Shape, class Args>
+struct latent_list_producer;
+
+#if KVQ_WARPGROUP_PRODUCTS
+
+/// Channels of the 16 tokens of a tile that a warp has, from pages to half floats: lanes have neighbouring
+/// octets of channels of a token, so that a load of a warp meets one page. Offset: of the channels' block in
+/// a page.
+template <class Pair, int Channels, std::size_t Offset, int Words>
+struct listed_rows {
+    using S = typename Pair::keys;
+    using traits = word_traits<S>;
+    static constexpr bool full = traits::full;
+    static constexpr block_shape shape = Pair::key_shape();
+    static constexpr int page = Pair::page_tokens, height = kvq::detail::smaller(32, page);
+    static constexpr int octets = Channels / 8, steps = 16 * octets / 32;
+    static constexpr int octet_words = [] {
+        if constexpr (full)
+            return 4;
+        else
+            return S::code_bits / 4;
+    }();
+    static constexpr int row_words = octets * octet_words;
+    static constexpr int group = traits::group == 0 || traits::group > Channels ? Channels : traits::group,
+                         groups = full ? 0 : Channels / group;
+    /// A lane has the parameters of one token and of every second group.
+    static constexpr int sets = kvq::detail::ceil_div(groups, 2);
+    static constexpr int held = kvq::detail::smaller(steps, kvq::detail::larger(1, Words / octet_words));
+    struct nothing {};
+    template <class X, bool Full>
+    struct set_of {
+        using type = stored_set<X>;
+    };
+    template <class X>
+    struct set_of<X, true> {
+        using type = nothing;
+    };
+    using set_type = typename set_of<S, full>::type;
+
+    const std::byte* block;  // of the lane's token: lanes i and 16 + i have the same
+    int in_page;
+    bool own;  // is the token of this part?
+    set_type parameters[sets == 0 ? 1 : sets];
+    std::uint32_t word[held][octet_words];
+
+    /// at: where the page begins.
+    __device__ __forceinline__ void begin(const std::byte* at, int place, bool of_part, int lane) {
+        block = at + Offset;
+        in_page = place % page;
+        own = of_part;
+        if constexpr (!full)
+#pragma unroll
+            for (int i = 0; i < sets; ++i) {
+                const int g = 2 * i + lane / 16;
+                parameters[i].load(block_in_memory{block}, traits::scale_offset(shape),
+                                   traits::bias_offset(shape),
+                                   kvq::detail::smaller(g, groups - 1) * round_up(page, 4) + in_page, 0);
+            }
+    }
+    /// Asks for the octets from step `First` on.
+    template <int First = 0>
+    __device__ __forceinline__ void fetch(int lane) {
+        const auto at = reinterpret_cast<std::uintptr_t>(block) +
+                        static_cast<unsigned>(((in_page & ~31) * row_words + in_page % height) * 4);
+        static_for<held>([&](auto number) {
+            constexpr int i = decltype(number)::value;
+            if constexpr (First + i < steps) {
+                const place_of_lane at_lane((First + i) * 32 + lane);
+                const auto* const from =
+                    reinterpret_cast<const std::uint32_t*>(__shfl_sync(0xffffffffu, at, at_lane.token)) +
+                    at_lane.octet * (octet_words * height);
+#pragma unroll
+                for (int k = 0; k < octet_words; ++k) word[i][k] = fetch_word(from + k * height);
+            }
+        });
+    }
+    /// Stores all octets; the first ones have been asked for. to: of the first token and channel.
+    __device__ __forceinline__ void store(std::uint32_t to, int row, int lane) {
+        static_for<kvq::detail::ceil_div(steps, held)>([&](auto round) {
+            constexpr int first = decltype(round)::value * held;
+            if constexpr (first > 0) fetch<first>(lane);
+            static_for<held>([&](auto number) {
+                constexpr int i = decltype(number)::value;
+                if constexpr (first + i < steps) {
+                    const place_of_lane at((first + i) * 32 + lane);
+                    std::uint32_t x[4];
+                    halves(x, word[i], at);
+                    if (__shfl_sync(0xffffffffu, static_cast<int>(own), at.token) != 0)
+                        store_shared_16(to + octet_offset<latent_tile>(row + at.token, at.octet),
+                                        {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
+                                         __uint_as_float(x[3])});
+                }
+            });
+        });
+    }
+
+private:
+    struct place_of_lane {
+        int token, octet;
+        __device__ __forceinline__ explicit place_of_lane(int i) : token(i / octets), octet(i % octets) {}
+    };
+    /// As cell_batch computes x^.
+    __device__ __forceinline__ void halves(std::uint32_t (&x)[4], const std::uint32_t (&w)[octet_words],
+                                           [[maybe_unused]] const place_of_lane& at) const {
+        if constexpr (full) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if constexpr (std::is_same_v<typename S::value_type, float16>)
+                    x[k] = w[k];
+                else
+                    x[k] = pack_halves<float16>(unpack_half<typename S::value_type, 0>(w[k]),
+                                                unpack_half<typename S::value_type, 1>(w[k]));
+        } else {
+            const int g = at.octet * 8 / group;
+            std::uint32_t both = 0, low = 0;
+#pragma unroll
+            for (int i = 0; i < sets; ++i) {
+                const half_parameters h = parameters[i].halves();
+                const int from = g % 2 * 16 + at.token;
+                const std::uint32_t own_both = h.scale | static_cast<std::uint32_t>(h.bias) << 16,
+                                    other = __shfl_sync(0xffffffffu, own_both, from);
+                if (g / 2 == i) both = other;
+                if constexpr (set_type::has_low) {
+                    const std::uint32_t other_low =
+                        __shfl_sync(0xffffffffu, static_cast<std::uint32_t>(h.low), from);
+                    if (g / 2 == i) low = other_low;
+                }
+            }
+            const std::uint32_t scale = __byte_perm(both, 0, 0x1010), bias = __byte_perm(both, 0, 0x3232);
+            std::uint32_t quads[2];
+            if constexpr (octet_words == 1) {
+                quads[0] = w[0] & 0x0f0f0f0fu;
+                quads[1] = w[0] >> 4 & 0x0f0f0f0fu;
+            } else {
+                quads[0] = w[0];
+                quads[1] = w[1];
+            }
+            constexpr std::uint32_t raised =
+                0xe400e400u + 0x00010001u * set_type::centre;  // -(1024 + centre)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const std::uint32_t number =
+                    __byte_perm(quads[k / 2], 0x64646464u, k % 2 == 0 ? 0x4140 : 0x4342);
+                const std::uint32_t code = multiply_add_halves(number, 0x3c003c00u, raised);
+                if constexpr (set_type::has_low)
+                    x[k] = multiply_add_halves(code, scale,
+                                               multiply_add_halves(code, __byte_perm(low, 0, 0x1010), bias));
+                else if constexpr (traits::has_bias)
+                    x[k] = multiply_add_halves(code, scale, bias);
+                else
+                    x[k] = multiply_halves(code, scale);
+            }
+        }
+    }
+};
+
+/// As latent_producer, of listed tokens: a warp has 16 tokens of a tile.
+template <class Shape, class Args>
+struct latent_list_producer {
+    static constexpr int dim = Args::first_pair::head_dim, step = Shape::stages,
+                         words = Shape::many        ? 8
+                                 : Shape::rows > 16 ? 32
+                                                    : 64;
+    static_assert(Shape::stage_warps * 16 == latent_tile && Shape::stages == 2);
+    using memory = latent_memory<dim, Shape>;
+    template <int I>
+    using pair_of = typename std::remove_cvref_t<decltype(get<I>(std::declval<Args>().parts))>::pair_type;
+    template <int I>
+    using first_rows = listed_rows<typename pair_of<I>::first_pair, pair_of<I>::first_channels, 0, words>;
+    const Args& args;
+    std::uint32_t place;
+    int producer, lane;
+    int made = 0;  // tiles of all stages
+    const int stage = producer / Shape::stage_warps, warp = producer % Shape::stage_warps;
+
+    __device__ __forceinline__ void piece(const latent_piece& p) {
+        const int own = (stage - made) & (step - 1);  // the first tile of this stage
+        int number = made + own;
+        made += p.to - p.from;
+        if (p.from + own >= p.to) return;
+        const auto at = latent_stage<memory>::of(place, stage);
+        const listed_pages<Args> pages(args, p.sequence);
+        const auto listed = [&](int tile) {
+            return tile < p.to ? args.listed(p.sequence, tile * latent_tile + warp * 16 + lane % 16) : -1;
+        };
+        listed_token now = pages.find(listed(p.from + own));
+        int next = listed(p.from + own + step);
+        first_rows<0> rows;
+        int own_lane = lane;
+        const auto fetch = [&] {
+            if (!any<0>(now)) return;
+            begin<0>(rows, now, own_lane);
+            rows.fetch(own_lane);
+        };
+        fetch();
+#pragma unroll 1
+        for (int tile = p.from + own; tile < p.to; tile += step, number += step) {
+            const listed_token ahead = pages.find(next);
+            next = listed(tile + 2 * step);
+            const std::uint32_t shown = __ballot_sync(0xffffffffu, now.part >= 0) & 0xffffu;
+            barrier_wait(at.free, static_cast<std::uint32_t>(number / step + 1) & 1u);
+            if (lane == 0) {
+                if (warp == 0) store_word(at.note, 0);
+                store_half_word(at.note + 4 + 2 * static_cast<std::uint32_t>(warp),
+                                static_cast<std::uint16_t>(shown));
+            }
+            // Otherwise the places of all octets are computed before the loop, and take registers.
+            asm volatile("" : "+r"(own_lane));
+            static_for<listed_pages<Args>::parts>(
+                [&](auto part) { store(part, rows, now, at.tile, own_lane); });
+            if (shown != 0xffffu) clear(shown, at.tile);
+            publish_to_products();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(at.full);
+            now = ahead;
+            fetch();
+        }
+    }
+
+private:
+    template <int I>
+    __device__ __forceinline__ static bool any(const listed_token& token) {
+        return __any_sync(0xffffffffu, token.part == I) != 0;
+    }
+    /// In place of a token that is not of this part any other one is read, so that there are no branches.
+    template <int I, class Rows>
+    __device__ __forceinline__ void begin(Rows& rows, const listed_token& token, int own_lane) const {
+        const bool own = token.part == I;
+        rows.begin(get<I>(args.parts).cache.key_block(own ? token.page : 0, 0), own ? token.in_page : 0, own,
+                   own_lane);
+    }
+    template <int I>
+    __device__ __forceinline__ void store(std::integral_constant<int, I>, first_rows<0>& rows,
+                                          const listed_token& token, std::uint32_t to, int own_lane) const {
+        using pair = pair_of<I>;
+        if (!any<I>(token)) return;
+        if constexpr (I == 0) {
+            rows.store(to, 16 * warp, own_lane);
+        } else {
+            first_rows<I> others;
+            begin<I>(others, token, own_lane);
+            others.fetch(own_lane);
+            others.store(to, 16 * warp, own_lane);
+        }
+        if constexpr (pair::second_channels > 0) {
+            listed_rows<typename pair::second_pair, pair::second_channels, pair::second_block, words> second;
+            begin<I>(second, token, own_lane);
+            second.fetch(own_lane);
+            second.store(to + static_cast<std::uint32_t>(pair::first_channels * latent_tile * 2), 16 * warp,
+                         own_lane);
+        }
+    }
+    /// Zeros in rows of no token.
+    __device__ __forceinline__ void clear(std::uint32_t shown, std::uint32_t to) const {
+        const int token = lane % 16;
+        if ((shown >> token & 1u) != 0) return;
+#pragma unroll 1
+        for (int octet = lane / 16; octet < dim / 8; octet += 2)
+            store_shared_16(to + octet_offset<latent_tile>(16 * warp + token, octet),
+                            {0.0f, 0.0f, 0.0f, 0.0f});
+    }
+};
+
+#endif
+
+/// As latent_plain_kernel, of listed tokens.
+template <class Args>
+__global__ void __launch_bounds__(plain_latent_threads)
+    latent_list_plain_kernel(const __grid_constant__ Args args) {
+    const auto& a = args.a;
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    launch_dependents();
+    latent_walk<Args> walk(args, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+    latent_piece piece;
+    while (walk.next(piece)) {
+        if (threadIdx.x == 0) note_bounds(args, piece);
+        const listed_pages<Args> pages(args, piece.sequence);
+#pragma unroll 1
+        for (int own = warp; own < plain_latent_rows; own += plain_latent_threads / 32) {
+            const int row = piece.row_block * plain_latent_rows + own;
+            if (row >= a.rows) continue;
+            plain_latent_row<Args> state(a.q.at(a.row_token(piece.sequence, row), a.row_head(0, row)),
+                                         a.scale, lane);
+#pragma unroll 1
+            for (int i = piece.from * latent_tile; i < piece.to * latent_tile; ++i) {
+                const listed_token token = pages.find(args.listed(piece.sequence, i));
+                static_for<listed_pages<Args>::parts>([&](auto number) {
+                    constexpr int part = decltype(number)::value;
+                    if (token.part == part)
+                        state.add(get<part>(args.parts).cache, token.page, token.in_page, lane);
+                });
+            }
+            state.write(args.state(piece.number, own), lane);
+        }
+    }
+}
+
+template <class Args>
+struct latent_list_plain_launch {
+    static constexpr auto* kernel = latent_list_plain_kernel<Args>;
+    static constexpr int threads = plain_latent_threads, bytes = 0;
+    static constexpr kernel_facts facts{"latent_list_plain_kernel", plain_latent_rows, 0, 0, 0};
+};
+template <class Args>
+struct latent_list_launches;
+template <class First, class T, class... Parts>
+struct latent_list_launches<latent_list_args<First, T, Parts...>> {
+    using args = latent_list_args<First, T, Parts...>;
+    static constexpr bool tiles = ((no_listed_tiles<typename Parts::pair_type> == nullptr) && ...);
+    template <int Rows, int MoreRowsThan>
+    using on_tiles =
+        kernel_list<latent_wgmma_launch<latent_list_shape<Rows>, MoreRowsThan, args, latent_list_producer>>;
+    using type =
+        joined<std::conditional_t<
+                   tiles,
+                   joined<std::conditional_t<First::value_dim % 256 == 0, on_tiles<64, 32>, kernel_list<>>,
+                          joined<on_tiles<32, 16>, on_tiles<16, 0>>>,
+                   kernel_list<>>,
+               kernel_list<latent_list_plain_launch<args>>>;
+};
+
+template <class T, class... Parts>
+using latent_list_args_of =
+    latent_list_args<typename std::tuple_element_t<0, std::tuple<Parts...>>::pair_type, T,
+                     cache_part<typename Parts::pair_type>...>;
+
+}  // namespace detail
+
+/// Bytes of workspace that attend_latent_lists() of this mixed_cache_ref needs on the current device for so
+/// many query tokens; 0 if there is none.
+template <class Mix, class T>
+requires detail::is_mix<Mix> std::size_t latent_list_workspace_bytes(int queries, int q_heads)
+noexcept {
+    return [&]<class... Parts>(std::type_identity<mixed_cache_ref<Parts...>>) {
+        using args = detail::latent_list_args_of<T, Parts...>;
+        return detail::with_kernel(
+            typename detail::latent_list_launches<args>::type{}, q_heads, [&](auto kernel) {
+                cudaError_t code = cudaSuccess;
+                const detail::latent_workspace room(queries, q_heads, decltype(kernel)::facts.query_rows,
+                                                    args::first_pair::value_dim, code);
+                if (code != cudaSuccess) (void)cudaGetLastError();
+                return code == cudaSuccess ? room.bytes : 0;
+            });
+    }(std::type_identity<Mix>{});
+}
+
+/// The kernel that attend_latent_lists() of this mixed_cache_ref takes on the current device, and why.
+template <class Mix, class T>
+requires detail::is_mix<Mix> kernel_choice latent_list_kernel(int q_heads)
+noexcept {
+    return [&]<class... Parts>(std::type_identity<mixed_cache_ref<Parts...>>) {
+        using launches = detail::latent_list_launches<detail::latent_list_args_of<T, Parts...>>;
+        kernel_choice choice;
+        detail::with_kernel(
+            typename launches::type{}, q_heads, [](auto) {}, &choice);
+        ((detail::no_listed_tiles<typename Parts::pair_type> == nullptr
+              ? void()
+              : detail::add_words(choice, "; no tiles of listed tokens: %s",
+                                  detail::no_listed_tiles<typename Parts::pair_type>)),
+         ...);
+        return choice;
+    }(std::type_identity<Mix>{});
+}
+
+/// Attention of the last query_tokens tokens of every sequence over their lists. Parts: of latent_pair, with
+/// the same channels. q: [sequences * query_tokens][heads][R + P]; out: the same with V channels.
+template <class T, class... Parts>
+status attend_latent_lists(const mixed_cache_ref<Parts...>& cache, const token_view<const T>& q,
+                           const token_view<T>& out, const list_options& options, void* workspace,
+                           std::size_t workspace_bytes, cudaStream_t stream) noexcept {
+    static_assert(float_format<T>,
+                  "kvq::cuda::attend_latent_lists: q and out must be float16, bfloat16 or float");
+    static_assert(detail::same_latents<typename Parts::pair_type...>,
+                  "kvq::cuda::attend_latent_lists: parts are of latent_pair, with the same channels of keys "
+                  "and values");
+    using args_type = detail::latent_list_args_of<T, Parts...>;
+    if (status s = detail::check_mix(cache); !s) return s;
+    const auto& first = get<0>(cache.parts).cache;
+    if (first.kv_heads != 1)
+        return detail::bad_value("latents have one kv head, the cache has %d", first.kv_heads);
+    attention_options plain{.scale = options.scale, .query_tokens = options.query_tokens};
+    plain.lse = options.lse;
+    plain.state_in = options.state_in;
+    plain.state_out = options.state_out;
+    if (status s = detail::check_attention(first, q, out, plain); !s) return s;
+    const token_lists lists[2] = {options.selected, options.window};
+    long long listed = 0;
+    for (const token_lists& list : lists) {
+        if (list.count < 0) return detail::bad_value("a list has %d tokens", list.count);
+        if (list.count > 0 && list.tokens == nullptr)
+            return detail::bad_value("a list of %d tokens is a null pointer", list.count);
+        listed += list.count;
+    }
+    if (listed > detail::most_tokens)
+        return detail::bad_value("%lld listed tokens are more than 2^28", listed);
+    if (q.tokens > 65535) return detail::bad_value("%d query tokens are too many for one launch", q.tokens);
+    if (q.tokens == 0) return {};
+    args_type args{};
+    args.a = detail::make_arguments(first, q, out, plain);
+    args.a.work.sequences = q.tokens;
+    args.a.work.query_tokens = 1;
+    args.a.rows = q.heads;
+    [&]<int... Is>(std::integer_sequence<int, Is...>) {
+        ((detail::get<Is>(args.parts) = detail::get<Is>(cache.parts)), ...);
+    }
+    (std::make_integer_sequence<int, sizeof...(Parts)>{});
+    args.recent = cache.recent;
+    args.lists[0] = lists[0];
+    args.lists[1] = lists[1];
+    args.query_tokens = options.query_tokens;
+    args.places = options.places;
+    args.sink_logits = options.sink_logits;
+    return detail::with_kernel(
+        typename detail::latent_list_launches<args_type>::type{}, args.a.rows, [&](auto kernel) {
+            return detail::launch_latents(kernel, args, workspace, workspace_bytes, stream);
+        });
+}
+
+}}}  // namespace kvq::cuda

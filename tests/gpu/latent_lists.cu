@@ -1,0 +1,216 @@
+// Latent attention over lists of tokens, against double arithmetic on the dequantized latents; the same bits
+// on every run; refusals.
+#include <kvq/cuda/latent/latent_lists.cuh>
+
+#include "latent_batch.cuh"
+
+using namespace kvq;
+
+namespace {
+
+struct list_case {
+    int heads = 16, query_tokens = 1, selected = 100, window = 30;
+    std::vector<int> lengths;
+    bool holes = false, sink_logits = false;
+};
+
+template <class T, class Quantized, class Window>
+void check_case(test::rng& r, const list_case& c, const char* name, double* worst) {
+    constexpr int dim = Quantized::head_dim, value_dim = Quantized::value_dim;
+    const test::mixed_latents<Quantized, Window> latents(r, c.lengths, 4, 40, c.holes);
+    const auto mix = latents.mix();
+    using mix_type = std::remove_const_t<decltype(mix)>;
+    const int queries = static_cast<int>(c.lengths.size()) * c.query_tokens;
+    const auto rows = static_cast<std::size_t>(queries * c.heads);
+    // Any tokens in any order, some of them twice, some of them not there; the last query has none at all.
+    const auto make_list = [&](int count) {
+        std::vector<int> list;
+        for (int i = 0; i < queries * count; ++i) {
+            const int n = c.lengths[static_cast<std::size_t>(i / count / c.query_tokens)];
+            list.push_back(i / count == queries - 1 || test::uniform(r, 0, 9) == 0
+                               ? (test::uniform(r, 0, 1) == 0 ? -1 : n + test::uniform(r, 0, 1000))
+                               : test::uniform(r, 0, std::max(n, 1) - 1));
+        }
+        return list;
+    };
+    const std::vector<int> selected = make_list(c.selected), window = make_list(c.window);
+    const test::device_buffer<int> selected_device(selected), window_device(window);
+    std::vector<T> q(rows * dim);
+    for (T& x : q) x = T(test::normal(r));
+    std::vector<float> logits(static_cast<std::size_t>(c.heads));
+    for (float& x : logits) x = 3.0f * test::normal(r);
+    logits[0] = -INFINITY;
+    const test::device_buffer<T> q_device(q);
+    const test::device_buffer<float> logits_device(logits);
+    test::device_buffer<T> out(rows * value_dim);
+    test::device_buffer<float> lse(rows);
+    const std::size_t bytes = cuda::latent_list_workspace_bytes<mix_type, T>(queries, c.heads);
+    test::device_buffer<std::byte> workspace(bytes);
+    const float scale = 1.0f / 14.0f;
+    const cuda::list_options options{.scale = scale,
+                                     .selected = {selected_device.get(), c.selected},
+                                     .window = {c.window > 0 ? window_device.get() : nullptr, c.window},
+                                     .query_tokens = c.query_tokens,
+                                     .sink_logits = c.sink_logits ? logits_device.get() : nullptr,
+                                     .lse = lse.get()};
+    std::vector<T> got;
+    for (int i = 0; i < test::repeats(4); ++i) {
+        out.poison();
+        const cuda::status s = cuda::attend_latent_lists<T>(mix, {q_device.get(), queries, c.heads, dim},
+                                                            {out.get(), queries, c.heads, value_dim}, options,
+                                                            workspace.get(), bytes, nullptr);
+        CHECK(s, "%s: %s", name, s.message);
+        const std::vector<T> now = out.download();
+        CHECK(i == 0 || std::memcmp(got.data(), now.data(), got.size() * sizeof(T)) == 0,
+              "%s: other bits on another run", name);
+        got = now;
+    }
+    const std::vector<float> got_lse = lse.download();
+    double off = 0.0, size = 0.0;
+    for (int query = 0; query < queries; ++query) {
+        const auto b = static_cast<std::size_t>(query / c.query_tokens);
+        std::vector<const float*> listed;
+        const auto add = [&](const std::vector<int>& list, int count) {
+            for (int i = 0; i < count; ++i)
+                if (const int t = list[static_cast<std::size_t>(query * count + i)];
+                    t >= 0 && t < c.lengths[b] && latents.at(b, t) != nullptr)
+                    listed.push_back(latents.at(b, t));
+        };
+        add(selected, c.selected);
+        add(window, c.window);
+        for (int h = 0; h < c.heads; ++h) {
+            const auto at = static_cast<std::size_t>(query * c.heads + h);
+            const double sink =
+                c.sink_logits ? static_cast<double>(logits[static_cast<std::size_t>(h)]) : -INFINITY;
+            test::latent_row(&q[at * dim], listed, dim, value_dim, static_cast<double>(scale), sink)
+                .compare(&got[at * value_dim], got_lse[at], off, size, name);
+        }
+    }
+    const double error = size == 0.0 ? off : std::sqrt(off / size);
+    *worst = std::max(*worst, error);
+    CHECK(error < (std::is_same_v<T, bfloat16> ? 4e-3 : 2e-3),
+          "%s: relative error %g (%d heads, %d + %d tokens)", name, error, c.heads, c.selected, c.window);
+}
+
+/// Places in pages in place of positions: the same numbers.
+template <class Pair>
+[[maybe_unused]] void check_places(test::rng& r) {
+    constexpr int length = 4 * Pair::page_tokens, count = 70, heads = 16;
+    const test::latent_batch<Pair> batch(r, {length});
+    const test::device_buffer<int> lengths(std::vector<int>{length});
+    const test::device_latents<Pair> device(batch, lengths, 0);
+    const auto mix = cuda::make_mixed(0, device.ref);
+    std::vector<int> positions, places;
+    for (int i = 0; i < count; ++i) {
+        const int t = test::uniform(r, -1, length - 1);
+        positions.push_back(t);
+        places.push_back(t < 0 ? -1
+                               : batch.table[static_cast<std::size_t>(t / Pair::page_tokens)] *
+                                         Pair::page_tokens +
+                                     t % Pair::page_tokens);
+    }
+    std::vector<float16> q(heads * Pair::head_dim);
+    for (float16& x : q) x = float16(test::normal(r));
+    const test::device_buffer<float16> q_device(q);
+    test::device_buffer<float16> out(heads * Pair::value_dim);
+    const std::size_t bytes =
+        cuda::latent_list_workspace_bytes<std::remove_const_t<decltype(mix)>, float16>(1, heads);
+    test::device_buffer<std::byte> workspace(bytes);
+    std::vector<float16> got[2];
+    for (int i = 0; i < 2; ++i) {
+        const test::device_buffer<int> list(i == 0 ? positions : places);
+        const cuda::status s = cuda::attend_latent_lists<float16>(
+            mix, {q_device.get(), 1, heads, Pair::head_dim}, {out.get(), 1, heads, Pair::value_dim},
+            {.selected = {list.get(), count}, .places = i == 1}, workspace.get(), bytes, nullptr);
+        CHECK(s, "%s", s.message);
+        got[i] = out.download();
+    }
+    CHECK(std::memcmp(got[0].data(), got[1].data(), got[0].size() * 2) == 0,
+          "places in pages give other numbers than positions");
+}
+
+template <class Quantized, class Window>
+void check_format(const char* name, const char* kernel, unsigned seed) {
+#if defined(TARGET_SM_90A) || !defined(__CUDACC__)
+    const cuda::kernel_choice choice =
+        cuda::latent_list_kernel<cuda::mixed_cache_ref<cuda::cache_part<Quantized>>, float16>(16);
+    CHECK(std::strcmp(choice.kernel, kernel) == 0, "%s: the kernel is %s, %s", name, choice.kernel,
+          choice.why);
+#endif
+    std::printf("%s: seed %u\n", name, seed);
+    test::rng r(seed);
+    double worst = 0.0;
+    check_case<float16, Quantized, Window>(r, {.lengths = {200, 0, 65, 3}, .sink_logits = true}, name,
+                                           &worst);
+    check_case<bfloat16, Quantized, Window>(
+        r, {.heads = 20, .query_tokens = 2, .selected = 200, .window = 0, .lengths = {150, 5}, .holes = true},
+        name, &worst);
+#ifdef __CUDACC__
+    check_case<float16, Quantized, Window>(r, {.heads = 128, .selected = 700, .lengths = {900, 64}}, name,
+                                           &worst);
+    check_case<float16, Quantized, Window>(
+        r, {.heads = 1, .selected = 2048, .window = 128, .lengths = {5000}}, name, &worst);
+    check_case<bfloat16, Quantized, Window>(r,
+                                            {.heads = 64,
+                                             .query_tokens = 3,
+                                             .selected = 130,
+                                             .lengths = std::vector<int>(60, 300),
+                                             .holes = true,
+                                             .sink_logits = true},
+                                            name, &worst);
+#endif
+    std::printf("%s: relative error %.2g\n", name, worst);
+}
+
+template <class Scheme, int PageTokens>
+using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens>;
+using affine4 = affine<4, per_token<128>>;
+
+[[maybe_unused]] void check_refusals() {  // of the first part
+    using pair = v3<full<float16>, 64>;
+    test::device_buffer<int> numbers(4);
+    test::device_buffer<std::byte> memory(pair::key_block_bytes);
+    const test::device_buffer<float16> q(576 * 16);
+    test::device_buffer<float16> out(512 * 16);
+    cuda::cache_ref<pair> ref;
+    ref.key_pages = memory.get();
+    ref.key_page_bytes = pair::key_block_bytes;
+    ref.block_table = ref.tokens = numbers.get();
+    ref.sequences = ref.table_columns = ref.kv_heads = 1;
+    const auto refused = [&](const char* words, const cuda::list_options& options) {
+        const cuda::status s =
+            cuda::attend_latent_lists<float16>(cuda::make_mixed(0, ref), {q.get(), 1, 16, 576},
+                                               {out.get(), 1, 16, 512}, options, nullptr, 0, nullptr);
+        CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words) != nullptr,
+              "\"%s\" is not in \"%s\"", words, s.message);
+    };
+    refused("a list has -1 tokens", {.selected = {numbers.get(), -1}});
+    refused("a list of 5 tokens is a null pointer", {.window = {nullptr, 5}});
+    refused("2 query tokens", {.query_tokens = 2});
+    refused("workspace", {.selected = {numbers.get(), 4}});
+}
+
+}  // namespace
+
+int main() {
+    [[maybe_unused]] const char *tiles = "latent_wgmma_kernel", *plain = "latent_list_plain_kernel";
+#if !defined(PART) || PART == 0
+    check_refusals();
+    test::rng r(1);
+    check_places<v3<affine4, 32>>(r);
+    check_format<v3<affine4, 32>, v3<full<float16>, 32>>("affine-4-g128", tiles, 2);
+    check_format<cuda::latent_pair<typename kivi<4, 32>::keys, 40, 8, 40, 32>,
+                 cuda::latent_pair<full<bfloat16>, 40, 8, 40, 32>>("kivi-4-g32, few channels", plain, 3);
+#endif
+#ifdef __CUDACC__
+#if PART == 1
+    check_format<v3<affine4, 4>, v3<full<bfloat16>, 4>>("affine-4-g128, pages of 4", tiles, 4);
+    check_format<v3<int8, 64>, v3<full<bfloat16>, 64>>("int8", tiles, 5);
+#elif PART == 2
+    check_format<cuda::latent_pair<int8, 448, 64, 512, 8>, cuda::latent_pair<full<float16>, 448, 64, 512, 8>>(
+        "int8, V4, pages of 8", tiles, 6);
+    check_format<v3<full<bfloat16>, 64>, v3<full<bfloat16>, 64>>("bf16", tiles, 7);
+#endif
+#endif
+    return test::report("latent_lists");
+}
