@@ -193,8 +193,9 @@ void check_top(test::rng& r, const std::vector<int>& lengths, int room, int quer
             const float* const own = &scores[row * static_cast<std::size_t>(room)];
             std::vector<int> want(static_cast<std::size_t>(seen(row)));
             for (std::size_t i = 0; i < want.size(); ++i) want[i] = static_cast<int>(i);
-            const auto number = [&](int i) { return own[i] == own[i] ? own[i] : -INFINITY; };
-            std::stable_sort(want.begin(), want.end(), [&](int a, int b) { return number(a) > number(b); });
+            std::stable_sort(want.begin(), want.end(), [&](int i, int j) {
+                return own[i] == own[i] && (own[j] != own[j] || own[i] > own[j]);
+            });
             want.resize(std::min(want.size(), static_cast<std::size_t>(count)));
             std::sort(want.begin(), want.end());
             want.resize(static_cast<std::size_t>(count), -1);

@@ -5,8 +5,8 @@
 //   level   all groups of all rows; what they have found is the next level's scores, until a row has one
 //           group
 //
-// Contract: exactly the `count` largest scores. Of equal scores those of lower positions; NaN counts as
-// -infinity; -0 and 0 are equal. Positions are in ascending order, then -1: the same on every run.
+// Contract: exactly the `count` largest scores. Of equal scores those of lower positions; NaN comes last;
+// -0 and 0 are equal. Positions are in ascending order, then -1: the same on every run.
 // Complexity: every score is read once; a level has count / 16384 times the scores of the one before for
 // every group.
 #pragma once
@@ -27,10 +27,8 @@ struct top_memory {
     unsigned digit, left;
 };
 
-/// The order of scores as that of integers above 0.
-__device__ __forceinline__ unsigned score_order(float x) {
-    return ordered_bits(x == x ? x + 0.0f : -INFINITY);
-}
+/// The order of scores as that of integers above 0; NaN is the lowest.
+__device__ __forceinline__ unsigned score_order(float x) { return x == x ? ordered_bits(x + 0.0f) : 1u; }
 
 /// Calls emit(place, j) for keys[j] among the `count` largest of the block. Thread `lane` of warp w has keys
 /// 512 w + 32 j + lane: places follow this order, and of equal keys the first are chosen. Key 0 never is.
