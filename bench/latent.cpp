@@ -63,10 +63,18 @@ int main(int argc, char** argv) {
     std::deque<row> rows;
     rows.emplace_back(bf16, bf16, latents);
     rows.emplace_back(fp16, fp16, latents);
-    for (const kvq::format& f :
-         {kvq::make_format<kvq::int8>(), kvq::make_format<kvq::affine<4, kvq::per_channel<128>>>(),
-          kvq::make_format<kvq::std4::keys>(), kvq::make_format<kvq::std4_h::keys>()})
+    using four_bits = kvq::affine<4, kvq::per_channel<128>>;
+    for (const kvq::format& f : {kvq::make_format<kvq::int8>(), kvq::make_format<four_bits>(),
+                                 kvq::make_format<kvq::std4::keys>(), kvq::make_format<kvq::std4_h::keys>()})
         rows.emplace_back(kvq::with_fp16_channels(f, rotary), fp16, latents);
+    // Queries and weights of one byte; of bfloat16, where the CPU multiplies tiles of it.
+    using short_queries = kvq::simd<kvq::arch::best, kvq::query_bytes<1>>;
+    const kvq::format bf16_short = kvq::make_format<kvq::full<kvq::bfloat16>, short_queries>();
+    rows.emplace_back(bf16_short, bf16_short, latents);
+    rows.back().name += "/1";
+    rows.emplace_back(kvq::with_fp16_channels(kvq::make_format<four_bits, short_queries>(), rotary),
+                      kvq::make_format<kvq::full<kvq::float16>, short_queries>(), latents);
+    rows.back().name += "/1";
     std::mt19937 random(3);
     std::vector<std::int32_t> list;
     for (int i = 0; i < listed * query_tokens; ++i)

@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
@@ -75,6 +76,27 @@ struct emulated_tiles {
                     for (int j = 0; j < 4; ++j) words[C][i][r] += static_cast<std::uint32_t>(a[j] * b[j]);
                 }
     }
+    template <int C, int A, int B>
+    static void multiply_floats() {
+        REQUIRE(open);
+        REQUIRE(rows[C] == rows[A]);
+        ++products;
+        for (int i = 0; i < rows[C]; ++i)
+            for (int r = 0; r < 16; ++r) {
+                float sum = of_bits(words[C][i][r]);
+                for (int k = 0; k < 16; ++k) {
+                    const std::uint32_t a = words[A][i][k], b = words[B][k][r];
+                    sum += of_bits(a << 16) * of_bits(b << 16);
+                    sum += of_bits(a & 0xffff0000u) * of_bits(b & 0xffff0000u);
+                }
+                std::memcpy(&words[C][i][r], &sum, 4);
+            }
+    }
+    static float of_bits(std::uint32_t bits) {
+        float f;
+        std::memcpy(&f, &bits, 4);
+        return f;
+    }
 };
 
 /// The registers of this build's CPU, and tiles.
@@ -132,7 +154,7 @@ void check(test::generator& random, const kvq::block_shape& shape, int n) {
     const auto expected = product<backend>(false, scheme, shape, n, block, x, x_stride, add);
     CHECK(emulated_tiles::products == before);
     const auto actual = product<backend>(true, scheme, shape, n, block, x, x_stride, add);
-    CHECK((emulated_tiles::products > before) == (n * QueryBytes > 8 && n * QueryBytes <= 32));
+    CHECK((emulated_tiles::products > before) == (n * QueryBytes > 8));
     const int rows = shape.rows();
     for (int i = 0; i < n; ++i)
         for (int r = 0; r < rows; ++r) {
@@ -169,7 +191,7 @@ struct amx_backend {
 
 }  // namespace
 
-/// Of QueryBytes per value, `fewest` to `most` vectors: one query block of a tile and two.
+/// Of QueryBytes per value, `fewest` to `most` vectors: one query block of a tile, two, and many.
 template <class Scheme, int QueryBytes>
 void check_shapes(int fewest, int most) {
     const auto seed = test::seed();
@@ -181,7 +203,8 @@ void check_shapes(int fewest, int most) {
         const bool keys = random.one_in(2) || !kvq::value_scheme<Scheme>;
         const kvq::block_shape shape{keys ? kvq::tensor::key : kvq::tensor::value, random.pick(sizes),
                                      random.pick(sizes)};
-        check<Scheme, QueryBytes>(random, shape, random.between(fewest, most));
+        check<Scheme, QueryBytes>(random, shape,
+                                  round % 4 < 3 ? random.between(fewest, most) : random.between(17, 128));
     }
 }
 
@@ -197,6 +220,81 @@ TEST_CASE_TEMPLATE("products in tiles, one byte per value: the bits of products 
                    kvq::affine<1, kvq::per_token<0>>, kvq::affine<2, kvq::per_token<40>>,
                    kvq::affine<5, kvq::per_channel<0>>, mixed) {
     check_shapes<Scheme, 1>(8, 16);
+}
+
+/// A block of 16-bit values, some of its rows and columns, times n vectors: y + X x, and what it may be off by.
+template <class T, int QueryBytes>
+void check_values(test::generator& random) {
+    using backend = kvq::simd<tiled, kvq::query_bytes<QueryBytes>>;
+    constexpr int sizes[] = {160, 100, 64, 33, 32, 7};
+    const bool keys = random.one_in(2);
+    const kvq::block_shape shape{keys ? kvq::tensor::key : kvq::tensor::value, random.pick(sizes),
+                                 random.pick(sizes)};
+    const int tokens = random.between(1, shape.tokens), n = random.between(16, 70),
+              rows = keys ? tokens : shape.dim, cols = keys ? shape.dim : tokens, x_stride = cols + 16,
+              y_stride = rows + 16;
+    INFO(QueryBytes, " piece(s), ", keys ? "keys" : "values", " of ", shape.tokens, " x ", shape.dim, ", ",
+         tokens, " tokens, ", n, " vectors");
+    const kvq::full<T> scheme;
+    const kvq::value_layout<T> layout(shape);
+    std::vector<std::byte> block(scheme.block_bytes(shape) + 64);
+    std::vector<float> x(static_cast<std::size_t>(n * x_stride)),
+        y(static_cast<std::size_t>(n * y_stride), 0.5f);
+    for (float& f : x) f = random.normal();
+    const auto value = [&](int r, int c) {
+        return reinterpret_cast<T*>(block.data()) + layout.element(r, c);
+    };
+    for (int r = 0; r < shape.rows(); ++r)
+        for (int c = 0; c < shape.cols(); ++c)
+            *value(r, c) = T(r < rows && c < cols ? random.normal() : std::nanf(""));
+    // A value that is not finite makes its row so, and no other.
+    const int bad_row = random.one_in(2) ? random.between(0, rows - 1) : -1;
+    if (bad_row >= 0) *value(bad_row, random.between(0, cols - 1)) = T(INFINITY);
+    const bool add = random.one_in(2);
+
+    emulated_tiles::wanted = true;
+    const int before = emulated_tiles::products;
+    const kvq::kernels::block_product<backend, kvq::full<T>> product(
+        kvq::kernels::product_blocks_of<backend>(scheme, shape, {}), shape, n);
+    std::vector<float> space(product.workspace_bytes() / sizeof(float) + 16, std::nanf(""));
+    auto* const aligned =
+        reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(space.data()) + 63) / 64 * 64);
+    {
+        const kvq::kernels::tile_session<typename backend::lanes, backend> tiles(n);
+        product.begin(shape, {}, block.data(), x.data(), x_stride, aligned);
+        product.finish(shape, {}, block.data(), x.data(), x_stride, rows, cols, y.data(), y_stride, add, 0,
+                       aligned);
+    }
+    CHECK((emulated_tiles::products > before) == (bad_row < 0 || rows > 32));
+    for (int i = 0; i < n; ++i) {
+        for (int r = 0; r < rows; ++r) {
+            double exact = add ? 0.5 : 0.0, terms = exact;
+            for (int c = 0; c < cols; ++c) {
+                const double term = static_cast<double>(static_cast<float>(*value(r, c))) *
+                                    static_cast<double>(x[static_cast<std::size_t>(i * x_stride + c)]);
+                exact += term;
+                terms += std::fabs(term);
+            }
+            const double got = static_cast<double>(y[static_cast<std::size_t>(i * y_stride + r)]);
+            CAPTURE(i);
+            CAPTURE(r);
+            if (r == bad_row)
+                REQUIRE_FALSE(std::isfinite(got));
+            else
+                REQUIRE(std::fabs(got - exact) <= terms * (QueryBytes == 1 ? 0x1p-8 : 0x1p-14));
+        }
+        for (int r = rows; r < y_stride; ++r) REQUIRE(y[static_cast<std::size_t>(i * y_stride + r)] == 0.5f);
+    }
+}
+
+TEST_CASE_TEMPLATE("16-bit values in tiles of bfloat16, against double arithmetic", T, kvq::float16,
+                   kvq::bfloat16) {
+    INFO("KVQ_SEED=", test::seed());
+    test::generator random(test::seed());
+    for (int round = 0; round < 16; ++round) {
+        check_values<T, 2>(random);
+        check_values<T, 1>(random);
+    }
 }
 
 #if defined(__x86_64__)

@@ -47,10 +47,12 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
         }
     detail::check_backends(keys_, values_);
     for (const layer& l : layers_) {
-        if (!detail::holds_keys_alone(l.kind) || latent_values_.count(l.head_dim) > 0) continue;
-        detail::format_table read(tensor::value, detail::values_of_keys(keys_[0], l.head_dim), {});
-        for (int i = 1; i < keys_.size(); ++i) read.add(detail::values_of_keys(keys_[i], l.head_dim));
-        latent_values_.emplace(l.head_dim, std::move(read));
+        const std::pair dims(l.head_dim, l.value_dim);
+        if (!detail::holds_keys_alone(l.kind) || latent_values_.count(dims) > 0) continue;
+        const auto values = [&](int i) { return detail::values_of_keys(keys_[i], dims.first, dims.second); };
+        detail::format_table read(tensor::value, values(0), {});
+        for (int i = 1; i < keys_.size(); ++i) read.add(values(i));
+        latent_values_.emplace(dims, std::move(read));
     }
     if (state_) (void)recurrent_state(*state_, pool_, options.snapshots);  // checks the policy
 }
@@ -82,8 +84,8 @@ KVQ_FUNC int cache::add_format(tensor role, const format& f) {
     check(role, f, list.listed());
     if (const int i = list.find(f); i < list.listed()) return i;
     detail::check_backends(keys_, values_, f);
-    for (auto& [dim, read] : latent_values_)
-        if (role == tensor::key) read.add(detail::values_of_keys(f, dim));
+    for (auto& [dims, read] : latent_values_)
+        if (role == tensor::key) read.add(detail::values_of_keys(f, dims.first, dims.second));
     list.add(f);
     return list.listed() - 1;
 }
@@ -270,7 +272,7 @@ KVQ_FUNC void cache::expect_values_stay(int layer, std::int64_t by) const {
 
 KVQ_FUNC const detail::format_table& cache::read_values(int layer) const noexcept {
     const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
-    return detail::holds_keys_alone(of.kind) ? latent_values_.at(of.head_dim) : values_;
+    return detail::holds_keys_alone(of.kind) ? latent_values_.at({of.head_dim, of.value_dim}) : values_;
 }
 
 KVQ_FUNC void cache::expect_listed(tensor role, int number) const {

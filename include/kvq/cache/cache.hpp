@@ -223,7 +223,8 @@ private:
     cache_options options_;
     detail::format_table keys_;
     detail::format_table values_;
-    std::map<int, detail::format_table> latent_values_;  // of layers of keys alone, by channels of a key
+    // Of layers of keys alone, by channels of keys and values.
+    std::map<std::pair<int, int>, detail::format_table> latent_values_;
     detail::rotation_table rotations_;
     page_pool pool_;
 };

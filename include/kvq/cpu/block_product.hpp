@@ -3,10 +3,12 @@
 // width, share it.
 //
 //   values        float products on 16/32-bit values                       (window/window_product.hpp)
-//                 many operands: 16-bit values as integers of 14 bits      (window/word_product.hpp)
+//                 many operands: 16-bit values as integers of 14 bits      (window/word_product.hpp),
+//                 or in tiles of bfloat16                                  (window/tile_value_product.hpp)
 //   codes         integer products on codes, parameters folded
 //     (product/folded.hpp, code_product.hpp)
 //   segments      the same for one range of columns after the other, added up (product/segment_product.hpp)
+//                 both also as values of a latent layer that are read from keys (product/turned_product.hpp)
 //   dequantized   the block is dequantized to floats in the workspace, then multiplied
 //
 //   product(scheme, shape, id, n)   for the blocks of one head and shape; layouts are computed here, once
@@ -25,9 +27,11 @@
 #include <type_traits>
 
 #include "../schemes/codec_spec.hpp"
+#include "../schemes/mixed_bits.hpp"
 #include "kernel_table.hpp"
 #include "product/code_product.hpp"
-#include "product/segment_product.hpp"
+#include "product/turned_product.hpp"
+#include "window/tile_value_product.hpp"
 #include "window/word_product.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
@@ -108,41 +112,52 @@ class window_block_product {
 public:
     using lanes = typename Backend::lanes;
 
-    window_block_product(const product_blocks&, const block_shape& shape, int n)
-        : words_(multiplies_words<lanes, T>(n) ? word_space(shape, n) : word_space()), n_(n) {}
+    window_block_product(const product_blocks&, const block_shape& shape, int n) : n_(n) {
+        if constexpr (by_tiles)
+            if (multiplies_tiles<lanes, T>(n)) {
+                tiles_ = value_tile_space(shape, n, Backend::query_bytes, in_tiles::value_pieces);
+                return;
+            }
+        if (multiplies_words<lanes, T>(n)) words_ = word_space(shape, n);
+    }
 
-    std::size_t workspace_bytes() const { return words_.bytes; }
+    std::size_t workspace_bytes() const { return detail::larger(words_.bytes, tiles_.bytes); }
 
     void begin(const block_shape& shape, block_id, const std::byte*, const float* x, std::ptrdiff_t x_stride,
                std::byte* workspace) const {
-        if (shape.role == tensor::key) fold_words(x, x_stride, shape.cols(), workspace);
+        if (shape.role == tensor::key) fold(x, x_stride, shape.cols(), workspace);
     }
     void finish(const block_shape& shape, block_id, const std::byte* block, const float* x,
                 std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                 std::ptrdiff_t ahead, std::byte* workspace) const {
         // For V the number of used columns is known only here.
-        if (shape.role == tensor::value) fold_words(x, x_stride, cols, workspace);
-        if (multiply_words(shape, block, rows, cols, y, y_stride, add, ahead, workspace)) return;
+        if (shape.role == tensor::value) fold(x, x_stride, cols, workspace);
+        if constexpr (by_tiles)
+            if (tiles_.n > 0)
+                return in_tiles::run(tiles_, shape, block, x, x_stride, rows, cols, y, y_stride, add, ahead,
+                                     workspace);
+        if constexpr (by_words)
+            if (words_.n > 0 && word_product<lanes, T>::run(words_, shape, block, rows, cols, y, y_stride,
+                                                            add, ahead, workspace))
+                return;
         window_product<lanes, T>(shape, block, x, x_stride, n_, rows, cols, y, y_stride, add, ahead);
     }
 
 private:
-    static constexpr bool by_words = has_word_dots<lanes> && sizeof(T) == 2;
+    static constexpr bool by_words = has_word_dots<lanes> && sizeof(T) == 2,
+                          by_tiles = has_tiles<lanes> && sizeof(T) == 2;
+    using in_tiles = typename tile_product_of<lanes, T, Backend>::type;
 
-    void fold_words(const float* x, std::ptrdiff_t x_stride, int cols, std::byte* workspace) const {
+    void fold(const float* x, std::ptrdiff_t x_stride, int cols, std::byte* workspace) const {
+        if constexpr (by_tiles)
+            if (tiles_.n > 0) return in_tiles::fold(tiles_, x, x_stride, cols, workspace);
         if constexpr (by_words)
             if (words_.n > 0) word_product<lanes, T>::fold(words_, x, x_stride, cols, workspace);
     }
-    bool multiply_words(const block_shape& shape, const std::byte* block, int rows, int cols, float* y,
-                        std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) const {
-        if constexpr (by_words)
-            if (words_.n > 0)
-                return word_product<lanes, T>::run(words_, shape, block, rows, cols, y, y_stride, add, ahead,
-                                                   workspace);
-        return false;
-    }
 
-    word_space words_;  ///< empty: multiplied directly
+    // Both empty: multiplied directly.
+    word_space words_;
+    value_tile_space tiles_;
     int n_;
 };
 
@@ -232,6 +247,28 @@ constexpr auto block_product_of() {
 template <class Backend, class Scheme>
 using block_product = typename decltype(block_product_of<Backend, Scheme>())::type;
 
+template <class Product>
+struct product_table;
+
+/// The product of weights with the values of a latent layer in blocks that Product reads as keys, or null.
+constexpr const product_functions* key_values_of(const void*) { return nullptr; }
+template <class Backend, int Bits, bool Table>
+constexpr const product_functions* key_values_of(const code_block_product<Backend, Bits, Table>*) {
+    return &product_table<turned_block_product<Backend, Table, Bits>>::functions;
+}
+template <class Backend, int... Widths>
+constexpr const product_functions* key_values_of(
+    const segment_block_product<Backend, code_widths<Widths...>>*) {
+    return &product_table<turned_block_product<Backend, false, Widths...>>::functions;
+}
+template <class Backend, float_format T>
+constexpr const product_functions* key_values_of(const window_block_product<Backend, T>*) {
+    if constexpr (sizeof(T) == 2)
+        return &product_table<turned_value_product<T, window_block_product<Backend, T>>>::functions;
+    else
+        return nullptr;
+}
+
 /// The functions of a plan, of all schemes whose blocks are read in one way.
 template <class Product>
 struct product_table {
@@ -254,7 +291,8 @@ struct product_table {
                                                   ahead, workspace);
     }
 
-    static constexpr product_functions functions{sizeof(Product), &make_plan, &begin, &finish};
+    static constexpr product_functions functions{sizeof(Product), &make_plan, &begin, &finish,
+                                                 key_values_of(static_cast<const Product*>(nullptr))};
 };
 
 /// Does one call of `begin` serve every block?

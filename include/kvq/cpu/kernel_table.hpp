@@ -43,6 +43,9 @@ struct product_functions {
     void (*finish)(const void* plan, const block_shape&, block_id, const std::byte* block, const float* x,
                    std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                    std::ptrdiff_t ahead, std::byte* workspace);
+    /// Of blocks of keys with the values of a latent layer, on the same codes: shapes are those of the
+    /// values, the blocks those of the keys. Null: there is none.
+    const product_functions* of_key_values;
 };
 
 /// Kernels of codecs whose parameters belong to groups (kernels::by_groups), of one width, levels and axis.

@@ -152,7 +152,8 @@ struct plain_lanes {
                                              static_cast<std::uint32_t>(sum));
         });
     }
-    /// 16 bytes, as often as they fit, and for every byte of a, 0 to 15, that byte of such a table.
+    /// 16 bytes, as often as they fit, and for every byte of a, 0 to 15, that byte of the 16 of `table`
+    /// around it.
     static KVQ_INLINE ints sixteen_bytes(const std::uint8_t* p) {
         return map_ints([&](int i) { return detail::load_as<std::int32_t>(p + 4 * (i % 4)); });
     }
@@ -161,7 +162,10 @@ struct plain_lanes {
             std::uint32_t found = 0;
             for (int b = 0; b < 32; b += 8) {
                 const auto at = static_cast<std::uint32_t>(a.v[i]) >> b & 15u;
-                found |= (static_cast<std::uint32_t>(table.v[at / 4]) >> at % 4 * 8 & 255u) << b;
+                found |=
+                    (static_cast<std::uint32_t>(table.v[i / 4 * 4 + static_cast<int>(at / 4)]) >> at % 4 * 8 &
+                     255u)
+                    << b;
             }
             return static_cast<std::int32_t>(found);
         });

@@ -84,6 +84,11 @@ struct bounded_record : format_record {
         table.make_plan = [](const void* self, const block_shape& shape, block_id id, int rows, void* plan) {
             return functions_of(self).make_plan(state_of(self), shape, id, rows, plan);
         };
+        if (table.plan_key_values)
+            table.plan_key_values = [](const void* self, const block_shape& keys, block_id id, int channels,
+                                       int rows, void* plan) {
+                return functions_of(self).plan_key_values(state_of(self), keys, id, channels, rows, plan);
+            };
         table.estimate_scores = [](const void* self, const block_shape& shape, block_id,
                                    const std::byte* block, const float* x, std::ptrdiff_t x_stride, int rows,
                                    int, int, float spread, float* out, std::ptrdiff_t ahead, float* scratch) {

@@ -146,6 +146,18 @@ struct format_functions {
                    std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                    std::ptrdiff_t ahead, std::byte* workspace);
 
+    /// The same for rows of weights and the first `channels` channels of blocks of keys, which are the values
+    /// of a latent layer; a block is read where it lies. Returns 0 where there is no such product; null:
+    /// there never is. Outputs of a format that transforms are restored afterwards.
+    std::size_t key_values_plan_bytes;
+    std::size_t (*plan_key_values)(const void* scheme, const block_shape& keys, block_id, int channels,
+                                   int rows, void* plan);
+    void (*begin_key_values)(const void* plan, const block_shape&, block_id, const std::byte* block,
+                             const float* x, std::ptrdiff_t x_stride, std::byte* workspace);
+    void (*finish_key_values)(const void* plan, const block_shape&, block_id, const std::byte* block,
+                              const float* x, std::ptrdiff_t x_stride, int rows, int cols, float* y,
+                              std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace);
+
     /// Null for formats whose keys have neither parameters of channels nor bounds (format/bounds.hpp). An
     /// estimate of the products of `rows` vectors with tokens [first, end) of a block of keys, from these
     /// alone (cpu/product/score_estimate.hpp); with spread 1 it is at least the largest product.

@@ -20,6 +20,101 @@ namespace detail {
 /// Parts of a plan or a workspace begin at cache lines.
 constexpr std::size_t whole_lines(std::size_t bytes) noexcept { return round_up(bytes, std::size_t{64}); }
 
+/// A plan of products of weights with the first `channels` channels of blocks of keys: on the codes or values
+/// of a block, or on x^, to which it is dequantized in the workspace. The plan of the product that runs
+/// follows.
+struct alignas(64) key_values_product {
+    const format* keys;
+    int dim, channels;  ///< of a key, of a value
+    int rows;
+    bool in_place;
+
+    static std::size_t plan_bytes(const format& keys) {
+        return sizeof(key_values_product) + whole_lines(larger(keys.functions().key_values_plan_bytes,
+                                                               x_format(keys).functions().plan_bytes));
+    }
+    /// Is there a product on the blocks themselves?
+    static bool reads_keys(const format& keys, const block_shape& shape, int channels) {
+        const format_functions& f = keys.functions();
+        return f.plan_key_values && f.plan_key_values(keys.scheme(), shape, {}, channels, 1, nullptr) > 0;
+    }
+    /// Writes plan_bytes() to `plan` unless it is null; returns the bytes of workspace.
+    static std::size_t make(const format& keys, const block_shape& shape, block_id id, int channels, int rows,
+                            void* plan) {
+        const key_values_product p{&keys, shape.dim, channels, rows, reads_keys(keys, shape, channels)};
+        void* const product = plan ? static_cast<std::byte*>(plan) + sizeof p : nullptr;
+        if (plan) ::new (plan) key_values_product(p);
+        if (p.in_place)
+            return keys.functions().plan_key_values(keys.scheme(), shape, id, channels, rows, product);
+        const format& x = x_format(keys);
+        return p.find_places(shape.tokens).product +
+               x.functions().make_plan(x.scheme(), p.values_of(shape.tokens), id, rows, product);
+    }
+
+    void begin(int tokens, block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
+               std::byte* workspace) const {
+        if (in_place)
+            keys->functions().begin_key_values(this + 1, values_of(tokens), id, block, x, x_stride,
+                                               workspace);
+    }
+    void finish(int tokens, block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
+                int cols, float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead,
+                std::byte* workspace) const {
+        const block_shape values = values_of(tokens), shape{tensor::key, tokens, dim};
+        if (in_place)
+            return keys->functions().finish_key_values(this + 1, values, id, block, x, x_stride, channels,
+                                                       cols, y, y_stride, add, ahead, workspace);
+        const format_functions& f = x_format(*keys).functions();
+        const places at = find_places(tokens);
+        auto* const scratch = reinterpret_cast<float*>(workspace + at.scratch);
+        std::byte* const to = workspace + at.block;
+        keys->functions().dequantize(keys->scheme(), shape, id, block, f.value_type, workspace, shape.dim,
+                                     scratch);
+        // Odd tokens, and channels that are no multiple of 4, leave gaps.
+        if (cols % 2 != 0 || channels % 4 != 0) std::memset(to, 0, x_format(*keys).block_bytes(values));
+        const std::uint32_t beyond = f.write_tokens(values, to, f.value_type, workspace, shape.dim, cols, 0);
+        if (beyond > 0 && !keys->holds_values())
+            return multiply_floats(shape, id, block, x, x_stride, cols, y, y_stride, add, scratch);
+        f.begin(this + 1, values, id, to, x, x_stride, workspace + at.product);
+        f.finish(this + 1, values, id, to, x, x_stride, channels, cols, y, y_stride, add, 0,
+                 workspace + at.product);
+    }
+
+private:
+    /// A workspace: rows of dequantized keys, a block of values, scratch, the workspace of a product with
+    /// this block.
+    struct places {
+        std::size_t block, scratch, product;
+    };
+
+    /// Of x^.
+    static const format& x_format(const format& keys) {
+        return keys.holds_values() ? keys : keys.functions().backend->fp16();
+    }
+    block_shape values_of(int tokens) const noexcept { return {tensor::value, tokens, channels}; }
+    places find_places(int tokens) const {
+        const format& x = x_format(*keys);
+        const std::size_t all = block_shape{tensor::key, tokens, dim}.values();
+        places p{};
+        p.block = whole_lines(all * size_of(x.functions().value_type));
+        p.scratch = p.block + whole_lines(x.block_bytes(values_of(tokens)));
+        p.product = p.scratch + whole_lines(all * sizeof(float));
+        return p;
+    }
+    /// Of keys that fp16 does not hold.
+    void multiply_floats(const block_shape& shape, block_id id, const std::byte* block, const float* x,
+                         std::ptrdiff_t x_stride, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                         float* scratch) const {
+        keys->functions().dequantize(keys->scheme(), shape, id, block, float_type::fp32, scratch, shape.dim,
+                                     scratch);
+        for (int i = 0; i < rows; ++i, x += x_stride, y += y_stride) {
+            for (int c = 0; c < channels && !add; ++c) y[c] = 0.0f;
+            for (int t = 0; t < cols; ++t)
+                for (int c = 0; c < channels; ++c) y[c] += x[t] * scratch[std::ptrdiff_t{t} * shape.dim + c];
+        }
+    }
+};
+
 /// The functions of a format whose last channels are fp16. The state is the record itself.
 struct fp16_channels_record : format_record {
     format inner;
@@ -107,10 +202,20 @@ struct fp16_channels_record : format_record {
             const fp16_channels_record& r = of_state(self);
             return r.inner.functions().describe(r.inner.scheme(), r.first(shape), window);
         };
+        if (table.plan_key_values) {
+            table.key_values_plan_bytes = values_plan_at(1) + key_values_product::plan_bytes(fp16());
+            table.plan_key_values = &plan_key_values;
+            table.begin_key_values = &begin_key_values;
+            table.finish_key_values = &finish_key_values;
+        }
         if (!table.transforms) return;
         table.transform_query = [](const void* self, const block_shape& shape, block_id id, float* x) {
             const fp16_channels_record& r = of_state(self);
             r.inner.functions().transform_query(r.inner.scheme(), r.first(shape), id, x);
+        };
+        table.restore_output = [](const void* self, const block_shape& shape, block_id id, float* y) {
+            const fp16_channels_record& r = of_state(self);
+            r.inner.functions().restore_output(r.inner.scheme(), r.first(shape), id, y);
         };
     }
 
@@ -223,19 +328,65 @@ private:
                                      x + first.dim, x_stride, rows, r->channels, y, y_stride, true, ahead,
                                      workspace + inner_workspace);
     }
+
+    /// A plan of values is [head][that of the inner format][key_values_product of the fp16 channels].
+    struct values_head {
+        const fp16_channels_record* of;
+        int inner_dim, inner_channels, fp16_channels;
+        std::size_t inner_workspace;
+    };
+    std::size_t values_plan_at(int part) const {
+        return whole_lines(sizeof(values_head)) +
+               (part == 0 ? 0 : whole_lines(inner.functions().key_values_plan_bytes));
+    }
+    static std::size_t plan_key_values(const void* self, const block_shape& keys, block_id id, int channels,
+                                       int rows, void* plan) {
+        const fp16_channels_record& r = of_state(self);
+        const block_shape first = r.first(keys);
+        const int of_inner = smaller(channels, first.dim), of_fp16 = channels - of_inner;
+        auto* const at = static_cast<std::byte*>(plan);
+        const std::size_t bytes = r.inner.functions().plan_key_values(
+            r.inner.scheme(), first, id, of_inner, rows, at ? at + r.values_plan_at(0) : nullptr);
+        if (bytes == 0) return 0;
+        if (at) ::new (plan) values_head{&r, first.dim, of_inner, of_fp16, whole_lines(bytes)};
+        if (of_fp16 == 0) return bytes;
+        return whole_lines(bytes) + key_values_product::make(r.fp16(), r.last(keys), id, of_fp16, rows,
+                                                             at ? at + r.values_plan_at(1) : nullptr);
+    }
+    static void begin_key_values(const void* plan, const block_shape& shape, block_id id,
+                                 const std::byte* block, const float* x, std::ptrdiff_t x_stride,
+                                 std::byte* workspace) {
+        const auto& head = *static_cast<const values_head*>(plan);
+        head.of->inner.functions().begin_key_values(
+            static_cast<const std::byte*>(plan) + head.of->values_plan_at(0),
+            {tensor::value, shape.tokens, head.inner_channels}, id, block, x, x_stride, workspace);
+    }
+    static void finish_key_values(const void* plan, const block_shape& shape, block_id id,
+                                  const std::byte* block, const float* x, std::ptrdiff_t x_stride, int,
+                                  int cols, float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead,
+                                  std::byte* workspace) {
+        const auto& head = *static_cast<const values_head*>(plan);
+        const fp16_channels_record& r = *head.of;
+        const auto* const at = static_cast<const std::byte*>(plan);
+        r.inner.functions().finish_key_values(
+            at + r.values_plan_at(0), {tensor::value, shape.tokens, head.inner_channels}, id, block, x,
+            x_stride, head.inner_channels, cols, y, y_stride, add, ahead, workspace);
+        if (head.fp16_channels == 0) return;
+        block += r.inner.block_bytes({tensor::key, shape.tokens, head.inner_dim});
+        const auto& last = *reinterpret_cast<const key_values_product*>(at + r.values_plan_at(1));
+        last.begin(shape.tokens, id, block, x, x_stride, workspace + head.inner_workspace);
+        last.finish(shape.tokens, id, block, x, x_stride, cols, y + head.inner_channels, y_stride, add, ahead,
+                    workspace + head.inner_workspace);
+    }
 };
 
 /// The functions of the values of a latent layer. The state is the record itself.
 struct latent_values_record : format_record {
     format keys;
-    format values;  ///< multiplies blocks in the workspace
     int key_dim;
     format_functions table{};
 
-    latent_values_record(format of, int dim)
-        : keys(std::move(of)),
-          values(keys.holds_values() ? keys : keys.functions().backend->fp16()),
-          key_dim(dim) {
+    latent_values_record(format of, int of_key, int of_value) : keys(std::move(of)), key_dim(of_key) {
         functions = &table;
         scheme = this;
         name = keys.name();
@@ -243,91 +394,46 @@ struct latent_values_record : format_record {
         table.backend = keys.functions().backend;
         table.values = true;
         table.begins_once[1] = true;
-        table.value_type = type();
+        table.value_type = keys.functions().value_type;
         table.holds_values = keys.holds_values();
-        table.plan_bytes = sizeof(plan_head) + values.functions().plan_bytes;
+        table.plan_bytes = key_values_product::plan_bytes(keys);
         table.block_bytes = [](const void* self, const block_shape& shape) {
             const latent_values_record& r = of_state(self);
             return r.keys.block_bytes(r.key_block(shape));
         };
-        table.make_plan = &make_plan;
-        table.begin = [](const void*, const block_shape&, block_id, const std::byte*, const float*,
-                         std::ptrdiff_t, std::byte*) {};
-        table.finish = &finish;
+        table.make_plan = [](const void* self, const block_shape& shape, block_id id, int rows, void* plan) {
+            const latent_values_record& r = of_state(self);
+            return key_values_product::make(r.keys, r.key_block(shape), id, shape.dim, rows, plan);
+        };
+        table.begin = [](const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                         const float* x, std::ptrdiff_t x_stride, std::byte* workspace) {
+            static_cast<const key_values_product*>(plan)->begin(shape.tokens, id, block, x, x_stride,
+                                                                workspace);
+        };
+        table.finish = [](const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                          const float* x, std::ptrdiff_t x_stride, int, int cols, float* y,
+                          std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
+            static_cast<const key_values_product*>(plan)->finish(shape.tokens, id, block, x, x_stride, cols,
+                                                                 y, y_stride, add, ahead, workspace);
+        };
+        // Keys that are dequantized are restored at once.
+        table.transforms = keys.functions().transforms &&
+                           key_values_product::reads_keys(keys, {tensor::key, 1, key_dim}, of_value);
+        table.restore_output = [](const void* self, const block_shape& shape, block_id id, float* y) {
+            const latent_values_record& r = of_state(self);
+            r.keys.functions().restore_output(r.keys.scheme(), r.key_block(shape), id, y);
+        };
     }
 
 private:
-    struct alignas(64) plan_head {
-        const latent_values_record* of;
-        int rows;
-    };
-    /// A workspace: rows of dequantized keys, a block of values, scratch, the workspace of a product with
-    /// this block.
-    struct places {
-        std::size_t block, scratch, product;
-    };
-
     static const latent_values_record& of_state(const void* self) noexcept {
         return *static_cast<const latent_values_record*>(self);
     }
-    float_type type() const noexcept { return values.functions().value_type; }
     block_shape key_block(const block_shape& s) const noexcept { return {tensor::key, s.tokens, key_dim}; }
-    places places_of(const block_shape& shape) const {
-        const std::size_t all = key_block(shape).values();
-        places p{};
-        p.block = whole_lines(all * size_of(type()));
-        p.scratch = p.block + whole_lines(values.block_bytes(shape));
-        p.product = p.scratch + whole_lines(all * sizeof(float));
-        return p;
-    }
-
-    static std::size_t make_plan(const void* self, const block_shape& shape, block_id id, int rows,
-                                 void* plan) {
-        const latent_values_record& r = of_state(self);
-        if (plan) ::new (plan) plan_head{&r, rows};
-        void* const own = plan ? static_cast<plan_head*>(plan) + 1 : nullptr;
-        return r.places_of(shape).product +
-               r.values.functions().make_plan(r.values.scheme(), shape, id, rows, own);
-    }
-    static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
-                       const float* x, std::ptrdiff_t x_stride, int rows, int cols, float* y,
-                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t, std::byte* workspace) {
-        const plan_head& head = *static_cast<const plan_head*>(plan);
-        const latent_values_record& r = *head.of;
-        const block_shape keys = r.key_block(shape);
-        const places at = r.places_of(shape);
-        auto* const scratch = reinterpret_cast<float*>(workspace + at.scratch);
-        std::byte* const to = workspace + at.block;
-        r.keys.functions().dequantize(r.keys.scheme(), keys, id, block, r.type(), workspace, keys.dim,
-                                      scratch);
-        // Odd tokens, and channels that are no multiple of 4, leave gaps.
-        if (cols % 2 != 0 || shape.dim % 4 != 0) std::memset(to, 0, r.values.block_bytes(shape));
-        const std::uint32_t beyond =
-            r.values.functions().write_tokens(shape, to, r.type(), workspace, keys.dim, cols, 0);
-        if (beyond > 0 && !r.table.holds_values)
-            return multiply_floats(r, keys, id, block, head.rows, x, x_stride, rows, cols, y, y_stride, add,
-                                   scratch);
-        r.values.functions().begin(&head + 1, shape, id, to, x, x_stride, workspace + at.product);
-        r.values.functions().finish(&head + 1, shape, id, to, x, x_stride, rows, cols, y, y_stride, add, 0,
-                                    workspace + at.product);
-    }
-    /// Of keys that fp16 does not hold.
-    static void multiply_floats(const latent_values_record& r, const block_shape& keys, block_id id,
-                                const std::byte* block, int n, const float* x, std::ptrdiff_t x_stride,
-                                int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
-                                float* scratch) {
-        r.keys.functions().dequantize(r.keys.scheme(), keys, id, block, float_type::fp32, scratch, keys.dim,
-                                      scratch);
-        for (int i = 0; i < n; ++i, x += x_stride, y += y_stride) {
-            for (int c = 0; c < rows && !add; ++c) y[c] = 0.0f;
-            for (int t = 0; t < cols; ++t)
-                for (int c = 0; c < rows; ++c) y[c] += x[t] * scratch[std::ptrdiff_t{t} * keys.dim + c];
-        }
-    }
 };
 
-KVQ_FUNC format values_of_keys(const format& keys, int key_dim) {
-    return format(new latent_values_record(keys, key_dim));
+KVQ_FUNC format values_of_keys(const format& keys, int key_dim, int value_dim) {
+    return format(new latent_values_record(keys, key_dim, value_dim == 0 ? key_dim : value_dim));
 }
 
 }  // namespace detail

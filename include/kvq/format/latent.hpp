@@ -12,12 +12,15 @@
 // and sends pages takes such a format like any other.
 //
 // Values of a latent layer are the first channels of its keys, and have no pages (cache/layers.hpp).
-// detail::values_of_keys() multiplies weights with them: a block of keys is dequantized once for all rows of
-// weights, into a block of 16-bit values in the workspace of the thread.
-// Contract: scores are the sum of both parts. Outputs are those of x^ of the keys, rounded to fp16 (values
-// beyond it are multiplied in floats); keys of 16 or 32 bits are not rounded.
-// Cost: a task takes scratch of three blocks, which stay in the L2 cache; one pass over a block for up to 128
-// rows.
+// detail::values_of_keys() multiplies weights with them: with the codes, or 16-bit values, of a block of
+// keys, which are turned in the workspace of the thread once for all rows of weights
+// (cpu/product/turned_product.hpp). Outputs of a format with a transform are restored once, not every token.
+// Blocks that attention does not read as they are, and a part of the channels of a format with a transform,
+// are dequantized to fp16 in the workspace.
+// Contract: scores are the sum of both parts. Outputs are those of x^ of the keys; of keys that are
+// dequantized rounded to fp16 (values beyond it are multiplied in floats).
+// Cost: a task takes scratch of one turned block, or three, which stay in the L2 cache; one pass over a block
+// for up to 128 rows.
 #pragma once
 
 #include "format.hpp"
@@ -31,9 +34,9 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 namespace detail {
 
-/// The format of the values of a latent layer whose keys have `key_dim` channels in format `keys`. It can
-/// attend and nothing else.
-format values_of_keys(const format& keys, int key_dim);
+/// The format of the values of a latent layer: the first value_dim (0: all) of the key_dim channels of keys
+/// in format `keys`. It can attend and nothing else.
+format values_of_keys(const format& keys, int key_dim, int value_dim);
 
 }  // namespace detail
 }}  // namespace kvq

@@ -30,11 +30,9 @@ namespace kvq { inline namespace KVQ_TAGGED {
 namespace detail {
 
 /// Most query rows per task. The number is larger when all rows of a task share the unpacked block
-/// (word_product.hpp).
+/// (word_product.hpp, tile_product.hpp).
 template <class Backend>
-inline constexpr int query_rows =
-    kernels::has_word_dots<typename Backend::lanes> && !kernels::has_tiles<typename Backend::lanes> ? 128
-                                                                                                    : 16;
+inline constexpr int query_rows = kernels::has_word_dots<typename Backend::lanes> ? 128 : 16;
 
 template <class Backend>
 const format& fp16_format();
@@ -155,6 +153,13 @@ struct scheme_table {
         return product().make_plan(kernels::product_blocks_of<Backend>(of(scheme), shape, id), shape, rows,
                                    plan);
     }
+    static std::size_t plan_key_values(const void* scheme, const block_shape& keys, block_id id, int channels,
+                                       int rows, void* plan) {
+        // A transform is restored on all channels or on none.
+        if (transforming<Scheme> && channels < keys.dim) return 0;
+        return product().of_key_values->make_plan(kernels::product_blocks_of<Backend>(of(scheme), keys, id),
+                                                  {tensor::value, keys.tokens, channels}, rows, plan);
+    }
     static void estimate_scores(const void* scheme, const block_shape& shape, block_id id,
                                 const std::byte* block, const float* x, std::ptrdiff_t x_stride, int rows,
                                 int first, int end, float spread, float* out, std::ptrdiff_t ahead,
@@ -206,6 +211,7 @@ struct scheme_table {
                                                      const product_functions& from, bool reads) {
         const bool transforms = transforming<Scheme> && reads,
                    estimates = kernels::bounds_keys<Scheme> && reads;
+        const product_functions* const values = supports<Scheme>(tensor::key) ? from.of_key_values : nullptr;
         return {backend,
                 supports<Scheme>(tensor::key),
                 supports<Scheme>(tensor::value),
@@ -231,6 +237,10 @@ struct scheme_table {
                 &make_plan,
                 from.begin,
                 from.finish,
+                values ? values->plan_bytes : 0,
+                values ? &plan_key_values : nullptr,
+                values ? values->begin : nullptr,
+                values ? values->finish : nullptr,
                 estimates ? &estimate_scores : nullptr,
                 estimates ? &estimate_floats : nullptr,
                 &describe,

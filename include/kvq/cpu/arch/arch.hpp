@@ -78,10 +78,10 @@ struct amx : avx512vnni {
     using tiles = amx_tiles;
     static constexpr const char* name() noexcept { return "amx"; }
     static bool available() noexcept {
-        // Leaf 7: tiles are bit 24 of edx, their 8-bit products bit 25.
+        // Leaf 7: tiles are bit 24 of edx, their products of bytes bit 25, those of bfloat16 bit 22.
         unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
         return avx512vnni::available() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 &&
-               (edx >> 24 & 3u) == 3 && tiles::ready();
+               (edx >> 22 & 13u) == 13 && tiles::ready();
     }
 };
 

@@ -6,7 +6,7 @@
 //   load_words(p, n), store_words(p, a, n), load_floats(p, n), store_floats(p, a, n)     first n lanes only
 //   dot<Bits>(acc, codes, x)                  acc + sums of four u8 x s8 products
 //   sixteen_bytes(p), lookup_bytes(table, a)  16 bytes, as often as they fit; for every byte of a, 0 to 15,
-//                                             that byte of such a table
+//                                             that byte of the 16 of `table` around it
 //   even_bytes(a), odd_bytes(a)               bytes 0 and 2, 1 and 3 of every word, as 16-bit words
 //   dot_words(acc, a, x)                      acc + sums of two s16 x s16 products
 //   store_word_pairs(out, stride, a)          the low words of four lanes: 0 and 2 in one word, 1 and 3 in
@@ -36,6 +36,8 @@
 //     store_as_halfwords(p, a, b), repeat_lanes<Half>(a)     word_product.hpp: the lanes of a, then b, as
 //                                                            signed 16-bit words that
 //         saturate; every lane of half of a twice
+//     store_lanes(out, stride, v), split_lanes(v)            turned_product.hpp: lanes of 128 bits of four
+//                                                            vectors side by side; halves of those of two
 //     transpose_fours, split_halves, spread_codes, code_table, lookup_table    dequantize_table.hpp
 #pragma once
 

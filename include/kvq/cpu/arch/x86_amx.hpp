@@ -1,11 +1,13 @@
-// AMX: products of 8-bit tiles (16 x 64 by 64 x 16) in one instruction, for several operands at once.
+// AMX: products of tiles in one instruction, for several operands at once: of bytes (16 x 64 by 64 x 16) and
+// of bfloat16 (16 x 32 by 32 x 16).
 //
 //   C[i][r] += sum_k A[i][k] B[r][k]     A: rows of signed bytes; B: words of four unsigned bytes, row k / 4
 //                                        holds those of all r
 //
 // B has the layout of vectors of codes (pack/tile_layout.hpp), so unpacked codes are stored in their order;
 // cpu/product/tile_product.hpp.
-// Contract: sums of 32 bits, exact. Between begin() and end() the thread's tile registers have the shapes of
+// The same with rows of two bfloat16 to a word, and sums of floats. Contract: sums of bytes have 32 bits and
+// are exact. Between begin() and end() the thread's tile registers have the shapes of
 // the kernels, afterwards their former shapes; their contents are lost, as the calling convention allows. A
 // process must request tiles from Linux once; ready() does it. Source: Intel 64 and IA-32 Architectures SDM,
 // volume 1, chapter 18.
@@ -76,6 +78,10 @@ struct amx_tiles {
     template <int C, int A, int B>
     static KVQ_INLINE void multiply() {
         __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    }
+    template <int C, int A, int B>
+    static KVQ_INLINE void multiply_floats() {
+        __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
     }
 };
 

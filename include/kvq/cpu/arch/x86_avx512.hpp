@@ -233,6 +233,21 @@ struct register_ops<Arch> {
         v[2] = _mm512_unpacklo_epi64(b, d);
         v[3] = _mm512_unpackhi_epi64(b, d);
     }
+    /// Writes the 128-bit lanes of four vectors side by side: lane l of them to out + l * stride.
+    static KVQ_INLINE void store_lanes(std::byte* out, std::ptrdiff_t stride, const ints (&v)[4]) {
+        const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[0], v[1], 0xee),
+                      c = _mm512_shuffle_i32x4(v[2], v[3], 0x44), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+        _mm512_storeu_si512(out, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_storeu_si512(out + stride, _mm512_shuffle_i32x4(a, c, 0xdd));
+        _mm512_storeu_si512(out + 2 * stride, _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_storeu_si512(out + 3 * stride, _mm512_shuffle_i32x4(b, d, 0xdd));
+    }
+    /// The low halves of the 128-bit lanes of two vectors side by side, and the high ones.
+    static KVQ_INLINE void split_lanes(ints (&v)[2]) {
+        const __m512i low = _mm512_unpacklo_epi64(v[0], v[1]);
+        v[1] = _mm512_unpackhi_epi64(v[0], v[1]);
+        v[0] = low;
+    }
     /// The low halves of the words of two vectors side by side, and the high ones.
     static KVQ_INLINE void split_halves(ints (&v)[2]) {
         alignas(64) static constexpr auto even = [] {

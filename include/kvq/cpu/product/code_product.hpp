@@ -3,8 +3,8 @@
 //   y[r] = row_scale[r] * (step * sum_c (code - zero) * byte + bias_dot) + row_bias[r] * sum
 //
 // In registers, up to 4 operands at a time (code_sums.hpp), or, on architectures with tile instructions, in
-// tiles, up to 16 (tile_product.hpp). Contract: that of code_sums.hpp; both give the same bits if registers
-// take bytes as well.
+// tiles (tile_product.hpp). Contract: that of code_sums.hpp; both give the same bits if registers take bytes
+// as well.
 #pragma once
 
 #include "tile_product.hpp"
@@ -22,21 +22,21 @@ struct code_plan {
     /// bytes of all row parameters; in the workspace, the output of fold() follows them
     std::size_t parameter_bytes;
 
-    code_plan(const code_meaning& codes_mean, const code_layout<Bits>& layout, int n, int tile_query_bytes)
+    /// row_slots: those that the parameters of rows have, if they are more than those of the codes.
+    code_plan(const code_meaning& codes_mean, const code_layout<Bits>& layout, int n, int tile_query_bytes,
+              int row_slots = 0)
         : meaning(codes_mean),
           codes(layout),
           fold(codes, meaning.use.columns(), n, tile_query_bytes),
           parameters(codes.bytes()),
-          line(codes.rows().padded_size() + 16),
+          line(detail::larger(codes.rows().padded_size(), row_slots) + 16),
           parameter_bytes(detail::round_up(
               static_cast<std::size_t>((meaning.use.row_scale ? 1 : 0) + (meaning.use.row_bias ? 1 : 0)) *
                   static_cast<std::size_t>(codes.cols.groups()) * static_cast<std::size_t>(line) *
                   sizeof(float),
               std::size_t{64})) {}
 
-    std::size_t workspace_bytes() const {
-        return parameter_bytes + fold.bytes + tile_space::bytes(fold.tile_query_bytes);
-    }
+    std::size_t workspace_bytes() const { return parameter_bytes + fold.bytes + tile_space::bytes(fold); }
 };
 
 /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n operands that were folded for this block. Codes:
@@ -45,11 +45,15 @@ template <class Lanes, class Backend, int Bits, class Codes = plain_codes<Lanes>
 class code_product {
 public:
     code_product(const code_plan<Bits>& plan, const parameter_source& source, std::byte* workspace)
+        : code_product(plan, source, source.block, workspace) {}
+    /// codes: of the block, where they do not lie before its parameters.
+    code_product(const code_plan<Bits>& plan, const parameter_source& source, const std::byte* codes,
+                 std::byte* workspace)
         : codes_(plan.codes),
           layout_(plan.fold),
           columns_(plan.meaning.use.columns()),
           entries_(plan.meaning.entries),
-          block_(source.block),
+          block_(codes),
           words_(layout_.words(workspace + plan.parameter_bytes)),
           scalars_(layout_.scalars(workspace + plan.parameter_bytes)),
           memory_(workspace + plan.parameter_bytes),
@@ -155,14 +159,15 @@ private:
                 planes_[i] += step_quads / planes::quads_per_word(i) * vector_bytes;
             left_ -= step_quads;
         }
-        void finish(const tile_step& step, const std::byte* sums) const {
+        void finish(const tile_step& step, const std::byte* sums, int first, int queries) const {
             const std::ptrdiff_t line = p_.layout_.group_of(step.group) * p_.line_ + step.slot;
             const int set = p_.columns_ ? step.row_group : 0;
             finish_tile<byte_form<Backend>, Lanes>(
-                sums, step.height, p_.layout_.n,
-                {y_ + step.row, y_stride_, step.rows, p_.scales_ ? p_.scales_ + line : nullptr,
-                 p_.biases_ ? p_.biases_ + line : nullptr,
-                 p_.scalars_ + (set * column_groups() + step.group) * p_.layout_.n, add_ || step.group > 0});
+                sums, step.height, queries,
+                {y_ + first * y_stride_ + step.row, y_stride_, step.rows,
+                 p_.scales_ ? p_.scales_ + line : nullptr, p_.biases_ ? p_.biases_ + line : nullptr,
+                 p_.scalars_ + (set * column_groups() + step.group) * p_.layout_.n + first,
+                 add_ || step.group > 0});
         }
 
     private:

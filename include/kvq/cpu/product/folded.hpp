@@ -86,14 +86,13 @@ concept has_tiles = requires {
 inline constexpr int tile_columns = 64;  // bytes of a row of a tile
 inline constexpr int tile_lines = 16;    // rows of a tile: bytes of operands, or rows of a block
 
-/// Rows of a tile for each of n operands, if tiles multiply them (two tiles must have room for all); else 0.
-/// A product of tiles takes as long for one row as for sixteen: up to eight, registers are faster.
+/// Rows of a tile for each of n operands, if tiles multiply them; else 0. A product of tiles takes as long
+/// for one row as for sixteen: up to eight, registers are faster.
 template <class Lanes, class Backend>
 int query_bytes_in_tiles(int n) {
     if constexpr (has_tiles<Lanes>) {
         const int lines = n * Backend::query_bytes;
-        if (lines > 8 && lines <= 2 * tile_lines && Lanes::architecture::tiles::ready())
-            return Backend::query_bytes;
+        if (lines > 8 && Lanes::architecture::tiles::ready()) return Backend::query_bytes;
     }
     return 0;
 }
@@ -108,8 +107,8 @@ struct fold_scalars {
 /// Offsets of the parts of a folded set of `n` operands in memory: [scratch][scalars][words]; see above.
 /// Sizes are stored, because kernels read them at every block.
 struct fold_layout {
-    /// Bytes that stores of whole vectors may write beyond the last word.
-    static constexpr std::size_t overrun = 256;
+    /// Bytes beyond the last word that stores of whole vectors may write, and loads of whole tiles read.
+    static constexpr std::size_t overrun = 256, tile_overrun = tile_columns * tile_lines;
     /// Rows of float scratch of folding: scales, biases, and the operands of a query block.
     static constexpr std::size_t scratch_rows = 2 + query_block;
 
@@ -154,8 +153,9 @@ struct fold_layout {
         words_offset = scalars_offset + detail::round_up(each * static_cast<std::size_t>(parts.groups()) *
                                                              sizeof(fold_scalars),
                                                          std::size_t{64});
-        bytes = words_offset +
-                detail::round_up(each * static_cast<std::size_t>(set_words) * 4 + overrun, std::size_t{64});
+        bytes = words_offset + detail::round_up(each * static_cast<std::size_t>(set_words) * 4 +
+                                                    (tile_query_bytes > 0 ? tile_overrun : overrun),
+                                                std::size_t{64});
     }
 
     /// Parts without gaps between them: of one group, or of groups that they fill.
@@ -177,6 +177,8 @@ struct fold_layout {
     }
     /// Operands that share a tile.
     constexpr int tile_queries() const noexcept { return tile_lines / tile_query_bytes; }
+    /// Steps of 64 columns of a tile of rows, over all parts.
+    constexpr int tile_steps() const noexcept { return set_words * 4 / (tile_query_bytes * tile_columns); }
 
     float* scratch(std::byte* memory) const noexcept { return reinterpret_cast<float*>(memory); }
     fold_scalars* scalars(std::byte* memory) const noexcept {
@@ -506,7 +508,7 @@ void fold_as(const code_meaning& meaning, const fold_layout& layout, const param
                 const int to =
                     Tiles ? from + tile_columns * layout.tile_blocks(p) : step * layout.last_step(p);
                 const part_type part{use,
-                                     source.shape.role == tensor::value,
+                                     meaning.weights,
                                      scale + begin,
                                      bias + begin,
                                      bias + row_floats,

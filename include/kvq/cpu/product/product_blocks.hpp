@@ -18,6 +18,7 @@ namespace kvq { inline namespace v0_3 {
 /// What products know of a codec besides the layout of its codes, on one axis.
 struct code_meaning {
     fold_use use;
+    bool weights;                           ///< are the operands weights, and no queries?
     float top_code;                         ///< the largest number that is multiplied
     float zero_code;                        ///< what is subtracted from every such number
     const std::uint8_t* entries = nullptr;  ///< of the table, 16 of them
@@ -75,7 +76,7 @@ constexpr code_meaning meaning_of(tensor role) noexcept {
                       "kvq: code_entries are 16 numbers from 0 to 127, for codes of 4 bits");
         entries = Scheme::code_entries.data();
     }
-    return {Scheme::fold(role), static_cast<float>(detail::largest_multiplied<Scheme>),
+    return {Scheme::fold(role), role == tensor::value, static_cast<float>(detail::largest_multiplied<Scheme>),
             static_cast<float>(Scheme::zero_code), entries};
 }
 
@@ -144,6 +145,7 @@ template <class Backend, class Scheme>
 product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
                                  [[maybe_unused]] const block_id& id) {
     product_blocks b;
+    b.source.shape = shape;
     b.segment_count = 0;
     b.dequantize = nullptr;
     if constexpr (foldable<Scheme>) {
@@ -156,7 +158,7 @@ product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
         b.bytes = scheme.block_bytes(shape);
     } else if constexpr (segmented<Scheme>) {
         const auto columns = scheme.columns(shape);
-        b.meaning = {columns.fold(shape.role), 255.0f, 0.0f};
+        b.meaning = {columns.fold(shape.role), shape.role == tensor::value, 255.0f, 0.0f};
         b.source = parameters_of<Backend>(scheme, shape);
         b.row_group = columns.codes(shape).rows().group;
         b.col_group = columns.codes(shape).cols.group;

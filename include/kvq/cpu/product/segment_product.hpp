@@ -11,6 +11,17 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
+/// For every column 2^-(widest width - width of its codes); 0 for a column without codes.
+template <class Widths>
+void write_units(const code_segment* segments, int columns, float* unit) {
+    for (int c = 0; c < columns; ++c) unit[c] = 0.0f;
+    for (int w = 0; w < Widths::count; ++w) {
+        if (Widths::values[w] == 0) continue;
+        const float one = 1.0f / static_cast<float>(1 << (Widths::values[0] - Widths::values[w]));
+        for (int c = 0; c < segments[w].columns; ++c) unit[segments[w].first + c] = one;
+    }
+}
+
 /// Common plan of products of n operands with one head's blocks of one shape. Workspaces are the same for
 /// every head. Widths: code_widths<...>.
 template <class Widths>
@@ -31,24 +42,54 @@ struct segment_plan {
 
     /// Order of the workspace: the output of fold(), tiles, units.
     std::size_t workspace_bytes() const {
-        return fold.bytes + tile_space::bytes(fold.tile_query_bytes) +
+        return fold.bytes + tile_space::bytes(fold) +
                detail::round_up(static_cast<std::size_t>(codes.cols.padded_size()) * sizeof(float),
                                 std::size_t{64});
     }
     float* units(std::byte* workspace) const noexcept {
-        return reinterpret_cast<float*>(workspace + fold.bytes + tile_space::bytes(fold.tile_query_bytes));
+        return reinterpret_cast<float*>(workspace + fold.bytes + tile_space::bytes(fold));
     }
-    /// For every column 2^-(widest width - width of its codes); 0 for a column without codes.
     void write_units(std::byte* workspace) const {
-        float* const unit = units(workspace);
-        for (int c = 0; c < codes.cols.padded_size(); ++c) unit[c] = 0.0f;
-        for (int w = 0; w < Widths::count; ++w) {
-            if (Widths::values[w] == 0) continue;
-            const float one = 1.0f / static_cast<float>(1 << (Widths::values[0] - Widths::values[w]));
-            for (int c = 0; c < segments[w].columns; ++c) unit[segments[w].first + c] = one;
-        }
+        kernels::write_units<Widths>(segments, codes.cols.padded_size(), units(workspace));
     }
 };
+
+/// Address of a segment's codes of the tile of `height` slots that begins at `slot`, from slot `in_tile` of
+/// it on.
+template <int Bits>
+struct segment_in_tile {
+    using P = code_planes<Bits>;
+
+    const std::byte* first[P::count];
+    std::ptrdiff_t vector_bytes;
+    int quads;
+
+    segment_in_tile(const std::byte* block, const code_segment& s, int slot, int height, int in_tile)
+        : vector_bytes(height * 4), quads(detail::ceil_div(s.columns, 4)) {
+        const std::byte* const begin =
+            block + s.offset + 4 * (static_cast<std::ptrdiff_t>(slot) * P::vectors(quads) + in_tile);
+        for (int i = 0; i < P::count; ++i) first[i] = begin + P::first_vector(i, quads) * vector_bytes;
+    }
+    code_part part(std::ptrdiff_t ahead, int slot_count, const std::uint32_t* x,
+                   const std::uint8_t* entries = nullptr) const {
+        return {first, vector_bytes, ahead, detail::ceil_div(quads, P::quads_per_step),
+                quads, slot_count,   x,     entries};
+    }
+};
+
+/// Unpacks the codes of a segment that lie in quads [from, to) of the columns, times 2^Raise, for a tile of
+/// `height` slots from `slot` on; quad `from` goes to `out` (unpack_codes).
+template <class Lanes, int Bits, int Raise, class Codes = plain_codes<Lanes>>
+KVQ_INLINE void unpack_segment(const std::byte* block, const code_segment& s, int slot, int height, int from,
+                               int to, std::byte* out, std::ptrdiff_t ahead,
+                               const std::uint8_t* entries = nullptr) {
+    const int first = s.first / 4, begin = detail::larger(first, from),
+              end = detail::smaller(first + detail::ceil_div(s.columns, 4), to);
+    if (begin >= end) return;
+    const segment_in_tile<Bits> codes(block, s, slot, height, 0);
+    unpack_codes<Lanes, Bits, Raise, Codes>(codes.part(ahead, height, nullptr, entries), begin - first,
+                                            end - first, out + (begin - from) * tile_space::quad_bytes);
+}
 
 template <class Lanes, class Backend, class Widths>
 class segment_product {
@@ -119,11 +160,11 @@ private:
             return detail::ceil_div(end, tile_columns);
         }
         void unpack(const tile_step& step, std::byte* out) const { unpack(step, out, every_width{}); }
-        void finish(const tile_step& step, const std::byte* sums) const {
-            const int n = p.layout_.n;
+        void finish(const tile_step& step, const std::byte* sums, int first, int queries) const {
             finish_tile<byte_form<Backend>, Lanes>(
-                sums, step.height, n,
-                {y + step.row, y_stride, step.rows, nullptr, nullptr, scalars + step.row_group * n, add});
+                sums, step.height, queries,
+                {y + first * y_stride + step.row, y_stride, step.rows, nullptr, nullptr,
+                 scalars + step.row_group * p.layout_.n + first, add});
         }
 
     private:
@@ -134,39 +175,10 @@ private:
         template <int Width>
         void unpack_width(const tile_step& step, std::byte* out) const {
             constexpr int bits = Widths::values[Width], step_quads = tile_columns / 4;
-            if constexpr (bits > 0) {
-                const code_segment& s = p.segments_[Width];
-                const int first =
-                    s.first / 4 - step.part * step_quads;  // of the segment, counted in the step
-                const int from = detail::larger(first, 0),
-                          to = detail::smaller(first + detail::ceil_div(s.columns, 4), step_quads);
-                if (from >= to) return;
-                const codes_at<bits> codes(p, s, step.slot, step.height, 0);
-                unpack_codes<Lanes, bits, Widths::values[0] - bits>(
-                    codes.part(p.ahead_, step.height, nullptr), from - first, to - first,
-                    out + from * tile_space::quad_bytes);
-            }
-        }
-    };
-
-    /// Address of a segment's codes of a tile.
-    template <int Bits>
-    struct codes_at {
-        using P = code_planes<Bits>;
-
-        const std::byte* first[P::count];
-        std::ptrdiff_t vector_bytes;
-        int quads;
-
-        codes_at(const segment_product& p, const code_segment& s, int slot, int height, int part)
-            : vector_bytes(height * 4), quads(detail::ceil_div(s.columns, 4)) {
-            const std::byte* const begin =
-                p.block_ + s.offset + 4 * (static_cast<std::ptrdiff_t>(slot) * P::vectors(quads) + part);
-            for (int i = 0; i < P::count; ++i) first[i] = begin + P::first_vector(i, quads) * vector_bytes;
-        }
-        code_part part(std::ptrdiff_t ahead, int slot_count, const std::uint32_t* x) const {
-            return {first, vector_bytes, ahead, detail::ceil_div(quads, P::quads_per_step),
-                    quads, slot_count,   x};
+            if constexpr (bits > 0)
+                unpack_segment<Lanes, bits, Widths::values[0] - bits>(
+                    p.block_, p.segments_[Width], step.slot, step.height, step.part * step_quads,
+                    (step.part + 1) * step_quads, out, p.ahead_);
         }
     };
 
@@ -207,7 +219,7 @@ private:
             const code_segment& s = segments_[Width];
             const int quads = detail::ceil_div(s.columns, 4);
             if (quads == 0) return;
-            const codes_at<bits> first(*this, s, slot, height, part);
+            const segment_in_tile<bits> first(block_, s, slot, height, part);
             sum_codes<form_of<Lanes, Backend>, Lanes, bits, Widths::values[0] - bits, Vectors, Queries,
                       Partial>(first.part(ahead_, height - part, x + s.first / 4 * Queries * 2), sums);
         }

@@ -4,10 +4,12 @@
 //   C[byte of query][row] = sum over columns of byte * code        tiles of 16 query bytes x 64 columns by 64
 //                                                                  columns x 16 rows
 //
-// A step takes 64 columns of one tile of the block's layout (32 rows, two halves of 16). Its codes are
-// unpacked to bytes in the workspace while steps before it are multiplied, so that loads of tiles do not wait
-// for stores. (Codes of 8 bits are copied as well: tile loads from the block wait longer for memory than a
-// copy takes.) Contract: the same integers as in registers, hence the same bits. Every code is unpacked once
+// A step takes 64 columns of one tile of the block's layout (32 rows, two halves of 16), and registers hold
+// the sums of 32 bytes of queries. If that is all, a step's codes are unpacked to bytes in the workspace
+// while steps before it are multiplied, so that loads of tiles do not wait for stores. (Codes of 8 bits are
+// copied as well: tile loads from the block wait longer for memory than a copy takes.) For more queries, all
+// steps of a tile of the block are unpacked, and multiplied with 32 bytes of queries after the other.
+// Contract: the same integers as in registers, hence the same bits. Every code is unpacked once
 // for all operands.
 #pragma once
 
@@ -31,9 +33,10 @@ template <has_tiles Lanes, class Backend>
 class tile_session<Lanes, Backend> {
 public:
     explicit tile_session(int n) : lines_(n * query_bytes_in_tiles<Lanes, Backend>(n)) {
-        if (lines_ > 0)
-            before_ =
-                tiles::begin(detail::smaller(lines_, tile_lines), detail::larger(lines_ - tile_lines, 1));
+        if (lines_ == 0) return;
+        const bool several = lines_ > 2 * tile_lines;  // the last ones load whole tiles, too
+        before_ = tiles::begin(detail::smaller(lines_, tile_lines),
+                               several ? tile_lines : detail::larger(lines_ - tile_lines, 1));
     }
     ~tile_session() {
         if (lines_ > 0) tiles::end(before_);
@@ -54,15 +57,18 @@ struct tile_space {
     static constexpr int quad_bytes = 4 * half_rows;              // of a half
     static constexpr int half_bytes = tile_columns * half_rows;   // of a step
     static constexpr int sum_bytes = 4 * half_rows * tile_lines;  // of a half and a query block
-    static constexpr int ahead = 2, steps = 4;  // steps unpacked in advance; steps in memory
+    static constexpr int ahead = 2, ring = 4;  // steps unpacked in advance; steps in memory
 
-    static constexpr std::size_t bytes(int tile_query_bytes) noexcept {
-        return tile_query_bytes == 0 ? 0 : static_cast<std::size_t>(steps * 2 * half_bytes + 4 * sum_bytes);
+    static constexpr std::size_t bytes(const fold_layout& layout) noexcept {
+        if (layout.tile_query_bytes == 0) return 0;
+        const bool several = layout.n * layout.tile_query_bytes > 2 * tile_lines;
+        return static_cast<std::size_t>(4 * sum_bytes +
+                                        (several ? layout.tile_steps() : ring) * 2 * half_bytes);
     }
+    static std::byte* sums(std::byte* space) noexcept { return space; }
     static std::byte* codes(std::byte* space, int step) noexcept {
-        return space + step % steps * 2 * half_bytes;
+        return space + 4 * sum_bytes + step * 2 * half_bytes;
     }
-    static std::byte* sums(std::byte* space) noexcept { return space + steps * 2 * half_bytes; }
 };
 
 /// A step: a tile of the block's rows and 64 columns of one of their groups.
@@ -195,12 +201,25 @@ struct tile_vectors {
     std::ptrdiff_t set_bytes;    ///< from the operands of one row group to the next; 0: the same for all
     std::ptrdiff_t block_bytes;  ///< from one query block to the next
     int lines;
+    int queries, together;  ///< operands; those of two blocks
 
     tile_vectors(const fold_layout& layout, std::byte* memory) noexcept
         : begin(reinterpret_cast<const std::byte*>(layout.words(memory))),
           set_bytes(layout.sets > 1 ? 4 * static_cast<std::ptrdiff_t>(layout.set_words) * layout.n : 0),
           block_bytes(4 * static_cast<std::ptrdiff_t>(layout.set_words) * layout.tile_queries()),
-          lines(layout.n * layout.tile_query_bytes) {}
+          lines(layout.n * layout.tile_query_bytes),
+          queries(layout.n),
+          together(2 * layout.tile_queries()) {}
+
+    /// The i-th two query blocks.
+    tile_vectors pair(int i) const noexcept {
+        tile_vectors v = *this;
+        v.begin += 2 * i * block_bytes;
+        v.lines = detail::smaller(lines - 2 * i * tile_lines, 2 * tile_lines);
+        v.queries = detail::smaller(queries - i * together, together);
+        return v;
+    }
+    int pairs() const noexcept { return detail::ceil_div(queries, together); }
 };
 
 template <class Tiles>
@@ -245,27 +264,50 @@ KVQ_INLINE void store_tile_sums(std::byte* to, const tile_step& step, const tile
 /// All steps of a block. Product:
 ///   column_groups(), column_tiles(group)      steps of a tile of rows
 ///   unpack(step, out)                         the step's codes; steps come in their order
-///   finish(step, sums)                        sums over all columns of the step's group
+///   finish(step, sums, first, queries)        sums over all columns of the step's group, of `queries`
+///                                             operands from `first` on
 template <class Tiles, class Product>
 void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vectors& x, std::byte* space) {
     const int groups = product.column_groups();
     const auto parts = [&](int g) { return product.column_tiles(g); };
     std::byte* const sums = tile_space::sums(space);
+    const auto multiply = [&](const std::byte* codes, const tile_step& step, const tile_vectors& of,
+                              int first) {
+        multiply_step<Tiles>(codes, step, of);
+        if (step.part + 1 < step.parts) return;
+        store_tile_sums<Tiles>(sums, step, of);
+        product.finish(step, sums, first, of.queries);
+    };
     tile_step next(rows, parts), now = next;
+    if (x.pairs() > 1) {
+        while (next.exists(rows)) {
+            int steps = 0;
+            for (const int slot = next.slot; next.exists(rows) && next.slot == slot; ++steps) {
+                product.unpack(next, tile_space::codes(space, steps));
+                next.advance(rows, groups, parts);
+            }
+            const tile_step begin = now;
+            for (int pair = 0; pair < x.pairs(); ++pair) {
+                const tile_vectors of = x.pair(pair);
+                now = begin;
+                for (int i = 0; i < steps; ++i) {
+                    multiply(tile_space::codes(space, i), now, of, pair * x.together);
+                    now.advance(rows, groups, parts);
+                }
+            }
+        }
+        return;
+    }
     int unpacked = 0;
     const auto unpack_next = [&] {
         if (!next.exists(rows)) return;
-        product.unpack(next, tile_space::codes(space, unpacked++));
+        product.unpack(next, tile_space::codes(space, unpacked++ % tile_space::ring));
         next.advance(rows, groups, parts);
     };
     for (int i = 0; i < tile_space::ahead; ++i) unpack_next();
     for (int i = 0; now.exists(rows); ++i) {
         unpack_next();
-        multiply_step<Tiles>(tile_space::codes(space, i), now, x);
-        if (now.part + 1 == now.parts) {
-            store_tile_sums<Tiles>(sums, now, x);
-            product.finish(now, sums);
-        }
+        multiply(tile_space::codes(space, i % tile_space::ring), now, x, 0);
         now.advance(rows, groups, parts);
     }
 }
