@@ -54,8 +54,7 @@ void check_estimates(test::generator& random, const kvq::format& portable, const
         const std::vector<float> q = random.normals(static_cast<std::size_t>(rows * dim), 2.0f);
         std::vector<float> turned = q;
         if (f.transforms && !f.estimates_first)
-            for (int i = 0; i < rows; ++i)
-                f.transform_query(portable.scheme(), shape, id, turned.data() + i * dim);
+            f.transform_query(portable.scheme(), shape, id, turned.data(), dim, rows);
         const int first = random.between(0, shape.tokens - 1), end = random.between(first + 1, shape.tokens);
         const float spread = random.one_in(2) ? 1.0f : random.uniform();
         std::vector<float> estimates[2];

@@ -69,7 +69,7 @@ ALLOWED = {
     "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers"},
     "cuda/host/offload": CACHE | CUDA,
     "cuda": CUDA,
-    "format/make_format": KERNELS | {"cpu", "cpu/scalar", "cpu/block_product", "cpu/listed_tokens", "cpu/product"},
+    "format/make_format": KERNELS | {"cpu", "cpu/scalar", "cpu/block_product", "cpu/listed_tokens", "cpu/product", "cpu/transformed"},
     "format/builtin_schemes": KERNELS | {"format/make_format"},
     "format/builtin_kernels": KERNELS | {"cpu/channel_kernels", "cpu/group_kernels", "format/make_format"},
     "format/define_builtin_formats": KERNELS | {"cpu/simd", "format/builtin_schemes"},

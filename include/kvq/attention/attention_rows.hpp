@@ -193,10 +193,8 @@ struct attention_rows {
             const format_functions& functions = values[f].functions();
             if (!functions.transforms) continue;
             float* const from = s.rotated + index++ * static_cast<std::size_t>(n * dim);
-            for (int i = 0; i < n; ++i) {
-                functions.restore_output(values[f].scheme(), shape, block_id{layer, head}, from + i * dim);
-                for (int d = 0; d < dim; ++d) s.part[i * dim + d] += from[i * dim + d];
-            }
+            functions.restore_output(values[f].scheme(), shape, block_id{layer, head}, from, dim, n);
+            for (int i = 0; i < n * dim; ++i) s.part[i] += from[i];
         }
     }
     std::ptrdiff_t distance(const page& now, const page& next) const noexcept {
@@ -227,10 +225,8 @@ private:
         for (int f = 0; f < keys.size(); ++f) {
             const format_functions& functions = keys[f].functions();
             if (!functions.transforms) continue;
-            for (int i = 0; i < n; ++i) {
-                for (int d = 0; d < plan.dim; ++d) to[i * plan.dim + d] = query[i * plan.dim + d];
-                functions.transform_query(keys[f].scheme(), shape, block_id{layer, head}, to + i * plan.dim);
-            }
+            for (int i = 0; i < n * plan.dim; ++i) to[i] = query[i];
+            functions.transform_query(keys[f].scheme(), shape, block_id{layer, head}, to, plan.dim, n);
             to += n * plan.dim;
         }
     }

@@ -82,7 +82,8 @@ struct kernel_vectors {
     void (*round_tokens)(const block_shape&, const float* values, float_type, void* out,
                          std::ptrdiff_t stride);
     /// kernels::hadamard_tokens (cpu/transformed.hpp).
-    bool (*transform)(const block_shape&, const block_id&, float* values, const token_transform&, bool back);
+    bool (*transform)(const block_shape&, const block_id&, float* values, std::ptrdiff_t stride,
+                      const token_transform&, bool back);
     void (*estimate_scores)(const product_blocks&, const parameter_source&, const float* x,
                             std::ptrdiff_t x_stride, int count, int first, int end, float spread, float* out,
                             std::ptrdiff_t ahead, float* scratch);

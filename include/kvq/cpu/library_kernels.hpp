@@ -86,8 +86,8 @@ struct library : vector_backend<library> {
         vectors().round_tokens(shape, values, type, out, stride);
     }
     static bool hadamard_tokens(const block_shape& shape, const block_id& id, float* values,
-                                const token_transform& t, bool back) {
-        return vectors().transform(shape, id, values, t, back);
+                                std::ptrdiff_t stride, const token_transform& t, bool back) {
+        return vectors().transform(shape, id, values, stride, t, back);
     }
     template <kernels::range_scheme Scheme>
     static bool quantize_ranges(const codec_spec& codec, const block_shape& shape, const block_input& values,

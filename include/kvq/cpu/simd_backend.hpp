@@ -83,8 +83,8 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
         });
     }
     static bool hadamard_tokens(const block_shape& shape, const block_id& id, float* values,
-                                const token_transform& t, bool back) {
-        return kernels::hadamard_tokens<lanes>(shape, id, values, t, back);
+                                std::ptrdiff_t stride, const token_transform& t, bool back) {
+        return kernels::hadamard_tokens<lanes>(shape, id, values, stride, t, back);
     }
     template <kernels::range_scheme Scheme>
     static bool quantize_ranges(const codec_spec& codec, const block_shape& shape, const block_input& values,

@@ -109,11 +109,13 @@ struct bounded_record : format_record {
             return d;
         };
         if (!table.transforms) return;
-        table.transform_query = [](const void* self, const block_shape& shape, block_id id, float* x) {
-            functions_of(self).transform_query(state_of(self), shape, id, x);
+        table.transform_query = [](const void* self, const block_shape& shape, block_id id, float* x,
+                                   std::ptrdiff_t stride, int count) {
+            functions_of(self).transform_query(state_of(self), shape, id, x, stride, count);
         };
-        table.restore_output = [](const void* self, const block_shape& shape, block_id id, float* y) {
-            functions_of(self).restore_output(state_of(self), shape, id, y);
+        table.restore_output = [](const void* self, const block_shape& shape, block_id id, float* y,
+                                  std::ptrdiff_t stride, int count) {
+            functions_of(self).restore_output(state_of(self), shape, id, y, stride, count);
         };
     }
 

@@ -54,7 +54,7 @@ inline void check_products(const format& f, const block_shape& shape, const std:
             terms += term * term;
         }
 
-    if (of.transforms && key) of.transform_query(f.scheme(), shape, id, x.data());
+    if (of.transforms && key) of.transform_query(f.scheme(), shape, id, x.data(), 0, 1);
     void* const plan = plan_space.reserve(of.plan_bytes);
     std::byte* const space = product_space.reserve(of.make_plan(f.scheme(), shape, id, 1, plan) + slack);
     alignas(64) std::byte tiles[backend_functions::tile_state_bytes];
@@ -64,7 +64,7 @@ inline void check_products(const format& f, const block_shape& shape, const std:
     of.finish(plan, shape, id, block, x.data(), stride, shape.rows(), shape.cols(), y.data(),
               static_cast<std::ptrdiff_t>(y.size()), false, 0, space);
     if (of.backend->close_tiles) of.backend->close_tiles(tiles);
-    if (of.transforms && !key) of.restore_output(f.scheme(), shape, id, y.data());
+    if (of.transforms && !key) of.restore_output(f.scheme(), shape, id, y.data(), 0, 1);
 
     for (std::size_t i = 0; i < exact.size(); ++i) {
         const double d = static_cast<double>(y[i]) - exact[i];

@@ -77,8 +77,7 @@ struct format_description {
     bool quantize = false;    ///< from a block of a window, the transform of its tokens included
     bool dequantize = false;  ///< to fp16 and fp32, the transform of the tokens included
     bool attend = false;      ///< products on the block itself, or on a copy that is dequantized in vectors
-    /// The transform of tokens; true for schemes without one. Attention transforms queries and outputs, once
-    /// for each row, by a portable loop.
+    /// The transform of tokens, queries and outputs; true for schemes without one.
     bool transform = false;
     /// Attention multiplies a copy that it dequantizes, because codes cannot be folded
     /// (schemes/concepts.hpp).
@@ -169,8 +168,11 @@ struct format_functions {
 
     format_description (*describe)(const void* scheme, const block_shape&, float_type window);
 
-    void (*transform_query)(const void* scheme, const block_shape&, block_id, float* x);
-    void (*restore_output)(const void* scheme, const block_shape&, block_id, float* y);
+    /// Of `count` rows, `stride` apart.
+    void (*transform_query)(const void* scheme, const block_shape&, block_id, float* x, std::ptrdiff_t stride,
+                            int count);
+    void (*restore_output)(const void* scheme, const block_shape&, block_id, float* y, std::ptrdiff_t stride,
+                           int count);
 };
 
 /// A format's functions and state, shared by its copies.

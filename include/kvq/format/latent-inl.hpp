@@ -209,13 +209,15 @@ struct fp16_channels_record : format_record {
             table.finish_key_values = &finish_key_values;
         }
         if (!table.transforms) return;
-        table.transform_query = [](const void* self, const block_shape& shape, block_id id, float* x) {
+        table.transform_query = [](const void* self, const block_shape& shape, block_id id, float* x,
+                                   std::ptrdiff_t stride, int count) {
             const fp16_channels_record& r = of_state(self);
-            r.inner.functions().transform_query(r.inner.scheme(), r.first(shape), id, x);
+            r.inner.functions().transform_query(r.inner.scheme(), r.first(shape), id, x, stride, count);
         };
-        table.restore_output = [](const void* self, const block_shape& shape, block_id id, float* y) {
+        table.restore_output = [](const void* self, const block_shape& shape, block_id id, float* y,
+                                  std::ptrdiff_t stride, int count) {
             const fp16_channels_record& r = of_state(self);
-            r.inner.functions().restore_output(r.inner.scheme(), r.first(shape), id, y);
+            r.inner.functions().restore_output(r.inner.scheme(), r.first(shape), id, y, stride, count);
         };
     }
 
@@ -419,9 +421,10 @@ struct latent_values_record : format_record {
         // Keys that are dequantized are restored at once.
         table.transforms = keys.functions().transforms &&
                            key_values_product::reads_keys(keys, {tensor::key, 1, key_dim}, of_value);
-        table.restore_output = [](const void* self, const block_shape& shape, block_id id, float* y) {
+        table.restore_output = [](const void* self, const block_shape& shape, block_id id, float* y,
+                                  std::ptrdiff_t stride, int count) {
             const latent_values_record& r = of_state(self);
-            r.keys.functions().restore_output(r.keys.scheme(), r.key_block(shape), id, y);
+            r.keys.functions().restore_output(r.keys.scheme(), r.key_block(shape), id, y, stride, count);
         };
     }
 

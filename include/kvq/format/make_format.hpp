@@ -18,6 +18,7 @@
 #include "../cpu/product/token_products.hpp"
 #include "../cpu/scalar.hpp"
 #include "../cpu/softmax.hpp"
+#include "../cpu/transformed.hpp"
 #include "../schemes/checked_scheme.hpp"
 #include "../schemes/int8.hpp"
 #include "../schemes/kivi.hpp"
@@ -186,11 +187,15 @@ struct scheme_table {
     static format_description describe(const void* scheme, const block_shape& shape, float_type window) {
         return Backend::describe(of(scheme), shape, window);
     }
-    static void transform_query(const void* scheme, const block_shape& shape, block_id id, float* x) {
-        if constexpr (transforming<Scheme>) of(scheme).transform_query(shape, id, x);
+    static void transform_query(const void* scheme, const block_shape& shape, block_id id, float* x,
+                                std::ptrdiff_t stride, int count) {
+        if constexpr (transforming<Scheme>)
+            kernels::transform_rows<Backend>(of(scheme), shape, id, x, stride, count, false);
     }
-    static void restore_output(const void* scheme, const block_shape& shape, block_id id, float* y) {
-        if constexpr (transforming<Scheme>) of(scheme).restore_output(shape, id, y);
+    static void restore_output(const void* scheme, const block_shape& shape, block_id id, float* y,
+                               std::ptrdiff_t stride, int count) {
+        if constexpr (transforming<Scheme>)
+            kernels::transform_rows<Backend>(of(scheme), shape, id, y, stride, count, true);
     }
     static constexpr float_type value_type() {
         if constexpr (full_precision<Scheme>)

@@ -14,8 +14,9 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 template <class Lanes>
 class hadamard_rows {
 public:
-    /// x: `tokens` rows of `dim` values.
-    hadamard_rows(float* x, int tokens, int dim) : x_(x), tokens_(tokens), dim_(dim) {}
+    /// x: `tokens` rows of `dim` values, `stride` apart.
+    hadamard_rows(float* x, int tokens, int dim, std::ptrdiff_t stride)
+        : x_(x), tokens_(tokens), dim_(dim), stride_(stride) {}
 
     /// Transforms every row's channels [first, first + n), n a power of two.
     void transform(int first, int n) const {
@@ -78,10 +79,11 @@ private:
     using ints = typename Lanes::ints;
     static constexpr int width = Lanes::width;
 
-    float* row(int t) const { return x_ + static_cast<std::ptrdiff_t>(t) * dim_; }
+    float* row(int t) const { return x_ + t * stride_; }
 
     float* x_;
     int tokens_, dim_;
+    std::ptrdiff_t stride_;
 };
 
 }}}  // namespace kvq::kernels
