@@ -9,8 +9,13 @@
 #define KVQ_NAME_OF(prefix, level, part) prefix##_##level##_##part
 #define KVQ_NAME(prefix, level, part) KVQ_NAME_OF(prefix, level, part)
 
+#define KVQ_OF_ALL_PARTS(prefix)                                                                  \
+    prefix template struct kvq::detail::backend_table<kvq::simd<kvq::arch::KVQ_LEVEL>>;           \
+    prefix template void kvq::kernels::multiply_turned<kvq::simd<kvq::arch::KVQ_LEVEL>>(          \
+        const kvq::kernels::code_plan<8>&, kvq::parameter_source, const std::byte*, const float*, \
+        std::ptrdiff_t, float*, std::ptrdiff_t, bool, std::byte*);
 #if KVQ_PART > 0 && !defined(KVQ_HAS_FIRST_PART)
-extern template struct kvq::detail::backend_table<kvq::simd<kvq::arch::KVQ_LEVEL>>;
+KVQ_OF_ALL_PARTS(extern)
 #endif
 
 // Its name says the part, since several parts may be one translation unit.
@@ -43,7 +48,7 @@ extern "C" void KVQ_NAME(kvq_kernels, KVQ_LEVEL,
 // translation unit.
 #if KVQ_PART == 0
 #define KVQ_HAS_FIRST_PART
-template struct kvq::detail::backend_table<kvq::simd<kvq::arch::KVQ_LEVEL>>;
+KVQ_OF_ALL_PARTS()
 
 extern "C" const kvq::kernel_vectors* KVQ_NAME(kvq_vectors, KVQ_LEVEL, KVQ_PART)() {
     return &kvq::detail::vectors_of<kvq::simd<kvq::arch::KVQ_LEVEL>>::functions;

@@ -156,6 +156,18 @@ private:
     }
 };
 
+/// The product with turned codes, the same for all widths: kvq::library compiles it once
+/// (src/builtin_part.cpp). source: of the keys.
+template <class Backend>
+void multiply_turned(const code_plan<8>& plan, parameter_source source, const std::byte* codes,
+                     const float* x, std::ptrdiff_t x_stride, float* y, std::ptrdiff_t y_stride, bool add,
+                     std::byte* workspace) {
+    using lanes = typename Backend::lanes;
+    std::swap(source.rows, source.columns);
+    fold<lanes, Backend>(plan.meaning, plan.fold, source, x, x_stride, workspace + plan.parameter_bytes);
+    code_product<lanes, Backend, 8>(plan, source, codes, workspace).run(y, y_stride, add, 0);
+}
+
 /// Table: codes of 4 bits that stand for entries of a table.
 template <class Backend, bool Table, int... Widths>
 class turned_block_product {
@@ -177,11 +189,9 @@ public:
                 std::ptrdiff_t, std::byte* workspace) const {
         std::byte* const codes = workspace + plan_.codes_at();
         turn(block, codes);
-        parameter_source source = source_.of(id, block, plan::widths::count > 1 ? units(workspace) : nullptr);
-        std::swap(source.rows, source.columns);
-        fold<lanes, Backend>(plan_.values.meaning, plan_.values.fold, source, x, x_stride,
-                             workspace + plan_.values.parameter_bytes);
-        code_product<lanes, Backend, 8>(plan_.values, source, codes, workspace).run(y, y_stride, add, 0);
+        multiply_turned<Backend>(plan_.values,
+                                 source_.of(id, block, plan::widths::count > 1 ? units(workspace) : nullptr),
+                                 codes, x, x_stride, y, y_stride, add, workspace);
     }
 
 private:
