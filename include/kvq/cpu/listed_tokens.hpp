@@ -58,11 +58,25 @@ void unpack_token(const code_layout<Bits>& layout, const std::byte* block, tenso
 }
 
 /// x^ of n codes that have a scale and a bias each, or, with Shared, the same ones.
-template <class Levels, int Bits, bool Shared>
+template <class Backend, class Levels, int Bits, bool Shared>
 void listed_values(const std::byte* codes, const float* scale, const float* bias, int n, float* out) {
     if constexpr (detail::library_levels<Levels>) {
+        int c = 0;
+        if constexpr (requires { typename Backend::lanes; }) {
+            using lanes = typename Backend::lanes;
+            const auto parameter = [&](const float* of) {
+                return Shared ? lanes::splat_float(*of) : lanes::load_floats(of + c);
+            };
+            for (; c + lanes::width <= n; c += lanes::width) {
+                const auto level =
+                    lanes::add(lanes::load_bytes(codes + c), lanes::splat(-Levels::template zero_code<Bits>));
+                auto x = lanes::rounded_product(parameter(scale), lanes::to_floats(level));
+                if constexpr (Levels::has_bias) x = lanes::add(x, parameter(bias));
+                lanes::store_floats(out + c, x);
+            }
+        }
         const detail::rounded_products rounded;
-        for (int c = 0; c < n; ++c) {
+        for (; c < n; ++c) {
             const int level = static_cast<int>(codes[c]) - Levels::template zero_code<Bits>;
             out[c] = rounded(scale[Shared ? 0 : c], static_cast<float>(level));
             if (Levels::has_bias) out[c] += bias[Shared ? 0 : c];
@@ -112,7 +126,8 @@ private:
                 if constexpr (Bits > 0) {
                     unpack_token(Scheme::template segment_layout<Bits>(shape_, segment),
                                  block_ + segment.offset, shape_.role, token, codes_);
-                    listed_values<levels, Bits, false>(codes_, scale_ + first, bias_ + first, n, out + first);
+                    listed_values<Backend, levels, Bits, false>(codes_, scale_ + first, bias_ + first, n,
+                                                                out + first);
                 } else {
                     std::memcpy(out + first, bias_ + first, sizeof(float) * static_cast<std::size_t>(n));
                 }
@@ -120,7 +135,7 @@ private:
             scheme_.restore_output(shape_, id_, out);
         } else {
             unpack_token(scheme_.codes(shape_), block_, shape_.role, token, codes_);
-            listed_values<levels, Scheme::code_bits, false>(codes_, scale_, bias_, shape_.dim, out);
+            listed_values<Backend, levels, Scheme::code_bits, false>(codes_, scale_, bias_, shape_.dim, out);
         }
         if constexpr (token_scales_of::present) {
             const float by =
@@ -139,8 +154,9 @@ private:
             float bias = 0.0f;
             if constexpr (levels::has_bias)
                 bias = parameters::bias(stored, groups, slots_of_tokens, g, token);
-            listed_values<levels, Scheme::code_bits, true>(codes_ + channels.group_begin(g), &scale, &bias,
-                                                           channels.group_size(g), out + g * channels.group);
+            listed_values<Backend, levels, Scheme::code_bits, true>(codes_ + channels.group_begin(g), &scale,
+                                                                    &bias, channels.group_size(g),
+                                                                    out + g * channels.group);
         }
     }
 
