@@ -56,8 +56,7 @@ kvq::calibration statistics_with_products(test::generator& random, const kvq::ca
 }
 
 /// An eighth of the rounds where every instruction is emulated or instrumented: fitting takes long.
-constexpr bool slow = test::rounds(3) == 1;
-constexpr int rounds(int usual) { return slow ? (usual + 7) / 8 : usual; }
+int rounds(int usual) { return test::is_slow ? (usual + 7) / 8 : test::rounds(usual); }
 
 template <class S, class Window>
 void check_scheme(const S& scheme, test::generator& random, const kvq::block_shape& shape,
@@ -143,7 +142,7 @@ void check_shapes() {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < rounds(60); ++round) {
+    for (int round = 0; round < rounds(30); ++round) {
         auto shape = random.one_in(3) ? test::random_shape(random) : test::whole_shape(random);
         if (!codes<S>(shape.role)) shape.role = kvq::tensor::key;
 #if !defined(KVQ_TEST_FEWER_SCHEMES)  // quantize_values reads floats, too
@@ -156,7 +155,7 @@ void check_shapes() {
     }
     // Latents have up to 512 channels.
     const bool values = codes<S>(kvq::tensor::value) && random.one_in(2);
-    const kvq::block_shape wide{values ? kvq::tensor::value : kvq::tensor::key, slow ? 4 : 64,
+    const kvq::block_shape wide{values ? kvq::tensor::value : kvq::tensor::key, test::is_slow ? 4 : 64,
                                 16 * random.between(17, 32)};
     check_scheme<S, float16>(S{}, random, wide, {});
 }
@@ -209,7 +208,7 @@ TEST_CASE_TEMPLATE("channels of ordinary blocks are quantized and dequantized in
     test::generator random(seed);
     for (const kvq::tensor role : {kvq::tensor::key, kvq::tensor::value})
         for (const int dim : {48, 64, 80, 96, 128, 256}) {
-            if (!codes<S>(role) || (slow && dim > 80)) continue;
+            if (!codes<S>(role) || (test::is_slow && dim > 80)) continue;
             const kvq::block_shape shape{role, 128, dim};
             const S scheme;
             auto x = uneven_block(random, shape);

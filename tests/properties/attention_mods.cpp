@@ -195,7 +195,7 @@ TEST_CASE_TEMPLATE("random compositions on random histories, against one pair af
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 20; ++round) {
+    for (int round = 0; round < test::rounds(10); ++round) {
         const kvq::cache_shape shape{C::key_table::size, random.between(1, 3), random.between(3, 48),
                                      random.between(3, 40)};
         auto options = test::random_options(random);

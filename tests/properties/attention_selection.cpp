@@ -165,7 +165,7 @@ TEST_CASE_TEMPLATE("chosen pages are those of a mask, bit for bit", C, test::kiv
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     std::int64_t hidden = 0;
-    for (int round = 0; round < 16; ++round) {
+    for (int round = 0; round < test::rounds(8); ++round) {
         kvq::cache_shape shape;
         C cache = random_cache<C>(random, shape);
         const int longest = round % 8 == 7 ? 4500 : 250;  // the longer ones are cut into chunks
@@ -231,7 +231,7 @@ TEST_CASE("stored bounds hold for every shown key, after any history") {
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     int pages = 0;
-    for (int round = 0; round < 40; ++round) {
+    for (int round = 0; round < test::rounds(20); ++round) {
         kvq::cache_shape shape;
         test::bounded_cache cache = random_cache<test::bounded_cache>(random, shape);
         auto sequence = random_sequence(cache, random, shape, 250);
@@ -286,7 +286,7 @@ TEST_CASE_TEMPLATE(
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const kvq::cache_shape shape{1, 1, 32};
-    for (int round = 0; round < 20; ++round) {
+    for (int round = 0; round < test::rounds(10); ++round) {
         C cache = test::make_cache<C>(shape, {.sinks = 4, .recent = 16, .page_tokens = 32});
         test::stream s(random, shape, 20 * 32 + 4 + 16);
         const auto q = test::random_tensor(random, 1, 2, shape.head_dim);
@@ -380,7 +380,7 @@ TEST_CASE_TEMPLATE("skipped values: what is left out is counted and bounds the e
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     std::int64_t skipped = 0;
-    for (int round = 0; round < 16; ++round) {
+    for (int round = 0; round < test::rounds(8); ++round) {
         kvq::cache_shape shape;
         C cache = random_cache<C>(random, shape);
         auto sequence = random_sequence(cache, random, shape, round % 8 == 7 ? 4500 : 250);
@@ -459,7 +459,7 @@ TEST_CASE("given ranges: the reference, pages that are not read, and bad lists")
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 30; ++round) {
+    for (int round = 0; round < test::rounds(15); ++round) {
         const kvq::cache_shape shape{1, random.between(1, 2), random.between(3, 40)};
         const int tokens = random.between(1, 200), queries = random.between(1, std::min(tokens, 40));
         test::kivi_cache cache(shape, {.page_tokens = random.pick(std::vector<int>{1, 7, 16, 33})});
@@ -611,7 +611,7 @@ TEST_CASE("the workspace is what it is said to be") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 20; ++round) {
+    for (int round = 0; round < test::rounds(10); ++round) {
         const kvq::cache_shape shape{1, random.between(1, 3), 16};
         test::kivi_cache cache(shape, {.sinks = random.between(0, 5), .page_tokens = 8});
         const int tokens = random.between(1, 3000), queries = random.between(1, std::min(tokens, 30));

@@ -81,7 +81,7 @@ TEST_CASE_TEMPLATE(
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 12; ++round) {
+    for (int round = 0; round < test::rounds(6); ++round) {
         const auto shape = test::random_cache_shape(random, C::key_table::size, 20);
         auto options = test::random_options(random);
         options.layers = test::rotate_formats<C>(shape.layers);
@@ -124,7 +124,7 @@ TEST_CASE_TEMPLATE(
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 6; ++round) {
+    for (int round = 0; round < test::rounds(4); ++round) {
         const auto shape = test::random_cache_shape(random, C::key_table::size, 20);
         auto options = test::random_options(random);
         options.layers = test::rotate_formats<C>(shape.layers);
@@ -369,7 +369,7 @@ TEST_CASE_TEMPLATE(
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     int refused = 0;
-    for (int round = 0; round < 30; ++round) {
+    for (int round = 0; round < test::rounds(15); ++round) {
         INFO("round ", round);
         const bool one_layer = random.one_in(2);
         const auto shape = test::random_cache_shape(random, one_layer ? 1 : C::key_table::size);

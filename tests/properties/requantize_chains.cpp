@@ -266,7 +266,7 @@ const std::vector<int> presets{ref8, hi6, std5, std4, mix4, low3, low2}, eights{
 
 TEST_CASE_TEMPLATE("presets: ten steps lose at most half more than their formats lose one by one", Table,
                    keys, values) {
-    run_chains<Table>(75, presets, presets, true,
+    run_chains<Table>(test::rounds(30), presets, presets, true,
                       [](double loss, double size, const std::vector<int>&, const double(&losses)[formats]) {
                           CHECK(loss <= 1.5 * sum_of_distinct(losses) + 1e-3 * size);
                       });
@@ -291,18 +291,18 @@ void check_there_and_back(int rounds, const std::vector<int>& coarse) {
 TEST_CASE_TEMPLATE(
     "a preset of 4 bits or less that is changed to 8 bits and back: after ten steps what it lost at once",
     Table, keys, values) {
-    check_there_and_back<Table>(75, coarse_presets);
+    check_there_and_back<Table>(test::rounds(30), coarse_presets);
 }
 
 TEST_CASE_TEMPLATE("a preset behind a transform that is changed to 8 bits and back: the same", Table, keys,
                    values) {
-    check_there_and_back<Table>(50, {std4_h});
+    check_there_and_back<Table>(test::rounds(20), {std4_h});
 }
 
 TEST_CASE_TEMPLATE("any formats: a chain loses at most twice the sum of what its links lose alone", Table,
                    keys, values) {
     run_chains<Table>(
-        75, all, all, true,
+        test::rounds(30), all, all, true,
         [](double loss, double size, const std::vector<int>& steps, const double(&losses)[formats]) {
             double sum = 0.0;
             for (const int s : steps) sum += losses[s];
@@ -315,7 +315,7 @@ TEST_CASE_TEMPLATE("ranges, whatever the values: at most half a step of each lin
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const std::vector<int> list{int8, affine8, affine4, affine2, kivi4, kivi2};
-    for (int round = 0; round < 50; ++round) {
+    for (int round = 0; round < test::rounds(20); ++round) {
         const auto size_of = random_size(random, 1, 1);
         const int tokens = size_of.tokens, dim = size_of.dim;
         chain<Table> page(tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}, true));
@@ -352,7 +352,7 @@ TEST_CASE_TEMPLATE("hostile values: the same bytes from both backends in every c
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 50; ++round) {
+    for (int round = 0; round < test::rounds(20); ++round) {
         const auto size_of = random_size(random, 1, 1);
         const int tokens = size_of.tokens, dim = size_of.dim;
         chain<Table> page(tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}));

@@ -388,7 +388,7 @@ TEST_CASE_TEMPLATE(
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const int longest = 120, rounds = 3, steps = 400;
+    const int longest = 120, rounds = test::rounds(2), steps = 300;
     double worst = 0;
     for (int round = 0; round < rounds; ++round) {
         kvq::cache_shape shape;

@@ -23,13 +23,17 @@ inline std::uint64_t seed() {
     return text ? std::strtoull(text, nullptr, 10) : 20240207;
 }
 
-/// Rounds of a long test: a third of them where every instruction is emulated or instrumented.
-constexpr int rounds(int usual) {
+/// Is every instruction emulated or instrumented?
 #if defined(KVQ_TEST_SLOW)
-    return (usual + 2) / 3;
+inline constexpr bool is_slow = true;
 #else
-    return usual;
+inline constexpr bool is_slow = false;
 #endif
+
+/// Rounds of a long test: KVQ_ROUNDS times as many as usual, a third of them where is_slow.
+inline int rounds(int usual) {
+    if (const char* const factor = std::getenv("KVQ_ROUNDS")) usual *= std::atoi(factor);
+    return is_slow ? (usual + 2) / 3 : usual;
 }
 
 /// Numbers [first, last) of random histories: KVQ_HISTORIES of them, or only number KVQ_HISTORY.
