@@ -3,7 +3,8 @@
 //   step [--json] [--quick] [--only NAME] [--heads Q/KV] [--baseline FILE]
 //
 // With -DPART=0 to 6: the rows of one format, or (4) those of formats alone. "-plan": widths by channel
-// (key_plans.cuh).
+// (key_plans.cuh). With -DHEAD_DIM=256 or 512: heads of a model that has such layers, without trees and
+// kvq::cuda::cache.
 // Real steps: sequences with 4 sinks and a recent window of 128 tokens in 16 bit, everything else quantized;
 // `store_new_tokens` of one token per sequence and `attend`, two launches a layer, and `commit_due_pages`
 // once per step of 32 layers, against `store` and `attend` of 16-bit pages of the same lengths. Times are
@@ -27,6 +28,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <tuple>
 
 #include "key_plans.cuh"
 #include "timing.cuh"
@@ -35,7 +37,11 @@ namespace {
 
 using namespace kvq;
 
-constexpr int dim = 128, page_tokens = 64;
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+constexpr int dim = HEAD_DIM, page_tokens = 64;
+constexpr bool wide = dim > 128;
 int heads = 8, q_heads = 32;  // of the rows at hand
 
 float16* random_numbers(std::size_t n) {
@@ -301,8 +307,10 @@ step_times time_real_step(const shape& s, bool planned) {
         });
     };
     step_times times{time(true, false), time(true, true), time(false, false), 0.0, 0.0, 0.0, 0.0};
-    times.draft16 = time_draft(s.batch, 16, layers, cache_of);
-    times.draft64 = time_draft(s.batch, 64, layers, cache_of);
+    if constexpr (!wide) {
+        times.draft16 = time_draft(s.batch, 16, layers, cache_of);
+        times.draft64 = time_draft(s.batch, 64, layers, cache_of);
+    }
     for (int draw = 0; draw < ragged_draws; ++draw) {
         x.set_lengths(ragged_lengths(s.batch, s.tokens, page, draw));
         times.ragged += time(true, true) / ragged_draws;
@@ -394,7 +402,7 @@ template <class Format>
     const std::string row = name, format = row.substr(0, row.find("-plan"));
     const bool planned = format != row;
     step_times real = time_real_step<Format>(s, planned);
-    real.cache = time_cache<Format>(format, s, planned);
+    if constexpr (!wide) real.cache = time_cache<Format>(format, s, planned);
     if (json)
         std::printf(
             "{\"op\": \"step\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
@@ -512,6 +520,42 @@ int main(int argc, char** argv) {
     }
     const auto torch = bench::read_baseline(baseline.c_str());
     [[maybe_unused]] const auto wanted = [&](const char* name) { return only.empty() || only == name; };
+    const auto run_formats = [&]([[maybe_unused]] const shape& s, [[maybe_unused]] double torch_us) {
+#if !defined(PART) || PART == 0
+        if (wanted("kivi-4-g64"))
+            run_real_step<cuda::kivi_pair<4, 64, dim, page_tokens>>("kivi-4-g64", s, torch_us, json);
+#endif
+#if !defined(PART) || PART == 1
+        if (wanted("std4")) run_real_step<cuda::preset_pair<std4, dim>>("std4", s, torch_us, json);
+#if HEAD_DIM == 128
+        if (wanted("std4-h")) run_real_step<cuda::preset_pair<std4_h, dim>>("std4-h", s, torch_us, json);
+#endif
+#endif
+#if !defined(PART) || PART == 2
+        for (const char* const name : {"low2", "low2-plan"})
+            if (wanted(name)) run_real_step<cuda::preset_pair<low2, dim>>(name, s, torch_us, json);
+#endif
+#if !defined(PART) || PART == 3
+        if (wanted("int8"))
+            run_real_step<cuda::block_pair<int8, int8, dim, page_tokens>>("int8", s, torch_us, json);
+#endif
+#if !defined(PART) || PART == 5
+        if (wanted("mix4-plan")) run_real_step<cuda::preset_pair<mix4, dim>>("mix4-plan", s, torch_us, json);
+#endif
+#if !defined(PART) || PART == 6
+        if (wanted("low3-plan")) run_real_step<cuda::preset_pair<low3, dim>>("low3-plan", s, torch_us, json);
+#endif
+    };
+    if constexpr (wide) {
+        const std::tuple<shape, int, int> layers[] = {
+            {dim == 256 ? shape{64, 1024} : shape{16, 2048}, 32, dim == 256 ? 16 : 4}, {{8, 32768}, 32, 4}};
+        for (const auto& [s, q, kv] : layers) {
+            heads = kv;
+            q_heads = q;
+            run_formats(s, 0.0);
+        }
+        return 0;
+    }
     for (const auto& [q, kv] : {std::pair{32, 8}, std::pair{64, 8}, std::pair{32, 32}}) {
         const std::string both = std::to_string(q) + "/" + std::to_string(kv);
         if (of_heads.empty() ? quick && both != "32/8" : both != of_heads) continue;
@@ -520,31 +564,8 @@ int main(int argc, char** argv) {
         for (const shape& s :
              {shape{16, 2048}, shape{64, 1024}, shape{64, 4096}, shape{8, 32768}, shape{1, 131072}}) {
             const auto found = torch.find({s.batch, s.tokens, q, kv, dim});
-            [[maybe_unused]] const double torch_us = found == torch.end() ? 0.0 : found->second;
-#if !defined(PART) || PART == 0
-            if (wanted("kivi-4-g64"))
-                run_real_step<cuda::kivi_pair<4, 64, dim, page_tokens>>("kivi-4-g64", s, torch_us, json);
-#endif
-#if !defined(PART) || PART == 1
-            if (wanted("std4")) run_real_step<cuda::preset_pair<std4, dim>>("std4", s, torch_us, json);
-            if (wanted("std4-h")) run_real_step<cuda::preset_pair<std4_h, dim>>("std4-h", s, torch_us, json);
-#endif
-#if !defined(PART) || PART == 2
-            for (const char* const name : {"low2", "low2-plan"})
-                if (wanted(name)) run_real_step<cuda::preset_pair<low2, dim>>(name, s, torch_us, json);
-#endif
-#if !defined(PART) || PART == 3
-            if (wanted("int8"))
-                run_real_step<cuda::block_pair<int8, int8, dim, page_tokens>>("int8", s, torch_us, json);
-#endif
-#if !defined(PART) || PART == 5
-            if (wanted("mix4-plan"))
-                run_real_step<cuda::preset_pair<mix4, dim>>("mix4-plan", s, torch_us, json);
-#endif
-#if !defined(PART) || PART == 6
-            if (wanted("low3-plan"))
-                run_real_step<cuda::preset_pair<low3, dim>>("low3-plan", s, torch_us, json);
-#endif
+            const double torch_us = found == torch.end() ? 0.0 : found->second;
+            run_formats(s, torch_us);
         }
     }
     heads = 8;

@@ -8,7 +8,7 @@
 #include <kvq/page/key_window.hpp>
 #include <string_view>
 
-#include "support.cuh"
+#include "prefill_tiles.cuh"
 
 using namespace kvq;
 
@@ -465,6 +465,12 @@ int main() {
         float16>("rotated keys, Hadamard before values, head_dim 96", few);
     check_format<cuda::block_pair<hadamard<widths<4, 2>, 32>, rotated<std4::values>, 128, 64>, bfloat16>(
         "Hadamard before keys of 4 and 2 bits, rotated values", few);
+#endif
+#if !defined(PART) || PART == 0
+    constexpr unsigned tiles_seed = 11;
+    test::rng r(tiles_seed);
+    test::check_all_tiles(r);
+    std::printf("tiles by cells and by octets, seed %u\n", tiles_seed);
 #endif
 #if !defined(PART) || PART == 3
     check_format<cuda::preset_pair<mix4, 128>, float16>("mix4");

@@ -270,6 +270,8 @@ template <class T>
 std::uint32_t fetch_word(const T* from) {
     return *from;
 }
+inline uint4 fetch_four_words(const uint4* from) { return *from; }
+inline void wait_for(std::uint32_t) {}
 inline uint4 load_matrices(std::uint32_t at) {
     const int lane = emulated::thread->lane;
     const auto words = emulated::exchange(emulated::meeting::product, at, 0u, 0u, 0u, 0u, 0u);

@@ -262,6 +262,25 @@ __device__ __forceinline__ std::uint32_t fetch_word(const std::uint8_t* from) {
     return v;
 }
 
+__device__ __forceinline__ uint4 fetch_four_words(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from));
+    return v;
+}
+
+/// Waits for a word that was fetched: behind a branch that is never taken, no later load comes earlier.
+__device__ __forceinline__ void wait_for(std::uint32_t word) {
+    asm volatile(
+        "{.reg .pred never;\n"
+        "setp.eq.u32 never, %0, 0x7fc0dead;\n"
+        "@!never bra there;\n"
+        "nanosleep.u32 0;\n"
+        "there:}\n" ::"r"(word)
+        : "memory");
+}
+
 /// Words that other thread blocks read or have written in the same launch, without any order among them.
 __device__ __forceinline__ void store_relaxed(std::uint32_t* to, std::uint32_t word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");

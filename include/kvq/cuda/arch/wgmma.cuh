@@ -216,6 +216,10 @@ __device__ __forceinline__ std::uint32_t place_in(int rank, std::uint32_t at) {
 __device__ __forceinline__ void barrier_arrive_cluster(std::uint32_t there) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
+/// Brings a multiple of 16 bytes of device memory to the second-level cache.
+__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 /// A multiple of 16 bytes from device memory to this block's shared memory; `barrier` counts them.
 __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, int bytes,
                                           std::uint32_t barrier) {

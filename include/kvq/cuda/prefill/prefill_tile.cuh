@@ -67,6 +67,10 @@ struct block_in_memory {
                                           std::conditional_t<Bytes == 2, std::uint16_t, std::uint32_t>>;
         return fetch_word(reinterpret_cast<const number*>(at + byte));
     }
+    /// Four words; the place is a multiple of 16 bytes.
+    __device__ __forceinline__ uint4 four(int byte) const {
+        return fetch_four_words(reinterpret_cast<const uint4*>(at + byte));
+    }
 };
 /// Bits of the first `count` of 32 columns.
 __device__ __forceinline__ std::uint32_t existing_columns(int count) {
@@ -76,7 +80,7 @@ __device__ __forceinline__ std::uint32_t existing_columns(int count) {
 /// All blocks of a head, by the numbers of their pages: what cells are read from.
 template <tensor Role, class Pair>
 struct blocks_in_memory {
-    static constexpr bool shared = false, zeroes_parameters = false;
+    static constexpr bool shared = false;
     const cache_ref<Pair>& cache;
     int head;
 
@@ -96,21 +100,6 @@ struct blocks_in_memory {
     __device__ __forceinline__ block_in_memory block(int number, int) const {
         return {cache.template block<Role>(number, head)};
     }
-};
-
-/// The block that holds all tokens of a tile, by its address: null if it is not held. Tokens of a tile are
-/// counted from the block's first one. Columns of values without tokens get parameters of zero, which is less
-/// than to mask their numbers.
-struct block_of_tile {
-    static constexpr bool shared = false, zeroes_parameters = true;
-    const std::byte* at;
-
-    __device__ __forceinline__ int page(const tile_tokens&, int) const { return 0; }
-    __device__ __forceinline__ bool any(const tile_tokens&) const { return at != nullptr; }
-    __device__ __forceinline__ std::uint32_t existing(const tile_tokens& tile, int first) const {
-        return at == nullptr ? 0u : existing_columns(tile.count - first);
-    }
-    __device__ __forceinline__ block_in_memory block(int, int) const { return {at}; }
 };
 
 /// Scale and bias of a set of codes as they are stored: loaded early, converted late.
@@ -342,6 +331,15 @@ struct cell_batch {
         set.load(block, scales, biases, at, numbers);
     }
 
+    template <class Source>
+    __device__ __forceinline__ static std::uint32_t stored_token_scale(const Source& source,
+                                                                       const tile_tokens& tile, int token) {
+        constexpr int width = parameter_width<typename traits::token_scale_type>;
+        return source.block(source.page(tile, token), token)
+            .from(static_cast<std::size_t>((tile.first + token) % page * width))
+            .template get<width>(static_cast<int>(typename S::layout_type{}.token_scale_offset(shape)));
+    }
+
     /// Halves that columns share are read from the source itself, where it is in shared memory; others go
     /// through the table.
     template <class Source>
@@ -386,16 +384,14 @@ struct cell_batch {
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
                                           std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
-        constexpr bool by_parameters = !key && has_table && Source::zeroes_parameters;
-        std::uint32_t with_token = 0xffffffffu;
-        if constexpr (!key) with_token = source.existing(tile, column);
-        const std::uint32_t existing = by_parameters ? 0xffffffffu : with_token;
+        std::uint32_t existing = 0xffffffffu;
+        if constexpr (!key) existing = source.existing(tile, column);
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
             if (!cells::exists(warp, set * cells_per_set)) break;
             if constexpr (has_table && !direct<Source>) {
                 __syncwarp();
-                fill_table(table, set, lane, !by_parameters || (with_token >> lane & 1u) != 0);
+                fill_table(table, set, lane);
                 __syncwarp();
             }
             half_parameters of_row[cells_per_set][parts];
@@ -440,14 +436,6 @@ struct cell_batch {
 
 private:
     template <class Source>
-    __device__ __forceinline__ static std::uint32_t stored_token_scale(const Source& source,
-                                                                       const tile_tokens& tile, int token) {
-        constexpr int width = parameter_width<typename traits::token_scale_type>;
-        return source.block(source.page(tile, token), token)
-            .from(static_cast<std::size_t>((tile.first + token) % page * width))
-            .template get<width>(static_cast<int>(typename S::layout_type{}.token_scale_offset(shape)));
-    }
-    template <class Source>
     __device__ __forceinline__ void fetch_words(const Source& source, const tile_tokens& tile, int row,
                                                 int column, int lane, int i) {
 #pragma unroll
@@ -476,23 +464,20 @@ private:
             if constexpr (row_parameters) load_set(of_rows[i][part], block, token, key ? column : row + lane);
         }
     }
-    /// [scales, biases, low parts, token scales][32 halves], for rows of up to two pages. held: else they are
-    /// zero.
-    __device__ __forceinline__ void fill_table(std::uint32_t table, int set, int lane, bool held) const {
+    /// [scales, biases, low parts, token scales][32 halves], for rows of up to two pages.
+    __device__ __forceinline__ void fill_table(std::uint32_t table, int set, int lane) const {
 #pragma unroll
         for (int t = 0; t < tables; ++t) {
             const std::uint32_t at = table + static_cast<std::uint32_t>(t * 192 + lane * 2);
             if constexpr (column_parameters) {
-                half_parameters h = of_columns[set][t].halves();
-                if (!held) h = {};
+                const half_parameters h = of_columns[set][t].halves();
                 store_half_word(at, h.scale);
                 if constexpr (traits::has_bias) store_half_word(at + 64, h.bias);
                 if constexpr (has_low) store_half_word(at + 128, h.low);
             }
             if constexpr (token_scales)
                 store_half_word(at + 192,
-                                held ? half_token_scale<typename traits::token_scale_type>(token_scale[0])
-                                     : std::uint16_t{0});
+                                half_token_scale<typename traits::token_scale_type>(token_scale[0]));
         }
     }
     /// From an octet's place in the table or in a block, which has these sections.

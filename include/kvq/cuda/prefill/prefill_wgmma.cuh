@@ -20,121 +20,11 @@
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
 
-#include "../arch/wgmma.cuh"
-#include "prefill_rows.cuh"
+#include "prefill_wgmma_memory.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// How a head size is computed. Wide: tiles are shorter, blocks of a cluster share them by channels, not by
-/// tokens, and words come right from pages.
-template <int Dim>
-struct wgmma_shape {
-    static constexpr bool wide = Dim > 128;
-    static constexpr int cluster = Dim > 256 ? 1 : 2;  // blocks that share tiles
-    static constexpr int tile = wide ? 64 : 128, half_tile = tile / 2;
-    /// A stage holds a unit: all tokens of a tile, and so many channels. Where a warpgroup has no registers
-    /// for all channels of the output, both have the same rows, and a unit of values each.
-    static constexpr int unit_channels = kvq::detail::smaller(Dim, 256), units = Dim / unit_channels;
-    static constexpr int key_stages = units > 1 ? 3 : 2, value_stages = 2;
-    static constexpr int rows = 128 / units, cluster_rows = cluster * rows;  // rows: of a block
-    static constexpr int role_warps = wide ? 2 : 4;  // produce keys; as many produce values
-    static constexpr int producer_warps = 2 * role_warps, consumer_warps = 8;
-    static constexpr int threads = 32 * (producer_warps + consumer_warps);
-    /// Of a thread, in all those of a multiprocessor; with fewer, products of wide tiles do not overlap.
-    static constexpr int consumer_registers = wide ? 208 : 192, producer_registers = wide ? 88 : 64;
-    /// Wide: 32 channels of a tile are a warp's cells at a time. Of those of a unit, a block of a cluster has
-    /// its share, which a role's warps take one after the other.
-    static constexpr int share = unit_channels / 32 / cluster, passes = share / role_warps;
-};
-/// Blocks of pages as they are, on their way to a tile: a slot has those of half a tile of keys or values.
-inline constexpr int block_slots = 2, block_slot_bytes = 16 * 1024;
-
-template <int Dim>
-struct wgmma_memory {
-    using shape = wgmma_shape<Dim>;
-    static constexpr int query = 0, query_bytes = shape::rows * Dim * 2;
-    static constexpr int unit_bytes = shape::tile * shape::unit_channels * 2;
-    static constexpr int keys = query + query_bytes, values = keys + shape::key_stages * unit_bytes;
-    static constexpr int slots_at = values + shape::value_stages * unit_bytes;
-    static constexpr int tables = slots_at + (shape::wide ? 0 : 2 * block_slots * block_slot_bytes);
-    // Notes and barriers of the stages, barriers of the slots.
-    static constexpr int control = tables + shape::role_warps * (key_table_bytes + value_table_bytes);
-    static constexpr int stage_bytes = static_cast<int>(sizeof(tile_note)) + 32;
-    static constexpr int stages = kvq::detail::larger(shape::key_stages, shape::value_stages);
-    static constexpr int slot_barriers = control + stages * stage_bytes;
-    static constexpr int bytes = slot_barriers + 2 * block_slots * 8;
-};
-
 #if KVQ_WARPGROUP_PRODUCTS
-
-/// Addresses in shared memory, and which block of the cluster this is.
-struct wgmma_place {
-    std::uint32_t tiles;
-    int rank;
-};
-
-/// Barriers of a stage: keys there, keys read, values there, values read. Both blocks of a cluster use the
-/// same addresses. There may be more stages of keys than of values.
-struct wgmma_stage {
-    std::uint32_t keys, values, note, full_keys, free_keys, full_values, free_values;
-
-    template <class Memory>
-    __device__ __forceinline__ static wgmma_stage of(const wgmma_place& place, int i, Memory) {
-        const auto u = [](int x) { return static_cast<std::uint32_t>(x); };
-        const std::uint32_t control = place.tiles + u(Memory::control + i * Memory::stage_bytes),
-                            b = control + u(sizeof(tile_note));
-        return {place.tiles + u(Memory::keys + i * Memory::unit_bytes),
-                place.tiles + u(Memory::values + i * Memory::unit_bytes),
-                control,
-                b,
-                b + 8,
-                b + 16,
-                b + 24};
-    }
-};
-
-/// A block of a page in shared memory, for cells.
-struct block_in_shared {
-    std::uint32_t at;
-
-    __device__ __forceinline__ block_in_shared from(std::size_t byte) const {
-        return {at + static_cast<std::uint32_t>(byte)};
-    }
-    template <int Bytes>
-    __device__ __forceinline__ std::uint32_t get(int byte) const {
-        const std::uint32_t from = at + static_cast<std::uint32_t>(byte);
-        if constexpr (Bytes == 1)
-            return load_shared_1(from);
-        else if constexpr (Bytes == 2)
-            return load_shared_2(from);
-        else
-            return load_shared_4(from);
-    }
-};
-/// The blocks of half a tile: one, or several of small pages, or one with the other half.
-template <tensor Role, class Pair>
-struct blocks_in_slot {
-    static constexpr int half_tile = wgmma_shape<128>::half_tile, tile = 2 * half_tile;
-    static constexpr int page_tokens = Pair::page_tokens,
-                         count = kvq::detail::larger(1, half_tile / page_tokens);
-    static constexpr int block_bytes =
-        static_cast<int>(Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes);
-    /// Other blocks are read from device memory.
-    static constexpr bool fit =
-        (half_tile % page_tokens == 0 || page_tokens == tile) && count * block_bytes <= block_slot_bytes;
-    static constexpr bool shared = true, zeroes_parameters = false;
-
-    std::uint32_t at;
-    __device__ __forceinline__ int page(const tile_tokens&, int) const { return 0; }
-    __device__ __forceinline__ static bool any(const tile_tokens&) { return true; }
-    __device__ __forceinline__ static std::uint32_t existing(const tile_tokens& tile, int first) {
-        return existing_columns(tile.count - first);
-    }
-    __device__ __forceinline__ block_in_shared block(int, int token_of_tile) const {
-        return {at +
-                (count == 1 ? 0u : static_cast<std::uint32_t>(token_of_tile / page_tokens * block_bytes))};
-    }
-};
 
 /// Writes its half of all key tiles of a cluster, or of all value tiles, in order: tokens half_tile * rank on
 /// of every tile; or (wide) its share of the channels of every unit.
@@ -144,10 +34,9 @@ struct tile_producer {
     using shape = wgmma_shape<Dim>;
     static constexpr bool key = Role == tensor::key, wide = shape::wide;
     static constexpr int tile = shape::tile, half_tile = shape::half_tile, role_warps = shape::role_warps;
-    static constexpr int cell_tokens = wide ? tile : half_tile;
     template <class Pair>
-    using own_cells = cells_of<Role, Pair, key ? cell_tokens : Dim, key ? Dim : cell_tokens,
-                               wide ? Dim / 32 : role_warps, key ? tile : Dim>;
+    using own_cells =
+        cells_of<Role, Pair, key ? half_tile : Dim, key ? Dim : half_tile, role_warps, key ? tile : Dim>;
     static constexpr int stages = key ? shape::key_stages : shape::value_stages;
     const Args& a;
     const prefill_block& block;
@@ -155,37 +44,16 @@ struct tile_producer {
     int warp, lane;  // of this role
     int made = 0, read = 0;
 
-    /// All tiles of a part. Blocks of the next tile are under way while this one is dequantized; the first
-    /// warp asks for them.
+    /// All tiles of a part.
     template <class Part>
     __device__ __forceinline__ void pages(const Part& part) {
-        using pair = typename Part::pair_type;
-        using blocks = blocks_in_slot<Role, pair>;
         const bool sinks = a.template keeps<Part>();
         const token_range range = tokens_of(a, part, block, tile);
         if (range.first >= range.end) return;
-        if constexpr (wide) return wide_pages(part, range, sinks);
-        const bool leads = warp == 0;
-        const typename own_cells<pair>::lane_channel channel(part.cache, block.kv_head, warp, lane);
-        const auto page_at = [&](int first) {
-            return leads || !blocks::fit ? page_of_lane(part, block.sequence, first, range.end, tile, lane)
-                                         : -1;
-        };
-        int page = page_at(range.first), next_page = page_at(range.first + tile);
-        if (leads) ask(part.cache, page, read);
-#pragma unroll 1
-        for (int first = range.first; first < range.end; first += tile) {
-            const int page_behind = page_at(first + 2 * tile);
-            if (leads && first + tile < range.end) ask(part.cache, next_page, read + 1);
-            const int count = kvq::detail::smaller(tile, range.end - first);
-            const wgmma_stage s = next_stage();
-            if (leads) note_tile(s, part.cache.first_token + first, count, page, sinks);
-            own_cells<pair> cells(channel);
-            dequantize(cells, part.cache, first, count - place.rank * half_tile, page, s);
-            share(s);
-            page = next_page;
-            next_page = page_behind;
-        }
+        if constexpr (wide)
+            wide_pages(part, range, sinks);
+        else
+            whole_pages(part, range, sinks);
     }
     __device__ __forceinline__ void new_tokens() {
         const new_range range = a.new_tokens(block, tile);
@@ -218,6 +86,33 @@ struct tile_producer {
     }
 
 private:
+    /// Blocks of the next tile are under way while this one is dequantized; the first warp asks for them.
+    template <class Part>
+    __device__ __forceinline__ void whole_pages(const Part& part, const token_range& range, bool sinks) {
+        using pair = typename Part::pair_type;
+        using blocks = blocks_in_slot<Role, pair>;
+        const bool leads = warp == 0;
+        const typename own_cells<pair>::lane_channel channel(part.cache, block.kv_head, warp, lane);
+        const auto page_at = [&](int first) {
+            return leads || !blocks::fit ? page_of_lane(part, block.sequence, first, range.end, tile, lane)
+                                         : -1;
+        };
+        int page = page_at(range.first), next_page = page_at(range.first + tile);
+        if (leads) ask(part.cache, page, read);
+#pragma unroll 1
+        for (int first = range.first; first < range.end; first += tile) {
+            const int page_behind = page_at(first + 2 * tile);
+            if (leads && first + tile < range.end) ask(part.cache, next_page, read + 1);
+            const int count = kvq::detail::smaller(tile, range.end - first);
+            const wgmma_stage s = next_stage();
+            if (leads) note_tile(s, part.cache.first_token + first, count, page, sinks);
+            own_cells<pair> cells(channel);
+            dequantize(cells, part.cache, first, count - place.rank * half_tile, page, s);
+            share(s);
+            page = next_page;
+            next_page = page_behind;
+        }
+    }
     /// What consumers must know of a tile of pages. page: of lane i, of tokens 16 i on.
     __device__ __forceinline__ void note_tile(const wgmma_stage& s, int position, int count, int page,
                                               bool sinks) const {
@@ -234,15 +129,15 @@ private:
         copy_new_tile<Role, key ? tile : channels, key ? channels : tile, role_warps>(
             from, block.kv_head, first, count, own_half(s), warp, lane);
     }
-    /// All tiles of a part. Words of codes are under way while those before them are dequantized. For two
-    /// sets of 16-bit words there are no registers, nor for the addresses of more than two passes.
+    /// All tiles of a part. Two batches of words a round: those of one are under way while the other is
+    /// dequantized. There are no registers for the addresses of more. Without clusters, batches are waited
+    /// for one by one, and the next tile's blocks come to the second-level cache; with them, both cost time.
     template <class Part>
     __device__ __forceinline__ void wide_pages(const Part& part, const token_range& range, bool sinks) {
         using pair = typename Part::pair_type;
-        using cells = own_cells<pair>;
-        constexpr bool ahead = !cells::full;
-        constexpr int together = ahead ? 2 : 1;  // cells that a round dequantizes, one after the other
-        constexpr int unit_rounds = shape::passes / together, tile_rounds = shape::units * unit_rounds;
+        using octets = octet_batch<Role, pair, key ? tile : Dim>;
+        constexpr int strips = 2 / octets::batches;  // of a round
+        constexpr int unit_rounds = shape::passes / strips, tile_rounds = shape::units * unit_rounds;
         constexpr bool one_block = pair::page_tokens % tile == 0;  // that has all tokens of a tile
         const auto page_at = [&](int first) {
             return page_of_lane(part, block.sequence, first, range.end, tile, lane);
@@ -262,19 +157,24 @@ private:
         tile_tokens tokens = tokens_at(range.first, page_at(range.first));
         auto source = source_of(tokens);
         int next_page = page_at(range.first + tile), round = 0;
-        cells own[together];
-        if constexpr (ahead) own[0].fetch(source, tokens, own_first, lane);
+        octets one, two;
+        one.fetch(source, tokens, own_first, 0, lane);
         wgmma_stage s{};
 #pragma unroll 1
         for (int first = range.first; first < range.end;) {
-            const int unit = round / unit_rounds, number = round * (together * role_warps) + own_first;
+            const int unit = round / unit_rounds, strip = round * (strips * role_warps) + own_first;
+            const int second = strip + (strips - 1) * role_warps;
             if (round % unit_rounds == 0) s = next_stage();
             if (warp == 0 && round == 0)
                 note_tile(s, part.cache.first_token + first, tokens.count, tokens.page, sinks);
             const std::uint32_t to =
                 (key ? s.keys : s.values) - static_cast<std::uint32_t>(unit * memory::unit_bytes);
-            own[together - 1].fetch(source, tokens, number + (together - 1) * role_warps, lane);
-            own[0].store(source, to, tokens, table(), number, lane);
+            if constexpr (shape::cluster == 1) {
+                if (warp == role_warps - 1 && round == 0) prefetch_blocks(part.cache, next_page);
+                one.wait();
+            }
+            two.fetch(source, tokens, second, octets::batches - 1, lane);
+            one.store(source, to, tokens, table(), strip, 0, lane);
             const bool last = round + 1 == tile_rounds;
             const tile_tokens now = tokens;
             const auto own_source = source;
@@ -284,20 +184,27 @@ private:
                 if constexpr (one_block) source = source_of(tokens);
                 next_page = page_at(first + tile);
             }
-            if constexpr (ahead) {
-                if (first < range.end)
-                    own[0].fetch(source, tokens, last ? own_first : number + 2 * role_warps, lane);
-                own[1].store(own_source, to, now, table(), number + role_warps, lane);
-            }
+            if constexpr (shape::cluster == 1) two.wait();
+            if (first < range.end)
+                one.fetch(source, tokens, last ? own_first : strip + strips * role_warps, 0, lane);
+            two.store(own_source, to, now, table(), second, octets::batches - 1, lane);
             if (round % unit_rounds == unit_rounds - 1) share(s);
             round = last ? 0 : round + 1;
         }
     }
+    /// Blocks of the next tile to the second-level cache. page: of lane i, of its tokens 16 i on.
+    template <class Pair>
+    __device__ __forceinline__ void prefetch_blocks(const cache_ref<Pair>& cache, int page) const {
+        constexpr int slices = kvq::detail::smaller(tile, Pair::page_tokens) / slice_tokens;
+        if (lane < tile / slice_tokens && lane % slices == 0 && page >= 0)
+            prefetch_bulk(cache.template block<Role>(page, block.kv_head),
+                          static_cast<int>(key ? Pair::key_block_bytes : Pair::value_block_bytes));
+    }
     __device__ __forceinline__ std::uint32_t table() const {
         return place.tiles +
                static_cast<std::uint32_t>(
-                   memory::tables +
-                   (key ? warp * key_table_bytes : role_warps * key_table_bytes + warp * value_table_bytes));
+                   memory::tables + (key ? warp * memory::key_table
+                                         : role_warps * memory::key_table + warp * memory::value_table));
     }
     /// Waits until consumers of both blocks have read what the next stage held.
     __device__ __forceinline__ wgmma_stage next_stage() {

@@ -1,0 +1,139 @@
+// Both readers of pages that make a prompt's tiles (cell_batch, octet_batch) give the same numbers.
+#pragma once
+
+#include <kvq/cuda/prefill/prefill_octets.cuh>
+
+#include "support.cuh"
+
+namespace test {
+
+constexpr int tile_tokens = 64;
+
+/// A tile of the first sequence from token `first` on, as half floats where octet_offset() says: by cells,
+/// then by octets. One_block: pages hold whole tiles, and are read by address.
+template <kvq::tensor Role, bool OneBlock, class Pair>
+__global__ void __launch_bounds__(32)
+    tiles_kernel(const __grid_constant__ kvq::cuda::cache_ref<Pair> cache, int head, int first, uint4* out) {
+    using namespace kvq::cuda::detail;
+    constexpr bool key = Role == kvq::tensor::key;
+    constexpr int dim = Pair::head_dim, tile = tile_tokens, strips = dim / 32, bytes = tile * dim * 2;
+    __shared__ __align__(128) std::byte tile_memory[bytes + octet_table_bytes];
+    const std::uint32_t to = shared_address(tile_memory), table = to + static_cast<std::uint32_t>(bytes);
+    const int lane = static_cast<int>(threadIdx.x), length = cache.tokens[0];
+    const int own = first + lane * slice_tokens;
+    const int page = lane < tile / slice_tokens && own < length
+                         ? cache.block_table[cache.table_entry(0, own / Pair::page_tokens)]
+                         : -1;
+    const auto tokens =
+        kvq::cuda::detail::tile_tokens::of(first, kvq::detail::smaller(tile, length - first), page);
+    const blocks_in_memory<Role, Pair> all{cache, head};
+    const auto move_out = [&](int number) {  // and leave NaN
+        __syncwarp();
+        for (int i = lane; i < bytes / 16; i += 32) {
+            const std::uint32_t at = to + static_cast<std::uint32_t>(i * 16);
+            out[number * (bytes / 16) + i] = load_shared_16(at);
+            store_shared_16(at, {-NAN, -NAN, -NAN, -NAN});
+        }
+        __syncwarp();
+    };
+    using cells = cell_batch<Role, Pair, key ? tile : dim, key ? dim : tile, strips, key ? tile : dim>;
+    for (int i = 0; i < strips; ++i) {
+        cells own_cells;
+        own_cells.fetch(all, tokens, i, lane);
+        own_cells.store(all, to, tokens, table, i, lane);
+    }
+    move_out(0);
+    using octets = octet_batch<Role, Pair, key ? tile : dim>;
+    const auto by_octets = [&](const auto& source, const auto& those) {
+        for (int i = 0; i < strips; ++i)
+            for (int batch = 0; batch < octets::batches; ++batch) {
+                octets own_octets;
+                own_octets.fetch(source, those, i, batch, lane);
+                own_octets.store(source, to, those, table, i, batch, lane);
+            }
+    };
+    if constexpr (OneBlock) {
+        auto of_block = tokens;
+        of_block.first %= Pair::page_tokens;
+        by_octets(block_of_tile{tokens.any < 0 ? nullptr : cache.template block<Role>(tokens.any, head)},
+                  of_block);
+    } else {
+        by_octets(all, tokens);
+    }
+    move_out(1);
+}
+
+template <kvq::tensor Role, bool OneBlock, class Pair>
+void check_tile(const quantized_batch<Pair>& batch, const device_batch<Pair>& device, int head, int first,
+                const char* name) {
+    constexpr bool key = Role == kvq::tensor::key;
+    constexpr std::size_t dim = Pair::head_dim, halves = tile_tokens * dim;
+    device_buffer<std::uint16_t> out(2 * halves);
+    out.poison();
+    CHECK(kvq::cuda::detail::launch("tiles_kernel", kvq::cuda::detail::overlap::no,
+                                    tiles_kernel<Role, OneBlock, Pair>, dim3(1), 32, 0, nullptr, device.ref,
+                                    head, first, reinterpret_cast<uint4*>(out.get())),
+          "%s: launch", name);
+    const std::vector<std::uint16_t> got = out.download();
+    std::size_t wrong = 0, nonzero = 0;
+    for (int t = 0; t < tile_tokens; ++t) {
+        const int token = first + t;
+        const bool exists =
+            token < batch.lengths[0] && batch.table[static_cast<std::size_t>(token / Pair::page_tokens)] >= 0;
+        if (key && !exists) continue;  // anything
+        for (int c = 0; c < Pair::head_dim; ++c) {
+            const int row = key ? t : c, column = key ? c : t, rows = key ? tile_tokens : Pair::head_dim;
+            const auto at = static_cast<std::size_t>(column / 64 * rows * 64 + row * 64 +
+                                                     ((column % 64 / 8 ^ row % 8) * 8 + column % 8));
+            const std::uint16_t by_cells = got[at], by_octets = got[halves + at];
+            wrong += exists ? by_cells != by_octets : ((by_cells | by_octets) & 0x7fff) != 0;
+            nonzero += got[at] != 0;
+        }
+    }
+    const bool any =
+        first < batch.lengths[0] && batch.table[static_cast<std::size_t>(first / Pair::page_tokens)] >= 0;
+    CHECK(wrong == 0 && (!any || nonzero > 0), "%s, %s from token %d%s: %zu numbers differ, %zu are not 0",
+          name, key ? "keys" : "values", first, OneBlock ? ", by address" : "", wrong, nonzero);
+}
+
+template <class Pair>
+void check_tiles(rng& r, const char* name) {
+    constexpr int page = Pair::page_tokens;
+    for (const bool holes : {false, true}) {
+        quantized_batch<Pair> batch(r, 2, {uniform(r, 65, 260)});
+        if (holes)
+            for (int& entry : batch.table)
+                if (uniform(r, 0, 1) == 0) entry = -1;
+        const device_batch<Pair> device(batch);
+        for (int first = 0; first < batch.lengths[0]; first += tile_tokens) {
+            const int head = uniform(r, 0, 1);
+            check_tile<kvq::tensor::key, false>(batch, device, head, first, name);
+            check_tile<kvq::tensor::value, false>(batch, device, head, first, name);
+            if constexpr (page % tile_tokens == 0) {
+                check_tile<kvq::tensor::key, true>(batch, device, head, first, name);
+                check_tile<kvq::tensor::value, true>(batch, device, head, first, name);
+            }
+        }
+    }
+}
+
+/// Every width, kind of parameters, and page size.
+inline void check_all_tiles(rng& r) {
+    using namespace kvq;
+    using scaled_keys = affine<4, per_channel<64>, byte_params, min_max, token_scales<byte_params>>;
+    check_tiles<cuda::kivi_pair<4, 64, 128, 64>>(r, "tiles of kivi-4-g64");
+    check_tiles<cuda::preset_pair<std4, 64, 128>>(r, "tiles of std4");
+    check_tiles<cuda::block_pair<int8, int8, 64, 64>>(r, "tiles of int8");
+    check_tiles<cuda::kivi_pair<2, 32, 64, 32>>(r, "tiles of kivi-2-g32, page 32");
+    check_tiles<cuda::block_pair<affine<3, per_token<32>>, affine<5, per_channel<>>, 128, 96>>(
+        r, "tiles of 3 and 5 bits, page 96");
+    check_tiles<cuda::block_pair<affine<1, per_channel<>>, affine<7, per_token<>, params<float>>, 64, 16>>(
+        r, "tiles of 1 and 7 bits, page 16");
+    check_tiles<cuda::block_pair<affine<6, per_token<>>, affine<1, per_token<32>>, 64, 16>>(
+        r, "tiles of 6 and 1 bits, page 16");
+    check_tiles<cuda::block_pair<scaled_keys, affine<2, per_channel<>, params<bfloat16>>, 64, 128>>(
+        r, "tiles of keys with token scales");
+    check_tiles<cuda::block_pair<full<bfloat16>, full<float16>, 64, 32>>(r, "tiles of 16-bit pages");
+}
+
+}  // namespace test
