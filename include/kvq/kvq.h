@@ -219,7 +219,8 @@ KVQ_API kvq_status kvq_format_dequantize(const kvq_format* format, const kvq_pag
                                          const void* page, size_t page_bytes, const kvq_tensor* out,
                                          void* workspace, size_t workspace_bytes);
 
-/// Two pages that hold the keys and the values of the same tokens of a layer, all kv heads.
+/// Two pages that hold the keys and the values of the same tokens of a layer, all kv heads. Of KVQ_LATENT
+/// both are the page of keys.
 typedef struct kvq_page {
     const void *keys, *values;
     int32_t key_format, value_format;      // kvq_cache_find_format; 0 is the window format

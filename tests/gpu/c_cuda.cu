@@ -549,16 +549,18 @@ void list_of_layers() {
     std::printf("  a list of layers             error %.2e\n", c.worst);
 }
 
-/// Latents, in steps and a prompt: pages are those of the CPU, and values have none.
-void latents() {
-    constexpr int channels = 80, page = 32, queries = 2;
-    const kvq_layer list[] = {{KVQ_LATENT, 1, channels, 64, 16, 0, 0}};
+/// Latents, in a prompt and steps. Queries of zeros see the mean of all values. Pages are those of the CPU;
+/// with formats "fp16" nothing is quantized.
+void latents(const char* formats, double tolerance) {
+    constexpr int channels = 80, width = 64, page = 32, queries = 2;
+    const bool quantizes = std::strcmp(formats, "fp16") != 0;
+    const kvq_layer list[] = {{KVQ_LATENT, 1, channels, width, 16, 0, 0}};
     kvq_cuda_cache_options o = device_options();
     kvq_cache_options h = host_options();
     o.layers = h.layers = 1;
     o.kv_heads = o.head_dim = h.kv_heads = h.head_dim = 0;
     o.page_tokens = h.page_tokens = page;
-    o.formats = h.keys = "kivi-4-g32-fp16x16";
+    o.formats = h.keys = formats;
     o.layer_list = h.layer_list = list;
     o.query_heads = queries;
     kvq_cuda_cache* gpu = nullptr;
@@ -571,57 +573,72 @@ void latents() {
     OK(kvq_sequence_create(cpu, &want));
     test::rng r(5);
     std::vector<kvq::float16> x(100 * channels);
-    test::device_buffer<kvq::float16> keys(x.size()), q(100 * queries * channels), out(100 * queries * 64);
-    const auto rows = [](const void* data, int n, int heads, int width) {
-        return kvq_tensor{const_cast<void*>(data), KVQ_FP16, n, heads, width, 0, 0};
+    test::device_buffer<kvq::float16> keys(x.size()), q(100 * queries * channels), out(100 * queries * width);
+    q.upload(std::vector<kvq::float16>(q.size(), kvq::float16(0.0f)));
+    const auto rows = [](const void* data, int n, int heads, int dims) {
+        return kvq_tensor{const_cast<void*>(data), KVQ_FP16, n, heads, dims, 0, 0};
     };
+    std::vector<double> sums(width, 0.0);
+    int tokens = 0;
     for (int i = 0; i < 20; ++i) {
         const int n = i == 0 ? 100 : 1;
         for (kvq::float16& y : x) y = kvq::float16(test::normal(r));
         keys.upload(x);
-        q.upload(std::vector<kvq::float16>(q.size(), kvq::float16(0.01f)));
         out.poison();
         OK(i == 0 ? kvq_cuda_cache_begin_prompt(gpu, one, n, nullptr)
                   : kvq_cuda_cache_begin_step(gpu, &one, 1, n, nullptr));
         const kvq_tensor k = rows(keys.get(), n, 1, channels), none = rows(keys.get(), 0, 1, channels),
                          own = rows(x.data(), n, 1, channels), nothing = rows(x.data(), 0, 1, channels),
-                         asked = rows(q.get(), n, queries, channels), to = rows(out.get(), n, queries, 64);
+                         asked = rows(q.get(), n, queries, channels), to = rows(out.get(), n, queries, width);
         OK(kvq_cuda_cache_prefill(gpu, 0, &k, &none, &asked, &to, nullptr, nullptr));
         OK(kvq_sequence_append(want, 0, &own, &nothing));
         CUDA_OK(cudaDeviceSynchronize());
+        tokens += n;
+        for (int t = 0; t < n; ++t)
+            for (int c = 0; c < width; ++c)
+                sums[static_cast<std::size_t>(c)] +=
+                    static_cast<double>(static_cast<float>(x[static_cast<std::size_t>(t * channels + c)]));
         const std::vector<kvq::float16> got = out.download();
-        for (int row = 0; row < n * queries * 64; ++row) {
-            const auto y = static_cast<float>(got[static_cast<std::size_t>(row)]);
-            CHECK(std::abs(y) < 6.0f, "an output of latents is %g", static_cast<double>(y));
+        for (int c = 0; c < queries * width; ++c) {
+            const double y = static_cast<double>(static_cast<float>(
+                             got[static_cast<std::size_t>((n - 1) * queries * width + c)])),
+                         mean = sums[static_cast<std::size_t>(c % width)] / tokens;
+            CHECK(std::abs(y - mean) < tolerance, "%s: an output of latents is %g, not %g", formats, y, mean);
         }
     }
-    OK(kvq_cuda_sequence_offload(one, cpu, nullptr, &have));
-    kvq_page p[2][16];
-    int count[2] = {}, quantized = 0;
-    OK(kvq_sequence_get_pages(have, 0, p[0], 16, &count[0]));
-    OK(kvq_sequence_get_pages(want, 0, p[1], 16, &count[1]));
-    CHECK(count[0] == count[1], "%d pages of latents, the CPU has %d", count[0], count[1]);
-    kvq_format* f = nullptr;
-    OK(kvq_cache_get_format(cpu, KVQ_KEY, 1, &f));
-    const kvq_page_shape shape = {KVQ_KEY, page, 1, channels, 0, 0};
-    std::size_t bytes = 0;
-    OK(kvq_format_page_bytes(f, &shape, &bytes, nullptr));
-    for (int i = 0; i < count[0] && i < count[1]; ++i) {
-        CHECK(p[0][i].values == nullptr && p[0][i].key_format == p[1][i].key_format, "page %d of latents", i);
-        if (p[0][i].key_format != 1) continue;
-        ++quantized;
-        CHECK(std::memcmp(p[0][i].keys, p[1][i].keys, bytes) == 0, "page %d of latents differs", i);
+    if (quantizes) {
+        OK(kvq_cuda_sequence_offload(one, cpu, nullptr, &have));
+        kvq_page p[2][16];
+        int count[2] = {}, quantized = 0;
+        OK(kvq_sequence_get_pages(have, 0, p[0], 16, &count[0]));
+        OK(kvq_sequence_get_pages(want, 0, p[1], 16, &count[1]));
+        CHECK(count[0] == count[1], "%d pages of latents, the CPU has %d", count[0], count[1]);
+        kvq_format* f = nullptr;
+        OK(kvq_cache_get_format(cpu, KVQ_KEY, 1, &f));
+        const kvq_page_shape shape = {KVQ_KEY, page, 1, channels, 0, 0};
+        std::size_t bytes = 0;
+        OK(kvq_format_page_bytes(f, &shape, &bytes, nullptr));
+        for (int i = 0; i < count[0] && i < count[1]; ++i) {
+            CHECK(p[0][i].values == p[0][i].keys && p[0][i].key_format == p[1][i].key_format,
+                  "page %d of latents", i);
+            if (p[0][i].key_format != 1) continue;
+            ++quantized;
+            CHECK(std::memcmp(p[0][i].keys, p[1][i].keys, bytes) == 0, "page %d of latents differs", i);
+        }
+        CHECK(quantized == 2, "%d pages of latents are quantized", quantized);
+        OK(kvq_format_free(f));
+        OK(kvq_sequence_free(have));
     }
-    CHECK(quantized == 2, "%d pages of latents are quantized", quantized);
-    OK(kvq_format_free(f));
     OK(kvq_cuda_sequence_free(one));
-    OK(kvq_sequence_free(have));
     OK(kvq_sequence_free(want));
     OK(kvq_cuda_cache_free(gpu));
     OK(kvq_cache_free(cpu));
     kvq_cuda_cache* made = nullptr;
     o.formats = "std4-fp16x16";
     REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_ARGUMENT, "std4-fp16x16");
+    o.formats = "fp16";
+    o.page_tokens = 48;
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_ARGUMENT, "KVQ_CUDA_LATENTS=64+16");
 }
 
 /// State beside full attention: views, snapshots, trims, a fork, and the way to the CPU.
@@ -1528,7 +1545,8 @@ int main() {
     CHECK(wrong.empty(), "a program without nvcc: %s", wrong.c_str());
     scenario();
     list_of_layers();
-    latents();
+    latents("int8-fp16x16", 0.01);
+    latents("fp16", 2e-3);
     layers_with_state();
     variants();
     several_widths();

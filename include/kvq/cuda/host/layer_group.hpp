@@ -475,15 +475,19 @@ struct layer_group {
         const layer_memory& run = now.staging;
         const prompt_ranges& r = now.ranges;
         std::byte* to = run.keys;
-        for (const int page : now.run_before) {
-            const cudaError_t code = cudaMemcpyAsync(to, window.memory().page(tensor::key, member, page),
-                                                     run.key_page_bytes, cudaMemcpyDeviceToDevice, stream);
+        const std::vector<int>& pages = now.run_before;
+        // Neighbours in one copy.
+        for (std::size_t i = 0, end; i < pages.size(); i = end) {
+            for (end = i + 1; end < pages.size() && pages[end] == pages[end - 1] + 1;) ++end;
+            const std::size_t bytes = (end - i) * run.key_page_bytes;
+            const cudaError_t code = cudaMemcpyAsync(to, window.memory().page(tensor::key, member, pages[i]),
+                                                     bytes, cudaMemcpyDeviceToDevice, stream);
             if (code != cudaSuccess) return runtime_error(code, "copying pages of a prompt");
-            to += run.key_page_bytes;
+            to += bytes;
         }
-        const auto store = [&](const layer_memory& pages, bool in_sinks, int first, int end) -> status {
+        const auto store = [&](const layer_memory& of, bool in_sinks, int first, int end) -> status {
             if (first >= end) return {};
-            return format.functions->store(l, pages, in_sinks, slice(k, first, end - first),
+            return format.functions->store(l, of, in_sinks, slice(k, first, end - first),
                                            slice(v, first, end - first), now.run_slots + first, stream);
         };
         if (status s = store(l.sinks, true, 0, r.open); !s) return s;
