@@ -501,7 +501,7 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
         kvq::cuda::attention_options a = attention_of(o);
         a.query_tokens = of.step.new_tokens;
         a.early = true;  // what it fetches early is older than the launches of append
-        check(of.cache.check_window(layer, a));
+        check(of.cache.check_options(layer, queries.heads, a));
         if (takes) check(of.cache.append(layer, keys, values, stream_of(stream)));
         attend_layer(of, layer, queries, to, a, o, stream_of(stream));
     });

@@ -590,6 +590,13 @@ void latents(const char* formats, double tolerance) {
         const kvq_tensor k = rows(keys.get(), n, 1, channels), none = rows(keys.get(), 0, 1, channels),
                          own = rows(x.data(), n, 1, channels), nothing = rows(x.data(), 0, 1, channels),
                          asked = rows(q.get(), n, queries, channels), to = rows(out.get(), n, queries, width);
+        if (i < 2) {  // refused before anything is appended
+            kvq_cuda_attend_options softcap;
+            KVQ_INIT(softcap);
+            softcap.softcap = 30.0f;
+            REFUSED(kvq_cuda_cache_prefill(gpu, 0, &k, &none, &asked, &to, &softcap, nullptr),
+                    KVQ_ERROR_ARGUMENT, "latent attention takes no softcap");
+        }
         OK(kvq_cuda_cache_prefill(gpu, 0, &k, &none, &asked, &to, nullptr, nullptr));
         OK(kvq_sequence_append(want, 0, &own, &nothing));
         CUDA_OK(cudaDeviceSynchronize());

@@ -44,7 +44,7 @@ struct caches {
     kvq::cache cpu;
     cuda::cache gpu;
     test::device_buffer<float16> k, v, q, out;
-    test::device_buffer<float> lse;
+    test::device_buffer<float> lse, states;
 
     static const std::vector<cuda::device_format>& compiled() {
         static const std::vector<cuda::device_format> all = [] {
@@ -98,7 +98,8 @@ struct caches {
           v(k.size()),
           q(room * q_heads * channels),
           out(q.size()),
-          lse(room * q_heads) {
+          lse(room * q_heads),
+          states(room * q_heads * (std::max(values, dim) + 2)) {
         CUDA_OK(cudaStreamCreate(&stream));
         const cuda::status s = gpu.open(list, options(sinks, recent, rollback), compiled(), stream);
         CHECK(s, "%s", s.message);
@@ -561,6 +562,35 @@ void check_refusals() {
         c.gpu.attend(0, token_view<const float16>(c.q.get(), 1, c.q_heads, c.channels),
                      token_view<float16>(c.out.get(), 1, c.q_heads, c.values), {.softcap = 30.0f}, c.stream),
         "latent attention takes no softcap");
+
+    // A prompt that is refused is as if nobody had tried it. States alone, of slices: zeros as queries, so
+    // that every token has the weight 1.
+    constexpr int n = 100;
+    test::rng r(7);
+    std::vector<float16> x, y;
+    c.write(r, x, y, n);
+    c.q.clear();
+    c.states.poison();
+    id = c.gpu.new_sequence();
+    CHECK(c.gpu.begin_prompt(id, n, c.stream), "a prompt");
+    const auto prefill = [&](int dim, int q_heads, float16* out, const cuda::prefill_options& how) {
+        return c.gpu.prefill(0, c.rows(c.k.get(), 0, 0, n, tensor::key), no_rows(),
+                             token_view<const float16>(c.q.get(), n, q_heads, dim),
+                             token_view<float16>(out, n, q_heads, c.values), how, c.stream);
+    };
+    refused(prefill(c.channels, c.q_heads, c.out.get(), {.softcap = 30.0f}),
+            "latent attention takes no softcap");
+    refused(prefill(c.values, c.q_heads, c.out.get(), {}), "q 2 x 64");
+    refused(prefill(c.channels, 0, c.out.get(), {}), "q 0 x 80");
+    refused(prefill(c.channels, heads, c.out.get(), {}), "query_heads");
+    refused(prefill(c.channels, c.q_heads, nullptr, {}), "null pointer");
+    CHECK(prefill(c.channels, c.q_heads, nullptr, {.state_out = c.states.get()}), "states of a prompt");
+    const std::vector<float> states = c.states.download();
+    for (int i = 0; i < n * c.q_heads; ++i) {
+        const float sum = states[static_cast<std::size_t>(i * (c.values + 2) + 1)];
+        CHECK(sum == static_cast<float>(i / c.q_heads + 1), "row %d of a prompt sees %g tokens", i,
+              static_cast<double>(sum));
+    }
 }
 
 }  // namespace

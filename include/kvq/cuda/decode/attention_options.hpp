@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../../config.hpp"
+#include "../layout/status.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -53,6 +54,19 @@ struct prefill_options {
     /// that is below 0.
     int lead = 0;
 };
+
+namespace detail {
+
+/// Does latent attention take these options?
+inline status check_latent_options(const attention_options& o) noexcept {
+    if (o.softcap == 0.0f && o.window == 0 && !o.window_sinks && !o.all_keys && o.ancestors == nullptr)
+        return {};
+    return bad_value(
+        "latent attention takes no softcap, window or tree, and has a causal mask; got softcap %g, window %d",
+        static_cast<double>(o.softcap), o.window);
+}
+
+}  // namespace detail
 
 /// No score modifier. One is a struct with one or both of
 ///   __device__ float score(float score, int q_head, int q_pos, int k_pos) const    scores are scaled and

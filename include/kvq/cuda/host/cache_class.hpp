@@ -170,8 +170,8 @@ public:
                   cudaStream_t stream, const Score& score = {}) {
         if (status s = check_layer(layer, {q.type, out.type}); !s) return s;
         const detail::layer_group& g = group_of(layer);
-        if (g.format.latent && (q.heads > options_.query_heads || options.query_tokens > most_queries()))
-            if (status s = check_workspace(layer, step_.rows, q.heads, options.query_tokens); !s) return s;
+        if (g.format.latent)
+            if (status s = check_latents(layer, step_.rows, q.heads, options); !s) return s;
         if (g.format.functions->score != detail::score_mark::of<Score>())
             return detail::bad_value(
                 "the cache was opened with kernels for another score modifier: add make_scored_format<its "
@@ -196,11 +196,13 @@ public:
         return g.format.functions->attend(view(layer), q, out, options, workspace_.as<>(), workspace_.bytes(),
                                           stream, &score);
     }
-    /// Do attend() and prefill() of a layer take the window of these options?
-    template <class Options>
-    status check_window(int layer, Options options) const {
+    /// Does attend() of a layer take these options, for so many query heads? Asked before append().
+    status check_options(int layer, int q_heads, attention_options options) const {
         if (status s = check_keys(layer); !s) return s;
-        return group_of(layer).add_window(options, member_of(layer));
+        const detail::layer_group& g = group_of(layer);
+        if (g.format.latent)
+            if (status s = check_latents(layer, step_.rows, q_heads, options); !s) return s;
+        return g.add_window(options, member_of(layer));
     }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the
     /// capture: it depends on the batch's number of rows and new tokens, on the formats that its pages are
@@ -364,8 +366,8 @@ private:
     int most_queries() const noexcept {
         return common::larger(1, common::larger(options_.step_tokens, options_.draft_tokens));
     }
-    /// Is the workspace large enough for attention over latents?
-    status check_workspace(int layer, int rows, int q_heads, int query_tokens) const;
+    /// Does attention over latents take the options, and is the workspace large enough?
+    status check_latents(int layer, int rows, int q_heads, const attention_options& options) const;
     status check_batch(std::span<const sequence_id> ids, bool holes);
     status check_move(sequence_id id, const char* verb, int first, int last, bool moves) const;
     status check_rows(std::span<const sequence_id> batch) const;

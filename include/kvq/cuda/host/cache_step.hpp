@@ -270,10 +270,22 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
                                      const output_view& out, const prefill_options& options,
                                      cudaStream_t stream) {
     detail::layer_group& g = group_of(layer);
-    const int member = member_of(layer), n = q.tokens;
+    const int member = member_of(layer), n = q.tokens, dim = g.shape.head_dim,
+              width = g.shape.dim(tensor::value);
+    attention_options slice{.scale = options.scale,
+                            .softcap = options.softcap,
+                            .window = options.window,
+                            .chunked = options.chunked,
+                            .window_sinks = options.window_sinks};
     if (options.sink_logits != nullptr)
         return detail::bad_value("%s: its attention takes no logits of sinks", describe(layer).c_str());
-    if (status s = check_workspace(layer, 1, q.heads, 1); !s) return s;
+    if (k.data == nullptr || q.data == nullptr || (out.data == nullptr && options.state_out == nullptr))
+        return detail::bad_value("%s: q, k or out is a null pointer", describe(layer).c_str());
+    if (k.heads != 1 || k.dim != dim || q.heads < 1 || q.dim != dim ||
+        (out.data != nullptr && (out.heads != q.heads || out.dim != width)))
+        return detail::bad_value("%s: k is %d x %d, q %d x %d and out %d x %d", describe(layer).c_str(),
+                                 k.heads, k.dim, q.heads, q.dim, out.heads, out.dim);
+    if (status s = check_latents(layer, 1, q.heads, slice); !s) return s;
     int most = n;
     while (g.format.functions->workspace_bytes(1, q.heads, most) > workspace_.bytes()) most = (most + 1) / 2;
     if (status s = g.make_run(member, k, v, stream); !s) return s;
@@ -283,7 +295,7 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
                        n;
     const auto rows_of = [&](const auto& x, int first, int count) {
         auto part = x;
-        part.data = x.at(first, 0);
+        if (x.data != nullptr) part.data = x.at(first, 0);
         part.tokens = count;
         return part;
     };
@@ -293,15 +305,9 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
         g.send(to, g.seen_at(), before + first + count);
         if (status s = to.flush(); !s) return s;
         const std::ptrdiff_t row = std::ptrdiff_t{first} * q.heads;
-        attention_options slice{.scale = options.scale,
-                                .softcap = options.softcap,
-                                .window = options.window,
-                                .chunked = options.chunked,
-                                .window_sinks = options.window_sinks,
-                                .query_tokens = count};
+        slice.query_tokens = count;
         if (options.lse != nullptr) slice.lse = options.lse + row;
-        if (options.state_out != nullptr)
-            slice.state_out = options.state_out + row * (g.shape.dim(tensor::value) + 2);
+        if (options.state_out != nullptr) slice.state_out = options.state_out + row * (width + 2);
         constexpr unmodified none;
         if (status s = g.format.functions->attend(g.view_of_run(member), rows_of(q, first, count),
                                                   rows_of(out, first, count), slice, workspace_.as<>(),
@@ -312,7 +318,10 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
     return g.append_prompt(member, k, v, stream);
 }
 
-inline status cache::check_workspace(int layer, int rows, int q_heads, int query_tokens) const {
+inline status cache::check_latents(int layer, int rows, int q_heads, const attention_options& options) const {
+    if (status s = detail::check_latent_options(options); !s) return s;
+    const int query_tokens = options.query_tokens;
+    if (q_heads <= options_.query_heads && query_tokens <= most_queries()) return {};
     const std::size_t bytes = group_of(layer).format.functions->workspace_bytes(rows, q_heads, query_tokens);
     if (bytes <= workspace_.bytes()) return {};
     return detail::bad_value(

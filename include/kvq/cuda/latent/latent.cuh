@@ -81,6 +81,11 @@ struct latent_workspace {
     }
 };
 
+/// Query rows of a sequence; of too many for a launch, a number of which no workspace is large enough.
+inline int latent_rows(int q_heads, int query_tokens) noexcept {
+    return static_cast<int>(kvq::detail::smaller(1LL << 30, 1LL * q_heads * query_tokens));
+}
+
 template <class Launch, class Args>
 status launch_latents(Launch, Args args, void* workspace, std::size_t workspace_bytes,
                       cudaStream_t stream) noexcept {
@@ -129,7 +134,7 @@ requires detail::is_mix<Mix> std::size_t latent_workspace_bytes(int sequences, i
 noexcept {
     return [&]<class... Parts>(std::type_identity<mixed_cache_ref<Parts...>>) {
         using args = detail::latent_args_of<T, Parts...>;
-        const int rows = q_heads * query_tokens;
+        const int rows = detail::latent_rows(q_heads, query_tokens);
         return detail::with_kernel(typename detail::latent_launches_of<args>::type{}, rows, [&](auto kernel) {
             cudaError_t code = cudaSuccess;
             const detail::latent_workspace room(sequences, rows, decltype(kernel)::facts.query_rows,
@@ -149,7 +154,7 @@ noexcept {
         using launches = detail::latent_launches_of<detail::latent_args_of<T, Parts...>>;
         kernel_choice choice;
         detail::with_kernel(
-            typename launches::type{}, q_heads * query_tokens, [](auto) {}, &choice);
+            typename launches::type{}, detail::latent_rows(q_heads, query_tokens), [](auto) {}, &choice);
         if constexpr (!launches::tiles)
             ((detail::no_latent_tiles<typename Parts::pair_type> == nullptr
                   ? void()
@@ -178,14 +183,9 @@ status attend_latents(const mixed_cache_ref<Parts...>& cache, const token_view<c
     if (first.kv_heads != 1)
         return detail::bad_value("latents have one kv head, the cache has %d", first.kv_heads);
     if (status s = detail::check_attention(first, q, out, options); !s) return s;
-    if (options.softcap != 0.0f || options.window != 0 || options.window_sinks || options.all_keys ||
-        options.ancestors != nullptr)
-        return detail::bad_value(
-            "latent attention takes no softcap, window or tree, and has a causal mask; got softcap %g, "
-            "window %d",
-            static_cast<double>(options.softcap), options.window);
+    if (status s = detail::check_latent_options(options); !s) return s;
     if (first.sequences > 65535)
-        return detail::bad_value("%d sequences are too many for one launch", first.sequences);
+        return detail::bad_value("%d sequences in one launch, which takes up to 65535", first.sequences);
     if (q.tokens == 0) return {};
     const args_type args = [&]<int... Is>(std::integer_sequence<int, Is...>) {
         return args_type{
