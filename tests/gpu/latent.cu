@@ -196,6 +196,10 @@ void check_captured(const char* name) {
 template <class Scheme, int PageTokens>
 using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens>;
 
+// Tiles are not made where 32 neighbouring numbers may have parameters of two groups.
+static_assert(cuda::detail::no_latent_tiles<v3<affine<4, per_token<80>>, 32>> != nullptr);
+static_assert(cuda::detail::no_latent_tiles<v3<typename kivi<4, 48>::keys, 96>> != nullptr);
+
 /// Each way in which blocks store codes and parameters, with few channels.
 template <class Scheme, int PageTokens>
 [[maybe_unused]] void check_codec(const char* name) {
@@ -233,6 +237,8 @@ template <class Scheme, int PageTokens>
     refused("takes no softcap", ref, {.softcap = 30.0f}, bytes);
     refused("takes no softcap", ref, {.window = 128}, bytes);
     refused("workspace", ref, {}, bytes - 1);
+    const std::size_t most = cuda::latent_workspace_bytes<mix, float16>(1, 1 << 20, 1 << 20);
+    CHECK(most > std::size_t{1} << 40, "2^40 query rows have a workspace of %zu bytes", most);
     refused("q has head_dim 512", ref, {}, bytes, 512);
     cuda::cache_ref<pair> two = ref;
     two.kv_heads = 2;
@@ -256,7 +262,7 @@ int main() {
 #if PART == 0
     check_codec<typename std4::keys, 128>("std4, few channels");
     check_codec<typename kivi<3, 32>::keys, 32>("kivi-3-g32, pages of 32");
-    check_codec<affine<5, per_token<64>>, 96>("affine-5-g64, pages of 96");
+    check_codec<affine<5, per_token<96>>, 96>("affine-5-g96, pages of 96");
 #endif
 #ifdef __CUDACC__
 #if PART == 1

@@ -180,7 +180,8 @@ struct listed_rows {
     }();
     static constexpr int row_words = octets * octet_words;
     static constexpr int group = traits::group == 0 || traits::group > Channels ? Channels : traits::group,
-                         groups = full ? 0 : Channels / group;
+                         groups =
+                             full ? 0 : kvq::detail::ceil_div(Channels, group);  // the last one may be short
     /// A lane has the parameters of one token and of every second group.
     static constexpr int sets = kvq::detail::ceil_div(groups, 2);
     static constexpr int held = kvq::detail::smaller(steps, kvq::detail::larger(1, Words / octet_words));
@@ -551,7 +552,8 @@ status attend_latent_lists(const mixed_cache_ref<Parts...>& cache, const token_v
     }
     if (listed > detail::most_tokens)
         return detail::bad_value("%lld listed tokens are more than 2^28", listed);
-    if (q.tokens > 65535) return detail::bad_value("%d query tokens are too many for one launch", q.tokens);
+    if (q.tokens > 65535)
+        return detail::bad_value("%d query tokens in one launch, which takes up to 65535", q.tokens);
     if (q.tokens == 0) return {};
     args_type args{};
     args.a = detail::make_arguments(first, q, out, plain);

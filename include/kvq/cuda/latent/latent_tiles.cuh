@@ -38,6 +38,8 @@ inline constexpr const char* no_latent_tiles = []() -> const char* {
         return "latent, rotary or value channels are not multiples of 64";
     if (Pair::head_dim > 576) return "there are more than 576 channels";
     if (codec<typename Pair::keys>.several_widths()) return "codes have several widths";
+    if (codec<typename Pair::keys>.per_token && has_odd_groups(codec<typename Pair::keys>, first))
+        return odd_groups;
     if (const char* const reason =
             no_tiles(codec<typename Pair::first_pair::keys>, {tensor::key, Pair::page_tokens, 64}))
         return reason;

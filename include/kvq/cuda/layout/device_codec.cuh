@@ -62,6 +62,11 @@ constexpr int most_planes(const codec_spec& c) noexcept {
     return most;
 }
 
+/// Would 32 neighbours in a line of `size` numbers have parameters of two groups?
+constexpr bool has_odd_groups(const codec_spec& c, int size) noexcept {
+    return c.group % 32 != 0 && c.group < size;
+}
+
 /// Tiles are made of 32 x 32 numbers, keys of several widths by rows of codes in one page, with a table of
 /// two planes and 16-bit offsets. docs/guide/gpu.md ("Prompts") lists these conditions.
 constexpr const char* no_tiles(const codec_spec& c, const block_shape& s) noexcept {
@@ -71,7 +76,7 @@ constexpr const char* no_tiles(const codec_spec& c, const block_shape& s) noexce
     if (c.content == block_content::own) return own_blocks;
     if (c.content == block_content::values) return c.value_type == float_type::fp32 ? wide_values : nullptr;
     if (c.several_widths() && s.tokens == 16) return "pages of keys of several widths have 16 tokens";
-    if (c.group % 32 != 0 && c.group < (c.per_token ? s.dim : s.tokens)) return odd_groups;
+    if (has_odd_groups(c, c.per_token ? s.dim : s.tokens)) return odd_groups;
     if (!c.several_widths()) return nullptr;
     if (most_planes(c) > 2) return "7 bits are among several widths of keys";
     if (block_layout{c}.scale_offset(s) > 65536)
