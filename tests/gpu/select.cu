@@ -75,7 +75,8 @@ void check_scores(test::rng& r, const index_case& c) {
     }
 
     test::device_buffer<std::byte> memory(want.size());
-    const test::device_buffer<int> table_device(table), lengths(c.lengths);
+    const test::device_buffer<int> table_device(table);
+    test::device_buffer<int> lengths(c.lengths);
     const test::device_buffer<T> keys_device(mixed);
     const test::device_buffer<long long> places_device(places);
     test::device_buffer<unsigned> not_finite(1);
@@ -104,7 +105,8 @@ void check_scores(test::rng& r, const index_case& c) {
     if (c.spoiled) q[7] = T(NAN);
     const test::device_buffer<T> q_device(q);
     const test::device_buffer<float> weights_device(weights);
-    test::device_buffer<float> scores(static_cast<std::size_t>(rows) * room);
+    constexpr std::size_t behind = 64;
+    test::device_buffer<float> scores(static_cast<std::size_t>(rows) * room + behind);
     s = cuda::index_scores<pair, T>(index, {q_device.get(), rows, c.heads, Channels}, weights_device.get(),
                                     c.query_tokens, scores.get(), nullptr);
     CHECK(s, "index_scores: %s", s.message);
@@ -156,6 +158,17 @@ void check_scores(test::rng& r, const index_case& c) {
             size += exact * exact;
         }
     }
+    // Lengths beyond the table count as all that it names.
+    std::vector<int> longer = c.lengths;
+    longer.back() += static_cast<int>(room) + 1000;
+    lengths.upload(longer);
+    s = cuda::index_scores<pair, T>(index, {q_device.get(), rows, c.heads, Channels}, weights_device.get(),
+                                    c.query_tokens, scores.get(), nullptr);
+    CHECK(s, "index_scores: %s", s.message);
+    const std::vector<float> now = scores.download();
+    for (std::size_t i = now.size() - behind; i < now.size(); ++i)
+        CHECK(std::memcmp(&now[i], &have[i], sizeof(float)) == 0, "score %zu behind the last row is written",
+              i + behind - now.size());
     if (size > 0.0)
         CHECK(std::sqrt(off / size) < 0.02, "queries of 8 bits: scores are %g off", std::sqrt(off / size));
 }

@@ -28,8 +28,11 @@ struct index_args {
     int query_tokens;
     float* scores;  // [rows][table_columns * page_tokens]
 
+    /// Of the tokens that the table has columns for.
     __device__ __forceinline__ int tiles(int sequence) const {
-        return kvq::detail::larger(0, ceil_div(__ldg(index.tokens + sequence), index_tile));
+        const int tokens =
+            kvq::detail::smaller(__ldg(index.tokens + sequence), index.table_columns * Pair::page_tokens);
+        return kvq::detail::larger(0, ceil_div(tokens, index_tile));
     }
 };
 
