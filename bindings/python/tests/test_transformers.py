@@ -536,11 +536,13 @@ class StandIn(unittest.TestCase):
         plain = D - 4  # channels of keys that do not turn
 
         class Latent:
-            is_causal, sees, bias, channels = True, staticmethod(causal), 0.0, (latent, rotary)
+            is_causal, sees, bias, normed, channels = True, staticmethod(causal), 0.0, False, (latent, rotary)
             values = D if self.on_gpu else 20  # there as many channels as those of keys
             map = torch.randn(Q * (plain + values), latent, device=self.device, dtype=self.dtype) / latent**0.5
 
             def expand_kv(self, latents, turned):
+                if self.normed:
+                    latents = latents * torch.rsqrt(latents.pow(2).mean(-1, keepdim=True) + 1e-6)
                 both = torch.nn.functional.linear(latents, self.map).view(latents.shape[0], latents.shape[2], Q, -1).transpose(1, 2)
                 both = both + self.bias
                 return torch.cat([both[..., :plain], turned.expand(-1, Q, -1, -1)], dim=-1), both[..., plain:]
@@ -608,10 +610,11 @@ class StandIn(unittest.TestCase):
         self.latent_steps(module, cache)
         with self.assertRaisesRegex(kvq.UnsupportedError, "gives its cache 4 heads with .* channels, its config says latents of "):
             cache.update(*module.latents(1, 1).expand(-1, 4, -1, -1).split(module.channels, dim=-1), 0)
-        cache, module.bias = made(), 1.0
-        with self.assertRaisesRegex(kvq.UnsupportedError, "Latent of .* not linear in its .* latent channels"):
-            self.latent_steps(module, cache)
-        self.assertEqual(cache.get_seq_length(), 0)
+        for module.bias, module.normed in ((1.0, False), (0.0, True)):
+            cache = made()
+            with self.assertRaisesRegex(kvq.UnsupportedError, "Latent of .* not linear in its .* latent channels"):
+                self.latent_steps(module, cache)
+            self.assertEqual(cache.get_seq_length(), 0)
 
     def of_latents(self, module):
         return types.SimpleNamespace(num_hidden_layers=2, num_attention_heads=Q, kv_lora_rank=module.channels[0],

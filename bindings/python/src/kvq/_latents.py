@@ -31,13 +31,16 @@ class Absorbed:
         expand = getattr(module, "expand_kv", None)
         if expand is None:
             raise UnsupportedError(f"kvq: {name} gives latents to its cache, but has no expand_kv, which makes keys and values of them")
+        n = latent + rotary
         with torch.inference_mode(False), torch.no_grad():  # other modes may come
-            units = torch.eye(latent + rotary + 1, latent + rotary, device=like.device).to(like.dtype)[None, None]
-            k, v = (x[0] for x in expand(*units.split([latent, rotary], dim=-1)))
-        if bool(k[:, -1].any()) or bool(v[:, latent:].any()):
+            units = torch.eye(n + 2, n, device=like.device).to(like.dtype)
+            units[-1, 0] = 2.0  # behind zeros; a norm would take it for 1
+            k, v = (x[0] for x in expand(*units[None, None].split([latent, rotary], dim=-1)))
+        doubled = all(torch.equal(x[:, -1], 2 * x[:, 0]) for x in (k, v))
+        if bool(k[:, n].any()) or bool(v[:, latent : n + 1].any()) or not doubled:
             raise UnsupportedError(f"kvq: {name} makes keys and values that are not linear in its {latent} latent channels; "
                                    "kvq.transformers.Cache(...) holds these keys and values")
-        self._k = k[:, :-1].contiguous()  # [heads][R + P][channels]
+        self._k = k[:, :n].contiguous()  # [heads][R + P][channels]
         self._v = v[:, :latent].contiguous()  # [heads][R][channels]
 
     @property
