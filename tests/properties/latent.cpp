@@ -295,22 +295,30 @@ TEST_CASE("a prompt in expanded form beside its latent history, merged, is the p
         CHECK(merged.values()[i] == doctest::Approx(want.values()[i]).epsilon(1e-3).scale(1.0));
 }
 
-TEST_CASE("keys beyond fp16 are values all the same") {
-    const kvq::layer of = kvq::latent_attention(64, 0);
-    kvq::cache cache(
-        {of}, {.keys = format_of<kvq::int8>(), .window = format_of<kvq::full<float>>(), .page_tokens = 32});
+TEST_CASE("keys beyond fp16, or below it, are values all the same") {
     test::generator random(3);
-    auto rows = test::random_tensor(random, 64, 1, 64);
-    for (float& x : rows.values()) x *= 1e6f;
-    auto s = cache.new_sequence();
-    s.append(0, rows.view(), kvq::no_rows());
-    auto q = test::random_tensor(random, 1, 20, 64);
-    for (float& x : q.values()) x *= 1e-6f;
-    test::tensor<float> out(1, 20, 64);
-    s.attend(0, q.view(), out.view());
-    errors e;
-    e.add(out, attended(s, of, q));
-    CHECK(e.relative() <= 5e-4);
+    const auto check = [&](const kvq::format& f, int values, float size) {
+        CAPTURE(values);
+        CAPTURE(size);
+        const kvq::layer of = kvq::latent_attention(64, 0, values);
+        kvq::cache cache({of}, {.keys = f, .window = format_of<kvq::full<float>>(), .page_tokens = 32});
+        auto rows = test::random_tensor(random, 64, 1, 64);
+        for (float& x : rows.values()) x *= size;
+        auto s = cache.new_sequence();
+        s.append(0, rows.view(), kvq::no_rows());
+        auto q = test::random_tensor(random, 1, 20, 64);
+        for (float& x : q.values()) x /= size;
+        test::tensor<float> out(1, 20, values);
+        s.attend(0, q.view(), out.view());
+        errors e;
+        e.add(out, attended(s, of, q));
+        CHECK(e.relative() <= 5e-4);
+    };
+    for (const float size : {1e6f, 1e-8f}) check(format_of<kvq::int8>(), 64, size);
+    for (const int values : {64, 40}) check(format_of<kvq::std4_h::keys>(), values, 1e-7f);
+    // All of its blocks are dequantized.
+    for (const float size : {1e6f, 1e-7f})
+        check(test::made<test::usual>(test::magnitude_bytes(size / 30)), 64, size);
 }
 
 TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its numbers") {

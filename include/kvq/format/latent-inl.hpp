@@ -66,25 +66,25 @@ struct alignas(64) key_values_product {
                                                        cols, y, y_stride, add, ahead, workspace);
         const format_functions& f = x_format(*keys).functions();
         const places at = find_places(tokens);
-        auto* const scratch = reinterpret_cast<float*>(workspace + at.scratch);
-        std::byte* const to = workspace + at.block;
-        keys->functions().dequantize(keys->scheme(), shape, id, block, f.value_type, workspace, shape.dim,
-                                     scratch);
+        auto* const rows_of_x = reinterpret_cast<float*>(workspace + at.x);
+        keys->functions().dequantize(keys->scheme(), shape, id, block, float_type::fp32, rows_of_x, dim,
+                                     rows_of_x);
         // Odd tokens, and channels that are no multiple of 4, leave gaps.
-        if (cols % 2 != 0 || channels % 4 != 0) std::memset(to, 0, x_format(*keys).block_bytes(values));
-        const std::uint32_t beyond = f.write_tokens(values, to, f.value_type, workspace, shape.dim, cols, 0);
-        if (beyond > 0 && !keys->holds_values())
-            return multiply_floats(shape, id, block, x, x_stride, cols, y, y_stride, add, scratch);
-        f.begin(this + 1, values, id, to, x, x_stride, workspace + at.product);
-        f.finish(this + 1, values, id, to, x, x_stride, channels, cols, y, y_stride, add, 0,
+        if (cols % 2 != 0 || channels % 4 != 0)
+            std::memset(workspace, 0, x_format(*keys).block_bytes(values));
+        const std::uint32_t beyond =
+            f.write_tokens(values, workspace, float_type::fp32, rows_of_x, dim, cols, 0);
+        if (!keys->holds_values() && (beyond > 0 || !reaches_normal(rows_of_x, cols)))
+            return multiply_floats(rows_of_x, x, x_stride, cols, y, y_stride, add);
+        f.begin(this + 1, values, id, workspace, x, x_stride, workspace + at.product);
+        f.finish(this + 1, values, id, workspace, x, x_stride, channels, cols, y, y_stride, add, 0,
                  workspace + at.product);
     }
 
 private:
-    /// A workspace: rows of dequantized keys, a block of values, scratch, the workspace of a product with
-    /// this block.
+    /// A workspace: a block of values, rows of dequantized keys, the workspace of a product with this block.
     struct places {
-        std::size_t block, scratch, product;
+        std::size_t x, product;
     };
 
     /// Of x^.
@@ -96,21 +96,26 @@ private:
         const format& x = x_format(*keys);
         const std::size_t all = block_shape{tensor::key, tokens, dim}.values();
         places p{};
-        p.block = whole_lines(all * size_of(x.functions().value_type));
-        p.scratch = p.block + whole_lines(x.block_bytes(values_of(tokens)));
-        p.product = p.scratch + whole_lines(all * sizeof(float));
+        p.x = whole_lines(x.block_bytes(values_of(tokens)));
+        p.product = p.x + whole_lines(all * sizeof(float));
         return p;
     }
+    /// Is one of the values as large as the normal numbers of fp16? Else rounding loses more of all of them
+    /// than of larger ones.
+    bool reaches_normal(const float* rows_of_x, int cols) const {
+        constexpr float least = 0x1p-14f;
+        for (int t = 0; t < cols; ++t, rows_of_x += dim)
+            for (int c = 0; c < channels; ++c)
+                if (rows_of_x[c] >= least || rows_of_x[c] <= -least) return true;
+        return false;
+    }
     /// Of keys that fp16 does not hold.
-    void multiply_floats(const block_shape& shape, block_id id, const std::byte* block, const float* x,
-                         std::ptrdiff_t x_stride, int cols, float* y, std::ptrdiff_t y_stride, bool add,
-                         float* scratch) const {
-        keys->functions().dequantize(keys->scheme(), shape, id, block, float_type::fp32, scratch, shape.dim,
-                                     scratch);
+    void multiply_floats(const float* rows_of_x, const float* x, std::ptrdiff_t x_stride, int cols, float* y,
+                         std::ptrdiff_t y_stride, bool add) const {
         for (int i = 0; i < rows; ++i, x += x_stride, y += y_stride) {
             for (int c = 0; c < channels && !add; ++c) y[c] = 0.0f;
             for (int t = 0; t < cols; ++t)
-                for (int c = 0; c < channels; ++c) y[c] += x[t] * scratch[std::ptrdiff_t{t} * shape.dim + c];
+                for (int c = 0; c < channels; ++c) y[c] += x[t] * rows_of_x[std::ptrdiff_t{t} * dim + c];
         }
     }
 };

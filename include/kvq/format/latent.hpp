@@ -18,8 +18,8 @@
 // Blocks that attention does not read as they are, and a part of the channels of a format with a transform,
 // are dequantized to fp16 in the workspace.
 // Contract: scores are the sum of both parts. Outputs are those of x^ of the keys; of keys that are
-// dequantized rounded to fp16 (values beyond it are multiplied in floats).
-// Cost: a task takes scratch of one turned block, or three, which stay in the L2 cache; one pass over a block
+// dequantized rounded to fp16 (values beyond its normal numbers, up or down, are multiplied in floats).
+// Cost: a task takes scratch of one turned block, or two, which stay in the L2 cache; one pass over a block
 // for up to 128 rows.
 #pragma once
 
