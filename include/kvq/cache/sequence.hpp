@@ -226,6 +226,7 @@ private:
         ended_waits() = default;
         ended_waits(const ended_waits&) = delete;
         ended_waits& operator=(const ended_waits&) = delete;
+        // NOLINTNEXTLINE(bugprone-exception-escape): both tables have the sequence's memory resource
         ~ended_waits();
         /// Before the commit. Layers that do not wait are left out.
         void add(sequence& s, int layer);

@@ -69,6 +69,7 @@ KVQ_FUNC void sequence::ended_waits::add(sequence& s, int layer) {
     saved_.push_back(std::move(before));
 }
 
+// NOLINTNEXTLINE(bugprone-exception-escape): both tables have the sequence's memory resource
 KVQ_FUNC sequence::ended_waits::~ended_waits() {
     for (layer_before& before : saved_) {
         auto& tables = before.of->tables_;

@@ -31,6 +31,7 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
+// NOLINTNEXTLINE(bugprone-exception-escape): tables move within one memory resource, without allocating
 struct page_table {
     int tokens = 0;
     int committed = 0;    ///< leading spans that are past the window; the sinks count once they are complete

@@ -62,8 +62,8 @@ struct tile_space {
     static constexpr std::size_t bytes(const fold_layout& layout) noexcept {
         if (layout.tile_query_bytes == 0) return 0;
         const bool several = layout.n * layout.tile_query_bytes > 2 * tile_lines;
-        return static_cast<std::size_t>(4 * sum_bytes +
-                                        (several ? layout.tile_steps() : ring) * 2 * half_bytes);
+        const auto steps = static_cast<std::size_t>(several ? layout.tile_steps() : ring);
+        return 4 * std::size_t{sum_bytes} + 2 * std::size_t{half_bytes} * steps;
     }
     static std::byte* sums(std::byte* space) noexcept { return space; }
     static std::byte* codes(std::byte* space, int step) noexcept {
