@@ -293,6 +293,8 @@ TEST_CASE("lists that do not fit are refused with the numbers, and change nothin
     refused(of,
             "tokens are listed for 2 queries and 3 kv heads, not for the 2 queries and 1 or 2 kv heads of "
             "layer 0");
+    of.kv_heads = 0;
+    refused(of, "tokens are listed for 2 queries and 0 kv heads, which are at least 0 and 1");
     of.kv_heads = 1;
     of.window.count = 2;
     refused(of, "a query lists 0 to 16777216 tokens, got 2 and no positions");
@@ -423,7 +425,7 @@ TEST_CASE("of equal scores the earlier token comes first, NaN last; an index tak
     refused(select(0, q.view(), w, 0), "a query selects at least 1 token, not 0");
     refused(select(0, q.view(), nullptr, 1), "there are no weights for 2 tokens");
     refused(select(0, test::tensor<float>(1, 2, 4).view(), w, 1),
-            "q is 2 x 4, but the keys of layer 0 have 8 channels");
+            "q is 2 x 4, not at least 1 head of the 8 channels of layer 0");
     refused(select(0, test::tensor<float>(51, 1, 8).view(), w, 1), "q has 51 tokens but layer 0 holds 50");
     refused([&] { s.attend(0, q.view(), out.view()); },
             "layer 0, index, 1 x 8: it selects tokens (select), and has no values to attend to");

@@ -13,7 +13,7 @@ KVQ_FUNC void listed_tokens::check(int) const {
                        "a query lists 0 to ", most, " tokens, got ", of.count,
                        of.tokens == nullptr ? " and no positions" : "");
     detail::expect(queries >= 0 && kv_heads >= 1, "tokens are listed for ", queries, " queries and ",
-                   kv_heads, " kv heads");
+                   kv_heads, " kv heads, which are at least 0 and 1");
 }
 
 KVQ_FUNC void selected_pages::check(int) const {

@@ -143,7 +143,9 @@ public:
 
     /// The `best` tokens of an index layer for every query: those with the largest sum over heads of weight *
     /// max(q . k, 0), as lists for listed_tokens. A query is one of the last q.tokens tokens of its sequence,
-    /// and selects of those up to itself; of equal scores the earlier token, NaN last. Scratch from `space`.
+    /// and selects of those up to itself; of equal scores the earlier token, NaN last. Drafted tokens are a
+    /// chain: in a tree, a list may name tokens of other branches, which token_tree hides from attention.
+    /// Scratch from `space`.
     /// Raises kvq::error before anything is written. O(queries * heads * tokens)
     void select(int layer, std::span<const select_request> batch, int best, executor_view executor,
                 workspace& space) const;

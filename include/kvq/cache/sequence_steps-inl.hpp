@@ -124,7 +124,7 @@ KVQ_FUNC void cache::select(int layer, std::span<const select_request> batch, in
             detail::fail(r.sequence->describe(layer), ": it is no index, which selects tokens");
         const int held = r.sequence->tokens(layer), channels = shape(layer).head_dim;
         detail::expect(r.q.heads >= 1 && r.q.dim == channels, "q is ", r.q.heads, " x ", r.q.dim,
-                       ", but the keys of layer ", layer, " have ", channels, " channels");
+                       ", not at least 1 head of the ", channels, " channels of layer ", layer);
         detail::expect(r.q.tokens >= 0 && r.q.tokens <= held, "q has ", r.q.tokens, " tokens but layer ",
                        layer, " holds ", held);
         detail::expect((r.q.data != nullptr && r.weights != nullptr && r.out != nullptr) || r.q.tokens == 0,

@@ -111,7 +111,9 @@ KVQ_FUNC page_message check_page_header(page_wire_header h, const char* rest) {
                                    h.latent.rotary >= 0 && h.latent.rotary < h.dim && h.latent_zero == 0)),
            "the page is impossible: tensor ", h.role, ", kind ", h.kind, ", layer ", h.layer, ", tokens ",
            h.first_token, " + ", h.used, " of ", h.tokens, ", ", h.kv_heads, " heads of ", h.dim,
-           ", of a latent ", h.latent.values, " values and ", h.latent.rotary, " rotary channels");
+           h.is_latent() ? ", a latent with values of " + std::to_string(h.latent.values) + " and " +
+                               std::to_string(h.latent.rotary) + " rotary channels"
+                         : "");
     page_message m;
     m.role = static_cast<tensor>(h.role);
     m.kind = static_cast<page_kind>(h.kind);

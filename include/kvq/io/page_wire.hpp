@@ -2,7 +2,7 @@
 //
 //   offset                                      offset
 //    0  "kvqpage" and a zero                     64  bytes of the scheme's name
-//    8  version, 4 or 5                         68  CRC32C of the data
+//    8  version, 4 or 5                          68  CRC32C of the data
 //   12  bytes of header and names, H             72  tokens of the layer, 0: unknown
 //   16  bytes of data, D (64 bits)               76  CRC32C of header and names, with zeros here
 //   24  0: keys, 1: values (8 bits)              80  tokens before the first shown one
