@@ -442,9 +442,10 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
          "does not keep its 8 rotary channels");
 }
 
-TEST_CASE("messages and files of a latent that is divided in another way are refused") {
+TEST_CASE("messages and files of an index, or of a latent that is divided in another way, are refused") {
     const kvq::layer layers[] = {kvq::latent_attention(32, 8), kvq::latent_attention(32, 8, 24),
-                                 kvq::latent_attention(36, 4, 32), kvq::full_attention({1, 40, 32})};
+                                 kvq::latent_attention(36, 4, 32), kvq::index_layer(40),
+                                 kvq::full_attention({1, 40, 32})};
     const kvq::cache_options options{
         .keys = format_of<kvq::int8>(), .values = format_of<kvq::int8>(), .page_tokens = 16};
     test::generator random(5);
@@ -474,9 +475,9 @@ TEST_CASE("messages and files of a latent that is divided in another way are ref
                 continue;
             }
             const auto text = [](const kvq::layer& of) { return kvq::detail::describe_layer(0, of); };
-            CHECK(test::message_of(receive) == "kvq: a page of " +
-                                                   (has_values ? "a layer that is not latent" : text(mine)) +
-                                                   " does not belong to " + text(other));
+            CHECK(test::message_of(receive) ==
+                  "kvq: a page of " + (has_values ? "a layer with keys and values" : text(mine)) +
+                      " does not belong to " + text(other));
             CHECK(test::contains(test::message_of([&] { test::restored(to, test::saved(s)); }),
                                  ", the cache "));
             CHECK(to.bytes_in_use() == 0);

@@ -14,6 +14,7 @@ namespace kvq { inline namespace KVQ_COMMON {
 namespace detail {
 
 KVQ_FUNC std::optional<latent_channels> latent_channels_of(const layer& l) noexcept {
+    if (l.kind == layer_kind::index) return latent_channels{};
     if (l.kind != layer_kind::latent) return {};
     return latent_channels{l.value_dim == 0 ? l.head_dim : l.value_dim, l.rotary_channels};
 }
@@ -168,12 +169,12 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
     if (m.latent != detail::latent_channels_of(mine)) {
         kvq::layer theirs{m.kv_heads, m.dim};
         if (m.latent) {
-            theirs.kind = layer_kind::latent;
+            theirs.kind = m.latent->values == 0 ? layer_kind::index : layer_kind::latent;
             theirs.value_dim = m.latent->values;
             theirs.rotary_channels = m.latent->rotary;
         }
         detail::fail("a page of ",
-                     m.latent ? detail::describe_layer(m.layer, theirs) : "a layer that is not latent",
+                     m.latent ? detail::describe_layer(m.layer, theirs) : "a layer with keys and values",
                      " does not belong to ", detail::describe_layer(m.layer, mine));
     }
     const auto layer = static_cast<std::size_t>(m.layer), role = static_cast<std::size_t>(tensor_of);

@@ -107,8 +107,9 @@ KVQ_FUNC page_message check_page_header(page_wire_header h, const char* rest) {
                h.rotary_bytes <= page_wire_header::most_name_bytes && h.zero == 0 &&
                h.header_bytes == h.own_bytes() + round_up(h.names_bytes(), std::uint32_t{16}) &&
                (!elsewhere || (h.number > 0 && h.data_bytes == 0)) &&
-               (!h.is_latent() || (h.role == 0 && h.latent.values >= 1 && h.latent.values <= h.dim &&
-                                   h.latent.rotary >= 0 && h.latent.rotary < h.dim && h.latent_zero == 0)),
+               (!h.is_latent() || (h.role == 0 && h.latent.values >= 0 && h.latent.values <= h.dim &&
+                                   h.latent.rotary >= 0 && h.latent.rotary < h.dim && h.latent_zero == 0 &&
+                                   (h.latent.values > 0 || h.latent.rotary == 0))),
            "the page is impossible: tensor ", h.role, ", kind ", h.kind, ", layer ", h.layer, ", tokens ",
            h.first_token, " + ", h.used, " of ", h.tokens, ", ", h.kv_heads, " heads of ", h.dim,
            h.is_latent() ? ", a latent with values of " + std::to_string(h.latent.values) + " and " +

@@ -20,7 +20,8 @@
 //   56  fingerprint of the scheme (64 bits)       H  data: kv_heads blocks (docs/reference/format.md)
 //
 // A page of a latent layer has version 5: at 128 the channels of its values, at 132 its rotary channels, at
-// 136 a zero (64 bits), and the names behind them. Other layers have version 4.
+// 136 a zero (64 bits), and the names behind them. So has one of an index, with no values and no rotary
+// channels. Other layers have version 4.
 //
 // Flags: 1 committed, 2 the scheme has a fingerprint, 4 sinks, 8 later pages of the layer are quantized to a
 // target of their own, 16 the target has a fingerprint, 32 the data come with the message of another span
@@ -42,7 +43,7 @@
 namespace kvq { inline namespace KVQ_COMMON {
 
 /// What the keys of a latent layer are: their first `values` channels are its values, and the last `rotary`
-/// ones are rotated.
+/// ones are rotated. Those of an index have neither.
 struct latent_channels {
     std::int32_t values = 0, rotary = 0;
 
@@ -65,7 +66,7 @@ struct page_message {
     std::int64_t shift = 0;  ///< by how much its keys moved (page_span::shift)
     int kv_heads = 0;
     int dim = 0;
-    std::optional<latent_channels> latent = {};  ///< of a latent layer
+    std::optional<latent_channels> latent = {};  ///< of a latent layer or an index
     int layer_tokens = 0;  ///< tokens of the layer when the page was sent; 0: not known yet
     std::uint32_t not_finite = 0;
     scheme_identity scheme;
