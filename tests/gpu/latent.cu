@@ -1,6 +1,7 @@
 // Latent attention over pages of several formats, against double arithmetic on the dequantized latents; the
 // same bits on every run; refusals.
 #include <kvq/cuda/latent/latent.cuh>
+#include <kvq/cuda/store/store.cuh>
 
 #include "latent_batch.cuh"
 
@@ -212,6 +213,46 @@ template <class Scheme, int PageTokens>
     std::printf("%s: relative error %.2g\n", name, worst);
 }
 
+/// Tokens in any order, and in a row: the bytes of the CPU in both blocks.
+template <class Pair>
+[[maybe_unused]] void check_store(const char* name) {
+    using keys = typename Pair::keys;
+    constexpr int page = Pair::page_tokens, dim = Pair::head_dim, first = Pair::first_channels, n = 3 * page;
+    test::rng r(17);
+    std::vector<long long> slots(n);
+    for (int i = 0; i < n; ++i) slots[static_cast<std::size_t>(i)] = i;
+    std::shuffle(slots.begin(), slots.begin() + 2 * page, r);
+    std::vector<float16> x(n * dim);
+    std::vector<float> left(n * first), right(n * (dim - first));  // of slots
+    for (int i = 0; i < n; ++i)
+        for (int c = 0; c < dim; ++c) {
+            const float16 y((c < first ? 1.0f : 8.0f) * test::normal(r));
+            const auto slot = static_cast<int>(slots[static_cast<std::size_t>(i)]);
+            x[static_cast<std::size_t>(i * dim + c)] = y;
+            (c < first ? left[static_cast<std::size_t>(slot * first + c)]
+                       : right[static_cast<std::size_t>(slot * (dim - first) + c - first)]) =
+                static_cast<float>(y);
+        }
+    std::vector<std::byte> want(3 * Pair::key_block_bytes, std::byte{0xff});
+    for (std::size_t p = 0; p < 3; ++p) {
+        std::byte* const block = &want[p * Pair::key_block_bytes];
+        keys{}.quantize({tensor::key, page, first}, {0, 0}, &left[p * page * first], block);
+        full<float16>{}.quantize({tensor::key, page, dim - first}, {0, 0}, &right[p * page * (dim - first)],
+                                 block + Pair::second_block);
+    }
+    test::device_buffer<std::byte> memory(want.size());
+    const test::device_buffer<float16> x_device(x);
+    const test::device_buffer<long long> mapping(slots);
+    cuda::cache_ref<Pair> ref;
+    ref.key_pages = memory.get();
+    ref.key_page_bytes = Pair::key_block_bytes;
+    ref.kv_heads = 1;
+    const cuda::status s = cuda::store<Pair, float16>(
+        ref, {x_device.get(), n, 1, dim}, {nullptr, 0, 1, Pair::value_dim}, mapping.get(), nullptr, nullptr);
+    CHECK(s, "%s: %s", name, s.message);
+    CHECK(memory.download() == want, "%s: stored tokens have other bytes than the CPU's", name);
+}
+
 [[maybe_unused]] void check_refusals() {  // of the first part
     using pair = v3<full<float16>, 64>;
     using mix = cuda::mixed_cache_ref<cuda::cache_part<pair>>;
@@ -254,6 +295,7 @@ template <class Scheme, int PageTokens>
 int main() {
 #if !defined(PART) || PART == 0
     check_refusals();
+    check_store<cuda::latent_pair<affine<4, per_token<64>>, 128, 64, 128, 32>>("affine-4-g64");
     check_captured<v3<typename kivi<4, 64>::keys, 64>>("kivi-4-g64");
     check_format<v3<typename kivi<4, 64>::keys, 64>, v3<full<float16>, 64>>("kivi-4-g64");
     check_format<cuda::latent_pair<affine<4, per_token<>>, 40, 8, 40, 12>,

@@ -325,6 +325,7 @@ status attend(const cache_ref<Pair>& cache, const token_view<const T>& q, const 
     static_assert(detail::is_modifier<Score>,
                   "kvq::cuda::attend: a score modifier has score(score, q_head, q_pos, k_pos) or "
                   "sink_logit(q_head)");
+    static_assert(detail::has_values<Pair>, "kvq::cuda::attend: pages of latents are for attend_latents()");
     using read = detail::read_pair<Pair>;
     using even = detail::even_keys<read>;
     if constexpr (even::known)
@@ -478,6 +479,8 @@ template <class T, class... Parts, class Score>
 status attend_mix(const mixed_cache_ref<Parts...>& cache, const token_view<const T>& q,
                   const token_view<T>& out, const attention_options& options, void* workspace,
                   std::size_t workspace_bytes, cudaStream_t stream, const Score& score) noexcept {
+    static_assert((has_values<typename Parts::pair_type> && ...),
+                  "kvq::cuda::attend: pages of latents are for attend_latents()");
     if (status s = check_mix(cache); !s) return s;
     status checked;
     for_each_part(cache.parts, [&](const auto& part) {

@@ -180,8 +180,6 @@ status attend_latents(const mixed_cache_ref<Parts...>& cache, const token_view<c
     using args_type = detail::latent_args_of<T, Parts...>;
     if (status s = detail::check_mix(cache); !s) return s;
     const auto& first = get<0>(cache.parts).cache;
-    if (first.kv_heads != 1)
-        return detail::bad_value("latents have one kv head, the cache has %d", first.kv_heads);
     if (status s = detail::check_attention(first, q, out, options); !s) return s;
     if (status s = detail::check_latent_options(options); !s) return s;
     if (first.sequences > 65535)

@@ -535,8 +535,6 @@ status attend_latent_lists(const mixed_cache_ref<Parts...>& cache, const token_v
     using args_type = detail::latent_list_args_of<T, Parts...>;
     if (status s = detail::check_mix(cache); !s) return s;
     const auto& first = get<0>(cache.parts).cache;
-    if (first.kv_heads != 1)
-        return detail::bad_value("latents have one kv head, the cache has %d", first.kv_heads);
     attention_options plain{.scale = options.scale, .query_tokens = options.query_tokens};
     plain.lse = options.lse;
     plain.state_in = options.state_in;

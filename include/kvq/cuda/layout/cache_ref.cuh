@@ -324,6 +324,8 @@ status check_ref(const cache_ref<Pair>& c, bool tables) noexcept {
     if (status s = check_transform<tensor::key>(c); !s) return s;
     if (status s = check_transform<tensor::value>(c); !s) return s;
     if (c.kv_heads < 1) return bad_value("the cache has %d kv heads", c.kv_heads);
+    if (!has_values<Pair> && c.kv_heads != 1)
+        return bad_value("latents have one kv head, the cache has %d", c.kv_heads);
     if (c.key_pages == nullptr || (has_values<Pair> && c.value_pages == nullptr))
         return bad_value("the cache has no pages (null pointer)");
     if ((reinterpret_cast<std::uintptr_t>(c.key_pages) | reinterpret_cast<std::uintptr_t>(c.value_pages) |

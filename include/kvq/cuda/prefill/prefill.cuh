@@ -198,6 +198,8 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                cudaStream_t stream) noexcept {
     using first_pair = typename std::tuple_element_t<0, std::tuple<Parts...>>::pair_type;
     constexpr int dim = first_pair::head_dim;
+    static_assert((detail::has_values<typename Parts::pair_type> && ...),
+                  "kvq::cuda::prefill: pages of latents are for attend_latents()");
     static_assert(((Parts::pair_type::head_dim == dim) && ...),
                   "kvq::cuda::prefill: all parts must have the same head_dim");
     static_assert(

@@ -13,6 +13,7 @@
 // Contract: a page whose slots have all been written holds the bytes that the CPU writes for the same tokens.
 #pragma once
 
+#include "../layout/latent_pair.cuh"
 #include "../layout/transform_row.cuh"
 #include "store_token.cuh"
 
@@ -297,6 +298,25 @@ __global__ void __launch_bounds__(store_threads, 8)
         go(std::integral_constant<tensor, tensor::value>{}, v);
 }
 
+/// Launches the store of both tensors, or of keys alone, without a transform. coded: quantized_pair.
+template <class coded, class T>
+status launch_store(const store_tensor<T>& keys, const store_tensor<T>& values, const long long* mapping,
+                    unsigned* not_finite, int tokens, int all_heads, cudaStream_t stream) noexcept {
+    const bool few = tokens <= 512;
+    const int groups = kvq::detail::ceil_div(tokens, few ? store_warps : 32);
+    // Where there are many blocks, they take two or four heads each: a block loads while it computes, and
+    // a launch takes 0.6 us per 1000 blocks.
+    int heads = all_heads;  // thread blocks along the heads
+    for (int enough = few ? 512 : 1024;
+         heads % 2 == 0 && all_heads / heads < (few ? few_heads : 4) && groups * heads >= enough;
+         enough = 4096)
+        heads /= 2;
+    const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads), tensors_of<coded>);
+    return launch("launching store", overlap::yes,
+                  few ? store_kernel<coded, T, true> : store_kernel<coded, T, false>, grid, store_threads, 0,
+                  stream, keys, values, mapping, not_finite, tokens, all_heads);
+}
+
 }  // namespace detail
 
 /// Stores token i of k and v at mapping[i] (device memory); negative slots skip. k: [n][kv_heads][head_dim],
@@ -335,23 +355,21 @@ status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const t
         return detail::launch("launching store", detail::overlap::yes, detail::store_turned_kernel<coded, T>,
                               grid, detail::store_threads, 0, stream, detail::as_pair<coded>(cache), keys,
                               values, mapping, not_finite, k.tokens);
+    } else if constexpr (detail::is_latent_pair<Pair>) {
+        status result = detail::launch_store<typename Pair::first_coded>(keys, values, mapping, not_finite,
+                                                                         k.tokens, 1, stream);
+        if constexpr (Pair::second_channels > 0) {
+            detail::store_tensor<T> rotary = keys;
+            rotary.pages += Pair::second_block;
+            rotary.from += Pair::first_channels;
+            if (result)
+                result = detail::launch_store<typename Pair::second_coded>(rotary, values, mapping,
+                                                                           not_finite, k.tokens, 1, stream);
+        }
+        return result;
     } else {
-        const bool few = k.tokens <= 512;
-        const int groups = kvq::detail::ceil_div(k.tokens, few ? detail::store_warps : 32);
-        // Where there are many blocks, they take two or four heads each: a block loads while it computes, and
-        // a launch takes 0.6 us per 1000 blocks.
-        int heads = cache.kv_heads;  // thread blocks along the heads
-        for (int enough = few ? 512 : 1024;
-             heads % 2 == 0 && cache.kv_heads / heads < (few ? detail::few_heads : 4) &&
-             groups * heads >= enough;
-             enough = 4096)
-            heads /= 2;
-        const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads),
-                        detail::tensors_of<Pair>);
-        return detail::launch(
-            "launching store", detail::overlap::yes,
-            few ? detail::store_kernel<coded, T, true> : detail::store_kernel<coded, T, false>, grid,
-            detail::store_threads, 0, stream, keys, values, mapping, not_finite, k.tokens, cache.kv_heads);
+        return detail::launch_store<coded>(keys, values, mapping, not_finite, k.tokens, cache.kv_heads,
+                                           stream);
     }
 }
 
