@@ -9,6 +9,7 @@
 #include <kvq/adapters/distributed/head_parallel.hpp>
 #include <kvq/adapters/distributed/send_sequence.hpp>
 #include <kvq/attention/reference.hpp>
+#include <kvq/attention/score_modifiers.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/schemes/presets.hpp>
 
@@ -19,6 +20,13 @@
 namespace distributed_tests {
 
 namespace {
+
+// What a context that is divided among ranks takes beside queries: nothing that counts positions of tokens.
+static_assert(kvq::detail::divides_among_ranks<kvq::softcap> &&
+              !kvq::detail::divides_among_ranks<kvq::listed_tokens> &&
+              !kvq::detail::divides_among_ranks<kvq::mods<kvq::softcap, kvq::listed_tokens>> &&
+              !kvq::detail::divides_among_ranks<kvq::selected_pages> &&
+              !kvq::detail::divides_among_ranks<kvq::sliding_window>);
 
 using numbers = std::vector<float>;
 using weights = std::vector<int>;

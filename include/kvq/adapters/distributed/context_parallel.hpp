@@ -36,6 +36,13 @@ struct context_times {
     std::chrono::nanoseconds merge{0};
 };
 
+namespace detail {
+/// Does it mean the same on a rank as on the whole context? Positions of a list count the rank's own tokens.
+template <class M>
+concept divides_among_ranks =
+    !masking<M> && !own_sink<const M> && !own_direction<M> && !own_lists<const M> && !own_selection<const M>;
+}  // namespace detail
+
 template <transport Transport>
 class context_parallel {
 public:
@@ -83,9 +90,9 @@ public:
     template <class... Scores>
     void step(int layer, const input_view& k, const input_view& v, const query_view& q,
               const output_view& out, executor_view executor, const Scores&... scores) {
-        static_assert(((!detail::masking<Scores> && !detail::own_sink<const Scores> &&
-                        !detail::own_direction<Scores>)&&...),
-                      "kvq::context_parallel: masks and learned sinks are not divided among ranks");
+        static_assert((detail::divides_among_ranks<Scores> && ...),
+                      "kvq::context_parallel: masks, learned sinks, lists of tokens and selected pages are "
+                      "not divided among ranks");
         detail::expect(!failed_, "the group of rank ", me(), " has failed before");
         failure_guard guard{*this};
         const int own = own_tokens();
