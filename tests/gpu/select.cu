@@ -254,6 +254,11 @@ void check_refusals() {
                                                                        mapping.get(), nullptr, nullptr));
     const cuda::row_scores rows{floats.get(), numbers.get(), 1, 1, 40000};
     refused("workspace", cuda::select_top(rows, 100, numbers.get(), floats.get(), 1, nullptr));
+    for (const int count : {-1, 0, 8193, 16384, 1 << 30}) {
+        CHECK(rows.workspace_bytes(count) == 0, "%d tokens cannot be selected", count);
+        refused("are to be selected, 1 to 8192",
+                cuda::select_top(rows, count, numbers.get(), floats.get(), 0, nullptr));
+    }
     refused("0 tokens are to be selected, 1 to 8192",
             cuda::select_top(rows, 0, numbers.get(), floats.get(), 1, nullptr));
 }

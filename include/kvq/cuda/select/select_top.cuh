@@ -171,9 +171,11 @@ struct row_scores {
     int sequences = 0, query_tokens = 1;
     int room = 0;  ///< scores of a row, seen or not; table_columns * page_tokens of index_scores()
 
-    /// Bytes of workspace that select_top() needs: what all levels but the last one have found.
+    /// Bytes of workspace that select_top() needs: what all levels but the last one have found. 0 for a
+    /// count that it refuses.
     std::size_t workspace_bytes(int count) const noexcept {
         std::size_t found = 0;
+        if (count < 1 || count > detail::most_selected) return 0;
         for (int groups = groups_of(room); groups > 1; groups = groups_of(groups * count))
             found += static_cast<std::size_t>(groups) * static_cast<std::size_t>(count);
         return found * static_cast<std::size_t>(sequences) * static_cast<std::size_t>(query_tokens) *
