@@ -138,18 +138,27 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.growing = o.fixed == 0;
     c.pool_states = o.pool_states;
     c.snapshots = snapshots_of(o);
-    const std::vector<layer> layers = read_layers(o, c.formats);
+    std::vector<layer> layers = read_layers(o, c.formats);
     const bool equal = o.layer_list == nullptr && o.layer_formats == nullptr;
     if (c.formats.size() == 1 && holds_values(c.formats[0])) {
         const char* const window = c.type == float_type::fp16 ? "fp16" : "bf16";
         expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0], " needs a window of ",
                c.formats[0], ", not of ", window);
-        const auto held =
-            std::find_if(layers.begin(), layers.end(), [](const layer& l) { return l.head_dim > 0; });
-        expect(held != layers.end(), KVQ_ERROR_ARGUMENT,
-               "a cache on a device has a layer with keys and values; all ", o.layers, " have state");
         // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
-        c.formats = {find_compiled({}, *held, c.page_tokens, c.type, alibi).kinds[0].name};
+        c.formats.clear();
+        for (const bool latent : {false, true}) {
+            const auto is_one = [&](const layer& l) {
+                return l.head_dim > 0 && (l.kind == layer_kind::latent) == latent;
+            };
+            const auto held = std::find_if(layers.begin(), layers.end(), is_one);
+            if (held == layers.end()) continue;
+            const auto number = static_cast<int>(c.formats.size());
+            c.formats.push_back(find_compiled({}, *held, c.page_tokens, c.type, alibi).kinds[0].name);
+            for (layer& l : layers)
+                if (is_one(l)) l.formats = {number, number};
+        }
+        expect(!c.formats.empty(), KVQ_ERROR_ARGUMENT,
+               "a cache on a device has a layer with keys and values; all ", o.layers, " have state");
         c.sinks = c.rollback = c.pool_tokens = 0;
         c.recent = c.max_tokens;
         if (o.pool_tokens > 0 && c.max_tokens > 0)
