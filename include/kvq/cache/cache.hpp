@@ -154,8 +154,8 @@ public:
     /// for q_heads query heads on `threads` threads under `mods`. After it, prefill() or append() of
     /// request.tokens tokens in every layer, in any order of the layers, and attend() of request.q_tokens
     /// queries with `space`, take no memory, for one sequence or for the whole batch (select() may). They
-    /// still raise kvq::error for bad arguments, and what schemes of your own and encoders that allocate raise
-    /// (docs/guide/engine.md). Memory counts in byte_budget and in usage().reserved;
+    /// still raise kvq::error for bad arguments, and what schemes of your own and encoders that allocate
+    /// raise (docs/guide/engine.md). Memory counts in byte_budget and in usage().reserved;
     /// sequence::prefill_bytes() is a lower bound. What is left goes back when the last layer has its tokens;
     /// the next reserve() of the sequence gives back what it did not use, release_reserved() at once. In
     /// between the sequences must not be changed nor forked. Raises kvq::error, kvq::out_of_memory or
