@@ -30,9 +30,11 @@ struct caches {
     /// The layer with keys and values, and its formats: all formats must fit it, so that its keys have more
     /// channels than the rotary ones.
     static constexpr bool mixed = Rotary < dim;
-    static constexpr int wide = mixed ? 3 : 1;  // the other format of latents
+    /// The other formats of latents. No page is requantized to std4: the CPU would keep its grids.
+    static constexpr int wide = mixed ? 3 : 1, std4_keys = wide + 1;
     const std::vector<kvq::layer> list = [] {
         std::vector<kvq::layer> all(3, latent_attention(Latent, Rotary));
+        all[1].formats = {std4_keys, 0};
         all[2].formats = {wide, 0};
         if (mixed)
             all.insert(all.begin() + 1,
@@ -50,7 +52,8 @@ struct caches {
         static const std::vector<cuda::device_format> all = [] {
             std::vector<cuda::device_format> list{cuda::make_device_format<
                 float16, cuda::latent_pair<typename kivi4::keys, Latent, Rotary, values, Page>,
-                cuda::latent_pair<int8, Latent, Rotary, values, Page>>()};
+                cuda::latent_pair<int8, Latent, Rotary, values, Page>,
+                cuda::latent_pair<std4::keys, Latent, Rotary, values, Page>>()};
             if constexpr (mixed)
                 list.push_back(cuda::make_device_format<float16, cuda::kivi_pair<4, group, dim, Page>,
                                                         cuda::block_pair<int8, int8, dim, Page>>());
@@ -60,15 +63,16 @@ struct caches {
     }
     static std::vector<std::string> format_names() {
         const std::string ending = "-fp16x" + std::to_string(Rotary);
-        if (!mixed) return {"kivi-4-g32" + ending, "int8" + ending};
-        return {"kivi-4-g32" + ending, "kivi-4-g32", "int8", "int8" + ending};
+        if (!mixed) return {"kivi-4-g32" + ending, "int8" + ending, "std4" + ending};
+        return {"kivi-4-g32" + ending, "kivi-4-g32", "int8", "int8" + ending, "std4" + ending};
     }
     static format_list key_formats() {
         const format narrow = make_format<typename kivi4::keys, scalar>(),
                      bytes = make_format<int8, scalar>();
-        format_list all = {with_fp16_channels(narrow, Rotary), with_fp16_channels(bytes, Rotary)};
-        if (mixed) all = {all[0], narrow, bytes, all[1]};
-        return all;
+        const format_list latents = {with_fp16_channels(narrow, Rotary), with_fp16_channels(bytes, Rotary),
+                                     with_fp16_channels(make_format<std4::keys, scalar>(), Rotary)};
+        if (mixed) return {latents[0], narrow, bytes, latents[1], latents[2]};
+        return latents;
     }
     cuda::cache_options options(int sinks, int recent, int rollback) const {
         cuda::cache_options o;
@@ -554,7 +558,7 @@ void check_refusals() {
     const auto keys = c.rows(c.k.get(), 0, 0, 1, tensor::key);
     refused(c.gpu.append(0, keys, keys, c.stream), "values of latents are their keys");
     CHECK(c.gpu.append(0, keys, no_rows(), c.stream), "latents");
-    const int heads = 1024 * c.q_heads;
+    const int heads = 60000;  // more than fit beside the shares of any device
     refused(c.gpu.attend(0, token_view<const float16>(c.q.get(), 1, heads, c.channels),
                          token_view<float16>(c.out.get(), 1, heads, c.values), {.query_tokens = 1}, c.stream),
             "query_heads");

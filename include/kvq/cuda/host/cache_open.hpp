@@ -120,10 +120,9 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
                 std::string text;
                 for (const std::string& name : names) text += (text.empty() ? "" : "+") + name;
                 return detail::bad_value(
-                    "nothing was compiled for %.48s, head_dim %d, pages of %d%s: add "
-                    "make_device_format<%.8s, ...>(), or name it in KVQ_CUDA_FORMATS",
-                    text.c_str(), shape.head_dim, options_.page_tokens,
-                    latent ? " of latents (latent_pair)" : "",
+                    "nothing was compiled for %.40s, head_dim %d, pages of %d%s: add it to "
+                    "KVQ_CUDA_FORMATS, or make_device_format<%.8s, ...>()",
+                    text.c_str(), shape.head_dim, options_.page_tokens, latent ? " of latents" : "",
                     options_.type == float_type::bf16 ? "bfloat16" : "float16");
             }
             detail::layer_group& g = groups_.emplace_back();

@@ -130,9 +130,7 @@ private:
         return block_ + typename S::layout_type{}.scale_offset(shape());
     }
 
-    static __device__ __forceinline__ constexpr block_shape shape() {
-        return Role == tensor::key ? To::key_shape() : To::value_shape();
-    }
+    static __device__ __forceinline__ constexpr block_shape shape() { return shape_of<Role, To>; }
     /// Tokens as groups and slots.
     static __device__ __forceinline__ constexpr grouped_axis axis() {
         return typename S::layout_type{}.cut(shape());
