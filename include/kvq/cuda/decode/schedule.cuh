@@ -46,14 +46,13 @@ struct row_window {
         : tokens(smaller(of_tokens, most_tokens)),
           inverse(chunked && tokens > 1 ? 0xffffffffu / static_cast<unsigned>(tokens) + 1u : 0u) {}
     /// The first paged position that the query at this one sees, if tokens are not 0. Chunks are counted
-    /// without the skipped tokens of the sequence.
+    /// without the skipped tokens of the sequence. No branch: one is slower for sliding windows.
     template <class Cuts>
     __device__ __forceinline__ int first_seen(int query, const Cuts& cuts) const {
-        if (inverse == 0) [[likely]]
-            return query - tokens + 1;
         const auto at = static_cast<unsigned>(query - cuts.skipped());
-        const int rest = static_cast<int>(at - __umulhi(at, inverse) * static_cast<unsigned>(tokens));
-        return query - rest - (rest < 0 ? tokens : 0);  // the quotient may be one too large
+        int rest = static_cast<int>(at - __umulhi(at, inverse) * static_cast<unsigned>(tokens));
+        rest += rest < 0 ? tokens : 0;  // the quotient may be one too large
+        return query - (inverse == 0 ? tokens - 1 : rest);
     }
 };
 
