@@ -45,6 +45,8 @@ THIRD_PARTY = {
     "nccl": ("adapters/distributed/nccl", "adapters/distributed/peer_attention"),
 }
 
+# The oldest cards that have the kernels.
+DEVICE_FLAGS = ["-std=c++20", "-arch=sm_80", "-Werror", "all-warnings"]
 # Headers of one instruction set: the processor they are for, and the flags they need there.
 INSTRUCTION_SETS = {
     "cpu/arch/x86_sse": ("x86_64", ["-march=x86-64-v2"]),
@@ -146,7 +148,7 @@ def emulated_device(include, folder):
 def compile_device(compiler, flags, include, headers, folder):
     source = pathlib.Path(folder) / (headers[-1].replace("/", "_") + ".cu")
     source.write_text("".join(f"#include <kvq/{header}>\n" for header in headers))
-    command = [compiler, "-std=c++20", "-Werror", "all-warnings", *flags, "-I", str(include)]
+    command = [compiler, *DEVICE_FLAGS, *flags, "-I", str(include)]
     # The device's side of it; the host's is in the poisoned source.
     command += ["-ptx", "-o", str(source) + ".ptx", str(source)]
     return ", ".join(headers), subprocess.run(command, capture_output=True, text=True)
@@ -186,7 +188,7 @@ def compile_poisoned(compiler, flags, include, headers, folder):
 
 def compile_poisoned_device(compiler, flags, include, headers, folder):
     source = write_poisoned(include, headers, folder, "cu", platform.machine())
-    command = [compiler, "-std=c++20", "-Werror", "all-warnings", *flags, "-I", str(include)]
+    command = [compiler, *DEVICE_FLAGS, *flags, "-I", str(include)]
     command += ["-c", "-o", f"{source}.o", str(source)]
     return "poisoned", subprocess.run(command, capture_output=True, text=True)
 
