@@ -146,7 +146,8 @@ private:
         for (int v = 0; v < vectors; ++v)
             Lanes::store(reinterpret_cast<std::byte*>(tops) + v * Lanes::width * 4, top[v]);
         for (int i = 0; i < 2 * rows; ++i) largest = detail::larger(largest, tops[i]);
-        return largest < T(std::numeric_limits<float>::infinity()).bits;
+        constexpr float infinity = std::numeric_limits<float>::infinity();
+        return largest < T(infinity).bits;
     }
     /// Stores words of values as words of bfloat16.
     static KVQ_INLINE void store(ints word, std::byte* to) {

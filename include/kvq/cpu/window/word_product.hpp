@@ -192,7 +192,8 @@ private:
         return all_finite(all);
     }
     static bool all_finite(ints tops) {
-        const std::uint16_t infinity = T(std::numeric_limits<float>::infinity()).bits;
+        constexpr float unbounded = std::numeric_limits<float>::infinity();
+        const std::uint16_t infinity = T(unbounded).bits;
         std::byte words[4 * Lanes::width];
         Lanes::store(words, tops);
         std::uint16_t most = 0;
