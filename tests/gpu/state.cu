@@ -365,8 +365,8 @@ void check_refusals() {
     ok(forked.state(beams[0], 0, 0, at), "state");
     ok(forked.state(beams[1], 0, 0, of_other), "state");
     CHECK(at != nullptr && of_other != nullptr && at != of_other, "two sequences write one state");
-    refused(forked.check_window(0, cuda::attention_options{}), "it holds no keys and values");
-    refused(forked.check_window(6, cuda::attention_options{}), "layer 6 is not among the 6");
+    refused(forked.check_options(0, 8, cuda::attention_options{}), "it holds no keys and values");
+    refused(forked.check_options(6, 8, cuda::attention_options{}), "layer 6 is not among the 6");
 
     cuda::cache tight;
     ok(tight.open(list_of(), both_caches::options({.prompt_end = false, .most_bytes = 100}, 0),
