@@ -1223,7 +1223,8 @@ void check_refusals() {
         return c.open(of, o, std::span(&compiled(), 1), nullptr);
     };
     refused(open([](auto& o) { o.formats = {"std4"}; }, shape),
-            "nothing was compiled for std4, head_dim 64, pages of 32: add make_device_format<float16");
+            "nothing was compiled for std4, head_dim 64, pages of 32: add it to KVQ_CUDA_FORMATS, or "
+            "make_device_format<float16");
     refused(open([](auto& o) { o.page_tokens = 64; }, shape), "pages of 64");
     refused(open([](auto& o) { o.type = float_type::bf16; }, shape), "make_device_format<bfloat16");
     refused(open([](auto&) {}, {.layers = 1, .kv_heads = 1, .head_dim = 128}), "head_dim 128");
