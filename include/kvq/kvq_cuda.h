@@ -271,10 +271,13 @@ KVQ_API kvq_status kvq_cuda_cache_graph_id(const kvq_cuda_cache* cache, uint64_t
 
 typedef struct kvq_cuda_requantize_request {
     size_t size;
-    const char* format;               // K and V
+    const char* format;  // K and V; "int8/": keys alone, "/std4": values alone, the others keep their bytes
     int32_t first_token, last_token;  // pages that lie wholly in tokens [first, last); last 0: all
     int32_t only_smaller;             // 1: skip pages that would not shrink
     int32_t new_pages;                // 1: pages quantized from now on take the format, too
+    int32_t dry_run;                  // 1: report only
+    int32_t reserved;                 // 0
+    kvq_requantize_report* report;    // or NULL; its `size` is set. Pages are those of the device
 } kvq_cuda_requantize_request;
 /// Pages that the sequences share stay shared.
 KVQ_API kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,

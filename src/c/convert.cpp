@@ -84,10 +84,7 @@ kvq_status kvq_cache_requantize(kvq_cache* cache, kvq_sequence* const* sequences
         } else {
             done = state->cache.requantize(all, wanted, limit, executor, space);
         }
-        if (report)
-            write_struct(report, kvq_requantize_report{0, done.pages, done.pages_left, done.bytes_before,
-                                                       done.bytes_after, done.bytes_peak, done.bytes_freed,
-                                                       done.workspace});
+        if (report) write_report(report, done);
     });
 }
 

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <kvq/cache/requantize_request.hpp>
 #include <kvq/core/row_view.hpp>
 #include <kvq/core/shape.hpp>
 #include <limits>
@@ -77,6 +78,10 @@ void write_struct(T* to, const T& from) noexcept {
     std::memset(static_cast<void*>(to), 0, size);
     std::memcpy(static_cast<void*>(to), &from, std::min(size, sizeof(T)));
     to->size = size;
+}
+inline void write_report(kvq_requantize_report* to, const requantize_report& r) noexcept {
+    write_struct(to, kvq_requantize_report{0, r.pages, r.pages_left, r.bytes_before, r.bytes_after,
+                                           r.bytes_peak, r.bytes_freed, r.workspace});
 }
 
 inline float_type type_of(kvq_dtype type, const char* name) {

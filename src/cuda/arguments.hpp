@@ -10,6 +10,10 @@
 
 namespace kvq::c {
 
+template <>
+inline constexpr std::size_t first_size<kvq_cuda_requantize_request> = offsetof(kvq_cuda_requantize_request,
+                                                                                dry_run);
+
 inline bool holds_values(const std::string& name) { return name == "fp16" || name == "bf16"; }
 
 /// The type of a window. name: NULL for fp16.

@@ -531,15 +531,21 @@ kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_sequence* c
     return guard([&] {
         const shared_device& of = get(cache, "cache").state;
         const auto ids = rows_of(sequences, count, of, false);
-        const kvq_cuda_requantize_request r = read_struct(request, "request");
+        const kvq_cuda_requantize_request r = read_reserved(request, "request");
+        if (r.report) expect_struct(r.report, "request.report");
         kvq::cuda::requantize_request to;
         to.format = place(r.format, "request.format") ? r.format : "";
         to.first_token = r.first_token;
         if (r.last_token != 0) to.last_token = r.last_token;
         to.only_smaller = r.only_smaller != 0;
         to.new_pages = r.new_pages != 0;
-        const device_call call(*of);
-        check(of->cache.requantize(ids, to, stream_of(stream)));
+        kvq::requantize_report report;
+        {
+            const device_call call(*of);
+            check(r.dry_run != 0 ? of->cache.plan_requantize(ids, to, report)
+                                 : of->cache.requantize(ids, to, stream_of(stream), &report));
+        }
+        if (r.report) write_report(r.report, report);
     });
 }
 

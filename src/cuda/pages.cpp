@@ -210,8 +210,8 @@ kvq_status kvq_cuda_pages_requantize(const kvq_cuda_kernels* kernels, int32_t kv
         const auto source_memory = memory_of(of, *from, source, kv_heads, "from");
         if (source >= 0) l.quantized[source].pages = source_memory;
         l.quantized[target].pages = memory_of(of, *to, target, kv_heads, "to");
-        check(of.functions->requantize(l, source, source_memory, target, from_pages, to_pages, count,
-                                       stream_of(stream)));
+        check(of.functions->requantize(l, source, source_memory, target, of.same_schemes(source, target),
+                                       from_pages, to_pages, count, stream_of(stream)));
     });
 }
 

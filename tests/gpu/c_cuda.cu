@@ -384,6 +384,20 @@ void scenario() {
     OK(kvq_cuda_cache_requantize(c.gpu, c.rows.data(), 3, &to, c.stream));
     OK(kvq_cache_requantize(c.cpu, c.host.data(), 3, &host_to, nullptr));
     for (const int row : {0, 1, 2}) c.same_bytes(row, "requantize");
+    // The same again: a dry run has nothing to do, and says so.
+    kvq_requantize_report report;
+    KVQ_INIT(report);
+    to.dry_run = 1;
+    to.report = &report;
+    OK(kvq_cuda_cache_requantize(c.gpu, c.rows.data(), 3, &to, c.stream));
+    CHECK(report.pages == 0 && report.bytes_after == report.bytes_before && report.bytes_before > 0,
+          "%zu pages, %zu bytes", report.pages, report.bytes_after);
+    to.last_token = 0;
+    OK(kvq_cuda_cache_requantize(c.gpu, c.rows.data(), 3, &to, c.stream));
+    CHECK(report.pages > 0 && report.bytes_after > report.bytes_before, "%zu pages", report.pages);
+    to.format = "int8/";
+    REFUSED(kvq_cuda_cache_requantize(c.gpu, c.rows.data(), 3, &to, c.stream), KVQ_ERROR_ARGUMENT,
+            "add the pair of both");
     c.step(1);
     CHECK(c.quantized_formats(2) == 2, "pages have %d formats", c.quantized_formats(2));
     c.prompt(2, 70);  // over pages of both formats, int8 and what new pages have

@@ -35,9 +35,10 @@ constexpr int dim = 64, layers = 2, heads = 2, q_heads = 4;
 constexpr int page = 32;
 using kivi4 = cuda::kivi_pair<4, 32, dim, page>;
 using wide = cuda::block_pair<int8, int8, dim, page>;
+using both = cuda::block_pair<kivi4::keys, int8, dim, page>;  // of three pairs: K and V are requantized apart
 
 const cuda::device_format& compiled() {
-    static const cuda::device_format f = cuda::make_device_format<float16, kivi4, wide>();
+    static const cuda::device_format f = cuda::make_device_format<float16, kivi4, wide, both>();
     return f;
 }
 /// The same formats on the CPU.
@@ -522,7 +523,8 @@ struct history {
     test::rng r;
     const char* name;
     std::vector<pair> pairs;
-    int step = 0, deep = 0, cut = 0, spliced = 0, moved = 0, requantized = 0, kept = 0, unreached = 0;
+    int step = 0, deep = 0, cut = 0, spliced = 0, moved = 0, requantized = 0, kept = 0, unreached = 0,
+        apart = 0, refused = 0;
     double worst = 0.0;
 
     history(const both_options& o, unsigned seed, const char* n) : c(o), r(seed), name(n) { add(); }
@@ -814,20 +816,36 @@ struct history {
             return;
         }
         const int format = any(0, 1), first = any(0, 1) * any(0, 300);
+        const int tensors = PART == 0 ? any(1, 3) : 3;  // K, V or both
         cuda::requantize_request g;
-        const std::string to = host_formats().names[static_cast<std::size_t>(format)];
+        const std::string name = host_formats().names[static_cast<std::size_t>(format)];
+        const std::string to = tensors == 1 ? name + "/" : tensors == 2 ? "/" + name : name;
         g.format = to;
         g.first_token = first;
         if (any(0, 1) == 0) g.last_token = first + any(0, 300);
         g.new_pages = any(0, 2) == 0;
         g.only_smaller = any(0, 3) == 0;
         requantize_request h;
-        h.key = h.value = format;
+        if ((tensors & 1) != 0) h.key = format;
+        if ((tensors & 2) != 0) h.value = format;
         h.first_token = g.first_token;
         h.last_token = g.last_token;
         h.new_pages = g.new_pages;
         h.only_smaller = g.only_smaller;
-        ok(c.gpu.requantize(ids, g, c.stream));
+        requantize_report planned, done;
+        if (const cuda::status s = c.gpu.plan_requantize(ids, g, planned); !s) {
+            CHECK(tensors != 3 && std::strstr(s.message, "add the pair of both"), "%s", s.message);
+            CHECK(!c.gpu.requantize(ids, g, c.stream), "%s, step %d: no refusal", this->name, step);
+            ++refused;
+            return;
+        }
+        ok(c.gpu.requantize(ids, g, c.stream, &done));
+        CHECK(std::memcmp(&planned, &done, sizeof done) == 0 && done.bytes_after == c.gpu.bytes_in_use() &&
+                  (done.pages > 0 || done.bytes_before == done.bytes_after) &&
+                  done.bytes_peak - done.bytes_freed == done.bytes_after,
+              "%s, step %d: %zu pages, %zu bytes, planned were %zu and %zu, in use are %zu", this->name, step,
+              done.pages, done.bytes_after, planned.pages, planned.bytes_after, c.gpu.bytes_in_use());
+        apart += tensors != 3 && done.pages > 0;
         requantized += static_cast<int>(
             c.cpu.requantize(std::span<kvq::sequence* const>(hosts), h, {}, serial_executor{}, space).pages);
     }
@@ -909,9 +927,9 @@ struct history {
         CHECK(used == 0, "%s: %zu bytes are in use by no sequence", name, used);
         std::printf(
             "  %-28s %d steps, %d deep trims (%d times pages were cut), %d drafts kept, %d pages "
-            "requantized, "
-            "%d moves, %d splices, %d trims refused, error %.2e\n",
-            name, steps, deep, cut, kept, requantized, moved, spliced, unreached, worst);
+            "requantized (%d requests of K or V, %d refused), %d moves, %d splices, %d trims refused, "
+            "error %.2e\n",
+            name, steps, deep, cut, kept, requantized, apart, refused, moved, spliced, unreached, worst);
     }
 };
 
@@ -1145,6 +1163,69 @@ void check_budget() {
 
 void refused(const cuda::status& s, const char* part) {
     CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
+}
+
+/// K and V apart: the other tensor keeps its bytes, and the report says what a run does.
+void check_apart() {
+    both_caches c({});
+    test::rng r(12);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "apart: %s", s.message); };
+    pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    const cuda::sequence_id ids[] = {p.id};
+    workspace space;
+    kvq::sequence* const hosts[] = {&p.host};
+    std::vector<float16> keys, values;
+    const auto append = [&](int n) {
+        c.write(r, keys, values);
+        ok(c.gpu.begin_prompt(p.id, n, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+        c.appended(p.host, keys, values, 0, n);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    };
+    const auto& kinds = c.gpu.formats(0).kinds;
+    const auto page_bytes = [&](std::size_t kind) {
+        return layers * heads * (kinds[kind].key_block + kinds[kind].value_block);
+    };
+    const auto both_do = [&](const char* name, int key, int value, std::size_t pages, std::size_t from,
+                             std::size_t to, std::size_t held) {
+        requantize_report plan, done;
+        const cuda::requantize_request request{.format = name, .new_pages = true};
+        ok(c.gpu.plan_requantize(ids, request, plan));
+        ok(c.gpu.requantize(ids, request, c.stream, &done));
+        CHECK(std::memcmp(&plan, &done, sizeof plan) == 0 && done.pages == pages && done.pages_left == 0 &&
+                  done.bytes_peak == done.bytes_before + pages * page_bytes(to) &&
+                  done.bytes_freed == (pages - held) * page_bytes(from) &&
+                  done.bytes_after == c.gpu.bytes_in_use(),
+              "%s: %zu pages, %zu bytes freed, %zu at most", name, done.pages, done.bytes_freed,
+              done.bytes_peak);
+        requantize_request h;
+        h.key = key;
+        h.value = value;
+        h.new_pages = true;
+        c.cpu.requantize(std::span<kvq::sequence* const>(hosts), h, {}, serial_executor{}, space);
+        append(page);
+        compare(c, p, name, 0);
+    };
+    append(4 + 3 * page + 40);
+    both_do("/int8", requantize_request::keep, 1, 3, 0, 2, 0);
+    both_do("int8/", 1, requantize_request::keep, 4, 2, 1, 0);
+    both_do("int8/", 1, requantize_request::keep, 0, 2, 1, 0);
+    cuda::sequence_id fork;
+    ok(c.gpu.fork(p.id, fork, c.stream));  // holds all pages so far, 6
+    both_do("kivi-4-g32/", 0, requantize_request::keep, 6, 1, 2, 6);
+    both_do("/kivi-4-g32", requantize_request::keep, 0, 7, 2, 0, 0);
+    const std::size_t bytes = c.gpu.bytes_in_use();
+    requantize_report plan;
+    for (const char* name : {"int8/", "kivi-4-g32/int8/"})
+        refused(c.gpu.plan_requantize(ids, {.format = name}, plan),
+                name[4] == '/' ? "what is kivi-4-g32 cannot become int8/: add the pair of both"
+                               : "is not a format of this cache");
+    refused(c.gpu.requantize(ids, {.format = "/"}, c.stream), "/ is not a format of this cache");
+    const cuda::tier tiers[] = {{0, "int8"}, {20, "int8/"}};
+    refused(c.gpu.step_down(ids, tiers, c.stream), "cannot become int8/");
+    CHECK(c.gpu.bytes_in_use() == bytes, "a refused request has changed pages");
+    compare(c, p, "apart, refused", 0);
 }
 
 /// A second append of a layer; and what reads or follows a prompt that some layer lacks.
@@ -1425,8 +1506,8 @@ void check_lists() {
     refused(open({sees_two}, 4), "sliding window of 64, 2 x 64: its queries see 2 sinks");
     mixed.formats = {0, 2};
     refused(open({full, mixed}, 0), "layer 1, full attention of 2 x 64: formats 0 and 2 are not among the 2");
-    mixed.formats = {0, 1};
-    refused(open({full, mixed}, 0), "nothing was compiled for kivi-4-g32/int8, head_dim 64");
+    mixed.formats = {1, 0};
+    refused(open({full, mixed}, 0), "nothing was compiled for int8/kivi-4-g32, head_dim 64");
     bool raised = false;
     try {
         (void)open({full, sliding_attention(0, of)}, 0);
@@ -1798,6 +1879,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_draft_graph();
     check_counts();
     check_budget();
+    check_apart();
     history({}, 1, "4 sinks, 40 recent").run(long_run);
     history({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent")
         .run(long_run / 2);

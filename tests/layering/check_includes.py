@@ -17,7 +17,7 @@ FORMAT = BASE | {"core", "format/format", "format/format_names", "format/bounds"
 KERNELS = CODES | FORMAT
 DEVICE = CODES | {"cuda/arch", "cuda/layout"}
 # The quantizers' limits and the layout of 16-bit pages; no scheme is a template argument here.
-CACHE = CODES | FORMAT | {"format/format_table", "page", "state", "attention", "cache/layers", "cache"}
+CACHE = CODES | FORMAT | {"format/format_table", "page", "state", "attention", "cache/layers", "cache/requantize_request", "cache"}
 CUDA = DEVICE | {"cuda/decode", "cuda/prefill", "cuda/latent", "cuda/select", "cuda/store", "cuda/quantize", "cuda/host"}
 # Ranks over NCCL, above the cache on the device.
 NCCL = CACHE | CUDA | {"adapters/distributed/nccl"}
@@ -66,7 +66,7 @@ ALLOWED = {
     "cuda/select": DEVICE | {"cuda/store"},
     "cuda/store": DEVICE,
     "cuda/quantize": DEVICE,
-    "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers"},
+    "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers", "cache/requantize_request"},
     "cuda/host/offload": CACHE | CUDA,
     "cuda": CUDA,
     "format/make_format": KERNELS | {"cpu", "cpu/scalar", "cpu/block_product", "cpu/listed_tokens", "cpu/product", "cpu/transformed"},
@@ -75,6 +75,7 @@ ALLOWED = {
     "format/define_builtin_formats": KERNELS | {"cpu/simd", "format/builtin_schemes"},
     "format/find_format": CACHE,
     "attention": BASE | {"core", "format/format", "format/format_table", "page"},
+    "cache/requantize_request": BASE,
     "cache/layers": BASE | {"core", "page", "state", "attention"},
     "cache": CACHE,
     "policy": CACHE,

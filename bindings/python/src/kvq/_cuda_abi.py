@@ -57,7 +57,8 @@ class kvq_cuda_attend_options(Struct):
 
 class kvq_cuda_requantize_request(Struct):
     _fields_ = [("size", c_size_t), ("format", c_char_p), ("first_token", c_int32), ("last_token", c_int32),
-                ("only_smaller", c_int32), ("new_pages", c_int32)]
+                ("only_smaller", c_int32), ("new_pages", c_int32), ("dry_run", c_int32), ("reserved", c_int32),
+                ("report", POINTER(kvq_requantize_report))]
 
 
 class kvq_cuda_tier(Struct):

@@ -26,7 +26,7 @@ from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
 from ._formats import Statistics, from_c
 from ._layers import Layer, StatePart, layer_from_c, layers_to_c, part_number
 from ._library import Handle, _checked, ask, count, handle_of, library, limit, optional_handle, text
-from ._reports import Snapshot
+from ._reports import RequantizeReport, Snapshot
 from ._sequence import Sequence as _HostSequence
 from ._tensors import Tensor, integers
 
@@ -384,13 +384,18 @@ class Cache(Handle):
     # ---- other formats, later ----
 
     def requantize(self, sequences: List_["Sequence"], format: str, *, first_token: int = 0, last_token: Optional[int] = None,
-                   only_smaller: bool = False, new_pages: bool = False) -> None:
-        """Pages that lie wholly in tokens [first_token, last_token) get the format, K and V. new_pages: those to come, too."""
-        if last_token == 0:
-            return
-        r = _cuda_abi.kvq_cuda_requantize_request(format=text(format), first_token=first_token, last_token=last_token or 0,
-                                                  only_smaller=int(only_smaller), new_pages=int(new_pages))
+                   only_smaller: bool = False, new_pages: bool = False, dry_run: bool = False) -> RequantizeReport:
+        """Pages that lie wholly in tokens [first_token, last_token) get the format, K and V; "int8/" is for keys alone, "/std4" for values
+        alone. new_pages: those to come, too. dry_run: reports only. The report counts pages of the device, with K and V of several layers."""
+        if last_token is not None and not 0 <= first_token < last_token:
+            raise ArgumentError(f"kvq: tokens [{first_token}, {last_token}) are none")
+        report = _abi.kvq_requantize_report()
+        r = _cuda_abi.kvq_cuda_requantize_request(format=text(format), first_token=first_token,
+                                                  last_token=last_token or 0,
+                                                  only_smaller=int(only_smaller), new_pages=int(new_pages), dry_run=int(dry_run),
+                                                  report=ctypes.pointer(report))
         self._with_memory(self._f.kvq_cuda_cache_requantize, self, *_rows(sequences), ctypes.byref(r), self.stream())
+        return from_c(RequantizeReport, report)
 
     def step_down(self, sequences: List_["Sequence"], tiers: List_[Tuple[int, str]], byte_budget: Optional[int] = None) -> None:
         """tiers: (age, format), ages ascending: from `age` tokens behind the newest one on, pages have this format. byte_budget: of all

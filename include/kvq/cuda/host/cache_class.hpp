@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <span>
 
+#include "../../cache/requantize_request.hpp"
 #include "../../page/page_changes.hpp"
 #include "../../quant/rotation.hpp"
 #include "../layout/window_columns.hpp"
@@ -39,8 +40,8 @@ public:
                 std::span<const device_format> compiled, cudaStream_t stream);
 
     /// Keys of a format, made from statistics (widths of channels, feedback), as find_format(name,
-    /// tensor::key, statistics) makes the CPU's. Before its first page. Raises kvq::error for statistics that
-    /// the scheme refuses.
+    /// tensor::key, statistics) makes the CPU's. "mix4/": of every format with such keys. Before its first
+    /// page. Raises kvq::error for statistics that the scheme refuses.
     status calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream);
     /// The matrices of keys or values of a format that is rotated<...>, before its first page. Raises
     /// kvq::error for matrices of another shape. Waits for the stream.
@@ -248,9 +249,13 @@ public:
     /// copied. Refused, as requantize(), step_down(), offload() and the next begin, while some layer lacks a
     /// prompt that has begun.
     status fork(sequence_id id, sequence_id& copy, cudaStream_t stream);
-    /// Pages that several of the sequences share stay shared.
+    /// Pages that several of the sequences share stay shared. report: bytes are those in use
+    /// (bytes_in_use()), a page holds K and V of all layers of a group, and there is no workspace.
     status requantize(std::span<const sequence_id> ids, const requantize_request& request,
-                      cudaStream_t stream);
+                      cudaStream_t stream, requantize_report* report = nullptr);
+    /// A dry run: the report that requantize() would give, byte for byte.
+    status plan_requantize(std::span<const sequence_id> ids, const requantize_request& request,
+                           requantize_report& report) const;
     /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only
     /// shrink. Then, while pages in use have more than byte_budget bytes (bytes_in_use()), the oldest pages
     /// go one tier down, and from there further; pages that other sequences hold too stay. More may be in use
@@ -406,16 +411,26 @@ private:
     /// A page in use that another one replaces.
     struct format_change {
         page_ref from, to;
+        int format;                            // of the new one
         std::vector<common::held_span> spans;  // in the tables of the call's sequences
     };
     /// By group.
     using format_changes = std::vector<std::vector<format_change>>;
     std::vector<common::page_table*> tables_of(std::span<const sequence_id> ids, std::size_t group);
-    std::size_t find_changes(std::span<const sequence_id> ids, const common::change_range& range,
-                             std::string_view format, bool only_smaller, format_changes& changes);
-    status requantize_pages(std::span<const sequence_id> ids, format_changes& changes,
-                            std::string_view format, cudaStream_t stream);
+    status find_changes(std::span<const sequence_id> ids, const common::change_range& range,
+                        std::string_view format, bool only_smaller, format_changes& changes,
+                        std::size_t& saved);
+    status find_changes(std::span<const sequence_id> ids, const requantize_request& request,
+                        format_changes& changes);
+    requantize_report report_of(std::span<const sequence_id> ids, const format_changes& changes) const;
+    status requantize_pages(std::span<const sequence_id> ids, format_changes& changes, cudaStream_t stream);
     status check_format(std::string_view format) const;
+    struct named_format {
+        detail::layer_group& group;
+        int number;
+    };
+    std::vector<named_format> find_named(std::string_view format);
+    status no_pair(const detail::layer_group& g, int from, std::string_view format) const;
     std::string describe(int layer) const {
         return common::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]);
     }

@@ -294,11 +294,12 @@ inline status cache::check_equal_layers(const char* who) const {
                              describe(other).c_str());
 }
 
-/// Has any layer the format?
+/// Has any layer a format of this name? As requantize_request::format.
 inline status cache::check_format(std::string_view format) const {
     bool found = false;
     for (const detail::layer_group& g : groups_)
-        if (const int f = g.format.find(format); f >= 0) {
+        for (int f = 0; f < g.kinds(); ++f) {
+            if (!g.is_named(f, format)) continue;
             found = true;
             if (status s = g.check_rotary(f); !s) return s;
         }
@@ -329,12 +330,20 @@ status cache::put_layers(detail::device_memory& to, const detail::layer_group& g
     return code == cudaSuccess ? status{} : detail::runtime_error(code, "copying statistics");
 }
 
+/// The formats that a name of requantize_request::format names.
+inline std::vector<cache::named_format> cache::find_named(std::string_view format) {
+    std::vector<named_format> found;
+    for (detail::layer_group& g : groups_)
+        for (int f = 0; f < g.kinds(); ++f)
+            if (g.is_named(f, format)) found.push_back({g, f});
+    return found;
+}
+
 inline status cache::calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream) {
     if (status s = check_format(format); !s) return s;
+    const std::vector<named_format> named = find_named(format);
     const cache_shape& of = statistics.shape();
-    for (const detail::layer_group& g : groups_) {
-        const int f = g.format.find(format);
-        if (f < 0) continue;
+    for (const auto& [g, f] : named) {
         if (g.format.latent)
             return detail::bad_value("%s: statistics for keys of latents are for caches on the CPU",
                                      g.describe(0).c_str());
@@ -347,27 +356,22 @@ inline status cache::calibrate(std::string_view format, const calibration& stati
                                      std::string(format).c_str());
     }
     struct made_keys {
-        detail::layer_group* group;
-        int format;
         detail::device_memory plans, feedback;
         std::uint64_t fingerprint;
     };
     std::vector<made_keys> made;
-    for (detail::layer_group& g : groups_) {
-        const int f = g.format.find(format);
-        if (f < 0) continue;
+    for (const auto& [g, f] : named) {
         const detail::key_state state = g.format.functions->make_keys(f, statistics);
-        made_keys& m =
-            made.emplace_back(made_keys{&g, f, {}, {}, state.plans.empty() ? 0 : state.fingerprint});
+        made_keys& m = made.emplace_back(made_keys{{}, {}, state.plans.empty() ? 0 : state.fingerprint});
         status s = put_layers<std::uint16_t>(m.plans, g, {state.plans.data()}, state.plans.size(), stream);
         if (s) s = put_layers<float>(m.feedback, g, {state.feedback.data()}, state.feedback.size(), stream);
         if (!s) return s;
     }
-    for (made_keys& m : made) {
-        detail::device_keys& held = m.group->keys[static_cast<std::size_t>(m.format)];
-        held.plans = std::move(m.plans);
-        held.feedback = std::move(m.feedback);
-        if (m.fingerprint != 0) held.fingerprints[0] = m.fingerprint;
+    for (std::size_t i = 0; i < named.size(); ++i) {
+        detail::device_keys& held = named[i].group.keys[static_cast<std::size_t>(named[i].number)];
+        held.plans = std::move(made[i].plans);
+        held.feedback = std::move(made[i].feedback);
+        if (made[i].fingerprint != 0) held.fingerprints[0] = made[i].fingerprint;
     }
     step_.begun = false;
     return {};
@@ -376,15 +380,13 @@ inline status cache::calibrate(std::string_view format, const calibration& stati
 inline status cache::rotate(std::string_view format, tensor role, const rotation& matrices,
                             cudaStream_t stream) {
     if (status s = check_format(format); !s) return s;
+    const std::vector<named_format> named = find_named(format);
     struct made_rotation {
-        detail::device_keys* keys;
         detail::device_memory memory;
         std::uint64_t fingerprint;
     };
     std::vector<made_rotation> made;
-    for (detail::layer_group& g : groups_) {
-        const int f = g.format.find(format);
-        if (f < 0) continue;
+    for (const auto& [g, f] : named) {
         matrices.check(shape(g.members[0]), role);
         const std::uint64_t fingerprint =
             g.format.functions->rotated_fingerprint(f, role, matrices.fingerprint());
@@ -394,20 +396,19 @@ inline status cache::rotate(std::string_view format, tensor role, const rotation
         if (g.quantized[static_cast<std::size_t>(f)].pages().used() > 0)
             return detail::bad_value("pages of %.60s are in use; rotations come before the first page",
                                      std::string(format).c_str());
-        made.push_back({&g.keys[static_cast<std::size_t>(f)], {}, fingerprint});
+        made.push_back({{}, fingerprint});
     }
     const auto dim = static_cast<std::size_t>(matrices.dim());
     const std::size_t count = layers_.size() * static_cast<std::size_t>(matrices.heads()) * dim * dim;
-    std::size_t at = 0;
-    for (const detail::layer_group& g : groups_)
-        if (g.format.find(format) >= 0)
-            if (status s = put_layers<float>(made[at++].memory, g, {matrices.columns(), matrices.rows()},
-                                             count, stream);
-                !s)
-                return s;
-    for (made_rotation& m : made) {
-        m.keys->rotations[static_cast<int>(role)] = std::move(m.memory);
-        m.keys->fingerprints[static_cast<int>(role)] = m.fingerprint;
+    for (std::size_t i = 0; i < named.size(); ++i)
+        if (status s = put_layers<float>(made[i].memory, named[i].group,
+                                         {matrices.columns(), matrices.rows()}, count, stream);
+            !s)
+            return s;
+    for (std::size_t i = 0; i < named.size(); ++i) {
+        detail::device_keys& held = named[i].group.keys[static_cast<std::size_t>(named[i].number)];
+        held.rotations[static_cast<int>(role)] = std::move(made[i].memory);
+        held.fingerprints[static_cast<int>(role)] = made[i].fingerprint;
     }
     step_.begun = false;
     return {};

@@ -48,7 +48,9 @@ struct sequence_id {
 struct requantize_request {
     static constexpr int all = (std::numeric_limits<int>::max)();
 
-    std::string_view format = {};           ///< to this one, K and V
+    /// To this one, K and V. "int8/": keys alone, "/std4": values alone; the other tensor keeps its format
+    /// and its bytes. The pair of both must be compiled.
+    std::string_view format = {};
     int first_token = 0, last_token = all;  ///< pages that lie wholly in tokens [first_token, last_token)
     bool only_smaller = false;              ///< skip pages that would not shrink
     bool new_pages = false;                 ///< pages committed from now on take the format, too

@@ -196,44 +196,84 @@ inline std::vector<common::page_table*> cache::tables_of(std::span<const sequenc
     return tables;
 }
 
-/// Adds the pages of a range to those that get the format, in groups that have it. Returns the bytes that
-/// this saves.
-inline std::size_t cache::find_changes(std::span<const sequence_id> ids, const common::change_range& range,
-                                       std::string_view format, bool only_smaller, format_changes& changes) {
+inline status cache::no_pair(const detail::layer_group& g, int from, std::string_view format) const {
+    return detail::bad_value(
+        "%s: what is %.40s cannot become %.40s: add the pair of both to its make_device_format<...>()",
+        g.describe(0).c_str(), g.format.kinds[static_cast<std::size_t>(from)].name.c_str(),
+        std::string(format).c_str());
+}
+
+/// Adds the pages of a range to those that get the format, in groups that have it. saved: grows by the bytes
+/// that this saves.
+inline status cache::find_changes(std::span<const sequence_id> ids, const common::change_range& range,
+                                  std::string_view format, bool only_smaller, format_changes& changes,
+                                  std::size_t& saved) {
     changes.resize(groups_.size());
-    std::size_t saved = 0;
+    status result;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
-        const int f = g.format.find(format);
+        std::vector<int> targets;  // by format
+        for (int f = 0; f < g.kinds(); ++f) targets.push_back(g.target_of(f, format));
         // Tokens of a range are those of the sequence.
         const bool all_tokens = range.first_token == 0 && range.last_token == common::change_range::all &&
                                 range.last_tokens.empty();
-        if (f < 0 || (!all_tokens && !g.takes_steps())) continue;
+        if (!g.has_named(format) || (!all_tokens && !g.takes_steps())) continue;
         const std::vector<common::page_table*> tables = tables_of(ids, i);
         common::page_changes found(std::pmr::new_delete_resource(), g.geometry, g.geometry.rollback);
         found.select(tables, range);
         const auto wanted = [&](const page& p) {
-            return p.format != f + 1 && (!only_smaller || g.shrinks(p.format - 1, f));
+            const int to = targets[static_cast<std::size_t>(p.format - 1)];
+            return p.format != to + 1 && (!only_smaller || to < 0 || g.shrinks(p.format - 1, to));
         };
         found.for_each(0, wanted, [&](const common::page_change& change) {
-            changes[i].push_back({change.held, {}, {change.spans.begin(), change.spans.end()}});
-            saved += change.held->bytes - g.quantized[static_cast<std::size_t>(f)].page_bytes();
+            const int to = targets[static_cast<std::size_t>(change.held->format - 1)];
+            if (to < 0) {
+                if (result) result = no_pair(g, change.held->format - 1, format);
+                return;
+            }
+            changes[i].push_back({change.held, {}, to, {change.spans.begin(), change.spans.end()}});
+            saved += change.held->bytes - g.quantized[static_cast<std::size_t>(to)].page_bytes();
         });
     }
-    return saved;
+    return result;
+}
+
+/// What a run of these changes does.
+inline requantize_report cache::report_of(std::span<const sequence_id> ids,
+                                          const format_changes& changes) const {
+    requantize_report r;
+    r.bytes_before = r.bytes_after = bytes_in_use();
+    for (std::size_t i = 0; i < changes.size(); ++i) {
+        const detail::layer_group& g = groups_[i];
+        for (const format_change& c : changes[i]) {
+            ++r.pages;
+            r.bytes_after += g.quantized[static_cast<std::size_t>(c.format)].page_bytes();
+            std::size_t holders = 1;  // the change itself
+            for (const common::held_span& at : c.spans) {
+                const sequence_id id = ids[static_cast<std::size_t>(at.table)];
+                holders +=
+                    !entry_of(id).pages[i].table.keeps_page(at.span, 0, g.geometry, g.geometry.rollback);
+            }
+            if (c.from.references() == holders) r.bytes_freed += c.from->bytes;
+        }
+    }
+    // Old pages are held until all new ones are there.
+    r.bytes_peak = r.bytes_after;
+    r.bytes_after -= r.bytes_freed;
+    return r;
 }
 
 /// Carries changes out.
 inline status cache::requantize_pages(std::span<const sequence_id> ids, format_changes& changes,
-                                      std::string_view format, cudaStream_t stream) {
-    for (std::size_t i = 0; i < changes.size(); ++i)
-        if (!changes[i].empty())
-            if (status s =
-                    groups_[i].quantized[static_cast<std::size_t>(groups_[i].format.find(format))].ensure(
-                        static_cast<int>(changes[i].size()), options_.growing, stream);
-                !s)
-                return s;
-    if (std::ranges::any_of(changes, [](const auto& list) { return !list.empty(); }))
+                                      cudaStream_t stream) {
+    bool any = false;
+    for (std::size_t i = 0; i < changes.size(); ++i) {
+        std::vector<int> fresh(groups_[i].quantized.size(), 0);
+        for (const format_change& c : changes[i]) ++fresh[static_cast<std::size_t>(c.format)];
+        any = any || !changes[i].empty();
+        if (status s = groups_[i].ensure_free(fresh, 0, 0, stream); !s) return s;
+    }
+    if (any)
         if (status s = append_chunks(stream); !s) return s;
     detail::word_writer to = writer(stream);
     for (std::size_t i = 0; i < changes.size(); ++i) {
@@ -241,17 +281,17 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, format_c
         std::vector<format_change>& list = changes[i];
         if (list.empty()) continue;
         step_.begun = false;
-        const int target = g.format.find(format);
-        // Pages of the same format in one launch.
-        std::stable_sort(list.begin(), list.end(), [](const format_change& a, const format_change& b) {
-            return a.from->format < b.from->format;
+        // Pages of the same formats in one launch.
+        const auto formats = [](const format_change& c) { return std::pair(c.format, c.from->format); };
+        std::stable_sort(list.begin(), list.end(), [&](const format_change& a, const format_change& b) {
+            return formats(a) < formats(b);
         });
-        for (format_change& c : list) c.to = g.quantized[static_cast<std::size_t>(target)].pages().take();
+        for (format_change& c : list) c.to = g.quantized[static_cast<std::size_t>(c.format)].pages().take();
         status result;
         for (std::size_t first = 0, end; first < list.size() && result; first = end) {
-            const int from = list[first].from->format;
+            const int from = list[first].from->format - 1, target = list[first].format;
             for (end = first; end < list.size() && end - first < static_cast<std::size_t>(g.columns) &&
-                              list[end].from->format == from;)
+                              formats(list[end]) == formats(list[first]);)
                 ++end;
             const int count = static_cast<int>(end - first);
             for (int k = 0; k < count; ++k)
@@ -261,9 +301,9 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, format_c
             result = to.flush();
             for (int member = 0; member < g.shape.layers && result; ++member) {
                 const detail::layer_view l = g.view(member, 0);
-                result =
-                    g.format.functions->requantize(l, from - 1, l.window, target, g.words + g.list_at(false),
-                                                   g.words + g.list_at(true), count, stream);
+                result = g.format.functions->requantize(l, from, l.window, target, g.kept(from, target),
+                                                        g.words + g.list_at(false), g.words + g.list_at(true),
+                                                        count, stream);
             }
         }
         if (!result) return result;
@@ -278,22 +318,48 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, format_c
     return {};
 }
 
-inline status cache::requantize(std::span<const sequence_id> ids, const requantize_request& request,
-                                cudaStream_t stream) {
+/// All that is checked before a page changes.
+inline status cache::find_changes(std::span<const sequence_id> ids, const requantize_request& request,
+                                  format_changes& changes) {
     if (status s = check_batch(ids, false); !s) return s;
     if (status s = check_no_draft(ids); !s) return s;
     if (request.first_token < 0 || request.first_token > request.last_token)
         return detail::bad_value("tokens %d to %d are not a range", request.first_token, request.last_token);
     if (status s = check_format(request.format); !s) return s;
     if (status s = check_whole(ids); !s) return s;
-    format_changes changes;
-    find_changes(ids, {request.first_token, request.last_token}, request.format, request.only_smaller,
-                 changes);
-    if (status s = requantize_pages(ids, changes, request.format, stream); !s) return s;
     if (request.new_pages)
         for (std::size_t i = 0; i < groups_.size(); ++i)
-            if (const int f = groups_[i].format.find(request.format); f >= 0)
-                for (const sequence_id id : ids) entry_of(id).pages[i].set_target(f);
+            for (const sequence_id id : ids)
+                if (const int now = entry_of(id).pages[i].target();
+                    groups_[i].has_named(request.format) && groups_[i].target_of(now, request.format) < 0)
+                    return no_pair(groups_[i], now, request.format);
+    std::size_t saved = 0;
+    return find_changes(ids, {request.first_token, request.last_token}, request.format, request.only_smaller,
+                        changes, saved);
+}
+
+inline status cache::plan_requantize(std::span<const sequence_id> ids, const requantize_request& request,
+                                     requantize_report& report) const {
+    format_changes changes;
+    // Tables are only read.
+    if (status s = const_cast<cache&>(*this).find_changes(ids, request, changes); !s) return s;
+    report = report_of(ids, changes);
+    return {};
+}
+
+inline status cache::requantize(std::span<const sequence_id> ids, const requantize_request& request,
+                                cudaStream_t stream, requantize_report* report) {
+    format_changes changes;
+    if (status s = find_changes(ids, request, changes); !s) return s;
+    const requantize_report done = report_of(ids, changes);
+    if (status s = requantize_pages(ids, changes, stream); !s) return s;
+    if (request.new_pages)
+        for (std::size_t i = 0; i < groups_.size(); ++i)
+            for (const sequence_id id : ids) {
+                detail::sequence_pages& s = entry_of(id).pages[i];
+                if (const int f = groups_[i].target_of(s.target(), request.format); f >= 0) s.set_target(f);
+            }
+    if (report != nullptr) *report = done;
     return {};
 }
 
@@ -315,15 +381,16 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     format_changes changes;
     std::size_t changing = 0;  // the tier of `changes`
     const auto carry_out = [&] {
-        if (result) result = requantize_pages(ids, changes, tiers[changing].format, stream);
+        if (result) result = requantize_pages(ids, changes, stream);
     };
     std::size_t in_use = 0;
     // The changes of a tier are carried out together.
     const auto lower = [&](std::size_t index, const common::change_range& range) {
         if (index != changing) carry_out();
         changing = index;
-        if (result) in_use -= find_changes(ids, range, tiers[index].format, true, changes);
-        return in_use;
+        std::size_t saved = 0;
+        if (result) result = find_changes(ids, range, tiers[index].format, true, changes, saved);
+        return in_use -= saved;
     };
     if (tiers.empty()) return {};
     common::step_down_by_age(ages, lengths, lower);

@@ -118,9 +118,10 @@ struct device_functions {
                         cudaStream_t);
     status (*store)(const layer_view&, const layer_memory&, bool sinks, const input_rows& k,
                     const input_rows& v, const long long* slot_list, cudaStream_t);
-    /// from: a format of this entry, or -1 for 16-bit pages in window_pages.
+    /// from: a format of this entry, or -1 for 16-bit pages in window_pages. kept: schemes of both formats.
     status (*requantize)(const layer_view&, int from, const layer_memory& window_pages, int to,
-                         const int* from_pages, const int* to_pages, int count, cudaStream_t);
+                         kept_tensors kept, const int* from_pages, const int* to_pages, int count,
+                         cudaStream_t);
     /// Tokens of format `part` to rows starts[sequence] + token; no sinks, no plans.
     status (*dequantize)(const layer_view&, int part, const output_rows& keys, const output_rows& values,
                          const int* starts, cudaStream_t);
@@ -169,6 +170,13 @@ struct device_format {
                 std::ranges::find(kinds[i].value_names, values) != kinds[i].value_names.end())
                 return static_cast<int>(i);
         return -1;
+    }
+    /// The tensors of which pages of both formats have the same scheme.
+    kept_tensors same_schemes(int a, int b) const noexcept {
+        if (latent || a < 0 || b < 0) return {};
+        const kind &x = kinds[static_cast<std::size_t>(a)], &y = kinds[static_cast<std::size_t>(b)];
+        return {x.keys == y.keys && x.fingerprints[0] == y.fingerprints[0],
+                x.values == y.values && x.fingerprints[1] == y.fingerprints[1]};
     }
 };
 

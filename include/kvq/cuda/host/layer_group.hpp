@@ -303,6 +303,47 @@ struct layer_group {
         return b.key_block <= a.key_block && b.value_block <= a.value_block &&
                b.key_block + b.value_block < a.key_block + a.value_block;
     }
+    /// The tensors that stay as they are when a page goes from one format to another.
+    kept_tensors kept(int from, int to) const noexcept {
+        kept_tensors k = format.same_schemes(from, to);
+        const auto same_state = [&](tensor role) {
+            const auto at = static_cast<std::size_t>(role);
+            return keys[static_cast<std::size_t>(from)].fingerprints[at] ==
+                   keys[static_cast<std::size_t>(to)].fingerprints[at];
+        };
+        k.keys = k.keys && same_state(tensor::key);
+        k.values = k.values && same_state(tensor::value);
+        return k;
+    }
+    /// Has a format the tensors that a name of requantize_request::format names?
+    bool is_named(int kind, std::string_view name) const noexcept {
+        const device_format::kind& k = format.kinds[static_cast<std::size_t>(kind)];
+        const std::size_t cut = name.find('/');
+        const std::string_view of_keys = name.substr(0, cut),
+                               of_values = cut == name.npos ? name : name.substr(cut + 1);
+        const auto has = [](const std::vector<std::string>& names, std::string_view wanted) {
+            return wanted.empty() || std::ranges::find(names, wanted) != names.end();
+        };
+        if (of_keys.empty() && (of_values.empty() || format.latent)) return false;
+        return has(k.key_names, of_keys) && has(k.value_names, of_values);
+    }
+    bool has_named(std::string_view name) const noexcept {
+        for (int f = 0; f < kinds(); ++f)
+            if (is_named(f, name)) return true;
+        return false;
+    }
+    /// The format that a page of format `from` gets with such a name; -1: there is none.
+    int target_of(int from, std::string_view name) const noexcept {
+        const std::size_t cut = name.find('/');
+        const bool keeps_keys = cut == 0, keeps_values = cut != name.npos && cut + 1 == name.size();
+        for (int f = 0; f < kinds(); ++f) {
+            const kept_tensors same = f == from ? kept_tensors{true, true} : kept(from, f);
+            if (is_named(f, name) && (!keeps_keys || same.keys) &&
+                (!keeps_values || same.values || format.latent))
+                return f;
+        }
+        return -1;
+    }
     /// Changes when pages have moved.
     std::uint64_t generation() const noexcept {
         std::uint64_t moved = window.generation() + sinks.generation();
@@ -507,7 +548,7 @@ struct layer_group {
             if (count == 0) return {};
             int to = 0;
             while ((now.targets >> to & 1) == 0) ++to;
-            return format.functions->requantize(l, -1, pages, to, words + list_at(false) + first,
+            return format.functions->requantize(l, -1, pages, to, {}, words + list_at(false) + first,
                                                 words + list_at(true) + first, count, stream);
         };
         status s = store(l.sinks, true, 0, r.open);

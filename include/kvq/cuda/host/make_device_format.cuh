@@ -193,7 +193,8 @@ struct device_table {
                            slot_list, nullptr, stream);
     }
     static status requantize(const layer_view& l, int from, const layer_memory& window_pages, int to,
-                             const int* from_pages, const int* to_pages, int count, cudaStream_t stream) {
+                             kept_tensors kept, const int* from_pages, const int* to_pages, int count,
+                             cudaStream_t stream) {
         return with_pair(to, [&]<class To>(std::type_identity<To>) {
             const auto target = quantized<To>(l, to, nullptr);
             if (from < 0)
@@ -204,7 +205,7 @@ struct device_table {
                     return bad_value("pages have format %d already", from);
                 else
                     return requantize_pages(quantized<From>(l, from, nullptr), target, from_pages, to_pages,
-                                            count, nullptr, stream);
+                                            count, nullptr, stream, kept);
             });
         });
     }

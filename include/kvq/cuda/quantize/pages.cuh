@@ -1,7 +1,8 @@
 // Whole pages on the device: commit (16-bit window -> quantized), requantize (any scheme -> any other),
 // dequantize to 16 bit.
 //
-//   requantize_pages   pairs of page numbers; committing is requantizing from a full<T> format
+//   requantize_pages   pairs of page numbers; committing is requantizing from a full<T> format. K or V alone:
+//                      the other tensor, which has the same codec in both formats, keeps its bytes
 //   commit_full_pages  decides on the device which sequences have just completed a page behind their recent
 //                      window
 //   dequantize_tokens      x^ of every sequence as dense tensors, for prefill through any flash attention
@@ -172,17 +173,42 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
     if (not_finite && count) atomicAdd(not_finite, count);
 }
 
+/// Do blocks of a tensor have one codec in both formats? Then one can be a copy of the other.
+template <tensor Role, class From, class To>
+inline constexpr bool same_blocks = [] {
+    if constexpr (full_precision<scheme_of<Role, From>> || is_latent_pair<To>)
+        return false;
+    else
+        return codec<scheme_of<Role, From>> == codec<scheme_of<Role, To>>;
+}();
+
+/// All threads of a block.
+template <tensor Role, class From, class To>
+__device__ __forceinline__ void copy_block(const cache_ref<From>& source, const cache_ref<To>& target,
+                                           int from, int to, int head) {
+    constexpr std::size_t bytes = Role == tensor::key ? To::key_block_bytes : To::value_block_bytes;
+    const auto* const words = reinterpret_cast<const uint4*>(source.template block<Role>(from, head));
+    auto* const copy = reinterpret_cast<uint4*>(target.template block<Role>(to, head));
+    for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(bytes / sizeof(uint4));
+         i += static_cast<int>(blockDim.x))
+        copy[i] = words[i];
+}
+
 /// Values first (blockIdx.z): they take longer, and what is short fills the end of the launch.
 template <class From, class To>
 __global__ void __launch_bounds__(page_quantizer<To>::threads, page_quantizer<To>::blocks)
     requantize_kernel(const __grid_constant__ cache_ref<From> source,
                       const __grid_constant__ cache_ref<To> target, const int* from, const int* to,
-                      unsigned* not_finite) {
+                      kept_tensors kept, unsigned* not_finite) {
     extern __shared__ __align__(16) std::byte page_memory[];
-    const int i = static_cast<int>(blockIdx.x);
+    const int i = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
     if (from[i] < 0 || to[i] < 0) return;
-    requantize_block(source, target, from[i], to[i], static_cast<int>(blockIdx.y), blockIdx.z != 0,
-                     not_finite, page_memory);
+    const bool keys = blockIdx.z != 0;
+    if constexpr (same_blocks<tensor::key, From, To>)
+        if (keys && kept.keys) return copy_block<tensor::key>(source, target, from[i], to[i], head);
+    if constexpr (same_blocks<tensor::value, From, To>)
+        if (!keys && kept.values) return copy_block<tensor::value>(source, target, from[i], to[i], head);
+    requantize_block(source, target, from[i], to[i], head, keys, not_finite, page_memory);
 }
 
 /// The column of the oldest page of sequence b that is due: page i is quantized when first_token + (i + 1) *
@@ -314,10 +340,12 @@ constexpr bool same_geometry =
 
 /// Codes page to[i] of `target` from page from[i] of `source` for i in [0, count); negative numbers skip.
 /// `from`, `to` and `not_finite` (adds up NaN and infinities met; may be null) are device memory. Block
-/// tables are not touched.
+/// tables are not touched. kept: tensors whose bytes stay as they are; both formats have the same codec for
+/// them.
 template <class From, class To>
 status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& target, const int* from,
-                        const int* to, int count, unsigned* not_finite, cudaStream_t stream) noexcept {
+                        const int* to, int count, unsigned* not_finite, cudaStream_t stream,
+                        kept_tensors kept = {}) noexcept {
     static_assert(detail::same_geometry<From, To>,
                   "kvq::cuda::requantize_pages: both formats must have the same head sizes and page size");
     static_assert(detail::quantizes<To>,
@@ -332,13 +360,17 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
     if (from == nullptr || to == nullptr) return detail::bad_value("the lists of pages are null pointers");
     using read = detail::read_pair<From>;
     using quantized = detail::quantized_pair<To>;
+    if ((kept.keys && !detail::same_blocks<tensor::key, read, quantized>) ||
+        (kept.values && !detail::same_blocks<tensor::value, read, quantized>))
+        return detail::bad_value("%s cannot be kept: the two formats have other blocks for them",
+                                 kept.keys ? "keys" : "values");
     using coder = detail::page_quantizer<quantized, read>;
     auto* const kernel = detail::requantize_kernel<read, quantized>;
     if (status s = detail::allow_shared_memory<quantized, read>(kernel); !s) return s;
     const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(source.kv_heads), 2);
     return detail::launch("launching requantization", detail::overlap::no, kernel, grid, coder::threads,
                           coder::shared_bytes, stream, detail::as_pair<read>(source),
-                          detail::as_pair<quantized>(target), from, to, not_finite);
+                          detail::as_pair<quantized>(target), from, to, kept, not_finite);
 }
 
 /// After tokens were added: quantizes the oldest window page of every sequence that has one wholly behind its

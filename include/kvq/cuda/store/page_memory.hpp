@@ -8,7 +8,14 @@
 
 #include "../../core/shape.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
+
+/// Tensors of pages that change their format whose bytes stay as they are.
+struct kept_tensors {
+    bool keys = false, values = false;
+};
+
+namespace detail {
 
 /// Runs of words: index of the first one, their count, the words.
 struct word_runs {
@@ -79,4 +86,5 @@ struct keep_args {
     int ring, sink_columns, first_token, kv_heads, most;
 };
 
-}}}  // namespace kvq::cuda::detail
+}  // namespace detail
+}}}  // namespace kvq::cuda
