@@ -12,7 +12,7 @@
 // Asynchronous copies take place when they are waited for, not before, and shared memory is NaN at first:
 // whoever forgets to wait or to write does not find what he looks for. Stops the program where threads of a
 // warp meet at different instructions or wait for threads that have left, where copies are not waited for,
-// and at wrong addresses of shared memory.
+// at wrong addresses of shared memory, and where an awaited word is written that was not zero.
 // Source: the programming model of the CUDA C++ Programming Guide; fibers by Boost.Context.
 #pragma once
 

@@ -284,8 +284,18 @@ inline void store_word(std::uint32_t at, std::uint32_t word) { write_shared(at, 
 inline void store_words(std::uint32_t at, std::uint32_t a, std::uint32_t b) { write_shared(at, uint2{a, b}); }
 inline void store_half_word(std::uint32_t at, std::uint16_t half) { write_shared(at, half); }
 
-inline void store_relaxed(std::uint32_t* to, std::uint32_t word) { *to = word; }
-inline void store_relaxed(uint4* to, const uint4& v) { *to = v; }
+/// Words that are awaited until they are not zero, or that are made zero again. On a device the one who waits
+/// would have taken what was there before.
+inline void store_relaxed(std::uint32_t* to, std::uint32_t word) {
+    if (word != 0 && *to != 0) emulated::fail("an awaited word is written where there was no zero");
+    *to = word;
+}
+inline void store_relaxed(uint4* to, const uint4& v) {
+    store_relaxed(&to->x, v.x);
+    store_relaxed(&to->y, v.y);
+    store_relaxed(&to->z, v.z);
+    store_relaxed(&to->w, v.w);
+}
 inline void load_relaxed_if(bool wanted, std::uint32_t& word, const std::uint32_t* from) {
     if (wanted) word = *from;
 }

@@ -194,8 +194,9 @@ public:
             options.all_keys = true;
             options.ancestors = nullptr;
         }
-        return g.format.functions->attend(view(layer), q, out, options, workspace_.as<>(), workspace_.bytes(),
-                                          stream, &score);
+        const detail::device_memory& space = g.format.latent ? latent_workspace_ : workspace_;
+        return g.format.functions->attend(view(layer), q, out, options, space.as<>(), space.bytes(), stream,
+                                          &score);
     }
     /// Does attend() of a layer take these options, for so many query heads? Asked before append().
     status check_options(int layer, int q_heads, attention_options options) const {
@@ -510,7 +511,9 @@ private:
     std::vector<int> slots_;                       // of rows, as the device has them
     int first_slot_ = 0;                           // their first word
     static constexpr int unknown_slot = -2;
-    detail::device_memory words_, workspace_;
+    detail::device_memory words_;
+    // Two, as attention over keys and values must find zeros where it left them.
+    detail::device_memory workspace_, latent_workspace_;
     detail::device_memory staging_;  // slots of a prompt's tokens, then its pages of one layer
     std::vector<entry> entries_;
     std::vector<int> unused_;  // entries

@@ -245,11 +245,11 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     if (states_) words += options.max_batch;
     if (s)
         s = words_.allocate(options.memory, static_cast<std::size_t>(words) * sizeof(int), "tables", stream);
-    std::size_t workspace = 0;
+    std::size_t workspace = 0, latent_workspace = 0;
     for (const detail::layer_group& g : groups_) {
+        std::size_t& bytes = g.format.latent ? latent_workspace : workspace;
         const auto add = [&](int sequences, int heads, int tokens) {
-            workspace =
-                common::larger(workspace, g.format.functions->workspace_bytes(sequences, heads, tokens));
+            bytes = common::larger(bytes, g.format.functions->workspace_bytes(sequences, heads, tokens));
         };
         if (!g.format.latent) {
             for (const int rows : {4, 8, 16}) add(1, 1, rows);
@@ -260,6 +260,8 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         add(1, options.query_heads, 64);
     }
     if (s) s = workspace_.allocate(options.memory, workspace, "the workspace", stream);
+    if (s)
+        s = latent_workspace_.allocate(options.memory, latent_workspace, "the workspace of latents", stream);
     for (detail::layer_group& g : groups_) {
         g.words = words_.as<int>() + g.first_word;
         if (s) s = g.quantized[static_cast<std::size_t>(g.target)].grow(pool_pages(g), stream);
@@ -279,6 +281,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     layers_.clear();
     words_ = {};
     workspace_ = {};
+    latent_workspace_ = {};
     return s;
 }
 
@@ -459,7 +462,7 @@ inline usage_report cache::usage() const {
     }
     u.reserved += bytes_held() - bytes_in_use();
     u.bookkeeping += words_.bytes();
-    u.workspace = workspace_.bytes() + prompt_bytes();
+    u.workspace = workspace_.bytes() + latent_workspace_.bytes() + prompt_bytes();
     common::add_up(u);
     return u;
 }

@@ -287,7 +287,8 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
                                  k.heads, k.dim, q.heads, q.dim, out.heads, out.dim);
     if (status s = check_latents(layer, 1, q.heads, slice); !s) return s;
     int most = n;
-    while (g.format.functions->workspace_bytes(1, q.heads, most) > workspace_.bytes()) most = (most + 1) / 2;
+    while (g.format.functions->workspace_bytes(1, q.heads, most) > latent_workspace_.bytes())
+        most = (most + 1) / 2;
     if (status s = g.make_run(member, k, v, stream); !s) return s;
     const int before = entry_of(step_.id)
                            .pages[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)]
@@ -310,8 +311,8 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
         if (options.state_out != nullptr) slice.state_out = options.state_out + row * (width + 2);
         constexpr unmodified none;
         if (status s = g.format.functions->attend(g.view_of_run(member), rows_of(q, first, count),
-                                                  rows_of(out, first, count), slice, workspace_.as<>(),
-                                                  workspace_.bytes(), stream, &none);
+                                                  rows_of(out, first, count), slice, latent_workspace_.as<>(),
+                                                  latent_workspace_.bytes(), stream, &none);
             !s)
             return s;
     }
@@ -323,12 +324,12 @@ inline status cache::check_latents(int layer, int rows, int q_heads, const atten
     const int query_tokens = options.query_tokens;
     if (q_heads <= options_.query_heads && query_tokens <= most_queries()) return {};
     const std::size_t bytes = group_of(layer).format.functions->workspace_bytes(rows, q_heads, query_tokens);
-    if (bytes <= workspace_.bytes()) return {};
+    if (bytes <= latent_workspace_.bytes()) return {};
     return detail::bad_value(
         "%s: attention of %d query heads and %d tokens of %d sequences needs a workspace of %zu bytes, but "
         "that of %d heads (query_heads) and a step has %zu",
         describe(layer).c_str(), q_heads, query_tokens, rows, bytes, options_.query_heads,
-        workspace_.bytes());
+        latent_workspace_.bytes());
 }
 
 /// Memory for chunks of so many tokens.

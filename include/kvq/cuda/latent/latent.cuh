@@ -9,7 +9,8 @@
 //
 // Two launches: shares of all tokens of the batch leave softmax states in the workspace (latent_wgmma.cuh;
 // elsewhere latent_plain.cuh), which merge_latents_kernel puts together. Both read lengths and tables on the
-// device, so that a captured graph stays valid while sequences grow.
+// device, so that a captured graph stays valid while sequences grow. The workspace need not be zeroed, and is
+// left with anything: attend() (decode/attend.cuh), which must find zeros, needs another one.
 // Contract: with wgmma, x^, queries and weights are rounded to half floats: |x^| and |q| must be below 65504.
 // A row whose q holds NaN is NaN; a row that sees nothing is zero. Complexity: heads * tokens * (R + P + V)
 // multiply-adds; pages are read once for every 64 query rows.
