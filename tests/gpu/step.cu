@@ -231,8 +231,10 @@ void check_steps(const step_case& c, const char* name) {
             }
         }
     };
-    // Prompts go in by the same launches, a step at a time, those of some sequences longer than others.
+    // Prompts go in by the same launches, a step at a time, those of some sequences longer than others: in the
+    // end one sequence stands among rows that are not there.
     lengths.assign(all, 0);
+    q.upload(normal(q.size()));
     for (int t = 0; t < *std::max_element(c.lengths.begin(), c.lengths.end()); t += n) {
         std::vector<float16> k_new(k.size()), v_new(v.size());
         std::vector<int> now(all, 0);
@@ -250,9 +252,18 @@ void check_steps(const step_case& c, const char* name) {
         k.upload(k_new);
         v.upload(v_new);
         tokens.upload(now);
+        out.poison();
         CUDA_OK(cudaDeviceSynchronize());
         CUDA_OK(cudaGraphLaunch(exec, stream));
         CUDA_OK(cudaStreamSynchronize(stream));
+        const auto got = out.download();
+        for (std::size_t b = 0, i = 0; b < all; ++b) {
+            bool right = true;
+            for (; i < (b + 1) * got.size() / all; ++i)
+                right = right &&
+                        (now[b] > 0 ? kvq::detail::is_finite(got[i]) && got[i].bits != 0 : got[i].bits == 0);
+            CHECK(right, "%s: outputs of sequence %zu at %d tokens", name, b, now[b]);
+        }
     }
     for (int i = 0; i < c.steps; ++i) replay(i % (c.steps / 12) == 0 || i + 1 == c.steps ? 1 : 0, false);
     CHECK(bad.download()[0] == 0, "%s: finite tokens were counted as not finite", name);
@@ -393,6 +404,9 @@ int main() {
     check_steps<cuda::block_pair<int8, int8, 128, 32>, false>({0, 20, 1, short_run / 2, {1, 50}},
                                                               "int8, no sinks");
     check_steps<cuda::preset_pair<std4, 128, 128>>({4, 32, 1, short_run, {150, 2}, 1}, "std4");
+    std::vector<int> lone(300, 0);
+    lone.back() = 100;
+    check_steps<cuda::kivi_pair<4, 32, 64, 32>>({4, 40, 1, 12, lone}, "one of 300 rows");
 #else  // emulated, one format
     check_steps<cuda::kivi_pair<4, 32, 64, 32>, false>({0, 20, 1, short_run / 2, {1, 50}},
                                                        "kivi4 g32, no sinks");

@@ -368,8 +368,10 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
     walk.item_size = 0;
     const int items = work.sequences * work.lines,
               all = n.same ? 0 : (__reduce_add_sync(~0u, n.sum) + work.sequences * end_counts) * work.lines;
+    // Where one sequence is much longer than others, there are fewer teams than `cut` counts (split_block).
     const auto plan_of_items = cut.plan(items, n.most, team.teams, takers);
-    if (n.same || plan_of_items.pays(n.most, end_counts, divide_up(all, team.teams))) {
+    if (n.same || (plan_of_items.shares <= team.teams &&
+                   plan_of_items.pays(n.most, end_counts, divide_up(all, team.teams)))) {
         const share_plan plan = plan_of_items;
         walk.item_size = n.most;
         item.begin = 0;
