@@ -4,14 +4,17 @@
 // A change that is meant: run with KVQ_PRINT_GOLDEN=1, paste the printed table, say so in CHANGELOG.md and docs/reference/format.md.
 #include <doctest/doctest.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/affine.hpp>
 #include <string>
 #include <vector>
 
 #include "support/golden.hpp"
+#include "support/random.hpp"
 #include "support/typed_cache.hpp"
 
 namespace page_bytes_tests {
@@ -28,10 +31,11 @@ const std::vector<test::golden> table = {
 // clang-format on
 
 #define KVQ_GOLDEN_SCHEMES                                                                                 \
-    kvq::full<kvq::float16>, kvq::full<kvq::bfloat16>, kvq::full<float>, kvq::int8, kvq::affine<1>,        \
-        kvq::affine<2>, kvq::affine<3>, kvq::affine<4>, kvq::affine<5>, kvq::affine<6>, kvq::affine<7>,    \
-        kvq::affine<8>, kvq::affine<4, kvq::per_token<0>>, kvq::affine<4, kvq::per_token<32>>,             \
-        kvq::affine<3, kvq::per_token<5>>, kvq::affine<4, kvq::per_token<32>, kvq::params<kvq::bfloat16>>, \
+    kvq::full<kvq::float16>, kvq::full<kvq::bfloat16>, kvq::full<float>, kvq::int8,                        \
+        kvq::float_rows<kvq::e4m3>, kvq::affine<1>, kvq::affine<2>, kvq::affine<3>, kvq::affine<4>,        \
+        kvq::affine<5>, kvq::affine<6>, kvq::affine<7>, kvq::affine<8>, kvq::affine<4, kvq::per_token<0>>, \
+        kvq::affine<4, kvq::per_token<32>>, kvq::affine<3, kvq::per_token<5>>,                             \
+        kvq::affine<4, kvq::per_token<32>, kvq::params<kvq::bfloat16>>,                                    \
         kvq::affine<4, kvq::per_token<32>, kvq::params<float>>, kvq::affine<1, kvq::per_channel<0>>,       \
         kvq::kivi<2>::keys, kvq::affine<3, kvq::per_channel<7>>, kvq::kivi<4>::keys,                       \
         kvq::affine<5, kvq::per_channel<32>>, kvq::affine<6, kvq::per_channel<64>>,                        \
@@ -62,6 +66,41 @@ TEST_CASE_TEMPLATE("bytes of a block", S, KVQ_GOLDEN_SCHEMES) {
             CHECK(test::fnv1a(block) == g.hash);
         }
         CHECK(found);
+    }
+}
+
+// What engines store of an index (DeepSeek V3.2): codes of all tokens of a page, [tokens][128], then their scales.
+TEST_CASE("e4m3 pages have the bytes of index caches of 132 bytes a token") {
+    constexpr int tokens = 64, dim = 128;
+    test::generator random(test::seed());
+    INFO("KVQ_SEED=", test::seed());
+    std::vector<float> x = random.normals(tokens * dim, 3.0f);
+    for (int c = 0; c < dim; ++c) x[static_cast<std::size_t>(5 * dim + c)] *= 1e-3f;
+    const auto block = block_of(kvq::float_rows<kvq::e4m3>{}, {kvq::tensor::key, tokens, dim}, x);
+    REQUIRE(block.size() == tokens * 132);
+    for (int t = 0; t < tokens; ++t) {
+        const float* const token = x.data() + t * dim;
+        float largest = 0.0f;
+        for (int c = 0; c < dim; ++c) largest = std::fmax(largest, std::fabs(token[c]));
+        const float scale = largest / 448.0f;
+        float stored;
+        std::memcpy(&stored, block.data() + tokens * dim + 4 * t, 4);
+        CHECK(stored == scale);
+        int wrong = 0;
+        for (int c = 0; c < dim; ++c) {
+            // Values of e4m3 by its definition: 8 of them from one power of two to the next.
+            int nearest = 0;
+            double distance = HUGE_VAL;
+            for (int code = 0; code < 127; ++code) {
+                const double value =
+                                 code < 8 ? std::ldexp(code, -9) : std::ldexp(8 + code % 8, code / 8 - 10),
+                             d = std::fabs(value - static_cast<double>(std::fabs(token[c] / scale)));
+                if (d < distance || (d == distance && code % 2 == 0)) nearest = code, distance = d;
+            }
+            wrong += static_cast<int>(block[static_cast<std::size_t>(t * dim + c)]) !=
+                     (nearest | (std::signbit(token[c]) ? 128 : 0));
+        }
+        CHECK(wrong == 0);
     }
 }
 

@@ -315,9 +315,10 @@ TEST_CASE("an index selects the tokens with the best scores, whatever became of 
         test::generator random(test::seed() + static_cast<std::uint64_t>(history));
         kvq::layer of = kvq::index_layer(4 * random.between(2, 20));
         of.rotary = kvq::rotary_embedding{.dims = 4};
-        of.formats.key = random.between(0, 1);
+        of.formats.key = random.between(0, 2);
         kvq::cache_options options = test::random_options(random);
-        options.keys = {format_of<kvq::int8>(), format_of<kvq::std4_h::keys>()};
+        options.keys = {format_of<kvq::int8>(), format_of<kvq::std4_h::keys>(),
+                        format_of<kvq::float_rows<kvq::e4m3>>()};
         kvq::cache cache({of}, options);
         kvq::sequence s = cache.new_sequence();
         for (int step = 0; step < 5; ++step) {

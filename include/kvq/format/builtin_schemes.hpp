@@ -48,6 +48,8 @@ void add_builtin_values(builtin_list& list) {
     if constexpr (Wanted("bf16")) list.push_back(builtin_entry<Backend, full<bfloat16>>("bf16", true, true));
     if constexpr (Wanted("fp32")) list.push_back(builtin_entry<Backend, full<float>>("fp32", true, true));
     if constexpr (Wanted("int8")) list.push_back(builtin_entry<Backend, int8>("int8", true, true));
+    if constexpr (Wanted("e4m3"))
+        list.push_back(builtin_entry<Backend, float_rows<e4m3>>("e4m3", true, true));
 }
 
 /// `Bits` bits per token (Affine), or keys per channel and values per token (Kivi). Names: for groups of 32,
@@ -77,7 +79,8 @@ void add_builtin_preset(builtin_list& list) {
 
 inline constexpr int builtin_parts = 11;
 
-/// Part 0 to 10: full precision and int8; widths 1 to 8; presets with one width; presets with several widths.
+/// Part 0 to 10: full precision and 8 bits with a scale per token; widths 1 to 8; presets with one width;
+/// presets with several widths.
 template <class Backend, int Part, bool (*Wanted)(std::string_view) = every_format>
 void add_builtin_part(builtin_list& list) {
 #define KVQ_BUILTIN_WIDTH(B)                                                    \

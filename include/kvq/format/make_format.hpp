@@ -20,6 +20,7 @@
 #include "../cpu/softmax.hpp"
 #include "../cpu/transformed.hpp"
 #include "../schemes/checked_scheme.hpp"
+#include "../schemes/float_rows.hpp"
 #include "../schemes/int8.hpp"
 #include "../schemes/kivi.hpp"
 #include "../schemes/presets.hpp"

@@ -1,0 +1,79 @@
+// 8-bit floats in rows of tokens, with a fp32 scale per (token, head): 132 bytes per 128 channels.
+//
+//   block   [tokens][channels] codes | [tokens] scales | padding to 16 bytes
+//   scale = max|x| / 448        of the finite values, at least 2^-126; 0 if there is none but 0
+//   code  = e4m3(x / scale)     to nearest, ties to even
+//   x^    = scale * code
+//
+// Of 128 channels the block has the bytes of the index caches of DeepSeek V3.2 in vLLM and SGLang, whose
+// scale is not rounded to a power of two. (They give tokens below 1e-4 the scale of 1e-4.)
+// Contract: the same bytes everywhere. |x - x^| is at most 2^-4 |x|, or 2^-10 of the scale if that is more
+// (plus float evaluation). NaN is quantized as zero, infinities saturate; neither sets a scale.
+#pragma once
+
+#include <cstring>
+
+#include "../core/float_formats.hpp"
+#include "../core/rounding.hpp"
+#include "../core/text.hpp"
+#include "concepts.hpp"
+
+namespace kvq { inline namespace KVQ_TAGGED {
+
+/// Code: e4m3.
+template <class Code>
+struct float_rows {
+    using code = Code;
+
+    short_text name() const { return Code::name; }
+
+    KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) noexcept { return s.values(); }
+    KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
+        return detail::round_up(s.values() + static_cast<std::size_t>(s.tokens) * sizeof(float),
+                                std::size_t{16});
+    }
+
+    /// Of a token whose largest finite magnitude is `largest`.
+    KVQ_HD static constexpr float scale_of(float largest) noexcept {
+        return largest > 0.0f
+                   ? detail::larger(detail::rounded_quotient(largest, Code::max_finite), 1.17549435e-38f)
+                   : 0.0f;
+    }
+    KVQ_HD static constexpr Code code_of(float x, float scale) noexcept {
+        return x == x && scale > 0.0f ? Code(detail::rounded_quotient(x, scale)) : Code();
+    }
+    KVQ_HD static constexpr float value_of(Code c, float scale) noexcept {
+        return detail::rounded_product(scale, static_cast<float>(c));
+    }
+
+    std::uint32_t quantize(const block_shape& s, block_id, const float* values, std::byte* block) const {
+        std::byte* const scales = block + scale_offset(s);
+        std::memset(scales, 0, block_bytes(s) - scale_offset(s));
+        std::uint32_t not_finite = 0;
+        for (int t = 0; t < s.tokens; ++t, values += s.dim, block += s.dim) {
+            float largest = 0.0f;
+            for (int c = 0; c < s.dim; ++c)
+                if (detail::is_finite(values[c]))
+                    largest = detail::larger(largest, values[c] < 0.0f ? -values[c] : values[c]);
+                else
+                    ++not_finite;
+            const float scale = scale_of(largest);
+            for (int c = 0; c < s.dim; ++c) detail::store_as(block + c, code_of(values[c], scale));
+            detail::store_as(scales + static_cast<std::size_t>(t) * sizeof(float), scale);
+        }
+        return not_finite;
+    }
+
+    void dequantize(const block_shape& s, block_id, const std::byte* block, float* values) const {
+        const std::byte* const scales = block + scale_offset(s);
+        for (int t = 0; t < s.tokens; ++t, values += s.dim, block += s.dim) {
+            const auto scale = detail::load_as<float>(scales + static_cast<std::size_t>(t) * sizeof(float));
+            for (int c = 0; c < s.dim; ++c) values[c] = value_of(detail::load_as<Code>(block + c), scale);
+        }
+    }
+};
+
+static_assert(key_scheme<float_rows<e4m3>> && value_scheme<float_rows<e4m3>>);
+static_assert(float_rows<e4m3>{}.block_bytes({tensor::key, 64, 128}) == 64 * 132);
+
+}}  // namespace kvq
