@@ -453,57 +453,63 @@ class StandIn(unittest.TestCase):
         cache = self.exact()
         with self.assertRaisesRegex(kvq.UnsupportedError, "attend with the keys of another layer"):
             self.model(self.ids, cache, self.attention, None, self.mask)
-        if self.on_gpu:
-            return
         for kind, sees in (("full_attention", causal), ("sliding_attention", window(20))):
             self.model.kinds = (sees,) * 2
             ours, theirs = self.of_model([kind] * 2, num_kv_shared_layers=1), Everything()
-            mask = torch.ones(3, 122, dtype=torch.long)
+            mask = torch.ones(3, 122, dtype=torch.long, device=self.device)
             mask[0, :50] = 0
             for ids in (self.ids[:, :90], self.ids[:, 90:], self.ids[:, :1], self.ids[:, 1:2]):
                 self.both(ids, ours, theirs, mask[:, : ours.get_seq_length() + ids.shape[1]])
-            self.assertEqual([layer.kind for layer in ours.pages.layers], [kind.split("_")[0], "shared"])
+            kinds = [layer._device.layer.kind for layer in ours.layers] if self.on_gpu else [layer.kind for layer in ours.pages.layers]
+            self.assertEqual(kinds, [kind.split("_")[0], "shared"][: len(kinds)])
             ours.crop(-2)
             ours.reorder_cache(torch.tensor([0, 2, 2]))
             ours = copy.deepcopy(ours)
             theirs.layers = {i: (k[[0, 2, 2], :, :120], v[[0, 2, 2], :, :120]) for i, (k, v) in theirs.layers.items()}
             self.both(self.ids[:, :2], ours, theirs, mask)
-            k, v = torch.zeros(3, KV, 1, D), torch.zeros(3, Q, 1, D)
+            k, v = (torch.zeros(3, heads, 1, D, device=self.device) for heads in (KV, Q))
             keys, _ = ours.update(k, k, 0)
             self.model.layer_idx = 1
             with self.assertRaisesRegex(kvq.UnsupportedError, "attend with the keys of another layer"):  # of the pass before
                 self.attention(self.model, v, self.module.Handed.make(k, ours.layers[0], ""), k, None)
+        # A prompt in one part is seen in 16 bit, also by the layer that shares its pages.
+        self.model.kinds = (causal,) * 2
+        ids, errors = self.ids.repeat(1, 3), []
+        ours, theirs = self.of_model(["full_attention"] * 2, num_kv_shared_layers=1, keys="kivi-4-g64"), Everything()
+        for part in (ids[:, :359], ids[:, 359:]):
+            errors.append((self.model(part, ours, self.attention) - self.model(part, theirs, eager)).abs().max().item())
+        self.assertLess(errors[0], self.most)
+        self.assertGreater(errors[1], self.most)  # and a step as pages hold it
 
     def test_encoder_and_decoder(self):
         """Keys of an encoder are appended once, and attended to by any number of queries, also of chosen rows and copies."""
-        if self.on_gpu:
-            self.skipTest("an encoder and a decoder are for the CPU")
         encoder = types.SimpleNamespace(is_causal=False, sees=lambda b, h, q, k: shown[b, 0, 0, k])
         decoder = types.SimpleNamespace(is_causal=False, is_decoder=True, sees=encoder.sees)
-        shown = torch.ones(3, 1, 1, 50, dtype=torch.bool)
-        k, v = torch.randn(2, 3, KV, 50, D)
-        q = torch.randn(3, Q, 50, D)
+        shown = torch.ones(3, 1, 1, 50, dtype=torch.bool, device=self.device)
+        k, v = torch.randn(2, 3, KV, 50, D).to(self.device)
+        q = torch.randn(3, Q, 50, D).to(self.device)
         if hasattr(torch.nn.functional, "scaled_dot_product_attention"):
             out = self.attention(encoder, q, k, v, None, scaling=0.3)[0]
-            self.assertLess((out - eager(encoder, q, k, v, None, 0.3)[0]).abs().max().item(), 1e-5)
+            self.assertLess((out - eager(encoder, q, k, v, None, 0.3)[0]).abs().max().item(), max(1e-5, self.most / 10))
         of_causal = self.mask(batch_size=3, q_length=50, kv_length=50, mask_function=causal)
         with self.assertRaisesRegex(kvq.UnsupportedError, "has no cache and is not causal, but its mask is"):
             self.attention(encoder, q, k, v, of_causal)
         with self.assertRaisesRegex(kvq.UnsupportedError, "not causal; a decoder that attends to an encoder needs .*for_model"):
             self.attention(decoder, q, k, v, None)
+        k, v = k.to(self.dtype), v.to(self.dtype)
         for padded in (False, True):
             shown[1, ..., :7] = shown[2, ..., 20:] = not padded
             cache = self.of_model(["full_attention"], is_encoder_decoder=True)
             self.assertEqual(cache.cross_attention_cache.get_seq_length(), 0)
 
             def check(cache, n, rows=(0, 1, 2), given=None):
-                q, rows = torch.randn(3, Q, n, D), list(rows)
+                q, rows = torch.randn(3, Q, n, D).to(self.device, self.dtype), list(rows)
                 of = cache.cross_attention_cache.layers[0]
                 keys, values = given or (of.keys, of.values)
                 out = self.attention(decoder, q, keys, values, shown[rows].expand(-1, -1, n, -1) if padded else None, scaling=0.3)[0]
-                b = torch.tensor(rows)[:, None, None, None]
+                b = torch.tensor(rows, device=self.device)[:, None, None, None]
                 decoder.sees = lambda _, h, q, k: shown[b, 0, 0, k]
-                self.assertLess((out - eager(decoder, q, torch.cat([k[rows]], 0), v[rows], None, 0.3)[0]).abs().max().item(), 1e-4)
+                self.assertLess((out - eager(decoder, q, k[rows], v[rows], None, 0.3)[0]).abs().max().item(), self.most / 10)
 
             check(cache, 60, given=cache.cross_attention_cache.update(k, v, 0))  # more than the encoder has
             check(cache, 1)
@@ -665,14 +671,15 @@ class StandIn(unittest.TestCase):
         self.assertFalse(cache.has_previous_state())
         self.assertEqual(cache.get_seq_length(), 0)
 
-    def of_model(self, types_, **others):
+    def of_model(self, types_, keys=None, **others):
         """A cache for layers of these types, with pages that windows free soon."""
         config = types.SimpleNamespace(model_type="toy", layer_types=types_, num_hidden_layers=len(types_), num_attention_heads=Q,
                                        num_key_value_heads=KV, head_dim=D, hidden_size=WIDTH, sliding_window=20,
                                        attention_chunk_size=16, conv_L_cache=KERNEL, **others)
         if self.on_gpu:
-            return self.module.Cache.for_model(config, "fp16", max_tokens=600, max_batch=6, sinks=0, recent=8, rollback=8)
-        return self.module.Cache.for_model(config, "fp32", window="fp32", page_tokens=8, sinks=0, recent=8, rollback=8)
+            return self.module.Cache.for_model(config, keys or "fp16", max_tokens=600, max_batch=6, sinks=0, recent=8, rollback=8)
+        return self.module.Cache.for_model(config, keys or "fp32", window="fp32", page_tokens=64 if keys else 8, sinks=0, recent=8,
+                                           rollback=8)
 
     def test_for_model(self):
         """Layers with a window or chunks beside full ones, in one cache: padded on the left, chosen rows, crops, copies, reset."""

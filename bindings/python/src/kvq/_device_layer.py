@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Any, Dict, List, Optional, Sequence as Sequence_, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence as Sequence_, Tuple
 
 import torch
 
@@ -14,11 +14,12 @@ from . import _abi
 from ._configs import ROLLBACK
 from ._errors import BY_STATUS, ArgumentError, Error, InternalError, UnsupportedError
 from ._latents import format_names
-from ._layers import Layer
+from ._layers import Layer, full_attention
 from ._library import library
 from .cuda import Cache, Sequence, attend_options
 
 _OK = _abi.OK
+How = Tuple[Optional[float], Optional[float], Optional[int]]  # scale, softcap, window
 
 
 class _PlainTensor(ctypes.Structure):
@@ -79,20 +80,25 @@ class DevicePages:
             given.setdefault("rollback", ROLLBACK)
         if layer.kind == "latent":
             keys = format_names(keys, layer.window)
-        pages = Cache([layer], formats=keys, dtype=k.dtype, device=k.device, max_batch=most, **given)
+        # A cache on a device has a layer that takes steps. That of a text takes none of its own.
+        layers = [full_attention(layer.kv_heads, layer.head_dim), layer] if layer.kind == "cross" else [layer]
+        pages = Cache(layers, formats=keys, dtype=k.dtype, device=k.device, max_batch=most, **given)
         self._hold(pages, [pages.new_sequence() for _ in range(batch)])
 
     def _hold(self, pages: Cache, sequences: List[Sequence]) -> None:
-        self.pages, self.layer, self.sequences = pages, pages.layers[0], sequences
+        self._number = len(pages.layers) - 1
+        self.pages, self.layer, self.sequences = pages, pages.layers[self._number], sequences
         self._rows: Optional[Any] = None
         self._begun = False
+        self._lent: Optional[Tuple] = None  # forks from before the prompt, its keys and values; None: a step, or nobody asks
         self._address, self._stream = pages.address, pages.stream_of()
         number = _abi.FP16 if self.dtype == torch.float16 else _abi.BF16
         names = ("k", "v", "q", "out")
         self._k, self._v, self._q, self._out = (_Rows(n, self.dtype, pages.device, number) for n in names)
         self._options: Dict[Tuple, Any] = {}
         f = self.pages._f
-        self._begin, self._prefill = f.raw_kvq_cuda_cache_begin_step, f.raw_kvq_cuda_cache_prefill
+        self._begin, self._prefill, self._attend = (
+            f.raw_kvq_cuda_cache_begin_step, f.raw_kvq_cuda_cache_prefill, f.raw_kvq_cuda_cache_attend)
 
     def copy(self) -> "DevicePages":
         """Forks of the same sequences."""
@@ -103,7 +109,7 @@ class DevicePages:
 
     def replace(self, sequences: List[Sequence]) -> None:
         """Other sequences stand in the rows."""
-        self.sequences, self._rows = sequences, None
+        self.sequences, self._rows, self._begun, self._lent = sequences, None, False, None
         if len(sequences) > self.pages.max_batch:
             raise ArgumentError(f"kvq: {len(sequences)} sequences, but the cache was made for {self.pages.max_batch}: pass "
                                 f"max_batch={len(sequences)}")
@@ -119,34 +125,65 @@ class DevicePages:
 
     def trim(self, lengths: List[int]) -> None:
         """Every row to a number of tokens that it had before. What has begun, has not."""
-        self._begun = False
+        self._begun, self._lent = False, None
         for s, n in zip(self.sequences, lengths):
             if len(s) > n:
                 s.trim(n)
 
-    def attend(self, k: torch.Tensor, v: Optional[torch.Tensor], q: torch.Tensor, new: Optional[torch.Tensor],
-               how: Tuple[Optional[float], Optional[float], Optional[int]], s_aux: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """As Layer.attend. new: [batch][n] on the CPU, False for padding; None: there is none. how: scale, softcap, window"""
+    def attend(self, k: torch.Tensor, v: Optional[torch.Tensor], q: torch.Tensor, new: Optional[torch.Tensor], how: How,
+               s_aux: Optional[torch.Tensor] = None, lends: bool = False) -> torch.Tensor:
+        """As Layer.attend. new: [batch][n] on the CPU, False for padding; None: there is none. lends: lend() may follow"""
         v = k[:, :, :0] if v is None else v  # latents are values, too
-        options = self._options.get(how)
-        if options is None:
-            held = attend_options(*how)
-            options = self._options[how] = (held, ctypes.addressof(held))
+        options, n = self._options_of(how, s_aux, q), q.shape[2]
+        self._lent = None
+        if n <= self.pages.step_tokens:
+            absent = [] if new is None else (~new).nonzero().tolist()
+            if not absent or n == 1:
+                return self._step(k, v, q, options, [i for i, _ in absent])
+        before = [s.fork() for s in self.sequences] if lends else None
+        out = self._prompts(self.sequences, k, v, q, new, options)
+        self._lent = None if before is None else (before, k, v)
+        return out
+
+    def lend(self, q: torch.Tensor, new: Optional[torch.Tensor], how: How, s_aux: Optional[torch.Tensor]) -> torch.Tensor:
+        """Attends for other queries of the tokens that attend() has appended, to what its own have seen: a prompt in 16 bit."""
+        options = self._options_of(how, s_aux, q)
+        if self._lent is None:
+            return self._queries(q, options)
+        before, k, v = self._lent
+        return self._prompts((s.fork() for s in before), k, v, q, new, options)
+
+    def append_text(self, k: torch.Tensor, v: torch.Tensor, shown: Optional[torch.Tensor]) -> None:
+        """The text of a layer with cross attention, once. shown: [batch][tokens] on the CPU, False for padding; None: there is none"""
+        for row, s in enumerate(self.sequences):
+            of_row = [x[row].transpose(0, 1) if shown is None else x[row].transpose(0, 1)[shown[row].to(x.device)] for x in (k, v)]
+            if len(of_row[0]) > 0:
+                self.pages.begin_cross(s, len(of_row[0]))
+                self.pages.append(self._number, *(x.contiguous() for x in of_row))
+
+    def attend_text(self, q: torch.Tensor, how: How, s_aux: Optional[torch.Tensor]) -> torch.Tensor:
+        """Attends to it with any number of queries."""
+        self.begin(0)
+        self._begun = False
+        return self._queries(q, self._options_of(how, s_aux, q))
+
+    def _options_of(self, how: How, s_aux: Optional[torch.Tensor], q: torch.Tensor) -> int:
+        """The address of a struct."""
+        held = self._options.get(how)
+        if held is None:
+            options = attend_options(*how)
+            held = self._options[how] = (options, ctypes.addressof(options))
         batch, q_heads, n, _ = q.shape
         if s_aux is not None:
             if s_aux.numel() != q_heads:
                 raise ArgumentError(f"kvq: {s_aux.numel()} learned sinks for {q_heads} query heads")
             sinks = s_aux.detach().to(q.device, torch.float32).flatten().contiguous()
             sums = torch.empty(batch * n, q_heads, dtype=torch.float32, device=q.device)
-            options[0].sink_logits, options[0].lse = sinks.data_ptr(), sums.data_ptr()
+            held[0].sink_logits, held[0].lse = sinks.data_ptr(), sums.data_ptr()
             self._sinks = (sinks, sums)  # a graph reads them again
-        elif options[0].sink_logits:
-            options[0].sink_logits = options[0].lse = None
-        if n <= self.pages.step_tokens:
-            absent = [] if new is None else (~new).nonzero().tolist()
-            if not absent or n == 1:
-                return self._step(k, v, q, options[1], [i for i, _ in absent])
-        return self._prompts(k, v, q, new, options[1])
+        elif held[0].sink_logits:
+            held[0].sink_logits = held[0].lse = None
+        return held[1]
 
     def begin(self, n: int, absent: Sequence_[int] = ()) -> None:
         """Every row but absent ones gets n tokens more: the next attend() writes them. attend() begins by itself, unless this has."""
@@ -178,7 +215,7 @@ class DevicePages:
         if not self._begun:
             self.begin(n, absent)
         self._begun = False
-        status = self._prefill(self._address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
+        status = self._prefill(self._address, self._number, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
                                self._stream())
         del held
         if status != _OK:
@@ -187,17 +224,28 @@ class DevicePages:
             raise error
         return out
 
-    def _prompts(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor], options: int) -> torch.Tensor:
+    def _queries(self, q: torch.Tensor, options: int) -> torch.Tensor:
+        """Attention of the step that has begun, without new tokens."""
+        out = self._output(torch.empty, q)
+        held = self._q.set(q), self._out.set(out.transpose(1, 2))
+        status = self._attend(self._address, self._number, self._q.pointer, self._out.pointer, options, self._stream())
+        del held
+        if status != _OK:
+            raise self._error(status)
+        return out
+
+    def _prompts(self, sequences: Iterable[Sequence], k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
+                 options: int) -> torch.Tensor:
         out = self._output(torch.empty if new is None else torch.zeros, q)
         with contextlib.ExitStack() as undo:
-            self._prompt_rows(k, v, q, new, options, out, undo)
+            self._prompt_rows(sequences, k, v, q, new, options, out, undo)
             undo.pop_all()
         return out
 
-    def _prompt_rows(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor], options: int,
-                     out: torch.Tensor, undo: contextlib.ExitStack) -> None:
+    def _prompt_rows(self, sequences: Iterable[Sequence], k: torch.Tensor, v: torch.Tensor, q: torch.Tensor,
+                     new: Optional[torch.Tensor], options: int, out: torch.Tensor, undo: contextlib.ExitStack) -> None:
         n, pages = q.shape[2], self.pages
-        for row, s in enumerate(self.sequences):
+        for row, s in enumerate(sequences):
             first, count, chosen = 0, n, None
             if new is not None:
                 real = new[row].nonzero().flatten().tolist()
@@ -219,7 +267,7 @@ class DevicePages:
             before = len(s)
             pages.begin_prompt(s, count)
             undo.callback(_trim, s, before)
-            status = self._prefill(self._address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
+            status = self._prefill(self._address, self._number, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
                                    self._stream())
             del held
             if status != _OK:

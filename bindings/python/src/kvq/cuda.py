@@ -53,7 +53,7 @@ def _functions() -> types.SimpleNamespace:
         for name, arguments in _cuda_abi.FUNCTIONS.items():
             setattr(_loaded, name, _checked(library.dll, name, arguments))
         # Pointers of these are made once and passed as they are.
-        for name in ("kvq_cuda_cache_begin_step", "kvq_cuda_cache_prefill"):
+        for name in ("kvq_cuda_cache_begin_step", "kvq_cuda_cache_prefill", "kvq_cuda_cache_attend"):
             fast = library.dll[name]  # an object of its own
             fast.restype = ctypes.c_int32
             fast.argtypes = [ctypes.c_void_p if t in _PASSED else t for t in _cuda_abi.FUNCTIONS[name]]

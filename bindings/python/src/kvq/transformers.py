@@ -37,7 +37,7 @@ from ._configs import layers_of, text_config
 from ._errors import ArgumentError, Error, UnsupportedError
 from ._host_rows import Rows, States
 from ._latents import Absorbed, absorbed
-from ._layers import Layer as _OfModel, chunked_attention, full_attention
+from ._layers import Layer as _OfModel, chunked_attention, cross_layer, full_attention
 from ._masks import Said, given_mask, said
 from ._models import Handed, HandedMask, check_model, model_name, state_layer
 
@@ -162,7 +162,7 @@ class Layer(CacheLayerMixin):
                     f"kvq: on a GPU keys and values have one head_dim, not {head_dim} and {value_dim}")
             from ._device_layer import DevicePages
 
-            layer, options = full_attention(kv_heads, head_dim), self._options
+            layer, options = self._made_for(kv_heads, head_dim), self._options
             if self.latents is not None:
                 layer, options = self.of_model, dict(dict(query_heads=self.weights.heads), **options)
             elif self.of_model is not None and self.of_model.hides:
@@ -174,6 +174,11 @@ class Layer(CacheLayerMixin):
             self._rows.begin(self._number, batch, kv_heads, head_dim, value_dim)
             self._device = None
         self._shape, self.is_initialized = self._shape_of(key_states, value_dim), True
+
+    @staticmethod
+    def _made_for(kv_heads: int, head_dim: int) -> _OfModel:
+        """The layer of a cache on a GPU, where the model does not say more."""
+        return full_attention(kv_heads, head_dim)
 
     def _value_dim(self, v: Optional[torch.Tensor]) -> int:
         """Channels of values. None: the values of latents are channels of these"""
@@ -226,7 +231,7 @@ class Layer(CacheLayerMixin):
 
     def lends(self, handed: Handed, layer_idx: Optional[int]) -> bool:
         """Whether another layer of the model may attend with these keys now: for_model knows of it, and this one has."""
-        return (layer_idx in self._borrowers and self._device is None and self._waiting is None and self._lent is not None
+        return (layer_idx in self._borrowers and self._waiting is None and self._lent is not None
                 and self._lent[0]() is handed)
 
     def expand(self, handed: Handed, module: torch.nn.Module) -> None:
@@ -251,22 +256,29 @@ class Layer(CacheLayerMixin):
         new, real = self._padding.read(self, mask.padding, self.real, batch, self.tokens, n)
         if self._device is None:
             out = self._on_cpu(self._number, k, v, q, self.tokens + n, new, real, mask, how, s_aux)
-            self._lent = self._lent and (self._lent[0], new)
         else:
-            of = self._device.layer
-            if mask.seen is not None or (mask.needs_rows(self.tokens + n) and of.kind != "chunked"):
-                raise UnsupportedError(f"kvq: the mask of {model_name()} is neither causal nor a sliding window, nor the chunks "
-                                       "that it had before; others are for the CPU only, not for a GPU")
-            if of.hides:
-                mask.agree(of, how[2], real, self.tokens + n, n)
-            out = self._device.attend(k, v, q, new, how, s_aux)
+            self._check_on_device(mask, how, real, self.tokens + n, n)
+            out = self._device.attend(k, v, q, new, how, s_aux, bool(self._borrowers))
+        self._lent = self._lent and (self._lent[0], new)
         self.tokens += n
         self.real = real
         return out
 
     def lend(self, layer_idx: int, q: torch.Tensor, mask: Said, how: How, s_aux: Optional[torch.Tensor]) -> torch.Tensor:
         """Attends for another layer of the model, as attend() has for this one."""
-        return self._on_cpu(self._borrowers[layer_idx], None, None, q, self.tokens, self._lent[1], self.real, mask, how, s_aux)
+        if self._device is None:
+            return self._on_cpu(self._borrowers[layer_idx], None, None, q, self.tokens, self._lent[1], self.real, mask, how, s_aux)
+        self._check_on_device(mask, how, self.real, self.tokens, q.shape[2])
+        return self._device.lend(q, self._lent[1], how, s_aux)
+
+    def _check_on_device(self, mask: Said, how: How, real: Optional[torch.Tensor], total: int, n: int) -> None:
+        """Raises UnsupportedError for a mask of the last n of `total` tokens that attention on a GPU does not take."""
+        of = self._device.layer
+        if mask.seen is not None or (mask.needs_rows(total) and of.kind != "chunked"):
+            raise UnsupportedError(f"kvq: the mask of {model_name()} is neither causal nor a sliding window, nor the chunks "
+                                   "that it had before; others are for the CPU only, not for a GPU")
+        if of.hides:
+            mask.agree(of, how[2], real, total, n)
 
     def stepped(self) -> None:
         """A graph has given every row a token."""
@@ -379,12 +391,14 @@ class CrossLayer(Layer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
                **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
-        if key_states.device.type == _DEVICE:
-            raise UnsupportedError(f"kvq: the decoder of {model_name()} attends to an encoder, on the CPU only, not on a GPU")
         if self.tokens > 0:
             raise ArgumentError(f"kvq: {model_name()} appends the output of its encoder again; reset() the cache before")
         self._hand_out(value_states)
         return super().update(key_states, value_states, *args, **kwargs)
+
+    @staticmethod
+    def _made_for(kv_heads: int, head_dim: int) -> _OfModel:
+        return cross_layer(kv_heads, head_dim)
 
     def _hand_out(self, values: torch.Tensor) -> None:
         self.keys, self.values = Handed.make(_EMPTY, self, "the keys of its cache"), values.new_empty(0)
@@ -401,6 +415,12 @@ class CrossLayer(Layer):
             self.lazy_initialization(k, v)
         if batch != len(self.sequences):
             raise ArgumentError(f"kvq: a batch of {batch} for a cache of {len(self.sequences)} sequences")
+        if self._device is not None:
+            if k is not None:
+                real = mask.of_encoder(k.shape[2])
+                self._device.append_text(k, v, real)
+                self.tokens, self.real = k.shape[2], real
+            return self._device.attend_text(q, (how[0], how[1], None), s_aux)
         mods = Mods(scale=how[0], softcap=how[1], sink_logits=_logits(s_aux), direction="cross")
         rows = [x.transpose(0, 1).contiguous() for x in q]
         with torch.no_grad():
@@ -416,7 +436,7 @@ class CrossLayer(Layer):
 
     def reset(self) -> None:
         """No tokens: the next batch is another one."""
-        self._rows.sequences, self.keys, self.values, self.is_initialized = [], None, None, False
+        self._rows.sequences, self._device, self.keys, self.values, self.is_initialized = [], None, None, None, False
         super().reset()
 
     def copy(self, padding: _Padding, rows: Rows) -> "Layer":
