@@ -124,6 +124,7 @@ REFUSED = {
     "T5": (dict(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=1, num_hidden_layers=None,
                 num_attention_heads=None, hidden_size=None, head_dim=None), "learned biases"),  # by for_model, too
 }
+OPTIONS = {**HELD, **{name: options for name, (options, _) in REFUSED.items()}}
 MODES = ("greedy", "padded", "beams", "beams padded", "drafts", "chunks", "two each", "copy", "crop", "reset")
 
 
@@ -212,7 +213,7 @@ def compare(row):
     warnings.simplefilter("ignore")
     start, results, log = time.perf_counter(), {}, []
     try:
-        model = made(name, {**HELD, **{n: options for n, (options, _) in REFUSED.items()}}[name])
+        model = made(name, OPTIONS[name])
     except Exception as e:
         return row, {m: "?" for m in MODES}, [f"is not made: {line(e)}\n{traceback.format_exc()}"], 0.0
     if model is None:
@@ -313,11 +314,12 @@ def on_gpu():
         return True
     well = True
     print(f"\n{'bfloat16 on a GPU':24}{'own error':>12}{'kvq':>12}{'ratio':>8}")
-    for name in ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Gemma4, nothing shared", "Phi3", "Cohere2", "Exaone4", "GptOss",
-                 "Llama4", "Qwen3Next"):
-        options = dict(HELD[name], hidden_size=256, head_dim=64, intermediate_size=384,
-                       initializer_range=0.05, max_position_embeddings=1024)
-        for option, value in (("sliding_window", 100), ("global_head_dim", 64), ("attention_chunk_size", 100)):
+    for name in ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Gemma3n", "Gemma4, nothing shared", "Gemma4", "Phi3", "Cohere2",
+                 "Exaone4", "GptOss", "Llama4", "Qwen3Next", "Whisper"):
+        options = dict(initializer_range=0.05, hidden_size=256, head_dim=64, intermediate_size=384, max_position_embeddings=1024)
+        options.update(OPTIONS[name])
+        for option, value in (("sliding_window", 100), ("global_head_dim", 64), ("attention_chunk_size", 100), ("d_model", 256),
+                              ("decoder_attention_heads", 4), ("max_source_positions", 150), ("max_target_positions", 512)):
             if option in options:
                 options[option] = value
         try:
@@ -328,9 +330,15 @@ def on_gpu():
             torch.manual_seed(3)
             ids = torch.randint(2, WORDS, (2, 340), device="cuda")
 
+            sounds = torch.sin(torch.arange(2 * 8 * 300.0, device="cuda")).view(2, 8, 300)
+
             def all_logits(given):
-                steps = [(0, 300)] + [(i, i + 1) for i in range(300, 340)]
-                return torch.cat([logits(model, ids[:, a:b], given) for a, b in steps], 1).double()
+                steps, more, of = [(0, 300)] + [(i, i + 1) for i in range(300, 340)], {}, "input_ids"
+                with torch.no_grad():
+                    if model.config.is_encoder_decoder:
+                        more, of = dict(encoder_outputs=model.get_encoder()(sounds.to(model.dtype))), "decoder_input_ids"
+                    outs = [model(**{of: ids[:, a:b]}, past_key_values=given, use_cache=True, **more).logits for a, b in steps]
+                return torch.cat(outs, 1).double()
 
             model.set_attn_implementation("eager")
             right = all_logits(theirs(model))

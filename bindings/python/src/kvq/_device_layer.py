@@ -267,8 +267,8 @@ class DevicePages:
             before = len(s)
             pages.begin_prompt(s, count)
             undo.callback(_trim, s, before)
-            status = self._prefill(self._address, self._number, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
-                                   self._stream())
+            status = self._prefill(self._address, self._number, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer,
+                                   options, self._stream())
             del held
             if status != _OK:
                 raise self._error(status)

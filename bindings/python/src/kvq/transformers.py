@@ -511,7 +511,7 @@ class Cache(_Cache):
         what no query sees any more. Latents are stored once, their rotary channels in 16 bit: "std4" is "std4-fp16x64". Recurrent
         states are stored when rows are chosen, copied or asked for, and when a snapshot is due: at the end of a prompt and every
         `snapshot_every` tokens. crop() goes back to a snapshot, and is refused elsewhere.
-        On a GPU every layer has a kvq.cuda.Cache, and those with a window or chunks free pages. UnsupportedError names the type of a
+        On a GPU every layer with keys of its own has a kvq.cuda.Cache, and states are the package's own. UnsupportedError names the type of a
         model that cannot be served, and why.
         """
         config = getattr(model, "config", model)
