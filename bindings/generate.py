@@ -101,18 +101,21 @@ class Python:
         return lines
 
 
-def python_module(name: str, headers: List[Header], first_lines: List[str]) -> str:
+def python_module(name: str, headers: List[Header]) -> str:
+    """Of the last header. Structs of others are imported."""
     python, header = Python(headers, device_memory=len(headers) > 1), headers[-1]
     constants = [f"{c.replace('KVQ_', '', 1)} = {value}" for c, value in header.constants.items()]
-    parts = [*first_lines, "", *constants, "", *python.callbacks(header)]
+    parts = ["", *constants, "", *python.callbacks(header)]
     for s in header.structs:
         parts += ["", "", python.struct(s)]
     body = "\n".join([*parts, "", "", *python.functions(header)])
+    names = sorted(s.name for of in headers[:-1] for s in of.structs if re.search(rf"\b{s.name}\b", body))
+    imported = wrapped("from ._abi import (", names, ")", " " * 19) + "\n" if names else ""
     types = ", ".join(["CFUNCTYPE", "POINTER", *sorted(set(re.findall(r"\bc_\w+(?=[,) \]])", body)) & set(dir(ctypes)))])
     typing = ", ".join(t for t in ("Any", "Dict", "List", "Tuple") if re.search(rf"\b{t}\b", body))
     return (f'"""The C interface include/kvq/{name} in ctypes: constants, structs and functions. Made by bindings/generate.py."""\n'
             f"from __future__ import annotations\n\nfrom ctypes import ({types})\nfrom typing import {typing}\n\n"
-            f"from ._struct import Struct, handle\n{body}\n")
+            f"from ._struct import Struct, handle\n{imported}{body}\n")
 
 
 # ---- Rust ------------------------------------------------------------------------------------------------------------
@@ -223,9 +226,8 @@ fn layouts() {
 def generated() -> Dict[pathlib.Path, str]:
     headers = [c_header.read(HERE.parent / "include/kvq" / name) for name in ("kvq.h", "kvq_cuda.h")]
     rust = Rust(headers[0])
-    return {HERE / "python/src/kvq/_abi.py": python_module("kvq.h", headers[:1], []),
-            HERE / "python/src/kvq/_cuda_abi.py": python_module("kvq_cuda.h", headers, [
-                "from ._abi import kvq_layer, kvq_layer_formats, kvq_snapshot, kvq_state_part, kvq_tensor"]),
+    return {HERE / "python/src/kvq/_abi.py": python_module("kvq.h", headers[:1]),
+            HERE / "python/src/kvq/_cuda_abi.py": python_module("kvq_cuda.h", headers),
             HERE / "rust/kvq-sys/src/lib.rs": rust.library(), HERE / "rust/kvq-sys/tests/layout.rs": rust.layout_test()}
 
 
