@@ -2,8 +2,10 @@
 // The CUDA examples of docs/, as snippets.cpp.
 #include <cstdio>
 #include <kvq/cuda.cuh>
+#include <kvq/cuda/host/save.hpp>
 #include <kvq/cuda/select/index_scores.cuh>
 #include <kvq/cuda/select/select_top.cuh>
+#include <kvq/policy/prefix_cache.hpp>
 
 void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq::float16* new_q,
                  kvq::float16* to, int batch, int q_heads, int recent, void* workspace,
@@ -71,6 +73,23 @@ void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_
         s = cache.append(layer, k[layer], v[layer], stream);
         s = cache.attend(layer, q[layer], out[layer], {.early = true}, stream);
     }
+    if (!s) std::puts(s.message);
+}
+
+template <int = 0>
+void host_pages(kvq::cuda::cache& cache, kvq::cuda::sequence_id a, kvq::cuda::sequence_id b,
+                kvq::token_ids tokens, kvq::token_ids prompt, cudaStream_t stream) {
+    using namespace kvq;
+    cuda::status s;
+    s = cuda::save(cache, a, "chat.kvq", {.model = "my-model"}, stream);
+    s = cuda::restore(cache, "chat.kvq", {.model = "my-model"}, b, stream);
+
+    cuda::host_pages pages(cache, 8ull << 30);
+    kvq::prefix_cache store(pages.cache());
+    kvq::sequence held = pages.cache().new_sequence();
+    s = cuda::offload(cache, a, held, stream);
+    store.store(tokens, held);
+    s = cuda::onload(store.fetch(prompt).sequence, cache, b, stream);
     if (!s) std::puts(s.message);
 }
 

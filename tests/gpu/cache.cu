@@ -11,10 +11,11 @@
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
 #include <kvq/cuda.cuh>
-#include <kvq/cuda/host/offload.hpp>
 #include <kvq/format/make_format.hpp>
+#include <kvq/policy/prefix_cache.hpp>
 
 #include "counted_memory.cuh"
+#include "saved_sequence.cuh"
 #include "support.cuh"
 
 using namespace kvq;
@@ -857,6 +858,10 @@ struct history {
         int longest = 0;
         for (int layer = 0; layer < c.count(); ++layer) longest = std::max(longest, p.host.tokens(layer));
         CHECK((bytes > 0) == (longest > 0), "%s: %d tokens in %zu bytes", name, longest, bytes);
+        ++moved;
+        const int how = any(0, 3);
+        if (how == 0) return test::move_by_file(c.gpu, p.id, c.cpu, p.host, c.stream, name);
+        if (how == 1) return test::move_by_messages(c.gpu, p.id, c.stream, name);
         kvq::sequence away = c.cpu.new_sequence();
         ok(cuda::offload(c.gpu, p.id, away, c.stream));
         ok(c.gpu.free(p.id));
@@ -868,7 +873,6 @@ struct history {
             c.appended(p.host, keys, values, 0, 40);
         }
         ok(cuda::onload(p.host, c.gpu, p.id, c.stream));
-        ++moved;
     }
 
     void run(int steps) {
@@ -1226,6 +1230,76 @@ void check_apart() {
     refused(c.gpu.step_down(ids, tiers, c.stream), "cannot become int8/");
     CHECK(c.gpu.bytes_in_use() == bytes, "a refused request has changed pages");
     compare(c, p, "apart, refused", 0);
+}
+
+/// Pages of the device in host memory: prefixes of what it has read, without formats of the CPU.
+void check_host_pages() {
+    both_caches c({});
+    test::rng r(13);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "host pages: %s", s.message); };
+    pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    std::vector<float16> keys, values;
+    const auto append = [&](int n) {
+        c.write(r, keys, values);
+        ok(c.gpu.begin_prompt(p.id, n, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+        c.appended(p.host, keys, values, 0, n);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    };
+    append(250);
+    cuda::host_pages pages(c.gpu, std::size_t{1} << 22);
+    const auto bytes = pages.cache().bytes_held();
+    CHECK(bytes == std::size_t{1} << 22, "%zu bytes are held", bytes);
+    std::vector<token_id> text(250);
+    for (std::size_t i = 0; i < text.size(); ++i) text[i] = static_cast<token_id>(i * i % 101);
+    prefix_cache store(pages.cache(), {.byte_limit = std::size_t{1} << 22});
+    {
+        kvq::sequence s = pages.cache().new_sequence();
+        ok(cuda::offload(c.gpu, p.id, s, c.stream));
+        CHECK(store.store(text, s) == store_outcome::stored, "not stored");
+        // What the device has quantized is read as the CPU reads it; it is neither quantized nor attended to.
+        std::vector<float> x(250 * heads * dim), y(x.size());
+        for (const tensor role : {tensor::key, tensor::value}) {
+            s.dequantize(1, role, 0, token_view<float>(x.data(), 250, heads, dim));
+            p.host.dequantize(1, role, 0, token_view<float>(y.data(), 250, heads, dim));
+            CHECK(x == y, "other values");
+        }
+        const auto raises = [&](auto&& call, std::string_view part) {
+            std::string message;
+            try {
+                call();
+            } catch (const kvq::error& e) {
+                message = e.what();
+            }
+            CHECK(message.find(part) != message.npos, "expected '%s', got '%s'", part.data(),
+                  message.c_str());
+        };
+        raises(
+            [&] {
+                s.attend(0, token_view<const float>(x.data(), 1, heads, dim),
+                         token_view<float>(y.data(), 1, heads, dim));
+            },
+            "cannot be attended to on the host");
+        raises([&] { pages.cache().requantize(s, {.key = 1, .value = 1}); },
+               "cannot be quantized on the host");
+    }
+    ok(c.gpu.free(p.id));
+    text.resize(200);
+    text.push_back(-1);
+    auto found = store.fetch(text);
+    CHECK(found.match == prefix_match::lcp && found.tokens == 200, "%d tokens", found.tokens);
+    ok(cuda::onload(found.sequence, c.gpu, p.id, c.stream));
+    p.host.trim(200);
+    append(100);
+    // A deep trim gives the copies back that it cannot restore; so did the store.
+    kvq::sequence moved = c.cpu.new_sequence();
+    ok(cuda::offload(c.gpu, p.id, moved, c.stream));
+    CHECK(moved.tokens() == 300, "%d tokens", moved.tokens());
+    compare(c, p, "host pages", 0);
+    refused(cuda::restore(
+                c.gpu, [](void*, std::size_t) { return std::size_t{0}; }, {.convert = true}, p.id, c.stream),
+            "convert them in a CPU cache");
 }
 
 /// A second append of a layer; and what reads or follows a prompt that some layer lacks.
@@ -1880,6 +1954,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_counts();
     check_budget();
     check_apart();
+    check_host_pages();
     history({}, 1, "4 sinks, 40 recent").run(long_run);
     history({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent")
         .run(long_run / 2);

@@ -4,11 +4,11 @@
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cuda.cuh>
-#include <kvq/cuda/host/offload.hpp>
 #include <kvq/format/latent.hpp>
 #include <kvq/format/make_format.hpp>
 
 #include "counted_memory.cuh"
+#include "saved_sequence.cuh"
 #include "support.cuh"
 
 using namespace kvq;
@@ -446,6 +446,8 @@ struct history {
     void move() {
         pair& p = one();
         compare(p);
+        ++moved;
+        if (any(0, 1) == 0) return test::move_by_file(c.gpu, p.id, c.cpu, p.host, c.stream, name, false);
         kvq::sequence away = c.cpu.new_sequence();
         ok(cuda::offload(c.gpu, p.id, away, c.stream));
         ok(c.gpu.free(p.id));
@@ -455,7 +457,6 @@ struct history {
             host_append(p.host, 0, 40);
         }
         ok(cuda::onload(p.host, c.gpu, p.id, c.stream));
-        ++moved;
     }
     /// NaN and infinities in both parts of a latent: the CPU's bytes, and each is counted.
     void check_odd() {

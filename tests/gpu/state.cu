@@ -2,11 +2,10 @@
 // that does the same: random histories of steps, prompts, trims, forks, snapshots and offload, after which
 // both save the same bytes; bytes of memory; refusals.
 #include <kvq/cuda.cuh>
-#include <kvq/cuda/host/offload.hpp>
 #include <kvq/format/make_format.hpp>
-#include <kvq/io/save.hpp>
 
 #include "counted_memory.cuh"
+#include "saved_sequence.cuh"
 #include "support.cuh"
 
 using namespace kvq;
@@ -34,15 +33,6 @@ void raises(F&& call, std::string_view part) {
         message = e.what();
     }
     CHECK(message.find(part) != std::string::npos, "expected '%s', got '%s'", part.data(), message.c_str());
-}
-
-std::vector<std::byte> saved(const sequence& s) {
-    std::vector<std::byte> bytes;
-    save(s, [&](const void* data, std::size_t n) {
-        const auto* const p = static_cast<const std::byte*>(data);
-        bytes.insert(bytes.end(), p, p + n);
-    });
-    return bytes;
 }
 
 std::vector<layer> list_of(snapshot_type snapshot = snapshot_type::exact) {
@@ -172,7 +162,7 @@ void compare(both_caches& c, const pair& p, unsigned seed, int step) {
     CHECK(same, "seed %u, step %d: %zu snapshots, not %zu", seed, step, marks.size(), wanted.size());
     sequence moved = c.cpu.new_sequence();
     ok(cuda::offload(c.gpu, p.id, moved, c.stream), "offload");
-    CHECK(saved(moved) == saved(p.host), "seed %u, step %d: other bytes", seed, step);
+    CHECK(test::saved(moved) == test::saved(p.host), "seed %u, step %d: other bytes", seed, step);
 }
 
 void history(unsigned seed, int steps) {
@@ -238,10 +228,9 @@ void history(unsigned seed, int steps) {
             ok(c.gpu.drop_snapshots(p->id), "drop");
             p->host.state().drop_snapshots();
         } else if (what == 17) {
-            sequence moved = c.cpu.new_sequence();
-            ok(cuda::offload(c.gpu, p->id, moved, c.stream), "offload");
-            ok(c.gpu.free(p->id), "free");
-            ok(cuda::onload(moved, c.gpu, p->id, c.stream), "onload");
+            const auto want = test::saved(p->host);
+            test::move_by_file(c.gpu, p->id, c.cpu, p->host, c.stream, "state");
+            CHECK(test::saved(p->host) == want, "seed %u, step %d: another file", seed, step);
         } else if (what == 18 && all.size() > 1) {
             ok(c.gpu.free(p->id), "free");
             all.erase(all.begin() + (p - all.data()));
@@ -269,7 +258,7 @@ void check_quantized() {
     }
     sequence moved = c.cpu.new_sequence();
     ok(cuda::offload(c.gpu, id, moved, c.stream), "offload");
-    CHECK(saved(moved) == saved(exact), "quantized snapshots have other bytes");
+    CHECK(test::saved(moved) == test::saved(exact), "quantized snapshots have other bytes");
     const double error = moved.state().snapshot_error(0);
     CHECK(error > 0 && error < 0.01, "error %.3g", error);
     (void)moved.trim(20);

@@ -39,7 +39,8 @@ TOOLKIT = "cuda/layout/status.hpp"
 THIRD_PARTY = {
     "simd": ("cpu/simd", "cpu/arch/", "format/define_builtin_formats"),
     "eigen": ("adapters/eigen",),
-    "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file", "policy/prefix_tiers"),
+    "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file", "policy/prefix_tiers",
+           "cuda/host/save"),
     "mpi": ("adapters/distributed/mpi",),
     "ggml": ("adapters/ggml",),
     "nccl": ("adapters/distributed/nccl", "adapters/distributed/peer_attention"),

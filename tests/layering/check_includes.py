@@ -68,6 +68,8 @@ ALLOWED = {
     "cuda/quantize": DEVICE,
     "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers", "cache/requantize_request"},
     "cuda/host/offload": CACHE | CUDA,
+    "cuda/host/host_pages": CACHE | CUDA | {"cpu/scalar", "cuda/host/offload", "format/make_format"},
+    "cuda/host/save": CACHE | CUDA | {"cuda/host/host_pages", "io"},
     "cuda": CUDA,
     "format/make_format": KERNELS | {"cpu", "cpu/scalar", "cpu/block_product", "cpu/listed_tokens", "cpu/product", "cpu/transformed"},
     "format/builtin_schemes": KERNELS | {"format/make_format"},

@@ -97,6 +97,14 @@ private:
 using input_rows = common::row_view<const void>;
 using output_rows = common::row_view<void>;
 
+/// Blocks of one tensor in a format, as pages in host memory have them.
+struct host_blocks {
+    std::size_t (*bytes)(const block_shape&);
+    /// x^, [tokens][dim]; null where the scheme needs state for it.
+    void (*dequantize)(const block_shape&, block_id, const std::byte* block, float* values);
+    bool has_fingerprint;  ///< as format_record says it of the CPU's format
+};
+
 /// What keys that were made from statistics need on the device: [layers][kv_heads] plans and matrices, or
 /// nothing.
 struct key_state {
@@ -151,6 +159,7 @@ struct device_format {
         std::size_t key_block, value_block;  ///< bytes of one head's block
         std::uint64_t fingerprints[2];       ///< K, V: of schemes whose types say their transforms; else 0
         int key_bits = 0;                    ///< of a code of a latent
+        detail::host_blocks blocks[2] = {};  ///< K, V
     };
     int head_dim = 0, value_dim = 0, page_tokens = 0;
     float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out

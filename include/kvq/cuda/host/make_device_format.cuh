@@ -63,6 +63,30 @@ std::vector<std::string> names_of_blocks() {
     return names;
 }
 
+template <tensor Role, class Pair>
+host_blocks host_blocks_of() {
+    using S = scheme_of<Role, Pair>;
+    host_blocks b{};
+    b.has_fingerprint = requires(const S& s) {
+        { s.fingerprint() } -> std::convertible_to<std::uint64_t>;
+    };
+    if constexpr (is_latent_pair<Pair>) {
+        b.bytes = [](const block_shape& s) {
+            constexpr int second = Pair::second_channels;
+            std::size_t bytes = block_bytes_of<S>({s.role, s.tokens, s.dim - second});
+            if (second > 0) bytes += block_bytes_of<full<float16>>({s.role, s.tokens, second});
+            return bytes;
+        };
+    } else {
+        b.bytes = [](const block_shape& s) { return block_bytes_of<S>(s); };
+        if constexpr (std::is_default_constructible_v<S>)
+            b.dequantize = [](const block_shape& s, block_id id, const std::byte* block, float* values) {
+                S{}.dequantize(s, id, block, values);
+            };
+    }
+    return b;
+}
+
 /// 16-bit pages beside those of Pair.
 template <class T, class Pair, int PageTokens>
 struct window_of {
@@ -326,16 +350,18 @@ device_format make_scored_format() {
                     &table::functions,
                     table::latent};
     const auto add = [&]<class Pair>(std::type_identity<Pair>) {
-        device_format::kind k{{},
-                              detail::names_of_blocks<tensor::key, Pair>(),
-                              detail::names_of_blocks<tensor::value, Pair>(),
-                              detail::block_name<tensor::key, Pair>(),
-                              detail::block_name<tensor::value, Pair>(),
-                              Pair::key_block_bytes,
-                              Pair::value_block_bytes,
-                              {detail::scheme_fingerprint<typename Pair::keys>(),
-                               detail::scheme_fingerprint<typename Pair::values>()},
-                              table::latent ? detail::codec<typename Pair::keys>.width() : 0};
+        device_format::kind k{
+            {},
+            detail::names_of_blocks<tensor::key, Pair>(),
+            detail::names_of_blocks<tensor::value, Pair>(),
+            detail::block_name<tensor::key, Pair>(),
+            detail::block_name<tensor::value, Pair>(),
+            Pair::key_block_bytes,
+            Pair::value_block_bytes,
+            {detail::scheme_fingerprint<typename Pair::keys>(),
+             detail::scheme_fingerprint<typename Pair::values>()},
+            table::latent ? detail::codec<typename Pair::keys>.width() : 0,
+            {detail::host_blocks_of<tensor::key, Pair>(), detail::host_blocks_of<tensor::value, Pair>()}};
         k.name = k.key_names[0] + "/" + k.value_names[0];
         for (const std::string& name : k.key_names)
             if (std::ranges::find(k.value_names, name) != k.value_names.end()) {

@@ -42,6 +42,7 @@ struct cache_access {
         }
         return -1;
     }
+    static std::span<const layer_group> groups(const cache& gpu) noexcept { return gpu.groups_; }
     static status check(const kvq::cache& cpu, const cache& gpu) {
         if (!gpu.is_open()) return bad_value("the cache on the device is not open");
         const std::vector<layer>&a = cpu.layers(), &b = gpu.layers();
