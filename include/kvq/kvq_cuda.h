@@ -308,6 +308,24 @@ KVQ_API kvq_status kvq_cuda_sequence_offload(const kvq_cuda_sequence* sequence, 
 KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* from, void* stream,
                                             kvq_cuda_sequence** out);
 
+// ---- saved sequences -------------------------------------------------------------------------------------
+// Files as those of kvq_sequence_save: a CPU cache of the same options and formats restores what a device's
+// has saved, and the other way round. Pages go through pinned memory. All wait for the stream; write and read
+// must not call functions of the cache. KVQ_ERROR_UNSUPPORTED without nlohmann-json.
+
+KVQ_API kvq_status kvq_cuda_sequence_save(const kvq_cuda_sequence* sequence, const kvq_save_options* options,
+                                          kvq_write write, void* user, void* stream);
+/// The same to a file, which is renamed when it is complete.
+KVQ_API kvq_status kvq_cuda_sequence_save_file(const kvq_cuda_sequence* sequence,
+                                               const kvq_save_options* options, const char* path,
+                                               void* stream);
+/// options.convert must be 0: that takes a CPU cache.
+KVQ_API kvq_status kvq_cuda_sequence_restore(kvq_cuda_cache* cache, const kvq_save_options* options,
+                                             kvq_read read, void* user, void* stream,
+                                             kvq_cuda_sequence** out);
+KVQ_API kvq_status kvq_cuda_sequence_restore_file(kvq_cuda_cache* cache, const kvq_save_options* options,
+                                                  const char* path, void* stream, kvq_cuda_sequence** out);
+
 // ---- pages in device memory of the caller ----------------------------------------------------------------
 // For engines that have pools and tables of their own. Nothing is kept between calls, nothing is allocated,
 // and calls run on the current device. Every pointer to tables, lengths and lists is to device memory, of the

@@ -1,25 +1,9 @@
 // Saved sequences, of the C interface. KVQ_HAS_JSON: the library was built with nlohmann-json.
-#include "objects.hpp"
-#if KVQ_HAS_JSON
-#include <kvq/io/file.hpp>
-#endif
+#include "saved.hpp"
 
 using namespace kvq::c;
 
 #if KVQ_HAS_JSON
-
-namespace {
-
-kvq::save_options to_save(const kvq_save_options* given) {
-    const kvq_save_options o = read_optional(given, "options");
-    return {o.model ? o.model : ""};
-}
-kvq::restore_options to_restore(const kvq_save_options* given) {
-    const kvq_save_options o = read_optional(given, "options");
-    return {o.model ? o.model : "", o.convert != 0};
-}
-
-}  // namespace
 
 extern "C" {
 
@@ -51,7 +35,7 @@ kvq_status kvq_sequence_restore(kvq_cache* cache, const kvq_save_options* option
             const shared_cache& of = get(cache, "cache").state;
             place(out, "out");
             expect(read != nullptr, KVQ_ERROR_HANDLE, "read is NULL");
-            const auto source = [&](void* to, std::size_t bytes) { return read(user, to, bytes); };
+            const caller_source source{read, user};
             *out = make<kvq_sequence>(of, kvq::restore(of->cache, source, to_restore(options)));
         },
         KVQ_ERROR_DATA);
@@ -72,29 +56,19 @@ kvq_status kvq_sequence_restore_file(kvq_cache* cache, const kvq_save_options* o
 
 #else
 
-namespace {
-
-kvq_status unsupported() {
-    return guard([] {
-        fail(KVQ_ERROR_UNSUPPORTED, "this library was built without nlohmann-json, which saving needs");
-    });
-}
-
-}  // namespace
-
 extern "C" {
 
 kvq_status kvq_sequence_save(const kvq_sequence*, const kvq_save_options*, kvq_write, void*) {
-    return unsupported();
+    return saves_nothing();
 }
 kvq_status kvq_sequence_save_file(const kvq_sequence*, const kvq_save_options*, const char*) {
-    return unsupported();
+    return saves_nothing();
 }
 kvq_status kvq_sequence_restore(kvq_cache*, const kvq_save_options*, kvq_read, void*, kvq_sequence**) {
-    return unsupported();
+    return saves_nothing();
 }
 kvq_status kvq_sequence_restore_file(kvq_cache*, const kvq_save_options*, const char*, kvq_sequence**) {
-    return unsupported();
+    return saves_nothing();
 }
 }
 

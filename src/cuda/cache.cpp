@@ -22,21 +22,6 @@ std::vector<cuda::sequence_id> rows_of(kvq_cuda_sequence* const* rows, std::int3
     return ids;
 }
 
-/// A new sequence, which take(id) gives its id. The handle is made before, so that nothing fails once there
-/// is one.
-template <class Take>
-kvq_cuda_sequence* new_sequence(const shared_device& of, Take&& take) {
-    struct free_sequence {
-        void operator()(kvq_cuda_sequence* s) const noexcept { (void)free_handle(s, "sequence"); }
-    };
-    std::unique_ptr<kvq_cuda_sequence, free_sequence> made(make<kvq_cuda_sequence>(of, cuda::sequence_id{}));
-    {
-        const device_call call(*of);
-        take(made->id);
-    }
-    return made.release();
-}
-
 void expect_layer(const cuda::cache& of, int i) {
     expect(i >= 0 && i < of.layer_count(), KVQ_ERROR_ARGUMENT, "layer ", i, " is not among the ",
            of.layer_count(), " layers of the cache");

@@ -112,3 +112,22 @@ struct kvq_cuda_sequence : kvq::c::handle<kvq_cuda_sequence> {
         (void)of->cache.free(id);
     }
 };
+
+namespace kvq::c {
+
+/// A new sequence, which take(id) gives its id. The handle is made before, so that nothing fails once there
+/// is one.
+template <class Take>
+kvq_cuda_sequence* new_sequence(const shared_device& of, Take&& take) {
+    struct free_sequence {
+        void operator()(kvq_cuda_sequence* s) const noexcept { (void)free_handle(s, "sequence"); }
+    };
+    std::unique_ptr<kvq_cuda_sequence, free_sequence> made(make<kvq_cuda_sequence>(of, cuda::sequence_id{}));
+    {
+        const device_call call(*of);
+        take(made->id);
+    }
+    return made.release();
+}
+
+}  // namespace kvq::c

@@ -1,5 +1,7 @@
 // kvq_cuda.h against kvq.h: the same scenario on a device and on the CPU through both C interfaces. Outputs
 // agree, pages have the same bytes; graphs, memory of the caller, and bad input.
+#define KVQ_HAS_JSON 1
+
 #include <kvq/format/builtin_schemes.hpp>
 #include <set>
 
@@ -7,6 +9,7 @@
 #include "../../src/c/convert.cpp"
 #include "../../src/c/formats.cpp"
 #include "../../src/c/resources.cpp"
+#include "../../src/c/saved.cpp"
 #include "../../src/c/sequence.cpp"
 #include "../../src/c/statistics.cpp"
 #include "../../src/c/status.cpp"
@@ -14,6 +17,7 @@
 #include "../../src/cuda/device_code.cu"
 #include "../../src/cuda/format.cuh"
 #include "../../src/cuda/pages.cpp"
+#include "../../src/cuda/saved.cpp"
 #include "support.cuh"
 
 namespace kvq { inline namespace v0_3 {
@@ -363,6 +367,42 @@ void scenario() {
     OK(kvq_sequence_free(moved));
     c.step(1);
     c.same_bytes(1, "onload");
+
+    // The same through a file of the CPU's sequence, and one of the device's.
+    struct file {
+        std::vector<unsigned char> data;
+        std::size_t at = 0;
+
+        static int32_t write(void* user, const void* from, std::size_t n) {
+            auto& f = *static_cast<file*>(user);
+            const auto* const p = static_cast<const unsigned char*>(from);
+            f.data.insert(f.data.end(), p, p + n);
+            return 0;
+        }
+        static std::size_t read(void* user, void* to, std::size_t n) {
+            auto& f = *static_cast<file*>(user);
+            n = std::min(n, f.data.size() - f.at);
+            std::memcpy(to, f.data.data() + f.at, n);
+            f.at += n;
+            return n;
+        }
+    } of_cpu, of_device;
+    OK(kvq_sequence_save(c.host[1], nullptr, &file::write, &of_cpu));
+    OK(kvq_cuda_sequence_save(c.rows[1], nullptr, &file::write, &of_device, c.stream));
+    CHECK(of_cpu.data == of_device.data, "files of %zu and %zu bytes differ", of_cpu.data.size(),
+          of_device.data.size());
+    OK(kvq_cuda_sequence_free(c.rows[1]));
+    OK(kvq_cuda_sequence_restore(c.gpu, nullptr, &file::read, &of_cpu, c.stream, &c.rows[1]));
+    OK(kvq_sequence_free(c.host[1]));
+    OK(kvq_sequence_restore(c.cpu, nullptr, &file::read, &of_device, &c.host[1]));
+    c.step(1);
+    c.same_bytes(1, "restore");
+    of_device.data[200] ^= 1;
+    of_device.at = 0;
+    kvq_cuda_sequence* damaged = nullptr;
+    REFUSED(kvq_cuda_sequence_restore(c.gpu, nullptr, &file::read, &of_device, c.stream, &damaged),
+            KVQ_ERROR_DATA, "");
+    CHECK(damaged == nullptr, "a damaged file has made a sequence");
 
     // A trim into a quantized page, which shows fewer tokens then.
     OK(kvq_cuda_sequence_trim(c.rows[0], 90));

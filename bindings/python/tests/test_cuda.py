@@ -101,6 +101,15 @@ class Caches(OnGpu):
         again = gpu.onload(rows[1].offload(cpu))
         self.prefilled(gpu, cpu, [again], [host[1]], 1, True)
         self.same(again, cpu, host[1])
+        file = host[1].to_bytes("model")
+        self.assertEqual(again.to_bytes("model"), file)
+        again = gpu.from_bytes(file, "model")
+        self.prefilled(gpu, cpu, [again], [host[1]], 1, True)
+        self.same(again, cpu, host[1])
+        with self.assertRaisesRegex(kvq.Error, "saved for model"):
+            gpu.from_bytes(file, "other")
+        plan = gpu.requantize([again], "kivi-4-g64", dry_run=True)
+        self.assertEqual((plan.pages, plan.bytes_after), (0, plan.bytes_before))
         info = gpu.info()
         self.assertEqual(info.bytes, info.quantized + info.window + info.state + info.unused + info.tables + info.workspace
                          + info.prompt)

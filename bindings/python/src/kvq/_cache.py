@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence as Li
 from . import _abi
 from ._attention import Call, Mods, Threads, Workspace, choice
 from ._errors import ArgumentError
-from ._formats import Format, Statistics, from_c, role_of
+from ._formats import Format, Statistics, from_c, reading, role_of
 from ._layers import Layer, layer_from_c, layers_to_c
 from ._library import Handle, ask, count, handle_of, handles, library, limit, optional_handle, text
 from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, policy_to_c, query_to_c)
@@ -361,24 +361,4 @@ class Cache(Handle):
         return self._read(io.BytesIO(data).read, model, convert)
 
     def _read(self, read: Callable[[int], bytes], model: Optional[str], convert: bool) -> Sequence:
-        raised: List[BaseException] = []
-
-        def give(_: Any, to: int, most: int) -> int:
-            try:
-                part = read(most)
-                if len(part) > most:
-                    raise ArgumentError(f"kvq: read({most}) returned {len(part)} bytes")
-                ctypes.memmove(to, bytes(part), len(part))
-                return len(part)
-            except BaseException as e:  # it cannot cross the library
-                raised.append(e)
-                return 0
-
-        callback = _abi.read_function(give)
-        try:
-            pointer = ask(library.kvq_sequence_restore, self, save_options(model, convert), callback, None)
-        except Exception:
-            if raised:
-                raise raised[0] from None
-            raise
-        return Sequence(self, pointer)
+        return Sequence(self, reading(read, lambda give: ask(library.kvq_sequence_restore, self, save_options(model, convert), give, None)))

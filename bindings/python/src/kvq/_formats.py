@@ -7,6 +7,7 @@ from typing import Any, List, Optional
 
 from . import _abi
 from ._attention import choice
+from ._errors import ArgumentError
 from ._library import Handle, ask, handle_of, library, optional_handle, text
 from ._tensors import Tensor, tensor
 
@@ -215,3 +216,27 @@ def aligned(count: int) -> Any:
     memory = (ctypes.c_char * (count + 64))()
     part = (ctypes.c_char * max(count, 1)).from_buffer(memory, -ctypes.addressof(memory) % 64)
     return part
+
+
+def reading(read: Any, function: Any) -> Any:
+    """What function returns for a callback that gives it the bytes of read(most). What read raises is raised."""
+    raised: List[BaseException] = []
+
+    def give(_: Any, to: int, most: int) -> int:
+        try:
+            part = read(most)
+            if len(part) > most:
+                raise ArgumentError(f"kvq: read({most}) returned {len(part)} bytes")
+            ctypes.memmove(to, bytes(part), len(part))
+            return len(part)
+        except BaseException as e:  # it cannot cross the library
+            raised.append(e)
+            return 0
+
+    callback = _abi.read_function(give)
+    try:
+        return function(callback)
+    except Exception:
+        if raised:
+            raise raised[0] from None
+        raise

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import io
+import os
 import types
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence as List_, Tuple, Union
@@ -23,11 +25,11 @@ import torch
 from . import _abi, _cuda_abi
 from ._cache import Cache as _HostCache, _names, formats_of_layers
 from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
-from ._formats import Statistics, from_c
+from ._formats import Statistics, from_c, reading, stream, written
 from ._layers import Layer, StatePart, layer_from_c, layers_to_c, part_number
 from ._library import Handle, _checked, ask, count, handle_of, library, limit, optional_handle, text
 from ._reports import RequantizeReport, Snapshot
-from ._sequence import Sequence as _HostSequence
+from ._sequence import File, Sequence as _HostSequence, save_options
 from ._tensors import Tensor, integers
 
 __all__ = ["Cache", "CacheInfo", "FormatEntry", "Sequence", "StateView", "available", "formats"]
@@ -411,6 +413,28 @@ class Cache(Handle):
                           ctypes.byref(made))
         return Sequence(self, made.value)
 
+    def restore(self, source: File, model: Optional[str] = None) -> "Sequence":
+        """A sequence from a file of Sequence.save, or of that of a CPU cache with the same options and formats. Waits for the stream.
+
+        source   a path, or a binary file that is open for reading
+        model    the text that was saved; None: any
+        """
+        if hasattr(source, "read"):
+            return self._read(source.read, model)
+        return self._restored(self._f.kvq_cuda_sequence_restore_file, model, os.fsencode(source))
+
+    def from_bytes(self, data: bytes, model: Optional[str] = None) -> "Sequence":
+        """A sequence from Sequence.to_bytes."""
+        return self._read(io.BytesIO(data).read, model)
+
+    def _read(self, read: Callable[[int], bytes], model: Optional[str]) -> "Sequence":
+        return reading(read, lambda give: self._restored(self._f.kvq_cuda_sequence_restore, model, give, None))
+
+    def _restored(self, function: Callable, model: Optional[str], *source: Any) -> "Sequence":
+        made = ctypes.c_void_p()
+        function(self, save_options(model), *source, self.stream(), ctypes.byref(made))
+        return Sequence(self, made.value)
+
 
 class Sequence(Handle):
     """Tokens of one text on a GPU. Made by Cache.new_sequence and fork."""
@@ -484,6 +508,20 @@ class Sequence(Handle):
         """A sequence of a CPU cache with the same options and the same bytes of pages. Waits for the stream."""
         return _HostSequence(to, ask(self.cache._f.kvq_cuda_sequence_offload, self, handle_of(to, _HostCache, "to"),
                                      self.cache.stream()))
+
+    def save(self, to: File, model: str = "") -> None:
+        """Writes a safetensors file, as that of a CPU cache. to: a path, renamed when it is complete, or a binary file that is open for
+        writing. model: any text by which the model is recognized. Waits for the stream."""
+        f, at = self.cache._f, self.cache.stream()
+        if hasattr(to, "write"):
+            stream(lambda write: f.kvq_cuda_sequence_save(self, save_options(model), write, None, at), to.write)
+        else:
+            f.kvq_cuda_sequence_save_file(self, save_options(model), os.fsencode(to), at)
+
+    def to_bytes(self, model: str = "") -> bytes:
+        """The file of save() as bytes, for Cache.from_bytes."""
+        f, at = self.cache._f, self.cache.stream()
+        return written(lambda write: f.kvq_cuda_sequence_save(self, save_options(model), write, None, at))
 
 
 class _Memory:

@@ -1,0 +1,40 @@
+// What functions that save and restore take. KVQ_HAS_JSON: the library was built with nlohmann-json.
+#pragma once
+
+#include "objects.hpp"
+#if KVQ_HAS_JSON
+#include <kvq/io/file.hpp>
+#endif
+
+namespace kvq::c {
+
+#if KVQ_HAS_JSON
+
+/// The bytes that a caller reads.
+struct caller_source {
+    kvq_read read;
+    void* user;
+
+    std::size_t operator()(void* to, std::size_t bytes) const { return read(user, to, bytes); }
+};
+
+inline save_options to_save(const kvq_save_options* given) {
+    const kvq_save_options o = read_optional(given, "options");
+    return {o.model ? o.model : ""};
+}
+inline restore_options to_restore(const kvq_save_options* given) {
+    const kvq_save_options o = read_optional(given, "options");
+    return {o.model ? o.model : "", o.convert != 0};
+}
+
+#else
+
+inline kvq_status saves_nothing() {
+    return guard([] {
+        fail(KVQ_ERROR_UNSUPPORTED, "this library was built without nlohmann-json, which saving needs");
+    });
+}
+
+#endif
+
+}  // namespace kvq::c
