@@ -3,6 +3,7 @@
 // least once.
 #pragma once
 
+#include <kvq/schemes/float_rows.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>
@@ -37,7 +38,7 @@ using affine_scheme = kvq::affine<Bits, Granularity, kvq::params<P>>;
 /// Schemes that keep values, and schemes of users that share nothing with the composed ones.
 #define KVQ_TEST_OTHER_SCHEMES                                                                  \
     kvq::full<float>, kvq::full<kvq::float16>, kvq::full<kvq::bfloat16>, test::magnitude_bytes, \
-        test::product_scheme<4>, test::product_scheme<7>, test::rotated
+        test::product_scheme<4>, test::product_scheme<7>, test::rotated, kvq::float_rows<kvq::e4m3>
 
 #define KVQ_TEST_SCHEMES KVQ_TEST_AFFINE_SCHEMES, KVQ_TEST_OTHER_SCHEMES
 
@@ -50,7 +51,7 @@ using affine_scheme = kvq::affine<Bits, Granularity, kvq::params<P>>;
         test::affine_scheme<7, kvq::per_token<64>, kvq::bfloat16>, kvq::kivi<2>::keys,                      \
         test::affine_scheme<3, kvq::per_channel<7>, float>, kvq::kivi<4>::values,                           \
         test::affine_scheme<6, kvq::per_channel<0>>, test::odd_values, kvq::full<kvq::float16>,             \
-        test::product_scheme<7>
+        test::product_scheme<7>, kvq::float_rows<kvq::e4m3>
 #define KVQ_TEST_WINDOW_SCHEMES kvq::int8, kvq::kivi<4>::keys, test::odd_values
 #else
 #define KVQ_TEST_BACKEND_SCHEMES KVQ_TEST_SCHEMES

@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <kvq/cpu/simd.hpp>
+#include <kvq/schemes/float_rows.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>
@@ -122,6 +123,8 @@ TEST_CASE("built-in formats have kernels for every usual size, on every instruct
     check_usual_widths(std::make_integer_sequence<int, 8>());
     check_usual_sizes<kvq::int8>("int8", tensor::key);
     check_usual_sizes<kvq::int8>("int8", tensor::value);
+    check_usual_sizes<kvq::float_rows<kvq::e4m3>>("e4m3", tensor::key);
+    check_usual_sizes<kvq::float_rows<kvq::e4m3>>("e4m3", tensor::value);
     kvq::for_each_preset([]<class Preset>(Preset) { check_usual_pair<Preset>(Preset::name); });
 }
 

@@ -5,6 +5,7 @@
 //   values        float products on 16/32-bit values                       (window/window_product.hpp)
 //                 many operands: 16-bit values as integers of 14 bits      (window/word_product.hpp),
 //                 or in tiles of bfloat16                                  (window/tile_value_product.hpp)
+//   rows          the same products with a copy of the codes of 8-bit floats (float_rows.hpp)
 //   codes         integer products on codes, parameters folded
 //     (product/folded.hpp, code_product.hpp)
 //   segments      the same for one range of columns after the other, added up (product/segment_product.hpp)
@@ -28,6 +29,7 @@
 
 #include "../schemes/codec_spec.hpp"
 #include "../schemes/mixed_bits.hpp"
+#include "float_rows.hpp"
 #include "kernel_table.hpp"
 #include "product/code_product.hpp"
 #include "product/turned_product.hpp"
@@ -238,6 +240,9 @@ constexpr auto block_product_of() {
             code_block_product<Backend, Scheme::code_bits, detail::with_code_entries<Scheme>>>();
     else if constexpr (segmented<Scheme>)
         return std::type_identity<segment_block_product<Backend, typename Scheme::width_list>>();
+    else if constexpr (rows_of_floats<Scheme>)
+        return std::type_identity<
+            float_row_product<window_block_product<Backend, bfloat16>, typename Scheme::row_code>>();
     else if constexpr (full_precision<Scheme>)
         return std::type_identity<window_block_product<Backend, typename Scheme::value_type>>();
     else

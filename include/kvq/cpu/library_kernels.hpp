@@ -5,8 +5,8 @@
 //
 // A file compiles what depends on a type alone: portable code of the scheme, for blocks and values that
 // kernels leave, and loads of parameters of one's own. The library has kernels of the codecs of its formats:
-// products with codes of 1 to 8 bits, of tables, and of the widths of its presets; quantizing and
-// dequantizing of asymmetric codes of 1 to 8 bits, and symmetric ones of 8, group by group; channel by
+// products with codes of 1 to 8 bits, of tables, of e4m3, and of the widths of its presets; quantizing and
+// dequantizing of asymmetric codes of 1 to 8 bits, symmetric ones of 8, and e4m3, group by group; channel by
 // channel those of 2 to 6 and of 8 bits, and of the widths of its presets. What it lacks is done by portable
 // code, and format::describe gives that as the reason; a file that defines KVQ_HEADER_ONLY compiles kernels
 // of its own.
@@ -64,8 +64,10 @@ struct library : vector_backend<library> {
             return (by_groups && !groups) || (by_channels && !channels);
         };
         return {
-            lacks(quantizer == kernels::quantizer::ranges, quantizer == kernels::quantizer::channels),
-            lacks(dequantizer == kernels::dequantizer::groups, dequantizer == kernels::dequantizer::channels),
+            lacks(quantizer == kernels::quantizer::ranges || quantizer == kernels::quantizer::rows,
+                  quantizer == kernels::quantizer::channels),
+            lacks(dequantizer == kernels::dequantizer::groups || dequantizer == kernels::dequantizer::rows,
+                  dequantizer == kernels::dequantizer::channels),
             !reads<Scheme>()};
     }
     static bool read_window(float_type type, const block_shape& shape, const std::byte* from, float* values) {
@@ -127,14 +129,18 @@ struct library : vector_backend<library> {
 private:
     template <class Scheme>
     static parameter_functions parameters_of() {
-        using levels = typename Scheme::levels;
-        using parameter = typename Scheme::parameter;
-        if constexpr (float_format<parameter>)
-            return vectors().parameters[std::same_as<levels, symmetric> ? 1 : 0]
-                                       [static_cast<int>(float_type_of<parameter>)];
-        else
-            return {&kernels::fit_own<levels, Scheme::code_bits, parameter>,
-                    kernels::range_limit<parameter>(), &load_floats<parameter>, false};
+        if constexpr (rows_of_floats<Scheme>) {
+            return {};
+        } else {
+            using levels = typename Scheme::levels;
+            using parameter = typename Scheme::parameter;
+            if constexpr (float_format<parameter>)
+                return vectors().parameters[std::same_as<levels, symmetric> ? 1 : 0]
+                                           [static_cast<int>(float_type_of<parameter>)];
+            else
+                return {&kernels::fit_own<levels, Scheme::code_bits, parameter>,
+                        kernels::range_limit<parameter>(), &load_floats<parameter>, false};
+        }
     }
 };
 

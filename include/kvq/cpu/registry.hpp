@@ -46,8 +46,8 @@ struct kernel_choice {
     }
 };
 
-enum class quantizer : unsigned char { none, values, ranges, channels };
-enum class dequantizer : unsigned char { none, values, groups, channels };
+enum class quantizer : unsigned char { none, values, rows, ranges, channels };
+enum class dequantizer : unsigned char { none, values, rows, groups, channels };
 
 /// Parameters in params<P>, on either axis, with the library's levels: kernels work group by group.
 constexpr bool by_groups(const codec_spec& c) noexcept {
@@ -61,6 +61,7 @@ constexpr bool by_channels(const codec_spec& c) noexcept {
 }
 constexpr quantizer quantizer_of(const codec_spec& c) noexcept {
     if (c.content == block_content::values) return quantizer::values;
+    if (c.content == block_content::rows) return quantizer::rows;
     if (by_groups(c) && c.encoder == encoder_kind::range) return quantizer::ranges;
     if (by_channels(c) && (c.encoder == encoder_kind::fitted || c.encoder == encoder_kind::mean_corrected))
         return quantizer::channels;
@@ -68,6 +69,7 @@ constexpr quantizer quantizer_of(const codec_spec& c) noexcept {
 }
 constexpr dequantizer dequantizer_of(const codec_spec& c) noexcept {
     if (c.content == block_content::values) return dequantizer::values;
+    if (c.content == block_content::rows) return dequantizer::rows;
     if (by_groups(c)) return dequantizer::groups;
     if (by_channels(c)) return dequantizer::channels;
     return dequantizer::none;
@@ -107,6 +109,8 @@ constexpr kernel_choice quantize_choice(const codec_spec& c, const block_shape& 
     switch (quantizer_of(c)) {
         case quantizer::values:
             return {"cpu/window/tokens.hpp"};
+        case quantizer::rows:
+            return {"cpu/float_rows.hpp"};
         case quantizer::ranges:
             if (s.rows() < 2) return {nullptr, "the matrix of a block has # row", s.rows()};
             return {"cpu/quantize/quantize_block.hpp"};
@@ -136,6 +140,8 @@ constexpr kernel_choice dequantize_choice(const codec_spec& c, const block_shape
     switch (dequantizer_of(c)) {
         case dequantizer::values:
             return read_choice(s, c.value_type, width);
+        case dequantizer::rows:
+            return {"cpu/float_rows.hpp"};
         case dequantizer::groups: {
             const grouped_axis cols = block_layout{c}.cols(s);
             if (cols.groups() > 1 && cols.group % width != 0)
@@ -156,6 +162,8 @@ constexpr kernel_choice attend_choice(const codec_spec& c, const block_shape& s,
     switch (c.reading) {
         case block_reading::values:
             return {"cpu/window/window_product.hpp"};
+        case block_reading::rows:
+            return {"cpu/float_rows.hpp"};
         case block_reading::codes:
             return {"cpu/product/code_product.hpp"};
         case block_reading::segments:
@@ -176,21 +184,21 @@ template <class S>
 inline constexpr bool is_transformed = false;
 template <class Transform, class Inner>
 inline constexpr bool is_transformed<transformed<Transform, Inner>> =
-    plain_codec<Inner>.content ==
-    block_content::codes&& dequantizer_of(plain_codec<Inner>) != dequantizer::none;
+    plain_codec<Inner>.content !=
+    block_content::values&& dequantizer_of(plain_codec<Inner>) != dequantizer::none;
 template <class S>
 concept transformed_scheme = is_transformed<S>;
 
-/// What kernels do with the blocks of a scheme.
+/// What kernels do with the blocks of a scheme; the kernels of rows are called as those of groups are.
 template <class S>
 concept range_scheme = quantizer_of(plain_codec<S>)
-== quantizer::ranges;
+== quantizer::ranges || quantizer_of(plain_codec<S>) == quantizer::rows;
 template <class S>
 concept channel_scheme = quantizer_of(plain_codec<S>)
 == quantizer::channels;
 template <class S>
 concept composed_scheme = dequantizer_of(plain_codec<S>)
-== dequantizer::groups;
+== dequantizer::groups || dequantizer_of(plain_codec<S>) == dequantizer::rows;
 template <class S>
 concept dequantized_by_channels = dequantizer_of(plain_codec<S>)
 == dequantizer::channels;

@@ -7,6 +7,7 @@
 
 #include "arch/lanes.hpp"
 #include "channel_kernels.hpp"
+#include "float_rows.hpp"
 #include "group_kernels.hpp"
 #include "vector_backend.hpp"
 #include "window/tokens.hpp"
@@ -89,15 +90,22 @@ struct simd : vector_backend<simd<Arch, QueryBytes>> {
     template <kernels::range_scheme Scheme>
     static bool quantize_ranges(const codec_spec& codec, const block_shape& shape, const block_input& values,
                                 std::byte* block) {
-        return kernels::quantize_ranges<lanes, typename Scheme::levels, Scheme::code_bits>(
-            codec, parameters_of<Scheme>, shape, values, block);
+        if constexpr (rows_of_floats<Scheme>)
+            return kernels::quantize_rows<lanes, typename Scheme::row_code>(codec, {}, shape, values, block);
+        else
+            return kernels::quantize_ranges<lanes, typename Scheme::levels, Scheme::code_bits>(
+                codec, parameters_of<Scheme>, shape, values, block);
     }
     template <kernels::composed_scheme Scheme>
     static bool dequantize_groups(const codec_spec& codec, const block_shape& shape, const std::byte* block,
                                   float_type type, void* out, std::ptrdiff_t stride, float* values) {
-        return kernels::dequantize_groups<lanes, typename Scheme::levels, Scheme::code_bits,
-                                          Scheme::by_token>(codec, parameters_of<Scheme>, shape, block, type,
-                                                            out, stride, values);
+        if constexpr (rows_of_floats<Scheme>)
+            return kernels::dequantize_rows<lanes, typename Scheme::row_code>(codec, {}, shape, block, type,
+                                                                              out, stride, values);
+        else
+            return kernels::dequantize_groups<lanes, typename Scheme::levels, Scheme::code_bits,
+                                              Scheme::by_token>(codec, parameters_of<Scheme>, shape, block,
+                                                                type, out, stride, values);
     }
     template <kernels::channel_scheme Scheme>
     static bool quantize_channels(const Scheme& scheme, const block_shape& shape, block_id id, float* values,

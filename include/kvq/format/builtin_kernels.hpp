@@ -55,6 +55,10 @@ inline constexpr group_functions functions_of_groups{
     &kernels::quantize_ranges<Lanes, Levels, Bits>,
     &kernels::dequantize_groups<Lanes, Levels, Bits, PerToken>};
 
+template <class Lanes, class Code>
+inline constexpr group_functions functions_of_rows{&kernels::quantize_rows<Lanes, Code>,
+                                                   &kernels::dequantize_rows<Lanes, Code>};
+
 template <class Lanes, int... Widths>
 inline constexpr channel_functions functions_of_channels{&kernels::quantize_channels<Lanes, Widths...>,
                                                          &kernels::dequantize_channels<Lanes, Widths...>};
@@ -80,6 +84,9 @@ void add_kernels(void* list, Add* add) {
               &product_table<kernels::window_block_product<Backend, bfloat16>>::functions);
         entry(codec_of<full<float>>(),
               &product_table<kernels::window_block_product<Backend, float>>::functions);
+        entry(codec_of<float_rows<e4m3>>(),
+              &product_table<kernels::block_product<Backend, float_rows<e4m3>>>::functions,
+              &functions_of_rows<lanes, e4m3>);
     }
     if constexpr (Part >= 1 && Part <= 8) {
         const auto* const product =

@@ -55,7 +55,8 @@ struct checked_scheme<S> {
 template <class S>
 struct checked_folding {
     static constexpr bool read = read_by_attention<S>;
-    static constexpr bool known = !read || foldable<S> || segmented<S> || full_precision<S>;
+    static constexpr bool known =
+        !read || foldable<S> || segmented<S> || full_precision<S> || rows_of_floats<S>;
     static constexpr fold_use use = [] {
         fold_use all;
         if constexpr (foldable<S>)

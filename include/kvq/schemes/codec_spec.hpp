@@ -25,6 +25,7 @@ namespace kvq { inline namespace v0_3 {
 enum class block_content : unsigned char {
     own,     ///< bytes that the scheme alone writes and reads
     values,  ///< 16- or 32-bit values, not quantized
+    rows,    ///< 8-bit floats in rows of tokens, then a scale for each row
     codes    ///< codes, parameters and token scales of the library
 };
 
@@ -32,12 +33,13 @@ enum class block_content : unsigned char {
 enum class block_reading : unsigned char {
     dequantized,  ///< a copy that dequantize() makes
     values,       ///< the values of the block
+    rows,         ///< a copy of the codes of 8-bit floats
     codes,        ///< codes of one width
     segments      ///< codes of several widths, a range of columns for each
 };
 
-/// table: codes of 4 bits stand for 16 integers (code_entries, schemes/concepts.hpp).
-enum class level_kind : unsigned char { asymmetric, symmetric, table, own };
+/// table: codes of 4 bits stand for 16 integers (code_entries, schemes/concepts.hpp). e4m3: 8-bit floats.
+enum class level_kind : unsigned char { asymmetric, symmetric, table, e4m3, own };
 
 /// How parameters or token scales are stored. bytes: byte_params; own: a type that is not the library's.
 enum class parameter_storage : unsigned char { none, fp32, fp16, bf16, bytes, own };
@@ -194,6 +196,7 @@ inline short_text codec_text(const codec_spec& c) {
                           : c.value_type == float_type::fp16 ? "fp16"
                                                              : "bf16") +
                " values";
+    if (c.content == block_content::rows) return "e4m3 in rows of tokens, fp32 scales";
     short_text text;
     for (int i = 0; i < c.width_count; ++i)
         text += short_text(i ? "/" : "") + short_text::of(c.widths[i] + 0);

@@ -13,11 +13,12 @@
 //
 // Optional, found by `requires`:
 //   using attends_as = the scheme itself          attention may read the blocks without dequantize(), in one
-//                                                 of three ways:
+//                                                 of four ways:
 //       foldable         integer codes with parameters on rows and columns
 //       segmented        keys whose columns are cut into ranges, each foldable by itself (widths that differ
 //                        between channels)
 //       full_precision   16- or 32-bit values, not quantized
+//       rows_of_floats   8-bit floats in rows of tokens, each row with a scale
 //   void check(cache_shape, tensor) const         raises kvq::error when the state belongs to another shape;
 //                                                 caches call it first
 //   static constexpr bool supports(tensor)        a scheme for keys only or values only
@@ -232,6 +233,12 @@ concept transforming = (foldable<S> || segmented<S>)&&requires(const S s, block_
 template <class S>
 concept full_precision = detail::read_by_attention<S> && requires {
     typename S::value_type;
+};
+
+/// 8-bit floats in rows of tokens (schemes/float_rows.hpp).
+template <class S>
+concept rows_of_floats = detail::read_by_attention<S> && requires {
+    typename S::row_code;
 };
 
 }}  // namespace kvq

@@ -8,7 +8,8 @@
 // Of 128 channels the block has the bytes of the index caches of DeepSeek V3.2 in vLLM and SGLang, whose
 // scale is not rounded to a power of two. (They give tokens below 1e-4 the scale of 1e-4.)
 // Contract: the same bytes everywhere. |x - x^| is at most 2^-4 |x|, or 2^-10 of the scale if that is more
-// (plus float evaluation). NaN is quantized as zero, infinities saturate; neither sets a scale.
+// (plus float evaluation) up to 2^126, larger magnitudes saturate. NaN is quantized as zero,
+// infinities saturate; neither sets a scale.
 #pragma once
 
 #include <cstring>
@@ -16,14 +17,15 @@
 #include "../core/float_formats.hpp"
 #include "../core/rounding.hpp"
 #include "../core/text.hpp"
-#include "concepts.hpp"
+#include "codec_spec.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
 
 /// Code: e4m3.
 template <class Code>
 struct float_rows {
-    using code = Code;
+    using row_code = Code;
+    using attends_as = float_rows;
 
     short_text name() const { return Code::name; }
 
@@ -35,9 +37,9 @@ struct float_rows {
 
     /// Of a token whose largest finite magnitude is `largest`.
     KVQ_HD static constexpr float scale_of(float largest) noexcept {
-        return largest > 0.0f
-                   ? detail::larger(detail::rounded_quotient(largest, Code::max_finite), 1.17549435e-38f)
-                   : 0.0f;
+        if (!(largest > 0.0f)) return 0.0f;
+        return detail::larger(detail::rounded_quotient(detail::smaller(largest, 0x1p126f), Code::max_finite),
+                              0x1p-126f);
     }
     KVQ_HD static constexpr Code code_of(float x, float scale) noexcept {
         return x == x && scale > 0.0f ? Code(detail::rounded_quotient(x, scale)) : Code();
@@ -72,6 +74,24 @@ struct float_rows {
         }
     }
 };
+
+namespace detail {
+template <class Code>
+struct codec_maker<float_rows<Code>> {
+    static constexpr codec_spec of_type() noexcept {
+        codec_spec c;
+        c.content = block_content::rows;
+        c.reading = block_reading::rows;
+        c.set_width(8);
+        c.levels = level_kind::e4m3;
+        c.per_token = true;
+        c.parameters = parameter_storage::fp32;
+        c.parameter_bytes = sizeof(float);
+        return c;
+    }
+    static constexpr codec_spec of(const float_rows<Code>&) noexcept { return of_type(); }
+};
+}  // namespace detail
 
 static_assert(key_scheme<float_rows<e4m3>> && value_scheme<float_rows<e4m3>>);
 static_assert(float_rows<e4m3>{}.block_bytes({tensor::key, 64, 128}) == 64 * 132);

@@ -103,9 +103,16 @@ struct transformed : Inner {
 };
 
 namespace detail {
-/// Blocks are those of Inner.
+/// Blocks are those of Inner, which attention reads as they are if they have codes to fold.
 template <class Transform, class Inner>
-struct codec_maker<transformed<Transform, Inner>> : codec_maker<Inner> {};
+struct codec_maker<transformed<Transform, Inner>> {
+    static constexpr codec_spec read(codec_spec c) noexcept {
+        if (!foldable<Inner> && !segmented<Inner>) c.reading = block_reading::dequantized;
+        return c;
+    }
+    static constexpr codec_spec of_type() noexcept { return read(codec_maker<Inner>::of_type()); }
+    static constexpr codec_spec of(const Inner& s) noexcept { return read(codec_maker<Inner>::of(s)); }
+};
 
 // Matrices of a rotation are checked when it is made (quant/rotation.hpp).
 template <class Transform, class Inner>

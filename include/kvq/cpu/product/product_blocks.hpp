@@ -172,7 +172,8 @@ product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
         });
     }
     // Where there may be no kernel that reads the codes, too.
-    constexpr bool read = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme>;
+    constexpr bool read =
+        foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || rows_of_floats<Scheme>;
     if constexpr (!read || !Backend::has_all_kernels) {
         b.source.owner = &scheme;
         b.dequantize = [](const void* s, const block_shape& of, block_id i, const std::byte* block,

@@ -32,6 +32,7 @@ inline constexpr codec_spec codec = codec_of<S>();
 
 // What several reasons say.
 inline constexpr const char* own_blocks = "the scheme is not composed by the library";
+inline constexpr const char* byte_floats = "codes are 8-bit floats";
 inline constexpr const char* odd_pages = "pages have neither 16 tokens nor a multiple of 32";
 inline constexpr const char* odd_groups = "groups are not a multiple of 32";
 inline constexpr const char* wide_values = "pages hold fp32 values";
@@ -39,6 +40,7 @@ inline constexpr const char* wide_values = "pages hold fp32 values";
 constexpr const char* no_reader(const codec_spec& c, tensor role) noexcept {
     if (c.content == block_content::values) return nullptr;
     if (c.content == block_content::own) return own_blocks;
+    if (c.content == block_content::rows) return byte_floats;
     if (c.levels == level_kind::own) return "the levels are not the library's";
     if (c.levels == level_kind::table) return "codes stand for entries of a table";
     if (c.group == any_group) return "the group size is known at run time only";
@@ -74,6 +76,7 @@ constexpr const char* no_tiles(const codec_spec& c, const block_shape& s) noexce
         return "head_dim is not a multiple of 32 up to 256, or 512";
     if (s.tokens != 16 && s.tokens % 32 != 0) return odd_pages;
     if (c.content == block_content::own) return own_blocks;
+    if (c.content == block_content::rows) return byte_floats;
     if (c.content == block_content::values) return c.value_type == float_type::fp32 ? wide_values : nullptr;
     if (c.several_widths() && s.tokens == 16) return "pages of keys of several widths have 16 tokens";
     if (has_odd_groups(c, c.per_token ? s.dim : s.tokens)) return odd_groups;
