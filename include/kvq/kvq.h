@@ -313,13 +313,14 @@ typedef struct kvq_mods {
     int32_t reserved;  // 0
     kvq_selection_report* selection;  // NULL, or what selected_tokens did
     kvq_skipping_report* skipping;    // NULL, or what skipped_mass did
-    /// Lists of tokens, or 0 and NULL: queries attend to the tokens of both of their lists, as far as masks
-    /// show them, and nothing else is read. Positions of the sequence in any order, -1: none; a token that is
-    /// listed twice counts twice. Without selected_tokens and skipped_mass.
+    /// Lists of tokens, where list_queries is not 0: queries attend to the tokens of both of their lists, as
+    /// far as masks show them, and nothing else is read; to nothing where both counts are 0. Positions of
+    /// the sequence in any order, -1: none; a token that is listed twice counts twice. Without
+    /// selected_tokens and skipped_mass.
     const int32_t* listed_tokens;  // [list_queries][list_kv_heads][listed_count], such as the best tokens
     const int32_t* listed_window;  // [list_queries][list_kv_heads][listed_window_count], such as the last
     int32_t listed_count, listed_window_count;
-    int32_t list_queries;   // query tokens of the call
+    int32_t list_queries;   // query tokens of the call; 0: no lists, all pointers NULL and counts 0
     int32_t list_kv_heads;  // 0 or 1: a query has one list for all heads; else the kv heads of the layer
 } kvq_mods;
 
@@ -631,6 +632,14 @@ typedef struct kvq_prefill_request {
     const kvq_mods* mods;
 } kvq_prefill_request;
 
+/// As the arguments of kvq_sequence_select.
+typedef struct kvq_select_request {
+    const kvq_sequence* sequence;
+    kvq_tensor q;          // [n][heads][head_dim]
+    const float* weights;  // [n][heads]
+    int32_t* out;          // [n][best]
+} kvq_select_request;
+
 /// One sequence's part of a step over all layers.
 typedef struct kvq_step_request {
     kvq_sequence* sequence;  // every sequence once
@@ -652,6 +661,8 @@ KVQ_API kvq_status kvq_sequence_release_reserved(kvq_sequence* sequence);
 
 KVQ_API kvq_status kvq_cache_attend(const kvq_cache* cache, int32_t layer, const kvq_attend_request* requests,
                                     int32_t count, const kvq_attend_options* options);
+KVQ_API kvq_status kvq_cache_select(const kvq_cache* cache, int32_t layer, const kvq_select_request* requests,
+                                    int32_t count, int32_t best, const kvq_attend_options* options);
 /// Chunks of any length beside sequences that decode one token. On an error all sequences are unchanged.
 KVQ_API kvq_status kvq_cache_prefill(kvq_cache* cache, int32_t layer, const kvq_prefill_request* requests,
                                      int32_t count, const kvq_attend_options* options);

@@ -1,4 +1,4 @@
-// Many sequences in one call, and attention over pages in memory of the caller.
+// Selections, many sequences in one call, and attention over pages in memory of the caller.
 #include "mods.hpp"
 #include "objects.hpp"
 
@@ -31,9 +31,30 @@ struct batch_call {
     }
 };
 
+void select(const kvq::cache& of, int32_t layer, std::span<const kvq::select_request> batch, int32_t best,
+            const kvq_attend_options* options) {
+    const kvq_attend_options o = read_optional(options, "options");
+    expect(o.mods == nullptr && o.lse == nullptr, KVQ_ERROR_ARGUMENT,
+           "options of a selection have no mods and no lse");
+    call_workspace space(o.workspace, of);
+    of.select(layer, batch, best, executor_of(o.executor), space);
+}
+
 }  // namespace
 
 extern "C" {
+
+kvq_status kvq_sequence_select(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
+                               const float* weights, int32_t best, int32_t* out,
+                               const kvq_attend_options* options) {
+    return guard([&] {
+        const kvq_sequence& s = get(sequence, "sequence");
+        place(weights, "weights");
+        place(out, "out");
+        const kvq::select_request r{&s.sequence, query_of(q, "q"), weights, out};
+        select(s.of->cache, layer, {&r, 1}, best, options);
+    });
+}
 
 kvq_status kvq_cache_attend(const kvq_cache* cache, int32_t layer, const kvq_attend_request* requests,
                             int32_t count, const kvq_attend_options* options) {
@@ -52,6 +73,23 @@ kvq_status kvq_cache_attend(const kvq_cache* cache, int32_t layer, const kvq_att
         }
         of->cache.attend(layer, batch, c.mods.view(), executor_of(c.o.executor), c.space);
         c.report();
+    });
+}
+
+kvq_status kvq_cache_select(const kvq_cache* cache, int32_t layer, const kvq_select_request* requests,
+                            int32_t count, int32_t best, const kvq_attend_options* options) {
+    return guard([&] {
+        const shared_cache& of = get(cache, "cache").state;
+        expect_list(requests, count, "requests");
+        std::vector<kvq::select_request> batch;
+        batch.reserve(static_cast<std::size_t>(count));
+        for (int32_t i = 0; i < count; ++i) {
+            const kvq_select_request& r = requests[i];
+            const kvq_sequence& s = get(r.sequence, "the sequence of a request");
+            expect_same(s.of, of, "the sequence of a request");
+            batch.push_back({&s.sequence, query_of(&r.q, "q"), r.weights, r.out});
+        }
+        select(of->cache, layer, batch, best, options);
     });
 }
 

@@ -55,7 +55,11 @@ public:
         if (m_.skipping != nullptr) expect_struct(m_.skipping, "the skipping report");
         for (std::int32_t i = 0; i < m_.range_count; ++i)
             ranges_.push_back({m_.token_ranges[i].begin, m_.token_ranges[i].end});
-        if (m_.list_queries != 0 || m_.listed_count != 0 || m_.listed_window_count != 0)
+        check(m_.list_queries != 0 || (m_.listed_tokens == nullptr && m_.listed_window == nullptr &&
+                                       m_.listed_count == 0 && m_.listed_window_count == 0),
+              "there are lists of ", m_.listed_count, " and ", m_.listed_window_count,
+              " tokens, and list_queries is 0");
+        if (m_.list_queries != 0)
             lists_ = {{m_.listed_tokens, m_.listed_count},
                       {m_.listed_window, m_.listed_window_count},
                       m_.list_queries,

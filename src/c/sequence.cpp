@@ -83,20 +83,6 @@ kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, cons
     });
 }
 
-kvq_status kvq_sequence_select(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
-                               const float* weights, int32_t best, int32_t* out,
-                               const kvq_attend_options* options) {
-    return guard([&] {
-        const kvq_sequence& s = get(sequence, "sequence");
-        call c(options, s.of->cache);
-        expect(c.o.mods == nullptr && c.o.lse == nullptr, KVQ_ERROR_ARGUMENT,
-               "options of a selection have no mods and no lse");
-        place(weights, "weights");
-        place(out, "out");
-        s.sequence.select(layer, query_of(q, "q"), weights, best, out, executor_of(c.o.executor), c.space);
-    });
-}
-
 kvq_status kvq_sequence_append_draft(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                      const kvq_tensor* v) {
     return guard(

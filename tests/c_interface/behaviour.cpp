@@ -1119,6 +1119,12 @@ TEST_CASE("an index in C selects tokens, and a layer attends to lists of them") 
     OK(kvq_sequence_select(s, 1, &ciq, weights.data(), 20, best.data(), nullptr));
     sequence.select(1, index_q.view(), weights.data(), 20, others.data());
     CHECK(best == others);
+    std::vector<std::int32_t> in_batch(60, -2);
+    const kvq_select_request both[] = {{s, ciq, weights.data(), in_batch.data()},
+                                       {s, ciq, weights.data(), others.data()}};
+    OK(kvq_cache_select(c, 1, both, 2, 20, nullptr));
+    CHECK(in_batch == best);
+    CHECK(others == best);
     const std::int32_t last[] = {297, 298, 299};
     auto mods = init<kvq_mods>();
     mods.listed_tokens = best.data();
@@ -1133,6 +1139,18 @@ TEST_CASE("an index in C selects tokens, and a layer attends to lists of them") 
                     kvq::listed_tokens{.selected = {best.data(), 20}, .window = {last, 1}, .queries = 3});
     CHECK(out.x == want.x);
     CHECK(kvq_sequence_select(s, 1, &ciq, weights.data(), 20, best.data(), &options) == KVQ_ERROR_ARGUMENT);
+    CHECK(kvq_cache_select(c, 1, both, 2, 20, &options) == KVQ_ERROR_ARGUMENT);
+    // Empty lists are lists; without list_queries there are none, and must not be any.
+    mods.listed_count = mods.listed_window_count = 0;
+    OK(kvq_sequence_attend(s, 0, &cq, &co, &options));
+    CHECK(out.x == std::vector<float>(out.x.size()));
+    mods.list_queries = 0;
+    CHECK(kvq_sequence_attend(s, 0, &cq, &co, &options) == KVQ_ERROR_ARGUMENT);
+    CHECK(std::string(kvq_last_error()).find("there are lists of 0 and 0 tokens, and list_queries is 0") !=
+          std::string::npos);
+    mods.list_queries = 3;
+    mods.listed_count = 20;
+    mods.listed_window_count = 1;
     best[20] = 300;
     CHECK(kvq_sequence_attend(s, 0, &cq, &co, &options) == KVQ_ERROR_ARGUMENT);
     CHECK(std::string(kvq_last_error()).find("query 1 lists token 300, layer 0 holds 300") !=

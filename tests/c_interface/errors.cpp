@@ -273,6 +273,7 @@ TEST_CASE(
     ring_options.window = 64;
     auto counts = init<kvq_prefix_cache_statistics>();
     const kvq_attend_request attend_request{f.s, f.q.t, f.out.t, nullptr, nullptr};
+    const kvq_select_request select_request{f.s, f.q.t, f.weights, f.ids};
     const kvq_prefill_request prefill_request{f.s, f.k.t, f.v.t, f.q.t, f.out.t, nullptr, nullptr};
     void* const none = nullptr;
     const kvq_attend_options* const usual = nullptr;
@@ -338,6 +339,7 @@ TEST_CASE(
     REFUSES(kvq_sequence_get_usage, MAY_BE_NULL(), f.s, &usage);
     REFUSES(kvq_sequence_get_pages, MAY_BE_NULL(), f.s, 0, f.pages, 32, &f.n);
     REFUSES(kvq_cache_attend, MAY_BE_NULL(4), f.cache, 0, &attend_request, 1, usual);
+    REFUSES(kvq_cache_select, MAY_BE_NULL(5), f.cache, 0, &select_request, 1, 4, usual);
     REFUSES(kvq_cache_prefill, MAY_BE_NULL(4), f.cache, 0, &prefill_request, 1, usual);
     REFUSES(kvq_cache_reserve, MAY_BE_NULL(), f.cache, &step_request, 1, q_heads, &with_workspace);
     REFUSES(kvq_sequence_release_reserved, MAY_BE_NULL(), f.s);

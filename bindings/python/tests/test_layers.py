@@ -227,6 +227,10 @@ class Index(Base):
         scores = np.einsum("qh,qht->qt", weights, np.maximum(np.einsum("qhc,tc->qht", index_q, index[:, 0]), 0))
         for i in range(3):
             self.assertEqual(sorted(best[i]), sorted(np.argsort(-scores[i, : 88 + i])[:7]))
+        for got in cache.select(1, [s, s], [index_q, index_q], [weights, weights], 7):
+            np.testing.assert_array_equal(got, best)
+        self.refused("weights\\[1\\] is float32 \\[3, 5\\]", cache.select, 1, [s, s], [index_q, index_q[:2]], [weights, weights], 7)
+        self.refused("q has 1 entries for 2 sequences", cache.select, 1, [s, s], [index_q], [weights, weights], 7)
         out = s.attend(0, q, mods=kvq.Mods(listed_tokens=best))
         for i in range(3):
             np.testing.assert_allclose(out[i : i + 1], attention(q[i : i + 1], k[best[i]], k[best[i]])[0], atol=2e-6)

@@ -202,6 +202,10 @@ class kvq_prefill_request(Struct):
                 ("lse", c_void_p), ("mods", POINTER(kvq_mods))]
 
 
+class kvq_select_request(Struct):
+    _fields_ = [("sequence", handle), ("q", kvq_tensor), ("weights", POINTER(c_float)), ("out", c_void_p)]
+
+
 class kvq_step_request(Struct):
     _fields_ = [("sequence", handle), ("tokens", c_int32), ("q_tokens", c_int32), ("mods", POINTER(kvq_mods))]
 
@@ -333,6 +337,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cache_reserve": [handle, POINTER(kvq_step_request), c_int32, c_int32, POINTER(kvq_attend_options)],
     "kvq_sequence_release_reserved": [handle],
     "kvq_cache_attend": [handle, c_int32, POINTER(kvq_attend_request), c_int32, POINTER(kvq_attend_options)],
+    "kvq_cache_select": [handle, c_int32, POINTER(kvq_select_request), c_int32, c_int32, POINTER(kvq_attend_options)],
     "kvq_cache_prefill": [handle, c_int32, POINTER(kvq_prefill_request), c_int32, POINTER(kvq_attend_options)],
     "kvq_cache_attend_pages": [handle, c_int32, POINTER(kvq_page), c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor),
         POINTER(kvq_attend_options)],

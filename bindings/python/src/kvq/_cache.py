@@ -12,7 +12,7 @@ from ._formats import Format, Statistics, from_c, reading, role_of
 from ._layers import Layer, layer_from_c, layers_to_c
 from ._library import Handle, ask, count, handle_of, handles, library, limit, optional_handle, text
 from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, policy_to_c, query_to_c)
-from ._sequence import Attended, File, Sequence, save_options
+from ._sequence import Attended, File, Sequence, save_options, selection
 from ._struct import in_range
 from ._tensors import Tensor, floats, optional_tensor, view
 
@@ -197,6 +197,21 @@ class Cache(Handle):
         """
         return self._batch(library.kvq_cache_attend, _abi.kvq_attend_request, layer, sequences, {}, q, out, mods, lse,
                            threads, workspace)
+
+    def select(self, layer: int, sequences: List_[Sequence], q: List_[Tensor], weights: List_[Tensor], best: int, *,
+               threads: Optional[Threads] = None, workspace: Optional[Workspace] = None) -> List[Tensor]:
+        """Sequence.select for many sequences, whose queries all threads share. q, weights: one per sequence."""
+        n = len(sequences)
+        for name, values in (("q", q), ("weights", weights)):
+            if len(values) != n:
+                raise ArgumentError(f"kvq: {name} has {len(values)} entries for {n} sequences")
+        requests, results = (_abi.kvq_select_request * n)(), []
+        for i, r in enumerate(requests):
+            r.sequence = handle_of(sequences[i], Sequence, f"sequences[{i}]")
+            r.q, r.weights, result, r.out = selection(q[i], weights[i], best, f"[{i}]")
+            results.append(result)
+        Call(None, threads, workspace).run(library.kvq_cache_select, self, layer, requests, n, best)
+        return results
 
     def prefill(self, layer: int, sequences: List_[Sequence], k: List_[Optional[Tensor]], v: List_[Optional[Tensor]], q: List_[Tensor],
                 out: Optional[List_[Tensor]] = None, *, mods: Union[None, Mods, List_[Optional[Mods]]] = None,

@@ -5,7 +5,8 @@ from ctypes import (CFUNCTYPE, POINTER, c_char_p, c_float, c_int32, c_int64, c_s
 from typing import Any, Dict, List
 
 from ._struct import Struct, handle
-from ._abi import (kvq_layer, kvq_layer_formats, kvq_requantize_report, kvq_snapshot, kvq_state_part, kvq_tensor)
+from ._abi import (kvq_layer, kvq_layer_formats, kvq_requantize_report, kvq_save_options, kvq_snapshot, kvq_state_part,
+                   kvq_tensor)
 
 ERROR_CUDA = 9
 

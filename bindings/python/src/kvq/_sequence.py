@@ -24,6 +24,14 @@ def save_options(model: Optional[str], convert: bool = False) -> Any:
     return ctypes.byref(_abi.kvq_save_options(model=text(model), convert=int(convert)))
 
 
+def selection(q: Tensor, weights: Tensor, best: int, place: str = "") -> Tuple[Any, Any, Tensor, int]:
+    """Queries, their weights, the array for positions, and its address. place: of both in their lists."""
+    queries = tensor(q, "q" + place)
+    given = rows(weights, (queries.tokens, queries.heads), "weights" + place, False)
+    out, address = empty_positions(q, (queries.tokens, max(best, 0)))
+    return queries, ctypes.cast(given, ctypes.POINTER(ctypes.c_float)), out, address
+
+
 class Attended:
     """The tensors of an attention call as the library takes them."""
 
@@ -118,12 +126,9 @@ class Sequence(TokenStore):
         weights  [n][heads], float32
         Returns int32 positions [n][best], the best first; -1 where there are no more: Mods(listed_tokens=...).
         """
-        queries = tensor(q, "q")
-        out, address = empty_positions(q, (queries.tokens, max(best, 0)))
-        Call(None, threads, workspace).run(
-            library.kvq_sequence_select, self, layer, ctypes.byref(queries),
-            ctypes.cast(rows(weights, (queries.tokens, queries.heads), "weights", False), ctypes.POINTER(ctypes.c_float)), best,
-            ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)))
+        queries, given, out, address = selection(q, weights, best)
+        Call(None, threads, workspace).run(library.kvq_sequence_select, self, layer, ctypes.byref(queries), given, best,
+                                           ctypes.cast(address, ctypes.POINTER(ctypes.c_int32)))
         return out
 
     def __len__(self) -> int:

@@ -432,6 +432,15 @@ pub struct kvq_prefill_request {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+pub struct kvq_select_request {
+    pub sequence: *const kvq_sequence,
+    pub q: kvq_tensor,
+    pub weights: *const f32,
+    pub out: *mut i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 pub struct kvq_step_request {
     pub sequence: *mut kvq_sequence,
     pub tokens: i32,
@@ -680,6 +689,8 @@ extern "C" {
     pub fn kvq_sequence_release_reserved(sequence: *mut kvq_sequence) -> kvq_status;
     pub fn kvq_cache_attend(cache: *const kvq_cache, layer: i32, requests: *const kvq_attend_request, count: i32,
         options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_cache_select(cache: *const kvq_cache, layer: i32, requests: *const kvq_select_request, count: i32,
+        best: i32, options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_cache_prefill(cache: *mut kvq_cache, layer: i32, requests: *const kvq_prefill_request, count: i32,
         options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_cache_attend_pages(cache: *const kvq_cache, layer: i32, pages: *const kvq_page, count: i32,

@@ -63,6 +63,7 @@ fn layouts() {
     layout!(lines, kvq_snapshot: tokens, reserved, bytes, error);
     layout!(lines, kvq_attend_request: sequence, q, out, lse, mods);
     layout!(lines, kvq_prefill_request: sequence, k, v, q, out, lse, mods);
+    layout!(lines, kvq_select_request: sequence, q, weights, out);
     layout!(lines, kvq_step_request: sequence, tokens, q_tokens, mods);
     layout!(lines, kvq_requantize_request: size, keys, values, first_layer, last_layer, first_token, last_token,
         only_smaller, new_pages, dry_run, reserved, most_pages, most_nanoseconds, executor, workspace);

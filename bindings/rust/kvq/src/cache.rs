@@ -12,7 +12,7 @@ use crate::{
     reports::{
         BudgetQuery, CacheInfo, Footprint, FootprintQuery, Requantize, RequantizeReport, StepDownPolicy, StepDownReport,
     },
-    sequence::{path_text, Sequence},
+    sequence::{path_text, positions, Sequence},
     tensor::{Tensor, TensorMut, Value},
 };
 
@@ -339,6 +339,37 @@ impl Cache {
         let (layer, n) = (int(layer, "layer")?, int(all.len(), "requests")?);
         check(unsafe { sys::kvq_cache_attend(self.raw(), layer, all.as_ptr(), n, call.options()) })
     }
+    /// [`Sequence::select`] for many sequences in one call: the positions of each.
+    pub fn select(
+        &self,
+        layer: usize,
+        requests: &[SelectRequest],
+        best: usize,
+        mut options: AttendOptions,
+    ) -> Result<Vec<Vec<i32>>> {
+        let mut call = Call::new(&mut options, None)?;
+        let (layer, n, count) = (
+            int(layer, "layer")?,
+            int(requests.len(), "requests")?,
+            int(best, "best")?,
+        );
+        let mut out = requests
+            .iter()
+            .map(|r| positions(&r.q, r.weights, best))
+            .collect::<Result<Vec<_>>>()?;
+        let all: Vec<_> = requests
+            .iter()
+            .zip(&mut out)
+            .map(|(r, to)| sys::kvq_select_request {
+                sequence: r.sequence.raw(),
+                q: r.q,
+                weights: r.weights.as_ptr(),
+                out: to.as_mut_ptr(),
+            })
+            .collect();
+        check(unsafe { sys::kvq_cache_select(self.raw(), layer, all.as_ptr(), n, count, call.options()) })?;
+        Ok(out)
+    }
     /// Prefill of many sequences in one call: chunks of any length beside sequences that decode one token. On an error all are unchanged.
     pub fn prefill(&self, layer: usize, requests: &mut [PrefillRequest], mut options: AttendOptions) -> Result<()> {
         let mut call = Call::new(&mut options, None)?;
@@ -490,6 +521,23 @@ impl<'a> AttendRequest<'a> {
         AttendRequest {
             mods: Some(mods),
             ..self
+        }
+    }
+}
+
+/// One sequence of [`Cache::select`].
+pub struct SelectRequest<'a> {
+    sequence: &'a Sequence,
+    q: sys::kvq_tensor,
+    weights: &'a [f32],
+}
+impl<'a> SelectRequest<'a> {
+    /// As the arguments of [`Sequence::select`].
+    pub fn new<Q: Value>(sequence: &'a Sequence, q: Tensor<'a, Q>, weights: &'a [f32]) -> Self {
+        SelectRequest {
+            sequence,
+            q: q.c,
+            weights,
         }
     }
 }

@@ -46,6 +46,12 @@ impl Error {
             message: format!("kvq: {}", message),
         }
     }
+    pub(crate) fn memory(message: String) -> Self {
+        Error {
+            status: Status::Memory,
+            message: format!("kvq: {}", message),
+        }
+    }
     pub(crate) fn callback(message: String) -> Self {
         Error {
             status: Status::Callback,

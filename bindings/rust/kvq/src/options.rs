@@ -86,8 +86,8 @@ pub struct Mods {
     pub range_first_query: usize,
     /// Only the best pages of each kv head are read, about so many tokens; None: all.
     pub selected_tokens: Option<usize>,
-    /// Not empty, or with list_queries: queries attend to the tokens of their lists alone, as far as masks show them. Positions
-    /// [list_queries][list_kv_heads][n] in any order; -1: none; a token that is listed twice counts twice.
+    /// With list_queries: queries attend to the tokens of their lists alone, as far as masks show them; to nothing if both lists are
+    /// empty. Positions [list_queries][list_kv_heads][n] in any order; -1: none; a token that is listed twice counts twice.
     pub listed_tokens: Vec<i32>,
     /// A second list for each of the same queries, such as the last tokens.
     pub listed_window: Vec<i32>,
@@ -134,9 +134,16 @@ impl Mods {
             }
             int(list.len() / lists, what)
         };
+        let pointer = |list: &Vec<i32>| {
+            if list.is_empty() {
+                ptr::null()
+            } else {
+                list.as_ptr()
+            }
+        };
         Ok(init!(kvq_mods {
-            listed_tokens: self.listed_tokens.as_ptr(),
-            listed_window: self.listed_window.as_ptr(),
+            listed_tokens: pointer(&self.listed_tokens),
+            listed_window: pointer(&self.listed_window),
             listed_count: count(&self.listed_tokens, "listed_tokens")?,
             listed_window_count: count(&self.listed_window, "listed_window")?,
             list_queries: int(self.list_queries, "list_queries")?,

@@ -75,6 +75,31 @@ handle!(
     kvq_sequence_free
 );
 
+/// Room for the `best` positions of every query. Err: weights that are not those of the queries, or no memory.
+pub(crate) fn positions(q: &sys::kvq_tensor, weights: &[f32], best: usize) -> Result<Vec<i32>> {
+    let (n, heads) = (q.tokens as usize, q.heads as usize);
+    if weights.len() != n * heads {
+        return Err(Error::argument(format!(
+            "{} weights for {} queries of {} heads",
+            weights.len(),
+            n,
+            heads
+        )));
+    }
+    let mut out = Vec::new();
+    let enough = n
+        .checked_mul(best)
+        .is_some_and(|all| out.try_reserve_exact(all).is_ok());
+    if !enough {
+        return Err(Error::memory(format!(
+            "there is no memory for {} positions of {} queries",
+            best, n
+        )));
+    }
+    out.resize(n * best, -1);
+    Ok(out)
+}
+
 impl Sequence {
     token_store!(
         kvq_sequence_prefill,
@@ -95,24 +120,16 @@ impl Sequence {
         best: usize,
         mut options: AttendOptions,
     ) -> Result<Vec<i32>> {
-        let (n, heads) = (q.c.tokens as usize, q.c.heads as usize);
-        if weights.len() != n * heads {
-            return Err(Error::argument(format!(
-                "{} weights for {} queries of {} heads",
-                weights.len(),
-                n,
-                heads
-            )));
-        }
-        let mut out = vec![-1; n * best];
         let mut call = Call::new(&mut options, None)?;
+        let (layer, count) = (int(layer, "layer")?, int(best, "best")?);
+        let mut out = positions(&q.c, weights, best)?;
         check(unsafe {
             sys::kvq_sequence_select(
                 self.raw(),
-                int(layer, "layer")?,
+                layer,
                 &q.c,
                 weights.as_ptr(),
-                int(best, "best")?,
+                count,
                 out.as_mut_ptr(),
                 call.options(),
             )

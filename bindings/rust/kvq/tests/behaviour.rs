@@ -128,11 +128,17 @@ fn lists_of_tokens() {
         &Tensor::<f32>::new(&[], 0, 1, 4).unwrap(),
     )
     .unwrap();
-    let q = [1f32, 0.0, 0.0, 0.0];
-    let q = Tensor::new(&q, 1, 1, 4).unwrap();
+    let first = [1f32, 0.0, 0.0, 0.0];
+    let q = Tensor::new(&first, 1, 1, 4).unwrap();
     let best = s.select(1, &q, &[1.0], 3, AttendOptions::default()).unwrap();
     assert_eq!(best, [43, 33, 23]);
     assert!(s.select(1, &q, &[1.0, 2.0], 3, AttendOptions::default()).is_err());
+    assert!(s.select(1, &q, &[1.0], usize::MAX, AttendOptions::default()).is_err());
+    let again = |weights| SelectRequest::new(&s, Tensor::new(&first, 1, 1, 4).unwrap(), weights);
+    let all = cache.select(1, &[again(&[1.0]), again(&[2.0])], 3, AttendOptions::default());
+    assert_eq!(all.unwrap(), [best.clone(), best.clone()]);
+    let wrong = cache.select(1, &[again(&[1.0]), again(&[])], 3, AttendOptions::default());
+    assert!(wrong.is_err());
     let mut mods = Mods {
         listed_tokens: vec![best[0]],
         list_queries: 1,
