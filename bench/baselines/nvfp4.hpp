@@ -4,11 +4,9 @@
 //   code  = e2m1(x / (scale * global))             0 where scale * global is 0
 //   x^    = e2m1 value * (scale * global)          each product rounded to float
 //
-//   nvfp4_rows     the published bytes: rows of tokens, [tokens][dim / 2] codes, two in a byte, the even
-//                  channel in its low half;
-//                  then [tokens][dim / 16] scales
-//   nvfp4          the same codes and scales in the library's tiles: a block of codes, then scales [dim /
-//                  16][token slot]. Attention multiplies 2 e2m1 + 12, which is an integer, in place of a code
+// The library's format nvfp4 (kvq/schemes/row_layout.hpp) has the published bytes, rows of tokens. This is the
+// same codes and scales in the library's tiles: a block of codes, then scales [dim / 16][token slot]. Attention
+// multiplies 2 e2m1 + 12, which is an integer, in place of a code.
 //
 // to_tiles() and to_rows() turn blocks of one into blocks of the other: no value changes.
 // Contract: NaN gets the code 0, infinities saturate, and neither sets a scale. Scales saturate at 448. |x -
@@ -28,7 +26,7 @@
 #include <kvq/core/float_formats.hpp>
 #include <kvq/core/rounding.hpp>
 #include <kvq/pack/bit_pack.hpp>
-#include <kvq/schemes/concepts.hpp>
+#include <kvq/schemes/token_rows.hpp>
 #include <stdexcept>
 #include <string>
 
@@ -41,20 +39,7 @@ struct nvfp4_row_view {
     Byte *codes, *scales;
 
     nvfp4_row_view(const kvq::block_shape& s, Byte* block) noexcept
-        : groups(s.dim / 16), codes(block), scales(block + scale_offset(s)) {}
-
-    KVQ_HD static constexpr std::size_t scale_offset(const kvq::block_shape& s) noexcept {
-        return s.values() / 2;
-    }
-    KVQ_HD static constexpr int slots_of(const kvq::block_shape& s) noexcept { return s.tokens; }
-    /// The code of one number, and where its scale lies behind the first one.
-    KVQ_HD static unsigned code(const kvq::block_shape& s, const std::byte* block, int token,
-                                int channel) noexcept {
-        return static_cast<unsigned>(block[(token * s.dim + channel) / 2]) >> channel % 2 * 4 & 15u;
-    }
-    KVQ_HD static int scale_at(const kvq::block_shape& s, int token, int channel) noexcept {
-        return token * (s.dim / 16) + channel / 16;
-    }
+        : groups(s.dim / 16), codes(block), scales(block + s.values() / 2) {}
 
     void put(int token, int g, kvq::e4m3 scale, const std::uint8_t (&of_group)[16]) const {
         const int at = token * groups + g;
@@ -141,19 +126,25 @@ private:
     }
 };
 
-/// What both layouts share. View: nvfp4_row_view or nvfp4_tile_view.
-template <template <class> class View>
-struct nvfp4_scheme {
+struct nvfp4 {
+    using attends_as = nvfp4;
+    static constexpr int code_bits = 4;
+    /// Twice the value of every code, and 12, so that none is negative.
+    static constexpr std::array<std::uint8_t, 16> code_entries{12, 13, 14, 15, 16, 18, 20, 24,
+                                                               12, 11, 10, 9,  8,  6,  4,  0};
+    static constexpr int zero_code = 12;
+
     float global = 1.0f;  ///< of the tensor; positive and finite
 
-    nvfp4_scheme() = default;
-    explicit nvfp4_scheme(float global_scale) : global(global_scale) {}
+    nvfp4() = default;
+    constexpr explicit nvfp4(float global_scale) : global(global_scale) {}
+    std::string name() const { return "nvfp4-tiles"; }
 
     /// values: [tokens][dim]. Returns how many were not finite.
     std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id&, const float* values,
                            std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
-        const View<std::byte> to(s, block);
+        const nvfp4_tile_view<std::byte> to(s, block);
         std::uint32_t not_finite = 0;
         for (int t = 0; t < s.tokens; ++t)
             for (int g = 0; g < s.dim / 16; ++g) {
@@ -166,7 +157,7 @@ struct nvfp4_scheme {
     }
     void dequantize(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block,
                     float* values) const {
-        const View<const std::byte> from(s, block);
+        const nvfp4_tile_view<const std::byte> from(s, block);
         for (int t = 0; t < s.tokens; ++t)
             for (int g = 0; g < s.dim / 16; ++g) {
                 std::uint8_t codes[16];
@@ -179,7 +170,7 @@ struct nvfp4_scheme {
     /// One number, as dequantize() gives it: what kernels of a GPU read (cuda/layout/cache_ref.cuh).
     KVQ_HD float device_value(const kvq::block_shape& s, const std::byte* block, int token,
                               int channel) const noexcept {
-        using view = View<const std::byte>;
+        using view = nvfp4_tile_view<const std::byte>;
         const auto code = static_cast<std::uint8_t>(view::code(s, block, token, channel));
         const std::byte scale =
             block[view::scale_offset(s) + static_cast<std::size_t>(view::scale_at(s, token, channel))];
@@ -189,8 +180,8 @@ struct nvfp4_scheme {
     }
 
     constexpr std::size_t block_bytes(const kvq::block_shape& s) const noexcept {
-        return (View<std::byte>::scale_offset(s) +
-                static_cast<std::size_t>(View<std::byte>::slots_of(s) * (s.dim / 16)) + 15) /
+        return (nvfp4_tile_view<std::byte>::scale_offset(s) +
+                static_cast<std::size_t>(nvfp4_tile_view<std::byte>::slots_of(s) * (s.dim / 16)) + 15) /
                16 * 16;
     }
     /// Raises std::invalid_argument unless head_dim is a multiple of 16.
@@ -201,7 +192,25 @@ struct nvfp4_scheme {
     }
     std::uint64_t fingerprint() const noexcept { return std::bit_cast<std::uint32_t>(global); }
 
-protected:
+    constexpr kvq::code_layout<4> codes(const kvq::block_shape& s) const noexcept {
+        return nvfp4_tile_view<std::byte>::layout_of(s);
+    }
+    /// Tokens are rows of keys and columns of values.
+    static constexpr kvq::fold_use fold(kvq::tensor role) noexcept {
+        return {role == kvq::tensor::key, false, role == kvq::tensor::value, false};
+    }
+    template <class Backend>
+    void row_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int g,
+                        float* scale, float*) const {
+        load_scales(s, block, g, scale);
+    }
+    template <class Backend>
+    void col_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int g,
+                        float* scale, float*) const {
+        load_scales(s, block, g, scale);
+    }
+
+private:
     static constexpr std::array<float, 16> levels = [] {
         std::array<float, 16> values{};
         for (std::uint8_t c = 0; c < 16; ++c) values[c] = kvq::e2m1::to_float(c);
@@ -237,43 +246,6 @@ protected:
         }
         return static_cast<std::uint32_t>(16 - finite);
     }
-};
-
-struct nvfp4_rows : nvfp4_scheme<nvfp4_row_view> {
-    using nvfp4_scheme::nvfp4_scheme;
-    std::string name() const { return "nvfp4-rows"; }
-};
-
-struct nvfp4 : nvfp4_scheme<nvfp4_tile_view> {
-    using attends_as = nvfp4;
-    static constexpr int code_bits = 4;
-    /// Twice the value of every code, and 12, so that none is negative.
-    static constexpr std::array<std::uint8_t, 16> code_entries{12, 13, 14, 15, 16, 18, 20, 24,
-                                                               12, 11, 10, 9,  8,  6,  4,  0};
-    static constexpr int zero_code = 12;
-
-    using nvfp4_scheme::nvfp4_scheme;
-    std::string name() const { return "nvfp4"; }
-
-    constexpr kvq::code_layout<4> codes(const kvq::block_shape& s) const noexcept {
-        return nvfp4_tile_view<std::byte>::layout_of(s);
-    }
-    /// Tokens are rows of keys and columns of values.
-    static constexpr kvq::fold_use fold(kvq::tensor role) noexcept {
-        return {role == kvq::tensor::key, false, role == kvq::tensor::value, false};
-    }
-    template <class Backend>
-    void row_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int g,
-                        float* scale, float*) const {
-        load_scales(s, block, g, scale);
-    }
-    template <class Backend>
-    void col_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int g,
-                        float* scale, float*) const {
-        load_scales(s, block, g, scale);
-    }
-
-private:
     /// Half of each step of a group of channels, since entries are twice the values.
     void load_scales(const kvq::block_shape& s, const std::byte* block, int g, float* scale) const {
         static constexpr auto values = [] {
@@ -303,15 +275,19 @@ void convert(const kvq::block_shape& s, const From<const std::byte>& from, std::
             to.put(t, g, scale, codes);
         }
 }
-/// rows: a block of nvfp4_rows; tiles: nvfp4().block_bytes(s) bytes, written.
+/// rows: a block of the format nvfp4; tiles: nvfp4().block_bytes(s) bytes, written.
 inline void to_tiles(const kvq::block_shape& s, const std::byte* rows, std::byte* tiles) {
     convert<nvfp4_tile_view>(s, nvfp4_row_view<const std::byte>(s, rows), tiles, nvfp4().block_bytes(s));
 }
+/// The published bytes.
+struct nvfp4_rows : kvq::token_rows {
+    constexpr explicit nvfp4_rows(float global = 1.0f) : token_rows(kvq::row_layout_named("nvfp4"), global) {}
+};
 /// tiles: a block of nvfp4; rows: nvfp4_rows().block_bytes(s) bytes, written.
 inline void to_rows(const kvq::block_shape& s, const std::byte* tiles, std::byte* rows) {
     convert<nvfp4_row_view>(s, nvfp4_tile_view<const std::byte>(s, tiles), rows, nvfp4_rows().block_bytes(s));
 }
 
-static_assert(kvq::kv_scheme<nvfp4_rows> && kvq::foldable<nvfp4>);
+static_assert(kvq::foldable<nvfp4>);
 
 }  // namespace baselines

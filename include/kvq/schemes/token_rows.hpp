@@ -1,0 +1,381 @@
+// The scheme of rows of tokens in the bytes of other systems: FP8, NVFP4, MX, ggml.
+//
+//   token_rows scheme(row_layouts[0], tensor_scale);      make_format<simd<>>(scheme), or find_format("fp8")
+//
+// One type for all layouts, which are values: schemes/row_layout.hpp has their bytes, formulas, contract and
+// sources.
+#pragma once
+
+#include <array>
+#include <cstring>
+
+#include "../core/error.hpp"
+#include "../core/rounding.hpp"
+#include "../core/text.hpp"
+#include "concepts.hpp"
+#include "row_layout.hpp"
+
+namespace kvq { inline namespace KVQ_TAGGED {
+
+namespace detail {
+
+/// Codes of a group, one in a byte, as the layout stores them; n: channels of the group.
+inline void store_codes(row_layout::number numbers, int n, const std::uint8_t* codes, std::byte* to) {
+    const auto put = [&](int at, unsigned byte) { to[at] = static_cast<std::byte>(byte); };
+    switch (numbers) {
+        case row_layout::number::e2m1:
+            for (int i = 0; i < n / 2; ++i) put(i, codes[2 * i] | unsigned{codes[2 * i + 1]} << 4);
+            return;
+        case row_layout::number::centred5:
+        case row_layout::number::unsigned5: {
+            std::uint32_t fifth = 0;
+            for (int i = 0; i < 32; ++i) fifth |= std::uint32_t{codes[i]} >> 4 << i;
+            for (int i = 0; i < 4; ++i) put(i, fifth >> 8 * i & 255u);
+            to += 4;
+            [[fallthrough]];
+        }
+        case row_layout::number::centred4:
+        case row_layout::number::unsigned4:
+            for (int i = 0; i < 16; ++i) put(i, (codes[i] & 15u) | (codes[i + 16] & 15u) << 4);
+            return;
+        default:
+            std::memcpy(to, codes, static_cast<std::size_t>(n));
+    }
+}
+
+/// Code i of a group of 32, or of pairs.
+KVQ_HD KVQ_INLINE std::uint8_t code_at(row_layout::number numbers, const std::byte* from, int i) noexcept {
+    const auto half = [&](int at, int high) {
+        return static_cast<std::uint8_t>(static_cast<unsigned>(from[at]) >> 4 * high & 15u);
+    };
+    switch (numbers) {
+        case row_layout::number::e2m1:
+            return half(i / 2, i % 2);
+        case row_layout::number::centred4:
+        case row_layout::number::unsigned4:
+            return half(i % 16, i / 16);
+        case row_layout::number::centred5:
+        case row_layout::number::unsigned5:
+            return static_cast<std::uint8_t>(half(4 + i % 16, i / 16) |
+                                             (static_cast<unsigned>(from[i / 8]) >> i % 8 & 1u) << 4);
+        default:
+            return static_cast<std::uint8_t>(from[i]);
+    }
+}
+/// The number of a code, as a float that is exact.
+KVQ_HD KVQ_INLINE constexpr float number_of_code(row_layout::number numbers, std::uint8_t code) noexcept {
+    switch (numbers) {
+        case row_layout::number::e4m3:
+            return e4m3::to_float(code);
+        case row_layout::number::e5m2:
+            return e5m2::to_float(code);
+        case row_layout::number::e2m1:
+            return e2m1::to_float(code);
+        case row_layout::number::int8:
+            return static_cast<float>(static_cast<std::int8_t>(code));
+        case row_layout::number::centred4:
+            return static_cast<float>(code - 8);
+        case row_layout::number::centred5:
+            return static_cast<float>(code - 16);
+        default:
+            return static_cast<float>(code);
+    }
+}
+
+/// Numbers of a group, one loop for each kind: 8-bit floats by a table.
+template <row_layout::number Kind>
+void load_numbers_of(const std::byte* from, int n, float* to) {
+    constexpr bool by_table = Kind == row_layout::number::e4m3 || Kind == row_layout::number::e5m2;
+    if constexpr (by_table) {
+        static constexpr auto table = [] {
+            std::array<float, 256> of{};
+            for (std::size_t code = 0; code < 256; ++code)
+                of[code] = number_of_code(Kind, static_cast<std::uint8_t>(code));
+            return of;
+        }();
+        for (int i = 0; i < n; ++i) to[i] = table[static_cast<std::size_t>(code_at(Kind, from, i))];
+    } else {
+        for (int i = 0; i < n; ++i) to[i] = number_of_code(Kind, code_at(Kind, from, i));
+    }
+}
+inline void load_numbers(row_layout::number numbers, const std::byte* from, int n, float* to) {
+    using kind = row_layout::number;
+    switch (numbers) {
+        case kind::e4m3:
+            return load_numbers_of<kind::e4m3>(from, n, to);
+        case kind::e5m2:
+            return load_numbers_of<kind::e5m2>(from, n, to);
+        case kind::e2m1:
+            return load_numbers_of<kind::e2m1>(from, n, to);
+        case kind::int8:
+            return load_numbers_of<kind::int8>(from, n, to);
+        case kind::centred4:
+            return load_numbers_of<kind::centred4>(from, n, to);
+        case kind::centred5:
+            return load_numbers_of<kind::centred5>(from, n, to);
+        case kind::unsigned4:
+            return load_numbers_of<kind::unsigned4>(from, n, to);
+        case kind::unsigned5:
+            return load_numbers_of<kind::unsigned5>(from, n, to);
+    }
+}
+
+/// What sets the scale of a group: its values without NaN and infinities.
+struct row_range {
+    float low = 0.0f, high = 0.0f;  ///< of all finite values
+    float largest = 0.0f;           ///< of the largest magnitude, the first one of several
+    std::uint32_t not_finite = 0;
+
+    row_range(const float* x, int n) {
+        bool none = true;
+        float magnitude = 0.0f;
+        for (int i = 0; i < n; ++i) {
+            const float size = x[i] < 0.0f ? -x[i] : x[i];
+            if (!is_finite(size)) {
+                ++not_finite;
+                continue;
+            }
+            low = none || x[i] < low ? x[i] : low;
+            high = none || x[i] > high ? x[i] : high;
+            none = false;
+            if (size > magnitude) magnitude = size, largest = x[i];
+        }
+    }
+    float magnitude() const { return largest < 0.0f ? -largest : largest; }
+};
+
+/// 1 / x, or 0 where that is no number.
+inline float inverse_or_zero(float x) noexcept {
+    const float inverse = x == 0.0f ? 0.0f : rounded_inverse(x);
+    return is_finite(inverse) ? inverse : 0.0f;
+}
+
+}  // namespace detail
+
+/// The layout of a name. Raises std::invalid_argument if there is none.
+constexpr const row_layout& row_layout_named(const char* name) {
+    for (const row_layout& l : row_layouts) {
+        int i = 0;
+        while (name[i] != 0 && name[i] == l.name[i]) ++i;
+        if (name[i] == l.name[i]) return l;
+    }
+    detail::fail("there are no rows of the name ", name);
+}
+
+/// One tensor of one head in a page, in the bytes of a layout: one of row_layouts, or your own.
+struct token_rows {
+    /// tensor_scale: what values are divided by first (fp8, nvfp4); positive and finite, else
+    /// std::invalid_argument. Other layouts take 1 only.
+    constexpr explicit token_rows(const row_layout& layout, float tensor_scale = 1.0f)
+        : layout_(layout), tensor_scale_(tensor_scale) {
+        using stored = row_layout::stored;
+        const bool takes = layout.scale == stored::none || layout.scale == stored::e4m3;
+        if (!(tensor_scale > 0.0f) || !detail::is_finite(tensor_scale) || (!takes && tensor_scale != 1.0f))
+            detail::fail(layout.name, " takes ",
+                         takes ? "a positive scale of the tensor" : "no scale of the tensor", ", but got ",
+                         tensor_scale);
+    }
+
+    short_text name() const { return layout_.name; }
+    const row_layout& layout() const noexcept { return layout_; }
+    std::uint64_t fingerprint() const noexcept { return detail::bit_cast<std::uint32_t>(tensor_scale_); }
+
+    constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
+        const int of_token = layout_.row_bytes(s.dim) + layout_.scales_behind(s.dim);
+        return detail::round_up(static_cast<std::size_t>(s.tokens) * static_cast<std::size_t>(of_token),
+                                std::size_t{16});
+    }
+    /// Raises std::invalid_argument unless head_dim is a multiple of what a scale is for.
+    void check(const cache_shape& shape, tensor role) const {
+        const int n = layout_.channels, dim = shape.dim(role);
+        if (n > 0 && dim % n != 0)
+            detail::fail(layout_.name, " has a scale for ", n, " channels, but head_dim is ", dim);
+    }
+
+    /// values: [tokens][dim]. Returns how many were not finite.
+    std::uint32_t quantize(const block_shape& s, const block_id&, const float* values,
+                           std::byte* block) const {
+        std::memset(block, 0, block_bytes(s));
+        std::uint32_t not_finite = 0;
+        each_group(s, block, [&](int first, int n, std::byte* numbers, std::byte* scale) {
+            not_finite += quantize_group(values + first, n, numbers, scale);
+        });
+        return not_finite;
+    }
+    void dequantize(const block_shape& s, const block_id&, const std::byte* block, float* values) const {
+        each_group(s, block, [&](int first, int n, const std::byte* numbers, const std::byte* scale) {
+            dequantize_group(numbers, scale, n, values + first);
+        });
+    }
+
+    /// One number, as dequantize() gives it: what kernels of a GPU read (cuda/layout/cache_ref.cuh).
+    KVQ_HD float device_value(const block_shape& s, const std::byte* block, int token,
+                              int channel) const noexcept {
+        const row_layout& l = layout_;
+        const int size = l.group_of(s.dim), group = channel / size, i = channel - group * size;
+        const std::byte* const numbers =
+            block + std::ptrdiff_t{token} * l.row_bytes(s.dim) + group * l.group_bytes(size);
+        const std::byte* const scale = block + std::ptrdiff_t{s.tokens} * l.row_bytes(s.dim) +
+                                       std::ptrdiff_t{token} * l.scales_behind(s.dim) + group;
+        const float x = rounded_product(
+            detail::number_of_code(l.numbers, detail::code_at(l.numbers, numbers + l.front_bytes(), i)),
+            step_of(numbers, scale));
+        return l.minimum ? x + half_at(numbers, 2) : x;
+    }
+
+private:
+    static constexpr int most_channels = 32;  // of a group here: rows without scales are taken in pieces
+
+    /// f(first value, channels, numbers of the group, its scale)
+    template <class Byte, class F>
+    void each_group(const block_shape& s, Byte* block, F f) const {
+        const row_layout& l = layout_;
+        const int step = l.channels > 0 ? l.channels : most_channels, row = l.row_bytes(s.dim),
+                  behind = l.scales_behind(s.dim);
+        Byte* const scales = block + std::ptrdiff_t{s.tokens} * row;
+        for (int t = 0; t < s.tokens; ++t) {
+            Byte* numbers = block + std::ptrdiff_t{t} * row;
+            for (int c = 0, g = 0; c < s.dim; c += step, ++g) {
+                const int n = detail::smaller(step, s.dim - c);
+                f(t * s.dim + c, n, numbers, behind > 0 ? scales + std::ptrdiff_t{t} * behind + g : numbers);
+                numbers += l.group_bytes(n);
+            }
+        }
+    }
+
+    std::uint32_t quantize_group(const float* x, int n, std::byte* numbers, std::byte* scale) const {
+        using number = row_layout::number;
+        const row_layout& l = layout_;
+        const detail::row_range range(x, n);
+        float y[most_channels];
+        std::uint8_t codes[most_channels] = {};
+        for (int i = 0; i < n; ++i)
+            y[i] = x[i] != x[i]
+                       ? 0.0f
+                       : detail::smaller(detail::larger(x[i], -detail::max_float), detail::max_float);
+        const auto floats = [&]<class Number>(Number, float step) {
+            if (!(step > 0.0f)) return;
+            for (int i = 0; i < n; ++i) codes[i] = Number::from_float(detail::rounded_quotient(y[i], step));
+        };
+        const auto put_half = [&](int at, float v) {
+            constexpr float most = float16::max_finite;
+            detail::store_as(numbers + at, float16(detail::smaller(detail::larger(v, -most), most)).bits);
+        };
+        // The codes floor((y - minimum) * inverse + half) from 0 to top.
+        const auto integers = [&](float minimum, float inverse, float half, int top) {
+            for (int i = 0; i < n; ++i) {
+                const float at = rounded_product(y[i] - minimum, inverse) + half;
+                codes[i] = static_cast<std::uint8_t>(!(at > 0.0f)                    ? 0
+                                                     : at >= static_cast<float>(top) ? top
+                                                                                     : static_cast<int>(at));
+            }
+        };
+        const auto by_range = [&](int top) {
+            constexpr float most = float16::max_finite;
+            const float low = detail::smaller(detail::larger(range.low, -most), most),
+                        step = detail::larger(
+                            detail::rounded_quotient(range.high - low, static_cast<float>(top)), 0.0f);
+            put_half(0, step);
+            put_half(2, low);
+            integers(low, detail::inverse_or_zero(step), 0.5f, top);
+        };
+        switch (l.numbers) {
+            case number::int8: {
+                const float step = detail::rounded_quotient(range.magnitude(), 127.0f),
+                            inverse = detail::inverse_or_zero(step);
+                put_half(0, step);
+                for (int i = 0; i < n; ++i) codes[i] = signed_code(rounded_product(y[i], inverse));
+                break;
+            }
+            case number::centred4:
+            case number::centred5: {
+                const int half = l.bits() == 4 ? 8 : 16;
+                const float step = detail::rounded_quotient(range.largest, static_cast<float>(-half));
+                put_half(0, step);
+                integers(0.0f, detail::inverse_or_zero(step), static_cast<float>(half) + 0.5f, 2 * half - 1);
+                break;
+            }
+            case number::unsigned4:
+                by_range(15);
+                break;
+            case number::unsigned5:
+                by_range(31);
+                break;
+            case number::e5m2:
+                floats(e5m2{}, tensor_scale_);
+                break;
+            case number::e4m3:
+                floats(e4m3{}, put_scale(range.magnitude(), 8, scale));
+                break;
+            case number::e2m1:
+                floats(e2m1{}, put_scale(range.magnitude(), 2, scale));
+                break;
+        }
+        detail::store_codes(l.numbers, n, codes, numbers + l.front_bytes());
+        return range.not_finite;
+    }
+    /// Nearest integer, halves away from zero, from -127 to 127, in two's complement.
+    static std::uint8_t signed_code(float at) noexcept {
+        const float magnitude = at < 0.0f ? -at : at;
+        int level = magnitude >= 127.0f ? 127 : static_cast<int>(magnitude);
+        if (level < 127 && magnitude - static_cast<float>(level) >= 0.5f) ++level;
+        return static_cast<std::uint8_t>(at < 0.0f ? -level : level);
+    }
+    /// Writes the scale of a group with this largest magnitude, if it has one; gives what numbers are
+    /// multiplied by. exponent: of the largest number.
+    float put_scale(float magnitude, int exponent, std::byte* to) const {
+        switch (layout_.scale) {
+            case row_layout::stored::e4m3: {
+                const e4m3 scale(detail::rounded_quotient(
+                    detail::rounded_quotient(magnitude, e2m1::max_finite), tensor_scale_));
+                *to = std::byte{scale.bits};
+                return rounded_product(static_cast<float>(scale), tensor_scale_);
+            }
+            case row_layout::stored::e8m0: {
+                const int of_largest = static_cast<int>(detail::bit_cast<std::uint32_t>(magnitude) >> 23);
+                const e8m0 scale =
+                    e8m0::from_bits(static_cast<std::uint8_t>(detail::larger(of_largest - exponent, 0)));
+                *to = std::byte{scale.bits};
+                return static_cast<float>(scale);
+            }
+            default:
+                return tensor_scale_;
+        }
+    }
+
+    void dequantize_group(const std::byte* numbers, const std::byte* scale, int n, float* to) const {
+        const row_layout& l = layout_;
+        detail::load_numbers(l.numbers, numbers + l.front_bytes(), n, to);
+        const float step = step_of(numbers, scale);
+        if (l.minimum) {
+            const detail::rounded_products product;
+            const float minimum = half_at(numbers, 2);
+            for (int i = 0; i < n; ++i) to[i] = product(to[i], step) + minimum;
+        } else {
+            for (int i = 0; i < n; ++i) to[i] *= step;
+        }
+    }
+    KVQ_HD static float half_at(const std::byte* from, int at) noexcept {
+        return float16::to_float(detail::load_as<std::uint16_t>(from + at));
+    }
+    /// What the numbers of a group are multiplied by.
+    KVQ_HD float step_of(const std::byte* numbers, const std::byte* scale) const noexcept {
+        switch (layout_.scale) {
+            case row_layout::stored::fp16:
+                return half_at(numbers, 0);
+            case row_layout::stored::e8m0:
+                return e8m0::to_float(static_cast<std::uint8_t>(*scale));
+            case row_layout::stored::e4m3:
+                return rounded_product(e4m3::to_float(static_cast<std::uint8_t>(*scale)), tensor_scale_);
+            default:
+                return tensor_scale_;
+        }
+    }
+
+    row_layout layout_;
+    float tensor_scale_;
+};
+
+static_assert(key_scheme<token_rows> && value_scheme<token_rows>);
+
+}}  // namespace kvq

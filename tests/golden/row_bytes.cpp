@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: exact. Rows of tokens in the bytes of other systems, against row_bytes.inc, which row_bytes.py makes from the
+// published definitions: tests/CMakeLists.txt compares them.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <kvq/schemes/token_rows.hpp>
+
+#include "support/golden.hpp"
+
+namespace row_bytes_tests {
+
+namespace {
+
+constexpr int row_tokens = 9, row_dim = 96;
+
+/// As row_input() of row_bytes.py.
+std::vector<float> row_input() {
+    std::vector<float> x;
+    std::uint32_t state = 12345;
+    for (int i = 0; i < row_tokens * row_dim; ++i) {
+        state = (state * 1103515245u + 12345u) % (1u << 31);
+        const int token = i / row_dim;
+        float value =
+            std::ldexp(static_cast<float>(static_cast<int>((state >> 7) % 4001u) - 2000), token - 10);
+        if (i % 37 == 5) value *= 16.0f;
+        if (token == 3 && i % row_dim < 32) value = 0.0f;
+        if (token == 4 && i % row_dim < 32) value = -2.5f;
+        x.push_back(value);
+    }
+    x[2 * row_dim + 7] = NAN;
+    x[5 * row_dim + 40] = INFINITY;
+    x[6 * row_dim + 70] = -INFINITY;
+    return x;
+}
+
+struct row_golden {
+    const char* name;
+    float tensor_scale;
+    std::size_t bytes;
+    std::uint64_t of_bytes, of_values;  // FNV-1a
+    const char* first;                  // 16 bytes
+};
+// clang-format off
+const row_golden row_table[] = {
+#include "row_bytes.inc"
+};
+// clang-format on
+
+}  // namespace
+
+TEST_CASE("rows of other systems: bytes and values are those of their definitions") {
+    REQUIRE(std::size(row_table) == std::size(kvq::row_layouts));
+    for (std::size_t i = 0; i < std::size(row_table); ++i) {
+        const row_golden& g = row_table[i];
+        const kvq::token_rows scheme(kvq::row_layouts[i], g.tensor_scale);
+        REQUIRE(scheme.name() == g.name);
+        INFO(scheme.name());
+        for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
+            const kvq::block_shape shape{role, row_tokens, row_dim};
+            const auto block = test::block_of(scheme, shape, row_input());
+            CHECK(block.size() == g.bytes);
+            CHECK(test::hex(block, 16) == g.first);
+            CHECK(test::fnv1a(block) == g.of_bytes);
+            std::vector<float> values(shape.values());
+            scheme.dequantize(shape, {}, block.data(), values.data());
+            std::vector<std::byte> of_values(4 * values.size());
+            std::memcpy(of_values.data(), values.data(), of_values.size());
+            CHECK(test::fnv1a(of_values) == g.of_values);
+        }
+    }
+}
+
+}  // namespace row_bytes_tests

@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Reads and writes rows of FP8, NVFP4, MX and ggml from their published definitions; shares no code with kvq.
+
+Prints row_bytes.inc: the bytes of test::row_input() in every layout, and the values that these bytes stand for.
+With --check FILE it compares instead and ends with 1 where they differ. Arithmetic is that of floats: every
+result of two floats is rounded once, which double arithmetic and a conversion do for + - * / exactly.
+"""
+
+import math
+import struct
+import sys
+
+TOKENS, DIM = 9, 96
+
+
+def f32(x):
+    """The float nearest to x; overflow is an infinity."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", x))[0]
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+def half_bits(x):
+    return struct.pack("<e", max(-65504.0, min(65504.0, x)))
+
+
+def half_value(b):
+    return struct.unpack("<e", b)[0]
+
+
+def minifloat_values(exponent_bits, mantissa_bits, bias):
+    """The magnitude of every pattern without its sign, as if no pattern were special."""
+    values = []
+    for pattern in range(1 << (exponent_bits + mantissa_bits)):
+        e, m = pattern >> mantissa_bits, pattern & ((1 << mantissa_bits) - 1)
+        if e == 0:
+            values.append(m * 2.0 ** (1 - bias - mantissa_bits))
+        else:
+            values.append((1 + m / (1 << mantissa_bits)) * 2.0 ** (e - bias))
+    return values
+
+
+E4M3 = minifloat_values(4, 3, 7)[:0x7F]  # 0x7f is NaN
+E5M2 = minifloat_values(5, 2, 15)[:0x7C]  # then the infinity and NaN
+E2M1 = minifloat_values(2, 1, 1)
+
+
+def nearest(values, sign, x):
+    """The pattern nearest to x, ties to the even one, saturating; `sign` is the bit of negative numbers."""
+    magnitude = min(abs(x), values[-1])
+    best = min(range(len(values)), key=lambda i: (abs(values[i] - magnitude), i & 1))
+    return best | (sign if math.copysign(1.0, x) < 0 else 0)
+
+
+def value_of(values, sign, pattern):
+    return -values[pattern - sign] if pattern & sign else values[pattern]
+
+
+def finite(group):
+    return [x for x in group if math.isfinite(x)]
+
+
+def cleaned(x):
+    if x != x:
+        return 0.0
+    return max(-3.4028234663852886e38, min(3.4028234663852886e38, x))
+
+
+def largest(group):
+    """The first value of the largest magnitude."""
+    found = 0.0
+    for x in finite(group):
+        if abs(x) > abs(found):
+            found = x
+    return found
+
+
+def inverse(x):
+    if x == 0.0:
+        return 0.0
+    y = f32(1.0 / x)
+    return y if math.isfinite(y) else 0.0
+
+
+def floor_codes(group, minimum, step, half, top):
+    """min(top, int((x - minimum) / step + half)), as ggml has it: by the inverse of the step."""
+    by = inverse(step)
+    codes = []
+    for x in group:
+        at = f32(f32(f32(cleaned(x) - minimum) * by) + half)
+        codes.append(0 if not at > 0 else top if at >= top else int(at))
+    return codes
+
+
+def nibbles(codes):
+    return bytes(codes[i] & 15 | (codes[i + 16] & 15) << 4 for i in range(16))
+
+
+def fifth_bits(codes):
+    return struct.pack("<I", sum((c >> 4) << i for i, c in enumerate(codes)))
+
+
+def halves(data):
+    return [b & 15 for b in data] + [b >> 4 for b in data]
+
+
+def with_fifth(bits, data):
+    word = struct.unpack("<I", bits)[0]
+    return [c | (word >> i & 1) << 4 for i, c in enumerate(halves(data))]
+
+
+def write_q8_0(group):
+    step = f32(abs(largest(group)) / 127.0)
+    by = inverse(step)
+    codes = []
+    for x in group:
+        at = f32(cleaned(x) * by)
+        codes.append(int(math.copysign(min(127, math.floor(abs(at) + 0.5)), at)))
+    return half_bits(step) + struct.pack("32b", *codes)
+
+
+def read_q8_0(data):
+    step = half_value(data[:2])
+    return [f32(q * step) for q in struct.unpack("32b", data[2:])]
+
+
+def write_q4_0(group):
+    step = f32(largest(group) / -8.0)
+    return half_bits(step) + nibbles(floor_codes(group, 0.0, step, 8.5, 15))
+
+
+def read_q4_0(data):
+    return [f32((q - 8) * half_value(data[:2])) for q in halves(data[2:])]
+
+
+def write_q5_0(group):
+    step = f32(largest(group) / -16.0)
+    codes = floor_codes(group, 0.0, step, 16.5, 31)
+    return half_bits(step) + fifth_bits(codes) + nibbles(codes)
+
+
+def read_q5_0(data):
+    return [f32((q - 16) * half_value(data[:2])) for q in with_fifth(data[2:6], data[6:])]
+
+
+def of_range(group, top):
+    values = finite(group) or [0.0]
+    low = max(-65504.0, min(65504.0, min(values)))
+    step = max(0.0, f32(f32(max(values) - low) / top))
+    return low, step, floor_codes(group, low, step, 0.5, top)
+
+
+def write_q4_1(group):
+    low, step, codes = of_range(group, 15)
+    return half_bits(step) + half_bits(low) + nibbles(codes)
+
+
+def read_q4_1(data):
+    return [f32(f32(q * half_value(data[:2])) + half_value(data[2:4])) for q in halves(data[4:])]
+
+
+def write_q5_1(group):
+    low, step, codes = of_range(group, 31)
+    return half_bits(step) + half_bits(low) + fifth_bits(codes) + nibbles(codes)
+
+
+def read_q5_1(data):
+    step, low = half_value(data[:2]), half_value(data[2:4])
+    return [f32(f32(q * step) + low) for q in with_fifth(data[4:8], data[8:])]
+
+
+GGML = {
+    "q8_0": (write_q8_0, read_q8_0, 34),
+    "q4_0": (write_q4_0, read_q4_0, 18),
+    "q4_1": (write_q4_1, read_q4_1, 20),
+    "q5_0": (write_q5_0, read_q5_0, 22),
+    "q5_1": (write_q5_1, read_q5_1, 24),
+}
+
+
+def pairs(codes):
+    return bytes(codes[i] | codes[i + 1] << 4 for i in range(0, len(codes), 2))
+
+
+def unpaired(data):
+    return [c for b in data for c in (b & 15, b >> 4)]
+
+
+# name: (values, bit of the sign, channels of a scale, kind of scale, scale of the tensor)
+FLOATS = {
+    "fp8": (E4M3, 0x80, 0, "tensor", 0.03125),
+    "fp8-e5m2": (E5M2, 0x80, 0, "tensor", 1.0),
+    "nvfp4": (E2M1, 8, 16, "e4m3", 0.0625),
+    "mxfp8": (E4M3, 0x80, 32, "e8m0", 1.0),
+    "mxfp4": (E2M1, 8, 32, "e8m0", 1.0),
+}
+
+
+def write_floats(name, row):
+    values, sign, channels, kind, tensor = FLOATS[name]
+    codes, scales = [], []
+    size = channels or len(row)
+    for first in range(0, len(row), size):
+        group = row[first : first + size]
+        magnitude = abs(largest(group))
+        if kind == "tensor":
+            step = tensor
+        elif kind == "e4m3":
+            scales.append(nearest(E4M3, 0x80, f32(f32(magnitude / 6.0) / tensor)))
+            step = f32(E4M3[scales[-1]] * tensor)
+        else:
+            emax = 8 if values is E4M3 else 2
+            exponent = math.frexp(magnitude)[1] - 1 - emax if magnitude > 0 else -127
+            exponent = max(-127, exponent)
+            scales.append(exponent + 127)
+            step = 2.0**exponent
+        for x in group:
+            codes.append(nearest(values, sign, f32(cleaned(x) / step)) if step > 0 else 0)
+    return (pairs(codes) if values is E2M1 else bytes(codes)), bytes(scales)
+
+
+def read_floats(name, data, scales):
+    values, sign, channels, kind, tensor = FLOATS[name]
+    codes = unpaired(data) if values is E2M1 else list(data)
+    out = []
+    for i, code in enumerate(codes):
+        if kind == "tensor":
+            step = tensor
+        elif kind == "e4m3":
+            step = f32(E4M3[scales[i // channels]] * tensor)
+        else:
+            step = 2.0 ** (scales[i // channels] - 127)
+        out.append(f32(value_of(values, sign, code) * step))
+    return out
+
+
+def row_input():
+    """test::row_input(): numbers of all sizes, ties, a group of zeros, a constant one, NaN and infinities."""
+    state, x = 12345, []
+    for i in range(TOKENS * DIM):
+        state = (state * 1103515245 + 12345) % (1 << 31)
+        token = i // DIM
+        value = ((state >> 7) % 4001 - 2000) * 2.0 ** (token - 10)
+        if i % 37 == 5:
+            value *= 16.0
+        if token == 3 and i % DIM < 32:
+            value = 0.0
+        if token == 4 and i % DIM < 32:
+            value = -2.5
+        x.append(value)
+    x[2 * DIM + 7] = math.nan
+    x[5 * DIM + 40] = math.inf
+    x[6 * DIM + 70] = -math.inf
+    return x
+
+
+def fnv1a(data):
+    h = 0xCBF29CE484222325
+    for b in data:
+        h = (h ^ b) * 0x100000001B3 % (1 << 64)
+    return h
+
+
+def block(name, x):
+    """The bytes of a page and its values."""
+    rows, behind, values = [], [], []
+    for t in range(TOKENS):
+        row = x[t * DIM : (t + 1) * DIM]
+        if name in GGML:
+            write, read, size = GGML[name]
+            data = b"".join(write(row[c : c + 32]) for c in range(0, DIM, 32))
+            for at in range(0, len(data), size):
+                values += read(data[at : at + size])
+            scales = b""
+        else:
+            data, scales = write_floats(name, row)
+            values += read_floats(name, data, scales)
+        rows.append(data)
+        behind.append(scales)
+    data = b"".join(rows) + b"".join(behind)
+    return data + bytes(-len(data) % 16), values
+
+
+def table():
+    lines, x = [], row_input()
+    for name in [*FLOATS, *GGML]:
+        data, values = block(name, x)
+        of_values = fnv1a(b"".join(struct.pack("<f", v) for v in values))
+        scale = FLOATS[name][4] if name in FLOATS else 1.0
+        lines.append(
+            f'    {{"{name}", {scale}f, {len(data)}, 0x{fnv1a(data):016x}u, 0x{of_values:016x}u, "{data[:16].hex()}"}},\n'
+        )
+    return "".join(lines)
+
+
+def main():
+    if len(sys.argv) == 3 and sys.argv[1] == "--check":
+        with open(sys.argv[2]) as f:
+            if f.read() == table():
+                return 0
+        print(f"{sys.argv[2]} is not what {sys.argv[0]} prints", file=sys.stderr)
+        return 1
+    sys.stdout.write(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
