@@ -22,6 +22,7 @@
 #include "../decode/attention_options.hpp"
 #include "../layout/page_cuts.hpp"
 #include "../layout/status.hpp"
+#include "../quantize/kept_tensors.hpp"
 #include "../store/page_memory.hpp"
 
 namespace kvq {

@@ -17,6 +17,7 @@
 
 #include "../../core/token_view.hpp"
 #include "../layout/latent_pair.cuh"
+#include "kept_tensors.hpp"
 #include "quantize_grid.cuh"
 #include "quantize_tiles.cuh"
 

@@ -8,14 +8,7 @@
 
 #include "../../core/shape.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
-
-/// Tensors of pages that change their format whose bytes stay as they are.
-struct kept_tensors {
-    bool keys = false, values = false;
-};
-
-namespace detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Runs of words: index of the first one, their count, the words.
 struct word_runs {
@@ -86,5 +79,4 @@ struct keep_args {
     int ring, sink_columns, first_token, kv_heads, most;
 };
 
-}  // namespace detail
-}}}  // namespace kvq::cuda
+}}}  // namespace kvq::cuda::detail
