@@ -11,6 +11,7 @@
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
 #include <kvq/cuda.cuh>
+#include <kvq/cuda/host/self_calibration.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 
@@ -80,7 +81,8 @@ constexpr int page = 64;
 
 const cuda::device_format& compiled() {
     static const cuda::device_format f =
-        cuda::make_device_format<float16, cuda::preset_pair<low2, dim, page>>();
+        cuda::make_device_format<float16, cuda::preset_pair<low2, dim, page>,
+                                 cuda::block_pair<int8, low2::values, dim, page>>();
     return f;
 }
 /// Keys with a plan of widths and feedback from random statistics.
@@ -1848,6 +1850,83 @@ void check_alibi() {
     std::printf("  %-28s error %.2e\n", "ALiBi", worst);
 }
 
+/// Keys with a plan from the own first tokens: the plan and the bytes of the CPU. Some of these tokens are
+/// quantized, or all are in 16 bit.
+void check_self_calibration() {
+    const auto ok = [](const cuda::status& s) { CHECK(s, "self calibration: %s", s.message); };
+    const auto make = [](const calibration& all) { return make_format<scalar>(low2::keys(all)); };
+    const cache_shape shape{.layers = layers, .kv_heads = heads, .head_dim = dim};
+    for (const int recent : {40, 300}) {
+        kvq::cache cpu(shape, {.keys = make_format<int8, scalar>(),
+                               .values = make_format<low2::values, scalar>(),
+                               .sinks = 4,
+                               .recent = recent,
+                               .page_tokens = page,
+                               .repack = 0.0f});
+        cuda::cache gpu;
+        cuda::cache_options o;
+        o.formats = {"int8/low2"};
+        o.page_tokens = page;
+        o.sinks = 4;
+        o.recent = recent;
+        o.memory = test::counted_memory::allocator();
+        ok(gpu.open(shape, o, std::span(&compiled(), 1), nullptr));
+        test::rng r(static_cast<unsigned>(recent));
+        kvq::self_calibration own(cpu, 200);
+        calibration mine(shape, true);
+        bool done = false;
+        const auto append = [&](cuda::sequence_id id, kvq::sequence& host, int n) {
+            ok(gpu.begin_prompt(id, n, nullptr));
+            for (int layer = 0; layer < layers; ++layer) {
+                const auto rows = static_cast<std::size_t>(n) * dim;
+                std::vector<float16> k(rows * heads), v(rows * heads), q(rows * q_heads);
+                for (std::size_t i = 0; i < k.size(); ++i)
+                    k[i] =
+                        float16(test::normal(r) * (i % 5 == static_cast<std::size_t>(layer) ? 6.0f : 1.0f));
+                for (auto* x : {&v, &q})
+                    for (float16& y : *x) y = float16(test::normal(r));
+                test::device_buffer<float16> on_device[2] = {test::device_buffer<float16>(k.size()),
+                                                             test::device_buffer<float16>(v.size())};
+                on_device[0].upload(k);
+                on_device[1].upload(v);
+                ok(gpu.append(layer, token_view<const float16>(on_device[0].get(), n, heads, dim),
+                              token_view<const float16>(on_device[1].get(), n, heads, dim), nullptr));
+                CUDA_OK(cudaStreamSynchronize(nullptr));
+                host.append(layer, token_view<const float16>(k.data(), n, heads, dim),
+                            token_view<const float16>(v.data(), n, heads, dim));
+                const token_view<const float16> queries(q.data(), n, q_heads, dim);
+                own.add_queries(layer, queries);
+                if (!done) mine.add_queries(layer, queries);
+            }
+        };
+        const cuda::sequence_id id = gpu.new_sequence();
+        kvq::sequence host = cpu.new_sequence();
+        for (int i = 0; i < 6; ++i) {
+            append(id, host, 70 + i);
+            const bool want = own.done() || own.apply(host, make);
+            if (!done) ok(cuda::self_calibrate(gpu, std::span(&id, 1), "low2/", mine, 200, nullptr, done));
+            CHECK(done == want && done == (i >= 2), "%d tokens: %s", gpu.tokens(id),
+                  done ? "done" : "not done");
+        }
+        const cuda::sequence_id later = gpu.new_sequence();
+        kvq::sequence host_later = cpu.new_sequence();
+        append(later, host_later, 400);
+        for (const auto& [a, b] : {std::pair(id, &host), std::pair(later, &host_later)}) {
+            kvq::sequence moved = cpu.new_sequence();
+            ok(cuda::offload(gpu, a, moved, nullptr));  // refused where plans differ
+            // Pages that were int8 are fitted anew on the device.
+            if (recent == 40 && b == &host) continue;
+            CHECK(test::saved(moved) == test::saved(*b), "%d recent tokens: other bytes", recent);
+        }
+        bool again = false;
+        const cuda::status s =
+            cuda::self_calibrate(gpu, std::span(&id, 1), "low2/", mine, 200, nullptr, again);
+        CHECK(!s && std::strstr(s.message, "are in use") != nullptr, "%s", s.message);
+        CHECK(!cuda::self_calibrate(gpu, std::span(&id, 1), "low2/", mine, 20, nullptr, again), "20 tokens");
+        CHECK(gpu.usage().bytes == test::counted_memory::bytes, "usage");
+    }
+}
+
 /// Keys from statistics: the same bytes as the CPU's, there and back.
 void check_statistics() {
     both_caches c({});
@@ -1991,6 +2070,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         .run(long_run / 2);
 #else
     check_statistics();
+    check_self_calibration();
     check_alibi();
 #endif
     CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);

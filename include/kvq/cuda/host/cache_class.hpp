@@ -47,6 +47,10 @@ public:
     /// kvq::error for matrices of another shape. Waits for the stream.
     status rotate(std::string_view format, tensor role, const rotation& matrices, cudaStream_t stream);
 
+    /// Pages of sequences that are made from now on are committed to this format; sequences that exist keep
+    /// theirs. A name as in requantize_request::format.
+    status commit_to(std::string_view format);
+
     bool is_open() const noexcept { return !groups_.empty(); }
     /// As they were given.
     const std::vector<layer>& layers() const noexcept { return layers_; }
@@ -431,6 +435,7 @@ private:
         int number;
     };
     std::vector<named_format> find_named(std::string_view format);
+    status check_statistics(std::string_view format, const cache_shape& of) const;
     status no_pair(const detail::layer_group& g, int from, std::string_view format) const;
     std::string describe(int layer) const {
         return common::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]);

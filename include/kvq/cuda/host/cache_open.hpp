@@ -342,22 +342,30 @@ inline std::vector<cache::named_format> cache::find_named(std::string_view forma
     return found;
 }
 
-inline status cache::calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream) {
+/// Can a format get statistics of this shape now?
+inline status cache::check_statistics(std::string_view format, const cache_shape& of) const {
     if (status s = check_format(format); !s) return s;
+    for (const detail::layer_group& g : groups_)
+        for (int f = 0; f < g.kinds(); ++f) {
+            if (!g.is_named(f, format)) continue;
+            if (g.format.latent)
+                return detail::bad_value("%s: statistics for keys of latents are for caches on the CPU",
+                                         g.describe(0).c_str());
+            if (of.layers != layer_count() || of.kv_heads != g.shape.kv_heads ||
+                of.head_dim != g.shape.head_dim)
+                return detail::bad_value(
+                    "statistics of %d layers, %d kv heads and head_dim %d, but the cache has %d, %d, %d",
+                    of.layers, of.kv_heads, of.head_dim, layer_count(), g.shape.kv_heads, g.shape.head_dim);
+            if (g.quantized[static_cast<std::size_t>(f)].pages().used() > 0)
+                return detail::bad_value("pages of %.60s are in use; statistics come before the first page",
+                                         std::string(format).c_str());
+        }
+    return {};
+}
+
+inline status cache::calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream) {
+    if (status s = check_statistics(format, statistics.shape()); !s) return s;
     const std::vector<named_format> named = find_named(format);
-    const cache_shape& of = statistics.shape();
-    for (const auto& [g, f] : named) {
-        if (g.format.latent)
-            return detail::bad_value("%s: statistics for keys of latents are for caches on the CPU",
-                                     g.describe(0).c_str());
-        if (of.layers != layer_count() || of.kv_heads != g.shape.kv_heads || of.head_dim != g.shape.head_dim)
-            return detail::bad_value(
-                "statistics of %d layers, %d kv heads and head_dim %d, but the cache has %d, %d, %d",
-                of.layers, of.kv_heads, of.head_dim, layer_count(), g.shape.kv_heads, g.shape.head_dim);
-        if (g.quantized[static_cast<std::size_t>(f)].pages().used() > 0)
-            return detail::bad_value("pages of %.60s are in use; statistics come before the first page",
-                                     std::string(format).c_str());
-    }
     struct made_keys {
         detail::device_memory plans, feedback;
         std::uint64_t fingerprint;
@@ -414,6 +422,15 @@ inline status cache::rotate(std::string_view format, tensor role, const rotation
         held.fingerprints[static_cast<int>(role)] = made[i].fingerprint;
     }
     step_.begun = false;
+    return {};
+}
+
+inline status cache::commit_to(std::string_view format) {
+    if (status s = check_format(format); !s) return s;
+    for (const detail::layer_group& g : groups_)
+        if (g.has_named(format) && g.target_of(g.target, format) < 0) return no_pair(g, g.target, format);
+    for (detail::layer_group& g : groups_)
+        if (g.has_named(format)) g.target = g.target_of(g.target, format);
     return {};
 }
 

@@ -71,7 +71,7 @@ struct held_format : format_record {
         table.dequantize = [](const void* self, const block_shape& s, block_id id, const std::byte* block,
                               float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
             const held_format& f = of(self);
-            if (f.blocks.dequantize == nullptr || f.fingerprint != 0) f.refuse("dequantized");
+            if (f.blocks.dequantize == nullptr) f.refuse("dequantized");
             f.blocks.dequantize(s, id, block, scratch);
             common::visit_float_type(type, [&]<class T>(T) {
                 for (int t = 0; t < s.tokens; ++t)
@@ -142,8 +142,11 @@ private:
         const std::string& name = role_ == tensor::key ? k.keys : k.values;
         int i = 0;
         while (i < list_.size() && !(list_[i].name() == name && list_[i].record().fingerprint == state)) ++i;
-        if (i == list_.size())
-            list_.push_back(format(new held_format(window_, role_, name, k.blocks[at], state)));
+        if (i == list_.size()) {
+            host_blocks blocks = k.blocks[at];
+            if (state != k.fingerprints[at]) blocks.dequantize = nullptr;  // it takes a plan or matrices
+            list_.push_back(format(new held_format(window_, role_, name, blocks, state)));
+        }
         return i;
     }
 

@@ -73,6 +73,7 @@ host_blocks host_blocks_of() {
     if constexpr (is_latent_pair<Pair>) {
         b.bytes = [](const block_shape& s) {
             constexpr int second = Pair::second_channels;
+            if (s.dim <= second) return std::size_t{0};  // of a layer without such blocks
             std::size_t bytes = block_bytes_of<S>({s.role, s.tokens, s.dim - second});
             if (second > 0) bytes += block_bytes_of<full<float16>>({s.role, s.tokens, second});
             return bytes;

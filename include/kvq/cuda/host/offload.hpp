@@ -43,6 +43,9 @@ struct cache_access {
         return -1;
     }
     static std::span<const layer_group> groups(const cache& gpu) noexcept { return gpu.groups_; }
+    static status check_statistics(const cache& gpu, std::string_view format, const cache_shape& of) {
+        return gpu.check_statistics(format, of);
+    }
     static status check(const kvq::cache& cpu, const cache& gpu) {
         if (!gpu.is_open()) return bad_value("the cache on the device is not open");
         const std::vector<layer>&a = cpu.layers(), &b = gpu.layers();
