@@ -13,6 +13,7 @@
 //            no page is due
 //   ragged   lengths are up to half a page shorter or longer: in most steps some sequence has a page due.
 //            Mean of 8 steps
+//   window   attend with a sliding window of 512 tokens
 //   trees    attend of 16 and 64 drafted tokens a sequence
 //   cache    kvq::cuda::cache of 32 layers: append and attend of a layer in a captured step, ragged lengths,
 //            begin_step() before every replay included. Mean of 64 steps
@@ -166,7 +167,7 @@ struct step_tensors {
 };
 
 struct step_times {
-    double step, early, attend, ragged, cache, draft16, draft64;
+    double step, early, attend, window, ragged, cache, draft16, draft64;
 };
 constexpr int model_layers = 32;
 
@@ -290,7 +291,7 @@ step_times time_real_step(const shape& s, bool planned) {
     std::byte* workspace = nullptr;
     BENCH_OK(cudaMalloc(&workspace, space));
     BENCH_OK(cudaMemset(workspace, 0, space));
-    const auto time = [&](bool stores, bool early) {
+    const auto time = [&](bool stores, bool early, int seen = 0) {
         const int launches = (std::max(16, layers) + model_layers - 1) / model_layers * model_layers;
         return bench::time_launches(launches, [&](int i, cudaStream_t stream) {
             const int layer = i % layers;
@@ -302,11 +303,11 @@ step_times time_real_step(const shape& s, bool planned) {
             if (stores)
                 bench::check(cuda::store_new_tokens(window.of_layer(layer), first.of_layer(layer), x.keys(),
                                                     x.values(), 1, nullptr, stream, {.early = early}));
-            bench::check(cuda::attend(cache_of(layer), x.query(), x.output(), {.early = early}, workspace,
-                                      space, stream));
+            bench::check(cuda::attend(cache_of(layer), x.query(), x.output(),
+                                      {.window = seen, .early = early}, workspace, space, stream));
         });
     };
-    step_times times{time(true, false), time(true, true), time(false, false), 0.0, 0.0, 0.0, 0.0};
+    step_times times{time(true, false), time(true, true), time(false, false), time(false, false, 512)};
     if constexpr (!wide) {
         times.draft16 = time_draft(s.batch, 16, layers, cache_of);
         times.draft64 = time_draft(s.batch, 64, layers, cache_of);
@@ -407,22 +408,23 @@ template <class Format>
         std::printf(
             "{\"op\": \"step\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
             "\"kv_heads\": %d, "
-            "\"head_dim\": %d, \"us\": %.2f, \"us_early\": %.2f, \"us_attend\": %.2f, \"us_ragged\": %.2f, "
+            "\"head_dim\": %d, \"us\": %.2f, \"us_early\": %.2f, \"us_attend\": %.2f, \"us_window\": %.2f, "
+            "\"us_ragged\": %.2f, "
             "\"us_cache\": %.2f, \"us_fp16\": %.2f, \"us_attend_fp16\": %.2f, \"us_ragged_fp16\": %.2f, "
             "\"us_torch\": %.2f, \"us_draft16\": %.2f, \"us_draft64\": %.2f, \"sinks\": %d, \"recent\": %d, "
             "\"launches\": 2}\n",
-            name, s.batch, s.tokens, q_heads, heads, dim, real.step, real.early, real.attend, real.ragged,
-            real.cache, full.step, full.attend, full.ragged, torch, real.draft16, real.draft64, sinks,
-            recent);
+            name, s.batch, s.tokens, q_heads, heads, dim, real.step, real.early, real.attend, real.window,
+            real.ragged, real.cache, full.step, full.attend, full.ragged, torch, real.draft16, real.draft64,
+            sinks, recent);
     else
         std::printf(
-            "real step  %-10s %2d/%-2d %4d x %6d: attend %7.1f us (fp16 %7.1f, %.2f x; torch %7.1f, %.2f x); "
-            "step "
+            "real step  %-10s %2d/%-2d %4d x %6d: attend %7.1f us (fp16 %7.1f, %.2f x; torch %7.1f, %.2f x), "
+            "window %7.1f us; step "
             "%7.1f us, early %7.1f us (fp16 %7.1f, %.2f x); ragged %7.1f us (fp16 %7.1f, %.2f x); cache "
             "%7.1f us; trees of 16 %7.1f us, of 64 %7.1f us\n",
             name, q_heads, heads, s.batch, s.tokens, real.attend, full.attend, full.attend / real.attend,
-            torch, torch / real.attend, real.step, real.early, full.step, full.step / real.early, real.ragged,
-            full.ragged, full.ragged / real.ragged, real.cache, real.draft16, real.draft64);
+            torch, torch / real.attend, real.window, real.step, real.early, full.step, full.step / real.early,
+            real.ragged, full.ragged, full.ragged / real.ragged, real.cache, real.draft16, real.draft64);
     std::fflush(stdout);
 }
 
