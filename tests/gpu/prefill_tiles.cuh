@@ -10,8 +10,8 @@ namespace test {
 constexpr int tile_tokens = 64;
 
 /// A tile of the first sequence from token `first` on, as half floats where octet_offset() says: by cells,
-/// then by octets. One_block: pages hold whole tiles, and are read by address.
-template <kvq::tensor Role, bool OneBlock, class Pair>
+/// then by octets.
+template <kvq::tensor Role, class Pair>
 __global__ void __launch_bounds__(32)
     tiles_kernel(const __grid_constant__ kvq::cuda::cache_ref<Pair> cache, int head, int first, uint4* out) {
     using namespace kvq::cuda::detail;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(32)
                          : -1;
     const auto tokens =
         kvq::cuda::detail::tile_tokens::of(first, kvq::detail::smaller(tile, length - first), page);
-    const blocks_in_memory<Role, Pair> all{cache, head};
+    const blocks_in_memory<Role, Pair> all{&cache, head};
     const auto move_out = [&](int number) {  // and leave NaN
         __syncwarp();
         for (int i = lane; i < bytes / 16; i += 32) {
@@ -44,35 +44,36 @@ __global__ void __launch_bounds__(32)
     }
     move_out(0);
     using octets = octet_batch<Role, Pair, key ? tile : dim>;
-    const auto by_octets = [&](const auto& source, const auto& those) {
-        for (int i = 0; i < strips; ++i)
-            for (int batch = 0; batch < octets::batches; ++batch) {
-                octets own_octets;
-                own_octets.fetch(source, those, i, batch, lane);
-                own_octets.store(source, to, those, table, i, batch, lane);
-            }
-    };
-    if constexpr (OneBlock) {
-        auto of_block = tokens;
-        of_block.first %= Pair::page_tokens;
-        by_octets(block_of_tile{tokens.any < 0 ? nullptr : cache.template block<Role>(tokens.any, head)},
-                  of_block);
-    } else {
-        by_octets(all, tokens);
+    // A warp's strips are every second one: from strip 0 or 1 on.
+    for (const int start : {0, 1}) {
+        const typename octets::lane_tile of_lane(cache, head, first, tokens.count, page, start, lane);
+        static_for<strips / 2>([&](auto number) {
+            constexpr int ahead = 2 * decltype(number)::value;
+            std::uint32_t places[4];
+            octets::places(places, to, start, lane);
+            if (of_lane.any())
+                static_for<octets::batches>([&](auto batch) {
+                    octets own_octets;
+                    own_octets.template fetch<ahead, decltype(batch)::value>(of_lane, lane);
+                    own_octets.template store<ahead, decltype(batch)::value>(places, table, lane);
+                });
+            octets::places(places, to, start + ahead, lane);
+            if (!key) octets::hide(places, of_lane.existing, lane);
+        });
     }
     move_out(1);
 }
 
-template <kvq::tensor Role, bool OneBlock, class Pair>
+template <kvq::tensor Role, class Pair>
 void check_tile(const quantized_batch<Pair>& batch, const device_batch<Pair>& device, int head, int first,
                 const char* name) {
     constexpr bool key = Role == kvq::tensor::key;
     constexpr std::size_t dim = Pair::head_dim, halves = tile_tokens * dim;
     device_buffer<std::uint16_t> out(2 * halves);
     out.poison();
-    CHECK(kvq::cuda::detail::launch("tiles_kernel", kvq::cuda::detail::overlap::no,
-                                    tiles_kernel<Role, OneBlock, Pair>, dim3(1), 32, 0, nullptr, device.ref,
-                                    head, first, reinterpret_cast<uint4*>(out.get())),
+    CHECK(kvq::cuda::detail::launch("tiles_kernel", kvq::cuda::detail::overlap::no, tiles_kernel<Role, Pair>,
+                                    dim3(1), 32, 0, nullptr, device.ref, head, first,
+                                    reinterpret_cast<uint4*>(out.get())),
           "%s: launch", name);
     const std::vector<std::uint16_t> got = out.download();
     std::size_t wrong = 0, nonzero = 0;
@@ -92,13 +93,12 @@ void check_tile(const quantized_batch<Pair>& batch, const device_batch<Pair>& de
     }
     const bool any =
         first < batch.lengths[0] && batch.table[static_cast<std::size_t>(first / Pair::page_tokens)] >= 0;
-    CHECK(wrong == 0 && (!any || nonzero > 0), "%s, %s from token %d%s: %zu numbers differ, %zu are not 0",
-          name, key ? "keys" : "values", first, OneBlock ? ", by address" : "", wrong, nonzero);
+    CHECK(wrong == 0 && (!any || nonzero > 0), "%s, %s from token %d: %zu numbers differ, %zu are not 0",
+          name, key ? "keys" : "values", first, wrong, nonzero);
 }
 
 template <class Pair>
 void check_tiles(rng& r, const char* name) {
-    constexpr int page = Pair::page_tokens;
     for (const bool holes : {false, true}) {
         quantized_batch<Pair> batch(r, 2, {uniform(r, 65, 260)});
         if (holes)
@@ -107,12 +107,8 @@ void check_tiles(rng& r, const char* name) {
         const device_batch<Pair> device(batch);
         for (int first = 0; first < batch.lengths[0]; first += tile_tokens) {
             const int head = uniform(r, 0, 1);
-            check_tile<kvq::tensor::key, false>(batch, device, head, first, name);
-            check_tile<kvq::tensor::value, false>(batch, device, head, first, name);
-            if constexpr (page % tile_tokens == 0) {
-                check_tile<kvq::tensor::key, true>(batch, device, head, first, name);
-                check_tile<kvq::tensor::value, true>(batch, device, head, first, name);
-            }
+            check_tile<kvq::tensor::key>(batch, device, head, first, name);
+            check_tile<kvq::tensor::value>(batch, device, head, first, name);
         }
     }
 }

@@ -265,6 +265,11 @@ inline std::uint32_t load_shared_4(std::uint32_t at) { return read_shared<std::u
 inline std::uint32_t load_shared_2(std::uint32_t at) { return read_shared<std::uint16_t>(at); }
 inline std::uint32_t load_shared_1(std::uint32_t at) { return read_shared<std::uint8_t>(at); }
 inline void store_shared_16(std::uint32_t at, const float4& v) { write_shared(at, v); }
+template <int Behind>
+inline void store_shared_4x16(const std::uint32_t (&at)[4], const std::uint32_t (&x)[4][4]) {
+    for (int i = 0; i < 4; ++i)
+        write_shared(at[i] + static_cast<std::uint32_t>(Behind), uint4{x[i][0], x[i][1], x[i][2], x[i][3]});
+}
 inline uint4 fetch_16(const uint4* from) { return *from; }
 template <class T>
 std::uint32_t fetch_word(const T* from) {

@@ -217,6 +217,21 @@ __device__ __forceinline__ void store_shared_16(std::uint32_t at, const float4& 
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
 }
+/// Four times 16 bytes, `Behind` bytes behind four places. One statement, so that each has registers of its
+/// own: a store reads them late, and whatever wrote the same ones again would wait for it.
+template <int Behind>
+__device__ __forceinline__ void store_shared_4x16(const std::uint32_t (&at)[4],
+                                                  const std::uint32_t (&x)[4][4]) {
+    asm volatile(
+        "st.shared.v4.b32 [%0+%20], {%4,%5,%6,%7};\n"
+        "st.shared.v4.b32 [%1+%20], {%8,%9,%10,%11};\n"
+        "st.shared.v4.b32 [%2+%20], {%12,%13,%14,%15};\n"
+        "st.shared.v4.b32 [%3+%20], {%16,%17,%18,%19};" ::"r"(at[0]),
+        "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(x[0][0]), "r"(x[0][1]), "r"(x[0][2]), "r"(x[0][3]),
+        "r"(x[1][0]), "r"(x[1][1]), "r"(x[1][2]), "r"(x[1][3]), "r"(x[2][0]), "r"(x[2][1]), "r"(x[2][2]),
+        "r"(x[2][3]), "r"(x[3][0]), "r"(x[3][1]), "r"(x[3][2]), "r"(x[3][3]), "n"(Behind)
+        : "memory");
+}
 /// Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8, and gets word
 /// i % 4 of row i / 4 of each.
 __device__ __forceinline__ uint4 load_matrices(std::uint32_t at) {
@@ -270,14 +285,16 @@ __device__ __forceinline__ uint4 fetch_four_words(const uint4* from) {
     return v;
 }
 
-/// Waits for a word that was fetched: behind a branch that is never taken, no later load comes earlier.
+/// Waits for a word that was fetched. No later load comes earlier and no earlier one later: the assembler
+/// takes it for a way out, which it is not, since a block has less than 2^24 bytes of shared memory.
 __device__ __forceinline__ void wait_for(std::uint32_t word) {
     asm volatile(
-        "{.reg .pred never;\n"
-        "setp.eq.u32 never, %0, 0x7fc0dead;\n"
-        "@!never bra there;\n"
-        "nanosleep.u32 0;\n"
-        "there:}\n" ::"r"(word)
+        "{.reg .pred never; .reg .u32 zero;\n"
+        "mov.u32 zero, %%dynamic_smem_size;\n"
+        "shr.u32 zero, zero, 24;\n"
+        "and.b32 zero, zero, %0;\n"
+        "setp.ne.u32 never, zero, 0;\n"
+        "@never exit;}\n" ::"r"(word)
         : "memory");
 }
 

@@ -10,23 +10,20 @@
 //
 // Per lane of a strip of 4-bit codes with half-float parameters: 4 loads, 8 stores, 64 fused multiply-adds of
 // two numbers, 56 instructions to unpack.
-// Contract: that of prefill_tile.cuh, and the same numbers.
+// Contract: that of prefill_tile.cuh, and the same numbers; hide() comes after all strips of a tile of values
+// that lacks tokens.
 #pragma once
 
 #include "prefill_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// The block that holds all tokens of a tile, by its address: null if it is not held. Tokens of a tile are
-/// counted from the block's first one.
+/// The block that holds all tokens of a tile, by its address. Tokens of a tile are counted from the block's
+/// first one.
 struct block_of_tile {
     const std::byte* at;
 
     __device__ __forceinline__ int page(const tile_tokens&, int) const { return 0; }
-    __device__ __forceinline__ bool any(const tile_tokens&) const { return at != nullptr; }
-    __device__ __forceinline__ std::uint32_t existing(const tile_tokens& tile, int first) const {
-        return at == nullptr ? 0u : existing_columns(tile.count - first);
-    }
     __device__ __forceinline__ block_in_memory block(int, int) const { return {at}; }
 };
 
@@ -80,113 +77,218 @@ struct octet_batch {
     [[no_unique_address]] std::conditional_t<row_parameters, set_type[cells_of_batch], nothing> of_rows;
     std::uint32_t token_scale[row_token_scales ? cells_of_batch : 1];
 
-    __device__ __forceinline__ static int first_row(int strip, int batch) {
-        return (key ? 0 : strip / 2 * 64) + batch * 32;
-    }
-    __device__ __forceinline__ static int first_column(int strip) { return (key ? strip : strip % 2) * 32; }
+    static constexpr bool one_block = page % 64 == 0;  // that has all tokens of a tile
+    static constexpr int blocks = key && !one_block ? 2 : 1, planes = traits::plane_count;
+    using source_type = std::conditional_t<one_block, block_of_tile, blocks_in_memory<Role, Pair>>;
 
-    /// Batch `batch` of a strip. Source: block_of_tile or blocks_in_memory.
-    template <class Source>
-    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int strip, int batch,
-                                          int lane) {
-        if (!source.any(tile)) {
-            *this = {};
-            return;
+    /// What a lane reads of a tile, from one of its strips on; found once a tile.
+    struct lane_tile {
+        tile_tokens tokens;
+        source_type source;
+        const std::byte* words[planes][blocks];  // of the lane's rows and columns
+        const std::byte* parameters[blocks];     // direct: of the lane's columns, scales before biases
+        unsigned token[blocks];                  // of the block: the first of 32 of the tile, or of its 16
+        unsigned row, column;                    // of the strip
+        std::uint32_t existing = 0xffffffffu;    // values: bit i, is column i of the strip there?
+
+        /// `count` tokens from `first` on of a part. page_number: as in tile_tokens.
+        __device__ __forceinline__ lane_tile(const cache_ref<Pair>& cache, int head, int first, int count,
+                                             int page_number, int strip, int lane)
+            : tokens(tile_tokens::of(page == 64  ? 0
+                                     : one_block ? first % page
+                                                 : first,
+                                     count, page_number)),
+              source([&] {
+                  if constexpr (one_block)
+                      return block_of_tile{
+                          cache.template block<Role>(kvq::detail::larger(tokens.any, 0), head)};
+                  else
+                      return blocks_in_memory<Role, Pair>{&cache, head};
+              }()),
+              row(first_row(strip)),
+              column(first_column(strip)) {
+            const unsigned lane_row = lane & 28;
+#pragma unroll
+            for (int i = 0; i < blocks; ++i) {
+                const int first_in_tile = key ? 32 * i : static_cast<int>(column);
+                const int own = first_in_tile + (key ? lane & 28 : (lane & 3) * 8);
+                const std::byte* const block = source.block(source.page(tokens, own), own).at;
+                token[i] = page % 32 == 0 ? static_cast<unsigned>(tokens.first + first_in_tile) % page : 0;
+                static_for<planes>([&](auto plane) {
+                    constexpr int p = decltype(plane)::value;
+                    const unsigned line = (key ? column : token[i]) / columns_of_line(p) +
+                                          (key ? lane_column(lane) : lane_token(lane)) / columns_of_line(p);
+                    words[p][i] = block + ((key ? token[i] : row) * cells::row_words +
+                                           (key ? lane_token(lane) : lane_row) + line * height) *
+                                              4;
+                });
+                parameters[i] =
+                    block + (key ? token[i] / group * cells::shape.dim + column + lane_column(lane)
+                                 : row / group * page + token[i] + lane_token(lane)) *
+                                2;
+            }
+            if constexpr (!key) {
+                if constexpr (one_block)
+                    existing = any() ? existing_columns(tokens.count - static_cast<int>(column)) : 0;
+                else
+                    existing = source.existing(tokens, static_cast<int>(column));
+            }
         }
-        const int row = first_row(strip, batch), column = first_column(strip);
-        // What a lane adds to numbers that all lanes share, which are multiples of 32.
-        const int lane_row = lane & 28, lane_column = (lane & 3) * 8;
-        const int lane_token = (key ? lane_row : lane_column) % kvq::detail::smaller(page, 32);
+        /// Bit i: are tokens 16 i on held?
+        __device__ __forceinline__ unsigned held() const {
+            if constexpr (one_block)
+                return any() ? 0xfu : 0u;
+            else
+                return __ballot_sync(0xffffffffu, tokens.page >= 0);
+        }
+        /// Is any of its tokens held?
+        __device__ __forceinline__ bool any() const { return tokens.any >= 0; }
+        /// Goes to the strip so many channels further.
+        template <int Channels>
+        __device__ __forceinline__ void next() {
+            const unsigned number = key ? Channels : ((row + Channels) / group - row / group) * page;
+            (key ? column : row) += Channels;
+            static_for<planes>([&](auto plane) {
+                constexpr int p = decltype(plane)::value;
+#pragma unroll
+                for (int i = 0; i < blocks; ++i)
+                    words[p][i] +=
+                        key ? Channels / columns_of_line(p) * height * 4 : Channels * cells::row_words * 4;
+            });
+#pragma unroll
+            for (int i = 0; i < blocks; ++i) parameters[i] += number * 2;
+        }
+    };
+
+    /// Batch `Batch` of the strip `Ahead` strips behind that of the tile; Ahead: an even number. What the
+    /// compiler knows becomes part of instructions.
+    template <int Ahead, int Batch>
+    __device__ __forceinline__ void fetch(const lane_tile& tile, int lane) {
+        const unsigned row = tile.row, column = tile.column;
+        constexpr int behind_rows = key ? 0 : Ahead * 32, behind_columns = key ? Ahead * 32 : 0;
 #pragma unroll
         for (int i = 0; i < cells_of_batch; ++i) {
-            const int first_in_tile = key ? row + 32 * i : column;
-            const int token = page % 32 == 0 ? (tile.first + first_in_tile) % page : 0;
-            const int token_in_tile = first_in_tile + (key ? lane_row : lane_column);
-            const auto block = source.block(source.page(tile, token_in_tile), token_in_tile);
-            const int block_row = key ? token : row + 32 * i, block_column = key ? column : token;
-            const auto at = block.from(
-                static_cast<std::size_t>((block_row * cells::row_words + (key ? lane_token : lane_row)) * 4));
-            static_for<traits::plane_count>([&](auto plane) {
-                constexpr int p = decltype(plane)::value, per = traits::units_per_word(p);
-                constexpr int columns_of_line = full ? 2 : 4 * per;
-                const int line = traits::first_line(p, cells::columns / 4) + block_column / columns_of_line +
-                                 (key ? lane_column : lane_token) / columns_of_line;
+            const int cell = Batch * cells_of_batch + i, own_block = blocks == 2 ? cell : 0;
+            const int cell_rows = blocks == 2 ? 0 : 32 * cell;
+            static_for<planes>([&](auto plane) {
+                constexpr int p = decltype(plane)::value;
+                const int behind =
+                    (behind_rows + cell_rows) * cells::row_words +
+                    (traits::first_line(p, cells::columns / 4) + behind_columns / columns_of_line(p)) *
+                        height;
 #pragma unroll
                 for (int k = 0; k < plane_lines(p); ++k)
-                    word[i][local_line(p) + k] = at.four((line + k) * height * 4);
+                    word[i][local_line(p) + k] =
+                        block_in_memory{tile.words[p][own_block]}.four((behind + k * height) * 4);
             });
             if constexpr (direct) {
                 if (i % cells_of_set == 0) {
-                    const int number = key ? token / group * cells::shape.dim + column + lane_column
-                                           : (row + 32 * i) / group * page + token + lane_token;
-                    const auto own = block.from(static_cast<std::size_t>(number * 2));
+                    // So many sets behind those of the tile's strip; known to the compiler where groups are
+                    // parts of 64, or 64 parts of them.
+                    const unsigned token = tile.token[own_block];
+                    const unsigned sets_behind =
+                        64 % group == 0 ? (key ? cell_rows : behind_rows + 32 * cell) / group
+                        : key           ? (token + cell_rows) / group - token / group
+                                        : (row + behind_rows + 32 * cell) / group - row / group;
+                    const block_in_memory own{tile.parameters[own_block] +
+                                              sets_behind * (key ? cells::shape.dim : page) * 2};
                     shared[i / cells_of_set][0] =
-                        own.four(static_cast<int>(traits::scale_offset(cells::shape)));
+                        own.four(static_cast<int>(traits::scale_offset(cells::shape)) + behind_columns * 2);
                     if constexpr (traits::has_bias)
-                        shared[i / cells_of_set][1] =
-                            own.four(static_cast<int>(traits::bias_offset(cells::shape)));
+                        shared[i / cells_of_set][1] = own.four(
+                            static_cast<int>(traits::bias_offset(cells::shape)) + behind_columns * 2);
                 }
             }
             // What goes through the table: a lane has a column or a row.
+            const int tile_row = static_cast<int>(row) + behind_rows + 32 * cell,
+                      tile_column = static_cast<int>(column) + behind_columns;
             if constexpr (column_parameters && !direct)
                 if (i % cells_of_set == 0)
 #pragma unroll
                     for (int t = 0; t < tables; ++t)
-                        load_set(of_columns[i / cells_of_set][t], source, tile,
-                                 key ? row + 32 * i + t * slice_tokens : column + lane,
-                                 key ? column + lane : row + 32 * i);
+                        load_set(of_columns[i / cells_of_set][t], tile.source, tile.tokens,
+                                 key ? tile_row + t * slice_tokens : tile_column + lane,
+                                 key ? tile_column + lane : tile_row);
             if constexpr (row_parameters)
-                load_set(of_rows[i], source, tile, key ? row + 32 * i + lane : column,
-                         key ? column : row + 32 * i + lane);
+                load_set(of_rows[i], tile.source, tile.tokens, key ? tile_row + lane : tile_column,
+                         key ? tile_column : tile_row + lane);
             if constexpr (row_token_scales)
-                token_scale[i] = cells::stored_token_scale(source, tile, row + 32 * i + lane);
+                token_scale[i] = cells::stored_token_scale(tile.source, tile.tokens, tile_row + lane);
         }
-        if constexpr (token_scales) token_scale[0] = cells::stored_token_scale(source, tile, column + lane);
+        if constexpr (token_scales)
+            token_scale[0] =
+                cells::stored_token_scale(tile.source, tile.tokens, static_cast<int>(column) + lane);
     }
 
     /// Waits until what was fetched is there. To be called before the next batch is asked for: one counter of
     /// a warp has the loads of both, and would be waited for until all of them are there.
     __device__ __forceinline__ void wait() const { wait_for(word[cells_of_batch - 1][lines - 1].w); }
 
-    /// Dequantizes what was fetched to the tile at `to`; `table`: of this warp.
-    template <class Source>
-    __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
-                                          std::uint32_t table, int strip, int batch, int lane) const {
-        const int row = first_row(strip, batch), column = first_column(strip), octet = lane & 3;
-        std::uint32_t existing = 0xffffffffu;
-        if constexpr (!key) existing = source.existing(tile, column);
-        // octet_offset() of the first of four rows: tiles start on 128 bytes, and the next rows flip bits.
-        const int lane_place = (lane & 28) * 128 + (((lane & 3) ^ (lane & 4)) << 4);
-        const std::uint32_t place = to + static_cast<std::uint32_t>(column / 64 * (Stride * 128) + row * 128 +
-                                                                    (lane_place ^ column % 64 * 2));
+    /// Where a lane's four rows of a strip stand in the tile at `to`: octet_offset(). Tiles start on 128
+    /// bytes, and the next rows flip bits.
+    __device__ __forceinline__ static void places(std::uint32_t (&place)[4], std::uint32_t to, int strip,
+                                                  int lane) {
+        const unsigned column = first_column(strip), own = lane & 31;
+        const unsigned lane_place = ((own & 28) * 128 + ((own & 3) ^ (own & 4)) * 16) ^ column % 64 * 2;
 #pragma unroll
-        for (int set = 0; set < sets; ++set) {
+        for (unsigned j = 0; j < 4; ++j)
+            place[j] =
+                to + column / 64 * (Stride * 128) + first_row(strip) * 128 + (lane_place ^ j * 16) + j * 128;
+    }
+    /// Zeros in place of what does not exist of a strip of values: its bytes may be no numbers. existing:
+    /// that of the tile.
+    __device__ __forceinline__ static void hide(const std::uint32_t (&place)[4], std::uint32_t existing,
+                                                int lane) {
+        existing >>= (lane & 3) * 8;
+        const auto shown = [existing](std::uint32_t number, int k) {
+            return __uint_as_float(number & ((existing >> 2 * k & 1u ? 0xffffu : 0u) |
+                                             (existing >> 2 * k & 2u ? 0xffff0000u : 0u)));
+        };
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (unsigned at : {place[j], place[j] + 32 * 128}) {
+                const uint4 x = load_shared_16(at);
+                store_shared_16(at, {shown(x.x, 0), shown(x.y, 1), shown(x.z, 2), shown(x.w, 3)});
+            }
+    }
+    /// Dequantizes what was fetched, of a strip `Ahead` strips behind that of the places. `table`: of this
+    /// warp.
+    template <int Ahead, int Batch>
+    __device__ __forceinline__ void store(const std::uint32_t (&place)[4], std::uint32_t table,
+                                          int lane) const {
+        constexpr int behind = key ? Ahead / 2 * (Stride * 128) : Ahead * 32 * 128;
+        static_for<sets>([&](auto of_set) {
+            constexpr int set = decltype(of_set)::value;
             if constexpr (has_table) {
                 __syncwarp();
                 fill_table(table, set, lane);
                 __syncwarp();
             }
-            octet_parameters columns = of_octet(table, set, lane);
-            if (!key && existing != 0xffffffffu) hide(columns, existing >> octet * 8);
-#pragma unroll
-            for (int i = 0; i < cells_of_set; ++i) {
-                const int cell = set * cells_of_set + i;
+            const octet_parameters columns = of_octet(table, set, lane);
+            static_for<cells_of_set>([&](auto of_cell) {
+                constexpr int i = decltype(of_cell)::value, cell = set * cells_of_set + i;
                 const row_parameters_of_four rows = of_rows_of_lane(table, i, lane);
-                static_for<4>([&](auto number) {
-                    constexpr int j = decltype(number)::value;
-                    std::uint32_t x[4];
-                    row_of(cell, j, lane, columns, rows, x);
-                    if constexpr (!key && !column_parameters && !token_scales)
-                        if (existing != 0xffffffffu) hide_all(x, existing >> octet * 8);
-                    store_shared_16((place ^ (j * 16u)) + static_cast<std::uint32_t>((cell * 32 + j) * 128),
-                                    {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
-                                     __uint_as_float(x[3])});
-                });
-            }
-        }
+                std::uint32_t x[4][4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) row_of(cell, j, lane, columns, rows, x[j]);
+                store_shared_4x16<behind + (Batch * cells_of_batch + cell) * 32 * 128>(place, x);
+            });
+        });
     }
 
 private:
+    KVQ_HD static constexpr int columns_of_line(int plane) {
+        return full ? 2 : 4 * traits::units_per_word(plane);
+    }
+    __device__ __forceinline__ static unsigned lane_column(int lane) { return (lane & 3) * 8; }
+    __device__ __forceinline__ static unsigned lane_token(int lane) {
+        return (key ? lane & 28 : (lane & 3) * 8) % kvq::detail::smaller(page, 32);
+    }
+    __device__ __forceinline__ static unsigned first_row(unsigned strip) { return key ? 0 : strip / 2 * 64; }
+    __device__ __forceinline__ static unsigned first_column(unsigned strip) {
+        return (key ? strip : strip % 2) * 32;
+    }
     template <class Set, class Source>
     __device__ __forceinline__ static void load_set(Set& set, const Source& source, const tile_tokens& tile,
                                                     int token_in_tile, int channel) {
@@ -247,25 +349,6 @@ private:
         }
         if constexpr (row_token_scales) p.token_scale = load_shared_8(at + 192);
         return p;
-    }
-    /// Numbers of tokens that do not exist are zero; their bytes may be no numbers. existing: bit i, does
-    /// column i of the octet exist?
-    __device__ __forceinline__ static void hide_all(std::uint32_t (&x)[4], std::uint32_t existing) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            x[k] &= (existing >> 2 * k & 1u ? 0xffffu : 0u) | (existing >> 2 * k & 2u ? 0xffff0000u : 0u);
-    }
-    __device__ __forceinline__ static void hide(uint4& v, std::uint32_t existing) {
-        std::uint32_t x[4] = {v.x, v.y, v.z, v.w};
-        hide_all(x, existing);
-        v = {x[0], x[1], x[2], x[3]};
-    }
-    __device__ __forceinline__ static void hide(octet_parameters& p, std::uint32_t existing) {
-        if constexpr (column_parameters) {
-            hide(p.scale, existing);
-            if constexpr (traits::has_bias) hide(p.bias, existing);
-        }
-        if constexpr (token_scales) hide(p.token_scale, existing);
     }
     /// Row j of a lane's four.
     __device__ __forceinline__ void row_of(int cell, int j, int lane, const octet_parameters& columns,

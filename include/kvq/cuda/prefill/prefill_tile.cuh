@@ -81,7 +81,7 @@ __device__ __forceinline__ std::uint32_t existing_columns(int count) {
 template <tensor Role, class Pair>
 struct blocks_in_memory {
     static constexpr bool shared = false;
-    const cache_ref<Pair>& cache;
+    const cache_ref<Pair>* cache;
     int head;
 
     /// The page to read for a token of a tile, if there is any.
@@ -98,7 +98,7 @@ struct blocks_in_memory {
     }
 
     __device__ __forceinline__ block_in_memory block(int number, int) const {
-        return {cache.template block<Role>(number, head)};
+        return {cache->template block<Role>(number, head)};
     }
 };
 

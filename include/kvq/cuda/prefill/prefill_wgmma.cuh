@@ -105,7 +105,9 @@ private:
             if (leads && first + tile < range.end) ask(part.cache, next_page, read + 1);
             const int count = kvq::detail::smaller(tile, range.end - first);
             const wgmma_stage s = next_stage();
-            if (leads) note_tile(s, part.cache.first_token + first, count, page, sinks);
+            if (key && leads)
+                note_tile(s, part.cache.first_token + first, count, __ballot_sync(0xffffffffu, page >= 0),
+                          sinks);
             own_cells<pair> cells(channel);
             dequantize(cells, part.cache, first, count - place.rank * half_tile, page, s);
             share(s);
@@ -113,11 +115,10 @@ private:
             next_page = page_behind;
         }
     }
-    /// What consumers must know of a tile of pages. page: of lane i, of tokens 16 i on.
-    __device__ __forceinline__ void note_tile(const wgmma_stage& s, int position, int count, int page,
+    /// What consumers must know of a tile of pages. held: bit i, are tokens 16 i on?
+    __device__ __forceinline__ void note_tile(const wgmma_stage& s, int position, int count, unsigned held,
                                               bool sinks) const {
-        if (!key) return;
-        const int slices = static_cast<int>(__ballot_sync(0xffffffffu, page >= 0));
+        const int slices = static_cast<int>(held);
         const tile_note note{position, count, slices, a.cut(block, position, count, slices, sinks, tile)};
         if (lane == 0) note.store(s.note);
     }
@@ -129,67 +130,80 @@ private:
         copy_new_tile<Role, key ? tile : channels, key ? channels : tile, role_warps>(
             from, block.kv_head, first, count, own_half(s), warp, lane);
     }
-    /// All tiles of a part. Two batches of words a round: those of one are under way while the other is
-    /// dequantized. There are no registers for the addresses of more. Without clusters, batches are waited
-    /// for one by one, and the next tile's blocks come to the second-level cache; with them, both cost time.
+    /// All tiles of a part. The words of a batch are under way while the one before is dequantized; blocks of
+    /// the next tile come to the second-level cache.
     template <class Part>
     __device__ __forceinline__ void wide_pages(const Part& part, const token_range& range, bool sinks) {
         using pair = typename Part::pair_type;
         using octets = octet_batch<Role, pair, key ? tile : Dim>;
-        constexpr int strips = 2 / octets::batches;  // of a round
-        constexpr int unit_rounds = shape::passes / strips, tile_rounds = shape::units * unit_rounds;
-        constexpr bool one_block = pair::page_tokens % tile == 0;  // that has all tokens of a tile
+        constexpr int count = shape::passes * octets::batches;  // of a unit
+        static_assert(count % 2 == 0 && role_warps % 2 == 0);
         const auto page_at = [&](int first) {
             return page_of_lane(part, block.sequence, first, range.end, tile, lane);
         };
-        const auto tokens_at = [&](int first, int page) {
-            return tile_tokens::of(one_block ? first % pair::page_tokens : first,
-                                   kvq::detail::smaller(tile, range.end - first), page);
+        const int strip = place.rank * shape::share + warp;  // the first of every unit
+        int first = range.first, unit = 0;
+        const auto tile_of = [&](int page) {
+            return
+                typename octets::lane_tile(part.cache, block.kv_head, first,
+                                           kvq::detail::smaller(tile, range.end - first), page, strip, lane);
         };
-        const auto source_of = [&](const tile_tokens& those) {
-            if constexpr (one_block)
-                return block_of_tile{
-                    those.any < 0 ? nullptr : part.cache.template block<Role>(those.any, block.kv_head)};
-            else
-                return blocks_in_memory<Role, pair>{part.cache, block.kv_head};
+        // Numbers of pages are asked for two tiles ahead.
+        auto own = tile_of(page_at(first));
+        int next_page = page_at(first + tile), page_behind = -1;
+        octets batches[2];
+        const auto fetch_first = [&] {
+            if (first < range.end && own.any()) batches[0].template fetch<0, 0>(own, lane);
         };
-        const int own_first = place.rank * shape::share + warp;  // of every unit
-        tile_tokens tokens = tokens_at(range.first, page_at(range.first));
-        auto source = source_of(tokens);
-        int next_page = page_at(range.first + tile), round = 0;
-        octets one, two;
-        one.fetch(source, tokens, own_first, 0, lane);
-        wgmma_stage s{};
-#pragma unroll 1
-        for (int first = range.first; first < range.end;) {
-            const int unit = round / unit_rounds, strip = round * (strips * role_warps) + own_first;
-            const int second = strip + (strips - 1) * role_warps;
-            if (round % unit_rounds == 0) s = next_stage();
-            if (warp == 0 && round == 0)
-                note_tile(s, part.cache.first_token + first, tokens.count, tokens.page, sinks);
-            const std::uint32_t to =
-                (key ? s.keys : s.values) - static_cast<std::uint32_t>(unit * memory::unit_bytes);
-            if constexpr (shape::cluster == 1) {
-                if (warp == role_warps - 1 && round == 0) prefetch_blocks(part.cache, next_page);
-                one.wait();
-            }
-            two.fetch(source, tokens, second, octets::batches - 1, lane);
-            one.store(source, to, tokens, table(), strip, 0, lane);
-            const bool last = round + 1 == tile_rounds;
-            const tile_tokens now = tokens;
-            const auto own_source = source;
-            if (last) {
+        const auto next_unit = [&] {
+            if (++unit < shape::units) {
+                own.template next<shape::unit_channels>();
+            } else {
+                unit = 0;
                 first += tile;
-                tokens = tokens_at(first, next_page);
-                if constexpr (one_block) source = source_of(tokens);
-                next_page = page_at(first + tile);
+                own = tile_of(next_page);
+                next_page = page_behind;
             }
-            if constexpr (shape::cluster == 1) two.wait();
-            if (first < range.end)
-                one.fetch(source, tokens, last ? own_first : strip + strips * role_warps, 0, lane);
-            two.store(own_source, to, now, table(), second, octets::batches - 1, lane);
-            if (round % unit_rounds == unit_rounds - 1) share(s);
-            round = last ? 0 : round + 1;
+            fetch_first();
+        };
+        fetch_first();
+#pragma unroll 1
+        while (first < range.end) {
+            if (unit == 0) page_behind = page_at(first + 2 * tile);
+            const wgmma_stage s = next_stage();
+            if (unit == 0) {
+                if (key && warp == 0)
+                    note_tile(s, part.cache.first_token + first, own.tokens.count, own.held(), sinks);
+                if (shape::cluster == 1 && warp == role_warps - 1) prefetch_blocks(part.cache, next_page);
+            }
+            const std::uint32_t existing = own.existing;
+            if (own.any()) {
+                std::uint32_t places[4];
+                octets::places(places, key ? s.keys : s.values, strip, lane);
+                static_for<count>([&](auto number) {
+                    constexpr int n = decltype(number)::value, next = n + 1;
+                    batches[n % 2].wait();
+                    if constexpr (next < count)
+                        batches[next % 2]
+                            .template fetch<next / octets::batches * role_warps, next % octets::batches>(
+                                own, lane);
+                    else
+                        next_unit();
+                    wait_for(places[0]);  // the loads come before what follows
+                    batches[n % 2].template store<n / octets::batches * role_warps, n % octets::batches>(
+                        places, table(), lane);
+                });
+            } else {
+                next_unit();
+            }
+            if (!key && existing != 0xffffffffu)
+#pragma unroll 1
+                for (int pass = 0; pass < shape::passes; ++pass) {
+                    std::uint32_t places[4];
+                    octets::places(places, s.values, strip + pass * role_warps, lane);
+                    octets::hide(places, existing, lane);
+                }
+            share(s);
         }
     }
     /// Blocks of the next tile to the second-level cache. page: of lane i, of its tokens 16 i on.
@@ -269,7 +283,7 @@ private:
         } else {
             const int own_page =
                 __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / slice_tokens));
-            dequantize_from(cells, blocks_in_memory<Role, Pair>{cache, block.kv_head},
+            dequantize_from(cells, blocks_in_memory<Role, Pair>{&cache, block.kv_head},
                             tile_tokens::of(first + place.rank * half_tile, count,
                                             lane < half_tile / slice_tokens ? own_page : -1),
                             s);
@@ -465,7 +479,9 @@ __global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>)
     const prefill_block block(a, shape::cluster_rows, static_cast<int>(blockIdx.x) / shape::cluster,
                               static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
     if (block.empty()) return;
-    const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+    // By a shuffle, what depends on the warp is known to be the same for all lanes.
+    const int warp = shape::wide ? __shfl_sync(0xffffffffu, thread / 32, 0) : thread / 32;
     if (thread == 0) {
         constexpr int arrivals = shape::cluster * shape::consumer_warps;  // at what is free
         for (int i = 0; i < memory::stages; ++i) {
