@@ -98,7 +98,7 @@ TEST_CASE("queries attend to the tokens of their lists, as masks show them") {
                                                               format_of<kvq::full<kvq::bfloat16>>(),
                                                               format_of<kvq::full<float>>()});
         const std::vector<kvq::format> some = {
-            format_of<kvq::int8>(), format_of<kvq::full<float>>(),
+            format_of<kvq::int8>(), format_of<kvq::full<float>>(), format_of<kvq::float_rows<kvq::e4m3>>(),
             kvq::with_bounds(format_of<kvq::affine<8, kvq::per_channel<>>>()),
             format_of<test::product_scheme<7>>()};
         options.keys.push_back(random.pick(some));

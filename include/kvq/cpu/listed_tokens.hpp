@@ -210,6 +210,8 @@ void dequantize_tokens(const Scheme& scheme, const block_shape& shape, const blo
     } else if constexpr (plain_codec<Scheme>.content == block_content::codes) {
         listed_codes<Backend, Scheme> from(scheme, shape, id, block, scratch);
         for (int i = 0; i < n; ++i) from.read(tokens[i], out + i * stride);
+    } else if constexpr (rows_of_floats<Scheme>) {
+        for (int i = 0; i < n; ++i) Scheme::dequantize_token(shape, block, tokens[i], out + i * stride);
     } else {
         scheme.dequantize(shape, id, block, scratch);
         for (int i = 0; i < n; ++i)

@@ -67,11 +67,13 @@ struct float_rows {
     }
 
     void dequantize(const block_shape& s, block_id, const std::byte* block, float* values) const {
-        const std::byte* const scales = block + scale_offset(s);
-        for (int t = 0; t < s.tokens; ++t, values += s.dim, block += s.dim) {
-            const auto scale = detail::load_as<float>(scales + static_cast<std::size_t>(t) * sizeof(float));
-            for (int c = 0; c < s.dim; ++c) values[c] = value_of(detail::load_as<Code>(block + c), scale);
-        }
+        for (int t = 0; t < s.tokens; ++t) dequantize_token(s, block, t, values + std::ptrdiff_t{t} * s.dim);
+    }
+    static void dequantize_token(const block_shape& s, const std::byte* block, int token, float* values) {
+        const auto at = static_cast<std::size_t>(token);
+        const auto scale = detail::load_as<float>(block + scale_offset(s) + at * sizeof(float));
+        block += at * static_cast<std::size_t>(s.dim);
+        for (int c = 0; c < s.dim; ++c) values[c] = value_of(detail::load_as<Code>(block + c), scale);
     }
 };
 
