@@ -73,14 +73,13 @@ int main(int argc, char** argv) {
                                token_view<const float16>(v, prompt, kv_heads, dim), stream));
     }
 
-    // A decode step behind begin_step(): two launches a layer, which find everything else on the device.
+    // A decode step behind begin_step(): a launch a layer, which finds everything else on the device.
     const auto decode = [&] {
-        for (int layer = 0; layer < layers; ++layer) {
-            check(cache.append(layer, token_view<const float16>(k, batch, kv_heads, dim),
-                               token_view<const float16>(v, batch, kv_heads, dim), stream));
-            check(cache.attend(layer, token_view<const float16>(q, batch, q_heads, dim),
+        for (int layer = 0; layer < layers; ++layer)
+            check(cache.attend(layer, token_view<const float16>(k, batch, kv_heads, dim),
+                               token_view<const float16>(v, batch, kv_heads, dim),
+                               token_view<const float16>(q, batch, q_heads, dim),
                                token_view<float16>(out, batch, q_heads, dim), {.early = true}, stream));
-        }
     };
     cudaGraphExec_t replay = nullptr;
     std::uint64_t captured = 0;

@@ -6,17 +6,17 @@
 // (key_plans.cuh). With -DHEAD_DIM=256 or 512: heads of a model that has such layers, without trees and
 // kvq::cuda::cache.
 // Real steps: sequences with 4 sinks and a recent window of 128 tokens in 16 bit, everything else quantized;
-// `store_new_tokens` of one token per sequence and `attend`, two launches a layer, and `commit_due_pages`
-// once per step of 32 layers, against `store` and `attend` of 16-bit pages of the same lengths. Times are
-// those of a layer, the 32nd part of a commit included.
+// `attend` that stores one token per sequence as well, a launch a layer, and `commit_due_pages` once per step
+// of 32 layers, against `store` and `attend` of 16-bit pages of the same lengths. Times are those of a layer,
+// the 32nd part of a commit included. "two": `store_new_tokens` and `attend`, two launches a layer.
 //   equal    lengths are the largest not above those of the shape with a page half filled behind the window:
 //            no page is due
 //   ragged   lengths are up to half a page shorter or longer: in most steps some sequence has a page due.
 //            Mean of 8 steps
 //   window   attend with a sliding window of 512 tokens
 //   trees    attend of 16 and 64 drafted tokens a sequence
-//   cache    kvq::cuda::cache of 32 layers: append and attend of a layer in a captured step, ragged lengths,
-//            begin_step() before every replay included. Mean of 64 steps
+//   cache    kvq::cuda::cache of 32 layers: attend of a layer that appends as well in a captured step, ragged
+//            lengths, begin_step() before every replay included. Mean of 64 steps
 // "early" is attention_options::early; ratios are those of such steps. Heads: 32 of queries over 8, 64 over
 // 8, 32 over 32.
 // FILE: times of torch_sdpa.py, which are for the shape's round number of tokens. Then (not with --quick)
@@ -167,7 +167,7 @@ struct step_tensors {
 };
 
 struct step_times {
-    double step, early, attend, window, ragged, cache, draft16, draft64;
+    double step, early, two, attend, window, ragged, cache, draft16, draft64;
 };
 constexpr int model_layers = 32;
 
@@ -218,7 +218,7 @@ step_times time_full_pages(const shape& s, int page) {
         });
     };
     set_lengths(std::vector<int>(static_cast<std::size_t>(s.batch), s.tokens));
-    step_times times{time(true), 0.0, time(false), 0.0, 0.0, 0.0, 0.0};
+    step_times times{.step = time(true), .attend = time(false)};
     for (int draw = 0; draw < ragged_draws; ++draw) {
         set_lengths(ragged_lengths(s.batch, s.tokens, page, draw));
         times.ragged += time(true) / ragged_draws;
@@ -291,30 +291,42 @@ step_times time_real_step(const shape& s, bool planned) {
     std::byte* workspace = nullptr;
     BENCH_OK(cudaMalloc(&workspace, space));
     BENCH_OK(cudaMemset(workspace, 0, space));
-    const auto time = [&](bool stores, bool early, int seen = 0) {
+    enum class kind { attends, stores_and_attends, two_launches };
+    const auto time = [&](kind what, bool early, int seen = 0) {
         const int launches = (std::max(16, layers) + model_layers - 1) / model_layers * model_layers;
         return bench::time_launches(launches, [&](int i, cudaStream_t stream) {
             const int layer = i % layers;
-            if (stores && i % model_layers == 0)
+            if (what != kind::attends && i % model_layers == 0)
                 bench::check(
                     cuda::commit_due_pages(std::span<const cuda::cache_ref<Format>>(quantized_layers),
                                            std::span<const cuda::cache_ref<window_format>>(window_layers),
                                            recent, 1, nullptr, stream));
-            if (stores)
+            if (what == kind::stores_and_attends) {
+                bench::check(cuda::attend(cache_of(layer),
+                                          cuda::new_token_rows<float16>{x.keys(), x.values()}, x.query(),
+                                          x.output(), {.early = early}, workspace, space, stream));
+                return;
+            }
+            if (what == kind::two_launches)
                 bench::check(cuda::store_new_tokens(window.of_layer(layer), first.of_layer(layer), x.keys(),
                                                     x.values(), 1, nullptr, stream, {.early = early}));
             bench::check(cuda::attend(cache_of(layer), x.query(), x.output(),
                                       {.window = seen, .early = early}, workspace, space, stream));
         });
     };
-    step_times times{time(true, false), time(true, true), time(false, false), time(false, false, 512)};
+    constexpr kind step = kind::stores_and_attends;
+    step_times times{.step = time(step, false),
+                     .early = time(step, true),
+                     .two = time(kind::two_launches, true),
+                     .attend = time(kind::attends, false),
+                     .window = time(kind::attends, false, 512)};
     if constexpr (!wide) {
         times.draft16 = time_draft(s.batch, 16, layers, cache_of);
         times.draft64 = time_draft(s.batch, 64, layers, cache_of);
     }
     for (int draw = 0; draw < ragged_draws; ++draw) {
         x.set_lengths(ragged_lengths(s.batch, s.tokens, page, draw));
-        times.ragged += time(true, true) / ragged_draws;
+        times.ragged += time(step, true) / ragged_draws;
     }
     BENCH_OK(cudaFree(workspace));
     return times;
@@ -356,8 +368,8 @@ double time_cache(const std::string& name, const shape& s, bool planned) {
         const step_tensors x(s.batch, s.tokens);
         const auto step = [&] {
             for (int layer = 0; layer < model_layers; ++layer) {
-                bench::check(cache.append(layer, x.keys(), x.values(), stream));
-                bench::check(cache.attend(layer, x.query(), x.output(), {.early = true}, stream));
+                bench::check(cache.attend(layer, x.keys(), x.values(), x.query(), x.output(), {.early = true},
+                                          stream));
             }
         };
         bench::check(cache.begin_step(batch, 1, stream));
@@ -408,23 +420,26 @@ template <class Format>
         std::printf(
             "{\"op\": \"step\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
             "\"kv_heads\": %d, "
-            "\"head_dim\": %d, \"us\": %.2f, \"us_early\": %.2f, \"us_attend\": %.2f, \"us_window\": %.2f, "
+            "\"head_dim\": %d, \"us\": %.2f, \"us_early\": %.2f, \"us_two\": %.2f, "
+            "\"us_attend\": %.2f, \"us_window\": %.2f, "
             "\"us_ragged\": %.2f, "
             "\"us_cache\": %.2f, \"us_fp16\": %.2f, \"us_attend_fp16\": %.2f, \"us_ragged_fp16\": %.2f, "
             "\"us_torch\": %.2f, \"us_draft16\": %.2f, \"us_draft64\": %.2f, \"sinks\": %d, \"recent\": %d, "
-            "\"launches\": 2}\n",
-            name, s.batch, s.tokens, q_heads, heads, dim, real.step, real.early, real.attend, real.window,
-            real.ragged, real.cache, full.step, full.attend, full.ragged, torch, real.draft16, real.draft64,
-            sinks, recent);
+            "\"launches\": 1}\n",
+            name, s.batch, s.tokens, q_heads, heads, dim, real.step, real.early, real.two, real.attend,
+            real.window, real.ragged, real.cache, full.step, full.attend, full.ragged, torch, real.draft16,
+            real.draft64, sinks, recent);
     else
         std::printf(
             "real step  %-10s %2d/%-2d %4d x %6d: attend %7.1f us (fp16 %7.1f, %.2f x; torch %7.1f, %.2f x), "
             "window %7.1f us; step "
-            "%7.1f us, early %7.1f us (fp16 %7.1f, %.2f x); ragged %7.1f us (fp16 %7.1f, %.2f x); cache "
+            "%7.1f us, early %7.1f us (fp16 %7.1f, %.2f x; two launches %7.1f us); ragged %7.1f us (fp16 "
+            "%7.1f, %.2f x); cache "
             "%7.1f us; trees of 16 %7.1f us, of 64 %7.1f us\n",
             name, q_heads, heads, s.batch, s.tokens, real.attend, full.attend, full.attend / real.attend,
             torch, torch / real.attend, real.window, real.step, real.early, full.step, full.step / real.early,
-            real.ragged, full.ragged, full.ragged / real.ragged, real.cache, real.draft16, real.draft64);
+            real.two, real.ragged, full.ragged, full.ragged / real.ragged, real.cache, real.draft16,
+            real.draft64);
     std::fflush(stdout);
 }
 

@@ -18,8 +18,8 @@
 //                        cuda/quantize/commit_due_pages.cuh
 //   commit_full_pages, requantize_pages, dequantize_tokens
 //     cuda/quantize/pages.cuh
-//   attend               fused attention over packed pages
-//                        cuda/decode/attend.cuh
+//   attend               fused attention over packed pages, of a step also with its new tokens
+//                        cuda/decode/attend.cuh, attend_new_tokens.cuh
 //   prefill              a prompt's attention over packed pages and over itself
 //                        cuda/prefill/prefill.cuh
 //   attend_latents       attention over latents that are stored once (MLA)
@@ -36,7 +36,7 @@
 #pragma once
 
 #include "cuda.hpp"
-#include "cuda/decode/attend.cuh"
+#include "cuda/decode/attend_new_tokens.cuh"
 #include "cuda/host/make_device_format.cuh"
 #include "cuda/latent/latent_lists.cuh"
 #include "cuda/prefill/prefill.cuh"

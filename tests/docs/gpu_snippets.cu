@@ -25,9 +25,8 @@ void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq
                                   cuda::sink_tokens(sinks, 4));
     auto s =
         cuda::commit_due_pages(quantized, window, recent, /*new_tokens*/ 1, /*not_finite*/ nullptr, stream);
-    s = cuda::store_new_tokens(window, sinks, k, v, /*new_tokens*/ 1, /*not_finite*/ nullptr, stream);
-    s = cuda::attend<float16>(cache, q, out, {.softcap = 30.f, .query_tokens = 1, .early = true}, workspace,
-                              workspace_bytes, stream);
+    s = cuda::attend(cache, cuda::new_token_rows<float16>{k, v}, q, out,
+                     {.softcap = 30.f, .query_tokens = 1, .early = true}, workspace, workspace_bytes, stream);
     if (!s) std::puts(s.message);
 }
 

@@ -628,9 +628,16 @@ struct history {
             const int tokens = n * static_cast<int>(rows.size());
             c.write(r, keys, values, tokens);
             ok(c.gpu.begin_step(batch, n, c.stream));
-            for (int layer = 0; layer < c.count(); ++layer)
-                if (c.takes_tokens(layer))
-                    ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
+            for (int layer = 0; layer < c.count(); ++layer) {
+                if (!c.takes_tokens(layer)) continue;
+                const auto k = c.rows(c.k, layer, tokens), v = c.rows(c.v, layer, tokens);
+                if (any(0, 7) > 0)
+                    ok(c.gpu.append(layer, k, v, c.stream));
+                else  // what it stores is looked at, as that of append()
+                    ok(c.gpu.attend(layer, k, v, token_view<const float16>(c.q.get(), tokens, q_heads, dim),
+                                    token_view<float16>(c.out.get(), tokens, q_heads, dim),
+                                    {.query_tokens = n, .early = any(0, 1) == 0}, c.stream));
+            }
             for (std::size_t b = 0; b < rows.size(); ++b)
                 if (rows[b]) c.appended(rows[b]->host, keys, values, static_cast<int>(b) * n, n);
             // Queries of older tokens, too.
@@ -966,9 +973,15 @@ void check_graph() {
     c.appended(pairs[1].host, keys, values, 0, 150);
     const auto record = [&] {
         for (int layer = 0; layer < layers; ++layer) {
-            ok(c.gpu.append(layer, c.rows(c.k, layer, 3), c.rows(c.v, layer, 3), c.stream));
-            ok(c.gpu.attend(layer, token_view<const float16>(c.q.get(), 3, q_heads, dim),
-                            token_view<float16>(c.out.get(), 3, q_heads, dim), {.early = true}, c.stream));
+            const token_view<const float16> q(c.q.get(), 3, q_heads, dim);
+            const token_view<float16> out(c.out.get(), 3, q_heads, dim);
+            const auto k = c.rows(c.k, layer, 3), v = c.rows(c.v, layer, 3);
+            if (layer % 2 == 0) {
+                ok(c.gpu.attend(layer, k, v, q, out, {.early = true}, c.stream));
+            } else {
+                ok(c.gpu.append(layer, k, v, c.stream));
+                ok(c.gpu.attend(layer, q, out, {.early = true}, c.stream));
+            }
         }
     };
     std::uint64_t id = 0;
@@ -1422,7 +1435,14 @@ void check_refusals() {
     const token_view<const float> other(nullptr, 1, heads, dim);
     refused(c.gpu.append(0, other, other, c.stream), "another type");
     refused(c.gpu.append(0, kv, other, c.stream), "another type");
+    const token_view<const float16> query(c.q.get(), 1, q_heads, dim);
+    const token_view<float16> output(c.out.get(), 1, q_heads, dim);
+    refused(c.gpu.attend(2, kv, kv, query, output, {}, c.stream), "layer 2");
+    refused(c.gpu.attend(0, kv, other, query, output, {}, c.stream), "another type");
+    refused(c.gpu.attend(0, kv, kv, query, output, {.query_tokens = 0}, c.stream),
+            "attention of 0 tokens that appends 1");
     CHECK(c.gpu.append(0, kv, kv, c.stream), "append");
+    refused(c.gpu.attend(0, kv, kv, query, output, {}, c.stream), "it has the tokens of this step already");
     refused(c.gpu.attend(0, token_view<const float16>(c.q.get(), 1, 3, dim),
                          token_view<float16>(c.out.get(), 1, 3, dim), {}, c.stream),
             "not a multiple");

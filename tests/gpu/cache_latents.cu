@@ -567,6 +567,11 @@ void check_refusals() {
         c.gpu.attend(0, token_view<const float16>(c.q.get(), 1, c.q_heads, c.channels),
                      token_view<float16>(c.out.get(), 1, c.q_heads, c.values), {.softcap = 30.0f}, c.stream),
         "latent attention takes no softcap");
+    CHECK(c.gpu.begin_step(std::span(&id, 1), 1, c.stream), "a step");
+    CHECK(c.gpu.attend(0, keys, no_rows(), token_view<const float16>(c.q.get(), 1, c.q_heads, c.channels),
+                       token_view<float16>(c.out.get(), 1, c.q_heads, c.values), {}, c.stream),
+          "latents that are stored and attended");
+    refused(c.gpu.append(0, keys, no_rows(), c.stream), "it has the tokens of this step already");
 
     // A prompt that is refused is as if nobody had tried it. States alone, of slices: zeros as queries, so
     // that every token has the weight 1.

@@ -1,5 +1,5 @@
 // Decode steps in a graph that is replayed while sequences grow: commit_due_pages, store_new_tokens and one
-// attend over sinks, quantized pages and window. Bytes of all pages are those of the CPU, attention is
+// attend over sinks, quantized pages and window, or one attend that stores as well. Bytes of all pages are those of the CPU, attention is
 // compared with double arithmetic on what pages dequantize to.
 #include <kvq/cuda.cuh>
 
@@ -19,6 +19,7 @@ struct step_case {
     int sinks, recent, new_tokens, steps;
     std::vector<int> lengths;  // before the first step; 0: not there
     int kv_heads = 2, group = 4;
+    bool one_launch = false;  // stores and attends
 };
 
 template <class Format>
@@ -114,14 +115,26 @@ void check_steps(const step_case& c, const char* name) {
     const auto step = [&] {
         cuda::status s = cuda::commit_due_pages(quantized.ref, window.ref, c.recent, n, bad.get(), stream);
         CHECK(s, "%s: %s", name, s.message);
+        const token_view<const float16> queries(q.get(), rows, q_heads, dim);
+        const token_view<float16> outputs(out.get(), rows, q_heads, dim);
+        if (c.one_launch) {
+            if constexpr (Sinks)
+                s = cuda::attend(mix, cuda::new_token_rows<float16>{kv, vv, n, bad.get()}, queries, outputs,
+                                 options, workspace.get(), bytes, stream);
+            else
+                s = cuda::attend(cuda::make_mixed(c.recent, cuda::behind_window(quantized.ref),
+                                                  cuda::in_window(window.ref)),
+                                 cuda::new_token_rows<float16>{kv, vv, n, bad.get()}, queries, outputs,
+                                 options, workspace.get(), bytes, stream);
+            CHECK(s, "%s: %s", name, s.message);
+            return;
+        }
         if constexpr (Sinks)
             s = cuda::store_new_tokens(window.ref, sinks.ref, kv, vv, n, bad.get(), stream, {.early = true});
         else
             s = cuda::store_new_tokens(window.ref, kv, vv, n, bad.get(), stream);
         CHECK(s, "%s: %s", name, s.message);
-        s = cuda::attend<float16>(mix, token_view<const float16>(q.get(), rows, q_heads, dim),
-                                  token_view<float16>(out.get(), rows, q_heads, dim), options,
-                                  workspace.get(), bytes, stream);
+        s = cuda::attend(mix, queries, outputs, options, workspace.get(), bytes, stream);
         CHECK(s, "%s: %s", name, s.message);
     };
 #ifdef __CUDACC__
@@ -368,6 +381,18 @@ void check_refusals() {
                              cuda::sink_tokens(sinks.ref, sink_count)),
             q, out, {}, nullptr, 0, nullptr);
     };
+    const auto attend_new = [&](int recent, int new_tokens, int queries) {
+        return cuda::attend(cuda::make_mixed(recent, cuda::behind_window(quantized.ref),
+                                             cuda::in_window(window.ref), cuda::sink_tokens(sinks.ref, 4)),
+                            cuda::new_token_rows<float16>{kv, kv, new_tokens}, q, out,
+                            {.query_tokens = queries}, nullptr, 0, nullptr);
+    };
+    refused(attend_new(0, 1, 1), "1 new tokens a sequence, but the recent window has 0");
+    refused(attend_new(64, 2, 1), "2 new tokens a sequence, but queries of 1");
+    refused(attend_new(64, 0, 1), "new tokens a sequence, but pages");
+    refused(attend_new(64, 2, 2), "new ones each");
+    refused(attend_new(200, 1, 1), "columns");
+    refused(attend_new(64, 1, 1), "workspace");
     refused(attend(-1, 4), "recent window");
     refused(attend(200, 4), "columns");
     refused(attend(64, 5), "sinks");
@@ -396,20 +421,30 @@ void check_refusals() {
 
 int main() {
     check_refusals();
-    check_steps<cuda::kivi_pair<4, 32, 64, 32>>({4, 40, 1, long_run, {7, 0, 1, 44, 45, 30}},
-                                                "kivi4 g32, page 32");
-    check_steps<cuda::kivi_pair<4, 32, 64, 32>>({3, 32, 3, short_run / 3, {3, 9, 0, 60}},
-                                                "three tokens at a time");
+    using kivi = cuda::kivi_pair<4, 32, 64, 32>;
+    check_steps<kivi>({4, 40, 1, long_run, {7, 0, 1, 44, 45, 30}, 2, 4, true}, "kivi4 g32, one launch");
+    check_steps<kivi>({3, 32, 3, short_run / 3, {3, 9, 0, 60}}, "three tokens at a time");
+    // 20 rows of a kv head: more than a row block.
+    check_steps<kivi>({3, 32, 5, short_run / 5, {5, 10, 0, 60}, 2, 4, true}, "five tokens, one launch");
 #ifdef __CUDACC__
+    check_steps<kivi>({4, 40, 1, long_run, {7, 0, 1, 44, 45, 30}}, "kivi4 g32, page 32");
     check_steps<cuda::block_pair<int8, int8, 128, 32>, false>({0, 20, 1, short_run / 2, {1, 50}},
                                                               "int8, no sinks");
-    check_steps<cuda::preset_pair<std4, 128, 128>>({4, 32, 1, short_run, {150, 2}, 1}, "std4");
+    for (const bool one_launch : {false, true}) {
+        check_steps<cuda::preset_pair<std4, 128, 128>>({4, 32, 1, short_run, {150, 2}, 1, 4, one_launch},
+                                                       one_launch ? "std4, one launch" : "std4");
+        // Values of 80 channels are not copied line by line: two launches.
+        check_steps<cuda::block_pair<int8, int8, 80, 32>>(
+            {4, 40, 1, short_run, {30, 0, 70}, 2, 4, one_launch}, "80 channels");
+    }
     std::vector<int> lone(300, 0);
     lone.back() = 100;
-    check_steps<cuda::kivi_pair<4, 32, 64, 32>>({4, 40, 1, 12, lone}, "one of 300 rows");
+    check_steps<kivi>({4, 40, 1, 12, lone, 2, 4, true}, "one of 300 rows");
+    // Many warps have parts of an item; two bands of channels.
+    check_steps<cuda::kivi_pair<4, 32, 256, 32>>({4, 100, 2, short_run, {2000, 30}, 1, 4, true},
+                                                 "256 channels, one launch");
 #else  // emulated, one format
-    check_steps<cuda::kivi_pair<4, 32, 64, 32>, false>({0, 20, 1, short_run / 2, {1, 50}},
-                                                       "kivi4 g32, no sinks");
+    check_steps<kivi, false>({0, 20, 1, short_run / 2, {1, 50}, 2, 4, true}, "no sinks, one launch");
 #endif
     return test::report("step");
 }

@@ -62,7 +62,7 @@ ALLOWED = {
     "cpu/simd": KERNELS | {"cpu/library_kernels", "cpu/simd_backend", "format/make_format"},
     "cuda/arch": BASE | {"core"},
     "cuda/layout": DEVICE,
-    "cuda/decode": DEVICE,
+    "cuda/decode": DEVICE | {"cuda/store"},
     "cuda/prefill": DEVICE | {"cuda/decode"},
     "cuda/latent": DEVICE | {"cuda/decode", "cuda/prefill"},
     "cuda/select": DEVICE | {"cuda/store"},

@@ -471,13 +471,12 @@ private:
             check(cache_.prefill(layer, k, v, queries(n), outputs(n), o, stream_.get));
             return;
         }
-        check(cache_.append(layer, k, v, stream_.get));
         kvq::cuda::attention_options o;
         o.scale = scale;
         o.softcap = shape_.attention_softcap;
         o.window = shape_.window(layer);
         o.early = true;
-        check(cache_.attend(layer, queries(n), outputs(n), o, stream_.get));
+        check(cache_.attend(layer, k, v, queries(n), outputs(n), o, stream_.get));
     }
     void record_rows(int layer, int n) {
         const int count = std::min(n, record_room_ - recorded_);

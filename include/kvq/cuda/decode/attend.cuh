@@ -427,10 +427,10 @@ part_args<Pair, T> make_part(const cache_part<Pair>& part, int recent, const tok
 
 /// Launches the kernel for the parts that stay; `all` are those of the mix.
 template <class T, class... Kept, class... All, class Score>
-status attend_parts(int recent, const token_view<const T>& q, const token_view<T>& out,
-                    const attention_options& options, void* workspace, std::size_t workspace_bytes,
-                    cudaStream_t stream, const Score& score, const object_list<const All*...>& all,
-                    const cache_part<Kept>&... kept) noexcept {
+status attend_parts(int recent, const new_token_rows<T>& stored, const token_view<const T>& q,
+                    const token_view<T>& out, const attention_options& options, void* workspace,
+                    std::size_t workspace_bytes, cudaStream_t stream, const Score& score,
+                    const object_list<const All*...>& all, const cache_part<Kept>&... kept) noexcept {
     static_assert(
         (warps_can<Kept> && ...),
         "kvq::cuda::attend: a mix takes formats of attend_warps.cuh only; others have one launch each");
@@ -438,6 +438,7 @@ status attend_parts(int recent, const token_view<const T>& q, const token_view<T
     const mixed_args<T, Kept...> m = [&]<int... I>(std::integer_sequence<int, I...>) {
         return mixed_args<T, Kept...>{cuts,
                                       options.window > 0 ? cuts.skipped : nullptr,
+                                      stored,
                                       {{{make_part(kept, recent, q, out, options, *get<I>(all)...)}...}}};
     }
     (std::make_integer_sequence<int, sizeof...(All)>{});
@@ -474,11 +475,12 @@ status check_sinks(const Sinks& sinks, const mixed_cache_ref<Parts...>& cache) n
     return result;
 }
 
-/// Of parts as kernels read them.
+/// Of parts as kernels read them. stored: new tokens that the launch stores (attend_new_tokens.cuh), or none.
 template <class T, class... Parts, class Score>
-status attend_mix(const mixed_cache_ref<Parts...>& cache, const token_view<const T>& q,
-                  const token_view<T>& out, const attention_options& options, void* workspace,
-                  std::size_t workspace_bytes, cudaStream_t stream, const Score& score) noexcept {
+status attend_mix(const mixed_cache_ref<Parts...>& cache, const new_token_rows<T>& stored,
+                  const token_view<const T>& q, const token_view<T>& out, const attention_options& options,
+                  void* workspace, std::size_t workspace_bytes, cudaStream_t stream,
+                  const Score& score) noexcept {
     static_assert((has_values<typename Parts::pair_type> && ...),
                   "kvq::cuda::attend: pages of latents are for attend_latents()");
     if (status s = check_mix(cache); !s) return s;
@@ -493,7 +495,7 @@ status attend_mix(const mixed_cache_ref<Parts...>& cache, const token_view<const
         return with_kernel_parts(
             [&](const auto&... kept) {
                 return attend_parts<T>(
-                    cache.recent, q, out, options, workspace, workspace_bytes, stream, score,
+                    cache.recent, stored, q, out, options, workspace, workspace_bytes, stream, score,
                     object_list<const std::remove_cvref_t<decltype(parts)>*...>{{{&parts}...}}, kept...);
             },
             parts...);
@@ -559,8 +561,8 @@ status attend(const mixed_cache_ref<Parts...>& cache, const token_view<const T>&
     static_assert(detail::is_modifier<Score>,
                   "kvq::cuda::attend: a score modifier has score(score, q_head, q_pos, k_pos) or "
                   "sink_logit(q_head)");
-    return detail::attend_mix<T>(detail::read_mix(cache), q, out, options, workspace, workspace_bytes, stream,
-                                 score);
+    return detail::attend_mix<T>(detail::read_mix(cache), {}, q, out, options, workspace, workspace_bytes,
+                                 stream, score);
 }
 
 }}}  // namespace kvq::cuda

@@ -10,7 +10,8 @@
 //            not depend on the format
 //   team     merged as in merge.cuh
 //
-// Sinks in pages of 16 tokens are the window's first warp tiles, two pages each. attend_part as a function
+// Sinks in pages of 16 tokens are the window's first warp tiles, two pages each. New tokens may come with the
+// launch: the warp that has their warp tile stores them before it copies that. attend_part as a function
 // that mixes share would read a launch's parameters through memory: 5 to 20 % slower
 // (docs/lab/gpu_experiments.md).
 // Contract: as attend_warps.cuh.
@@ -18,6 +19,7 @@
 
 #include "../layout/mixed_cache.cuh"
 #include "../layout/window_copy.cuh"
+#include "../store/store_new_tokens.cuh"
 #include "attend_warps.cuh"
 #include "mixed_memory.cuh"
 
@@ -92,6 +94,7 @@ struct mixed_args {
     /// window's first page would make the kernel a sixth longer; so it reads at most this many tokens more,
     /// and skips them.)
     const int* skipped;
+    new_token_rows<T> stored;  // by this launch; without keys: none
     object_list<part_args<Pairs, T>...> parts;
 };
 
@@ -271,17 +274,48 @@ private:
     }
 };
 
-/// A warp's warp tiles of one part; their sums are added to `rows`.
+/// Stores the new tokens that lie in a warp's warp tiles of sinks and window. Where several warps have the
+/// same ones (row blocks, bands), all store the same bytes. All lanes.
+template <int Tokens, class Pair, class T>
+__device__ __forceinline__ void store_own_tokens(const part_args<Pair, T>& part, const part_job& job,
+                                                 const new_token_rows<T>& rows) {
+    const item_part& item = *job.item;
+    const cache_ref<Pair>& window = part.a.cache;
+    const int first_position = window.tokens[item.sequence] - rows.count, head = item.kv_head;
+#pragma unroll 1
+    for (int i = 0; i < rows.count; ++i) {
+        const int position = first_position + i, behind_sinks = position - window.first_token;
+        const bool of_sinks = behind_sinks < 0;
+        const int warp_tile = of_sinks ? position / Tokens : behind_sinks / Tokens - job.first + job.sinks;
+        if (position < 0 || warp_tile < job.index || warp_tile >= job.to ||
+            of_sinks != (warp_tile < job.sinks))
+            continue;
+        const store_place place = find_place(window, part.sinks.cache, item.sequence, position);
+        if (place.page < 0) continue;
+        const auto store_in = [&]<class Pages>(const cache_ref<Pages>& cache) {
+            const int token = item.sequence * rows.count + i;
+            return store_key_and_value<Pages>(rows.k.at(token, head), rows.v.at(token, head),
+                                              cache.key_block(place.page, head),
+                                              cache.value_block(place.page, head), place.slot);
+        };
+        const unsigned bad = of_sinks ? store_in(part.sinks.cache) : store_in(window);
+        if (bad != 0 && rows.not_finite != nullptr && item.row_block == 0 && job.at.band.band == 0)
+            atomicAdd(rows.not_finite, bad);
+    }
+    __syncwarp();
+}
+
+/// A warp's warp tiles of one part; their sums are added to `rows`. stored: new tokens that come with the
+/// launch.
 template <class memory, class Pair, class T, int Rows4, class Score>
 __device__ __forceinline__ void attend_part(const part_args<Pair, T>& part, const part_job& job,
-                                            const Score& score,
+                                            const new_token_rows<T>& stored, const Score& score,
                                             finished_rows<memory::values::tiles, Rows4>& rows) {
     const lane_id id;
-    // Weights of units that no token fills stay zero.
     __syncwarp();
-#pragma unroll 1
-    for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
-        store_word(job.at.weights + 4u * static_cast<std::uint32_t>(i), 0);
+    if constexpr (reads_sinks<Pair>)
+        if (stored.k.data != nullptr && part.range == page_range::window)
+            store_own_tokens<memory::tokens>(part, job, stored);
     part_feed<memory, Pair, T> feed(part, job);
 #pragma unroll 1
     for (int i = 0; i < memory::slot_count; ++i) {
@@ -290,6 +324,10 @@ __device__ __forceinline__ void attend_part(const part_args<Pair, T>& part, cons
         else
             feed.template issue<tensor::value>(job.at.ring, i, id.lane);
     }
+    // Weights of units that no token fills stay zero.
+#pragma unroll 1
+    for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
+        store_word(job.at.weights + 4u * static_cast<std::uint32_t>(i), 0);
     typename memory::state state;
     state.clear();
     int slot = 0;
@@ -460,7 +498,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
                                     shared_address(memory::template query<decltype(i)::value>(shared, own) +
                                                    band.band * part_memory::query_floats),
                                     memory::order(m.parts, item.kv_head), band}};
-                attend_part<part_memory>(part, job, score, rows);
+                attend_part<part_memory>(part, job, m.stored, score, rows);
             });
 
         if (!end_item<memory, Rows4>(

@@ -295,7 +295,7 @@ struct found_numbers {
         };
 #pragma unroll 2
         for (int b = n.from; b < n.to; ++b) {
-            compare(work.length(b, true));
+            compare(work.length(b, false));  // from here on in the first-level cache
             work.for_each_other(b, compare);
         }
         return __all_sync(~0u, same);

@@ -112,23 +112,11 @@ public:
     /// refused), the first one of a shape and format before the others: it also quantizes the pages that
     /// leave the recent windows of all of them. T: options().type. Of latents v has 0 tokens.
     status append(int layer, const input_view& k, const input_view& v, cudaStream_t stream) {
-        if (status s = check_layer(layer, {k.type, type_of(v, k)}); !s) return s;
-        if (is_shared(layer)) return detail::bad_value("%s: it takes queries only", describe(layer).c_str());
-        if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
-        if (is_cross(layer) != step_.cross)
-            return detail::bad_value("%s: it takes the tokens of begin_%s()", describe(layer).c_str(),
-                                     is_cross(layer) ? "cross" : "step, begin_prompt or begin_draft");
-        const int tokens = step_.rows * step_.new_tokens;
-        if (k.tokens != tokens || v.tokens != (is_latent(layer) ? 0 : tokens))
-            return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d%s", k.tokens,
-                                     v.tokens, step_.rows, step_.new_tokens,
-                                     is_latent(layer) ? ", and values of latents are their keys" : "");
-        if (status s = check_lacks(layer); !s) return s;
+        if (status s = check_append(layer, k, v); !s) return s;
         detail::layer_group& g = group_of(layer);
         const int member = member_of(layer);
         if (step_.prompt) return g.append_prompt(member, k, v, stream);
-        if (!step_.draft)
-            if (status s = g.commit(member, step_.rows, step_.new_tokens, stream); !s) return s;
+        if (status s = commit_due(layer, stream); !s) return s;
         if (status s = g.format.functions->store_new(view(layer), k, v, step_.new_tokens, stream); !s)
             return s;
         g.appended[static_cast<std::size_t>(member)] = 1;
@@ -173,34 +161,36 @@ public:
     template <class Score = unmodified>
     status attend(int layer, const query_view& q, const output_view& out, attention_options options,
                   cudaStream_t stream, const Score& score = {}) {
-        if (status s = check_layer(layer, {q.type, out.type}); !s) return s;
-        const detail::layer_group& g = group_of(layer);
-        if (g.format.latent)
-            if (status s = check_latents(layer, step_.rows, q.heads, options); !s) return s;
-        if (g.format.functions->score != detail::score_mark::of<Score>())
-            return detail::bad_value(
-                "the cache was opened with kernels for another score modifier: add make_scored_format<its "
-                "type, ...>()");
-        if (const chunk* const c = shared_chunk(layer); c != nullptr && c->waits())
-            return detail::bad_value("%s: its prompt waits for %d layers that share it",
-                                     describe(layer).c_str(), c->waiting());
-        const int of_step = step_.prompt ? 0 : common::larger(step_.new_tokens, step_.draft);
-        if (!g.holds_queries(options.query_tokens, of_step))
-            return detail::bad_value(
-                "%s: attention of %d tokens, but it may have freed keys that more than %d see (rollback + 1, "
-                "and those of a step); take prefill()",
-                g.describe(member_of(layer)).c_str(), options.query_tokens,
-                g.geometry.rollback + 1 + of_step);
-        if (status s = g.add_window(options, member_of(layer)); !s) return s;
-        if (step_.prompt) options.early = false;  // pages were requantized right before
-        if (options.drafted == 0) options.drafted = step_.draft;
-        if (is_cross(layer)) {
-            options.all_keys = true;
-            options.ancestors = nullptr;
-        }
-        const detail::device_memory& space = g.format.latent ? latent_workspace_ : workspace_;
-        return g.format.functions->attend(view(layer), q, out, options, space.as<>(), space.bytes(), stream,
-                                          &score);
+        if (status s = check_attend<Score>(layer, q, out, options); !s) return s;
+        const detail::device_memory& space = workspace_of(layer);
+        return group_of(layer).format.functions->attend(view(layer), q, out, options, space.as<>(),
+                                                        space.bytes(), stream, &score);
+    }
+    /// append() of a step or a draft and attend() of all its tokens: one launch, but two for latents and for
+    /// pages that attend_new_tokens.cuh does not take.
+    template <class Score = unmodified>
+    status attend(int layer, const input_view& k, const input_view& v, const query_view& q,
+                  const output_view& out, attention_options options, cudaStream_t stream,
+                  const Score& score = {}) {
+        if (status s = check_append(layer, k, v); !s) return s;
+        if (step_.prompt)
+            return detail::bad_value("a prompt's %d tokens are appended before attend(), or take prefill()",
+                                     step_.new_tokens);
+        if (options.query_tokens < step_.new_tokens)
+            return detail::bad_value("attention of %d tokens that appends %d", options.query_tokens,
+                                     step_.new_tokens);
+        if (status s = check_attend<Score>(layer, q, out, options); !s) return s;
+        if (step_.draft) options.early = false;  // its tables may have been sent right before
+        if (status s = commit_due(layer, stream); !s) return s;
+        detail::layer_group& g = group_of(layer);
+        const detail::device_memory& space = workspace_of(layer);
+        if (status s =
+                g.format.functions->store_and_attend(view(layer), k, v, step_.new_tokens, q, out, options,
+                                                     space.as<>(), space.bytes(), stream, &score);
+            !s)
+            return s;
+        g.appended[static_cast<std::size_t>(member_of(layer))] = 1;
+        return {};
     }
     /// Does attend() of a layer take these options, for so many query heads? Asked before append().
     status check_options(int layer, int q_heads, attention_options options) const {
@@ -371,6 +361,58 @@ private:
     template <class Others>
     static float_type type_of(const input_view& rows, const Others& others) noexcept {
         return rows.tokens == 0 ? others.type : rows.type;
+    }
+    status check_append(int layer, const input_view& k, const input_view& v) {
+        if (status s = check_layer(layer, {k.type, type_of(v, k)}); !s) return s;
+        if (is_shared(layer)) return detail::bad_value("%s: it takes queries only", describe(layer).c_str());
+        if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
+        if (is_cross(layer) != step_.cross)
+            return detail::bad_value("%s: it takes the tokens of begin_%s()", describe(layer).c_str(),
+                                     is_cross(layer) ? "cross" : "step, begin_prompt or begin_draft");
+        const int tokens = step_.rows * step_.new_tokens;
+        if (k.tokens != tokens || v.tokens != (is_latent(layer) ? 0 : tokens))
+            return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d%s", k.tokens,
+                                     v.tokens, step_.rows, step_.new_tokens,
+                                     is_latent(layer) ? ", and values of latents are their keys" : "");
+        return check_lacks(layer);
+    }
+    const detail::device_memory& workspace_of(int layer) const {
+        return is_latent(layer) ? latent_workspace_ : workspace_;
+    }
+    /// Before new tokens of a step: pages that leave the windows are quantized.
+    status commit_due(int layer, cudaStream_t stream) {
+        if (step_.draft) return {};
+        return group_of(layer).commit(member_of(layer), step_.rows, step_.new_tokens, stream);
+    }
+    /// Completes the options.
+    template <class Score>
+    status check_attend(int layer, const query_view& q, const output_view& out, attention_options& options) {
+        if (status s = check_layer(layer, {q.type, out.type}); !s) return s;
+        const detail::layer_group& g = group_of(layer);
+        if (g.format.latent)
+            if (status s = check_latents(layer, step_.rows, q.heads, options); !s) return s;
+        if (g.format.functions->score != detail::score_mark::of<Score>())
+            return detail::bad_value(
+                "the cache was opened with kernels for another score modifier: add make_scored_format<its "
+                "type, ...>()");
+        if (const chunk* const c = shared_chunk(layer); c != nullptr && c->waits())
+            return detail::bad_value("%s: its prompt waits for %d layers that share it",
+                                     describe(layer).c_str(), c->waiting());
+        const int of_step = step_.prompt ? 0 : common::larger(step_.new_tokens, step_.draft);
+        if (!g.holds_queries(options.query_tokens, of_step))
+            return detail::bad_value(
+                "%s: attention of %d tokens, but it may have freed keys that more than %d see (rollback + 1, "
+                "and those of a step); take prefill()",
+                g.describe(member_of(layer)).c_str(), options.query_tokens,
+                g.geometry.rollback + 1 + of_step);
+        if (status s = g.add_window(options, member_of(layer)); !s) return s;
+        if (step_.prompt) options.early = false;  // pages were requantized right before
+        if (options.drafted == 0) options.drafted = step_.draft;
+        if (is_cross(layer)) {
+            options.all_keys = true;
+            options.ancestors = nullptr;
+        }
+        return {};
     }
     /// Tokens of a sequence that attend in a step or a draft, at most.
     int most_queries() const noexcept {

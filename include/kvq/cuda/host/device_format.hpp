@@ -136,6 +136,10 @@ struct device_functions {
                          const int* starts, cudaStream_t);
     status (*attend)(const layer_view&, const input_rows& q, const output_rows& out, const attention_options&,
                      void* workspace, std::size_t workspace_bytes, cudaStream_t, const void* score);
+    /// store_new, then attend.
+    status (*store_and_attend)(const layer_view&, const input_rows& k, const input_rows& v, int new_tokens,
+                               const input_rows& q, const output_rows& out, const attention_options&,
+                               void* workspace, std::size_t workspace_bytes, cudaStream_t, const void* score);
     /// Sequences as they are before their new tokens. starts: [sequences + 1], device memory.
     status (*prefill)(const layer_view&, const input_rows& k, const input_rows& v, const input_rows& q,
                       const output_rows& out, const int* starts, int new_tokens, const prefill_options&,

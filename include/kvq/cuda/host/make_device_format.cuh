@@ -13,7 +13,7 @@
 #pragma once
 
 #include "../../format/format_names.hpp"
-#include "../decode/attend.cuh"
+#include "../decode/attend_new_tokens.cuh"
 #include "../latent/latent.cuh"
 #include "../prefill/prefill.cuh"
 #include "../quantize/commit_due_pages.cuh"
@@ -251,6 +251,20 @@ struct device_table {
             return cuda::attend<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace, bytes,
                                    stream, *static_cast<const Score*>(score));
     }
+    static status store_and_attend(const layer_view& l, const input_rows& k, const input_rows& v,
+                                   int new_tokens, const input_rows& q, const output_rows& out,
+                                   const attention_options& options, void* workspace, std::size_t bytes,
+                                   cudaStream_t stream, const void* score) {
+        if constexpr (latent) {
+            if (status s = store_new(l, k, v, new_tokens, stream); !s) return s;
+            return attend(l, q, out, options, workspace, bytes, stream, score);
+        } else {
+            return cuda::attend(mix(l, numbers{}),
+                                new_token_rows<T>{k.as<const T>(), v.as<const T>(), new_tokens},
+                                q.as<const T>(), out.as<T>(), options, workspace, bytes, stream,
+                                *static_cast<const Score*>(score));
+        }
+    }
     static status prefill(const layer_view& l, const input_rows& k, const input_rows& v, const input_rows& q,
                           const output_rows& out, const int* starts, int new_tokens,
                           const prefill_options& options, cudaStream_t stream) {
@@ -322,10 +336,22 @@ struct device_table {
         (ask_pair(std::type_identity<Pairs>()), ...);
         return fingerprint;
     }
-    static constexpr device_functions functions{
-        &write_words,     &copy_pages, &find_prompt_slots,  &commit, &keep,    &store_new,
-        &store,           &requantize, &dequantize,         &attend, &prefill, score_mark::of<Score>(),
-        &workspace_bytes, &make_keys,  &rotated_fingerprint};
+    static constexpr device_functions functions{&write_words,
+                                                &copy_pages,
+                                                &find_prompt_slots,
+                                                &commit,
+                                                &keep,
+                                                &store_new,
+                                                &store,
+                                                &requantize,
+                                                &dequantize,
+                                                &attend,
+                                                &store_and_attend,
+                                                &prefill,
+                                                score_mark::of<Score>(),
+                                                &workspace_bytes,
+                                                &make_keys,
+                                                &rotated_fingerprint};
 };
 
 }  // namespace detail

@@ -1,4 +1,5 @@
-// New tokens of a decode step go to the 16-bit window, or to the sinks: one launch per layer.
+// New tokens of a decode step go to the 16-bit window, or to the sinks: one launch per layer, or none where
+// attention stores them itself (decode/attend_new_tokens.cuh).
 //
 //   position
 //     tokens[b] - new_tokens + i of new token i of sequence b. Below first_token: a sink. Otherwise page
@@ -23,6 +24,15 @@ struct store_options {
     bool early = false;
 };
 
+/// The newest `count` tokens of every sequence: k has [sequences * count][kv_heads][head_dim], v likewise
+/// with value_dim. not_finite, if given, adds up NaN and infinities.
+template <class T>
+struct new_token_rows {
+    token_view<const T> k, v;
+    int count = 1;
+    unsigned* not_finite = nullptr;
+};
+
 namespace detail {
 
 /// Sinks: void where sequences have none.
@@ -30,9 +40,7 @@ template <class Window, class Sinks, class T>
 struct new_token_args {
     cache_ref<Window> window;
     cache_ref<std::conditional_t<std::is_void_v<Sinks>, Window, Sinks>> sinks;
-    token_view<const T> k, v;
-    int new_tokens;
-    unsigned* not_finite;
+    new_token_rows<T> tokens;
     bool early;
 };
 
@@ -49,21 +57,19 @@ struct store_place {
     int page = -1, slot = 0;
     bool of_sinks = false;
 };
-template <class Window, class Sinks, class T>
-__device__ __forceinline__ store_place find_place(const new_token_args<Window, Sinks, T>& a, int token) {
-    const int sequence = token / a.new_tokens;
-    const int position = a.window.tokens[sequence] - a.new_tokens + token % a.new_tokens,
-              behind_sinks = position - a.window.first_token;
+/// position: of the sequence; where it has no sinks, none is below first_token.
+template <class Window, class Sinks>
+__device__ __forceinline__ store_place find_place(const cache_ref<Window>& window,
+                                                  const cache_ref<Sinks>& sinks, int sequence, int position) {
+    const int behind_sinks = position - window.first_token;
     if (behind_sinks >= 0) {
         const int page = behind_sinks / Window::page_tokens;
-        return {a.window.block_table[a.window.table_entry(sequence, page % a.window.table_columns)],
+        return {window.block_table[window.table_entry(sequence, page % window.table_columns)],
                 behind_sinks % Window::page_tokens, false};
     }
-    if constexpr (!std::is_void_v<Sinks>)
-        if (position >= 0)
-            return {a.sinks.block_table[a.sinks.table_entry(sequence, position / Sinks::page_tokens)],
-                    position % Sinks::page_tokens, true};
-    return {};
+    if (position < 0) return {};
+    return {sinks.block_table[sinks.table_entry(sequence, position / Sinks::page_tokens)],
+            position % Sinks::page_tokens, true};
 }
 
 template <class Window, class Sinks, class T>
@@ -74,7 +80,12 @@ __global__ void __launch_bounds__(store_threads)
     launch_dependents();
     if (!a.early) wait_for_predecessor();
     const store_task what(task, a.window.kv_heads, tensors_of<Window>);
-    const store_place place = task < tasks ? find_place(a, what.token) : store_place{};
+    store_place place;
+    if (task < tasks) {
+        const int sequence = what.token / a.tokens.count;
+        place = find_place(a.window, a.sinks, sequence,
+                           a.window.tokens[sequence] - a.tokens.count + what.token % a.tokens.count);
+    }
     if (a.early) wait_for_predecessor();
     if (place.page < 0) return;
     unsigned bad = 0;
@@ -86,36 +97,37 @@ __global__ void __launch_bounds__(store_threads)
     };
     const auto store_in = [&]<class Pair>(const cache_ref<Pair>& cache) {
         if (!what.values)
-            store_head.template operator()<tensor::key>(cache, a.k.at(what.token, what.head));
+            store_head.template operator()<tensor::key>(cache, a.tokens.k.at(what.token, what.head));
         else if constexpr (has_values<Pair>)
-            store_head.template operator()<tensor::value>(cache, a.v.at(what.token, what.head));
+            store_head.template operator()<tensor::value>(cache, a.tokens.v.at(what.token, what.head));
     };
     if (std::is_void_v<Sinks> || !place.of_sinks)
         store_in(a.window);
     else
         store_in(a.sinks);
-    if (bad != 0 && a.not_finite != nullptr) atomicAdd(a.not_finite, bad);
+    if (bad != 0 && a.tokens.not_finite != nullptr) atomicAdd(a.tokens.not_finite, bad);
 }
 
 template <class Window, class Sinks, class T>
-status store_new(const new_token_args<Window, Sinks, T>& a, cudaStream_t stream) noexcept {
+status check_new_tokens(const new_token_args<Window, Sinks, T>& a) noexcept {
     static_assert(full_precision<typename Window::keys> && full_precision<typename Window::values>,
                   "kvq::cuda::store_new_tokens: the window format must be full<T>");
     const auto& w = a.window;
+    const auto& [k, v, count, not_finite] = a.tokens;
     if (status s = check_ref(w, true); !s) return s;
-    if (a.new_tokens < 1 || a.new_tokens > Window::page_tokens)
-        return bad_value("%d new tokens a sequence, but pages have %d", a.new_tokens, Window::page_tokens);
-    const long long tokens = static_cast<long long>(w.sequences) * a.new_tokens;
+    if (count < 1 || count > Window::page_tokens)
+        return bad_value("%d new tokens a sequence, but pages have %d", count, Window::page_tokens);
+    const long long tokens = static_cast<long long>(w.sequences) * count;
     const bool values = has_values<Window>;
-    if (a.k.tokens != tokens || a.v.tokens != (values ? tokens : 0))
-        return bad_value("k has %d and v %d tokens, but %d sequences have %d new ones each", a.k.tokens,
-                         a.v.tokens, w.sequences, a.new_tokens);
-    if (a.k.heads != w.kv_heads || a.k.dim != Window::head_dim ||
-        (values && (a.v.heads != w.kv_heads || a.v.dim != Window::value_dim)))
-        return bad_value("k is %d x %d and v %d x %d but the cache holds %d heads of %d and %d", a.k.heads,
-                         a.k.dim, a.v.heads, a.v.dim, w.kv_heads, Window::head_dim, Window::value_dim);
+    if (k.tokens != tokens || v.tokens != (values ? tokens : 0))
+        return bad_value("k has %d and v %d tokens, but %d sequences have %d new ones each", k.tokens,
+                         v.tokens, w.sequences, count);
+    if (k.heads != w.kv_heads || k.dim != Window::head_dim ||
+        (values && (v.heads != w.kv_heads || v.dim != Window::value_dim)))
+        return bad_value("k is %d x %d and v %d x %d but the cache holds %d heads of %d and %d", k.heads,
+                         k.dim, v.heads, v.dim, w.kv_heads, Window::head_dim, Window::value_dim);
     if (w.sequences == 0) return {};
-    if (a.k.data == nullptr || (values && a.v.data == nullptr)) return bad_value("k or v is a null pointer");
+    if (k.data == nullptr || (values && v.data == nullptr)) return bad_value("k or v is a null pointer");
     constexpr int tensors = tensors_of<Window>;
     if (tokens * w.kv_heads * tensors > 2147483647LL)
         return bad_value("%lld new tokens are too many", tokens);
@@ -133,7 +145,13 @@ status store_new(const new_token_args<Window, Sinks, T>& a, cudaStream_t stream)
             return bad_value("the pages of sinks do not hold the first %d tokens of these sequences",
                              w.first_token);
     }
-    const int tasks = static_cast<int>(tokens) * w.kv_heads * tensors;
+    return {};
+}
+
+template <class Window, class Sinks, class T>
+status store_new(const new_token_args<Window, Sinks, T>& a, cudaStream_t stream) noexcept {
+    if (status s = check_new_tokens(a); !s || a.window.sequences == 0) return s;
+    const int tasks = a.tokens.k.tokens * a.window.kv_heads * tensors_of<Window>;
     const dim3 blocks(static_cast<unsigned>(kvq::detail::ceil_div(tasks, store_warps)));
     return launch("storing new tokens", overlap::yes, store_new_kernel<Window, Sinks, T>, blocks,
                   store_threads, 0, stream, a, tasks);
@@ -149,7 +167,7 @@ template <class Window, class Sinks, class T>
 status store_new_tokens(const cache_ref<Window>& window, const cache_ref<Sinks>& sinks,
                         const token_view<const T>& k, const token_view<const T>& v, int new_tokens,
                         unsigned* not_finite, cudaStream_t stream, const store_options& o = {}) noexcept {
-    return detail::store_new<Window, Sinks, T>({window, sinks, k, v, new_tokens, not_finite, o.early},
+    return detail::store_new<Window, Sinks, T>({window, sinks, {k, v, new_tokens, not_finite}, o.early},
                                                stream);
 }
 /// The same for sequences without sinks.
@@ -157,7 +175,7 @@ template <class Window, class T>
 status store_new_tokens(const cache_ref<Window>& window, const token_view<const T>& k,
                         const token_view<const T>& v, int new_tokens, unsigned* not_finite,
                         cudaStream_t stream, const store_options& o = {}) noexcept {
-    return detail::store_new<Window, void, T>({window, {}, k, v, new_tokens, not_finite, o.early}, stream);
+    return detail::store_new<Window, void, T>({window, {}, {k, v, new_tokens, not_finite}, o.early}, stream);
 }
 
 }}}  // namespace kvq::cuda

@@ -38,7 +38,6 @@ struct plain_row {
     }
     /// Stores the token. False: it must be quantized carefully, and nothing was stored.
     __device__ __forceinline__ bool store(std::byte* block, int token, int lane) const {
-        constexpr block_shape s = shape_of<Role, Pair>;
         std::uint32_t odd = 0;
 #pragma unroll
         for (int i = 0; i < per_lane; ++i)
@@ -49,18 +48,37 @@ struct plain_row {
                     odd |= !kvq::detail::is_finite(numbers[i]);
             }
         if (__any_sync(~0u, odd != 0)) return false;
+        store_as(block, token, lane, [](T x) {
+            if constexpr (std::is_same_v<W, T>)
+                return x;
+            else
+                return from_float<W>(to_float(x));
+        });
+        return true;
+    }
+    /// Any token. Returns how many numbers of this lane are not finite.
+    __device__ __forceinline__ unsigned store_any(std::byte* block, int token, int lane) const {
+        unsigned not_finite = 0;
+        store_as(block, token, lane, [&](T x) {
+            not_finite += !kvq::detail::is_finite(to_float(x));
+            return window_value<W>(x);
+        });
+        return not_finite;
+    }
+
+private:
+    template <class F>
+    __device__ __forceinline__ void store_as(std::byte* block, int token, int lane,
+                                             const F& as_stored) const {
+        constexpr block_shape s = shape_of<Role, Pair>;
 #pragma unroll
         for (int i = 0; i < per_lane; ++i) {
             const int c = i * warp_size + lane;
             if (c >= dim) continue;
             auto* const to = reinterpret_cast<W*>(
                 block + sizeof(W) * kvq::full<W>::element(value_layout<W>(s), s, token, c));
-            if constexpr (std::is_same_v<W, T>)
-                *to = numbers[i];
-            else
-                *to = from_float<W>(to_float(numbers[i]));
+            *to = as_stored(numbers[i]);
         }
-        return true;
     }
 };
 
@@ -265,12 +283,9 @@ __device__ __forceinline__ unsigned store_carefully(const T* from, std::byte* bl
     constexpr int dim = dim_of<Role, Pair>;
     unsigned not_finite = 0;
     if constexpr (full_precision<S>) {
-        using W = typename S::value_type;
-        for (int c = lane; c < dim; c += warp_size) {
-            not_finite += !kvq::detail::is_finite(to_float(from[c]));
-            *reinterpret_cast<W*>(block + sizeof(W) * S::element(value_layout<W>(s), s, token, c)) =
-                window_value<W>(from[c]);
-        }
+        plain_row<Role, Pair, T> row;
+        row.fetch(from, lane);
+        return row.store_any(block, token, lane);
     } else {
         using store = store_traits<S, dim, Pair::page_tokens>;
         for (int g = 0; g < store::groups; ++g) {
@@ -314,6 +329,19 @@ __device__ __attribute__((noinline)) unsigned store_token(
     token_row<Role, Pair, T> row;
     row.fetch(from, lane);
     return row.store(block, token, lane) ? 0u : store_carefully<Role, Pair, T>(from, block, token, lane);
+}
+
+/// A key and a value of a 16-bit format, out of line as well: attention kernels have no registers for it.
+template <class Pair, class T>
+__device__ __attribute__((noinline)) unsigned store_key_and_value(const T* k, const T* v,
+                                                                  std::byte* key_block,
+                                                                  std::byte* value_block, int token) {
+    const int lane = static_cast<int>(threadIdx.x % warp_size);
+    plain_row<tensor::key, Pair, T> key;
+    plain_row<tensor::value, Pair, T> value;
+    key.fetch(k, lane);
+    value.fetch(v, lane);
+    return key.store_any(key_block, token, lane) + value.store_any(value_block, token, lane);
 }
 
 }}}  // namespace kvq::cuda::detail
