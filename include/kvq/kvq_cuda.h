@@ -284,6 +284,17 @@ KVQ_API kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_seq
                                              int32_t count, const kvq_cuda_requantize_request* request,
                                              void* stream);
 
+/// Makes the plan of keys of a format (mix4, low3, low2) from the first `tokens` tokens of these sequences
+/// together, at least 64: call it after a step until `done` is 1. From then on new pages take the format,
+/// also those of sequences that are created later, and pages that become smaller are requantized to it.
+/// format: as in kvq_cuda_requantize_request, "mix4/" for keys alone; no page may have it before. statistics:
+/// made for this cache, queries may have been added; it gets the keys. As a CPU cache with these steps
+/// (kvq_statistics_add_sequence), with the same plan. Waits for the stream, once.
+KVQ_API kvq_status kvq_cuda_cache_self_calibrate(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
+                                                 int32_t count, const char* format,
+                                                 kvq_statistics* statistics, int32_t tokens, void* stream,
+                                                 int32_t* done);
+
 /// From `age` tokens behind the newest one on, pages have this format.
 typedef struct kvq_cuda_tier {
     int32_t age;

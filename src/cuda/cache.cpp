@@ -1,5 +1,5 @@
 // Caches on a device, their sequences and steps: the functions of kvq_cuda.h.
-#include <kvq/cuda/host/offload.hpp>
+#include <kvq/cuda/host/self_calibration.hpp>
 
 #include "arguments.hpp"
 #include "objects.hpp"
@@ -531,6 +531,22 @@ kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_sequence* c
                                  : of->cache.requantize(ids, to, stream_of(stream), &report));
         }
         if (r.report) write_report(r.report, report);
+    });
+}
+
+kvq_status kvq_cuda_cache_self_calibrate(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
+                                         int32_t count, const char* format, kvq_statistics* statistics,
+                                         int32_t tokens, void* stream, int32_t* done) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const auto ids = rows_of(sequences, count, of, false);
+        expect_data(format, "format");
+        kvq::calibration& sums = get(statistics, "statistics").sums;
+        place(done, "done") = 0;
+        bool is_done = false;
+        const device_call call(*of);
+        check(kvq::cuda::self_calibrate(of->cache, ids, format, sums, tokens, stream_of(stream), is_done));
+        *done = is_done ? 1 : 0;
     });
 }
 

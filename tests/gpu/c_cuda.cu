@@ -404,6 +404,18 @@ void scenario() {
             KVQ_ERROR_DATA, "");
     CHECK(damaged == nullptr, "a damaged file has made a sequence");
 
+    // Statistics of the own first tokens: not yet, or not of so few.
+    kvq_statistics* own = nullptr;
+    OK(kvq_statistics_create(layers, kv_heads, dim, 0, &own));
+    int32_t is_done = 1;
+    OK(kvq_cuda_cache_self_calibrate(c.gpu, c.rows.data(), 3, "int8", own, 100000, c.stream, &is_done));
+    CHECK(is_done == 0, "a cache has calibrated itself from 100000 tokens");
+    REFUSED(kvq_cuda_cache_self_calibrate(c.gpu, c.rows.data(), 3, "int8", own, 63, c.stream, &is_done),
+            KVQ_ERROR_ARGUMENT, "from at least 64 tokens");
+    REFUSED(kvq_cuda_cache_self_calibrate(c.gpu, c.rows.data(), 3, "kivi-4-g64", own, 64, c.stream, &is_done),
+            KVQ_ERROR_ARGUMENT, "are in use");
+    OK(kvq_statistics_free(own));
+
     // A trim into a quantized page, which shows fewer tokens then.
     OK(kvq_cuda_sequence_trim(c.rows[0], 90));
     OK(kvq_sequence_trim(c.host[0], 90));

@@ -117,6 +117,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
         POINTER(kvq_cuda_attend_options), c_void_p],
     "kvq_cuda_cache_graph_id": [handle, POINTER(c_uint64)],
     "kvq_cuda_cache_requantize": [handle, POINTER(handle), c_int32, POINTER(kvq_cuda_requantize_request), c_void_p],
+    "kvq_cuda_cache_self_calibrate": [handle, POINTER(handle), c_int32, c_char_p, handle, c_int32, c_void_p,
+        POINTER(c_int32)],
     "kvq_cuda_cache_step_down": [handle, POINTER(handle), c_int32, POINTER(kvq_cuda_tier), c_int32, c_size_t, c_void_p],
     "kvq_cuda_sequence_offload": [handle, handle, c_void_p, POINTER(handle)],
     "kvq_cuda_sequence_onload": [handle, handle, c_void_p, POINTER(handle)],

@@ -399,6 +399,19 @@ class Cache(Handle):
         self._with_memory(self._f.kvq_cuda_cache_requantize, self, *_rows(sequences), ctypes.byref(r), self.stream())
         return from_c(RequantizeReport, report)
 
+    def self_calibrate(self, sequences: List_["Sequence"], format: str, statistics: Statistics, tokens: int = 512) -> bool:
+        """Makes the plan of keys of a format (mix4, low3, low2) from the first tokens of these sequences. Call it after a step until it
+        returns True; it returns False while there are fewer than `tokens`, all together. From then on new pages take the format, and pages
+        that become smaller are requantized to it, with the bytes of a CPU cache that does the same.
+
+        format      "mix4/" for keys alone; no page may have it before
+        statistics  kvq.Statistics of this cache, to which queries may have been added; it gets the keys
+        """
+        done = ctypes.c_int32()
+        self._with_memory(self._f.kvq_cuda_cache_self_calibrate, self, *_rows(sequences), text(format),
+                          handle_of(statistics, Statistics, "statistics"), tokens, self.stream(), ctypes.byref(done))
+        return done.value != 0
+
     def step_down(self, sequences: List_["Sequence"], tiers: List_[Tuple[int, str]], byte_budget: Optional[int] = None) -> None:
         """tiers: (age, format), ages ascending: from `age` tokens behind the newest one on, pages have this format. byte_budget: of all
         pages in use; beyond it the oldest pages go down further."""
