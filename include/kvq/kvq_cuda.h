@@ -94,7 +94,8 @@ typedef struct kvq_cuda_cache_options {
     /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to
     /// step_tokens tokens.
     int32_t alibi;
-    int32_t query_heads;  // of layers of KVQ_LATENT, at most: memory for so many; 0: 128
+    /// Of layers of KVQ_LATENT, and of steps over keys that have moved, at most: memory for so many; 0: 128
+    int32_t query_heads;
     /// NULL, or [layers] of any kind; kv_heads and head_dim are 0 then. Layers of one shape, window and
     /// formats share launches. A layer with a window frees pages that no query sees any more, and hides what
     /// its window hides.
@@ -109,7 +110,9 @@ typedef struct kvq_cuda_cache_options {
     int32_t snapshot_every;
     /// One at the end of every kvq_cuda_cache_begin_prompt; 0: 1; KVQ_NONE, where prompts come in parts
     int32_t snapshot_prompt_end;
-    int32_t pool_states;  // states allocated at once: one for a sequence, and one for each of its snapshots
+    int32_t pool_states;   // states allocated at once: one for a sequence, and one for each of its snapshots
+    int32_t rotary_count;  // 1: for all layers; or `layers`
+    const kvq_rotary* rotary;  // NULL: keys cannot move. Without functions
 } kvq_cuda_cache_options;
 
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not
@@ -164,6 +167,12 @@ KVQ_API kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, si
 /// token sees; from the limit on every number is possible, and 0.
 KVQ_API kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens);
 KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequence, int32_t* tokens);
+/// As kvq_sequence_erase and _shift: pages keep their bytes, and attention turns queries for keys that have
+/// moved. KVQ_ERROR_ARGUMENT for a cut within a 16-bit page or the sinks, but for an erase to the end, which
+/// is a trim; for keys of KVQ_LATENT; without kvq_cuda_cache_options.rotary.
+KVQ_API kvq_status kvq_cuda_sequence_erase(kvq_cuda_sequence* sequence, int32_t first, int32_t last);
+KVQ_API kvq_status kvq_cuda_sequence_shift(kvq_cuda_sequence* sequence, int32_t first, int32_t last,
+                                           int64_t by);
 
 // ---- recurrent state
 // ------------------------------------------------------------------------------------------------- Of layers
@@ -313,9 +322,9 @@ KVQ_API kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequ
 /// A sequence of a CPU cache with the same tokens.
 KVQ_API kvq_status kvq_cuda_sequence_offload(const kvq_cuda_sequence* sequence, kvq_cache* to, void* stream,
                                              kvq_sequence** out);
-/// And back. All layers hold the same tokens, and keys are where they were appended; trims may have cut
-/// pages, but pages that repacking has left shorter are refused (none with a repack below 0 in the options of
-/// the CPU's cache).
+/// And back. All layers hold the same tokens; where keys have moved, both caches have the same rotary
+/// embeddings. Trims and erases may have cut pages, but pages that repacking has left shorter are refused
+/// (none with a repack below 0 in the options of the CPU's cache).
 KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* from, void* stream,
                                             kvq_cuda_sequence** out);
 

@@ -8,6 +8,16 @@ namespace kvq::c {
 
 namespace {
 
+static_assert(static_cast<int>(layer_kind::sliding) == KVQ_SLIDING_ATTENTION);
+static_assert(static_cast<int>(layer_kind::chunked) == KVQ_CHUNKED_ATTENTION);
+static_assert(static_cast<int>(layer_kind::shared) == KVQ_SHARED);
+static_assert(static_cast<int>(layer_kind::cross) == KVQ_CROSS_ATTENTION);
+static_assert(static_cast<int>(layer_kind::state) == KVQ_STATE);
+static_assert(static_cast<int>(layer_kind::latent) == KVQ_LATENT);
+static_assert(static_cast<int>(layer_kind::index) == KVQ_INDEX);
+
+}  // namespace
+
 rotary_embedding rotary_of(const kvq_rotary& r) {
     expect(r.layout == KVQ_HALF_SPLIT || r.layout == KVQ_INTERLEAVED, KVQ_ERROR_ARGUMENT,
            "the layout of a rotary embedding is ", r.layout, ", neither KVQ_HALF_SPLIT nor KVQ_INTERLEAVED");
@@ -25,16 +35,6 @@ rotary_embedding rotary_of(const kvq_rotary& r) {
     return e;
 }
 
-static_assert(static_cast<int>(layer_kind::sliding) == KVQ_SLIDING_ATTENTION);
-static_assert(static_cast<int>(layer_kind::chunked) == KVQ_CHUNKED_ATTENTION);
-static_assert(static_cast<int>(layer_kind::shared) == KVQ_SHARED);
-static_assert(static_cast<int>(layer_kind::cross) == KVQ_CROSS_ATTENTION);
-static_assert(static_cast<int>(layer_kind::state) == KVQ_STATE);
-static_assert(static_cast<int>(layer_kind::latent) == KVQ_LATENT);
-static_assert(static_cast<int>(layer_kind::index) == KVQ_INDEX);
-
-}  // namespace
-
 int cache_state::list(tensor role, const std::string& name, format_list& formats,
                       const calibration* statistics) {
     std::vector<named>& known = names[static_cast<std::size_t>(role)];
@@ -51,10 +51,6 @@ int cache_state::list(tensor role, const std::string& name, format_list& formats
 
 cache_options cache_state::read(const kvq_cache_options& o) {
     place(o.keys, "options.keys");
-    expect(o.rotary_count >= 0, KVQ_ERROR_ARGUMENT, "rotary_count is ", o.rotary_count);
-    expect_list(o.rotary, o.rotary_count, "options.rotary");
-    expect(o.rotary_count <= std::max(1, o.layers), KVQ_ERROR_ARGUMENT, o.rotary_count,
-           " rotary embeddings for ", o.layers, " layers");
     const calibration* const statistics = o.statistics ? &get(o.statistics, "statistics").sums : nullptr;
     const std::string keys = o.keys, values = o.values ? o.values : o.keys;
     cache_options c;
@@ -74,7 +70,7 @@ cache_options cache_state::read(const kvq_cache_options& o) {
         c.layers.push_back({f.keys ? list(tensor::key, f.keys, c.keys, statistics) : 0,
                             f.values ? list(tensor::value, f.values, c.values, statistics) : 0});
     }
-    for (std::int32_t i = 0; i < o.rotary_count; ++i) c.rotary.push_back(rotary_of(o.rotary[i]));
+    c.rotary = rotary_list(o);
     c.snapshots = snapshots_of(o);
     c.memory = &memory;
     return c;

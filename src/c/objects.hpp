@@ -124,6 +124,17 @@ snapshot_policy snapshots_of(const Options& o) {
     if (o.snapshot_bytes != 0) p.most_bytes = o.snapshot_bytes;
     return p;
 }
+rotary_embedding rotary_of(const kvq_rotary& given);
+template <class Options>
+std::vector<rotary_embedding> rotary_list(const Options& o) {
+    expect(o.rotary_count >= 0, KVQ_ERROR_ARGUMENT, "rotary_count is ", o.rotary_count);
+    expect_list(o.rotary, o.rotary_count, "options.rotary");
+    expect(o.rotary_count <= std::max(1, o.layers), KVQ_ERROR_ARGUMENT, o.rotary_count,
+           " rotary embeddings for ", o.layers, " layers");
+    std::vector<rotary_embedding> list;
+    for (std::int32_t i = 0; i < o.rotary_count; ++i) list.push_back(rotary_of(o.rotary[i]));
+    return list;
+}
 /// Kind and shape of a layer of a cache, on the CPU or on a device.
 template <class Cache>
 kvq_layer layer_of(const Cache& of, int i) noexcept {

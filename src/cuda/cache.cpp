@@ -123,6 +123,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.growing = o.fixed == 0;
     c.pool_states = o.pool_states;
     c.snapshots = snapshots_of(o);
+    c.rotary = rotary_list(o);
     std::vector<layer> layers = read_layers(o, c.formats);
     const bool equal = o.layer_list == nullptr && o.layer_formats == nullptr;
     if (c.formats.size() == 1 && holds_values(c.formats[0])) {
@@ -306,6 +307,22 @@ kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens) {
         const kvq_cuda_sequence& s = get(sequence, "sequence");
         const device_call call(*s.of);
         check(s.of->cache.trim(s.id, tokens));
+    });
+}
+
+kvq_status kvq_cuda_sequence_erase(kvq_cuda_sequence* sequence, int32_t first, int32_t last) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        const device_call call(*s.of);
+        check(s.of->cache.erase(s.id, first, last));
+    });
+}
+
+kvq_status kvq_cuda_sequence_shift(kvq_cuda_sequence* sequence, int32_t first, int32_t last, int64_t by) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        const device_call call(*s.of);
+        check(s.of->cache.shift(s.id, first, last, by));
     });
 }
 

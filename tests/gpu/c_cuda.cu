@@ -317,7 +317,15 @@ struct both {
 };
 
 void scenario() {
-    both c;
+    // Keys that move.
+    kvq_rotary rotary{};
+    rotary.dims = dim / 2;
+    rotary.layout = KVQ_INTERLEAVED;
+    kvq_cuda_cache_options device = device_options();
+    kvq_cache_options host = host_options();
+    device.rotary = host.rotary = &rotary;
+    device.rotary_count = host.rotary_count = 1;
+    both c(device, host);
     c.add();
     c.add();
     c.prompt(0, 150);
@@ -423,6 +431,17 @@ void scenario() {
     c.prompt(0, 75);
     c.step(1);
     c.same_bytes(0, "deep trim");
+
+    // An erase, and a shift of what is left.
+    OK(kvq_cuda_sequence_erase(c.rows[0], 10, 40));
+    OK(kvq_sequence_erase(c.host[0], 10, 40));
+    c.step(1);
+    OK(kvq_cuda_sequence_shift(c.rows[0], 20, 30, -7));
+    OK(kvq_sequence_shift(c.host[0], 20, 30, -7));
+    c.step(1);
+    c.same_bytes(0, "erase and shift");
+    REFUSED(kvq_cuda_sequence_erase(c.rows[0], 0, 2), KVQ_ERROR_ARGUMENT,
+            "are sinks of which some were erased");
 
     // Other formats.
     kvq_cuda_requantize_request to;

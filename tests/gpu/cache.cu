@@ -117,7 +117,24 @@ struct both_options {
     int pool_tokens = 0, pool_sequences = 0, cut_pages = 64;
     bool growing = true;
     std::vector<kvq::layer> list = {};  // empty: equal layers
+    bool rotates = true;                // keys may move
 };
+
+/// How keys are rotated: layers differ in where the pairs are, and in how many channels turn.
+std::vector<rotary_embedding> rotations(const both_options& o) {
+    std::vector<rotary_embedding> list;
+    const std::size_t count = o.list.empty() ? layers : o.list.size();
+    for (std::size_t i = 0; i < count && o.rotates; ++i) {
+        // Those that share a layer rotate as it does.
+        const bool shares = !o.list.empty() && o.list[i].kind == layer_kind::shared;
+        const std::size_t as = shares && o.list[i].owner >= 0 ? static_cast<std::size_t>(o.list[i].owner) : i;
+        list.push_back(as % 2 == 0 ? rotary_embedding{.dims = dim, .base = 500.0}
+                                   : rotary_embedding{.dims = dim / 2,
+                                                      .first_channel = dim / 4,
+                                                      .layout = rotary_layout::interleaved});
+    }
+    return list;
+}
 
 /// The same cache on both sides.
 struct both_caches {
@@ -138,6 +155,7 @@ struct both_caches {
                .recent = o.recent,
                .page_tokens = page,
                .rollback = o.rollback,
+               .rotary = rotations(o),
                .repack = 0.0f}),  // as the device
           k(most_layers * room * heads * dim),
           v(k.size()),
@@ -158,6 +176,8 @@ struct both_caches {
         g.pool_sequences = o.pool_sequences;
         g.growing = o.growing;
         g.cut_pages = o.cut_pages;
+        g.query_heads = q_heads;
+        g.rotary = rotations(o);
         g.memory = test::counted_memory::allocator();
         cuda::status s = o.list.empty() ? gpu.open(cpu.shape(), g, std::span(&format, 1), stream)
                                         : gpu.open(o.list, g, std::span(&format, 1), stream);
@@ -311,11 +331,13 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
         for (int i = 0; i < a.size(); ++i) {
             const page_span &x = a[i], &y = b[i];
             // A quantized page that an erase has closed has no room on the CPU; nothing reads that any more.
-            CHECK(x.first_token == y.first_token && x.tokens == y.tokens && x.skip == y.skip &&
-                      (x.room == y.room || i < a.committed),
-                  "%s, step %d: span %d has tokens %d to %d behind %d hidden ones, the CPU's %d to %d behind "
-                  "%d",
-                  name, step, i, x.first_token, x.end(), x.skip, y.first_token, y.end(), y.skip);
+            CHECK(
+                x.first_token == y.first_token && x.tokens == y.tokens && x.skip == y.skip &&
+                    x.shift == y.shift && (x.room == y.room || i < a.committed),
+                "%s, step %d: span %d has tokens %d to %d behind %d hidden ones, moved by %lld, the CPU's %d "
+                "to %d behind %d, moved by %lld",
+                name, step, i, x.first_token, x.end(), x.skip, static_cast<long long>(x.shift), y.first_token,
+                y.end(), y.skip, static_cast<long long>(y.shift));
             for (const tensor role : {tensor::key, tensor::value}) {
                 const auto at = static_cast<std::size_t>(role);
                 const kvq::page &m = *x.pages[at], &n = *y.pages[at];
@@ -527,7 +549,7 @@ struct history {
     const char* name;
     std::vector<pair> pairs;
     int step = 0, deep = 0, cut = 0, spliced = 0, moved = 0, requantized = 0, kept = 0, unreached = 0,
-        apart = 0, refused = 0;
+        apart = 0, refused = 0, rearranged = 0, unmoved = 0;
     double worst = 0.0;
 
     history(const both_options& o, unsigned seed, const char* n) : c(o), r(seed), name(n) { add(); }
@@ -707,6 +729,45 @@ struct history {
             if (table[i].tokens < page) return true;
         return false;
     }
+    /// Would new tokens go to a page whose keys have moved?
+    bool opened(const pair& p) const {
+        for (const auto& table : kvq::detail::sequence_access::tables(p.host))
+            if (table.has_open_span() && table.spans.back().shift != 0) return true;
+        return false;
+    }
+    /// Erases or shifts tokens of one sequence. The device refuses what would leave gaps in its 16-bit pages.
+    void move() {
+        pair& p = one();
+        const int tokens = p.host.tokens();
+        if (tokens < 2) return;
+        int first = any(0, tokens - 1), last = any(first, tokens);
+        // Often behind the sinks, and in front of the window.
+        const int behind = any(0, 3) > 0 ? c.o.sinks : 0;
+        if (any(0, 3) > 0 && tokens > behind + c.o.recent + page) {
+            first = any(behind, tokens - c.o.recent - page);
+            last = any(0, 2) == 0 ? tokens : any(first, tokens - c.o.recent - page);
+        }
+        const bool erases = any(0, 1) == 0;
+        if (erases && any(0, 2) > 0) last = std::min(last, first + 40);
+        const int by = any(0, 3) == 0 ? -7 : any(-900, 900);
+        const cuda::status s = erases ? c.gpu.erase(p.id, first, last) : c.gpu.shift(p.id, first, last, by);
+        if (!s) {
+            bool named = false;
+            for (const char* const reason :
+                 {"within a 16-bit page", "are sinks of which", "that an erase has closed", "are freed",
+                  "its sinks: they cannot", "has freed what they need"})
+                named = named || std::strstr(s.message, reason) != nullptr;
+            CHECK(named, "%s, step %d: %s", name, step, s.message);
+            ++unmoved;
+            return;
+        }
+        if (erases)
+            p.host.erase(first, last);
+        else
+            p.host.shift(first, last, by);
+        ++rearranged;
+        if (any(0, 3) == 0) compare(c, p, name, step);
+    }
     /// The first tokens of one sequence, then tokens of another: on the CPU, and back. Pages then hide first
     /// tokens, too.
     void splice() {
@@ -738,7 +799,7 @@ struct history {
     void draft() {
         std::vector<pair*> rows;
         for (pair* p : some())
-            if (static_cast<int>(rows.size()) < c.o.max_batch && fits(*p, c.o.draft_tokens))
+            if (static_cast<int>(rows.size()) < c.o.max_batch && fits(*p, c.o.draft_tokens) && !opened(*p))
                 rows.push_back(p);
         if (rows.empty()) return;
         const int n = any(1, std::min(c.o.draft_tokens, both_caches::room / static_cast<int>(rows.size())));
@@ -884,7 +945,8 @@ struct history {
         ok(cuda::onload(p.host, c.gpu, p.id, c.stream));
     }
 
-    void run(int steps) {
+    /// moves: of 100 actions so many move tokens.
+    void run(int steps, int moves = 3) {
         for (step = 0; step < steps; ++step) {
             const int what = any(0, 99);
             if (what < 38)
@@ -917,6 +979,7 @@ struct history {
                 std::swap(pairs[i], pairs.back());
                 pairs.pop_back();
             }
+            if (any(0, 99) < moves) move();
             const usage_report u = c.gpu.usage();
             CHECK(u.bytes == test::counted_memory::bytes,
                   "%s, step %d: usage is %zu bytes, allocated are %zu", name, step, u.bytes,
@@ -941,8 +1004,9 @@ struct history {
         std::printf(
             "  %-28s %d steps, %d deep trims (%d times pages were cut), %d drafts kept, %d pages "
             "requantized (%d requests of K or V, %d refused), %d moves, %d splices, %d trims refused, "
-            "error %.2e\n",
-            name, steps, deep, cut, kept, requantized, apart, refused, moved, spliced, unreached, worst);
+            "%d erases and shifts, %d refused, error %.2e\n",
+            name, steps, deep, cut, kept, requantized, apart, refused, moved, spliced, unreached, rearranged,
+            unmoved, worst);
     }
 };
 
@@ -971,6 +1035,9 @@ void check_graph() {
     for (int layer = 0; layer < layers; ++layer)
         ok(c.gpu.append(layer, c.rows(c.k, layer, 150), c.rows(c.v, layer, 150), c.stream));
     c.appended(pairs[1].host, keys, values, 0, 150);
+    // Queries turn for keys that have moved, new keys for the page that they go to.
+    ok(c.gpu.erase(pairs[1].id, 10, 57));
+    pairs[1].host.erase(10, 57);
     const auto record = [&] {
         for (int layer = 0; layer < layers; ++layer) {
             const token_view<const float16> q(c.q.get(), 3, q_heads, dim);
@@ -1413,6 +1480,7 @@ void check_refusals() {
     o.growing = false;
     o.pool_tokens = 4 * page;
     o.pool_sequences = 2;
+    o.rotates = false;
     both_caches c(o);
     const auto a = c.gpu.new_sequence(), b = c.gpu.new_sequence(), gone = c.gpu.new_sequence();
     CHECK(c.gpu.free(gone), "free");
@@ -1467,10 +1535,10 @@ void check_refusals() {
     refused(c.gpu.keep(one, paths, c.stream), "2 paths for 1");
     CHECK(c.gpu.tokens(a) == 4, "a refused keep has changed something");
     // No key moves.
-    refused(c.gpu.erase(a, 1, 3), "keys would move");
+    refused(c.gpu.erase(a, 1, 3), "set cache_options::rotary");
     refused(c.gpu.erase(a, 1, 5), "holds 4");
-    refused(c.gpu.shift(a, 0, 1, 3), "where they were appended");
-    refused(c.gpu.splice(b, a, 1, 2), "where they were appended");
+    refused(c.gpu.shift(a, 0, 1, 3), "keys cannot move by 3 positions");
+    refused(c.gpu.splice(b, a, 1, 2), "splice on the CPU");
     CHECK(c.gpu.erase(a, 1, 1) && c.gpu.shift(a, 0, 4, 0) && c.gpu.splice(b, a, 2, 2) && c.gpu.tokens(a) == 4,
           "what moves nothing");
     CHECK(c.gpu.erase(a, 1, 4) && c.gpu.tokens(a) == 1, "an erase to the end is a trim");
@@ -1490,7 +1558,7 @@ void check_refusals() {
     kvq::sequence to = narrow.new_sequence(), there = lacks.new_sequence();
     refused(cuda::offload(c.gpu, a, to, c.stream), "sinks, recent, rollback and page_tokens");
     refused(cuda::offload(c.gpu, a, there, c.stream), "does not list kivi-4-g32");
-    // What an erase has moved stays on the CPU.
+    // What an erase has moved needs a device that turns queries.
     kvq::cache rotates(c.cpu.shape(), {.keys = host_formats().keys,
                                        .values = host_formats().values,
                                        .sinks = o.sinks,
@@ -1505,11 +1573,11 @@ void check_refusals() {
     c.appended(erased, keys, values, 0, 200);
     erased.erase(50, 60);
     cuda::sequence_id made;
-    refused(cuda::onload(erased, c.gpu, made, c.stream), "moved by erase");
+    refused(cuda::onload(erased, c.gpu, made, c.stream), "cache_options::rotary differs in layer 0");
     erased.trim(0);
     c.appended(erased, keys, values, 0, 200);
     erased.erase(1, 60);
-    refused(cuda::onload(erased, c.gpu, made, c.stream), "are sinks that were");
+    refused(cuda::onload(erased, c.gpu, made, c.stream), "are sinks of which");
     CHECK(made == cuda::sequence_id{}, "a refused onload has made a sequence");
 
     // Pages that trims have cut take places of the table.
@@ -2055,8 +2123,9 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_apart();
     check_host_pages();
     history({}, 1, "4 sinks, 40 recent").run(long_run);
+    history({}, 9, "keys that move").run(long_run / 3, 40);
     history({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent")
-        .run(long_run / 2);
+        .run(long_run / 2, 10);
     check_lists();
     // Four groups: windows of two lengths, full attention of two shapes and formats.
     const std::vector<kvq::layer> list = {sliding_attention(70, {.kv_heads = heads, .head_dim = dim}),
@@ -2081,13 +2150,13 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     history({.list = chunks}, 8, "chunks and another text").run(std::min(long_run / 2, 250));
     history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1, .draft_tokens = 32}, 3,
             "37 sinks, rollback 100")
-        .run(long_run / 2);
+        .run(long_run / 2, 10);
 #elif PART == 2
     if (argc > 1) long_run = std::atoi(argv[1]);
     check_rotations();
     history({.draft_tokens = 16}, 4, "pages of 16").run(long_run);
     history({.sinks = 16, .recent = 20, .rollback = 3, .draft_tokens = 16}, 5, "pages of 16, 16 sinks")
-        .run(long_run / 2);
+        .run(long_run / 2, 10);
 #else
     check_statistics();
     check_self_calibration();

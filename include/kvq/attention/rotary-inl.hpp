@@ -7,6 +7,7 @@
 #include <functional>
 
 #include "../core/bits.hpp"
+#include "../core/sine_and_cosine.hpp"
 #include "rotary.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
@@ -79,23 +80,6 @@ KVQ_FUNC rotary_identity rotary_identity_of(const rotary_embedding& e,
                                   : ", frequencies " + short_number(e.frequencies.front()) + " to " +
                                         short_number(e.frequencies.back());
     return {text, hash.value};
-}
-
-/// Sine and cosine of an angle in turns. No library function, so that a loop over pairs runs in vectors.
-KVQ_FUNC void sine_and_cosine(double turns, float& sine, float& cosine) noexcept {
-    const double quarter = std::floor(4.0 * turns + 0.5);
-    const double x = (4.0 * turns - quarter) * 1.5707963267948966, y = x * x;
-    const double s =
-        x * (1.0 + y * (-1.0 / 6 +
-                        y * (1.0 / 120 + y * (-1.0 / 5040 + y * (1.0 / 362880 - y * (1.0 / 39916800))))));
-    const double c =
-        1.0 + y * (-1.0 / 2 + y * (1.0 / 24 + y * (-1.0 / 720 + y * (1.0 / 40320 - y * (1.0 / 3628800)))));
-    const double of_four = quarter - 4.0 * std::floor(0.25 * quarter);
-    const bool odd = of_four == 1.0 || of_four == 3.0;
-    const double sign_s = of_four >= 2.0 ? -1.0 : 1.0;
-    const double sign_c = of_four == 1.0 || of_four == 2.0 ? -1.0 : 1.0;
-    sine = static_cast<float>(sign_s * (odd ? c : s));
-    cosine = static_cast<float>(sign_c * (odd ? s : c));
 }
 
 KVQ_FUNC rotation::rotation(const rotary_embedding& e, int head_dim, const std::string& what)

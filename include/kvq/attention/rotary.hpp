@@ -88,6 +88,12 @@ public:
     /// Does it rotate anything?
     explicit operator bool() const noexcept { return rotate_ || !turns_.empty(); }
     const rotary_identity& identity() const noexcept { return identity_; }
+    /// Is it a function of the engine's?
+    bool is_function() const noexcept { return rotate_ != nullptr; }
+    /// Of every pair: turns per position. And where the pairs are.
+    const std::vector<double>& turns() const noexcept { return turns_; }
+    int first_channel() const noexcept { return first_; }
+    rotary_layout layout() const noexcept { return layout_; }
 
     /// Rotates `rows` rows of `dim` channels, one after the other, by `by` positions more.
     KVQ_FUNC KVQ_NOINLINE void operator()(float* row, int rows, int dim, std::int64_t by) const;

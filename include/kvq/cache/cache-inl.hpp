@@ -26,7 +26,7 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
       options_(checked(shapes_, options)),
       keys_(tensor::key, window_of(options), options.keys),
       values_(tensor::value, window_of(options), options.values.empty() ? options.keys : options.values),
-      rotations_(rotations_of(layers_, options)),
+      rotations_(detail::rotations_of(layers_, options.rotary)),
       pool_(options.memory, options.byte_budget, options.preallocate) {
     for (int i = 0; i < layer_count(); ++i) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
@@ -161,43 +161,6 @@ KVQ_FUNC std::vector<layer> cache::with_formats(std::vector<layer> layers, const
         own = other;
     }
     return layers;
-}
-
-KVQ_FUNC detail::rotation_table cache::rotations_of(const std::vector<layer>& layers,
-                                                    const cache_options& options) {
-    std::vector<int> dims;
-    std::vector<rotary_embedding> said;
-    const auto keyless = [](const layer& l) { return l.kind == layer_kind::state; };
-    const auto keys = std::find_if_not(layers.begin(), layers.end(), keyless);
-    bool some = false;
-    for (const layer& l : layers) {
-        // Layers without keys count as layers without positions.
-        dims.push_back(keyless(l) && keys != layers.end() ? keys->head_dim : l.head_dim);
-        if (l.rotary || keyless(l)) said.push_back(l.rotary.value_or(rotary_embedding{}));
-        some = some || l.rotary;
-    }
-    if (!some) {
-        said = keys == layers.end() ? std::vector<rotary_embedding>{} : options.rotary;
-    } else {
-        detail::expect(options.rotary.empty(),
-                       "layers and cache_options::rotary both say how keys are rotated");
-        const auto first = std::find_if(layers.begin(), layers.end(),
-                                        [&](const layer& l) { return !l.rotary && !keyless(l); });
-        const auto i = static_cast<std::size_t>(first - layers.begin());
-        if (i < layers.size())
-            detail::fail(detail::describe_layer(static_cast<int>(i), layers[i]),
-                         ": it does not say how keys are rotated, but ", said.size(), " other layers do");
-    }
-    detail::rotation_table table(said, dims);
-    for (std::size_t i = 0; i < layers.size() && !said.empty(); ++i) {
-        const layer& l = layers[i];
-        const rotary_embedding& r = said[said.size() == 1 ? 0 : i];
-        if (l.kind == layer_kind::latent && !r.rotate && r.dims > 0 &&
-            r.first_channel < l.head_dim - l.rotary_channels)
-            detail::fail(detail::describe_layer(static_cast<int>(i), l), ": a rotation turns its last ",
-                         l.rotary_channels, " channels, not those from ", r.first_channel, " on");
-    }
-    return table;
 }
 
 KVQ_FUNC const cache_options& cache::checked(const detail::layer_shapes& shapes,

@@ -196,8 +196,6 @@ private:
 
     static const cache_options& checked(const detail::layer_shapes& shapes, const cache_options& options);
     static std::vector<layer> with_formats(std::vector<layer> layers, const cache_options& options);
-    static detail::rotation_table rotations_of(const std::vector<layer>& layers,
-                                               const cache_options& options);
     static const format& window_of(const cache_options& options);
     void check(tensor role, const format& f, int number) const;
     void expect_listed(tensor role, int number) const;

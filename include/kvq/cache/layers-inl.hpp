@@ -1,6 +1,8 @@
 // Definitions of layers.hpp.
 #pragma once
 
+#include <algorithm>
+
 #include "../core/error.hpp"
 #include "layers.hpp"
 
@@ -137,6 +139,42 @@ KVQ_FUNC layer_shapes::layer_shapes(const std::vector<layer>& layers) {
         }
         if (!known) distinct_.push_back(i);
     }
+}
+
+KVQ_FUNC rotation_table rotations_of(const std::vector<layer>& layers,
+                                     const std::vector<rotary_embedding>& of_cache) {
+    std::vector<int> dims;
+    std::vector<rotary_embedding> said;
+    const auto keyless = [](const layer& l) { return l.kind == layer_kind::state; };
+    const auto keys = std::find_if_not(layers.begin(), layers.end(), keyless);
+    bool some = false;
+    for (const layer& l : layers) {
+        // Layers without keys count as layers without positions.
+        dims.push_back(keyless(l) && keys != layers.end() ? keys->head_dim : l.head_dim);
+        if (l.rotary || keyless(l)) said.push_back(l.rotary.value_or(rotary_embedding{}));
+        some = some || l.rotary;
+    }
+    if (!some) {
+        said = keys == layers.end() ? std::vector<rotary_embedding>{} : of_cache;
+    } else {
+        expect(of_cache.empty(), "layers and cache_options::rotary both say how keys are rotated");
+        const auto first = std::find_if(layers.begin(), layers.end(),
+                                        [&](const layer& l) { return !l.rotary && !keyless(l); });
+        const auto i = static_cast<std::size_t>(first - layers.begin());
+        if (i < layers.size())
+            fail(describe_layer(static_cast<int>(i), layers[i]),
+                 ": it does not say how keys are rotated, but ", said.size(), " other layers do");
+    }
+    rotation_table table(said, dims);
+    for (std::size_t i = 0; i < layers.size() && !said.empty(); ++i) {
+        const layer& l = layers[i];
+        const rotary_embedding& r = said[said.size() == 1 ? 0 : i];
+        if (l.kind == layer_kind::latent && !r.rotate && r.dims > 0 &&
+            r.first_channel < l.head_dim - l.rotary_channels)
+            fail(describe_layer(static_cast<int>(i), l), ": a rotation turns its last ", l.rotary_channels,
+                 " channels, not those from ", r.first_channel, " on");
+    }
+    return table;
 }
 
 }}}

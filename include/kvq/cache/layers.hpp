@@ -176,6 +176,10 @@ std::vector<layer> equal_layers(const cache_shape& shape);
 /// owner, or another shape.
 std::vector<layer> with_owners(std::vector<layer> layers);
 
+/// How the keys of all layers are rotated: as they say themselves, or as `of_cache` says (one for all layers,
+/// or one per layer). Raises kvq::error where both do, or a rotation does not fit.
+rotation_table rotations_of(const std::vector<layer>& layers, const std::vector<rotary_embedding>& of_cache);
+
 /// The parts of layers with state, if there are any. Raises kvq::error for an impossible part.
 std::optional<state_layout> state_of(const std::vector<layer>& layers);
 

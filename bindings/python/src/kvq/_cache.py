@@ -74,6 +74,15 @@ def _names(names: Optional[Names]) -> Optional[str]:
     return ",".join(names)
 
 
+def rotary_to_c(rotary: Union[None, Rotary, List_[Rotary]], options: Any) -> List[Rotary]:
+    """Gives options their rotary embeddings: those returned, whose numbers they point to."""
+    of_layers = [rotary] if isinstance(rotary, Rotary) else list(rotary or [])
+    if of_layers:
+        options.rotary = (_abi.kvq_rotary * len(of_layers))(*[r._c for r in of_layers])
+        options.rotary_count = len(of_layers)
+    return of_layers
+
+
 def formats_of_layers(chosen: Dict[int, Tuple[Optional[str], Optional[str]]], layers: int) -> Any:
     """layer_formats as the library takes it."""
     formats = (_abi.kvq_layer_formats * max(layers, 0))()
@@ -110,11 +119,7 @@ def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names =
     o.statistics = optional_handle(statistics, Statistics, "statistics")
     if layer_formats is not None:
         o.layer_formats = formats_of_layers(layer_formats, o.layers)
-    of_layers = [rotary] if isinstance(rotary, Rotary) else list(rotary or [])
-    if of_layers:
-        o.rotary = (_abi.kvq_rotary * len(of_layers))(*[r._c for r in of_layers])
-        o.rotary_count = len(of_layers)
-    return o, of_layers
+    return o, rotary_to_c(rotary, o)
 
 
 class Cache(Handle):

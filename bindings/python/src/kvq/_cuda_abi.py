@@ -5,8 +5,8 @@ from ctypes import (CFUNCTYPE, POINTER, c_char_p, c_float, c_int32, c_int64, c_s
 from typing import Any, Dict, List
 
 from ._struct import Struct, handle
-from ._abi import (kvq_layer, kvq_layer_formats, kvq_requantize_report, kvq_save_options, kvq_snapshot, kvq_state_part,
-                   kvq_tensor)
+from ._abi import (kvq_layer, kvq_layer_formats, kvq_requantize_report, kvq_rotary, kvq_save_options, kvq_snapshot,
+                   kvq_state_part, kvq_tensor)
 
 ERROR_CUDA = 9
 
@@ -33,7 +33,8 @@ class kvq_cuda_cache_options(Struct):
                 ("allocator", POINTER(kvq_cuda_allocator)), ("alibi", c_int32), ("query_heads", c_int32),
                 ("layer_list", POINTER(kvq_layer)), ("layer_formats", POINTER(kvq_layer_formats)),
                 ("state_parts", POINTER(kvq_state_part)), ("snapshot_bytes", c_size_t), ("state_part_count", c_int32),
-                ("snapshot_every", c_int32), ("snapshot_prompt_end", c_int32), ("pool_states", c_int32)]
+                ("snapshot_every", c_int32), ("snapshot_prompt_end", c_int32), ("pool_states", c_int32),
+                ("rotary_count", c_int32), ("rotary", POINTER(kvq_rotary))]
 
 
 class kvq_cuda_cache_info(Struct):
@@ -99,6 +100,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_sequence_bytes": [handle, POINTER(c_size_t)],
     "kvq_cuda_sequence_trim": [handle, c_int32],
     "kvq_cuda_sequence_trim_limit": [handle, POINTER(c_int32)],
+    "kvq_cuda_sequence_erase": [handle, c_int32, c_int32],
+    "kvq_cuda_sequence_shift": [handle, c_int32, c_int32, c_int64],
     "kvq_cuda_cache_state": [handle, c_int32, c_int32, POINTER(kvq_cuda_state_view)],
     "kvq_cuda_sequence_state": [handle, c_int32, c_int32, c_void_p, POINTER(c_size_t)],
     "kvq_cuda_sequence_snapshot": [handle],

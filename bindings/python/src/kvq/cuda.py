@@ -23,7 +23,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence as Li
 import torch
 
 from . import _abi, _cuda_abi
-from ._cache import Cache as _HostCache, _names, formats_of_layers
+from ._cache import Cache as _HostCache, Rotary, _names, formats_of_layers, rotary_to_c
 from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
 from ._formats import Statistics, from_c, reading, stream, written
 from ._layers import Layer, StatePart, layer_from_c, layers_to_c, part_number
@@ -186,7 +186,8 @@ class Cache(Handle):
     max_tokens      of one sequence
     step_tokens     new tokens that a step gives to every sequence, at most
     draft_tokens    drafted tokens of a sequence, at most 64
-    query_heads     of layers made by latent_attention, at most: memory for so many
+    query_heads     of layers made by latent_attention, and of steps over keys that have moved, at most: memory for so many
+    rotary          how keys were rotated, for all layers or one per layer; None: keys cannot move
     pool_tokens     quantized pages for so many tokens are allocated at once,
     pool_sequences  and 16-bit pages for so many sequences
     pool_states     and recurrent states: one for a sequence, and one for each of its snapshots
@@ -207,7 +208,8 @@ class Cache(Handle):
                  max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, query_heads: int = 128, pool_tokens: int = 0,
                  pool_sequences: int = 0, pool_states: int = 0, snapshot_every: Optional[int] = None,
                  snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None, growing: bool = True,
-                 statistics: Optional[Statistics] = None, alibi: bool = False) -> None:
+                 statistics: Optional[Statistics] = None, alibi: bool = False,
+                 rotary: Union[None, Rotary, List_[Rotary]] = None) -> None:
         if dtype not in _NAMES:
             raise ArgumentError(f"kvq: a cache on a GPU is of torch.float16 or torch.bfloat16, not {dtype}")
         for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens), ("step_tokens", step_tokens),
@@ -233,6 +235,7 @@ class Cache(Handle):
             snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
             snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"), fixed=int(not growing), alibi=int(alibi))
         o.statistics = optional_handle(statistics, Statistics, "statistics")
+        rotary_to_c(rotary, o)  # the arguments keep what it points to
         if listed is not None:
             layers_to_c(listed, o)
         if layer_formats is not None:
@@ -481,6 +484,15 @@ class Sequence(Handle):
         Returns how many tokens must run again: more than 0 where layers have state, which goes back to reach(tokens)."""
         self.cache._f.kvq_cuda_sequence_trim(self, tokens)
         return tokens - len(self)
+
+    def erase(self, first: int, last: int) -> None:
+        """Removes tokens [first, last); those behind them move to the front, keys included. Needs Cache(rotary=...) if keys move. Refused: a cut
+        within a 16-bit page or the sinks, but for an erase to the end, which is a trim."""
+        self.cache._f.kvq_cuda_sequence_erase(self, first, last)
+
+    def shift(self, first: int, last: int, by: int) -> None:
+        """Moves the rotary positions of the keys of tokens [first, last) by `by`. Needs Cache(rotary=...)."""
+        self.cache._f.kvq_cuda_sequence_shift(self, first, last, by)
 
     def state(self, layer: int, part: Union[int, str] = 0) -> Optional[torch.Tensor]:
         """The part of Cache.state of this sequence, [heads][rows][columns] on the device, until the next call that changes it; None: zeros. To

@@ -136,7 +136,11 @@ status move_pages(const layer_kinds& kinds, const moved_page* pages, int count, 
 struct transfer_access {
     static status check(const cache& c, sequence_id id) {
         if (status s = c.check_equal_layers("a transfer"); !s) return s;
-        return c.check_here(id);
+        if (status s = c.check_here(id); !s) return s;
+        if (!pages_of(c, id).moved.empty())
+            return bad_value("sequence %d has keys that erase or shift have moved: its pages do not say so",
+                             id.index);
+        return {};
     }
     /// All layers of a cache that check() has let through.
     static const layer_group& group(const cache& c) { return c.groups_[0]; }
@@ -420,7 +424,7 @@ struct transfer_access {
             to.keys = slice + x.key_at;
             to.values = slice + x.value_at;
             if (status s = group(c).format.functions->requantize(
-                    l, x.source, l.window, x.target, memory.from.as<const int>() + x.first,
+                    l, x.source, l.window, x.target, {}, memory.from.as<const int>() + x.first,
                     memory.to.as<const int>() + x.first, x.count, stream);
                 !s)
                 return s;

@@ -22,10 +22,12 @@
 // tokens (sequence_pages.hpp).
 // One exception: a quantized page that is requantized to a preset is fitted anew here.
 // Contract: refused calls change nothing. One thread; one stream at a time. These wait for the stream: a pool
-// that grows, a prompt that is longer than all before it, calibrate() and not_finite(). Nothing else does.
+// that grows, a prompt that is longer than all before it, steps and prompts over keys that have moved where
+// their memory grows, calibrate() and not_finite(). Nothing else does.
 #pragma once
 
 #include "cache_draft.hpp"
+#include "cache_moves.hpp"
 #include "cache_open.hpp"
 #include "cache_pages.hpp"
 #include "cache_state.hpp"

@@ -111,17 +111,7 @@ public:
     /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer (a second time is
     /// refused), the first one of a shape and format before the others: it also quantizes the pages that
     /// leave the recent windows of all of them. T: options().type. Of latents v has 0 tokens.
-    status append(int layer, const input_view& k, const input_view& v, cudaStream_t stream) {
-        if (status s = check_append(layer, k, v); !s) return s;
-        detail::layer_group& g = group_of(layer);
-        const int member = member_of(layer);
-        if (step_.prompt) return g.append_prompt(member, k, v, stream);
-        if (status s = commit_due(layer, stream); !s) return s;
-        if (status s = g.format.functions->store_new(view(layer), k, v, step_.new_tokens, stream); !s)
-            return s;
-        g.appended[static_cast<std::size_t>(member)] = 1;
-        return {};
-    }
+    status append(int layer, const input_view& k, const input_view& v, cudaStream_t stream);
     /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the
     /// window, in 16 bit, and quantized pages as they are, without scratch memory (prefill.cuh). After
     /// begin_prompt(). q, out: [new_tokens][q_heads][head_dim]. The tokens of a layer that others share wait
@@ -133,27 +123,7 @@ public:
     /// number of them, or none, then also after a begin_step() of one sequence. options.lead says which of
     /// them a query sees. Before append().
     status prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
-                        prefill_options options, cudaStream_t stream) {
-        if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
-        if (is_shared(layer) || is_cross(layer) || is_latent(layer) || shared_chunk(layer) != nullptr)
-            return detail::bad_value(
-                "%s: parts of prompts are not for layers that share keys and values, or have cross or latent "
-                "attention",
-                describe(layer).c_str());
-        if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
-            return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens",
-                                     step_.rows, k.tokens, step_.prompt ? step_.new_tokens : 0);
-        if (step_.prompt)
-            if (status s = check_lacks(layer); !s) return s;
-        const auto nowhere = common::visit_float_type(q.type, [&]<class T>(T) -> output_view {
-            return token_view<T>(nullptr, q.tokens, q.heads, q.dim);
-        });
-        const detail::layer_group& g = group_of(layer);
-        if (status s = g.add_window(options, member_of(layer)); !s) return s;
-        return g.format.functions->prefill(
-            step_.prompt ? g.view_before_prompt(member_of(layer)) : view(layer), k, v, q, nowhere, nullptr,
-            q.tokens, options, stream);
-    }
+                        prefill_options options, cudaStream_t stream);
     /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch. A layer
     /// with a window hides what its window hides, also where options.window is 0, and takes at most rollback
     /// + 1 tokens more than the step has new ones (of a prompt: rollback + 1 in all). q: [rows x
@@ -162,6 +132,7 @@ public:
     status attend(int layer, const query_view& q, const output_view& out, attention_options options,
                   cudaStream_t stream, const Score& score = {}) {
         if (status s = check_attend<Score>(layer, q, out, options); !s) return s;
+        if (runs_of(layer) > 1) return attend_runs(layer, q, out, options, stream, &score);
         const detail::device_memory& space = workspace_of(layer);
         return group_of(layer).format.functions->attend(view(layer), q, out, options, space.as<>(),
                                                         space.bytes(), stream, &score);
@@ -181,8 +152,13 @@ public:
                                      step_.new_tokens);
         if (status s = check_attend<Score>(layer, q, out, options); !s) return s;
         if (step_.draft) options.early = false;  // its tables may have been sent right before
-        if (status s = commit_due(layer, stream); !s) return s;
         detail::layer_group& g = group_of(layer);
+        if (runs_of(layer) > 1) {
+            if (status s = check_runs(layer, q.tokens, q.heads); !s) return s;
+            if (status s = append(layer, k, v, stream); !s) return s;
+            return attend_runs(layer, q, out, options, stream, &score);
+        }
+        if (status s = commit_due(layer, stream); !s) return s;
         const detail::device_memory& space = workspace_of(layer);
         if (status s =
                 g.format.functions->store_and_attend(view(layer), k, v, step_.new_tokens, q, out, options,
@@ -198,11 +174,13 @@ public:
         const detail::layer_group& g = group_of(layer);
         if (g.format.latent)
             if (status s = check_latents(layer, step_.rows, q_heads, options); !s) return s;
+        if (runs_of(layer) > 1)
+            if (status s = check_runs(layer, step_.rows * options.query_tokens, q_heads); !s) return s;
         return g.add_window(options, member_of(layer));
     }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the
     /// capture: it depends on the batch's number of rows and new tokens, on the formats that its pages are
-    /// committed to, and on where pools lie.
+    /// committed to, on the most moves of keys that a sequence of it has, and on where pools lie.
     std::uint64_t graph_id() const noexcept;
 
     /// Part number `part` of the state of a layer, for the rows of the step or prompt that has begun: its
@@ -234,9 +212,10 @@ public:
     /// earlier lengths need. While a draft of several tokens waits, or a prompt for layers that lack it, it
     /// is tokens(id). O(pages)
     int trim_limit(sequence_id id) const noexcept;
-    /// As in sequence::erase, shift and splice, where no key moves: an erase to the end is a trim. Otherwise
-    /// refused: attention on the device finds keys where they were appended. onload() says which sequences
-    /// that a CPU's cache has rearranged come to the device.
+    /// As sequence::erase, shift and splice: kept tokens keep their bytes, and attention turns queries for
+    /// keys that have moved, with a launch for each number of positions (options().rotary). Takes effect with
+    /// the next begin. What would leave 16-bit pages with gaps is refused: a cut within the recent window or
+    /// the sinks, but for an erase to the end, which is a trim. Splice is refused.
     status erase(sequence_id id, int first, int last);
     status shift(sequence_id id, int first, int last, std::int64_t by);
     status splice(sequence_id id, sequence_id other, int first, int last);
@@ -421,7 +400,7 @@ private:
     /// Does attention over latents take the options, and is the workspace large enough?
     status check_latents(int layer, int rows, int q_heads, const attention_options& options) const;
     status check_batch(std::span<const sequence_id> ids, bool holes);
-    status check_move(sequence_id id, const char* verb, int first, int last, bool moves) const;
+    status check_move(sequence_id id, const char* verb, int first, int last, std::int64_t by) const;
     status check_rows(std::span<const sequence_id> batch) const;
     status check_no_draft(std::span<const sequence_id> ids) const;
     /// Has no layer of these sequences still to get a prompt that has begun?
@@ -437,8 +416,31 @@ private:
     status check_growth(sequence_id id, int new_tokens, bool cross = false) const;
     status check_prompt(sequence_id id, int new_tokens) const;
     status begin_text(sequence_id id, int new_tokens, bool cross, cudaStream_t stream);
+    // Keys that have moved: cache_moves.hpp.
+    template <class Build>
+    status rearrange(sequence_id id, const char* verb, int first, int last, Build&& build);
+    std::size_t moving_bytes(int layer, std::size_t tokens, std::size_t q_heads) const noexcept;
+    status ensure_runs(std::span<const sequence_id> batch, int keys, cudaStream_t stream);
+    status ensure_moving(std::size_t bytes, cudaStream_t stream);
+    /// Launches of an attention: one for each number of positions by which keys of the step have moved.
+    int runs_of(int layer) const noexcept {
+        return rotations_.at(layer) == nullptr ? 1 : group_of(layer).now.runs;
+    }
+    status check_runs(int layer, int tokens, int q_heads) const;
+    detail::turn_args turn_of(int layer, const detail::input_rows& from, std::byte* to) const noexcept;
+    /// Keys as the pages want them that they go to. lengths: null if all go to a page that has tokens.
+    status turn_keys(int layer, input_view& k, int of_sequence, const int* lengths,
+                     cudaStream_t stream) const;
+    status turn_query(int layer, int run, query_view& q, int of_sequence, cudaStream_t stream) const;
+    status attend_runs(int layer, const query_view& q, const output_view& out,
+                       const attention_options& options, cudaStream_t stream, const void* score);
+    status prefill_runs(int layer, const input_view& k, const input_view& v, const query_view& q,
+                        const output_view& out, const prefill_options& options, cudaStream_t stream);
+    status append_prompt(int layer, const input_view& k, const input_view& v, cudaStream_t stream);
     bool lacks_page(sequence_id id, std::size_t group, int n) const noexcept;
     status check_options(const cache_options& options) const;
+    status make_rotations();
+    status send_rotations(cudaStream_t stream);
     status make_groups(std::span<const device_format> compiled);
     status open_group(detail::layer_group& g) const;
     int pool_pages(const detail::layer_group& g) const noexcept;
@@ -558,6 +560,11 @@ private:
     std::vector<int> slots_;                       // of rows, as the device has them
     int first_slot_ = 0;                           // their first word
     static constexpr int unknown_slot = -2;
+    common::rotation_table rotations_;
+    std::vector<std::size_t> first_turn_;  // of each layer, in turns_
+    detail::device_memory turns_;          // of all pairs of the layers that rotate
+    detail::device_memory moving_;         // keys and queries that are turned, then softmax states
+    unsigned moving_generation_ = 0;
     detail::device_memory words_;
     // Two, as attention over keys and values must find zeros where it left them.
     detail::device_memory workspace_, latent_workspace_;

@@ -41,6 +41,13 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
                 "drafts of a batch grow together: sequence %d holds %d drafted tokens, others %d", id.index,
                 own, drafted);
         if (status s = check_growth(id, new_tokens); !s) return s;
+        for (std::size_t i = 0; i < step_groups(); ++i)
+            if (const detail::sequence_pages& s = entry_of(id).pages[i]; s.open_shift() != 0)
+                return detail::bad_value(
+                    "sequence %d cannot take a draft: the keys of its last page have moved, and a draft "
+                    "would end "
+                    "behind it; append %d tokens first",
+                    id.index, s.table.spans.back().room - s.table.spans.back().tokens);
     }
     drafted = common::larger(drafted, 0);
     if (new_tokens < 0 || new_tokens > options_.draft_tokens - drafted)
@@ -48,6 +55,7 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
                                  options_.draft_tokens);
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, true, false, stream); !s) return s;
+    if (status s = ensure_runs(batch, new_tokens, stream); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     return send_step(batch, new_tokens, true, stream);
 }

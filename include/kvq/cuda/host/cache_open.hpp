@@ -158,6 +158,32 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
     return {};
 }
 
+/// How the keys of all layers are rotated.
+inline status cache::make_rotations() {
+    rotations_ = common::rotations_of(layers_, options_.rotary);
+    for (int i = 0; i < layer_count(); ++i)
+        if (const common::rotation* const r = rotations_.at(i); r != nullptr && r->is_function())
+            return detail::bad_value(
+                "keys on a device are rotated by frequencies, not by a function of the engine");
+    return {};
+}
+inline status cache::send_rotations(cudaStream_t stream) {
+    std::vector<double> all;
+    first_turn_.assign(layers_.size(), 0);
+    for (int i = 0; i < layer_count(); ++i) {
+        const common::rotation* const r = rotations_.at(i);
+        if (r == nullptr) continue;
+        first_turn_[static_cast<std::size_t>(i)] = all.size();
+        all.insert(all.end(), r->turns().begin(), r->turns().end());
+    }
+    if (all.empty()) return {};
+    const std::size_t bytes = all.size() * sizeof(double);
+    if (status s = turns_.allocate(options_.memory, bytes, "rotary embeddings", stream); !s) return s;
+    cudaError_t code = cudaMemcpyAsync(turns_.as<>(), all.data(), bytes, cudaMemcpyHostToDevice, stream);
+    if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
+    return code == cudaSuccess ? status{} : detail::runtime_error(code, "copying rotary embeddings");
+}
+
 /// Tables and pools of a group whose layers and kernels are known, without memory for tables.
 inline status cache::open_group(detail::layer_group& g) const {
     const cache_options& o = options_;
@@ -168,6 +194,7 @@ inline status cache::open_group(detail::layer_group& g) const {
     g.columns = common::larger(1, g.geometry.pages(o.max_tokens));
     g.columns += common::smaller(o.cut_pages, detail::most_tokens / o.page_tokens - g.columns);
     g.sink_columns = common::larger(1, g.geometry.sink_pages(o.sinks));
+    g.runs.open(o.max_batch, g.kinds(), g.columns, g.geometry.ring, g.sink_columns);
     const int sink_pages = g.geometry.sink_pages(o.sinks),
               most = (std::numeric_limits<int>::max)() / common::larger(g.geometry.ring, sink_pages);
     if (o.pool_sequences > most)
@@ -229,7 +256,8 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     layers_ = std::move(layers);
     options_ = options;
     states_ = std::move(states);
-    status s = make_groups(compiled);
+    status s = make_rotations();
+    if (s) s = make_groups(compiled);
     long long words = 0;
     for (std::size_t i = 0; i < groups_.size() && s; ++i) {
         detail::layer_group& g = groups_[i];
@@ -269,6 +297,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         if (s) s = g.sinks.grow(options.pool_sequences * g.geometry.sink_pages(options.sinks), stream);
     }
     if (s && states_) s = states_->grow(options.pool_states, stream);
+    if (s) s = send_rotations(stream);
     if (s) {
         step_ = {};
         forget_rows();
@@ -282,6 +311,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     words_ = {};
     workspace_ = {};
     latent_workspace_ = {};
+    turns_ = {};
     return s;
 }
 
@@ -438,8 +468,12 @@ inline std::uint64_t cache::graph_id() const noexcept {
     const int tokens = step_.draft == 0 ? step_.new_tokens : 1 << 15 | step_.draft << 7 | step_.new_tokens;
     std::uint64_t id = 0;
     for (const detail::layer_group& g : groups_)
-        id = id * 0x9e3779b97f4a7c15u ^ (g.generation() << 40 | static_cast<std::uint64_t>(step_.rows) << 20 |
-                                         static_cast<std::uint64_t>(tokens) << 4 | g.now.targets);
+        id = id * 0x9e3779b97f4a7c15u ^
+             (g.generation() << 40 | static_cast<std::uint64_t>(step_.rows) << 20 |
+              static_cast<std::uint64_t>(tokens) << 4 | g.now.targets) ^
+             (g.now.runs == 1 ? 0
+                              : std::uint64_t{g.runs.generation() + moving_generation_} << 32 |
+                                    static_cast<std::uint64_t>(g.now.runs) << 8);
     return states_ ? id ^ std::uint64_t{states_->pages().generation()} << 56 : id;
 }
 
@@ -472,14 +506,15 @@ inline usage_report cache::usage() const {
             u.pages += static_cast<std::size_t>(p.pages().used());
         }
         for (const detail::device_keys& k : g.keys) u.bookkeeping += k.bytes();
+        u.bookkeeping += g.runs.bytes();
     }
     if (states_) {
         u.state = states_->pages().used_bytes();
         u.pages += static_cast<std::size_t>(states_->pages().pages().used());
     }
     u.reserved += bytes_held() - bytes_in_use();
-    u.bookkeeping += words_.bytes();
-    u.workspace = workspace_.bytes() + latent_workspace_.bytes() + prompt_bytes();
+    u.bookkeeping += words_.bytes() + turns_.bytes();
+    u.workspace = workspace_.bytes() + latent_workspace_.bytes() + moving_.bytes() + prompt_bytes();
     common::add_up(u);
     return u;
 }

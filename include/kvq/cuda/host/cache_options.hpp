@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../../cache/layers.hpp"
 #include "../../core/float_type.hpp"
 #include "../../state/snapshot_policy.hpp"
 #include "page_pool.hpp"
@@ -19,14 +20,16 @@ struct cache_options {
     int page_tokens = default_page_tokens;  ///< that of the compiled formats
     float_type type = float_type::fp16;     ///< of the window, and of k, v, q and out: fp16 or bf16
     int sinks = 0;                          ///< first tokens, always 16 bit
-    int recent = 64;         ///< at least this many newest tokens are 16 bit; at least step_tokens
-    int rollback = 16;       ///< a trim by up to this many tokens is exact
-    int max_batch = 1;       ///< sequences of one step
-    int max_tokens = 4096;   ///< of one sequence
-    int cut_pages = 64;      ///< a sequence of max_tokens may have so many pages more, which trims have cut
-    int draft_tokens = 0;    ///< of one sequence at most: up to 64, to page_tokens and to recent
-    int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most; 0: prompts only
-    int query_heads = 128;   ///< of layers with latent attention, at most: their workspace is for so many
+    int recent = 64;        ///< at least this many newest tokens are 16 bit; at least step_tokens
+    int rollback = 16;      ///< a trim by up to this many tokens is exact
+    int max_batch = 1;      ///< sequences of one step
+    int max_tokens = 4096;  ///< of one sequence
+    int cut_pages = 64;     ///< a sequence of max_tokens may have so many pages more, which trims have cut
+    int draft_tokens = 0;   ///< of one sequence at most: up to 64, to page_tokens and to recent
+    int step_tokens = 1;    ///< new tokens that a step gives to every sequence, at most; 0: prompts only
+    /// Of layers with latent attention, and of steps of sequences whose keys have moved, at most: memory for
+    /// so many.
+    int query_heads = 128;
     int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     int pool_states = 0;     ///< and so many states: one for a sequence, and one for each of its snapshots
@@ -34,6 +37,9 @@ struct cache_options {
     /// Of layers with state. prompt_end: at the end of every begin_prompt(); where prompts come in parts,
     /// snapshot() behind the last one instead.
     snapshot_policy snapshots = {};
+    /// How keys were rotated before they were appended: one for all layers, or one per layer, as on the CPU.
+    /// Empty: keys cannot move (cache::erase, shift and splice). No functions (rotary_embedding::rotate).
+    std::vector<rotary_embedding> rotary = {};
     device_allocator memory = {};
 };
 

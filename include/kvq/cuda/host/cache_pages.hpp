@@ -114,32 +114,6 @@ inline int cache::trim_limit(sequence_id id) const noexcept {
     return limit;
 }
 
-/// Tokens [first, last) of a sequence are to move. moves: does any key?
-inline status cache::check_move(sequence_id id, const char* verb, int first, int last, bool moves) const {
-    if (status s = check_here(id); !s) return s;
-    if (first < 0 || first > last || last > tokens(id))
-        return detail::bad_value("cannot %s tokens %d to %d: sequence %d holds %d", verb, first, last,
-                                 id.index, tokens(id));
-    if (first == last || !moves) return {};
-    return detail::bad_value(
-        "cannot %s tokens %d to %d of %d: keys would move, and attention on the device finds them where they "
-        "were appended",
-        verb, first, last, tokens(id));
-}
-inline status cache::erase(sequence_id id, int first, int last) {
-    const bool to_end = last == tokens(id);
-    if (status s = check_states(std::span(&id, 1), "erase"); !s) return s;
-    if (status s = check_move(id, "erase", first, last, !to_end); !s) return s;
-    return to_end ? trim(id, first) : status{};
-}
-inline status cache::shift(sequence_id id, int first, int last, std::int64_t by) {
-    return check_move(id, "shift", first, last, by != 0);
-}
-inline status cache::splice(sequence_id id, sequence_id other, int first, int last) {
-    if (status s = check_here(id); !s) return s;
-    return check_move(other, "splice", first, last, true);
-}
-
 inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream) {
     if (status s = check_here(id); !s) return s;
     if (status s = check_whole(std::span(&id, 1)); !s) return s;

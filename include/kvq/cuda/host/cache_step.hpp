@@ -99,6 +99,7 @@ inline status cache::begin_step(std::span<const sequence_id> batch, int new_toke
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, false, false, stream); !s) return s;
     if (status s = ensure_states(batch, new_tokens, stream); !s) return s;
+    if (status s = ensure_runs(batch, new_tokens, stream); !s) return s;
     if (status s = append_chunks(stream); !s) return s;
     return send_step(batch, new_tokens, false, stream);
 }
@@ -111,9 +112,11 @@ inline status cache::send_step(std::span<const sequence_id> batch, int new_token
     next.rows = static_cast<int>(batch.size());
     next.new_tokens = new_tokens;
     detail::word_writer to = writer(stream);
+    status moved;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& g = groups_[i];
         g.new_step();
+        std::vector<detail::moved_row> moved_rows(batch.size());
         for (int b = 0; b < next.rows; ++b) {
             const sequence_id id = batch[static_cast<std::size_t>(b)];
             if (id == sequence_id{}) {
@@ -122,15 +125,19 @@ inline status cache::send_step(std::span<const sequence_id> batch, int new_token
             }
             entry& e = entry_of(id);
             const bool grows = g.takes_steps();
+            moved_rows[static_cast<std::size_t>(b)] = {e.pages[i], e.version, g.geometry};
+            g.now.runs = common::larger(g.now.runs, g.runs.runs_of(e.pages[i]));
             g.grow_row(b, id, e.version, e.pages[i], grows ? new_tokens : 0, grows && draft, to);
             g.now.targets |= 1u << e.pages[i].target();
             if (grows) next.draft = e.pages[i].drafted;
         }
         if (g.now.targets == 0) g.now.targets = 1u << g.target;
+        if (moved) moved = g.runs.send(moved_rows, g.now.runs, g.geometry, *g.format.functions, stream);
     }
     step_ = next;
     write_states(batch, new_tokens, false, to);
-    const status sent = to.flush();
+    status sent = to.flush();
+    if (sent) sent = moved;
     if (!sent) forget_rows();
     return sent && states_ ? states_->take_error() : sent;
 }
@@ -168,6 +175,10 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, cross, stream); !s) return s;
     if (status s = ensure_states(std::span(&id, 1), of_steps, stream); !s) return s;
+    if (status s =
+            ensure_runs(std::span(&id, 1), common::larger(options_.page_tokens, options_.sinks), stream);
+        !s)
+        return s;
     // All memory is found before a prompt that waits is appended and the sequence changes. Nothing is refused
     // behind it, since a prompt that has begun before writes to the scratch that it was given.
     detail::larger_memories larger;
@@ -198,8 +209,13 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     detail::word_writer to = writer(stream);
     std::vector<detail::prompt_slots> found;
     auto* slot_list = staging_.as<long long>();
+    status moved;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& g = groups_[i];
+        const detail::moved_row row{e.pages[i], e.version, g.geometry};
+        const int runs = g.runs.runs_of(e.pages[i]);
+        if (moved && g.takes_steps() != cross)
+            moved = g.runs.send_before_prompt(e.pages[i], g.geometry, *g.format.functions, stream);
         if (g.takes_steps() == cross) {
             g.new_step();
             std::ranges::fill(g.appended, char{1});  // there is nothing to append
@@ -210,14 +226,54 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
                                        slot_list, to));
         if (g.format.latent) found.push_back(g.run_slots(found.back()));
         slot_list += g.slot_lists() * new_tokens;
+        g.now.runs = runs;
+        if (moved) moved = g.runs.send({&row, 1}, runs, g.geometry, *g.format.functions, stream);
     }
     write_states(std::span(&id, 1), of_steps, true, to);
     status s = to.flush();
+    if (s) s = moved;
     if (!s) forget_rows();
     if (s && states_) s = states_->take_error();
     for (const detail::prompt_slots& of : found)
         if (s) s = groups_[0].format.functions->find_prompt_slots(of, stream);
     return s;
+}
+
+inline status cache::append(int layer, const input_view& k, const input_view& v, cudaStream_t stream) {
+    if (status s = check_append(layer, k, v); !s) return s;
+    detail::layer_group& g = group_of(layer);
+    const int member = member_of(layer);
+    if (step_.prompt) return append_prompt(layer, k, v, stream);
+    if (status s = commit_due(layer, stream); !s) return s;
+    input_view keys = k;
+    if (status s = turn_keys(layer, keys, step_.new_tokens, g.words + g.tokens_at(0), stream); !s) return s;
+    if (status s = g.format.functions->store_new(view(layer), keys, v, step_.new_tokens, stream); !s)
+        return s;
+    g.appended[static_cast<std::size_t>(member)] = 1;
+    return {};
+}
+
+inline status cache::prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
+                                  prefill_options options, cudaStream_t stream) {
+    if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
+    if (is_shared(layer) || is_cross(layer) || is_latent(layer) || shared_chunk(layer) != nullptr)
+        return detail::bad_value(
+            "%s: parts of prompts are not for layers that share keys and values, or have cross or latent "
+            "attention",
+            describe(layer).c_str());
+    if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
+        return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens", step_.rows,
+                                 k.tokens, step_.prompt ? step_.new_tokens : 0);
+    if (step_.prompt)
+        if (status s = check_lacks(layer); !s) return s;
+    const auto nowhere = common::visit_float_type(
+        q.type, [&]<class T>(T) -> output_view { return token_view<T>(nullptr, q.tokens, q.heads, q.dim); });
+    const detail::layer_group& g = group_of(layer);
+    if (g.now.runs > 1)
+        return detail::bad_value("a part of a prompt behind keys that erase, shift or splice have moved");
+    if (status s = g.add_window(options, member_of(layer)); !s) return s;
+    return g.format.functions->prefill(step_.prompt ? g.view_before_prompt(member_of(layer)) : view(layer), k,
+                                       v, q, nowhere, nullptr, q.tokens, options, stream);
 }
 
 inline status cache::prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
@@ -254,15 +310,18 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
         if (status s = check_lacks(layer); !s) return s;
     if (is_latent(layer)) return prefill_latents(layer, k, v, q, out, options, stream);
     if (status s = g.add_window(options, member); !s) return s;
-    if (status s = g.format.functions->prefill(g.view_before_prompt(member), own == 0 ? c->k : k,
-                                               own == 0 ? c->v : v, q, out, g.words + g.prompt_at() + 2,
-                                               step_.new_tokens, options, stream);
+    if (status s =
+            runs_of(layer) > 1
+                ? prefill_runs(layer, own == 0 ? c->k : k, own == 0 ? c->v : v, q, out, options, stream)
+                : g.format.functions->prefill(g.view_before_prompt(member), own == 0 ? c->k : k,
+                                              own == 0 ? c->v : v, q, out, g.words + g.prompt_at() + 2,
+                                              step_.new_tokens, options, stream);
         !s)
         return s;
-    if (c == nullptr) return g.append_prompt(member, k, v, stream);
+    if (c == nullptr) return append_prompt(layer, k, v, stream);
     if (own > 0) return hold(*c, k, v, stream);
     c->waits_for[reader] = 0;
-    return c->waits() ? status{} : g.append_prompt(member, c->k, c->v, stream);
+    return c->waits() ? status{} : append_prompt(layer, c->k, c->v, stream);
 }
 
 /// Slices of the prompt's queries that the workspace has room for, one after the other.
@@ -316,7 +375,7 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
             !s)
             return s;
     }
-    return g.append_prompt(member, k, v, stream);
+    return append_prompt(layer, k, v, stream);
 }
 
 inline status cache::check_latents(int layer, int rows, int q_heads, const attention_options& options) const {
@@ -374,7 +433,7 @@ inline status cache::hold(chunk& c, const input_view& k, const input_view& v, cu
 inline status cache::append_chunks(cudaStream_t stream) {
     for (chunk& c : chunks_) {
         if (!c.waits()) continue;
-        if (status s = group_of(c.owner).append_prompt(member_of(c.owner), c.k, c.v, stream); !s) return s;
+        if (status s = append_prompt(c.owner, c.k, c.v, stream); !s) return s;
         std::ranges::fill(c.waits_for, char{0});
     }
     return {};

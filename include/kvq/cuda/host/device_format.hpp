@@ -20,6 +20,7 @@
 #include "../../core/row_view.hpp"
 #include "../../quant/calibration.hpp"
 #include "../decode/attention_options.hpp"
+#include "../decode/moved_keys.hpp"
 #include "../layout/page_cuts.hpp"
 #include "../layout/status.hpp"
 #include "../quantize/kept_tensors.hpp"
@@ -144,7 +145,11 @@ struct device_functions {
     status (*prefill)(const layer_view&, const input_rows& k, const input_rows& v, const input_rows& q,
                       const output_rows& out, const int* starts, int new_tokens, const prefill_options&,
                       cudaStream_t);
+    // Of sequences whose keys have moved (decode/moved_keys.cuh).
+    status (*turn_rows)(const turn_args&, cudaStream_t) noexcept;
+    status (*join_states)(const join_args&, cudaStream_t) noexcept;
     score_mark score;
+    bool has_sinks;  ///< that score modifier adds a logit to every sum
     /// Of attend(). Where it does not depend on them, sequences do not count; q_heads are those of a kv head.
     std::size_t (*workspace_bytes)(int sequences, int q_heads, int query_tokens);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.

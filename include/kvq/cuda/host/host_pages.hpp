@@ -184,6 +184,7 @@ public:
                                           .rollback = o.rollback,
                                           .byte_budget = byte_budget,
                                           .preallocate = byte_budget != page_pool::no_budget,
+                                          .rotary = o.rotary,
                                           .repack = 0.0f,
                                           .snapshots = o.snapshots,
                                           .memory = memory != nullptr ? memory : &pinned_});

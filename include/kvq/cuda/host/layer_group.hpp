@@ -16,9 +16,7 @@
 #include "../../cache/layers.hpp"
 #include "../../format/format_names.hpp"
 #include "cache_options.hpp"
-#include "device_format.hpp"
-#include "sequence_pages.hpp"
-#include "word_writer.hpp"
+#include "moved_runs.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -49,6 +47,7 @@ struct layer_group {
     /// What the step that has begun is for these layers.
     struct step {
         unsigned targets = 0;  // formats that pages are committed to
+        int runs = 1;          // launches of an attention (moved_runs.hpp)
         // Of a prompt: the quantized pages before it.
         int committed_before = 0;
         prompt_ranges ranges;
@@ -79,6 +78,7 @@ struct layer_group {
     std::vector<device_pages> quantized;  // by format
     std::vector<device_keys> keys;
     device_pages window, sinks;
+    moved_runs runs;
     const cache_options* options = nullptr;    // of the cache
     const std::vector<layer>* list = nullptr;  // of the cache
     int first_word = 0;
@@ -144,6 +144,7 @@ struct layer_group {
         mirror.assign(static_cast<std::size_t>(list_at(false)), (std::numeric_limits<int>::min)());
         rows.assign(static_cast<std::size_t>(batch()), row{});
         run_named = 0;
+        runs.forget();
     }
     void empty_row(int b, word_writer& to) {
         rows[static_cast<std::size_t>(b)] = {};
@@ -361,8 +362,8 @@ struct layer_group {
         return sum;
     }
 
-    /// member: its number among these layers. sequences: rows of the step.
-    layer_view view(int member, int sequences) const noexcept {
+    /// member: its number among these layers. sequences: rows of the step. run: alone; -1: all pages.
+    layer_view view(int member, int sequences, int run = -1, bool before_prompt = false) const noexcept {
         // Memory that is there stands for that of formats without pages: it is not read.
         const auto memory = [&](const device_pages& p) {
             pool_memory m = p.memory();
@@ -412,12 +413,12 @@ struct layer_group {
         v.first_token = geometry.sinks;
         v.recent = geometry.recent;
         v.not_finite = reinterpret_cast<unsigned*>(const_cast<int*>(words)) + not_finite_at(member);
-        return v;
+        return run < 0 ? v : runs.view(v, run, before_prompt);
     }
     /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide
     /// them.
-    layer_view view_before_prompt(int member) const noexcept {
-        layer_view v = view(member, 1);
+    layer_view view_before_prompt(int member, int run = -1) const noexcept {
+        layer_view v = view(member, 1, run, true);
         v.tokens = words + prompt_at();
         v.committed = words + prompt_at() + 1;
         for (int f = 0; f < kinds(); ++f) v.quantized[f].end_page = v.committed;
@@ -534,12 +535,15 @@ struct layer_group {
         if (status s = store(l.sinks, true, 0, r.open); !s) return s;
         return store(run, false, r.open, r.count);
     }
-    status append_prompt(int member, const input_rows& k, const input_rows& v, cudaStream_t stream) {
+    /// opened: the first now.opened keys, as the pages want them that have tokens already.
+    status append_prompt(int member, const input_rows& opened, const input_rows& k, const input_rows& v,
+                         cudaStream_t stream) {
         const layer_view l = view(member, 1);
         const prompt_ranges& r = now.ranges;
         const auto store = [&](const layer_memory& pages, bool in_sinks, int first, int end) -> status {
             if (first >= end) return {};
-            return format.functions->store(l, pages, in_sinks, slice(k, first, end - first),
+            const input_rows& from = end <= now.opened ? opened : k;
+            return format.functions->store(l, pages, in_sinks, slice(from, first, end - first),
                                            slice(v, first, end - first), now.slot_list + first, stream);
         };
         int done = 0;

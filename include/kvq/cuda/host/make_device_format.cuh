@@ -14,6 +14,7 @@
 
 #include "../../format/format_names.hpp"
 #include "../decode/attend_new_tokens.cuh"
+#include "../decode/moved_keys.cuh"
 #include "../latent/latent.cuh"
 #include "../prefill/prefill.cuh"
 #include "../quantize/commit_due_pages.cuh"
@@ -348,7 +349,10 @@ struct device_table {
                                                 &attend,
                                                 &store_and_attend,
                                                 &prefill,
+                                                &turn_rows<T>,
+                                                &join_states<T>,
                                                 score_mark::of<Score>(),
+                                                has_sinks<Score>,
                                                 &workspace_bytes,
                                                 &make_keys,
                                                 &rotated_fingerprint};

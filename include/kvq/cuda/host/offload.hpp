@@ -6,12 +6,14 @@
 //
 // Both caches have the same layers, window type, sinks, recent, rollback and page_tokens, and formats of the
 // same names. Quantized pages and full 16-bit pages are the same bytes on both sides; pages that are not full
-// differ in how many tokens they have room for. Quantized pages show the same tokens on both sides; keys that
-// have moved (erase, shift, splice of a cache with rotary options) stay on the CPU.
+// differ in how many tokens they have room for. Pages show the same tokens on both sides, and their keys have
+// moved by the same numbers of positions.
 // Contract: both calls wait for the stream. A status that is not success has changed nothing. Memory that the
 // CPU's pool does not have raises kvq::out_of_memory or std::bad_alloc, as in all calls on that cache.
 // O(bytes).
 #pragma once
+
+#include <map>
 
 #include "../../cache/sequence.hpp"
 #include "../../cache/sequence_access.hpp"
@@ -82,6 +84,22 @@ struct cache_access {
             return bad_value("the windows of both caches have different types");
         return {};
     }
+    /// Do both caches turn keys that have moved in the same way?
+    static status check_moved(const kvq::cache& cpu, const cache& gpu, const layer_group& g,
+                              const sequence_pages& s) {
+        if (s.moved.empty()) return {};
+        for (const int layer : g.members)
+            if (!cpu.rotations().known() || !gpu.rotations_.known() ||
+                cpu.rotations().identity(layer).fingerprint != gpu.rotations_.identity(layer).fingerprint)
+                return bad_value(
+                    "keys of the sequence have moved, and cache_options::rotary differs in layer %d: %.60s "
+                    "on the "
+                    "CPU, %.60s on the device",
+                    layer,
+                    cpu.rotations().known() ? cpu.rotations().identity(layer).text.c_str() : "not given",
+                    gpu.rotations_.known() ? gpu.rotations_.identity(layer).text.c_str() : "not given");
+        return {};
+    }
     static status unknown(const layer_group& gpu, int kind) {
         return bad_value("the CPU's cache does not list %.60s, or made it from other statistics",
                          gpu.format.kinds[static_cast<std::size_t>(kind)].name.c_str());
@@ -145,8 +163,8 @@ struct cache_access {
         const wait_at_end end{stream};
         status result;
         for (std::size_t i = 0; i < gpu.groups_.size() && result; ++i)
-            result = offload_group(gpu.groups_[i], gpu.entry_of(id).pages[i], cpu, scratch, made, conversions,
-                                   stream);
+            result = offload_group(gpu, gpu.groups_[i], gpu.entry_of(id).pages[i], cpu, scratch, made,
+                                   conversions, stream);
         if (gpu.states_ && result) {
             state.emplace(*cpu.state_layout(), cpu.pool(), cpu.options().snapshots);
             result = offload_state(*gpu.entry_of(id).state, *gpu.states_, *state, cpu.pool(), stream);
@@ -177,10 +195,11 @@ struct cache_access {
     }
 
     /// The layers of a group, in pages of the CPU's.
-    static status offload_group(const layer_group& gpu, const sequence_pages& s, kvq::cache& cpu,
-                                page_pool& scratch, std::vector<made_layer>& made,
+    static status offload_group(const cache& from_cache, const layer_group& gpu, const sequence_pages& s,
+                                kvq::cache& cpu, page_pool& scratch, std::vector<made_layer>& made,
                                 std::vector<conversion>& conversions, cudaStream_t stream) {
         const page_table& table = s.table;
+        if (status moved = check_moved(cpu, from_cache, gpu, s); !moved) return moved;
         int formats[2][most_formats];  // -1: not listed, or the layers have no such tensor
         std::ranges::fill(formats[1], -1);
         for (const tensor role : gpu.tensors())
@@ -226,9 +245,15 @@ struct cache_access {
                 }
                 return p;
             };
+            std::map<const page*, std::size_t> known;  // quantized pages, and the first span that shows them
             for (const page_span& from : table.spans) {
                 page_span& span = spans.emplace_back(from);
                 span.pages = span.copies = {};
+                const auto [first, fresh] = known.emplace(from.pages[0].get(), spans.size() - 1);
+                if (!fresh && !from.sinks && from.pages[0]->format != 0) {
+                    span.pages = spans[first->second].pages;
+                    continue;
+                }
                 for (const tensor role : gpu.tensors()) {
                     const auto at = static_cast<std::size_t>(role);
                     const page* const own = from.pages[0].get();
@@ -275,37 +300,11 @@ struct cache_access {
             format_text(cpu.table(tensor::value)[values]).c_str());
     }
 
-    /// Why the device cannot have a span of the CPU's, if it cannot: kernels take whole pages with keys in
-    /// their place, and the sinks in front as they are. Which of its tokens a committed page shows does not
-    /// matter.
-    static status check_span(const page_span& s, int i, bool committed, int tokens,
-                             const device_geometry& g) {
-        if (s.shift != 0 || s.sinks != (i == 0 && g.sinks > 0) ||
-            (s.sinks && (s.skip > 0 || s.tokens != common::smaller(tokens, g.sinks))))
-            return bad_value(
-                "tokens %d to %d were moved by erase, shift or splice, or are sinks that were; the device "
-                "has "
-                "sinks and keys in their place only",
-                s.first_token, s.end());
-        if (s.sinks) return {};
-        if (!committed && s.room < g.page_tokens)
-            return bad_value(
-                "tokens %d to %d are in a 16-bit page that an erase has closed; the device has none in its "
-                "window",
-                s.first_token, s.end());
-        for (const page_ref& p : s.pages)
-            if (committed && p && p->tokens != g.page_tokens)
-                return bad_value(
-                    "tokens %d to %d are in a page for %d tokens, which a cut has left; the device has pages "
-                    "for %d only (cache_options::repack)",
-                    s.first_token, s.end(), p->tokens, g.page_tokens);
-        return {};
-    }
-
     /// The pages of a group, as the CPU's layers have them: without numbers.
     struct planned_group {
         sequence_pages pages;
         std::vector<int> formats;  // by span, of committed pages
+        std::vector<int> first;    // likewise: the first span that shows the same pages in all layers
         std::vector<char> copied;  // spans with 16-bit copies in all layers
     };
     static status plan_group(const resource_vector<page_table>& tables, const kvq::cache& cpu, cache& gpu,
@@ -319,10 +318,15 @@ struct cache_access {
         s.table.committed = first.committed;
         for (const page_span& span : first.spans)
             s.table.spans.push_back(
-                {span.first_token, span.tokens, span.room, {}, {}, span.skip, span.sinks});
+                {span.first_token, span.tokens, span.room, {}, {}, span.skip, span.sinks, span.shift});
         const auto size = static_cast<std::size_t>(first.size());
         plan.formats.assign(size, -1);
         plan.copied.assign(size, first.committed > 0);
+        std::map<const page*, int> known;
+        for (int i = 0; i < first.size(); ++i)
+            plan.first.push_back(i < first.committed && !first[i].sinks
+                                     ? known.emplace(first[i].pages[0].get(), i).first->second
+                                     : i);
         for (const int layer : of.members) {
             const page_table& table = tables[static_cast<std::size_t>(layer)];
             bool same = table.tokens == first.tokens && table.committed == first.committed &&
@@ -334,6 +338,11 @@ struct cache_access {
                 const bool committed = i < table.committed;
                 if (status r = check_span(span, i, committed, table.tokens, g); !r) return r;
                 const auto at = static_cast<std::size_t>(i);
+                for (const tensor role : of.tensors()) {
+                    const auto piece = static_cast<std::size_t>(role);
+                    if (span.pages[piece].get() != table[plan.first[at]].pages[piece].get())
+                        plan.first[at] = i;
+                }
                 int format = -1;
                 if (committed && !span.sinks) {
                     const int keys = span.pages[0]->format,
@@ -343,7 +352,8 @@ struct cache_access {
                 }
                 if (layer == of.members[0]) plan.formats[at] = format;
                 same = plan.formats[at] == format && span.first_token == of_first.first_token &&
-                       span.tokens == of_first.tokens && span.skip == of_first.skip;
+                       span.tokens == of_first.tokens && span.skip == of_first.skip &&
+                       span.shift == of_first.shift;
                 plan.copied[at] = plan.copied[at] && span.copies[0] && (of.format.latent || span.copies[1]);
             }
             if (!same)
@@ -351,6 +361,9 @@ struct cache_access {
                     "layer %d has other tokens or formats than layer %d; the device has one table for both",
                     layer, of.members[0]);
         }
+        s.table.rearranged = first.rearranged;
+        s.find_moved();
+        if (status moved = check_moved(cpu, gpu, of, s); !moved) return moved;
         // Pages before the first one that the window holds are gone.
         const int sinks = s.sink_spans();
         s.gone_pages = common::ceil_div(common::larger(0, first.front() - g.sinks), g.page_tokens);
@@ -363,7 +376,8 @@ struct cache_access {
         for (int i = s.gone(); i < pages; ++i) {
             const auto at = static_cast<std::size_t>(i - s.gone() + sinks);
             if (i < pages - g.ring) plan.copied[at] = false;
-            if (i < s.committed()) ++wanted[static_cast<std::size_t>(plan.formats[at])];
+            if (i < s.committed() && plan.first[at] == static_cast<int>(at))
+                ++wanted[static_cast<std::size_t>(plan.formats[at])];
             in_window += i >= s.committed() || plan.copied[at];
         }
         return of.ensure_free(wanted, in_window, g.sink_pages(first.tokens), stream);
@@ -376,7 +390,9 @@ struct cache_access {
             const auto at = static_cast<std::size_t>(i);
             page_span& span = s.table[i];
             if (i < committed)
-                span.pages[0] = of.quantized[static_cast<std::size_t>(plan.formats[at])].pages().take();
+                span.pages[0] = plan.first[at] < i
+                                    ? s.table[plan.first[at]].pages[0]
+                                    : of.quantized[static_cast<std::size_t>(plan.formats[at])].pages().take();
             if (i >= committed || plan.copied[at])
                 (i >= committed ? span.pages : span.copies)[0] = of.window.pages().take();
         }
@@ -481,11 +497,10 @@ inline status offload(const cache& from, sequence_id id, sequence& to, cudaStrea
 /// Makes a sequence of the device's cache from one of the CPU's, if all layers hold the same tokens, those of
 /// one shape in the same formats, and
 ///   its sinks     are those of its first tokens, all of them;
-///   its keys      are where they were appended (page_span::shift is 0);
+///   its keys      are where they were appended, or both caches have the same rotary embeddings;
 ///   its pages     have memory for page_tokens tokens: of those that are committed they may show any (a trim,
 ///                 an erase), but none that a repacking, or a splice before it was full, has made shorter; of
 ///                 16-bit pages in the window all but the last are full.
-/// A page that two parts of the sequence share (after an erase) becomes two.
 inline status onload(const sequence& from, cache& to, sequence_id& made, cudaStream_t stream) {
     return detail::cache_access::onload(from, to, made, stream);
 }

@@ -17,6 +17,8 @@
 // table decides for both (tests/properties/gpu_sequence_pages.cpp).
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <memory_resource>
 #include <set>
 #include <utility>
@@ -53,8 +55,11 @@ struct sequence_pages {
     struct leaving_page {
         int page;
         page_ref held;
+        std::int64_t shift;
     };
     std::vector<leaving_page> leaving;
+    /// By how many positions keys of its spans have moved (page_span::shift), each number once, without 0.
+    std::vector<std::int64_t> moved;
     int gone_pages = 0;  ///< all of them: the table's count stops at most_freed, and pages keep their numbers
 
     int tokens() const noexcept { return table.tokens; }
@@ -171,7 +176,7 @@ struct sequence_pages {
         // Pages that leave the window in a prompt: launches read them before the next page of their column
         // takes their place.
         for (int i = committed(); i < common::smaller(window, pages()); ++i)
-            leaving.push_back({i, std::exchange(table[i - gone() + sink_spans()].pages[0], {})});
+            leaving.push_back({i, std::exchange(table[i - gone() + sink_spans()].pages[0], {}), shift_of(i)});
         take_sinks(paged_tokens(g) + n, g, pools);
         table.grow(after, g, [&](page_span& s) {
             if (!s.sinks && pages() >= window) s.pages[0] = next_window_page(g, pools);
@@ -184,17 +189,35 @@ struct sequence_pages {
             if (i < before_growth || !table.leaves(table[i], after, g, g.rollback))
                 quantized = pools.quantized.take();
             page_ref before = table.commit_page(i, 0, std::move(quantized), after, g, g.rollback);
-            if (before) leaving.push_back({i + gone() - sink_spans(), std::move(before)});
+            if (before) leaving.push_back({i + gone() - sink_spans(), std::move(before), table[i].shift});
         }
         table.committed = due;
         table.drop_copies(g, g.rollback);
         for (int i = sink_spans(); i < table.size() && table.leaves(table[i], after, g, g.rollback); ++i)
             for (page_ref* const p : {&table[i].pages[0], &table[i].copies[0]})
-                if (*p) leaving.push_back({i + gone() - sink_spans(), std::move(*p)});
+                if (*p) leaving.push_back({i + gone() - sink_spans(), std::move(*p), table[i].shift});
         const int held = table.size();
         table.free_unseen(g, g.rollback, [](page_ref&&) {});
         gone_pages += held - table.size();
     }
+    /// After an erase, shift, splice or trim: finds what `moved` says. O(spans * numbers)
+    void find_moved() {
+        moved.clear();
+        if (!table.rearranged) return;
+        for (const page_span& s : table.spans)
+            if (s.shift != 0 && std::ranges::find(moved, s.shift) == moved.end()) moved.push_back(s.shift);
+    }
+    /// Of the keys of a page, also of one that leaves with the last growth.
+    std::int64_t shift_of(int i) const noexcept {
+        if (i >= pages()) return 0;
+        if (i >= gone()) return (*this)[i].shift;
+        for (const leaving_page& l : leaving)
+            if (l.page == i) return l.shift;
+        return 0;
+    }
+    std::int64_t shift_of_sinks() const noexcept { return sink_spans() > 0 ? table[0].shift : 0; }
+    /// Of the page that the next token goes to.
+    std::int64_t open_shift() const noexcept { return table.has_open_span() ? table.spans.back().shift : 0; }
     /// 16-bit pages that n more drafted tokens take from the pool.
     int missing_draft_pages(int n, const device_geometry& g) const noexcept {
         return common::larger(
@@ -221,6 +244,7 @@ struct sequence_pages {
         (void)table.trim(n, g);
         if (table.size() == sink_spans()) table.freed = gone_pages = 0;  // pages begin again behind the sinks
         release_unused(g);
+        if (!moved.empty()) find_moved();
     }
 
     /// Adds the 16-bit pages to a report. They are of this sequence alone, but for those of layers with cross
@@ -245,8 +269,9 @@ struct sequence_pages {
     /// And the quantized ones, without the sum. O(pages)
     void add_to(usage_report& u) const {
         add_window(u);
-        for (int i = gone(); i < committed(); ++i)
-            common::add_page(u, {*(*this)[i].pages[0], (*this)[i].tokens});
+        table.for_each_page(0, [&](const common::held_page& p) {
+            if (p.held.format != 0) common::add_page(u, p);
+        });
         for (const leaving_page& l : leaving) {
             if (l.held->format == 0) continue;
             u.reserved += l.held->bytes;
