@@ -103,9 +103,8 @@ typedef struct kvq_cuda_cache_options {
     /// NULL, or [layers]: formats of keys and values of a layer, of `formats` or others; NULL in it: the
     /// first one. Formats that no layer has are for kvq_cuda_cache_requantize and _step_down.
     const kvq_layer_formats* layer_formats;
-    const kvq_state_part*
-        state_parts;  // NULL, or [state_part_count]: of all layers of kind KVQ_STATE. Snapshots are exact
-    size_t snapshot_bytes;  // as in kvq_cache_options, as the next three
+    const kvq_state_part* state_parts;  // NULL, or [state_part_count]: of all layers of kind KVQ_STATE
+    size_t snapshot_bytes;              // as in kvq_cache_options, as the next three
     int32_t state_part_count;
     int32_t snapshot_every;
     /// One at the end of every kvq_cuda_cache_begin_prompt; 0: 1; KVQ_NONE, where prompts come in parts
@@ -178,8 +177,8 @@ KVQ_API kvq_status kvq_cuda_sequence_shift(kvq_cuda_sequence* sequence, int32_t 
 // ------------------------------------------------------------------------------------------------- Of layers
 // of kind KVQ_STATE: the caller's kernels read and write it in place, between a begin and the next one. A
 // begin counts its tokens as taken and takes the snapshots that are due; it copies a state that a snapshot or
-// a fork holds, too. A step that fails is taken back by a trim. Drafts are refused. Snapshots are exact here;
-// offloading quantizes them if the cache on the CPU does.
+// a fork holds, too, and quantizes snapshots whose parts say so. A step that fails is taken back by a trim.
+// Drafts are refused. Offloading quantizes exact snapshots if the cache on the CPU does.
 
 /// A part for the rows of the step: that of row b begins at data + row_slots[b] * slot_bytes. A slot of -1 is
 /// a row that is not there.
@@ -204,7 +203,7 @@ KVQ_API kvq_status kvq_cuda_sequence_state(kvq_cuda_sequence* sequence, int32_t 
 /// the next begin does.
 KVQ_API kvq_status kvq_cuda_sequence_snapshot(kvq_cuda_sequence* sequence);
 KVQ_API kvq_status kvq_cuda_sequence_drop_snapshots(kvq_cuda_sequence* sequence);
-/// As kvq_sequence_reach and kvq_sequence_get_snapshots. Errors are 0: snapshots are exact.
+/// As kvq_sequence_reach and kvq_sequence_get_snapshots. Errors are 0: an offloaded sequence has them.
 KVQ_API kvq_status kvq_cuda_sequence_reach(const kvq_cuda_sequence* sequence, int32_t tokens,
                                            int32_t* reached);
 KVQ_API kvq_status kvq_cuda_sequence_get_snapshots(const kvq_cuda_sequence* sequence, kvq_snapshot* snapshots,

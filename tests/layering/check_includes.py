@@ -66,7 +66,7 @@ ALLOWED = {
     "cuda/prefill": DEVICE | {"cuda/decode"},
     "cuda/latent": DEVICE | {"cuda/decode", "cuda/prefill"},
     "cuda/select": DEVICE | {"cuda/store"},
-    "cuda/store": DEVICE,
+    "cuda/store": DEVICE | {"state"},
     "cuda/quantize": DEVICE,
     "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers", "cache/requantize_request"},
     "cuda/host/offload": CACHE | CUDA,

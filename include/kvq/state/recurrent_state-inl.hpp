@@ -63,7 +63,7 @@ KVQ_FUNC recurrent_state::recurrent_state(const recurrent_state& other, int)
 KVQ_FUNC recurrent_state recurrent_state::fork() const { return {*this, 0}; }
 
 KVQ_FUNC page_ref recurrent_state::new_page(std::size_t layer, detail::state_form form) const {
-    if (device_) return device_->allocate();
+    if (device_) return device_->allocate(form);
     const detail::state_layer& l = layout_->layers()[layer];
     page_ref p = pool_->allocate(l.page_bytes(form), static_cast<int>(form), 0);
     // Between parts, so that the bytes of a page are those of its values.
@@ -90,7 +90,26 @@ KVQ_FUNC void recurrent_state::make_live(std::size_t layer, const page_ref& from
                                 to.data() + l.place(detail::state_form::live, i).offset);
 }
 
+KVQ_FUNC std::size_t recurrent_state::unsettled(std::size_t at) const noexcept {
+    const page* const live = live_[at].get();
+    if (device_ == nullptr || layout_->layers()[at].is_exact || live == nullptr ||
+        form_of(*live) != detail::state_form::live)
+        return 0;
+    std::size_t count = 0;
+    while (count < marks_.size() && pages_of(marks_.size() - 1 - count)[at].get() == live) ++count;
+    return count;
+}
+
+KVQ_FUNC void recurrent_state::settle(std::size_t layer) {
+    const std::size_t count = unsettled(layer);
+    if (count == 0) return;
+    page_ref to = new_page(layer, detail::state_form::snapshot);
+    device_->copy(*live_[layer], *to);
+    for (std::size_t i = marks_.size() - count; i < marks_.size(); ++i) pages_[i * layers() + layer] = to;
+}
+
 KVQ_FUNC void recurrent_state::own(std::size_t layer) {
+    settle(layer);
     if (is_own(layer)) return;
     page_ref fresh = new_page(layer, detail::state_form::live);
     make_live(layer, live_[layer], *fresh);
@@ -142,9 +161,12 @@ KVQ_FUNC void recurrent_state::snapshot(int tokens, executor_view executor) {
     std::size_t bytes = 0;
     for (std::size_t i = 0; i < taken.size(); ++i) {
         if (!taken[i]) continue;
-        if (form_of(*taken[i]) == detail::state_form::live && !layout_->layers()[i].is_exact)
-            taken[i] = new_page(i, detail::state_form::snapshot);
-        bytes += page_pool::allocation(taken[i]->bytes);
+        std::size_t of_page = taken[i]->bytes;
+        if (form_of(*taken[i]) == detail::state_form::live && !layout_->layers()[i].is_exact) {
+            of_page = layout_->layers()[i].page_bytes(detail::state_form::snapshot);
+            if (!device_) taken[i] = new_page(i, detail::state_form::snapshot);
+        }
+        bytes += page_pool::allocation(of_page);
     }
     detail::expect(bytes <= policy_.most_bytes, "a snapshot of ", bytes, " bytes: the policy has room for ",
                    policy_.most_bytes);
@@ -190,10 +212,20 @@ KVQ_FUNC int recurrent_state::reach(int n) const noexcept {
     return count == 0 ? 0 : marks_[count - 1].tokens;
 }
 
+KVQ_FUNC std::size_t recurrent_state::missing_snapshots(int n) const noexcept {
+    if (reach(n) == tokens_ && !accessed_) return 0;
+    const std::size_t kept = count_to(n);
+    std::size_t missing = 0;
+    for (std::size_t i = 0; i < layers() && kept > 0; ++i) missing += kept + unsettled(i) > marks_.size();
+    return missing;
+}
+
 KVQ_FUNC int recurrent_state::trim(int n) {
     detail::expect(n >= 0, "cannot trim a state to ", n, " tokens: it has taken ", tokens_);
     const int wanted = detail::smaller(n, tokens_);
     if (reach(n) == tokens_ && !accessed_) return 0;
+    if (missing_snapshots(n) > 0)
+        for (std::size_t i = 0; i < layers(); ++i) settle(i);
     erase_snapshots(count_to(n), marks_.size());
     go_to_last_snapshot();
     return wanted - tokens_;
@@ -274,7 +306,8 @@ KVQ_FUNC state_usage recurrent_state::usage() const noexcept {
             u.shared += p.references() > end - i ? p->bytes : 0;
             ++u.pages;
             detail::snapshot_sums sums;
-            for (std::size_t part = 0; part < l.parts.size(); ++part) detail::add_sums(sums, l, p, part);
+            for (std::size_t part = 0; part < l.parts.size() && !device_; ++part)
+                detail::add_sums(sums, l, p, part);
             u.not_finite += static_cast<std::size_t>(sums.not_finite);
         }
     }

@@ -57,8 +57,9 @@ public:
     /// which no snapshot fits.
     recurrent_state(const state_layout& layout, page_pool& pool, const snapshot_policy& policy = {})
         : recurrent_state(layout, pool, policy, nullptr) {}
-    /// With pages on a device, and tables in the memory of the pool. Snapshots of the layout are exact.
-    /// part() and what reads pages is not for such a state: live_page() is.
+    /// With pages on a device, and tables in the memory of the pool. part() and what reads pages is not for
+    /// such a state: live_page() is. Its snapshots are quantized when the live state is written again, or by
+    /// a trim: until then they hold the page of the live state.
     recurrent_state(const state_layout& layout, page_pool& pool, const snapshot_policy& policy,
                     detail::state_device* device);
     recurrent_state(recurrent_state&&) noexcept;
@@ -90,6 +91,10 @@ public:
     void reserve(executor_view executor = serial_executor{});
     /// Pages that reserve() takes. O(layers)
     std::size_t missing_pages() const noexcept;
+    /// Pages of snapshots that trim(n) takes. 0 without a device.
+    std::size_t missing_snapshots(int n) const noexcept;
+    /// Snapshots that hold the live page of layer `at` and are to be quantized. 0 without a device.
+    std::size_t unsettled(std::size_t at) const noexcept;
     /// The live page of layer `at` of layout().layers(), to be written as through part().
     const page& live_page(std::size_t at);
     /// The page of layer `at` in snapshots()[holder], and for holder = snapshots().size() in the live state.
@@ -210,6 +215,8 @@ private:
     }
     /// Sees to it.
     void own(std::size_t layer);
+    /// Quantizes unsettled() snapshots.
+    void settle(std::size_t layer);
     void make_live(std::size_t layer, const page_ref& from, page& to) const noexcept;
     void erase_snapshots(std::size_t first, std::size_t last) noexcept;
     void go_to_last_snapshot() noexcept;

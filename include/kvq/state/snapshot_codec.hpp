@@ -21,19 +21,6 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
-/// Every part of a page begins at a multiple of it.
-inline constexpr std::size_t state_alignment = 64;
-/// Rows that share a scale in e4m3.
-inline constexpr int e4m3_group_rows = 32;
-
-/// What quantizing did to a part.
-struct snapshot_sums {
-    double error = 0;   ///< sum of (x - x^)^2 over finite x
-    double values = 0;  ///< sum of x^2 over finite x
-    std::uint64_t not_finite = 0;
-};
-static_assert(sizeof(snapshot_sums) == 24);
-
 /// Bytes of a part in a snapshot. The part has been checked by state_layout.
 std::size_t snapshot_bytes_of(const state_part& p) noexcept;
 

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "../core/float_type.hpp"
@@ -48,4 +49,20 @@ constexpr const char* name(snapshot_type type) noexcept {
     return names[static_cast<int>(type)];
 }
 
+namespace detail {
+
+/// Every part of a page begins at a multiple of it.
+inline constexpr std::size_t state_alignment = 64;
+/// Rows that share a scale in e4m3.
+inline constexpr int e4m3_group_rows = 32;
+
+/// What quantizing did to a part.
+struct snapshot_sums {
+    double error = 0;   ///< sum of (x - x^)^2 over finite x
+    double values = 0;  ///< sum of x^2 over finite x
+    std::uint64_t not_finite = 0;
+};
+static_assert(sizeof(snapshot_sums) == 24);
+
+}  // namespace detail
 }}  // namespace kvq

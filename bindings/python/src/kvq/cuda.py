@@ -518,7 +518,7 @@ class Sequence(Handle):
 
     @property
     def snapshots(self) -> List[Snapshot]:
-        """Ascending by tokens. They are exact."""
+        """Ascending by tokens. Their errors are 0: an offloaded sequence has them."""
         count = ctypes.c_int32()
         self.cache._f.kvq_cuda_sequence_get_snapshots(self, None, 0, ctypes.byref(count))
         marks = (_abi.kvq_snapshot * count.value)()

@@ -189,8 +189,8 @@ public:
     /// slots are those of the last begin.
     status state(int layer, int part, state_view& view) const;
     /// The same of one sequence, until the next call that changes it. Null: zeros. Others may share it,
-    /// except after a begin.
-    status state(sequence_id id, int layer, int part, std::byte*& data) const;
+    /// except after a begin. Behind a trim to a quantized snapshot it takes a page.
+    status state(sequence_id id, int layer, int part, std::byte*& data);
     /// Keeps the state at the sequence's tokens, with what the step that has begun makes of it. Copies
     /// nothing: the next begin does. cache_options::snapshots say which ones are taken without this call, and
     /// which ones go.

@@ -258,6 +258,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     states_ = std::move(states);
     status s = make_rotations();
     if (s) s = make_groups(compiled);
+    if (s && states_) states_->use(*groups_[0].format.functions);
     long long words = 0;
     for (std::size_t i = 0; i < groups_.size() && s; ++i) {
         detail::layer_group& g = groups_[i];
@@ -509,8 +510,8 @@ inline usage_report cache::usage() const {
         u.bookkeeping += g.runs.bytes();
     }
     if (states_) {
-        u.state = states_->pages().used_bytes();
-        u.pages += static_cast<std::size_t>(states_->pages().pages().used());
+        u.state = states_->used_bytes();
+        u.pages += states_->used();
     }
     u.reserved += bytes_held() - bytes_in_use();
     u.bookkeeping += words_.bytes() + turns_.bytes();
@@ -520,13 +521,13 @@ inline usage_report cache::usage() const {
 }
 
 inline std::size_t cache::bytes_in_use() const noexcept {
-    std::size_t sum = states_ ? states_->pages().used_bytes() : 0;
+    std::size_t sum = states_ ? states_->used_bytes() : 0;
     for (const detail::layer_group& g : groups_) sum += g.bytes_in_use();
     return sum;
 }
 
 inline std::size_t cache::bytes_held() const noexcept {
-    std::size_t sum = states_ ? states_->pages().allocated() : 0;
+    std::size_t sum = states_ ? states_->allocated() : 0;
     for (const detail::layer_group& g : groups_) sum += g.bytes_held();
     return sum;
 }

@@ -87,11 +87,14 @@ inline status cache::trim(sequence_id id, int n) {
                 "token's page; trim to at most %d, or append the prompt to them first",
                 n, g.missing_layers(), s[common::larger(g.now.committed_before, s.gone())].first_token);
     }
+    if (e.state)
+        if (status s = states_->ensure_here(0, e.state->missing_snapshots(wanted), options_.growing); !s)
+            return s;
     for (std::size_t i = 0; i < step_groups(); ++i) e.pages[i].trim(n, groups_[i].geometry);
     if (e.state) (void)e.state->trim(wanted);
     e.version = ++versions_;
     end_step(id);
-    return {};
+    return states_ ? states_->take_error() : status{};
 }
 
 inline int cache::tokens(sequence_id id, int layer) const noexcept {

@@ -7,7 +7,7 @@
 //   int from = cache.reach(id, n);        s = cache.trim(id, n) goes there; tokens [from, n) must run again
 //
 // A begin gives every row a page of its own, counts its tokens and takes the snapshots that are due. A
-// snapshot shares the page that the launches of the step write, and the next begin copies it.
+// snapshot shares the page that the launches of the step write, and the next begin copies or quantizes it.
 // Contract: as cache.hpp. Drafts are refused: a state cannot take back a part of them.
 #pragma once
 
@@ -38,17 +38,20 @@ inline status cache::check_part(int layer, int part) const {
 
 inline status cache::ensure_states(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream) {
     if (!states_ || new_tokens == 0) return {};
-    std::size_t missing = 0;
-    std::map<const page*, std::uint32_t> writers;
+    std::size_t missing = 0, quantized = 0;
+    std::map<const page*, std::uint32_t> gone;  // holders
     for (const sequence_id id : batch) {
         if (id == sequence_id{} || entry_of(id).state->missing_pages() == 0) continue;
         ++missing;
         const recurrent_state& s = *entry_of(id).state;
+        const std::size_t leaving = s.unsettled(0);
+        quantized += leaving > 0 ? 1 : 0;
         // The last writer of a page that forks of the batch hold, and nothing else, keeps it.
-        if (const page_ref& p = s.held_page(0, s.snapshots().size()))
-            if (++writers[p.get()] == p.references()) --missing;
+        const page_ref& p = s.held_page(0, s.snapshots().size());
+        if (!p || p->format != static_cast<int>(common::state_form::live)) continue;
+        if ((gone[p.get()] += static_cast<std::uint32_t>(1 + leaving)) == p.references()) --missing;
     }
-    return states_->ensure(missing, options_.growing, stream);
+    return states_->ensure(missing, quantized, options_.growing, stream);
 }
 
 /// The states of the rows take their tokens. Pages are there.
@@ -83,12 +86,18 @@ inline status cache::state(int layer, int part, state_view& view) const {
     return {};
 }
 
-inline status cache::state(sequence_id id, int layer, int part, std::byte*& data) const {
+inline status cache::state(sequence_id id, int layer, int part, std::byte*& data) {
     if (status s = check_part(layer, part); !s) return s;
     if (status s = check_here(id); !s) return s;
     const std::size_t at = states_->layers().index(layer);
-    const recurrent_state& of = *entry_of(id).state;
-    const page* const held = of.held_page(0, of.snapshots().size()).get();
+    recurrent_state& of = *entry_of(id).state;
+    const auto live = [&] { return of.held_page(0, of.snapshots().size()).get(); };
+    if (live() != nullptr && live()->format != static_cast<int>(common::state_form::live)) {
+        if (status s = states_->ensure_here(1, 0, options_.growing); !s) return s;
+        of.reserve();  // from the codes of a snapshot
+        if (status s = states_->take_error(); !s) return s;
+    }
+    const page* const held = live();
     data = held == nullptr ? nullptr
                            : states_->data(*held) + states_->offset(at) +
                                  states_->layers()
@@ -102,8 +111,7 @@ inline status cache::snapshot(sequence_id id) {
     if (status s = check_here(id); !s) return s;
     if (!states_) return detail::bad_value("no layer of the cache has state: kvq::state_layer makes one");
     recurrent_state& s = *entry_of(id).state;
-    const std::size_t room = s.policy().most_bytes,
-                      bytes = page_pool::allocation(states_->pages().page_bytes());
+    const std::size_t room = s.policy().most_bytes, bytes = page_pool::allocation(states_->snapshot_bytes());
     if (s.held_page(0, s.snapshots().size()) && bytes > room)
         return detail::bad_value("a snapshot of %zu bytes: the policy has room for %zu", bytes, room);
     s.snapshot(s.tokens());

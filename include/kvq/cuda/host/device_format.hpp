@@ -120,6 +120,9 @@ struct device_functions {
     status (*write_words)(const word_runs&, int* words, cudaStream_t) noexcept;
     status (*copy_pages)(const page_copies&, const pool_memory&, int layers, cudaStream_t) noexcept;
     status (*find_prompt_slots)(const prompt_slots&, cudaStream_t) noexcept;
+    /// A live page of recurrent state to one of a snapshot, or back.
+    status (*convert_state)(const state_parts&, bool quantize, const std::byte* from, std::byte* to,
+                            cudaStream_t) noexcept;
     /// All layers of a cache. counts: new tokens of every sequence, at most new_tokens; null: new_tokens.
     status (*commit)(std::span<const layer_view>, int target, int new_tokens, const int* counts,
                      cudaStream_t);

@@ -20,6 +20,7 @@
 #include "../quantize/commit_due_pages.cuh"
 #include "../store/bookkeeping.cuh"
 #include "../store/keep_tokens.cuh"
+#include "../store/state_snapshots.cuh"
 #include "../store/store_new_tokens.cuh"
 #include "device_format.hpp"
 
@@ -340,6 +341,7 @@ struct device_table {
     static constexpr device_functions functions{&write_words,
                                                 &copy_pages,
                                                 &find_prompt_slots,
+                                                &convert_state,
                                                 &commit,
                                                 &keep,
                                                 &store_new,

@@ -56,10 +56,11 @@ struct cache_access {
         for (std::size_t i = 0; i < a.size(); ++i) {
             const auto layer = static_cast<int>(i);
             const kvq::cache_shape x = cpu.shape(layer), y = gpu.shape(layer);
-            const auto same_parts = [](std::span<const state_part> p, std::span<const state_part> q) {
-                // Snapshots may differ: the CPU's can be quantized.
-                const auto same = [](state_part of_cpu, const state_part& of_gpu) {
-                    of_cpu.snapshot = of_gpu.snapshot;
+            const bool exact = gpu.states_ && gpu.states_->is_exact();
+            const auto same_parts = [&](std::span<const state_part> p, std::span<const state_part> q) {
+                // The CPU's snapshots can be quantized where those of the device are exact.
+                const auto same = [&](state_part of_cpu, const state_part& of_gpu) {
+                    if (exact) of_cpu.snapshot = of_gpu.snapshot;
                     return of_cpu == of_gpu;
                 };
                 return std::equal(p.begin(), p.end(), q.begin(), q.end(), same);
@@ -421,7 +422,8 @@ struct cache_access {
             if (from.state().tokens() != tokens)
                 return bad_value("the state of the CPU's sequence has taken %d tokens, its keys are of %d",
                                  from.state().tokens(), tokens);
-            if (status s = gpu.states_->ensure(distinct_pages(from.state()), gpu.options_.growing, stream);
+            const state_pages_of_device missing(from.state(), gpu.states_->is_exact());
+            if (status s = gpu.states_->ensure(missing.live, missing.snapshots, gpu.options_.growing, stream);
                 !s)
                 return s;
         }

@@ -2,9 +2,10 @@
 //
 // A page holds the state of all layers that have it, layer by layer, each as on the CPU
 // (state/state_layout.hpp): so a sequence has one page, and one more for each snapshot that the live state
-// has left. The host counts and shares them (state/recurrent_state.hpp).
-// Contract: snapshots are exact here. Pages are zeroed and copied in the order of the step's stream, by the
-// begin of a step.
+// has left. The host counts and shares them (state/recurrent_state.hpp). Snapshots have pages of their own
+// where some part is quantized.
+// Contract: pages are zeroed, copied and quantized in the order of the step's stream, by the begin of a step
+// and by trims.
 #pragma once
 
 #include <limits>
@@ -12,7 +13,7 @@
 #include <vector>
 
 #include "../../state/recurrent_state.hpp"
-#include "../../state/snapshot_codec.hpp"
+#include "device_format.hpp"
 #include "page_pool.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -32,74 +33,117 @@ namespace detail {
 
 class state_pages final : public common::state_device {
 public:
-    /// Raises kvq::error for snapshots that are not exact.
+    using state_form = common::state_form;
+
     state_pages(const state_layout& layers, const device_allocator& from)
-        : layers_(layers), page_(whole_page(layers)) {
-        std::size_t bytes = 0;
+        : layers_(layers), page_(joined(layers)) {
+        const common::state_layer& page = page_.layers()[0];
+        std::size_t first = 0;
         for (const common::state_layer& l : layers_.layers()) {
-            offsets_.push_back(bytes);
-            bytes += l.page_bytes(common::state_form::live);
+            first_parts_.push_back(first);
+            first += l.parts.size();
         }
-        pages_.open(from, "states of sequences", 0, 0, 1, bytes, 0);
+        for (const state_form form : {state_form::live, state_form::snapshot})
+            pages_[index(form)].open(from, form == state_form::live ? "states of sequences" : "snapshots",
+                                     index(form), 0, 1, page.page_bytes(form), 0);
+        for (std::size_t i = 0; i < page.parts.size(); ++i) {
+            if (parts_.empty() || parts_.back().count == state_parts::room) parts_.emplace_back();
+            const state_part& p = page.parts[i];
+            const common::state_place& live = page.place(state_form::live, i);
+            parts_.back().data[parts_.back().count++] = {
+                live.offset, page.place(state_form::snapshot, i).offset,
+                live.bytes,  p.heads,
+                p.rows,      p.columns,
+                p.type,      p.snapshot};
+        }
     }
+    /// Kernels of any format: all have these.
+    void use(const device_functions& functions) noexcept { functions_ = &functions; }
 
     const state_layout& layers() const noexcept { return layers_; }
+    bool is_exact() const noexcept { return page_.layers()[0].is_exact; }
     /// Where the bytes of layers().layers()[i] begin in a page.
-    std::size_t offset(std::size_t i) const noexcept { return offsets_[i]; }
-    const device_pages& pages() const noexcept { return pages_; }
-    std::byte* data(const page& p) const noexcept { return pages_.memory().page(tensor::key, 0, p.number); }
+    std::size_t offset(std::size_t i, state_form form = state_form::live) const noexcept {
+        return page_.layers()[0].place(form, first_parts_[i]).offset;
+    }
+    const device_pages& pages(state_form form = state_form::live) const noexcept {
+        return pages_[index(form)];
+    }
+    /// Bytes of a snapshot.
+    std::size_t snapshot_bytes() const noexcept {
+        return pages(is_exact() ? state_form::live : state_form::snapshot).page_bytes();
+    }
+    std::size_t used_bytes() const noexcept { return pages_[0].used_bytes() + pages_[1].used_bytes(); }
+    std::size_t allocated() const noexcept { return pages_[0].allocated() + pages_[1].allocated(); }
+    std::size_t used() const noexcept {
+        return static_cast<std::size_t>(pages_[0].pages().used() + pages_[1].pages().used());
+    }
+    std::byte* data(const page& p) const noexcept {
+        return pages_[p.format].memory().page(tensor::key, 0, p.number);
+    }
 
-    status grow(int pages, cudaStream_t stream) { return pages_.grow(pages, stream); }
-    /// Free pages for so many sequences that write, or are restored. Pages are zeroed and copied on this
-    /// stream from now on.
-    status ensure(std::size_t more, bool may_grow, cudaStream_t stream) {
+    status grow(int pages, cudaStream_t stream) {
+        if (status s = pages_[0].grow(pages, stream); !s || is_exact()) return s;
+        return pages_[1].grow(pages, stream);
+    }
+    /// Free pages for so many sequences that write, or are restored, and for so many snapshots. Pages are
+    /// zeroed, copied and quantized on this stream from now on.
+    status ensure(std::size_t live, std::size_t snapshots, bool may_grow, cudaStream_t stream) {
         stream_ = stream;
-        return more == 0 ? status{} : pages_.ensure(static_cast<int>(more), may_grow, stream);
+        if (status s = pages_[0].ensure(static_cast<int>(live), may_grow, stream); !s) return s;
+        return pages_[1].ensure(static_cast<int>(snapshots), may_grow, stream);
+    }
+    /// The same on the stream of the last call.
+    status ensure_here(std::size_t live, std::size_t snapshots, bool may_grow) {
+        return ensure(live, snapshots, may_grow, stream_);
     }
     /// An empty state.
     recurrent_state make(const snapshot_policy& policy) {
         return recurrent_state(page_, tables_, policy, this);
     }
     /// The first error since the last call.
-    status take_error() noexcept {
-        const cudaError_t code = std::exchange(error_, cudaSuccess);
-        return code == cudaSuccess ? status{} : runtime_error(code, "copying state");
-    }
+    status take_error() noexcept { return std::exchange(error_, status{}); }
 
-    page_ref allocate() noexcept override { return pages_.pages().take(); }
+    page_ref allocate(state_form form) noexcept override { return pages_[index(form)].pages().take(); }
     void zero(const page& to) noexcept override { note(cudaMemsetAsync(data(to), 0, to.bytes, stream_)); }
     void copy(const page& from, const page& to) noexcept override {
-        note(cudaMemcpyAsync(data(to), data(from), to.bytes, cudaMemcpyDeviceToDevice, stream_));
+        if (from.format == to.format)
+            return note(cudaMemcpyAsync(data(to), data(from), to.bytes, cudaMemcpyDeviceToDevice, stream_));
+        const bool quantize = from.format == index(state_form::live);
+        for (const state_parts& some : parts_)
+            if (status s = functions_->convert_state(some, quantize, data(from), data(to), stream_);
+                !s && error_)
+                error_ = s;
     }
 
 private:
-    static constexpr int columns = 16;  // fp32 numbers of state_alignment bytes
-
+    static constexpr int index(state_form form) noexcept { return static_cast<int>(form); }
     void note(cudaError_t code) noexcept {
-        if (error_ == cudaSuccess) error_ = code;
+        if (error_ && code != cudaSuccess) error_ = runtime_error(code, "copying state");
     }
-    /// The layout of a page as one tensor.
-    static state_layout whole_page(const state_layout& layers) {
-        std::size_t bytes = 0;
-        for (const common::state_layer& l : layers.layers()) {
-            bytes += l.page_bytes(common::state_form::live);
-            for (const state_part& p : l.parts)
-                common::expect(p.snapshot == snapshot_type::exact, "layer ", l.number, ", part ", p.name,
-                               ": a device keeps snapshots exact, not in ", name(p.snapshot),
-                               "; offload() quantizes them for the CPU");
-        }
-        const std::size_t rows = bytes / common::state_alignment;
-        common::expect(rows <= static_cast<std::size_t>((std::numeric_limits<int>::max)()),
-                       "the state of a sequence has ", bytes, " bytes, more than a device has");
-        return {{{.name = "layers", .rows = static_cast<int>(rows), .columns = columns}}};
+    /// All layers as one, whose page the device has.
+    static state_layout joined(const state_layout& layers) {
+        std::vector<state_part> parts;
+        for (const common::state_layer& l : layers.layers())
+            for (const state_part& p : l.parts) {
+                common::expect(p.values() / static_cast<std::size_t>(p.heads) <=
+                                   static_cast<std::size_t>((std::numeric_limits<int>::max)()) / 2,
+                               "layer ", l.number, ", part ", p.name, ": ", p.rows, " rows of ", p.columns,
+                               " columns are more than a device has");
+                parts.push_back(p);
+                parts.back().name = std::to_string(parts.size());
+            }
+        return state_layout{{parts}};
     }
 
     state_layout layers_, page_;
-    std::vector<std::size_t> offsets_;  // by layer with state
-    device_pages pages_;
+    std::vector<std::size_t> first_parts_;  // by layer with state
+    std::vector<state_parts> parts_;
+    const device_functions* functions_ = nullptr;
+    device_pages pages_[2];  // by form
     page_pool tables_{std::pmr::new_delete_resource()};
     cudaStream_t stream_ = nullptr;
-    cudaError_t error_ = cudaSuccess;
+    status error_;
 };
 
 }  // namespace detail

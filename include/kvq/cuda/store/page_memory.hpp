@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "../../core/shape.hpp"
+#include "../../state/state_part.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -67,6 +68,19 @@ struct prompt_slots {
     int before, sinks, page_tokens, ring;  // tokens before the prompt; of the cache
     const int *window, *sink_pages;        // page numbers
     long long* slot_list;                  // [ranges.count]
+};
+
+/// Parts of recurrent state: where they lie in live pages and in those of snapshots.
+struct state_parts {
+    static constexpr int room = 72;
+    struct part {
+        std::size_t live, held, bytes;  // bytes: live
+        int heads, rows, columns;
+        float_type type;
+        snapshot_type snapshot;
+    };
+    int count = 0;
+    part data[room];
 };
 
 /// Accepted tokens of drafts.
