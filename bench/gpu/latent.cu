@@ -13,23 +13,15 @@
 
 #include <cmath>
 #include <cstring>
-#include <numeric>
-#include <random>
 
-#include "timing.cuh"
+#include "shuffled_pages.cuh"
 
 namespace {
 
 using namespace kvq;
+using bench::on_device;
 
 constexpr int latent = 512, rotary = 64, dim = latent + rotary, value_dim = 512;
-
-template <class T>
-T* on_device(std::size_t n) {
-    T* data = nullptr;
-    BENCH_OK(cudaMalloc(&data, n * sizeof(T) + 16));
-    return data;
-}
 
 /// Copies blocks to where pages have them.
 __global__ void place_blocks(const std::byte* from, std::size_t bytes, std::byte* to, std::size_t stride) {
@@ -45,28 +37,18 @@ __global__ void round_to_bfloat16(std::uint16_t* x, std::size_t n) {
         x[i] = bfloat16(static_cast<float>(float16::from_bits(x[i]))).bits;
 }
 
-/// Pages of so many sequences.
+/// Pages that hold latents.
 template <class Pair>
-struct pages_of {
-    std::byte* memory = nullptr;
-    int* table = nullptr;
-    cuda::cache_ref<Pair> ref;
+struct latent_pages : bench::shuffled_pages<Pair> {
+    using bench::shuffled_pages<Pair>::memory;
 
-    pages_of(int sequences, int length, const int* tokens) {
+    latent_pages(int sequences, int length, const int* tokens)
+        : bench::shuffled_pages<Pair>(sequences, length, tokens) {
         using first = typename Pair::first_pair;
         using second = typename Pair::second_pair;
-        const int columns = length / Pair::page_tokens, count = columns * sequences;
-        const auto pages = static_cast<std::size_t>(count);
-        memory = on_device<std::byte>(pages * Pair::key_block_bytes);
-        std::vector<int> order(pages);
-        std::iota(order.begin(), order.end(), 0);
-        std::shuffle(order.begin(), order.end(), std::mt19937(5));
-        table = bench::on_device(order);
         if constexpr (full_precision<typename Pair::keys>) {
-            bench::fill_normal(memory, pages * Pair::key_block_bytes, 3);
             if constexpr (std::is_same_v<typename Pair::keys::value_type, bfloat16>)
-                round_to_bfloat16<<<1024, 256>>>(reinterpret_cast<std::uint16_t*>(memory),
-                                                 pages * Pair::key_block_bytes / 2);
+                round_to_bfloat16<<<1024, 256>>>(reinterpret_cast<std::uint16_t*>(memory), this->bytes / 2);
         } else {
             // Some pages are quantized, and all others are copies of them.
             constexpr int few = 64;
@@ -93,34 +75,19 @@ struct pages_of {
             fill(from, source, source, source_pair::key_block_bytes, source_pair::value_block_bytes);
             fill(to, target, values, target_pair::key_block_bytes, target_pair::value_block_bytes);
             bench::check(cuda::requantize_pages(from, to, all, all, few, nullptr, nullptr));
-            for (int i = 0; i < count; i += few) {
-                const auto n = static_cast<unsigned>(std::min(few, count - i));
-                place_blocks<<<n, 256>>>(target, first::key_block_bytes,
-                                         memory + static_cast<std::size_t>(i) * Pair::key_block_bytes,
+            for (std::size_t i = 0; i < this->count; i += few) {
+                const auto n = static_cast<unsigned>(std::min<std::size_t>(few, this->count - i));
+                place_blocks<<<n, 256>>>(target, first::key_block_bytes, memory + i * Pair::key_block_bytes,
                                          Pair::key_block_bytes);
-                place_blocks<<<n, 256>>>(
-                    source, second::key_block_bytes,
-                    memory + static_cast<std::size_t>(i) * Pair::key_block_bytes + Pair::second_block,
-                    Pair::key_block_bytes);
+                place_blocks<<<n, 256>>>(source, second::key_block_bytes,
+                                         memory + i * Pair::key_block_bytes + Pair::second_block,
+                                         Pair::key_block_bytes);
             }
             BENCH_OK(cudaDeviceSynchronize());
             for (void* p : {static_cast<void*>(source), static_cast<void*>(target),
                             static_cast<void*>(values), static_cast<void*>(all)})
                 cudaFree(p);
         }
-        ref.key_pages = memory;
-        ref.key_page_bytes = Pair::key_block_bytes;
-        ref.block_table = table;
-        ref.tokens = tokens;
-        ref.sequences = sequences;
-        ref.table_columns = columns;
-        ref.kv_heads = 1;
-    }
-    pages_of(const pages_of&) = delete;
-    pages_of& operator=(const pages_of&) = delete;
-    ~pages_of() {
-        cudaFree(memory);
-        cudaFree(table);
     }
 };
 
@@ -163,7 +130,7 @@ struct shape {
 template <class Pair>
 double time_format(const char* name, const shape& c, bool json, double baseline) {
     int* const tokens = bench::on_device(std::vector<int>(static_cast<std::size_t>(c.sequences), c.length));
-    const pages_of<Pair> pages(c.sequences, c.length, tokens);
+    const latent_pages<Pair> pages(c.sequences, c.length, tokens);
     const auto mix = cuda::make_mixed(0, pages.ref);
     using mix_type = std::remove_const_t<decltype(mix)>;
     const auto rows = static_cast<std::size_t>(c.sequences * c.heads);

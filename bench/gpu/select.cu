@@ -13,57 +13,17 @@
 #include <kvq/schemes/presets.hpp>
 
 #include <cstring>
-#include <numeric>
-#include <random>
 #include <string>
 
-#include "timing.cuh"
+#include "shuffled_pages.cuh"
 
 namespace {
 
 using namespace kvq;
+using bench::on_device;
 
 constexpr int sequences = 16, length = 131072, selected = 2048, latent = 512, rotary = 64,
               dim = latent + rotary, value_dim = 512, index_heads = 64, launches = 4;
-
-template <class T>
-T* on_device(std::size_t n) {
-    T* data = nullptr;
-    BENCH_OK(cudaMalloc(&data, n * sizeof(T) + 16));
-    return data;
-}
-
-/// Pages of all sequences, of random numbers.
-template <class Pair>
-struct pages_of {
-    std::byte* memory;
-    int* table;
-    cuda::cache_ref<Pair> ref;
-
-    explicit pages_of(const int* tokens) {
-        constexpr int columns = length / Pair::page_tokens;
-        constexpr auto count = static_cast<std::size_t>(columns) * sequences;
-        memory = on_device<std::byte>(count * Pair::key_block_bytes);
-        bench::fill_normal(memory, count * Pair::key_block_bytes, 3);
-        std::vector<int> order(count);
-        std::iota(order.begin(), order.end(), 0);
-        std::shuffle(order.begin(), order.end(), std::mt19937(5));
-        table = bench::on_device(order);
-        ref.key_pages = memory;
-        ref.key_page_bytes = Pair::key_block_bytes;
-        ref.block_table = table;
-        ref.tokens = tokens;
-        ref.sequences = sequences;
-        ref.table_columns = columns;
-        ref.kv_heads = 1;
-    }
-    pages_of(const pages_of&) = delete;
-    pages_of& operator=(const pages_of&) = delete;
-    ~pages_of() {
-        cudaFree(memory);
-        cudaFree(table);
-    }
-};
 
 bool json = false;
 void print(const std::string& name, double us, double factor, double gb = 0.0) {
@@ -114,7 +74,7 @@ struct step_memory {
 
 template <class Pair>
 double time_dense(const step_memory& m, int heads) {
-    const pages_of<Pair> pages(m.tokens);
+    const bench::shuffled_pages<Pair> pages(sequences, length, m.tokens);
     const auto mix = cuda::make_mixed(0, pages.ref);
     return bench::time_launches(
         2,
@@ -127,9 +87,9 @@ double time_dense(const step_memory& m, int heads) {
 }
 
 template <class Pair>
-void time_lists(const char* name, const step_memory& m, const pages_of<index_pair>& index,
+void time_lists(const char* name, const step_memory& m, const bench::shuffled_pages<index_pair>& index,
                 const double (&dense)[2]) {
-    const pages_of<Pair> pages(m.tokens);
+    const bench::shuffled_pages<Pair> pages(sequences, length, m.tokens);
     const auto mix = cuda::make_mixed(0, pages.ref);
     const cuda::row_scores rows{m.scores, m.tokens, sequences, 1, length};
     const auto attend = [&](int heads, const int* list, cudaStream_t stream) {
@@ -166,7 +126,7 @@ int main(int argc, char** argv) {
                              time_dense<pair<typename kivi<4, 64>::keys, 64>>(m, 128)};
     print("dense kivi-4-g64, 16 heads", dense[0], 1.0, 1e-3 * sequences * length * 416.0 / dense[0]);
     print("dense kivi-4-g64, 128 heads", dense[1], 1.0, 1e-3 * sequences * length * 416.0 / dense[1]);
-    const pages_of<index_pair> index(m.tokens);
+    const bench::shuffled_pages<index_pair> index(sequences, length, m.tokens);
     const cuda::row_scores rows{m.scores, m.tokens, sequences, 1, length};
     const double us = bench::time_launches(launches, [&](int, cudaStream_t stream) {
         bench::check(cuda::index_scores<index_pair, bfloat16>(

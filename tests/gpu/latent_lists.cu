@@ -195,7 +195,7 @@ using affine4_g96 = affine<4, per_token<96>>;  // the last group has 32 of 512 c
 }  // namespace
 
 int main() {
-    [[maybe_unused]] const char *tiles = "latent_wgmma_kernel", *plain = "latent_list_plain_kernel";
+    [[maybe_unused]] const char *tiles = "latent_wgmma_kernel", *plain = "latent_plain_kernel";
 #if !defined(PART) || PART == 0
     check_refusals();
     test::rng r(1);

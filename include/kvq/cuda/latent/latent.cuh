@@ -39,9 +39,9 @@ struct latent_wgmma_launch {
                                         threads,
                                         feature::warpgroup_products | feature::bulk_copies};
 };
-template <class Args>
+template <class Args, class Tokens = plain_part_tokens>
 struct latent_plain_launch {
-    static constexpr auto* kernel = latent_plain_kernel<Args>;
+    static constexpr auto* kernel = latent_plain_kernel<Args, Tokens>;
     static constexpr int threads = plain_latent_threads, bytes = 0;
     static constexpr kernel_facts facts{"latent_plain_kernel", plain_latent_rows, 0, 0, 0};
 };

@@ -199,10 +199,10 @@ requires(!Shape::many) __device__ __forceinline__
 #pragma unroll 1
             for (; read < last; ++read) {
                 ask_output(read);
+                products_wait<0>();
+                done_with(read);  // before the wait for a tile: warps that have written theirs go on
                 tile_scores next, other_next;
                 ask_scores(read + 1, next, other_next);
-                products_wait<1>();
-                done_with(read);
                 products_wait<0>();
                 weigh(read + 1, next, other_next);
             }

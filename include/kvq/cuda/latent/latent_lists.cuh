@@ -185,16 +185,7 @@ struct listed_rows {
     /// A lane has the parameters of one token and of every second group.
     static constexpr int sets = kvq::detail::ceil_div(groups, 2);
     static constexpr int held = kvq::detail::smaller(steps, kvq::detail::larger(1, Words / octet_words));
-    struct nothing {};
-    template <class X, bool Full>
-    struct set_of {
-        using type = stored_set<X>;
-    };
-    template <class X>
-    struct set_of<X, true> {
-        using type = nothing;
-    };
-    using set_type = typename set_of<S, full>::type;
+    using set_type = typename set_of<S>::type;
 
     const std::byte* block;  // of the lane's token: lanes i and 16 + i have the same
     int in_page;
@@ -422,44 +413,24 @@ private:
 
 #endif
 
-/// As latent_plain_kernel, of listed tokens.
-template <class Args>
-__global__ void __launch_bounds__(plain_latent_threads)
-    latent_list_plain_kernel(const __grid_constant__ Args args) {
-    const auto& a = args.a;
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    launch_dependents();
-    latent_walk<Args> walk(args, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-    latent_piece piece;
-    while (walk.next(piece)) {
-        if (threadIdx.x == 0) note_bounds(args, piece);
+/// As plain_part_tokens, of lists.
+struct plain_listed_tokens {
+    template <class Args>
+    __device__ __forceinline__ static void add(const Args& args, const latent_piece& piece, int,
+                                               plain_latent_row<Args>& state, int lane) {
         const listed_pages<Args> pages(args, piece.sequence);
 #pragma unroll 1
-        for (int own = warp; own < plain_latent_rows; own += plain_latent_threads / 32) {
-            const int row = piece.row_block * plain_latent_rows + own;
-            if (row >= a.rows) continue;
-            plain_latent_row<Args> state(a.q.at(a.row_token(piece.sequence, row), a.row_head(0, row)),
-                                         a.scale, lane);
-#pragma unroll 1
-            for (int i = piece.from * latent_tile; i < piece.to * latent_tile; ++i) {
-                const listed_token token = pages.find(args.listed(piece.sequence, i));
-                static_for<listed_pages<Args>::parts>([&](auto number) {
-                    constexpr int part = decltype(number)::value;
-                    if (token.part == part)
-                        state.add(get<part>(args.parts).cache, token.page, token.in_page, lane);
-                });
-            }
-            state.write(args.state(piece.number, own), lane);
+        for (int i = piece.from * latent_tile; i < piece.to * latent_tile; ++i) {
+            const listed_token token = pages.find(args.listed(piece.sequence, i));
+            static_for<listed_pages<Args>::parts>([&](auto number) {
+                constexpr int part = decltype(number)::value;
+                if (token.part == part)
+                    state.add(get<part>(args.parts).cache, token.page, token.in_page, lane);
+            });
         }
     }
-}
-
-template <class Args>
-struct latent_list_plain_launch {
-    static constexpr auto* kernel = latent_list_plain_kernel<Args>;
-    static constexpr int threads = plain_latent_threads, bytes = 0;
-    static constexpr kernel_facts facts{"latent_list_plain_kernel", plain_latent_rows, 0, 0, 0};
 };
+
 template <class Args>
 struct latent_list_launches;
 template <class First, class T, class... Parts>
@@ -475,7 +446,7 @@ struct latent_list_launches<latent_list_args<First, T, Parts...>> {
                    joined<std::conditional_t<First::value_dim % 256 == 0, on_tiles<64, 32>, kernel_list<>>,
                           joined<on_tiles<32, 16>, on_tiles<16, 0>>>,
                    kernel_list<>>,
-               kernel_list<latent_list_plain_launch<args>>>;
+               kernel_list<latent_plain_launch<args, plain_listed_tokens>>>;
 };
 
 template <class T, class... Parts>

@@ -179,10 +179,10 @@ requires Shape::many __device__ __forceinline__ void consume_latents(const Args&
 #pragma unroll 1
             for (; read < last; ++read) {
                 ask_output(read);
+                products_wait<0>();
+                done_with(read);  // before the wait for a tile: warps that have written theirs go on
                 tile_scores next;
                 ask_scores(read + 1, next);
-                products_wait<1>();
-                done_with(read);
                 wait_at_barrier(1, threads);  // weights have been read
                 products_wait<0>();
                 weigh(read + 1, next);

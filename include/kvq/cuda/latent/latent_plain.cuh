@@ -69,7 +69,27 @@ struct plain_latent_row {
     }
 };
 
-template <class Args>
+/// The tokens of a piece, as parts have them.
+struct plain_part_tokens {
+    template <class Args>
+    __device__ __forceinline__ static void add(const Args& args, const latent_piece& piece, int row,
+                                               plain_latent_row<Args>& state, int lane) {
+        const int stop = args.row_end(piece.length, row);
+        int before = 0;
+        each_part(args, [&](const auto& part) {
+            const token_range range = held_tokens(part, piece.sequence, piece.length, args.recent);
+            const int count = range.tiles(latent_tile), from = kvq::detail::larger(piece.from - before, 0),
+                      to = kvq::detail::smaller(piece.to - before, count);
+            if (from < to)
+                state.tokens(part, piece.sequence, range.first + from * latent_tile,
+                             kvq::detail::smaller(range.end, range.first + to * latent_tile), stop, lane);
+            before += count;
+        });
+    }
+};
+
+/// Tokens: which tokens a piece has.
+template <class Args, class Tokens>
 __global__ void __launch_bounds__(plain_latent_threads)
     latent_plain_kernel(const __grid_constant__ Args args) {
     const auto& a = args.a;
@@ -85,18 +105,7 @@ __global__ void __launch_bounds__(plain_latent_threads)
             if (row >= a.rows) continue;
             plain_latent_row<Args> state(a.q.at(a.row_token(piece.sequence, row), a.row_head(0, row)),
                                          a.scale, lane);
-            const int stop = args.row_end(piece.length, row);
-            int before = 0;
-            each_part(args, [&](const auto& part) {
-                const token_range range = held_tokens(part, piece.sequence, piece.length, args.recent);
-                const int count = range.tiles(latent_tile),
-                          from = kvq::detail::larger(piece.from - before, 0),
-                          to = kvq::detail::smaller(piece.to - before, count);
-                if (from < to)
-                    state.tokens(part, piece.sequence, range.first + from * latent_tile,
-                                 kvq::detail::smaller(range.end, range.first + to * latent_tile), stop, lane);
-                before += count;
-            });
+            Tokens::add(args, piece, row, state, lane);
             state.write(args.state(piece.number, own), lane);
         }
     }

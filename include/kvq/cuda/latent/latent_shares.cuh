@@ -148,16 +148,20 @@ __device__ __forceinline__ void note_bounds(const Args& a, const latent_piece& p
     if (piece.ends) a.bounds[piece.item].last = piece.share;
 }
 
-/// What 64 tokens of a tile show: bit i, is token i held, and seen by somebody? page: as tile_tokens::page.
-/// All lanes of a warp.
+/// What 64 tokens of a tile show: bit i, is token i held, and seen by somebody? page: of lane i, of tokens
+/// 16 i to 16 i + 15. All lanes of a warp.
 template <class Pair>
-__device__ __forceinline__ std::uint64_t shown_of_tile(const cache_part<Pair>& part, int sequence, int first,
-                                                       int count, int page, int lane) {
+__device__ __forceinline__ std::uint64_t shown_of_tile(const cache_part<Pair>& part, int sequence,
+                                                       const sequence_cut& cut, int first, int count,
+                                                       int page, int lane) {
+    constexpr unsigned all = (1u << latent_tile / slice_tokens) - 1u;
+    if (count >= latent_tile && part.cache.first_token + first >= cut.end &&
+        (__ballot_sync(0xffffffffu, page >= 0) & all) == all)
+        return ~std::uint64_t{0};
     unsigned own = 0;
     if (lane < latent_tile / slice_tokens && page >= 0) {
         const int at = first + lane * slice_tokens;
-        const shown_tokens s = shown_at(part.cuts, sequence, cut_of(part.cuts, sequence),
-                                        part.cache.first_token + at, slice_tokens);
+        const shown_tokens s = shown_at(part.cuts, sequence, cut, part.cache.first_token + at, slice_tokens);
         const int end = kvq::detail::smaller(s.end, kvq::detail::larger(count - lane * slice_tokens, 0));
         own = ((1u << end) - 1u) & ~((1u << s.begin) - 1u);
     }

@@ -75,12 +75,13 @@ struct latent_runs {
     static constexpr int tokens = kvq::detail::smaller(32, Pair::page_tokens), count = latent_tile / tokens;
     latent_run run[count];
 
-    __device__ __forceinline__ latent_runs(const cache_ref<Pair>& cache, const tile_tokens& tile) {
+    /// Of the tile from `first` on; pages: of lane i, of tokens 16 i to 16 i + 15.
+    __device__ __forceinline__ latent_runs(const cache_ref<Pair>& cache, int first, int pages) {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            const int page = __shfl_sync(0xffffffffu, tile.page, i * tokens / slice_tokens);
+            const int page = __shfl_sync(0xffffffffu, pages, i * tokens / slice_tokens);
             run[i] = {cache.key_block(kvq::detail::larger(page, 0), 0),
-                      (tile.first + i * tokens) % Pair::page_tokens, page < 0 ? 0u : 16u};
+                      (first + i * tokens) % Pair::page_tokens, page < 0 ? 0u : 16u};
         }
     }
 };

@@ -22,7 +22,7 @@ struct latent_producer;
 
 #if KVQ_WARPGROUP_PRODUCTS
 
-/// Writes the tiles of all pieces of a share. Units of a tile are shared out among all warps.
+/// Writes the tiles of all pieces of a share. Warps take the units of one tile after the other in turn.
 template <class Shape, class Args>
 struct latent_producer {
     static constexpr int dim = Args::first_pair::head_dim, warps = Shape::producer_warps;
@@ -32,6 +32,7 @@ struct latent_producer {
     int warp;
     latent_lane own;
     int made = 0;  // tiles
+    int turn = 0;  // the warp that has the first unit of the next tile
 
     __device__ __forceinline__ void piece(const latent_piece& p) {
         int before = 0;  // tiles of parts before
@@ -57,18 +58,24 @@ private:
             latent_units<std::conditional_t<two, typename pair::second_pair, typename pair::first_pair>,
                          two ? pair::second_channels : 64, pair::second_block>;
         constexpr int count = units::count + (two ? second_units::count : 0);
-        const auto page_at = [&](int token) {
-            return page_of_lane(part, sequence, token, end, latent_tile, own.lane);
+        // Lanes have the pages of eight tiles, and of the next eight.
+        constexpr int tile_slices = latent_tile / slice_tokens;
+        const auto pages_at = [&](int token) {
+            return page_of_lane(part, sequence, token, end, 32 * slice_tokens, own.lane);
         };
-        int page = page_at(first), next_page = page_at(first + latent_tile);
+        const auto of_tile = [&](int pages, int slice) {
+            return __shfl_sync(0xffffffffu, pages, (slice + own.lane) % 32);
+        };
+        const sequence_cut cut = cut_of(part.cuts, sequence);
+        int pages = pages_at(first), next_pages = pages_at(first + 32 * slice_tokens), slice = 0;
 #pragma unroll 1
         for (; first < end; first += latent_tile, ++made) {
             const auto at = latent_stage<memory>::of(place, made % Shape::stages);
-            const tile_tokens now =
-                tile_tokens::of(first, kvq::detail::smaller(latent_tile, end - first), page);
-            const int ahead_page = page_at(first + 2 * latent_tile);
-            const std::uint64_t shown = shown_of_tile(part, sequence, first, now.count, now.page, own.lane);
-            const latent_runs<pair> runs(part.cache, now);
+            const int page = of_tile(pages, slice), ahead = slice + 2 * tile_slices,
+                      ahead_page = of_tile(ahead < 32 ? pages : next_pages, ahead);
+            const std::uint64_t shown =
+                shown_of_tile(part, sequence, cut, first, end - first, page, own.lane);
+            const latent_runs<pair> runs(part.cache, first, page);
             barrier_wait(at.free, static_cast<std::uint32_t>(made / Shape::stages + 1) & 1u);
             if (warp == 0 && own.lane == 0)
                 latent_note{part.cache.first_token + first, static_cast<std::uint32_t>(shown),
@@ -78,7 +85,8 @@ private:
                 at.tile + static_cast<std::uint32_t>(pair::first_channels * latent_tile * 2);
             const auto each_unit = [&](auto&& of_first, auto&& of_second) {
 #pragma unroll 1
-                for (int unit = warp; unit < count; unit += warps) {
+                for (int unit = warp < turn ? warp - turn + warps : warp - turn; unit < count;
+                     unit += warps) {
                     if (unit < units::count)
                         of_first(unit);
                     else if constexpr (two)
@@ -96,26 +104,22 @@ private:
             publish_to_products();
             __syncwarp();
             if (own.lane == 0) barrier_arrive(at.full);
-            page = next_page;
-            next_page = ahead_page;
+            turn = (turn + count) % warps;
+            slice += tile_slices;
+            if (slice == 32) {
+                slice = 0;
+                pages = next_pages;
+                next_pages = pages_at(first + latent_tile + 32 * slice_tokens);
+            }
         }
     }
-    /// Asks for the pages that begin in a tile. page: of 16 tokens a lane.
+    /// Asks for the pages that begin in a tile. page: of lane i, of tokens 16 i to 16 i + 15.
     template <class Part>
     __device__ __forceinline__ void prefetch(const Part& part, int first, int page) const {
         using pair = typename Part::pair_type;
-        constexpr int bytes = static_cast<int>(pair::key_block_bytes), line = 128;
-        unsigned begin = __ballot_sync(
-            0xffffffffu, page >= 0 && (first + own.lane * slice_tokens) % pair::page_tokens == 0);
-        while (begin != 0) {
-            const int number = __shfl_sync(0xffffffffu, page, __ffs(static_cast<int>(begin)) - 1);
-            begin &= begin - 1;
-            const std::byte* const block = part.cache.key_block(number, 0);
-#pragma unroll
-            for (int i = 0; i < kvq::detail::ceil_div(bytes, warps * 32 * line); ++i)
-                if (const int at = ((i * warps + warp) * 32 + own.lane) * line; at < bytes)
-                    prefetch_line(block + at);
-        }
+        if (warp == made % warps && own.lane < latent_tile / slice_tokens && page >= 0 &&
+            (first + own.lane * slice_tokens) % pair::page_tokens == 0)
+            prefetch_bulk(part.cache.key_block(page, 0), static_cast<int>(pair::key_block_bytes));
     }
 };
 

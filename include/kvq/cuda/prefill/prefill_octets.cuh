@@ -69,12 +69,11 @@ struct octet_batch {
     }
     static constexpr int lines = local_line(traits::plane_count);
 
-    using nothing = typename cells::nothing;
-    uint4 word[cells_of_batch][lines];                                                 // of four rows
-    [[no_unique_address]] std::conditional_t<direct, uint4[sets][2], nothing> shared;  // scales, biases
-    [[no_unique_address]] std::conditional_t<column_parameters && !direct, set_type[sets][tables], nothing>
+    uint4 word[cells_of_batch][lines];                                                // of four rows
+    [[no_unique_address]] std::conditional_t<direct, uint4[sets][2], no_set> shared;  // scales, biases
+    [[no_unique_address]] std::conditional_t<column_parameters && !direct, set_type[sets][tables], no_set>
         of_columns;
-    [[no_unique_address]] std::conditional_t<row_parameters, set_type[cells_of_batch], nothing> of_rows;
+    [[no_unique_address]] std::conditional_t<row_parameters, set_type[cells_of_batch], no_set> of_rows;
     std::uint32_t token_scale[row_token_scales ? cells_of_batch : 1];
 
     static constexpr bool one_block = page % 64 == 0;  // that has all tokens of a tile

@@ -158,6 +158,20 @@ struct stored_set : stored_pair<typename word_traits<S>::parameter, word_traits<
         }
     }
 };
+/// stored_set, or nothing for 16-bit values.
+struct no_set {
+    using P = void;
+    static constexpr bool has_low = false;
+};
+template <class S>
+struct set_of {
+    using type = stored_set<S>;
+};
+template <class S>
+requires full_precision<S>
+struct set_of<S> {
+    using type = no_set;
+};
 
 /// A word of two 16-bit numbers as halves.
 template <class T>
@@ -292,19 +306,7 @@ struct cell_batch {
     }();
     static constexpr int sets = count / cells_per_set;
 
-    struct nothing {
-        using P = void;
-        static constexpr bool has_low = false;
-    };
-    template <class X, bool Full>
-    struct set_of {
-        using type = stored_set<X>;
-    };
-    template <class X>
-    struct set_of<X, true> {
-        using type = nothing;
-    };
-    using set_type = typename set_of<S, full>::type;
+    using set_type = typename set_of<S>::type;
     /// What scales of values lose by being rounded averages out over the tokens.
     static constexpr bool has_low = key && set_type::has_low;
 
@@ -316,8 +318,8 @@ struct cell_batch {
     __device__ __forceinline__ explicit cell_batch(const lane_channel&) {}
 
     std::uint32_t word[count][words];
-    [[no_unique_address]] std::conditional_t<row_parameters, set_type[count][parts], nothing> of_rows;
-    [[no_unique_address]] std::conditional_t<column_parameters, set_type[sets][tables], nothing> of_columns;
+    [[no_unique_address]] std::conditional_t<row_parameters, set_type[count][parts], no_set> of_rows;
+    [[no_unique_address]] std::conditional_t<column_parameters, set_type[sets][tables], no_set> of_columns;
     std::uint32_t token_scale[row_token_scales ? count : 1];
 
     /// Asks for the parameters of (token, channel).

@@ -1,0 +1,52 @@
+// Pages of latents or of an index in random order.
+#pragma once
+
+#include <numeric>
+#include <random>
+
+#include "timing.cuh"
+
+namespace bench {
+
+/// Memory that is not set, with room for 16 bytes behind it.
+template <class T>
+T* on_device(std::size_t n) {
+    T* data = nullptr;
+    BENCH_OK(cudaMalloc(&data, n * sizeof(T) + 16));
+    return data;
+}
+
+/// Pages of so many sequences of one length. They hold normal numbers as half floats, whatever their format.
+template <class Pair>
+struct shuffled_pages {
+    std::size_t count, bytes;
+    std::byte* memory;
+    int* table;
+    kvq::cuda::cache_ref<Pair> ref;
+
+    shuffled_pages(int sequences, int length, const int* tokens)
+        : count(static_cast<std::size_t>(length / Pair::page_tokens) * static_cast<std::size_t>(sequences)),
+          bytes(count * Pair::key_block_bytes),
+          memory(on_device<std::byte>(bytes)) {
+        fill_normal(memory, bytes, 3);
+        std::vector<int> order(count);
+        std::iota(order.begin(), order.end(), 0);
+        std::shuffle(order.begin(), order.end(), std::mt19937(5));
+        table = on_device(order);
+        ref.key_pages = memory;
+        ref.key_page_bytes = Pair::key_block_bytes;
+        ref.block_table = table;
+        ref.tokens = tokens;
+        ref.sequences = sequences;
+        ref.table_columns = length / Pair::page_tokens;
+        ref.kv_heads = 1;
+    }
+    shuffled_pages(const shuffled_pages&) = delete;
+    shuffled_pages& operator=(const shuffled_pages&) = delete;
+    ~shuffled_pages() {
+        cudaFree(memory);
+        cudaFree(table);
+    }
+};
+
+}  // namespace bench
