@@ -102,14 +102,16 @@ class Python:
 
 
 def python_module(name: str, headers: List[Header]) -> str:
-    """Of the last header. Structs of others are imported."""
+    """Of the last header. Structs and callbacks of others are imported."""
     python, header = Python(headers, device_memory=len(headers) > 1), headers[-1]
     constants = [f"{c.replace('KVQ_', '', 1)} = {value}" for c, value in header.constants.items()]
     parts = ["", *constants, "", *python.callbacks(header)]
     for s in header.structs:
         parts += ["", "", python.struct(s)]
     body = "\n".join([*parts, "", "", *python.functions(header)])
-    names = sorted(s.name for of in headers[:-1] for s in of.structs if re.search(rf"\b{s.name}\b", body))
+    others = [s.name for of in headers[:-1] for s in of.structs]
+    others += [python.callback(f.name) for of in headers[:-1] for f in of.function_types]
+    names = sorted(name for name in others if re.search(rf"\b{name}\b", body))
     imported = wrapped("from ._abi import (", names, ")", " " * 19) + "\n" if names else ""
     types = ", ".join(["CFUNCTYPE", "POINTER", *sorted(set(re.findall(r"\bc_\w+(?=[,) \]])", body)) & set(dir(ctypes)))])
     typing = ", ".join(t for t in ("Any", "Dict", "List", "Tuple") if re.search(rf"\b{t}\b", body))

@@ -6,7 +6,7 @@ from typing import Any, Dict, List
 
 from ._struct import Struct, handle
 from ._abi import (kvq_layer, kvq_layer_formats, kvq_requantize_report, kvq_rotary, kvq_save_options, kvq_snapshot,
-                   kvq_state_part, kvq_tensor)
+                   kvq_state_part, kvq_tensor, read_function, write_function)
 
 ERROR_CUDA = 9
 
