@@ -1,12 +1,14 @@
-// Models that select tokens, one step: scores of an index, the selection of 2048 tokens, latent attention
-// over them.
+// Models that select tokens, one step: scores of an index, the selection of 2048 tokens, attention over them,
+// of latents and of keys and values.
 //
 //   select [--json] [--quick]
 //
 // 16 sequences of 131072 tokens, pages in random order: an index of 128 channels in one byte with 64 heads;
 // 512 latent and 64 rotary channels, the values 512 of them. Lists are random, another one for every launch.
 // "dense": attention over all tokens, in kivi-4-g64; factors are times the dense 4 bit of as many
-// heads. Pages hold random numbers: times do not depend on them. GB/s of the index: bytes of its pages.
+// heads. Keys and values: 32 query heads over 8 of 128 channels, std4, beside attention over all of them.
+// Pages hold random numbers: times do not depend on them. GB/s: bytes of pages.
+#include <kvq/cuda/decode/attend_lists.cuh>
 #include <kvq/cuda/latent/latent_lists.cuh>
 #include <kvq/cuda/select/index_scores.cuh>
 #include <kvq/cuda/select/select_top.cuh>
@@ -113,6 +115,31 @@ void time_lists(const char* name, const step_memory& m, const bench::shuffled_pa
     }
 }
 
+/// Layers with keys and values.
+void time_values(const step_memory& m) {
+    using format = cuda::preset_pair<std4, 128>;
+    constexpr int heads = 32, kv_heads = 8;
+    const bench::shuffled_pages<format> pages(sequences, length, m.tokens, kv_heads);
+    const kvq::token_view<const bfloat16> q(m.q, sequences, heads, 128);
+    const kvq::token_view<bfloat16> out(m.out, sequences, heads, 128);
+    const std::size_t bytes = cuda::attend_workspace_bytes<format, bfloat16>(heads / kv_heads, 1);
+    auto* const zeros = on_device<std::byte>(bytes);
+    BENCH_OK(cudaMemset(zeros, 0, bytes));
+    const double dense = bench::time_launches(launches, [&](int, cudaStream_t stream) {
+        bench::check(cuda::attend(pages.ref, q, out, cuda::attention_options{}, zeros, bytes, stream));
+    });
+    const double token_bytes = static_cast<double>(kv_heads) / format::page_tokens *
+                               static_cast<double>(format::key_block_bytes + format::value_block_bytes);
+    print("std4, 32/8 heads, dense", dense, 1.0, 1e-3 * sequences * length * token_bytes / dense);
+    const double us = bench::time_launches(launches, [&](int i, cudaStream_t stream) {
+        bench::check(cuda::attend_lists<bfloat16>(cuda::make_mixed(0, pages.ref), q, out,
+                                                  {.selected = {m.lists[i], selected}}, m.workspace,
+                                                  std::size_t{1} << 28, stream));
+    });
+    print("std4, 32/8 heads, given lists", us, dense / us);
+    cudaFree(zeros);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -141,6 +168,7 @@ int main(int argc, char** argv) {
     using affine4 = affine<4, per_token<128>>;
     time_lists<pair<affine4, 64>>("affine-4-g128, pages of 64", m, index, dense);
     time_lists<pair<affine4, 4>>("affine-4-g128, pages of 4", m, index, dense);
+    time_values(m);
     if (quick) return 0;
     time_lists<pair<int8, 64>>("int8, pages of 64", m, index, dense);
     time_lists<pair<int8, 4>>("int8, pages of 4", m, index, dense);

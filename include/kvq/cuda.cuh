@@ -26,6 +26,8 @@
 //                        cuda/latent/latent.cuh
 //   attend_latent_lists  the same over lists of tokens
 //                        cuda/latent/latent_lists.cuh
+//   attend_lists         attention over lists of tokens
+//                        cuda/decode/attend_lists.cuh
 //   index_scores, select_top
 //                        which tokens a model reads (headers of their own)
 //                        cuda/select/index_scores.cuh, select_top.cuh

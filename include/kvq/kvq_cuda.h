@@ -112,11 +112,14 @@ typedef struct kvq_cuda_cache_options {
     int32_t pool_states;   // states allocated at once: one for a sequence, and one for each of its snapshots
     int32_t rotary_count;  // 1: for all layers; or `layers`
     const kvq_rotary* rotary;  // NULL: keys cannot move. Without functions
+    int32_t listed_tokens;     // of a query, in lists and selections: memory for so many
+    int32_t reserved;          // 0
 } kvq_cuda_cache_options;
 
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not
 /// compiled for this head_dim; of layers of KVQ_LATENT the library needs KVQ_CUDA_LATENTS, and their keys are
-/// in such as "kivi-4-g64-fp16x64". KVQ_ERROR_UNSUPPORTED for a layer of another kind.
+/// in such as "kivi-4-g64-fp16x64"; of KVQ_INDEX it needs KVQ_CUDA_INDEXES, and their keys are in "int8".
+/// KVQ_ERROR_UNSUPPORTED for a layer of another kind.
 KVQ_API kvq_status kvq_cuda_cache_create(const kvq_cuda_cache_options* options, void* stream,
                                          kvq_cuda_cache** out);
 /// A freed cache stays in memory until its last sequence is freed. All launches must have ended before the
@@ -248,6 +251,15 @@ typedef struct kvq_cuda_attend_options {
     /// prompts need lse, too.
     const float* sink_logits;
     const float* alibi_slopes;  // [q_heads]: score - slope * distance, of caches with `alibi`; else NULL
+    /// Lists of tokens, or 0 and NULL: queries attend to the tokens of both of their lists up to their own,
+    /// and nothing else is read. Positions of the sequence in any order, negative: none; a token that is
+    /// listed twice counts twice. In layers without a window; without softcap, window and ancestors; sinks
+    /// need no lse. Of kvq_cuda_cache_attend alone.
+    const int32_t* listed_tokens;  // [q.tokens][list_kv_heads][listed_count], such as the best tokens
+    const int32_t* listed_window;  // [q.tokens][list_kv_heads][listed_window_count], such as the last
+    int32_t listed_count, listed_window_count;
+    int32_t list_kv_heads;  // 0 or 1: a query has one list for all heads; else the kv heads of the layer
+    int32_t reserved;       // 0
 } kvq_cuda_attend_options;
 
 /// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that
@@ -269,6 +281,14 @@ KVQ_API kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, c
 /// ones; of a prompt rollback + 1 in all.
 KVQ_API kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
                                          const kvq_tensor* out, const kvq_cuda_attend_options* options,
+                                         void* stream);
+/// The `best` tokens, up to 8192, of a layer of kind KVQ_INDEX for each of the last q.tokens / rows tokens of
+/// every row: of those up to its own the ones with the largest sum over heads of weight * max(q . k, 0); of
+/// equal ones the earlier first. q: [n][heads][head_dim], weights: [n][heads], positions: [n][best],
+/// ascending, -1 where there are no more: lists for kvq_cuda_attend_options.listed_tokens. All in device
+/// memory. Behind kvq_cuda_cache_append.
+KVQ_API kvq_status kvq_cuda_cache_select(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
+                                         const float* weights, int32_t best, int32_t* positions,
                                          void* stream);
 /// A captured step or draft may be replayed after a begin as long as this number is what it was at the
 /// capture. It depends on the number of rows and of new tokens, on the formats that pages are quantized to,

@@ -31,13 +31,16 @@ inline bool is_alibi(const cuda::device_format& f) {
 /// a failure that says what was compiled.
 inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, const layer& of,
                                                 int page_tokens, float_type type, bool alibi) {
-    const bool latent = of.kind == layer_kind::latent;
+    const bool latent = detail::holds_keys_alone(of.kind), index = of.kind == layer_kind::index;
     const int head_dim = of.head_dim, value_dim = of.value_dim == 0 ? head_dim : of.value_dim;
     const auto score = alibi ? cuda::detail::score_mark::of<cuda::alibi>()
                              : cuda::detail::score_mark::of<cuda::unmodified>();
     const auto* const found = cuda::find_device_format(cuda::library_formats(), wanted_names, head_dim,
-                                                       value_dim, page_tokens, type, &score, latent);
+                                                       value_dim, page_tokens, type, &score, latent, index);
     if (found != nullptr) return *found;
+    expect(!index, KVQ_ERROR_ARGUMENT, "this library has no kernels for an index of ", head_dim,
+           " channels in pages of ", page_tokens, " tokens; build it with KVQ_CUDA_INDEXES=", head_dim,
+           " KVQ_CUDA_PAGE_TOKENS=", page_tokens);
     expect(!latent, KVQ_ERROR_ARGUMENT, "this library has no kernels for latents of ", value_dim, " + ",
            head_dim - value_dim, " channels in pages of ", page_tokens,
            " tokens; build it with KVQ_CUDA_LATENTS=", value_dim, "+", head_dim - value_dim,
@@ -120,9 +123,29 @@ inline cuda::attention_options attention_of(const kvq_cuda_attend_options& o) {
     a.lse = o.lse;
     return a;
 }
+/// Are there lists of tokens?
+inline bool has_lists(const kvq_cuda_attend_options& o) {
+    return o.listed_count != 0 || o.listed_window_count != 0;
+}
+inline cuda::list_options lists_of(const kvq_cuda_attend_options& o, int query_tokens) {
+    const cuda::attention_options a = attention_of(o);
+    expect(a.softcap == 0.0f && a.window == 0 && a.ancestors == nullptr && o.alibi_slopes == nullptr,
+           KVQ_ERROR_ARGUMENT,
+           "attention over lists of tokens takes no softcap, window, tree or ALiBi; got softcap ", a.softcap,
+           ", window ", a.window);
+    cuda::list_options lists;
+    lists.scale = a.scale;
+    lists.selected = {o.listed_tokens, o.listed_count};
+    lists.window = {o.listed_window, o.listed_window_count};
+    lists.query_tokens = query_tokens;
+    if (o.list_kv_heads != 0) lists.kv_heads = o.list_kv_heads;
+    lists.sink_logits = o.sink_logits;
+    lists.lse = o.lse;
+    return lists;
+}
 /// What attention by append() and attend() needs for learned sinks, and for ALiBi.
 inline void expect_modifiers(const kvq_cuda_attend_options& o, bool alibi) {
-    expect(o.sink_logits == nullptr || o.lse != nullptr, KVQ_ERROR_HANDLE,
+    expect(o.sink_logits == nullptr || o.lse != nullptr || has_lists(o), KVQ_ERROR_HANDLE,
            "options.sink_logits needs options.lse, which is NULL");
     expect(alibi || o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
            "options.alibi_slopes needs a cache with kernels for them: kvq_cuda_cache_options.alibi");

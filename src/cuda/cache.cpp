@@ -47,9 +47,9 @@ std::vector<layer> read_layers(const kvq_cuda_cache_options& o, std::vector<std:
         layer made{o.kv_heads, o.head_dim};
         if (o.layer_list != nullptr) {
             const kvq_layer& l = o.layer_list[i];
-            expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_LATENT, KVQ_ERROR_UNSUPPORTED, "layer ", i,
+            expect(l.kind >= KVQ_FULL_ATTENTION && l.kind <= KVQ_INDEX, KVQ_ERROR_UNSUPPORTED, "layer ", i,
                    " has kind ", l.kind,
-                   ": caches on a device have the kinds KVQ_FULL_ATTENTION to KVQ_LATENT");
+                   ": caches on a device have the kinds KVQ_FULL_ATTENTION to KVQ_INDEX");
             made = layer_of(l);
         }
         if (o.layer_formats != nullptr)
@@ -76,6 +76,7 @@ void expect_queries(const device_state& of, int layer, const query_view& q, cons
 
 void attend_layer(device_state& of, int layer, const query_view& q, const output_view& out,
                   const cuda::attention_options& a, const kvq_cuda_attend_options& o, cudaStream_t stream) {
+    if (has_lists(o)) return check(of.cache.attend_lists(layer, q, out, lists_of(o, a.query_tokens), stream));
     check(of.alibi ? of.cache.attend(layer, q, out, a, stream, cuda::alibi{o.alibi_slopes})
                    : of.cache.attend(layer, q, out, a, stream));
     add_learned_sinks(out, o, stream);
@@ -117,6 +118,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.max_tokens = o.max_tokens == 0 ? 32768 : o.max_tokens;
     c.step_tokens = o.step_tokens == 0 ? 1 : o.step_tokens;
     c.draft_tokens = o.draft_tokens;
+    c.listed_tokens = o.listed_tokens;
     if (o.query_heads != 0) c.query_heads = o.query_heads;
     c.pool_tokens = o.pool_tokens;
     c.pool_sequences = o.pool_sequences;
@@ -132,10 +134,11 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
                c.formats[0], ", not of ", window);
         // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
         c.formats.clear();
-        for (const bool latent : {false, true}) {
-            const auto is_one = [&](const layer& l) {
-                return l.head_dim > 0 && (l.kind == layer_kind::latent) == latent;
-            };
+        const auto kind_of = [](const layer& l) {
+            return detail::holds_keys_alone(l.kind) ? l.kind : layer_kind::full;
+        };
+        for (const layer_kind kind : {layer_kind::full, layer_kind::latent, layer_kind::index}) {
+            const auto is_one = [&](const layer& l) { return l.head_dim > 0 && kind_of(l) == kind; };
             const auto held = std::find_if(layers.begin(), layers.end(), is_one);
             if (held == layers.end()) continue;
             const auto number = static_cast<int>(c.formats.size());
@@ -495,6 +498,8 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
         const auto keys = input_of(k, type, "k"), values = input_of(v, type, "v");
         const auto queries = query_of(q, type, "q");
         const auto to = output_of(out, type, "out");
+        expect(!has_lists(o), KVQ_ERROR_ARGUMENT,
+               "lists of tokens are for kvq_cuda_cache_append, then kvq_cuda_cache_attend");
         const device_call call(of);
         expect_queries(of, layer, queries, to);
         if (of.step.prompt) {
@@ -515,6 +520,21 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
         check(of.cache.check_options(layer, queries.heads, a));
         if (takes) check(of.cache.append(layer, keys, values, stream_of(stream)));
         attend_layer(of, layer, queries, to, a, o, stream_of(stream));
+    });
+}
+
+kvq_status kvq_cuda_cache_select(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
+                                 const float* weights, int32_t best, int32_t* positions, void* stream) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        const auto queries = query_of(q, of.cache.options().type, "q");
+        expect_data(weights, "weights");
+        expect_data(positions, "positions");
+        const device_call call(of);
+        const int rows = of.step.rows;
+        expect(rows > 0 && q->tokens % rows == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ",
+               rows, " rows of the step");
+        check(of.cache.select(layer, queries, weights, q->tokens / rows, best, positions, stream_of(stream)));
     });
 }
 

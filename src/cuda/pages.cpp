@@ -253,6 +253,7 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
         const kvq_cuda_attend_options o = read_optional(options, "options");
         const auto queries = query_of(q, of.type, "q");
         const auto to = output_of(out, of.type, "out");
+        expect(!has_lists(o), KVQ_ERROR_UNSUPPORTED, "lists of tokens are for caches");
         expect_modifiers(o, false);
         const auto l = view_of_layer(of, given);
         expect(q->tokens % l.sequences == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ",

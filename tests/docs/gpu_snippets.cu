@@ -152,14 +152,15 @@ void latents(int sequences, int q_heads, float scale, const kvq::token_view<cons
 
 template <class Pages>
 void selected_tokens(const Pages& pages, const kvq::token_view<const kvq::bfloat16>& new_keys,
-                     const long long* mapping, const kvq::token_view<const kvq::bfloat16>& index_q,
-                     const float* weights, float* scores, int* positions, int sequences, float scale,
+                     const kvq::token_view<const kvq::bfloat16>& no_values, const long long* mapping,
+                     const kvq::token_view<const kvq::bfloat16>& index_q, const float* weights, float* scores,
+                     int* positions, int sequences, float scale,
                      const kvq::token_view<const kvq::bfloat16>& q, const kvq::token_view<kvq::bfloat16>& out,
                      void* workspace, std::size_t workspace_bytes, cudaStream_t stream) {
     using namespace kvq;
     using index_format = cuda::index_pair</*channels*/ 128, /*page_tokens*/ 64>;
     cuda::cache_ref<index_format> index = {};
-    auto s = cuda::store_index(index, new_keys, mapping, /*not_finite*/ nullptr, stream);
+    auto s = cuda::store(index, new_keys, no_values, mapping, /*not_finite*/ nullptr, stream);
     s = cuda::index_scores(index, index_q, weights, /*query_tokens*/ 1, scores, stream);
     s = cuda::select_top({scores, index.tokens, sequences, 1, index.table_columns * 64}, /*count*/ 2048,
                          positions, workspace, workspace_bytes, stream);

@@ -5,6 +5,7 @@
 #include <kvq/format/builtin_schemes.hpp>
 #include <set>
 
+#include "../../src/c/batch.cpp"
 #include "../../src/c/cache.cpp"
 #include "../../src/c/convert.cpp"
 #include "../../src/c/formats.cpp"
@@ -50,7 +51,8 @@ kvq::library_format_list kvq::library_device_formats() noexcept {
         kvq::cuda::make_device_format<kvq::float16, of::std4_h>(),
         kvq::cuda::make_device_format<kvq::float16,
                                       kvq::cuda::latent_pair<kvq::kivi<4, 32>::keys, 64, 16, 64, 64>,
-                                      kvq::cuda::latent_pair<kvq::int8, 64, 16, 64, 64>>()};
+                                      kvq::cuda::latent_pair<kvq::int8, 64, 16, 64, 64>>(),
+        kvq::cuda::make_device_format<kvq::float16, kvq::cuda::index_pair<64, 64>>()};
     return {all.data(), all.size(), sizeof(all[0])};
 }
 
@@ -737,6 +739,104 @@ void latents(const char* formats, double tolerance) {
     o.layers = 1;
     o.page_tokens = 48;
     REFUSED(kvq_cuda_cache_create(&o, nullptr, &made), KVQ_ERROR_ARGUMENT, "KVQ_CUDA_LATENTS=64+16");
+}
+
+/// An index selects tokens for lists of the other layer: what the CPU selects, and its outputs.
+void lists() {
+    constexpr int best = 20, heads = 3, n = 150, page = 64;
+    const kvq_layer list[] = {{KVQ_FULL_ATTENTION, kv_heads, dim, 0, 0, 0, 0},
+                              {KVQ_INDEX, 1, dim, 0, 0, 0, 0}};
+    kvq_cuda_cache_options o = device_options();
+    kvq_cache_options h = host_options();
+    o.layers = h.layers = 2;
+    o.kv_heads = o.head_dim = h.kv_heads = h.head_dim = 0;
+    o.page_tokens = h.page_tokens = page;
+    o.formats = h.keys = h.values = "int8";
+    o.layer_list = h.layer_list = list;
+    o.listed_tokens = best;
+    kvq_cuda_cache* gpu = nullptr;
+    kvq_cache* cpu = nullptr;
+    kvq_cuda_sequence* one = nullptr;
+    kvq_sequence* want = nullptr;
+    OK(kvq_cuda_cache_create(&o, nullptr, &gpu));
+    OK(kvq_cache_create(&h, &cpu));
+    OK(kvq_cuda_sequence_create(gpu, &one));
+    OK(kvq_sequence_create(cpu, &want));
+    test::rng r(61);
+    const auto numbers = [&](std::size_t count) {
+        std::vector<kvq::float16> x(count);
+        for (kvq::float16& y : x) y = kvq::float16(test::normal(r));
+        return x;
+    };
+    const auto rows = [](const void* data, int tokens, int of) {
+        return kvq_tensor{const_cast<void*>(data), KVQ_FP16, tokens, of, dim, 0, 0};
+    };
+    const auto k = numbers(n * kv_heads * dim), v = numbers(n * kv_heads * dim), keys = numbers(n * dim),
+               q = numbers(q_heads * dim);
+    // Whole numbers up to 127, which the device rounds to themselves.
+    std::vector<kvq::float16> index_q(heads * dim);
+    for (std::size_t i = 0; i < index_q.size(); ++i)
+        index_q[i] = kvq::float16(i % dim == 0 ? 127.0f : static_cast<float>(test::uniform(r, -127, 127)));
+    const std::vector<float> weights{0.7f, -0.3f, 1.1f};
+    const test::device_buffer<kvq::float16> kd(k), vd(v), kid(keys), qd(q), iqd(index_q);
+    const test::device_buffer<float> wd(weights);
+    test::device_buffer<int> positions(best);
+    test::device_buffer<kvq::float16> out(q_heads * dim);
+    const auto append = [&](int layer, const void* a, const void* b, const void* c, const void* d, int of) {
+        const kvq_tensor x = rows(a, n, of), y = rows(b, layer == 0 ? n : 0, of), own = rows(c, n, of),
+                         other = rows(d, layer == 0 ? n : 0, of);
+        OK(kvq_cuda_cache_append(gpu, layer, &x, &y, nullptr));
+        OK(kvq_sequence_append(want, layer, &own, &other));
+    };
+    OK(kvq_cuda_cache_begin_prompt(gpu, one, n, nullptr));
+    append(1, kid.get(), kid.get(), keys.data(), keys.data(), 1);
+    append(0, kd.get(), vd.get(), k.data(), v.data(), kv_heads);
+    const kvq_tensor iq = rows(iqd.get(), 1, heads), own_iq = rows(index_q.data(), 1, heads),
+                     queries = rows(qd.get(), 1, q_heads), own_q = rows(q.data(), 1, q_heads),
+                     to = rows(out.get(), 1, q_heads);
+    REFUSED(kvq_cuda_cache_select(gpu, 0, &iq, wd.get(), best, positions.get(), nullptr), KVQ_ERROR_ARGUMENT,
+            "it is no index");
+    OK(kvq_cuda_cache_select(gpu, 1, &iq, wd.get(), best, positions.get(), nullptr));
+    std::vector<int> chosen(best);
+    OK(kvq_sequence_select(want, 1, &own_iq, weights.data(), best, chosen.data(), nullptr));
+    std::sort(chosen.begin(), chosen.end());
+    CUDA_OK(cudaDeviceSynchronize());
+    CHECK(positions.download() == chosen, "the index selects other tokens than the CPU's");
+    kvq_cuda_attend_options a;
+    KVQ_INIT(a);
+    a.listed_tokens = positions.get();
+    a.listed_count = best;
+    REFUSED(kvq_cuda_cache_attend(gpu, 1, &iq, &iq, &a, nullptr), KVQ_ERROR_ARGUMENT, "values to attend to");
+    OK(kvq_cuda_cache_attend(gpu, 0, &queries, &to, &a, nullptr));
+    kvq_mods m;
+    KVQ_INIT(m);
+    m.listed_tokens = chosen.data();
+    m.listed_count = best;
+    m.list_queries = 1;
+    kvq_attend_options how;
+    KVQ_INIT(how);
+    how.mods = &m;
+    std::vector<float> expected(q_heads * dim);
+    kvq_tensor own_out = rows(expected.data(), 1, q_heads);
+    own_out.dtype = KVQ_FP32;
+    OK(kvq_sequence_attend(want, 0, &own_q, &own_out, &how));
+    CUDA_OK(cudaDeviceSynchronize());
+    const std::vector<kvq::float16> got = out.download();
+    double off = 0.0, size = 0.0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        const double x = static_cast<double>(static_cast<float>(got[i])),
+                     y = static_cast<double>(expected[i]);
+        off += (x - y) * (x - y);
+        size += y * y;
+    }
+    CHECK(std::sqrt(off / size) < 1e-3, "attention over lists is %g off", std::sqrt(off / size));
+    a.softcap = 30.0f;
+    REFUSED(kvq_cuda_cache_attend(gpu, 0, &queries, &to, &a, nullptr), KVQ_ERROR_ARGUMENT,
+            "takes no softcap");
+    OK(kvq_cuda_sequence_free(one));
+    OK(kvq_sequence_free(want));
+    OK(kvq_cuda_cache_free(gpu));
+    OK(kvq_cache_free(cpu));
 }
 
 /// State beside full attention: views, snapshots, trims, a fork, and the way to the CPU.
@@ -1586,7 +1686,7 @@ void bad_input() {
     kvq_cuda_format_entry e;
     KVQ_INIT(e);
     OK(kvq_cuda_format_count(&n));
-    CHECK(n == 5, "%d entries", n);
+    CHECK(n == 6, "%d entries", n);
     OK(kvq_cuda_format_list(0, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g64,int8") == 0 && e.head_dim == 64 && e.page_tokens == 64 &&
               e.window == KVQ_FP16 && e.alibi == 0,
@@ -1598,7 +1698,9 @@ void bad_input() {
     OK(kvq_cuda_format_list(4, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g32-fp16x16,int8-fp16x16") == 0 && e.head_dim == 80, "entry %s",
           e.formats);
-    REFUSED(kvq_cuda_format_list(5, &e), KVQ_ERROR_ARGUMENT, "not among 5");
+    OK(kvq_cuda_format_list(5, &e));
+    CHECK(std::strcmp(e.formats, "int8") == 0 && e.head_dim == 64, "entry %s of an index", e.formats);
+    REFUSED(kvq_cuda_format_list(6, &e), KVQ_ERROR_ARGUMENT, "not among 6");
     const auto* const found = kvq::cuda::find_device_format("int8", 64, 64);
     CHECK(found != nullptr && found->kinds.size() == 2, "int8 is in the entry with kivi-4-g64");
     for (const char* name : {"int8/kivi-4-g64", "kivi-4-g64/int8", "std4", "int8/", "/int8", ""})
@@ -1645,6 +1747,7 @@ int main() {
     list_of_layers();
     latents("int8-fp16x16", 0.01);
     latents("fp16", 2e-3);
+    lists();
     layers_with_state();
     variants();
     several_widths();

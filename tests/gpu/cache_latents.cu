@@ -1,6 +1,7 @@
-// Layers with latent attention in a cache that owns its pages, beside layers with keys and values, against a
-// CPU cache that does the same: random histories of steps, prompts, drafts, trims, forks, requantizing and
-// moves with the same bytes afterwards, attention against double arithmetic, bytes of a latent, refusals.
+// Layers with latent attention and an index in a cache that owns its pages, beside layers with keys and
+// values, against a CPU cache that does the same: random histories of steps, prompts, drafts, trims, forks,
+// requantizing and moves with the same bytes afterwards, attention over all tokens and over lists against
+// double arithmetic, tokens that an index selects, bytes of a latent, refusals.
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cuda.cuh>
@@ -21,7 +22,7 @@ constexpr int max_tokens = 900, longest_prompt = 200;
 constexpr int max_tokens = 300, longest_prompt = 110;
 #endif
 
-/// Latents of Latent + Rotary channels; the other layer has kv_heads x dim.
+/// Latents of Latent + Rotary channels; the other layer has kv_heads x dim, and the last one is an index.
 template <int Latent, int Rotary, int Page, int QueryHeads>
 struct caches {
     static constexpr int channels = Latent + Rotary, values = Latent, page = Page, group = 32;
@@ -32,6 +33,7 @@ struct caches {
     static constexpr bool mixed = Rotary < dim;
     /// The other formats of latents. No page is requantized to std4: the CPU would keep its grids.
     static constexpr int wide = mixed ? 3 : 1, std4_keys = wide + 1;
+    static constexpr int index_channels = mixed ? 64 : 128, index_heads = 3, index_format = mixed ? 2 : 3;
     const std::vector<kvq::layer> list = [] {
         std::vector<kvq::layer> all(3, latent_attention(Latent, Rotary));
         all[1].formats = {std4_keys, 0};
@@ -39,6 +41,8 @@ struct caches {
         if (mixed)
             all.insert(all.begin() + 1,
                        full_attention({.kv_heads = kv_heads, .head_dim = dim, .formats = {1, 1}}));
+        all.push_back(index_layer(index_channels));
+        all.back().formats.key = index_format;
         return all;
     }();
     std::vector<std::string> names;
@@ -50,10 +54,12 @@ struct caches {
 
     static const std::vector<cuda::device_format>& compiled() {
         static const std::vector<cuda::device_format> all = [] {
-            std::vector<cuda::device_format> list{cuda::make_device_format<
-                float16, cuda::latent_pair<typename kivi4::keys, Latent, Rotary, values, Page>,
-                cuda::latent_pair<int8, Latent, Rotary, values, Page>,
-                cuda::latent_pair<std4::keys, Latent, Rotary, values, Page>>()};
+            std::vector<cuda::device_format> list{
+                cuda::make_device_format<
+                    float16, cuda::latent_pair<typename kivi4::keys, Latent, Rotary, values, Page>,
+                    cuda::latent_pair<int8, Latent, Rotary, values, Page>,
+                    cuda::latent_pair<std4::keys, Latent, Rotary, values, Page>>(),
+                cuda::make_device_format<float16, cuda::index_pair<index_channels, Page>>()};
             if constexpr (mixed)
                 list.push_back(cuda::make_device_format<float16, cuda::kivi_pair<4, group, dim, Page>,
                                                         cuda::block_pair<int8, int8, dim, Page>>());
@@ -63,7 +69,7 @@ struct caches {
     }
     static std::vector<std::string> format_names() {
         const std::string ending = "-fp16x" + std::to_string(Rotary);
-        if (!mixed) return {"kivi-4-g32" + ending, "int8" + ending, "std4" + ending};
+        if (!mixed) return {"kivi-4-g32" + ending, "int8" + ending, "std4" + ending, "int8"};
         return {"kivi-4-g32" + ending, "kivi-4-g32", "int8", "int8" + ending, "std4" + ending};
     }
     static format_list key_formats() {
@@ -72,7 +78,7 @@ struct caches {
         const format_list latents = {with_fp16_channels(narrow, Rotary), with_fp16_channels(bytes, Rotary),
                                      with_fp16_channels(make_format<std4::keys, scalar>(), Rotary)};
         if (mixed) return {latents[0], narrow, bytes, latents[1], latents[2]};
-        return latents;
+        return {latents[0], latents[1], latents[2], bytes};
     }
     cuda::cache_options options(int sinks, int recent, int rollback) const {
         cuda::cache_options o;
@@ -85,6 +91,7 @@ struct caches {
         o.max_tokens = max_tokens;
         o.step_tokens = o.draft_tokens = 3;
         o.query_heads = q_heads;
+        o.listed_tokens = 200;
         o.memory = test::counted_memory::allocator();
         return o;
     }
@@ -114,7 +121,9 @@ struct caches {
     }
 
     int count() const { return static_cast<int>(list.size()); }
-    static bool is_latent(int layer) { return !mixed || layer != 1; }
+    bool is_index(int layer) const { return layer == count() - 1; }
+    bool is_latent(int layer) const { return !is_index(layer) && (!mixed || layer != 1); }
+    bool keys_alone(int layer) const { return is_index(layer) || is_latent(layer); }
     int key_dim(int layer) const { return cpu.shape(layer).head_dim; }
     int value_dim(int layer) const { return cpu.shape(layer).dim(tensor::value); }
     int heads(int layer) const { return cpu.shape(layer).kv_heads; }
@@ -124,7 +133,7 @@ struct caches {
     auto rows(T* x, int layer, int first, int n, tensor role) const {
         x += (static_cast<std::size_t>(layer) * room) * row +
              static_cast<std::size_t>(first * heads(layer) * cpu.shape(layer).dim(role));
-        const bool none = is_latent(layer) && role == tensor::value;
+        const bool none = keys_alone(layer) && role == tensor::value;
         return token_view<const float16>(x, none ? 0 : n, heads(layer), cpu.shape(layer).dim(role));
     }
     /// Random keys and values of n tokens on both sides. Rotary channels are large, and some numbers are not
@@ -158,7 +167,7 @@ struct history {
     const char* name;
     int sinks, rollback;
     std::vector<pair> pairs;
-    int step = 0, requantized = 0, prompts = 0, kept = 0, moved = 0;
+    int step = 0, requantized = 0, prompts = 0, kept = 0, moved = 0, selected = 0;
     double worst = 0.0;
     std::vector<float16> keys, values;
 
@@ -196,10 +205,9 @@ struct history {
         c.out.poison();
         return x;
     }
-    /// Of a row of the output, against double arithmetic on what the CPU dequantizes of the first `seen`
-    /// tokens.
-    double error_of(const kvq::sequence& s, int layer, int head, int seen, const float16* x,
-                    const float16* got) {
+    /// Of a row of the output, against double arithmetic on what the CPU dequantizes of these tokens.
+    double error_of(const kvq::sequence& s, int layer, int head, const std::vector<int>& tokens, double sink,
+                    const float16* x, const float16* got) {
         const int dim = c.key_dim(layer), width = c.value_dim(layer), h = c.heads(layer),
                   own = head / (c.q_heads / h);
         std::vector<float> k(static_cast<std::size_t>(s.tokens() * h * dim)),
@@ -207,8 +215,8 @@ struct history {
         s.dequantize(layer, tensor::key, 0, token_view<float>(k.data(), s.tokens(), h, dim));
         s.dequantize(layer, tensor::value, 0, token_view<float>(v.data(), s.tokens(), h, width));
         std::vector<double> scores, want(static_cast<std::size_t>(width), 0.0);
-        double top = -INFINITY, sum = 0.0, error = 0.0, size = 0.0;
-        for (int t = 0; t < seen; ++t) {
+        double top = sink, sum = 0.0, error = 0.0, size = 0.0;
+        for (const int t : tokens) {
             double score = 0.0;
             for (int d = 0; d < dim; ++d)
                 score += static_cast<double>(static_cast<float>(x[d])) *
@@ -216,30 +224,57 @@ struct history {
             scores.push_back(score / 8.0);
             top = std::max(top, scores.back());
         }
-        for (int t = 0; t < seen; ++t) {
-            const double w = std::exp(scores[static_cast<std::size_t>(t)] - top);
+        if (!tokens.empty()) sum = std::exp(sink - top);
+        for (std::size_t i = 0; i < tokens.size(); ++i) {
+            const int t = tokens[i];
+            const double w = std::exp(scores[i] - top);
             sum += w;
             for (int d = 0; d < width; ++d)
                 want[static_cast<std::size_t>(d)] +=
                     w * static_cast<double>(v[static_cast<std::size_t>((t * h + own) * width + d)]);
         }
         for (int d = 0; d < width; ++d) {
-            const double a = want[static_cast<std::size_t>(d)] / sum,
+            const double a = sum == 0.0 ? 0.0 : want[static_cast<std::size_t>(d)] / sum,
                          b = static_cast<double>(static_cast<float>(got[d]));
             error += (a - b) * (a - b);
             size += a * a;
             if (!(b == b)) error = INFINITY;
         }
-        return std::sqrt(error / size);
+        return size == 0.0 ? error : std::sqrt(error / size);
     }
     /// Attention of the last n tokens of the rows that a begin has named.
     void attend(const std::vector<pair*>& rows, int n) {
-        const int layer = any(0, c.count() - 1), all = n * static_cast<int>(rows.size()),
+        const int layer = any(0, c.count() - 2), all = n * static_cast<int>(rows.size()),
                   dim = c.key_dim(layer), width = c.value_dim(layer);
         const std::vector<float16> x = queries(all, layer);
-        ok(c.gpu.attend(layer, token_view<const float16>(c.q.get(), all, c.q_heads, dim),
-                        token_view<float16>(c.out.get(), all, c.q_heads, width),
-                        {.scale = 0.125f, .query_tokens = n}, c.stream));
+        const token_view<const float16> q(c.q.get(), all, c.q_heads, dim);
+        const token_view<float16> out(c.out.get(), all, c.q_heads, width);
+        // Lists of any tokens, of each kv head or of all, some of them twice or not there.
+        const bool listed = any(0, 2) == 0;
+        const int list_heads = any(0, 1) == 0 ? 1 : c.heads(layer),
+                  counts[2] = {any(1, any(0, 3) == 0 ? 200 : 30), any(0, 10)};
+        std::vector<int> lists[2];
+        for (int i = 0; i < 2; ++i)
+            for (int at = 0; at < all * list_heads * counts[i]; ++at) {
+                const pair* const of = rows[static_cast<std::size_t>(at / (n * list_heads * counts[i]))];
+                const int tokens = of == nullptr ? 5 : of->host.tokens();
+                lists[i].push_back(any(0, 9) == 0 ? any(0, 1) * (tokens + 1) - 1 : any(0, tokens - 1));
+            }
+        const bool with_sinks = listed && any(0, 1) == 0;
+        const test::device_buffer<int> selected_list(lists[0]), window_list(lists[1]);
+        const test::device_buffer<float> logits(
+            std::vector<float>(static_cast<std::size_t>(c.q_heads), 1.5f));
+        if (listed)
+            ok(c.gpu.attend_lists(layer, q, out,
+                                  {.scale = 0.125f,
+                                   .selected = {selected_list.get(), counts[0]},
+                                   .window = {counts[1] == 0 ? nullptr : window_list.get(), counts[1]},
+                                   .query_tokens = n,
+                                   .kv_heads = list_heads,
+                                   .sink_logits = with_sinks ? logits.get() : nullptr},
+                                  c.stream));
+        else
+            ok(c.gpu.attend(layer, q, out, {.scale = 0.125f, .query_tokens = n}, c.stream));
         CUDA_OK(cudaStreamSynchronize(c.stream));
         const auto y = c.out.download();
         for (std::size_t b = 0; b < rows.size(); ++b) {
@@ -248,12 +283,100 @@ struct history {
             if (rows[b] == nullptr) continue;
             const int seen = rows[b]->host.tokens() - n + i + 1;
             if (seen < 1) continue;
+            std::vector<int> tokens;
+            if (!listed)
+                for (int t = 0; t < seen; ++t) tokens.push_back(t);
+            for (int k = 0; k < 2 && listed; ++k) {
+                const int own = head / (c.q_heads / c.heads(layer)),
+                          line = (static_cast<int>(b) * n + i) * list_heads + (list_heads == 1 ? 0 : own);
+                for (int j = line * counts[k]; j < (line + 1) * counts[k]; ++j)
+                    if (const int t = lists[k][static_cast<std::size_t>(j)]; t >= 0 && t < seen)
+                        tokens.push_back(t);
+            }
             const double error =
-                error_of(rows[b]->host, layer, head, seen, &x[static_cast<std::size_t>(at * dim)],
-                         &y[static_cast<std::size_t>(at * width)]);
+                error_of(rows[b]->host, layer, head, tokens, with_sinks ? 1.5 : -INFINITY,
+                         &x[static_cast<std::size_t>(at * dim)], &y[static_cast<std::size_t>(at * width)]);
             worst = std::max(worst, error);
             CHECK(error <= 3e-3, "%s, step %d, layer %d: error %.3g of row %zu, %d of %d tokens", name, step,
                   layer, error, b, seen, rows[b]->host.tokens());
+        }
+    }
+    /// The index selects, for the last n tokens of each row, what the CPU selects.
+    void select(const std::vector<pair*>& rows, int n) {
+        const int layer = c.count() - 1, all = n * static_cast<int>(rows.size()), dim = c.index_channels,
+                  count = any(1, 40);
+        const auto heads = static_cast<std::size_t>(c.index_heads);
+        // Whole numbers up to 127, which the device rounds to themselves.
+        std::vector<float16> q(static_cast<std::size_t>(all * dim) * heads);
+        std::vector<float> weights(static_cast<std::size_t>(all) * heads);
+        for (std::size_t i = 0; i < q.size(); ++i)
+            q[i] =
+                float16(i % static_cast<std::size_t>(dim) == 0 ? 127.0f : static_cast<float>(any(-127, 127)));
+        for (float& w : weights) w = test::normal(r);
+        const test::device_buffer<float16> q_device(q);
+        const test::device_buffer<float> weights_device(weights);
+        test::device_buffer<int> positions(static_cast<std::size_t>(all * count));
+        positions.poison();
+        ok(c.gpu.select(layer, token_view<const float16>(q_device.get(), all, c.index_heads, dim),
+                        weights_device.get(), n, count, positions.get(), c.stream));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        const std::vector<int> got = positions.download();
+        workspace space;
+        for (std::size_t b = 0; b < rows.size(); ++b) {
+            const auto own = got.begin() + static_cast<std::ptrdiff_t>(b) * n * count;
+            if (rows[b] == nullptr) {
+                CHECK(std::count(own, own + n * count, -1) == n * count, "%s: a row that is not there", name);
+                continue;
+            }
+            const kvq::sequence& s = rows[b]->host;
+            const int held = s.tokens(), m = std::min(n, held);
+            std::vector<int> want(static_cast<std::size_t>(m * count));
+            const std::size_t first =
+                (b * static_cast<std::size_t>(n) + static_cast<std::size_t>(n - m)) * heads;
+            rows[b]->host.select(
+                layer,
+                token_view<const float16>(&q[first * static_cast<std::size_t>(dim)], m, c.index_heads, dim),
+                &weights[first], count, want.data(), serial_executor{}, space);
+            std::vector<float> k(static_cast<std::size_t>(held * dim));
+            s.dequantize(layer, tensor::key, 0, token_view<float>(k.data(), held, 1, dim));
+            const auto score = [&](int query, int t, double& terms) {
+                double sum = 0.0;
+                for (std::size_t h = 0; h < heads; ++h) {
+                    const std::size_t at = first + static_cast<std::size_t>(query) * heads + h;
+                    double dot = 0.0;
+                    for (int d = 0; d < dim; ++d)
+                        dot += static_cast<double>(k[static_cast<std::size_t>(t * dim + d)]) *
+                               static_cast<double>(static_cast<float>(
+                                   q[at * static_cast<std::size_t>(dim) + static_cast<std::size_t>(d)]));
+                    sum += static_cast<double>(weights[at]) * std::max(dot, 0.0);
+                    terms += std::abs(static_cast<double>(weights[at]) * dot);
+                }
+                return sum;
+            };
+            for (int i = 0; i < m; ++i) {
+                std::vector<int> have(own + (n - m + i) * count, own + (n - m + i + 1) * count),
+                    best(want.begin() + i * count, want.begin() + (i + 1) * count), more, less;
+                const int found = std::min(count, held - m + i + 1);
+                const auto end = have.begin() + found;
+                CHECK(std::is_sorted(have.begin(), end) && std::count(end, have.end(), -1) == count - found &&
+                          have.front() >= 0,
+                      "%s, step %d: positions of %d of %d tokens", name, step, found, count);
+                best.resize(static_cast<std::size_t>(found));
+                std::sort(best.begin(), best.end());
+                // Others only where scores are as close as products are exact.
+                std::set_difference(have.begin(), end, best.begin(), best.end(), std::back_inserter(more));
+                std::set_difference(best.begin(), best.end(), have.begin(), end, std::back_inserter(less));
+                for (std::size_t j = 0; j < more.size() && more.size() == less.size(); ++j) {
+                    double terms = 0.0;
+                    const double x = score(i, more[j], terms), y = score(i, less[j], terms);
+                    CHECK(std::abs(x - y) <= 3e-4 * terms,
+                          "%s, step %d: token %d of score %g in place of %d, %g", name, step, more[j], x,
+                          less[j], y);
+                }
+                CHECK(more.size() == less.size(), "%s, step %d: %zu of %zu tokens differ", name, step,
+                      more.size(), best.size());
+                ++selected;
+            }
         }
     }
     void decode() {
@@ -272,7 +395,10 @@ struct history {
             append(all);
             for (std::size_t b = 0; b < rows.size(); ++b)
                 if (rows[b]) host_append(rows[b]->host, static_cast<int>(b) * n, n);
-            if (i == 1) attend(rows, any(1, n));
+            if (i == 1) {
+                attend(rows, any(1, n));
+                select(rows, any(1, n));
+            }
             CUDA_OK(cudaStreamSynchronize(c.stream));
         }
     }
@@ -318,7 +444,12 @@ struct history {
         }
         ++prompts;
         workspace space;
-        for (int layer = 0; layer < c.count(); ++layer) {
+        const int last = c.count() - 1;
+        const auto index_keys = c.rows(keys.data(), last, 0, n, tensor::key);
+        ok(c.gpu.append(last, c.rows(c.k.get(), last, 0, n, tensor::key), no_rows(), c.stream));
+        p.host.append(last, index_keys, no_rows());
+        select({&p}, n);
+        for (int layer = 0; layer < last; ++layer) {
             const int dim = c.key_dim(layer), width = c.value_dim(layer);
             const std::vector<float16> x = queries(n, layer);
             ok(c.gpu.prefill(layer, c.rows(c.k.get(), layer, 0, n, tensor::key),
@@ -427,7 +558,7 @@ struct history {
                 for (const tensor role : {tensor::key, tensor::value}) {
                     const auto at = static_cast<std::size_t>(role);
                     const page_ref &m = a[i].pages[at], &n = b[i].pages[at];
-                    CHECK(static_cast<bool>(m) == (role == tensor::key || !c.is_latent(layer)) &&
+                    CHECK(static_cast<bool>(m) == (role == tensor::key || !c.keys_alone(layer)) &&
                               static_cast<bool>(m) == static_cast<bool>(n),
                           "%s, step %d, layer %d: page %d of tensor %zu", name, step, layer, i, at);
                     if (!m || !n) continue;
@@ -463,7 +594,7 @@ struct history {
         const pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
         const int n = 4 * c.page;
         c.write(r, keys, values, n);
-        const int last = c.count() - 1;
+        const int last = c.count() - 2;
         for (const int layer : {0, last})
             for (const int channel : {0, 5, c.values - 1, c.values, c.channels - 1}) {
                 const float odd[] = {NAN, INFINITY, -INFINITY};
@@ -521,8 +652,10 @@ struct history {
             if (step % 20 == 19) compare(one());
         }
         for (const pair& p : pairs) compare(p);
-        std::printf("  %-28s %d steps, %d prompts, %d drafts, %d pages requantized, %d moves, error %.2e\n",
-                    name, steps, prompts, kept, requantized, moved, worst);
+        std::printf(
+            "  %-28s %d steps, %d prompts, %d drafts, %d pages requantized, %d moves, %d selections, error "
+            "%.2e\n",
+            name, steps, prompts, kept, requantized, moved, selected, worst);
     }
 };
 
@@ -557,7 +690,7 @@ void check_refusals() {
             "latents");
     CHECK(c.gpu.begin_step(std::span(&id, 1), 1, c.stream), "a step");
     const auto keys = c.rows(c.k.get(), 0, 0, 1, tensor::key);
-    refused(c.gpu.append(0, keys, keys, c.stream), "values of latents are their keys");
+    refused(c.gpu.append(0, keys, keys, c.stream), "keys alone");
     CHECK(c.gpu.append(0, keys, no_rows(), c.stream), "latents");
     const int heads = 60000;  // more than fit beside the shares of any device
     refused(c.gpu.attend(0, token_view<const float16>(c.q.get(), 1, heads, c.channels),

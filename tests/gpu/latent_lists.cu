@@ -69,11 +69,12 @@ void check_case(test::rng& r, const list_case& c, const char* name, double* wors
     double off = 0.0, size = 0.0;
     for (int query = 0; query < queries; ++query) {
         const auto b = static_cast<std::size_t>(query / c.query_tokens);
+        const int seen = c.lengths[b] - c.query_tokens + query % c.query_tokens + 1;
         std::vector<const float*> listed;
         const auto add = [&](const std::vector<int>& list, int count) {
             for (int i = 0; i < count; ++i)
                 if (const int t = list[static_cast<std::size_t>(query * count + i)];
-                    t >= 0 && t < c.lengths[b] && latents.at(b, t) != nullptr)
+                    t >= 0 && t < seen && latents.at(b, t) != nullptr)
                     listed.push_back(latents.at(b, t));
         };
         add(selected, c.selected);

@@ -2,6 +2,7 @@
 // arithmetic, positions against sorting; refusals.
 #include <kvq/cuda/select/index_scores.cuh>
 #include <kvq/cuda/select/select_top.cuh>
+#include <kvq/cuda/store/store.cuh>
 
 #include "support.cuh"
 
@@ -89,10 +90,10 @@ void check_scores(test::rng& r, const index_case& c) {
     index.sequences = static_cast<int>(c.lengths.size());
     index.table_columns = columns;
     index.kv_heads = 1;
-    cuda::status s =
-        cuda::store_index<pair, T>(index, {keys_device.get(), static_cast<int>(places.size()), 1, Channels},
-                                   places_device.get(), not_finite.get(), nullptr);
-    CHECK(s, "store_index: %s", s.message);
+    const token_view<const T> new_keys(keys_device.get(), static_cast<int>(places.size()), 1, Channels);
+    cuda::status s = cuda::store(index, new_keys, token_view<const T>(nullptr, 0, 1, Channels),
+                                 places_device.get(), not_finite.get(), nullptr);
+    CHECK(s, "store: %s", s.message);
     CHECK(memory.download() == want, "bytes of an index of %d channels differ from the CPU's", Channels);
     const unsigned bad = not_finite.download()[0];
     CHECK((bad > 0) == (c.spoiled && !keys.empty()), "%u numbers are not finite", bad);
@@ -243,15 +244,16 @@ void check_refusals() {
     refused("1 sequences of 2 query tokens", scores(index, 128, 2));
     cuda::cache_ref<pair> other = index;
     other.kv_heads = 2;
-    refused("an index has one head, the cache_ref has 2", scores(other, 128));
+    refused("one kv head, the cache has 2", scores(other, 128));
     other = index;
     other.key_page_bytes -= 16;
-    refused("page stride", scores(other, 128));
+    refused("page strides", scores(other, 128));
     other = index;
     other.tokens = nullptr;
-    refused("no lengths", scores(other, 128));
-    refused("one head of 128 channels", cuda::store_index<pair, float>(index, {floats.get(), 1, 2, 128},
-                                                                       mapping.get(), nullptr, nullptr));
+    refused("lengths are null pointers", scores(other, 128));
+    refused("k is 2 x 128",
+            cuda::store(index, token_view<const float>(floats.get(), 1, 2, 128),
+                        token_view<const float>(nullptr, 0, 1, 128), mapping.get(), nullptr, nullptr));
     const cuda::row_scores rows{floats.get(), numbers.get(), 1, 1, 40000};
     refused("workspace", cuda::select_top(rows, 100, numbers.get(), floats.get(), 1, nullptr));
     for (const int count : {-1, 0, 8193, 16384, 1 << 30}) {

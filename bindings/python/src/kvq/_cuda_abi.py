@@ -34,7 +34,8 @@ class kvq_cuda_cache_options(Struct):
                 ("layer_list", POINTER(kvq_layer)), ("layer_formats", POINTER(kvq_layer_formats)),
                 ("state_parts", POINTER(kvq_state_part)), ("snapshot_bytes", c_size_t), ("state_part_count", c_int32),
                 ("snapshot_every", c_int32), ("snapshot_prompt_end", c_int32), ("pool_states", c_int32),
-                ("rotary_count", c_int32), ("rotary", POINTER(kvq_rotary))]
+                ("rotary_count", c_int32), ("rotary", POINTER(kvq_rotary)), ("listed_tokens", c_int32),
+                ("reserved", c_int32)]
 
 
 class kvq_cuda_cache_info(Struct):
@@ -54,7 +55,9 @@ class kvq_cuda_state_view(Struct):
 class kvq_cuda_attend_options(Struct):
     _fields_ = [("size", c_size_t), ("scale", c_float), ("softcap", c_float), ("window", c_int32),
                 ("window_sinks", c_int32), ("ancestors", c_void_p), ("lse", c_void_p), ("sink_logits", c_void_p),
-                ("alibi_slopes", c_void_p)]
+                ("alibi_slopes", c_void_p), ("listed_tokens", c_void_p), ("listed_window", c_void_p),
+                ("listed_count", c_int32), ("listed_window_count", c_int32), ("list_kv_heads", c_int32),
+                ("reserved", c_int32)]
 
 
 class kvq_cuda_requantize_request(Struct):
@@ -118,6 +121,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_cache_append": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor), c_void_p],
     "kvq_cuda_cache_attend": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor),
         POINTER(kvq_cuda_attend_options), c_void_p],
+    "kvq_cuda_cache_select": [handle, c_int32, POINTER(kvq_tensor), POINTER(c_float), c_int32, POINTER(c_int32),
+        c_void_p],
     "kvq_cuda_cache_graph_id": [handle, POINTER(c_uint64)],
     "kvq_cuda_cache_requantize": [handle, POINTER(handle), c_int32, POINTER(kvq_cuda_requantize_request), c_void_p],
     "kvq_cuda_cache_self_calibrate": [handle, POINTER(handle), c_int32, c_char_p, handle, c_int32, c_void_p,

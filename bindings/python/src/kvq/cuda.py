@@ -188,6 +188,7 @@ class Cache(Handle):
     draft_tokens    drafted tokens of a sequence, at most 64
     query_heads     of layers made by latent_attention, and of steps over keys that have moved, at most: memory for so many
     rotary          how keys were rotated, for all layers or one per layer; None: keys cannot move
+    listed_tokens   of a query, in lists and select: memory for so many
     pool_tokens     quantized pages for so many tokens are allocated at once,
     pool_sequences  and 16-bit pages for so many sequences
     pool_states     and recurrent states: one for a sequence, and one for each of its snapshots
@@ -205,7 +206,8 @@ class Cache(Handle):
                  layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
                  dtype: torch.dtype = torch.float16, device: Any = None, page_tokens: Optional[int] = None,
                  sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None, max_batch: int = 1,
-                 max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, query_heads: int = 128, pool_tokens: int = 0,
+                 max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, query_heads: int = 128, listed_tokens: int = 0,
+                 pool_tokens: int = 0,
                  pool_sequences: int = 0, pool_states: int = 0, snapshot_every: Optional[int] = None,
                  snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None, growing: bool = True,
                  statistics: Optional[Statistics] = None, alibi: bool = False,
@@ -230,7 +232,8 @@ class Cache(Handle):
             window=text(_NAMES[dtype]),
             page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent,
             "recent"), rollback=count(rollback, "rollback"), max_batch=max_batch, max_tokens=max_tokens,
-            step_tokens=step_tokens, draft_tokens=draft_tokens, query_heads=query_heads, pool_tokens=pool_tokens,
+            step_tokens=step_tokens, draft_tokens=draft_tokens, query_heads=query_heads, listed_tokens=listed_tokens,
+            pool_tokens=pool_tokens,
             pool_sequences=pool_sequences, pool_states=pool_states, snapshot_every=limit(snapshot_every, "snapshot_every"),
             snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
             snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"), fixed=int(not growing), alibi=int(alibi))
@@ -329,7 +332,9 @@ class Cache(Handle):
         options  scale, softcap, window: of Mods. window_sinks: with a window, also the sinks of the cache.
                  ancestors: int64 [rows][new tokens], which drafted tokens a query sees (bit 0: the first one).
                  sink_logits: float32 [q_heads], learned sinks: one more score in each softmax sum; but in a prompt with lse only.
-                 alibi_slopes: float32 [q_heads]: score - slope * distance, of a cache with alibi=True
+                 alibi_slopes: float32 [q_heads]: score - slope * distance, of a cache with alibi=True.
+                 listed_tokens, listed_window: int32 [rows x new tokens][n] or [...][kv_heads][n], positions of the sequence in any order,
+                 -1: none: queries attend to these tokens up to their own alone. Of attend alone, behind append
 
         Returns out.
         """
@@ -362,6 +367,25 @@ class Cache(Handle):
         o = attend_options(lse=lse, **options)
         self._f.kvq_cuda_cache_attend(self, layer, ctypes.byref(tensor(q, "q", self.dtype)),
                                       ctypes.byref(tensor(out, "out", self.dtype)), ctypes.byref(o), self.stream())
+        return out
+
+    def select(self, layer: int, q: torch.Tensor, weights: torch.Tensor, best: int) -> torch.Tensor:
+        """The `best` tokens of a layer made by index_layer for each of the last q.tokens / rows tokens of every row: of those up to its
+        own the ones with the largest sum over heads of weight * max(q . k, 0); of equal ones the earlier first. Behind append.
+
+        q        [rows x tokens][heads][channels], on the device
+        weights  float32 [rows x tokens][heads]
+
+        Returns int32 positions [rows x tokens][best] on the device, ascending; -1 where there are no more: listed_tokens of attend.
+        """
+        _on_device("weights", weights, torch.float32)
+        if weights.shape != q.shape[:2] or best < 1:
+            raise ArgumentError(f"kvq: weights are {list(weights.shape)}, q {list(q.shape)}, and {best} tokens are to be selected")
+        out = torch.empty((q.shape[0], best), dtype=torch.int32, device=q.device)
+        self._f.kvq_cuda_cache_select(self, layer, ctypes.byref(tensor(q, "q", self.dtype)),
+                                      ctypes.cast(weights.data_ptr(), ctypes.POINTER(ctypes.c_float)), best,
+                                      ctypes.cast(out.data_ptr(), ctypes.POINTER(ctypes.c_int32)),
+                                      self.stream())
         return out
 
     def state(self, layer: int, part: Union[int, str] = 0) -> StateView:
@@ -568,19 +592,35 @@ def _rows(rows: Iterable[Optional[Sequence]]) -> Tuple[Any, int]:
     return (ctypes.c_void_p * len(pointers))(*pointers), len(pointers)
 
 
+def _on_device(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype or not x.is_contiguous() or x.device.type != _KIND:
+        raise ArgumentError(f"kvq: {name} is {x.dtype} on {x.device}, not contiguous {dtype} on a GPU")
+
+
 def attend_options(scale: Optional[float] = None, softcap: Optional[float] = None, window: Optional[int] = None,
                    window_sinks: bool = False, ancestors: Optional[torch.Tensor] = None,
                    lse: Optional[torch.Tensor] = None, sink_logits: Optional[torch.Tensor] = None,
-                   alibi_slopes: Optional[torch.Tensor] = None) -> _cuda_abi.kvq_cuda_attend_options:
+                   alibi_slopes: Optional[torch.Tensor] = None, listed_tokens: Optional[torch.Tensor] = None,
+                   listed_window: Optional[torch.Tensor] = None) -> _cuda_abi.kvq_cuda_attend_options:
     """How to attend, as the library takes it."""
     for name, value in (("scale", scale), ("softcap", softcap), ("window", window)):
         if value is not None and not value > 0:
             raise ArgumentError(f"kvq: {name} is {value}, which must be positive, or None")
     for name, x, dtype in (("ancestors", ancestors, torch.int64), ("lse", lse, torch.float32),
-                           ("sink_logits", sink_logits, torch.float32), ("alibi_slopes", alibi_slopes, torch.float32)):
-        if x is not None and (x.dtype != dtype or not x.is_contiguous() or x.device.type != _KIND):
-            raise ArgumentError(f"kvq: {name} is {x.dtype} on {x.device}, not contiguous {dtype} on a GPU")
+                           ("sink_logits", sink_logits, torch.float32), ("alibi_slopes", alibi_slopes, torch.float32),
+                           ("listed_tokens", listed_tokens, torch.int32), ("listed_window", listed_window, torch.int32)):
+        if x is not None:
+            _on_device(name, x, dtype)
+    lists = [x for x in (listed_tokens, listed_window) if x is not None]
+    shapes = {tuple(x.shape[:-1]) for x in lists}
+    if len(shapes) > 1 or any(x.dim() not in (2, 3) for x in lists):
+        raise ArgumentError(f"kvq: lists of tokens are {[list(x.shape) for x in lists]}, not [queries][n] or [queries][kv_heads][n]")
     return _cuda_abi.kvq_cuda_attend_options(
+        listed_tokens=None if listed_tokens is None else listed_tokens.data_ptr(),
+        listed_window=None if listed_window is None else listed_window.data_ptr(),
+        listed_count=0 if listed_tokens is None else listed_tokens.shape[-1],
+        listed_window_count=0 if listed_window is None else listed_window.shape[-1],
+        list_kv_heads=(*shapes.pop(), 1)[1] if shapes else 0,
         scale=scale or 0.0, softcap=softcap or 0.0, window=window or 0, window_sinks=int(window_sinks),
         ancestors=None if ancestors is None else ancestors.data_ptr(), lse=None if lse is None else lse.data_ptr(),
         sink_logits=None if sink_logits is None else sink_logits.data_ptr(),

@@ -55,7 +55,52 @@ struct prefill_options {
     int lead = 0;
 };
 
+/// `count` tokens for every list, in any order: [queries][kv_heads][count], device memory; negative: none.
+struct token_lists {
+    const int* tokens = nullptr;
+    int count = 0;
+};
+
+/// Attention over listed tokens (decode/listed_pages.cuh).
+struct list_options {
+    float scale = 0.0f;            ///< of scores; 0: 1/sqrt(head_dim)
+    token_lists selected, window;  ///< positions of the sequence
+    int query_tokens = 1;          ///< per sequence: the last ones of it, with a causal mask among them
+    int kv_heads = 1;              ///< lists of a query: one for each kv head, or 1 for all of them
+    int behind = 0;                ///< so many tokens of every sequence stand behind its last query
+    /// Lists name places in pages: page * page_tokens + offset, of the first part. They are not checked.
+    bool places = false;
+    const float* sink_logits = nullptr;  ///< [q_heads], device memory: as learned_sinks. Null: none
+    float* lse = nullptr;                ///< as attention_options has them
+    const float* state_in = nullptr;
+    float* state_out = nullptr;
+};
+
 namespace detail {
+
+/// What lists do not say.
+inline attention_options without_lists(const list_options& o) noexcept {
+    attention_options plain{.scale = o.scale, .query_tokens = o.query_tokens};
+    plain.lse = o.lse;
+    plain.state_in = o.state_in;
+    plain.state_out = o.state_out;
+    return plain;
+}
+/// Can lists for layers of so many kv heads be read?
+inline status check_lists(const list_options& o, int kv_heads) noexcept {
+    if (o.kv_heads != 1 && o.kv_heads != kv_heads)
+        return bad_value("tokens are listed for %d kv heads, not for 1 or the %d of the cache", o.kv_heads,
+                         kv_heads);
+    if (o.behind < 0) return bad_value("%d tokens behind the last query", o.behind);
+    for (const token_lists& list : {o.selected, o.window}) {
+        if (list.count < 0) return bad_value("a list has %d tokens", list.count);
+        if (list.count > 0 && list.tokens == nullptr)
+            return bad_value("a list of %d tokens is a null pointer", list.count);
+    }
+    if (const long long all = 0LL + o.selected.count + o.window.count; all > 1LL << 28)
+        return bad_value("%lld listed tokens are more than 2^28", all);
+    return {};
+}
 
 /// Does latent attention take these options?
 inline status check_latent_options(const attention_options& o) noexcept {

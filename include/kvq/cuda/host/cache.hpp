@@ -8,7 +8,8 @@
 //   auto a = cache.new_sequence();
 //   s = cache.begin_prompt(a, n, stream);        then for every layer prefill(layer, q, k, v, out)
 //   s = cache.begin_step(batch, 1, stream);
-//     then for every layer append(layer, k, v) and attend(layer, q, out)
+//     then for every layer append(layer, k, v) and attend(layer, q, out); models that select tokens:
+//     cache_lists.hpp
 //   s = cache.begin_draft(batch, n, stream);
 //     the same with n guesses of the next tokens; then keep(batch, paths)
 //   s = cache.begin_cross(a, n, stream);         then append(layer, k, v) for every layer with cross
@@ -27,6 +28,7 @@
 #pragma once
 
 #include "cache_draft.hpp"
+#include "cache_lists.hpp"
 #include "cache_moves.hpp"
 #include "cache_open.hpp"
 #include "cache_pages.hpp"

@@ -63,7 +63,7 @@ public:
     /// Does a layer take the tokens of steps, prompts and drafts? Others have no keys and values of the
     /// sequence's own text.
     bool takes_tokens(int layer) const noexcept {
-        return layers_[static_cast<std::size_t>(layer)].kind <= layer_kind::chunked || is_latent(layer);
+        return layers_[static_cast<std::size_t>(layer)].kind <= layer_kind::chunked || keys_alone(layer);
     }
     const cache_options& options() const noexcept { return options_; }
     /// The parts of layers with state (kvq::state_layer); null if there are none.
@@ -168,6 +168,19 @@ public:
         g.appended[static_cast<std::size_t>(member_of(layer))] = 1;
         return {};
     }
+    /// Attention of the last lists.query_tokens tokens of each row over the tokens that lists name, in device
+    /// memory: of layers with keys and values or latents, without a window. Positions are those of the
+    /// sequence; one behind the query's own, or below 0, is none. Behind append(), in steps, prompts and
+    /// drafts that are chains. A prompt sees its own tokens as its pages hold them.
+    status attend_lists(int layer, const query_view& q, const output_view& out, list_options lists,
+                        cudaStream_t stream) const;
+    /// The `count` tokens (1 to 8192) of an index (kvq::index_layer) with the largest sum over heads h of
+    /// weights[h] * max(0, q[h] . k), for each of the last query_tokens tokens of the rows, of the tokens up
+    /// to their own. q: [rows x query_tokens][heads][channels]; weights: [rows x query_tokens][heads];
+    /// positions: [rows x query_tokens][count], ascending, -1 behind the last one; all in device memory. Of
+    /// equal scores the earlier tokens are taken, NaN last. Behind append().
+    status select(int layer, const query_view& q, const float* weights, int query_tokens, int count,
+                  int* positions, cudaStream_t stream) const;
     /// Does attend() of a layer take these options, for so many query heads? Asked before append().
     status check_options(int layer, int q_heads, attention_options options) const {
         if (status s = check_keys(layer); !s) return s;
@@ -349,14 +362,14 @@ private:
             return detail::bad_value("%s: it takes the tokens of begin_%s()", describe(layer).c_str(),
                                      is_cross(layer) ? "cross" : "step, begin_prompt or begin_draft");
         const int tokens = step_.rows * step_.new_tokens;
-        if (k.tokens != tokens || v.tokens != (is_latent(layer) ? 0 : tokens))
+        if (k.tokens != tokens || v.tokens != (keys_alone(layer) ? 0 : tokens))
             return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d%s", k.tokens,
                                      v.tokens, step_.rows, step_.new_tokens,
-                                     is_latent(layer) ? ", and values of latents are their keys" : "");
+                                     keys_alone(layer) ? ", and these layers have keys alone" : "");
         return check_lacks(layer);
     }
     const detail::device_memory& workspace_of(int layer) const {
-        return is_latent(layer) ? latent_workspace_ : workspace_;
+        return keys_alone(layer) ? scratch_ : workspace_;
     }
     /// Before new tokens of a step: pages that leave the windows are quantized.
     status commit_due(int layer, cudaStream_t stream) {
@@ -368,15 +381,15 @@ private:
     status check_attend(int layer, const query_view& q, const output_view& out, attention_options& options) {
         if (status s = check_layer(layer, {q.type, out.type}); !s) return s;
         const detail::layer_group& g = group_of(layer);
+        if (g.format.index)
+            return detail::bad_value("%s: it has no values to attend to", describe(layer).c_str());
         if (g.format.latent)
             if (status s = check_latents(layer, step_.rows, q.heads, options); !s) return s;
         if (g.format.functions->score != detail::score_mark::of<Score>())
             return detail::bad_value(
                 "the cache was opened with kernels for another score modifier: add make_scored_format<its "
                 "type, ...>()");
-        if (const chunk* const c = shared_chunk(layer); c != nullptr && c->waits())
-            return detail::bad_value("%s: its prompt waits for %d layers that share it",
-                                     describe(layer).c_str(), c->waiting());
+        if (status s = check_waiting(layer); !s) return s;
         const int of_step = step_.prompt ? 0 : common::larger(step_.new_tokens, step_.draft);
         if (!g.holds_queries(options.query_tokens, of_step))
             return detail::bad_value(
@@ -405,6 +418,9 @@ private:
     status check_no_draft(std::span<const sequence_id> ids) const;
     /// Has no layer of these sequences still to get a prompt that has begun?
     status check_whole(std::span<const sequence_id> ids) const;
+    status check_waiting(int layer) const;
+    status check_unmoved(int layer) const;
+    status no_list_space(int layer, const char* what, int queries, std::size_t needed) const;
     /// Has the layer not been given the tokens of this step?
     status check_lacks(int layer) {
         const chunk* const c = shared_chunk(layer);
@@ -501,18 +517,22 @@ private:
     bool is_cross(int layer) const noexcept {
         return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::cross;
     }
-    bool is_latent(int layer) const noexcept {
-        return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::latent;
+    /// Latents and indexes.
+    bool keys_alone(int layer) const noexcept {
+        return common::holds_keys_alone(layers_[static_cast<std::size_t>(layer)].kind);
     }
     bool is_shared(int layer) const noexcept {
         return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::shared;
     }
     /// Of a layer that shares, or is shared; null for others.
-    chunk* shared_chunk(int layer) noexcept {
+    const chunk* shared_chunk(int layer) const noexcept {
         const int owner = is_shared(layer) ? layers_[static_cast<std::size_t>(layer)].owner : layer;
-        for (chunk& c : chunks_)
+        for (const chunk& c : chunks_)
             if (c.owner == owner) return &c;
         return nullptr;
+    }
+    chunk* shared_chunk(int layer) noexcept {
+        return const_cast<chunk*>(std::as_const(*this).shared_chunk(layer));
     }
     status find_chunks(int new_tokens, detail::larger_memories& larger, cudaStream_t stream);
     status hold(chunk& c, const input_view& k, const input_view& v, cudaStream_t stream);
@@ -566,8 +586,9 @@ private:
     detail::device_memory moving_;         // keys and queries that are turned, then softmax states
     unsigned moving_generation_ = 0;
     detail::device_memory words_;
-    // Two, as attention over keys and values must find zeros where it left them.
-    detail::device_memory workspace_, latent_workspace_;
+    // Two, as attention over keys and values must find zeros where it left them. scratch_: for latents, lists
+    // and scores.
+    detail::device_memory workspace_, scratch_;
     detail::device_memory staging_;  // slots of a prompt's tokens, then its pages of one layer
     std::vector<entry> entries_;
     std::vector<int> unused_;  // entries

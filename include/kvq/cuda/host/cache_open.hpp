@@ -32,6 +32,9 @@ inline status cache::check_options(const cache_options& o) const {
     if (o.page_tokens > 65535)
         return detail::bad_value("page_tokens is %d, but must be at most 65535", o.page_tokens);
     if (o.max_batch < 1) return detail::bad_value("max_batch is %d", o.max_batch);
+    if (o.listed_tokens < 0 || o.listed_tokens > detail::most_tokens)
+        return detail::bad_value("listed_tokens is %d, but must be 0 to %d", o.listed_tokens,
+                                 detail::most_tokens);
     if (o.query_heads < 1 || o.query_heads > 65535)
         return detail::bad_value("query_heads is %d, but must be 1 to 65535", o.query_heads);
     if (o.max_tokens < 1 || o.max_tokens > detail::most_tokens)
@@ -55,8 +58,6 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         const layer& l = layers_[static_cast<std::size_t>(i)];
         const auto text = [&] { return common::describe_layer(i, l); };
         if (l.kind == layer_kind::shared || l.kind == layer_kind::state) continue;
-        if (l.kind == layer_kind::index)
-            return detail::bad_value("%s: caches on a device hold no indexes", text().c_str());
         if (l.sinks != 0 && l.sinks != options_.sinks)
             return detail::bad_value(
                 "%s: its queries see %d sinks; on a device they see all %d of the cache, or none",
@@ -66,16 +67,17 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
             return detail::bad_value("%s: formats %d and %d are not among the %d of the cache",
                                      text().c_str(), f.key, f.value, n);
         own[static_cast<std::size_t>(f.key)] = 1;
-        if (l.kind != layer_kind::latent) own[static_cast<std::size_t>(f.value)] = 1;
+        if (!common::holds_keys_alone(l.kind)) own[static_cast<std::size_t>(f.value)] = 1;
     }
     bool latents = false, others = false;
     for (const layer& l : layers_) {
         latents = latents || l.kind == layer_kind::latent;
-        others = others || (l.kind != layer_kind::latent && l.kind != layer_kind::state);
+        others = others || !(common::holds_keys_alone(l.kind) || l.kind == layer_kind::state);
     }
     // Is a format that no layer has for layers like this one? Where there are both, latents take those with
     // fp16 channels.
     const auto is_for = [&](const std::string& format, const layer& l) {
+        if (l.kind == layer_kind::index) return false;
         if (!latents || !others) return true;
         return (l.kind == layer_kind::latent) == (common::fp16_channels_of(format).channels > 0);
     };
@@ -103,7 +105,7 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
                !same(layers_[static_cast<std::size_t>(groups_[static_cast<std::size_t>(group)].members[0])]))
             ++group;
         if (group == static_cast<int>(groups_.size())) {
-            const bool latent = l.kind == layer_kind::latent;
+            const bool latent = common::holds_keys_alone(l.kind), index = l.kind == layer_kind::index;
             const std::string& keys = options_.formats[static_cast<std::size_t>(l.formats.key)];
             const std::string& values = options_.formats[static_cast<std::size_t>(l.formats.value)];
             std::vector<std::string> names{latent || l.formats.key == l.formats.value
@@ -115,14 +117,17 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
             const cache_shape shape = this->shape(i);
             const device_format* const best =
                 find_device_format(compiled, names, shape.head_dim, shape.dim(tensor::value),
-                                   options_.page_tokens, options_.type, nullptr, latent);
+                                   options_.page_tokens, options_.type, nullptr, latent, index);
             if (best == nullptr) {
                 std::string text;
                 for (const std::string& name : names) text += (text.empty() ? "" : "+") + name;
                 return detail::bad_value(
                     "nothing was compiled for %.40s, head_dim %d, pages of %d%s: add it to "
                     "KVQ_CUDA_FORMATS, or make_device_format<%.8s, ...>()",
-                    text.c_str(), shape.head_dim, options_.page_tokens, latent ? " of latents" : "",
+                    text.c_str(), shape.head_dim, options_.page_tokens,
+                    index    ? " of an index"
+                    : latent ? " of latents"
+                             : "",
                     options_.type == float_type::bf16 ? "bfloat16" : "float16");
             }
             detail::layer_group& g = groups_.emplace_back();
@@ -274,9 +279,9 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     if (states_) words += options.max_batch;
     if (s)
         s = words_.allocate(options.memory, static_cast<std::size_t>(words) * sizeof(int), "tables", stream);
-    std::size_t workspace = 0, latent_workspace = 0;
+    std::size_t workspace = 0, scratch = 0;
     for (const detail::layer_group& g : groups_) {
-        std::size_t& bytes = g.format.latent ? latent_workspace : workspace;
+        std::size_t& bytes = g.format.latent ? scratch : workspace;
         const auto add = [&](int sequences, int heads, int tokens) {
             bytes = common::larger(bytes, g.format.functions->workspace_bytes(sequences, heads, tokens));
         };
@@ -288,9 +293,21 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         add(options.max_batch, options.query_heads, most_queries());
         add(1, options.query_heads, 64);
     }
+    for (const detail::layer_group& g : groups_) {
+        const int listed = options.listed_tokens, queries = options.max_batch * most_queries(),
+                  heads = g.shape.kv_heads;
+        if (listed == 0) break;
+        const auto add = [&](std::size_t bytes) { scratch = common::larger(scratch, bytes); };
+        if (g.format.index)
+            add(g.format.functions->select_workspace_bytes(queries, options.max_tokens, listed));
+        // The most is between one query and all of them: where parts of lists are no more than needed.
+        for (const int n : {1, queries})
+            if (!g.format.index)
+                add(g.format.functions->list_workspace_bytes(
+                    n, common::larger(1, options.query_heads / heads) * heads, heads, listed));
+    }
     if (s) s = workspace_.allocate(options.memory, workspace, "the workspace", stream);
-    if (s)
-        s = latent_workspace_.allocate(options.memory, latent_workspace, "the workspace of latents", stream);
+    if (s) s = scratch_.allocate(options.memory, scratch, "the workspace of latents and lists", stream);
     for (detail::layer_group& g : groups_) {
         g.words = words_.as<int>() + g.first_word;
         if (s) s = g.quantized[static_cast<std::size_t>(g.target)].grow(pool_pages(g), stream);
@@ -311,7 +328,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     layers_.clear();
     words_ = {};
     workspace_ = {};
-    latent_workspace_ = {};
+    scratch_ = {};
     turns_ = {};
     return s;
 }
@@ -515,7 +532,7 @@ inline usage_report cache::usage() const {
     }
     u.reserved += bytes_held() - bytes_in_use();
     u.bookkeeping += words_.bytes() + turns_.bytes();
-    u.workspace = workspace_.bytes() + latent_workspace_.bytes() + moving_.bytes() + prompt_bytes();
+    u.workspace = workspace_.bytes() + scratch_.bytes() + moving_.bytes() + prompt_bytes();
     common::add_up(u);
     return u;
 }

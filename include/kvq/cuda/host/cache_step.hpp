@@ -256,7 +256,7 @@ inline status cache::append(int layer, const input_view& k, const input_view& v,
 inline status cache::prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
                                   prefill_options options, cudaStream_t stream) {
     if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
-    if (is_shared(layer) || is_cross(layer) || is_latent(layer) || shared_chunk(layer) != nullptr)
+    if (is_shared(layer) || is_cross(layer) || keys_alone(layer) || shared_chunk(layer) != nullptr)
         return detail::bad_value(
             "%s: parts of prompts are not for layers that share keys and values, or have cross or latent "
             "attention",
@@ -284,15 +284,17 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
     if (step_.cross)
         return detail::bad_value("begin_cross() is for append() alone; queries come in steps and prompts");
     const int own = is_shared(layer) || is_cross(layer) ? 0 : step_.new_tokens;
-    if (q.tokens != step_.new_tokens || k.tokens != own || v.tokens != (is_latent(layer) ? 0 : own) ||
+    if (q.tokens != step_.new_tokens || k.tokens != own || v.tokens != (keys_alone(layer) ? 0 : own) ||
         out.tokens != step_.new_tokens)
         return detail::bad_value(
             "q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d%s", q.tokens, k.tokens, v.tokens,
             out.tokens, step_.new_tokens,
-            own == 0           ? ", and a layer that is shared or has cross attention takes 0 of k and v"
-            : is_latent(layer) ? ", and values of latents are their keys"
-                               : "");
+            own == 0            ? ", and a layer that is shared or has cross attention takes 0 of k and v"
+            : keys_alone(layer) ? ", and these layers have keys alone"
+                                : "");
     detail::layer_group& g = group_of(layer);
+    if (g.format.index)
+        return detail::bad_value("%s: it selects tokens: append, then select", describe(layer).c_str());
     const int member = member_of(layer);
     if (is_cross(layer)) {
         if (status s = g.add_window(options, member); !s) return s;
@@ -308,7 +310,7 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
     }
     if (own > 0)
         if (status s = check_lacks(layer); !s) return s;
-    if (is_latent(layer)) return prefill_latents(layer, k, v, q, out, options, stream);
+    if (keys_alone(layer)) return prefill_latents(layer, k, v, q, out, options, stream);
     if (status s = g.add_window(options, member); !s) return s;
     if (status s =
             runs_of(layer) > 1
@@ -346,19 +348,12 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
                                  k.heads, k.dim, q.heads, q.dim, out.heads, out.dim);
     if (status s = check_latents(layer, 1, q.heads, slice); !s) return s;
     int most = n;
-    while (g.format.functions->workspace_bytes(1, q.heads, most) > latent_workspace_.bytes())
-        most = (most + 1) / 2;
+    while (g.format.functions->workspace_bytes(1, q.heads, most) > scratch_.bytes()) most = (most + 1) / 2;
     if (status s = g.make_run(member, k, v, stream); !s) return s;
     const int before = entry_of(step_.id)
                            .pages[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)]
                            .paged_tokens(g.geometry) -
                        n;
-    const auto rows_of = [&](const auto& x, int first, int count) {
-        auto part = x;
-        if (x.data != nullptr) part.data = x.at(first, 0);
-        part.tokens = count;
-        return part;
-    };
     for (int first = 0; first < n; first += most) {
         const int count = common::smaller(most, n - first);
         detail::word_writer to = writer(stream);
@@ -369,9 +364,9 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
         if (options.lse != nullptr) slice.lse = options.lse + row;
         if (options.state_out != nullptr) slice.state_out = options.state_out + row * (width + 2);
         constexpr unmodified none;
-        if (status s = g.format.functions->attend(g.view_of_run(member), rows_of(q, first, count),
-                                                  rows_of(out, first, count), slice, latent_workspace_.as<>(),
-                                                  latent_workspace_.bytes(), stream, &none);
+        if (status s = g.format.functions->attend(g.view_of_run(member), g.slice(q, first, count),
+                                                  g.slice(out, first, count), slice, scratch_.as<>(),
+                                                  scratch_.bytes(), stream, &none);
             !s)
             return s;
     }
@@ -383,12 +378,11 @@ inline status cache::check_latents(int layer, int rows, int q_heads, const atten
     const int query_tokens = options.query_tokens;
     if (q_heads <= options_.query_heads && query_tokens <= most_queries()) return {};
     const std::size_t bytes = group_of(layer).format.functions->workspace_bytes(rows, q_heads, query_tokens);
-    if (bytes <= latent_workspace_.bytes()) return {};
+    if (bytes <= scratch_.bytes()) return {};
     return detail::bad_value(
         "%s: attention of %d query heads and %d tokens of %d sequences needs a workspace of %zu bytes, but "
         "that of %d heads (query_heads) and a step has %zu",
-        describe(layer).c_str(), q_heads, query_tokens, rows, bytes, options_.query_heads,
-        latent_workspace_.bytes());
+        describe(layer).c_str(), q_heads, query_tokens, rows, bytes, options_.query_heads, scratch_.bytes());
 }
 
 /// Memory for chunks of so many tokens.

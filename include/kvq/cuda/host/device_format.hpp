@@ -115,6 +115,11 @@ struct key_state {
     std::uint64_t fingerprint = 0;  // of the plan
 };
 
+/// What select() chooses, from tokens at positions before `room`.
+struct selection {
+    int query_tokens = 1, behind = 0, count = 0, room = 0;
+};
+
 struct device_functions {
     // What the host changes: words of tables, pages of a fork, slots of a prompt (store/bookkeeping.cuh).
     status (*write_words)(const word_runs&, int* words, cudaStream_t) noexcept;
@@ -144,6 +149,11 @@ struct device_functions {
     status (*store_and_attend)(const layer_view&, const input_rows& k, const input_rows& v, int new_tokens,
                                const input_rows& q, const output_rows& out, const attention_options&,
                                void* workspace, std::size_t workspace_bytes, cudaStream_t, const void* score);
+    status (*attend_lists)(const layer_view&, const input_rows& q, const output_rows& out,
+                           const list_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t);
+    /// Of an index: positions of the best tokens of every query.
+    status (*select)(const layer_view&, const input_rows& q, const float* weights, const selection&,
+                     int* positions, void* workspace, std::size_t workspace_bytes, cudaStream_t);
     /// Sequences as they are before their new tokens. starts: [sequences + 1], device memory.
     status (*prefill)(const layer_view&, const input_rows& k, const input_rows& v, const input_rows& q,
                       const output_rows& out, const int* starts, int new_tokens, const prefill_options&,
@@ -155,6 +165,9 @@ struct device_functions {
     bool has_sinks;  ///< that score modifier adds a logit to every sum
     /// Of attend(). Where it does not depend on them, sequences do not count; q_heads are those of a kv head.
     std::size_t (*workspace_bytes)(int sequences, int q_heads, int query_tokens);
+    /// Of attend_lists(); of layers with keys and values it may be less.
+    std::size_t (*list_workspace_bytes)(int queries, int q_heads, int kv_heads, int count);
+    std::size_t (*select_workspace_bytes)(int queries, int room, int count);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.
     key_state (*make_keys)(int number, const calibration& statistics);
     /// Of a format's scheme with the fingerprint of a rotation; 0 if it is not rotated.
@@ -179,7 +192,8 @@ struct device_format {
     std::vector<kind> kinds;
     std::size_t window_block[2] = {}, sink_block[2] = {};  ///< K, V
     const detail::device_functions* functions = nullptr;
-    bool latent = false;  ///< of layers with latent attention: values are read from the blocks of keys
+    bool latent = false;  ///< of keys alone: values are read from their blocks, or there are none
+    bool index = false;   ///< of the latter: keys that select tokens
 
     /// Number of the format with this name, or with these of keys and values, "int8/std4"; -1 if there is
     /// none.
@@ -203,16 +217,17 @@ struct device_format {
 };
 
 /// Of `compiled`, the entry that has all these formats, and as few others as possible; null if there is none.
-/// score: of its score modifier; null: any. latent: for layers with latent attention.
+/// score: of its score modifier; null: any. latent: for layers of keys alone; index: for
+/// indexes among them.
 inline const device_format* find_device_format(std::span<const device_format> compiled,
                                                std::span<const std::string> names, int head_dim,
                                                int value_dim, int page_tokens, float_type type,
-                                               const detail::score_mark* score = nullptr,
-                                               bool latent = false) noexcept {
+                                               const detail::score_mark* score = nullptr, bool latent = false,
+                                               bool index = false) noexcept {
     const device_format* best = nullptr;
     for (const device_format& f : compiled) {
         bool fits = f.head_dim == head_dim && f.value_dim == value_dim && f.page_tokens == page_tokens &&
-                    f.type == type && f.latent == latent &&
+                    f.type == type && f.latent == latent && f.index == index &&
                     (score == nullptr || f.functions->score == *score);
         for (const std::string& name : names) fits = fits && f.find(name) >= 0;
         if (fits && (best == nullptr || f.kinds.size() < best->kinds.size())) best = &f;

@@ -505,9 +505,10 @@ struct layer_group {
         return {};
     }
     /// Tokens [first, first + count) of x, if it has tokens.
-    static input_rows slice(input_rows x, int first, int count) noexcept {
+    template <class Rows>
+    static Rows slice(Rows x, int first, int count) noexcept {
         if (x.tokens == 0) return x;
-        x.data = x.at(first, 0);
+        if (x.data != nullptr) x.data = x.at(first, 0);
         x.tokens = count;
         return x;
     }

@@ -13,11 +13,14 @@
 #pragma once
 
 #include "../../format/format_names.hpp"
+#include "../decode/attend_lists.cuh"
 #include "../decode/attend_new_tokens.cuh"
 #include "../decode/moved_keys.cuh"
-#include "../latent/latent.cuh"
+#include "../latent/latent_lists.cuh"
 #include "../prefill/prefill.cuh"
 #include "../quantize/commit_due_pages.cuh"
+#include "../select/index_scores.cuh"
+#include "../select/select_top.cuh"
 #include "../store/bookkeeping.cuh"
 #include "../store/keep_tokens.cuh"
 #include "../store/state_snapshots.cuh"
@@ -111,9 +114,10 @@ struct device_table {
     static_assert(((same_geometry<first, Pairs>)&&...),
                   "kvq::cuda::make_device_format: formats of one sequence have the same head sizes and page "
                   "size");
-    static constexpr bool latent = is_latent_pair<first>;
-    static_assert(((is_latent_pair<Pairs> == latent) && ...),
-                  "kvq::cuda::make_device_format: formats of one sequence are of latents, or none is");
+    static constexpr bool index = is_index_pair<first>, latent = is_latent_pair<first> && !index;
+    static_assert(((is_latent_pair<Pairs> == (latent || index) && is_index_pair<Pairs> == index) && ...),
+                  "kvq::cuda::make_device_format: formats of one sequence are of latents, of an index, or of "
+                  "neither");
     static_assert(!latent || std::is_same_v<Score, unmodified>,
                   "kvq::cuda::make_scored_format: latent attention takes no score modifier");
     static_assert(!latent || !(codec<typename Pairs::keys>.several_widths() || ...),
@@ -177,6 +181,15 @@ struct device_table {
         // own rule has the whole ring.
         return make_mixed((l.ring - 1) * page_tokens + 1, part<Pairs>(l, I)..., recent, first_tokens);
     }
+    /// Why there is no attention over lists; null: there is.
+    static constexpr const char* lists = [] {
+        if constexpr (index)
+            return "an index has no values to attend to";
+        else if constexpr (!std::is_same_v<Score, unmodified>)
+            return "these kernels have a score modifier";
+        else
+            return no_lists<Pairs...>;
+    }();
     using numbers = std::make_integer_sequence<int, static_cast<int>(sizeof...(Pairs))>;
     using mix_type = decltype(mix(std::declval<const layer_view&>(), numbers{}));
 
@@ -246,7 +259,9 @@ struct device_table {
     static status attend(const layer_view& l, const input_rows& q, const output_rows& out,
                          const attention_options& options, void* workspace, std::size_t bytes,
                          cudaStream_t stream, const void* score) {
-        if constexpr (latent)
+        if constexpr (index)
+            return bad_value("an index selects tokens, and has no values to attend to");
+        else if constexpr (latent)
             return attend_latents<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace,
                                      bytes, stream);
         else
@@ -257,7 +272,7 @@ struct device_table {
                                    int new_tokens, const input_rows& q, const output_rows& out,
                                    const attention_options& options, void* workspace, std::size_t bytes,
                                    cudaStream_t stream, const void* score) {
-        if constexpr (latent) {
+        if constexpr (latent || index) {
             if (status s = store_new(l, k, v, new_tokens, stream); !s) return s;
             return attend(l, q, out, options, workspace, bytes, stream, score);
         } else {
@@ -271,7 +286,9 @@ struct device_table {
                           const output_rows& out, const int* starts, int new_tokens,
                           const prefill_options& options, cudaStream_t stream) {
         constexpr const char* reason = [] {
-            if constexpr (latent)
+            if constexpr (index)
+                return "an index has none";
+            else if constexpr (latent)
                 return "their prompts go through attention";
             else
                 return no_prefill<window_pair, Pairs...>;
@@ -283,8 +300,57 @@ struct device_table {
             return bad_value("prefill has no kernels for the formats of this cache (%s): append, then attend",
                              reason);
     }
-    static std::size_t workspace_bytes(int sequences, int q_heads, int query_tokens) {
+    static status attend_lists(const layer_view& l, const input_rows& q, const output_rows& out,
+                               const list_options& options, void* workspace, std::size_t bytes,
+                               cudaStream_t stream) {
         if constexpr (latent)
+            return attend_latent_lists<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace,
+                                          bytes, stream);
+        else if constexpr (lists == nullptr)
+            return cuda::attend_lists<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace,
+                                         bytes, stream);
+        else
+            return bad_value("no lists of tokens: %s", lists);
+    }
+    static status select(const layer_view& l, const input_rows& q, const float* weights, const selection& of,
+                         int* positions, void* workspace, std::size_t bytes, cudaStream_t stream) {
+        if constexpr (index) {
+            auto* const scores = static_cast<float*>(workspace);
+            const std::size_t row_bytes = score_bytes(q.tokens, of.room);
+            if (bytes < row_bytes) return bad_value("the scores need %zu bytes of workspace", row_bytes);
+            if (status s = index_scores<T>(mix(l, numbers{}), q.as<const T>(), weights,
+                                           {of.query_tokens, of.behind, of.room}, scores, stream);
+                !s)
+                return s;
+            return select_top(
+                {scores, l.tokens, l.sequences, of.query_tokens, of.room, of.behind, l.cuts.skipped},
+                of.count, positions, static_cast<std::byte*>(workspace) + row_bytes, bytes - row_bytes,
+                stream);
+        } else {
+            return bad_value("no index, which selects tokens");
+        }
+    }
+    static std::size_t score_bytes(int queries, int room) {
+        return kvq::detail::round_up(
+            static_cast<std::size_t>(queries) * static_cast<std::size_t>(room) * sizeof(float),
+            std::size_t{16});
+    }
+    static std::size_t select_workspace_bytes(int queries, int room, int count) {
+        return score_bytes(queries, room) +
+               row_scores{nullptr, nullptr, queries, 1, room}.workspace_bytes(count);
+    }
+    static std::size_t list_bytes(int queries, int q_heads, int kv_heads, int count) {
+        if constexpr (latent)
+            return latent_list_workspace_bytes<mix_type, T>(queries, q_heads);
+        else if constexpr (lists == nullptr)
+            return list_workspace_bytes<mix_type, T>(queries, q_heads, kv_heads, count);
+        else
+            return 0;
+    }
+    static std::size_t workspace_bytes(int sequences, int q_heads, int query_tokens) {
+        if constexpr (index)
+            return 0;
+        else if constexpr (latent)
             return latent_workspace_bytes<mix_type, T>(sequences, q_heads, query_tokens);
         else
             return attend_workspace_bytes<mix_type, T, Score>(q_heads, query_tokens);
@@ -294,7 +360,7 @@ struct device_table {
         const cache_shape& shape = statistics.shape();
         const auto make = [&]<class Pair>() {
             using K = typename Pair::keys;
-            if constexpr (!latent && std::is_constructible_v<K, const calibration&>) {
+            if constexpr (!latent && !index && std::is_constructible_v<K, const calibration&>) {
                 const K keys(statistics);
                 const auto blocks = static_cast<std::size_t>(shape.layers * shape.kv_heads);
                 if constexpr (codec<K>.several_widths()) {
@@ -350,12 +416,16 @@ struct device_table {
                                                 &dequantize,
                                                 &attend,
                                                 &store_and_attend,
+                                                &attend_lists,
+                                                &select,
                                                 &prefill,
                                                 &turn_rows<T>,
                                                 &join_states<T>,
                                                 score_mark::of<Score>(),
                                                 has_sinks<Score>,
                                                 &workspace_bytes,
+                                                &list_bytes,
+                                                &select_workspace_bytes,
                                                 &make_keys,
                                                 &rotated_fingerprint};
 };
@@ -373,6 +443,7 @@ device_format make_scored_format() {
     using table = detail::device_table<Score, T, Pairs...>;
     using window = typename table::window_pair;
     using sinks = typename table::sinks_pair;
+    constexpr bool is_keys_alone = table::latent || table::index;
     device_format f{table::head_dim,
                     table::value_dim,
                     table::page_tokens,
@@ -381,7 +452,8 @@ device_format make_scored_format() {
                     {window::key_block_bytes, window::value_block_bytes},
                     {sinks::key_block_bytes, sinks::value_block_bytes},
                     &table::functions,
-                    table::latent};
+                    is_keys_alone,
+                    table::index};
     const auto add = [&]<class Pair>(std::type_identity<Pair>) {
         device_format::kind k{
             {},

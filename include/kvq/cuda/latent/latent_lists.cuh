@@ -16,32 +16,14 @@
 //
 // Formats with parameters per channel are read one number at a time: a token of a page would cost the
 // parameters of all channels.
-// Contract: as attend_latents(); a row without listed tokens is zero. The same bits on every run. A position
-// below 0, or behind the sequence, is none; a token that is listed twice counts twice. There is no causal
-// mask: lists say what a query sees.
+// Contract: as attend_latents(), and that of listed_pages.cuh; a row without listed tokens is zero. The same
+// bits on every run.
 #pragma once
 
+#include "../decode/listed_pages.cuh"
 #include "latent.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
-
-/// `count` tokens for every query token, in any order: [queries][count], device memory; negative: none.
-struct token_lists {
-    const int* tokens = nullptr;
-    int count = 0;
-};
-
-struct list_options {
-    float scale = 0.0f;            ///< of scores; 0: 1/sqrt(head_dim)
-    token_lists selected, window;  ///< positions of the sequence, paged ones where pages are cut
-    int query_tokens = 1;          ///< per sequence: the last ones of it
-    /// Lists name places in pages: page * page_tokens + offset, of the first part. They are not checked.
-    bool places = false;
-    const float* sink_logits = nullptr;  ///< [q_heads], device memory: as learned_sinks. Null: none
-    float* lse = nullptr;                ///< as attention_options has them
-    const float* state_in = nullptr;
-    float* state_out = nullptr;
-};
 
 namespace detail {
 
@@ -70,76 +52,14 @@ inline constexpr const char* no_listed_tiles = []() -> const char* {
 /// Kernel arguments. A query token is a sequence of its own for those that walk over pieces.
 template <class First, class T, class... Parts>
 struct latent_list_args : latent_args<First, T, Parts...> {
-    token_lists lists[2];
-    int query_tokens;
-    bool places;
+    listed_queries lists;
     const float* sink_logits;
 
     /// Everything in a list is seen.
     static constexpr int behind_all = 1 << 30;
     __device__ __forceinline__ int length(int) const { return behind_all; }
     __device__ __forceinline__ int row_end(int, int) const { return behind_all; }
-    __device__ __forceinline__ int tiles(int, int) const {
-        return ceil_div(lists[0].count + lists[1].count, latent_tile);
-    }
-    /// Token i of both lists of a query.
-    __device__ __forceinline__ int listed(int query, int i) const {
-        const auto at = [&](const token_lists& list, int number) {
-            return __ldg(list.tokens +
-                         static_cast<std::size_t>(query) * static_cast<std::size_t>(list.count) +
-                         static_cast<std::size_t>(number));
-        };
-        if (i < lists[0].count) return at(lists[0], i);
-        i -= lists[0].count;
-        return i < lists[1].count ? at(lists[1], i) : -1;
-    }
-};
-
-/// Where a listed token lies.
-struct listed_token {
-    int part = -1;  // none
-    int page = 0, in_page = 0;
-};
-
-/// Finds the tokens of a query.
-template <class Args>
-struct listed_pages {
-    static constexpr int parts = decltype(Args::parts)::count;
-    const Args& args;
-    int sequence, length;
-    token_range held[parts];
-
-    __device__ __forceinline__ listed_pages(const Args& a, int query)
-        : args(a), sequence(query / a.query_tokens), length(__ldg(a.a.work.tokens + sequence)) {
-        static_for<parts>([&](auto number) {
-            constexpr int i = decltype(number)::value;
-            held[i] = held_tokens(get<i>(a.parts), sequence, length, a.recent);
-        });
-    }
-    __device__ __forceinline__ listed_token find(int position) const {
-        listed_token found;
-        static_for<parts>([&](auto number) {
-            constexpr int i = decltype(number)::value;
-            const auto& part = get<i>(args.parts);
-            constexpr int page_tokens = std::remove_cvref_t<decltype(part)>::pair_type::page_tokens;
-            const int at = args.places ? position : position - part.cache.first_token,
-                      page_number = at / page_tokens;
-            int page = -1;
-            if (position < 0) return;
-            if (args.places) {
-                if (i == 0) page = page_number;
-            } else if (position < length && at >= held[i].first && at < held[i].end) {
-                const int column =
-                    part.range == page_range::window ? page_number % part.cache.table_columns : page_number;
-                const shown_tokens shown =
-                    shown_at(part.cuts, sequence, cut_of(part.cuts, sequence), position, 1);
-                if (shown.begin < shown.end)
-                    page = __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
-            }
-            if (page >= 0) found = {i, page, at - page_number * page_tokens};
-        });
-        return found;
-    }
+    __device__ __forceinline__ int tiles(int, int) const { return ceil_div(lists.count(), latent_tile); }
 };
 
 /// Four warps write a tile, others the next one.
@@ -331,7 +251,8 @@ struct latent_list_producer {
         const auto at = latent_stage<memory>::of(place, stage);
         const listed_pages<Args> pages(args, p.sequence);
         const auto listed = [&](int tile) {
-            return tile < p.to ? args.listed(p.sequence, tile * latent_tile + warp * 16 + lane % 16) : -1;
+            return tile < p.to ? args.lists.token(p.sequence, 0, tile * latent_tile + warp * 16 + lane % 16)
+                               : -1;
         };
         listed_token now = pages.find(listed(p.from + own));
         int next = listed(p.from + own + step);
@@ -421,7 +342,7 @@ struct plain_listed_tokens {
         const listed_pages<Args> pages(args, piece.sequence);
 #pragma unroll 1
         for (int i = piece.from * latent_tile; i < piece.to * latent_tile; ++i) {
-            const listed_token token = pages.find(args.listed(piece.sequence, i));
+            const listed_token token = pages.find(args.lists.token(piece.sequence, 0, i));
             static_for<listed_pages<Args>::parts>([&](auto number) {
                 constexpr int part = decltype(number)::value;
                 if (token.part == part)
@@ -506,21 +427,9 @@ status attend_latent_lists(const mixed_cache_ref<Parts...>& cache, const token_v
     using args_type = detail::latent_list_args_of<T, Parts...>;
     if (status s = detail::check_mix(cache); !s) return s;
     const auto& first = get<0>(cache.parts).cache;
-    attention_options plain{.scale = options.scale, .query_tokens = options.query_tokens};
-    plain.lse = options.lse;
-    plain.state_in = options.state_in;
-    plain.state_out = options.state_out;
+    const attention_options plain = detail::without_lists(options);
     if (status s = detail::check_attention(first, q, out, plain); !s) return s;
-    const token_lists lists[2] = {options.selected, options.window};
-    long long listed = 0;
-    for (const token_lists& list : lists) {
-        if (list.count < 0) return detail::bad_value("a list has %d tokens", list.count);
-        if (list.count > 0 && list.tokens == nullptr)
-            return detail::bad_value("a list of %d tokens is a null pointer", list.count);
-        listed += list.count;
-    }
-    if (listed > detail::most_tokens)
-        return detail::bad_value("%lld listed tokens are more than 2^28", listed);
+    if (status s = detail::check_lists(options, 1); !s) return s;
     if (q.tokens > 65535)
         return detail::bad_value("%d query tokens in one launch, which takes up to 65535", q.tokens);
     if (q.tokens == 0) return {};
@@ -534,10 +443,7 @@ status attend_latent_lists(const mixed_cache_ref<Parts...>& cache, const token_v
     }
     (std::make_integer_sequence<int, sizeof...(Parts)>{});
     args.recent = cache.recent;
-    args.lists[0] = lists[0];
-    args.lists[1] = lists[1];
-    args.query_tokens = options.query_tokens;
-    args.places = options.places;
+    args.lists = detail::listed_queries(options);
     args.sink_logits = options.sink_logits;
     return detail::with_kernel(
         typename detail::latent_list_launches<args_type>::type{}, args.a.rows, [&](auto kernel) {

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../decode/attention_args.cuh"
+#include "../layout/held_tokens.cuh"
 #include "prefill_cells.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
@@ -141,33 +142,6 @@ struct prefill_args {
     }
 };
 
-/// Tokens [first, end) of a part, counted from its first one; `first` begins a page or lies a whole number of
-/// tiles behind one that does.
-struct token_range {
-    int first, end;
-    KVQ_HD constexpr int tiles(int tile) const noexcept {
-        return kvq::detail::ceil_div(kvq::detail::larger(0, end - first), tile);
-    }
-};
-/// Those that it holds of sequence b, of `length` tokens.
-template <class Pair>
-__device__ __forceinline__ token_range held_tokens(const cache_part<Pair>& part, int b, int length,
-                                                   int recent) {
-    constexpr int page = Pair::page_tokens;
-    const int behind = length - part.cache.first_token;
-    const int named = part.range == page_range::window ? most_tokens : part.cache.table_columns * page;
-    int from = 0, end = kvq::detail::smaller(behind, part.capacity < 0 ? named : part.capacity);
-    if (part.range != page_range::all) {
-        const int committed = committed_pages(behind, recent, page);
-        if (part.range == page_range::window)
-            from = committed;
-        else
-            end = kvq::detail::smaller(end, committed * page);
-    }
-    if (part.first_page != nullptr) from = kvq::detail::larger(from, __ldg(part.first_page + b));
-    if (part.end_page != nullptr) end = kvq::detail::smaller(end, __ldg(part.end_page + b) * page);
-    return {from * page, end};
-}
 template <class Args, class Part>
 __device__ __forceinline__ token_range tokens_of(const Args& a, const Part& part, const prefill_block& block,
                                                  int tile) {
@@ -190,12 +164,6 @@ __device__ __forceinline__ int page_of_lane(const cache_part<Pair>& part, int se
     const int page = token / Pair::page_tokens;
     const int column = part.range == page_range::window ? page % part.cache.table_columns : page;
     return __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
-}
-
-/// Calls f(part) for every part, in order.
-template <class Args, class F>
-__device__ __forceinline__ void each_part(const Args& a, F&& f) {
-    static_for<decltype(a.parts)::count>([&](auto number) { f(get<decltype(number)::value>(a.parts)); });
 }
 
 /// Tiles of a block: of all parts and of the new tokens.

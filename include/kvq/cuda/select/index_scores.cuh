@@ -5,13 +5,16 @@
 // Keys are the 8-bit codes of their pages; every head of a query is rounded to 8 bits, its largest number to
 // 127. Products are those of tensor cores (m16n8k32), and exact. A lane loads 16 bytes of a page: four words
 // of channels of four neighbouring tokens, which are rows of two products, so that codes go from memory
-// to registers as they lie there. Queries are in shared memory in the order of lanes.
+// to registers as they lie there. Queries are in shared memory in the order of lanes. Keys of 16 bits (sinks
+// and window of a cache) are multiplied with the queries as they are (m16n8k16), in float sums.
 // Of 131072 tokens and 64 heads: 17.3 MB, and 1.07 * 10^9 multiply-adds.
 // Contract: the same bits on every device and in every batch. A number of a query that is not finite makes
 // all scores of its row NaN.
 // Source: the lightning indexer of DeepSeek V3.2.
 #pragma once
 
+#include "../layout/held_tokens.cuh"
+#include "../store/store_token.cuh"
 #include "index_pages.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -20,19 +23,29 @@ namespace detail {
 
 inline constexpr int index_tile = 32, index_warps = 4, index_heads = 64;
 
-template <class Pair, class T>
+/// Kernel arguments. First: the pair of the first part.
+template <class First, class T, class... Parts>
 struct index_args {
-    cache_ref<Pair> index;
+    static constexpr int channels = First::head_dim;
+    static constexpr bool mixed = sizeof...(Parts) > 1;
+    object_list<Parts...> parts;
+    int recent;
+    const int* tokens;  // [sequences]: paged lengths
+    int sequences;
     token_view<const T> q;  // [rows][heads][channels]
     const float* weights;   // [rows][heads]
-    int query_tokens;
-    float* scores;  // [rows][table_columns * page_tokens]
+    int query_tokens, behind;
+    int room;
+    float* scores;  // [rows][room]
 
-    /// Of the tokens that the table has columns for.
+    /// Of all parts.
     __device__ __forceinline__ int tiles(int sequence) const {
-        const int tokens =
-            kvq::detail::smaller(__ldg(index.tokens + sequence), index.table_columns * Pair::page_tokens);
-        return kvq::detail::larger(0, ceil_div(tokens, index_tile));
+        const int length = __ldg(tokens + sequence);
+        int n = 0;
+        each_part(*this, [&](const auto& part) {
+            n += held_tokens(part, sequence, length, recent).tiles(index_tile);
+        });
+        return n;
     }
 };
 
@@ -42,7 +55,8 @@ template <int Channels>
 struct index_queries {
     static constexpr int pairs = Channels / 64, blocks = index_heads / 8;
     uint4 words[blocks * pairs][warp_size];
-    float weights[index_heads];
+    float weights[index_heads];  // times the scales of the codes
+    float own_weights[index_heads];
 
     template <class T>
     __device__ __forceinline__ void load(const token_view<const T>& q, const float* w, int row, int first,
@@ -83,24 +97,25 @@ struct index_queries {
             for (int p = 0; p < pairs; ++p)
                 words[n * pairs + p][lane] = {packed[4 * p], packed[4 * p + 1], packed[4 * p + 2],
                                               packed[4 * p + 3]};
-            if (t == 0)
-                weights[8 * n + g] =
-                    !there   ? 0.0f
-                    : finite ? w[static_cast<std::size_t>(row) * static_cast<std::size_t>(q.heads) +
-                                 static_cast<std::size_t>(head)] *
-                                   (top / 127.0f)
-                             : NAN;
+            if (t == 0) {
+                const float own = !there ? 0.0f
+                                  : finite
+                                      ? w[static_cast<std::size_t>(row) * static_cast<std::size_t>(q.heads) +
+                                          static_cast<std::size_t>(head)]
+                                      : NAN;
+                own_weights[8 * n + g] = own;
+                weights[8 * n + g] = own * (there && finite ? top / 127.0f : 1.0f);
+            }
         }
     }
 };
 
 /// Tiles of a row of scores by a thread block.
-template <class Pair, class T>
+template <class Args>
 struct index_scorer {
-    static constexpr int channels = Pair::head_dim, page_tokens = Pair::page_tokens,
-                         columns = channels / 16;  // words of a lane
+    static constexpr int channels = Args::channels, columns = channels / 16;  // words of a lane
     using queries = index_queries<channels>;
-    const index_args<Pair, T>& args;
+    const Args& args;
     queries& memory;
     int warp, lane;
 
@@ -108,15 +123,63 @@ struct index_scorer {
         uint4 words[columns];  // of word 4 j + t of tokens 4 g to 4 g + 3
         float scale;           // of token `lane`
     };
-    __device__ __forceinline__ int page_at(int sequence, int number, int end) const {
-        if (number >= end) return -1;
-        return __ldg(args.index.block_table +
-                     args.index.table_entry(sequence, number * index_tile / page_tokens));
+    /// Tokens of a part, which counts them from its first one.
+    struct run {
+        int sequence, first, stop;  // of tile 0; behind the last token that is held and seen
+        int cut_end;                // pages before it may be cut
+        float* scores;              // of its token 0, without cuts
+        bool more;                  // heads have been added already
+    };
+    __device__ __forceinline__ float* row_scores(int row) const {
+        return args.scores + static_cast<std::size_t>(row) * static_cast<std::size_t>(args.room);
     }
-    __device__ __forceinline__ void fetch(tile& x, int page, int number) const {
+    /// Positions before it are seen.
+    __device__ __forceinline__ int seen(int length, const sequence_cut& cut, int query) const {
+        return kvq::detail::smaller(args.room,
+                                    length - cut.skipped - args.behind - args.query_tokens + query + 1);
+    }
+    template <class Part>
+    __device__ __forceinline__ run run_of(const Part& part, int sequence, int query, int row, int length,
+                                          const token_range& held, bool more) const {
+        const sequence_cut cut = cut_of(part.cuts, sequence);
+        const int position = part.cache.first_token - cut.skipped;  // of token 0, without cuts
+        return {sequence,
+                held.first,
+                kvq::detail::smaller(held.end, seen(length, cut, query) - position),
+                cut.end - part.cache.first_token,
+                row_scores(row) + position,
+                more};
+    }
+    /// The score of the token of this lane. Cut: may its page be cut?
+    template <bool Cut, class Part>
+    __device__ __forceinline__ void put(const Part& part, const run& of, int row, int token,
+                                        float score) const {
+        float* to = of.scores + token;
+        bool seen_by = token < of.stop;
+        if (Cut && token - lane < of.cut_end) {
+            const sequence_cut cut = cut_of(part.cuts, of.sequence);
+            const int paged = part.cache.first_token + token;
+            const shown_tokens shown = shown_at(part.cuts, of.sequence, cut, paged - lane, index_tile);
+            const int position = paged - cut.skipped + shown.shift, length = __ldg(args.tokens + of.sequence);
+            seen_by = lane >= shown.begin && lane < shown.end &&
+                      position < seen(length, cut, row - of.sequence * args.query_tokens);
+            to = row_scores(row) + position;
+        }
+        if (!seen_by) return;
+        if (of.more) score += *to;
+        *to = score;
+    }
+    template <class Part>
+    __device__ __forceinline__ int page_of(const Part& part, int sequence, int token) const {
+        const int number = token / Part::pair_type::page_tokens,
+                  column = part.range == page_range::window ? number % part.cache.table_columns : number;
+        return __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
+    }
+    template <class Pair>
+    __device__ __forceinline__ void fetch(tile& x, const cache_ref<Pair>& cache, int page, int token) const {
         if (page < 0) return;
-        const std::byte* const block = args.index.key_block(page, 0);
-        const int first = number * index_tile % page_tokens;
+        const std::byte* const block = cache.key_block(page, 0);
+        const int first = token % Pair::page_tokens;
         const auto* const words = reinterpret_cast<const uint4*>(block + first * channels);
 #pragma unroll
         for (int j = 0; j < columns; ++j)
@@ -155,59 +218,168 @@ struct index_scorer {
                 sums[i] = fmaf(w.y, fmaxf(__int_as_float(d[i / 2][i % 2 * 2 + 1]) - zero, 0.0f), sums[i]);
             }
         }
-        // Of four lanes with sums of four tokens each gets one.
+        return own_sum(sums) * x.scale;
+    }
+    /// Of four lanes with sums of four tokens each gets one.
+    __device__ __forceinline__ float own_sum(const float (&sums)[4]) const {
+        const int t = lane % 4;
         const bool upper = t >= 2, odd = t % 2 != 0;
         const float kept0 = upper ? sums[2] : sums[0], kept1 = upper ? sums[3] : sums[1];
         const float sum0 = kept0 + __shfl_xor_sync(0xffffffffu, upper ? sums[0] : sums[2], 2),
                     sum1 = kept1 + __shfl_xor_sync(0xffffffffu, upper ? sums[1] : sums[3], 2);
-        return ((odd ? sum1 : sum0) + __shfl_xor_sync(0xffffffffu, odd ? sum0 : sum1, 1)) * x.scale;
+        return (odd ? sum1 : sum0) + __shfl_xor_sync(0xffffffffu, odd ? sum0 : sum1, 1);
     }
-    /// Tiles [from, to) of a row, which sees tokens before `end`. All threads.
-    __device__ __forceinline__ void piece(int row, int sequence, int from, int to, int end) {
-        const std::size_t room = static_cast<std::size_t>(args.index.table_columns) * page_tokens;
-        float* const scores = args.scores + static_cast<std::size_t>(row) * room;
+    /// Tiles [from, to) of codes, for heads from `first` on. All threads.
+    template <bool Cut, class Part>
+    __device__ __forceinline__ void code_tiles(const Part& part, const run& of, int from, int to, int row,
+                                               int first) {
+        using pair = typename Part::pair_type;
+        const auto page_at = [&](int number) {
+            return number < to ? __ldg(part.cache.block_table +
+                                       part.cache.table_entry(
+                                           of.sequence, (of.first + number * index_tile) / pair::page_tokens))
+                               : -1;
+        };
+        int number = from + warp, page = page_at(number), next_page = page_at(number + index_warps);
+        tile now{}, next{};
+        fetch(now, part.cache, page, of.first + number * index_tile);
+        load(row, first);
 #pragma unroll 1
-        for (int first = 0; first < args.q.heads; first += index_heads) {
-            int number = from + warp, page = page_at(sequence, number, to),
-                next_page = page_at(sequence, number + index_warps, to);
-            tile now{}, next{};
-            fetch(now, page, number);
-            __syncthreads();
-            memory.load(args.q, args.weights, row, first, warp, lane);
-            __syncthreads();
-#pragma unroll 1
-            for (; number < to; number += index_warps) {
-                fetch(next, next_page, number + index_warps);
-                const int after = page_at(sequence, number + 2 * index_warps, to);
-                // Codes are 128 above their numbers.
+        for (; number < to; number += index_warps) {
+            fetch(next, part.cache, next_page, of.first + (number + index_warps) * index_tile);
+            const int after = page_at(number + 2 * index_warps);
+            // Codes are 128 above their numbers.
 #pragma unroll
-                for (int j = 0; j < columns; ++j)
-                    now.words[j] = {now.words[j].x ^ 0x80808080u, now.words[j].y ^ 0x80808080u,
-                                    now.words[j].z ^ 0x80808080u, now.words[j].w ^ 0x80808080u};
-                float own = score(now, args.q.heads - first);
-                const int position = number * index_tile + lane;
-                if (position < end) {
-                    if (first > 0) own += scores[position];
-                    scores[position] = page < 0 ? -INFINITY : own;
-                }
-                now = next;
-                page = next_page;
-                next_page = after;
-            }
+            for (int j = 0; j < columns; ++j)
+                now.words[j] = {now.words[j].x ^ 0x80808080u, now.words[j].y ^ 0x80808080u,
+                                now.words[j].z ^ 0x80808080u, now.words[j].w ^ 0x80808080u};
+            const float own = score(now, args.q.heads - first);
+            // A missing page of several parts is in another one.
+            if (!Args::mixed || page >= 0)
+                put<Cut>(part, of, row, of.first + number * index_tile + lane, page < 0 ? -INFINITY : own);
+            now = next;
+            page = next_page;
+            next_page = after;
         }
+    }
+    /// Pages that are cut are rare: a call keeps registers for others. There are none of an index alone.
+    template <class Part>
+    __device__ __noinline__ void cut_tiles(const Part& part, const run& of, int from, int to, int row,
+                                           int first) {
+        code_tiles<true>(part, of, from, to, row, first);
+    }
+    /// Tiles [from, to) of 16-bit keys, which are few: a call keeps its registers from others. Rows i and
+    /// i + 8 of a product are tokens 4 i and 4 i + 1, then 4 i + 2 and 4 i + 3, so that lanes get the sums
+    /// that they get of codes.
+    template <class Part, class T>
+    __device__ __noinline__ void value_tiles(const Part& part, const run& of, int from, int to, int row,
+                                             const token_view<const T>& q, int first_head) const {
+        using pair = typename Part::pair_type;
+        static_assert(std::is_same_v<typename pair::keys::value_type, T>,
+                      "kvq::cuda::index_scores: queries have the type of 16-bit keys");
+        constexpr int page_tokens = pair::page_tokens, height = kvq::detail::smaller(32, page_tokens),
+                      row_words = channels / 2;
+        const int g = lane / 4, t = lane % 4, heads = q.heads - first_head;
+#pragma unroll 1
+        for (int number = from + warp; number < to; number += index_warps) {
+            const int token = of.first + number * index_tile + lane,
+                      page = token < of.stop ? page_of(part, of.sequence, token) : -1,
+                      in_page = token % page_tokens;
+            const auto at = reinterpret_cast<std::uintptr_t>(
+                page < 0
+                    ? nullptr
+                    : part.cache.key_block(page, 0) + 4 * ((in_page & ~31) * row_words + in_page % height));
+            float sums[4] = {};
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                const auto row_of = [&](int i) {
+                    return reinterpret_cast<const std::uint32_t*>(
+                        __shfl_sync(0xffffffffu, at, 4 * g + 2 * half + i));
+                };
+                const std::uint32_t* const keys[2] = {row_of(0), row_of(1)};
+                std::uint32_t a[2][channels / 8];
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int k = 0; k < channels / 8; ++k)
+                        a[i][k] = keys[i] == nullptr ? 0u : fetch_word(keys[i] + (4 * k + t) * height);
+                float own[2] = {};
+#pragma unroll 1
+                for (int n = 0; n < queries::blocks && 8 * n < heads; ++n) {
+                    const bool there = 8 * n + g < heads;
+                    const auto* const from_q = reinterpret_cast<const std::uint32_t*>(
+                        q.at(row, first_head + (there ? 8 * n + g : 0)));
+                    float d[4] = {};
+#pragma unroll
+                    for (int k = 0; k < channels / 16; ++k)
+                        mma_values<T>(d, a[0][2 * k], a[1][2 * k], a[0][2 * k + 1], a[1][2 * k + 1],
+                                      from_q[8 * k + t], from_q[8 * k + 4 + t]);
+                    const float2 w = *reinterpret_cast<const float2*>(memory.own_weights + 8 * n + 2 * t);
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        // NaN of keys stays.
+                        own[i] = fmaf(w.x, d[2 * i] < 0.0f ? 0.0f : d[2 * i], own[i]);
+                        own[i] = fmaf(w.y, d[2 * i + 1] < 0.0f ? 0.0f : d[2 * i + 1], own[i]);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    if (half == 0)
+                        sums[i] = own[i];
+                    else
+                        sums[2 + i] = own[i];
+                }
+            }
+            const float own = own_sum(sums);
+            if (page >= 0) put<true>(part, of, row, token, own);
+        }
+    }
+    /// The heads of a row from `first` on. All threads.
+    __device__ __forceinline__ void load(int row, int first) {
+        __syncthreads();
+        memory.load(args.q, args.weights, row, first, warp, lane);
+        __syncthreads();
+    }
+    /// Tiles [from, to) of a row. All threads.
+    __device__ __forceinline__ void piece(int sequence, int query, int from, int to) {
+        const int row = sequence * args.query_tokens + query, length = __ldg(args.tokens + sequence);
+        int before = 0;
+        each_part(args, [&](const auto& part) {
+            using part_type = std::remove_cvref_t<decltype(part)>;
+            const token_range held = held_tokens(part, sequence, length, args.recent);
+            const int count = held.tiles(index_tile), begin = kvq::detail::larger(from - before, 0),
+                      end = kvq::detail::smaller(to - before, count);
+            before += count;
+            if (begin >= end) return;
+#pragma unroll 1
+            for (int first = 0; first < args.q.heads; first += index_heads) {
+                const run of = run_of(part, sequence, query, row, length, held, first > 0);
+                if constexpr (full_precision<typename part_type::pair_type::keys>) {
+                    load(row, first);
+                    value_tiles(part, of, begin, end, row, args.q, first);
+                } else {
+                    if constexpr (Args::mixed)
+                        if (of.first + begin * index_tile < of.cut_end) {
+                            cut_tiles(part, of, begin, end, row, first);
+                            continue;
+                        }
+                    code_tiles<false>(part, of, begin, end, row, first);
+                }
+            }
+        });
     }
 };
 
 /// Thread block i of n has tiles [T i / n, T (i + 1) / n) of the line of all rows' tiles.
-template <class Pair, class T>
+template <class Args>
 __global__ void __launch_bounds__(index_warps* warp_size, 4)
-    index_scores_kernel(const __grid_constant__ index_args<Pair, T> args) {
-    __shared__ index_queries<Pair::head_dim> memory;
+    index_scores_kernel(const __grid_constant__ Args args) {
+    __shared__ index_queries<Args::channels> memory;
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
     launch_dependents();
     wait_for_predecessor();
-    const int sequences = args.index.sequences;
+    const int sequences = args.sequences;
     long long all = 0;
 #pragma unroll 1
     for (int b = lane; b < sequences; b += warp_size) all += args.tiles(b);
@@ -238,16 +410,15 @@ __global__ void __launch_bounds__(index_warps* warp_size, 4)
         }
         before += __shfl_sync(0xffffffffu, end, warp_size - 1);
     }
-    index_scorer<Pair, T> scorer{args, memory, warp, lane};
+    index_scorer<Args> scorer{args, memory, warp, lane};
 #pragma unroll 1
     for (; left > 0; ++sequence) {
-        const int size = args.tiles(sequence), length = __ldg(args.index.tokens + sequence);
+        const int size = args.tiles(sequence);
 #pragma unroll 1
         for (; at < size * args.query_tokens && left > 0;) {
             const int query = at / size, from = at - query * size,
                       count = kvq::detail::smaller(left, size - from);
-            scorer.piece(sequence * args.query_tokens + query, sequence, from, from + count,
-                         length - args.query_tokens + query + 1);
+            scorer.piece(sequence, query, from, from + count);
             at += count;
             left -= count;
         }
@@ -255,34 +426,67 @@ __global__ void __launch_bounds__(index_warps* warp_size, 4)
     }
 }
 
+/// Channels and page sizes of a mix of an index and of its 16-bit keys.
+template <class First, class... Others>
+inline constexpr bool same_index = is_latent_pair<First> &&
+                                   ((is_latent_pair<Others> && First::head_dim == Others::head_dim) && ...);
+
 }  // namespace detail
 
-/// Scores of the last query_tokens tokens of every sequence: query i of them sees the tokens up to its own.
-/// q: [sequences * query_tokens][heads][channels]; weights: [sequences * query_tokens][heads]; scores:
-/// [sequences * query_tokens][table_columns * page_tokens], of which those of seen tokens are written, of
-/// missing pages -infinity. All in device memory. Lengths and tables are read on the device.
-template <class Pair, class T>
-status index_scores(const cache_ref<Pair>& index, const token_view<const T>& q, const float* weights,
-                    int query_tokens, float* scores, cudaStream_t stream) noexcept {
+/// Which queries are scored, and where.
+struct score_options {
+    int query_tokens = 1;  ///< per sequence: query i of them sees the tokens up to its own
+    int behind = 0;        ///< so many tokens of every sequence stand behind its last query
+    int room = 0;          ///< scores of a row: tokens from this position on have none
+};
+
+/// Scores of the last query_tokens tokens of every sequence. Parts: of index_pair, and of 16-bit pages of its
+/// keys. q: [sequences * query_tokens][heads][channels]; weights: [sequences * query_tokens][heads]; scores:
+/// [sequences * query_tokens][room], by position of the sequence, of which those of seen tokens are written.
+/// All in device memory. Lengths and tables are read on the device.
+template <class T, class... Parts>
+status index_scores(const mixed_cache_ref<Parts...>& index, const token_view<const T>& q,
+                    const float* weights, const score_options& options, float* scores,
+                    cudaStream_t stream) noexcept {
     static_assert(float_format<T>, "kvq::cuda::index_scores: q must be float16, bfloat16 or float");
-    if (status s = detail::check_index(index, true); !s) return s;
-    if (query_tokens < 1 || q.tokens != index.sequences * query_tokens || q.heads < 1 ||
-        q.dim != Pair::head_dim)
+    static_assert(detail::same_index<typename Parts::pair_type...>,
+                  "kvq::cuda::index_scores: parts are of index_pair, or of its keys in 16 bit");
+    using first_pair = typename std::tuple_element_t<0, std::tuple<Parts...>>::pair_type;
+    using args_type = detail::index_args<first_pair, T, cache_part<typename Parts::pair_type>...>;
+    if (status s = detail::check_mix(index); !s) return s;
+    const cache_ref<first_pair>& first = get<0>(index.parts).cache;
+    if (options.query_tokens < 1 || q.tokens != first.sequences * options.query_tokens || q.heads < 1 ||
+        q.dim != first_pair::head_dim || options.behind < 0 || options.room < 0)
         return detail::bad_value(
             "q is %d x %d x %d, the index has %d sequences of %d query tokens and %d channels", q.tokens,
-            q.heads, q.dim, index.sequences, query_tokens, Pair::head_dim);
+            q.heads, q.dim, first.sequences, options.query_tokens, first_pair::head_dim);
     if (q.tokens == 0) return {};
     if (q.data == nullptr || weights == nullptr || scores == nullptr)
         return detail::bad_value("q, weights or scores is a null pointer");
+    if (sizeof...(Parts) > 1 &&
+        (reinterpret_cast<std::uintptr_t>(q.data) % 4 != 0 || (q.token_stride | q.head_stride) % 2 != 0))
+        return detail::bad_value("queries of an index begin on 4 bytes, an even number of channels apart");
     int device = 0, processors = 0;
     cudaError_t code = cudaGetDevice(&device);
     if (code == cudaSuccess)
         code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (code != cudaSuccess) return detail::runtime_error(code, "asking how many multiprocessors there are");
+    args_type args{{},      index.recent,         first.tokens,   first.sequences, q,
+                   weights, options.query_tokens, options.behind, options.room,    scores};
+    [&]<int... Is>(std::integer_sequence<int, Is...>) {
+        ((detail::get<Is>(args.parts) = detail::get<Is>(index.parts)), ...);
+    }
+    (std::make_integer_sequence<int, sizeof...(Parts)>{});
     return detail::launch("launching the scores of an index", detail::overlap::yes,
-                          detail::index_scores_kernel<Pair, T>, dim3(static_cast<unsigned>(4 * processors)),
-                          detail::index_warps * detail::warp_size, 0, stream,
-                          detail::index_args<Pair, T>{index, q, weights, query_tokens, scores});
+                          detail::index_scores_kernel<args_type>, dim3(static_cast<unsigned>(4 * processors)),
+                          detail::index_warps * detail::warp_size, 0, stream, args);
+}
+/// Of an index alone, room for table_columns * page_tokens scores. Those of missing pages are -infinity.
+template <class Pair, class T>
+status index_scores(const cache_ref<Pair>& index, const token_view<const T>& q, const float* weights,
+                    int query_tokens, float* scores, cudaStream_t stream) noexcept {
+    return index_scores<T>(make_mixed(0, index), q, weights,
+                           {query_tokens, 0, index.table_columns * Pair::page_tokens}, scores, stream);
 }
 
 }}}  // namespace kvq::cuda

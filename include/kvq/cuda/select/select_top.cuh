@@ -11,7 +11,7 @@
 // every group.
 #pragma once
 
-#include "index_pages.cuh"
+#include "../store/store_token.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -117,7 +117,8 @@ struct top_args {
     const float* scores;   // [rows][room]
     const int* positions;  // the same, -1: none. Null: of the first level
     const int* tokens;     // [sequences]
-    int query_tokens, room, count, groups;
+    const int* skipped;    // [sequences], or null
+    int query_tokens, behind, room, count, groups;
     float* best_scores;   // [rows][groups][count]; null: of the last level
     int* best_positions;  // the same
 
@@ -125,7 +126,8 @@ struct top_args {
     __device__ __forceinline__ int size(int row) const {
         if (positions != nullptr) return room;
         const int sequence = row / query_tokens, query = row - sequence * query_tokens;
-        return kvq::detail::smaller(room, tokens[sequence] - query_tokens + query + 1);
+        const int length = tokens[sequence] - (skipped == nullptr ? 0 : skipped[sequence]);
+        return kvq::detail::smaller(room, length - behind - query_tokens + query + 1);
     }
 };
 
@@ -169,7 +171,9 @@ struct row_scores {
     const float* scores = nullptr;  ///< [sequences * query_tokens][room], device memory
     const int* tokens = nullptr;    ///< [sequences], device memory: lengths
     int sequences = 0, query_tokens = 1;
-    int room = 0;  ///< scores of a row, seen or not; table_columns * page_tokens of index_scores()
+    int room = 0;                  ///< scores of a row, seen or not
+    int behind = 0;                ///< so many tokens of every sequence stand behind its last query
+    const int* skipped = nullptr;  ///< page_cuts::skipped, where `tokens` are paged lengths
 
     /// Bytes of workspace that select_top() needs: what all levels but the last one have found. 0 for a
     /// count that it refuses.
@@ -207,8 +211,9 @@ inline status select_top(const row_scores& rows, int count, int* positions, void
         return detail::bad_value(
             "selecting %d of %d needs %zu bytes of workspace on a multiple of 16, got %zu", count, rows.room,
             needed, workspace_bytes);
-    detail::top_args args{rows.scores, nullptr, rows.tokens, rows.query_tokens, rows.room, count,
-                          1,           nullptr, nullptr};
+    detail::top_args args{
+        rows.scores, nullptr, rows.tokens, rows.skipped, rows.query_tokens, rows.behind, rows.room,
+        count,       1,       nullptr,     nullptr};
     auto* place = static_cast<float*>(workspace);
     for (bool last = false; !last;) {
         args.groups = row_scores::groups_of(args.room);
