@@ -137,6 +137,9 @@ TEST_CASE("rows of other systems: sizes, scales of the tensor, refusals") {
     const kvq::token_rows q8_0(kvq::row_layout_named("q8_0"));
     CHECK_THROWS_WITH_AS(q8_0.check({.layers = 1, .kv_heads = 1, .head_dim = 80}, kvq::tensor::key),
                          "kvq: q8_0 has a scale for 32 channels, but head_dim is 80", std::invalid_argument);
+    CHECK_THROWS_WITH_AS(
+        kvq::cache({kvq::latent_attention(80, 64)}, {.keys = kvq::make_format<kvq::scalar>(q8_0)}),
+        "kvq: q8_0 has a scale for 32 channels, but head_dim is 144", std::invalid_argument);
     CHECK_THROWS_WITH_AS(kvq::token_rows(kvq::row_layout_named("fp8"), 0.0f),
                          "kvq: fp8 takes a positive scale of the tensor, but got 0.000000",
                          std::invalid_argument);

@@ -158,7 +158,7 @@ TEST_CASE("every portable path has a reason") {
           "portable: 72 channels have Hadamard blocks of less than 16, the width of a vector");
     struct derived : kvq::affine<4> {};
     CHECK(std::string(described(derived(), keys).attend_by) ==
-          "portable: the scheme is not composed by the library");
+          "portable: the scheme alone reads its bytes");
     CHECK(std::string(kvq::scalar::describe(kvq::int8(), keys, float_type::fp16).attend_by) ==
           "portable: the backend has no vectors");
 }

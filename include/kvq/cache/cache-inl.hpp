@@ -35,7 +35,6 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
                        " sinks, the cache has ", options_.sinks);
         expect_listed(tensor::key, l.formats.key);
         expect_listed(tensor::value, l.formats.value);
-        expect_holds_rotary(i, l.formats.key);
     }
     for (const tensor role : {tensor::key, tensor::value})
         for (int i = 0; i < table(role).listed(); ++i) {
@@ -45,6 +44,8 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
                            format_text(table(role)[i + 1]), " on ", table(role)[i + 1].backend(),
                            ": list a format once");
         }
+    for (int i = 0; i < layer_count(); ++i)
+        expect_holds_rotary(i, layers_[static_cast<std::size_t>(i)].formats.key);
     detail::check_backends(keys_, values_);
     for (const layer& l : layers_) {
         const std::pair dims(l.head_dim, l.value_dim);

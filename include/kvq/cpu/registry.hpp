@@ -122,7 +122,7 @@ constexpr kernel_choice quantize_choice(const codec_spec& c, const block_shape& 
         default:
             break;
     }
-    if (c.content == block_content::own) return {nullptr, "the scheme is not composed by the library"};
+    if (c.content == block_content::own) return {nullptr, "the scheme alone reads its bytes"};
     if (c.levels == level_kind::own) return {nullptr, "the levels are not the library's"};
     if (c.encoder == encoder_kind::own) return {nullptr, "the encoder is not the library's"};
     return {nullptr, "parameters per token are fitted in vectors by the encoder enclosing alone"};
@@ -154,7 +154,7 @@ constexpr kernel_choice dequantize_choice(const codec_spec& c, const block_shape
         default:
             break;
     }
-    if (c.content == block_content::own) return {nullptr, "the scheme is not composed by the library"};
+    if (c.content == block_content::own) return {nullptr, "the scheme alone reads its bytes"};
     return {nullptr, "the levels are not the library's"};
 }
 

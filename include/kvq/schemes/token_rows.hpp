@@ -3,7 +3,8 @@
 //   token_rows scheme(row_layouts[0], tensor_scale);      make_format<simd<>>(scheme), or find_format("fp8")
 //
 // One type for all layouts, which are values: schemes/row_layout.hpp has their bytes, formulas, contract and
-// sources.
+// sources. Its code is portable, and attention dequantizes blocks first. e4m3 with a scale per token has
+// kernels: schemes/float_rows.hpp.
 #pragma once
 
 #include <array>

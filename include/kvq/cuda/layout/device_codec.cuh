@@ -31,7 +31,7 @@ template <class S>
 inline constexpr codec_spec codec = codec_of<S>();
 
 // What several reasons say.
-inline constexpr const char* own_blocks = "the scheme is not composed by the library";
+inline constexpr const char* own_blocks = "the scheme alone reads its bytes";
 inline constexpr const char* byte_floats = "codes are 8-bit floats";
 inline constexpr const char* odd_pages = "pages have neither 16 tokens nor a multiple of 32";
 inline constexpr const char* odd_groups = "groups are not a multiple of 32";
