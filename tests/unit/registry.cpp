@@ -157,8 +157,7 @@ TEST_CASE("every portable path has a reason") {
     CHECK(std::string(described(kvq::std4_h::keys(), {tensor::key, 128, 72}).transform_by) ==
           "portable: 72 channels have Hadamard blocks of less than 16, the width of a vector");
     struct derived : kvq::affine<4> {};
-    CHECK(std::string(described(derived(), keys).attend_by) ==
-          "portable: the scheme alone reads its bytes");
+    CHECK(std::string(described(derived(), keys).attend_by) == "portable: the scheme alone reads its bytes");
     CHECK(std::string(kvq::scalar::describe(kvq::int8(), keys, float_type::fp16).attend_by) ==
           "portable: the backend has no vectors");
 }
