@@ -69,8 +69,7 @@ void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_
     const cuda::sequence_id batch[] = {a, b};
     s = cache.begin_step(batch, /*new_tokens*/ 1, stream);
     for (int layer = 0; layer < 32; ++layer) {
-        s = cache.append(layer, k[layer], v[layer], stream);
-        s = cache.attend(layer, q[layer], out[layer], {.early = true}, stream);
+        s = cache.attend(layer, k[layer], v[layer], q[layer], out[layer], {.early = true}, stream);
     }
     if (!s) std::puts(s.message);
 }
@@ -100,6 +99,22 @@ void list_of_layers(kvq::cuda::cache& model, const kvq::cuda::cache_options& opt
         layers.push_back(i % 6 == 5 ? kvq::full_attention({.kv_heads = 4, .head_dim = 128})
                                     : kvq::sliding_attention(1024, {.kv_heads = 8, .head_dim = 128}));
     s = model.open(layers, options, compiled, stream);
+    if (!s) std::puts(s.message);
+}
+
+void selected_tokens(kvq::cuda::cache& cache, int index, int layer,
+                     const kvq::token_view<const kvq::float16>& index_k,
+                     const kvq::token_view<const kvq::float16>& index_q, const float* weights, int* positions,
+                     const kvq::token_view<const kvq::float16>& k,
+                     const kvq::token_view<const kvq::float16>& v,
+                     const kvq::token_view<const kvq::float16>& q, const kvq::token_view<kvq::float16>& out,
+                     float scale, cudaStream_t stream) {
+    using namespace kvq;
+    cuda::status s;
+    s = cache.append(index, index_k, kvq::no_rows(), stream);
+    s = cache.select(index, index_q, weights, /*query_tokens*/ 1, /*count*/ 2048, positions, stream);
+    s = cache.append(layer, k, v, stream);
+    s = cache.attend_lists(layer, q, out, {.scale = scale, .selected = {positions, 2048}}, stream);
     if (!s) std::puts(s.message);
 }
 
