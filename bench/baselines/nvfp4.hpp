@@ -4,9 +4,9 @@
 //   code  = e2m1(x / (scale * global))             0 where scale * global is 0
 //   x^    = e2m1 value * (scale * global)          each product rounded to float
 //
-// The library's format nvfp4 (kvq/schemes/row_layout.hpp) has the published bytes, rows of tokens. This is the
-// same codes and scales in the library's tiles: a block of codes, then scales [dim / 16][token slot]. Attention
-// multiplies 2 e2m1 + 12, which is an integer, in place of a code.
+// The library's format nvfp4 (kvq/schemes/row_layout.hpp) has the published bytes, rows of tokens. This has
+// the same codes and scales in the library's tiles: a block of codes, then scales [dim / 16][token slot].
+// Attention multiplies 2 e2m1 + 12, which is an integer, in place of a code.
 //
 // to_tiles() and to_rows() turn blocks of one into blocks of the other: no value changes.
 // Contract: NaN gets the code 0, infinities saturate, and neither sets a scale. Scales saturate at 448. |x -

@@ -170,8 +170,8 @@ KVQ_API kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, si
 KVQ_API kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens);
 KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequence, int32_t* tokens);
 /// As kvq_sequence_erase and _shift: pages keep their bytes, and attention turns queries for keys that have
-/// moved. KVQ_ERROR_ARGUMENT for a cut within a 16-bit page or the sinks, but for an erase to the end, which
-/// is a trim; for keys of KVQ_LATENT; without kvq_cuda_cache_options.rotary.
+/// moved. KVQ_ERROR_ARGUMENT for a cut within a 16-bit page or the sinks, unless the erase reaches the end:
+/// then it is a trim; for keys of KVQ_LATENT; without kvq_cuda_cache_options.rotary.
 KVQ_API kvq_status kvq_cuda_sequence_erase(kvq_cuda_sequence* sequence, int32_t first, int32_t last);
 KVQ_API kvq_status kvq_cuda_sequence_shift(kvq_cuda_sequence* sequence, int32_t first, int32_t last,
                                            int64_t by);

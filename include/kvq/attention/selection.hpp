@@ -12,7 +12,7 @@
 // and not with the context. selected_pages acts like a mask that attention makes: its outputs are those of
 // dense attention under a mask that shows the chosen pages, bit for bit. Pages are ranked by an estimate of
 // their scores from parameters alone (format_functions::estimate_scores), or from stored minima and maxima of
-// channels (format/bounds.hpp); Tang et al., arXiv 2406.10774, rank by the upper bound of the latter.
+// channels (format/bounds.hpp); Tang et al., arXiv 2406.10774, rank by the upper bound of minima and maxima.
 // skipped_values keeps all scores, so that maximum, sum and log-sum-exp of a row stay exact: |error of a
 // channel| <= mass left out * largest |value| of the channel, and mass left out <= `mass` for every row.
 // Contract: which pages are read depends on the sequence, the queries and the options, not on threads or

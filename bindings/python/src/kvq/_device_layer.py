@@ -80,7 +80,7 @@ class DevicePages:
             given.setdefault("rollback", ROLLBACK)
         if layer.kind == "latent":
             keys = format_names(keys, layer.window)
-        # A cache on a device has a layer that takes steps. That of a text takes none of its own.
+        # A cache on a device needs a layer that takes steps; a layer of a text takes none.
         layers = [full_attention(layer.kv_heads, layer.head_dim), layer] if layer.kind == "cross" else [layer]
         pages = Cache(layers, formats=keys, dtype=k.dtype, device=k.device, max_batch=most, **given)
         self._hold(pages, [pages.new_sequence() for _ in range(batch)])

@@ -454,7 +454,7 @@ class Cache(Handle):
         return Sequence(self, made.value)
 
     def restore(self, source: File, model: Optional[str] = None) -> "Sequence":
-        """A sequence from a file of Sequence.save, or of that of a CPU cache with the same options and formats. Waits for the stream.
+        """A sequence from a file of Sequence.save, here or of a CPU cache with the same options and formats. Waits for the stream.
 
         source   a path, or a binary file that is open for reading
         model    the text that was saved; None: any
@@ -511,7 +511,7 @@ class Sequence(Handle):
 
     def erase(self, first: int, last: int) -> None:
         """Removes tokens [first, last); those behind them move to the front, keys included. Needs Cache(rotary=...) if keys move. Refused: a cut
-        within a 16-bit page or the sinks, but for an erase to the end, which is a trim."""
+        within a 16-bit page or the sinks, unless the erase reaches the end: then it is a trim."""
         self.cache._f.kvq_cuda_sequence_erase(self, first, last)
 
     def shift(self, first: int, last: int, by: int) -> None:
@@ -559,7 +559,7 @@ class Sequence(Handle):
                                      self.cache.stream()))
 
     def save(self, to: File, model: str = "") -> None:
-        """Writes a safetensors file, as that of a CPU cache. to: a path, renamed when it is complete, or a binary file that is open for
+        """Writes a safetensors file, as a CPU cache does. to: a path, renamed when it is complete, or a binary file that is open for
         writing. model: any text by which the model is recognized. Waits for the stream."""
         f, at = self.cache._f, self.cache.stream()
         if hasattr(to, "write"):

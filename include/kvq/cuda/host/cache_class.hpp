@@ -228,7 +228,7 @@ public:
     /// As sequence::erase, shift and splice: kept tokens keep their bytes, and attention turns queries for
     /// keys that have moved, with a launch for each number of positions (options().rotary). Takes effect with
     /// the next begin. What would leave 16-bit pages with gaps is refused: a cut within the recent window or
-    /// the sinks, but for an erase to the end, which is a trim. Splice is refused.
+    /// the sinks, unless the erase reaches the end: then it is a trim. Splice is refused.
     status erase(sequence_id id, int first, int last);
     status shift(sequence_id id, int first, int last, std::int64_t by);
     status splice(sequence_id id, sequence_id other, int first, int last);

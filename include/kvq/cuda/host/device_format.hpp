@@ -193,7 +193,7 @@ struct device_format {
     std::size_t window_block[2] = {}, sink_block[2] = {};  ///< K, V
     const detail::device_functions* functions = nullptr;
     bool latent = false;  ///< of keys alone: values are read from their blocks, or there are none
-    bool index = false;   ///< of the latter: keys that select tokens
+    bool index = false;   ///< of keys that select tokens, which have no values
 
     /// Number of the format with this name, or with these of keys and values, "int8/std4"; -1 if there is
     /// none.

@@ -1,5 +1,5 @@
 // Keys of a cache on the device whose plan comes from its own first tokens, as policy/self_calibration.hpp
-// makes it on the CPU: the same plan, and the same bytes but for quantized pages that become a preset's
+// makes it on the CPU: the same plan, and the same bytes except where quantized pages become a preset's
 // (docs/guide/gpu.md).
 //
 //   kvq::calibration own({.layers = 32, .kv_heads = 8, .head_dim = 128});    queries may be added to it

@@ -10,7 +10,7 @@
 //
 // Per lane of a strip of 4-bit codes with half-float parameters: 4 loads, 8 stores, 64 fused multiply-adds of
 // two numbers, 56 instructions to unpack.
-// Contract: that of prefill_tile.cuh, and the same numbers; hide() comes after all strips of a tile of values
+// Contract: as in prefill_tile.cuh, with the same numbers; hide() comes after all strips of a tile of values
 // that lacks tokens.
 #pragma once
 

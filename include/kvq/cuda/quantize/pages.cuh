@@ -174,8 +174,8 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
     if (not_finite && count) atomicAdd(not_finite, count);
 }
 
-/// Do blocks of a tensor have one codec in both formats, but for the encoder? Then one can be a copy of the
-/// other.
+/// Do blocks of a tensor have one codec in both formats, whose encoders may differ? Then one can be a copy of
+/// the other.
 template <tensor Role, class From, class To>
 inline constexpr bool same_blocks = [] {
     if constexpr (full_precision<scheme_of<Role, From>> || is_latent_pair<To>) {

@@ -442,7 +442,7 @@ struct score_options {
 
 /// Scores of the last query_tokens tokens of every sequence. Parts: of index_pair, and of 16-bit pages of its
 /// keys. q: [sequences * query_tokens][heads][channels]; weights: [sequences * query_tokens][heads]; scores:
-/// [sequences * query_tokens][room], by position of the sequence, of which those of seen tokens are written.
+/// [sequences * query_tokens][room], by position of the sequence; those of seen tokens are written.
 /// All in device memory. Lengths and tables are read on the device.
 template <class T, class... Parts>
 status index_scores(const mixed_cache_ref<Parts...>& index, const token_view<const T>& q,
