@@ -106,8 +106,8 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         return shown_tokens{0, memory::tokens, shift};
     };
     // Once for warp tiles that every row sees all of, and once for others: branches around what is rare would
-    // cut the instructions of the first loop into parts. Windows have few warp_tiles: for them less code counts
-    // more.
+    // cut the instructions of the first loop into parts. Windows have few warp_tiles: for them less code
+    // counts more.
     const auto handle = [&](auto kind) {
         constexpr bool rare = decltype(kind)::value;
         if constexpr (Feed::reads_cuts && !keys::joined && !Feed::reads_sinks) {

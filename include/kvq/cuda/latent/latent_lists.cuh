@@ -16,8 +16,8 @@
 //
 // Formats with parameters per channel are read one number at a time: a token of a page would cost the
 // parameters of all channels.
-// Contract: as attend_latents(), with lists as in decode/listed_pages.cuh; a row without listed tokens is zero. The same
-// bits on every run.
+// Contract: as attend_latents(), with lists as in decode/listed_pages.cuh; a row without listed tokens is
+// zero. The same bits on every run.
 #pragma once
 
 #include "../decode/listed_pages.cuh"
