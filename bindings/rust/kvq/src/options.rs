@@ -119,7 +119,7 @@ impl Mods {
                 "selected_tokens is 0, which must be at least 1, or None".into(),
             ));
         }
-        let lists = self.list_queries * self.list_kv_heads.max(1);
+        let lists = self.list_queries.saturating_mul(self.list_kv_heads.max(1));
         let count = |list: &Vec<i32>, what: &str| {
             if list.is_empty() {
                 return Ok(0);

@@ -159,9 +159,13 @@ fn lists_of_tokens() {
     };
     assert!((attend(&mods).unwrap() - 43.0).abs() < 0.2);
     mods.listed_window = vec![1, 2];
-    mods.list_queries = 2;
-    assert!(attend(&mods).is_err());
+    for wrong in [0, 2, usize::MAX] {
+        mods.list_queries = wrong;
+        mods.list_kv_heads = wrong;
+        assert!(attend(&mods).is_err());
+    }
     mods.list_queries = 1;
+    mods.list_kv_heads = 1;
     assert!((attend(&mods).unwrap() - 46.0 / 3.0).abs() < 0.2);
 }
 
