@@ -271,11 +271,13 @@ void check_steps(const step_case& c, const char* name) {
         CUDA_OK(cudaStreamSynchronize(stream));
         const auto got = out.download();
         for (std::size_t b = 0, i = 0; b < all; ++b) {
-            bool right = true;
-            for (; i < (b + 1) * got.size() / all; ++i)
-                right = right &&
-                        (now[b] > 0 ? kvq::detail::is_finite(got[i]) && got[i].bits != 0 : got[i].bits == 0);
-            CHECK(right, "%s: outputs of sequence %zu at %d tokens", name, b, now[b]);
+            // Single numbers of a row may be 0; a row that was passed by has NaN, one without tokens zeros.
+            bool finite = true, any = false;
+            for (; i < (b + 1) * got.size() / all; ++i) {
+                finite = finite && kvq::detail::is_finite(got[i]);
+                any = any || got[i].bits != 0;
+            }
+            CHECK(finite && any == (now[b] > 0), "%s: outputs of sequence %zu at %d tokens", name, b, now[b]);
         }
     }
     for (int i = 0; i < c.steps; ++i) replay(i % (c.steps / 12) == 0 || i + 1 == c.steps ? 1 : 0, false);

@@ -378,7 +378,7 @@ class Cache(Handle):
 
         Returns int32 positions [rows x tokens][best] on the device, ascending; -1 where there are no more: listed_tokens of attend.
         """
-        _on_device("weights", weights, torch.float32)
+        _expect_on_device("weights", weights, torch.float32)
         if weights.shape != q.shape[:2] or best < 1:
             raise ArgumentError(f"kvq: weights are {list(weights.shape)}, q {list(q.shape)}, and {best} tokens are to be selected")
         out = torch.empty((q.shape[0], best), dtype=torch.int32, device=q.device)
@@ -592,7 +592,7 @@ def _rows(rows: Iterable[Optional[Sequence]]) -> Tuple[Any, int]:
     return (ctypes.c_void_p * len(pointers))(*pointers), len(pointers)
 
 
-def _on_device(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+def _expect_on_device(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
     if x.dtype != dtype or not x.is_contiguous() or x.device.type != _KIND:
         raise ArgumentError(f"kvq: {name} is {x.dtype} on {x.device}, not contiguous {dtype} on a GPU")
 
@@ -610,7 +610,7 @@ def attend_options(scale: Optional[float] = None, softcap: Optional[float] = Non
                            ("sink_logits", sink_logits, torch.float32), ("alibi_slopes", alibi_slopes, torch.float32),
                            ("listed_tokens", listed_tokens, torch.int32), ("listed_window", listed_window, torch.int32)):
         if x is not None:
-            _on_device(name, x, dtype)
+            _expect_on_device(name, x, dtype)
     lists = [x for x in (listed_tokens, listed_window) if x is not None]
     shapes = {tuple(x.shape[:-1]) for x in lists}
     if len(shapes) > 1 or any(x.dim() not in (2, 3) for x in lists):
