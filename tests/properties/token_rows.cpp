@@ -145,6 +145,7 @@ TEST_CASE("rows of other systems: sizes, scales of the tensor, refusals") {
                          std::invalid_argument);
     CHECK_THROWS_WITH_AS(kvq::token_rows(kvq::row_layout_named("q8_0"), 2.0f),
                          "kvq: q8_0 takes no scale of the tensor, but got 2.000000", std::invalid_argument);
+    CHECK_THROWS_AS(kvq::token_rows(kvq::row_layout_named("fp8-e5m2"), 1e38f), std::invalid_argument);
     CHECK_THROWS_WITH_AS(kvq::row_layout_named("q9_0"), "kvq: there are no rows of the name q9_0",
                          std::invalid_argument);
     CHECK(kvq::token_rows(kvq::row_layout_named("fp8"), 0.5f).fingerprint() !=

@@ -165,13 +165,14 @@ constexpr const row_layout& row_layout_named(const char* name) {
 
 /// One tensor of one head in a page, in the bytes of a layout: one of row_layouts, or your own.
 struct token_rows {
-    /// tensor_scale: what values are divided by first (fp8, nvfp4); positive and finite, else
-    /// std::invalid_argument. Other layouts take 1 only.
+    /// tensor_scale: what values are divided by first (fp8, nvfp4); positive, and no number times it is
+    /// infinite, else std::invalid_argument. Other layouts take 1 only.
     constexpr explicit token_rows(const row_layout& layout, float tensor_scale = 1.0f)
         : layout_(layout), tensor_scale_(tensor_scale) {
         using stored = row_layout::stored;
         const bool takes = layout.scale == stored::none || layout.scale == stored::e4m3;
-        if (!(tensor_scale > 0.0f) || !detail::is_finite(tensor_scale) || (!takes && tensor_scale != 1.0f))
+        if (!(tensor_scale > 0.0f) || !detail::is_finite(e5m2::max_finite * tensor_scale) ||
+            (!takes && tensor_scale != 1.0f))
             detail::fail(layout.name, " takes ",
                          takes ? "a positive scale of the tensor" : "no scale of the tensor", ", but got ",
                          tensor_scale);

@@ -93,9 +93,8 @@ struct cache_access {
             if (!cpu.rotations().known() || !gpu.rotations_.known() ||
                 cpu.rotations().identity(layer).fingerprint != gpu.rotations_.identity(layer).fingerprint)
                 return bad_value(
-                    "keys of the sequence have moved, but layer %d turns them by %.30s on the CPU, by %.30s "
-                    "on "
-                    "the device",
+                    "keys of the sequence have moved, but layer %d turns them by %.30s on the CPU and by "
+                    "%.30s here",
                     layer,
                     cpu.rotations().known() ? cpu.rotations().identity(layer).text.c_str() : "not given",
                     gpu.rotations_.known() ? gpu.rotations_.identity(layer).text.c_str() : "not given");
