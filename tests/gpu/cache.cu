@@ -601,6 +601,11 @@ struct history {
         }
         ok(c.gpu.attend(layer, token_view<const float16>(c.q.get(), n, q_heads, dim),
                         token_view<float16>(c.out.get(), n, q_heads, dim), options, c.stream));
+        check_rows(rows, queries, layer, x, options);
+    }
+    /// Compares a head of every row of a layer's output. x: the queries.
+    void check_rows(const std::vector<pair*>& rows, int queries, int layer, const std::vector<float16>& x,
+                    const cuda::attention_options& options) {
         CUDA_OK(cudaStreamSynchronize(c.stream));
         const auto y = c.out.download();
         for (std::size_t b = 0; b < rows.size(); ++b)
@@ -646,22 +651,30 @@ struct history {
         for (int i = any(1, 12); i > 0; --i) {
             for (const pair* p : rows)
                 if (p && !fits(*p, n)) return;
-            std::vector<float16> keys, values;
+            std::vector<float16> keys, values, x;
             const int tokens = n * static_cast<int>(rows.size());
+            int stored = -1;  // the layer whose attention stores them
             c.write(r, keys, values, tokens);
             ok(c.gpu.begin_step(batch, n, c.stream));
             for (int layer = 0; layer < c.count(); ++layer) {
                 if (!c.takes_tokens(layer)) continue;
                 const auto k = c.rows(c.k, layer, tokens), v = c.rows(c.v, layer, tokens);
-                if (any(0, 7) > 0)
+                if (any(0, 7) > 0 || stored >= 0) {
                     ok(c.gpu.append(layer, k, v, c.stream));
-                else  // what it stores is looked at, as that of append()
-                    ok(c.gpu.attend(layer, k, v, token_view<const float16>(c.q.get(), tokens, q_heads, dim),
-                                    token_view<float16>(c.out.get(), tokens, q_heads, dim),
-                                    {.query_tokens = n, .early = any(0, 1) == 0}, c.stream));
+                    continue;
+                }
+                stored = layer;
+                x.resize(static_cast<std::size_t>(tokens * q_heads * dim));
+                for (float16& y : x) y = float16(test::normal(r));
+                c.q.upload(x);
+                c.out.poison();
+                ok(c.gpu.attend(layer, k, v, token_view<const float16>(c.q.get(), tokens, q_heads, dim),
+                                token_view<float16>(c.out.get(), tokens, q_heads, dim),
+                                {.query_tokens = n, .early = any(0, 1) == 0}, c.stream));
             }
             for (std::size_t b = 0; b < rows.size(); ++b)
                 if (rows[b]) c.appended(rows[b]->host, keys, values, static_cast<int>(b) * n, n);
+            if (stored >= 0 && any(0, 1) == 0) check_rows(rows, n, stored, x, {.query_tokens = n});
             // Queries of older tokens, too.
             if (i == 1 && any(0, 1) == 0)
                 attend(rows, any(0, 2) == 0 ? any(n, std::min(6, n + c.o.rollback)) : n);
@@ -1153,6 +1166,55 @@ void check_draft_graph() {
                 c.gpu.tokens(pairs[0].id), worst);
 }
 
+void refused(const cuda::status& s, const char* part) {
+    CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
+}
+
+/// Keys that have moved: a refused call of a step can be made again, and a prompt that waits for the layers
+/// that share it is there when a step of other sequences, with more moves, begins.
+void check_moved() {
+    const auto ok = [](const cuda::status& s) { CHECK(s, "moved: %s", s.message); };
+    both_options o;
+    o.list = {full_attention({heads, dim}), shared_with(0)};
+    both_caches c(o);
+    test::rng r(15);
+    pair one{c.gpu.new_sequence(), c.cpu.new_sequence()}, many{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    std::vector<float16> keys, values;
+    const auto queries = [&](int n, int h) { return token_view<const float16>(c.q.get(), n, h, dim); };
+    const auto outs = [&](int n, int h) { return token_view<float16>(c.out.get(), n, h, dim); };
+    const auto prompt = [&](pair& p, int n, bool waits) {
+        c.write(r, keys, values);
+        ok(c.gpu.begin_prompt(p.id, n, c.stream));
+        const auto k = c.rows(c.k, 0, n), v = c.rows(c.v, 0, n);
+        ok(waits ? c.gpu.prefill(0, k, v, queries(n, q_heads), outs(n, q_heads), {}, c.stream)
+                 : c.gpu.append(0, k, v, c.stream));
+        c.appended(p.host, keys, values, 0, n);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    };
+    prompt(one, 110, false);
+    prompt(many, 250, false);
+    const auto shift = [&](pair& p, int first, int by) {
+        ok(c.gpu.shift(p.id, first, p.host.tokens(), by));
+        p.host.shift(first, p.host.tokens(), by);
+    };
+    shift(one, 0, 7);
+    for (int i = 0; i < 4; ++i) shift(many, c.o.sinks + i * page, 5);
+    prompt(one, 20, true);
+    ok(c.gpu.begin_step(std::span(&many.id, 1), 1, c.stream));
+    c.write(r, keys, values);
+    const auto k = c.rows(c.k, 0, 1), v = c.rows(c.v, 0, 1), q = queries(1, q_heads);
+    const auto out = outs(1, q_heads);
+    refused(c.gpu.attend(0, k, v, token_view<const float16>(nullptr, 1, q_heads, dim), out, {}, c.stream),
+            "q is a null pointer");
+    refused(c.gpu.attend(0, k, v, queries(1, 3), outs(1, 3), {}, c.stream), "3");
+    refused(c.gpu.attend(0, k, v, q, out, {.softcap = -1.0f}, c.stream), "softcap");
+    ok(c.gpu.attend(0, k, v, q, out, {}, c.stream));
+    refused(c.gpu.attend(0, k, v, q, out, {}, c.stream), "it has the tokens of this step already");
+    c.appended(many.host, keys, values, 0, 1);
+    compare(c, one, "moved, a prompt that waits", 0);
+    compare(c, many, "moved, a step that was refused", 0);
+}
+
 /// NaN and infinities by layer, from a prompt and from steps, as the CPU counts them.
 void check_counts() {
     both_caches c({});
@@ -1245,10 +1307,6 @@ void check_budget() {
           c.gpu.bytes_in_use(), before - 10 * saved);
     to_both("kivi-4-g32", 0, requantize_request{}.last_token, false);
     compare(c, p, "budget", 2);
-}
-
-void refused(const cuda::status& s, const char* part) {
-    CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
 }
 
 /// K and V apart: the other tensor keeps its bytes, and the report says what a run does.
@@ -1573,7 +1631,7 @@ void check_refusals() {
     c.appended(erased, keys, values, 0, 200);
     erased.erase(50, 60);
     cuda::sequence_id made;
-    refused(cuda::onload(erased, c.gpu, made, c.stream), "cache_options::rotary differs in layer 0");
+    refused(cuda::onload(erased, c.gpu, made, c.stream), "but layer 0 turns them by");
     erased.trim(0);
     c.appended(erased, keys, values, 0, 200);
     erased.erase(1, 60);
@@ -1831,6 +1889,8 @@ void check_lists() {
     CHECK(f.gpu.begin_step(std::span(&fork, 1), 1, f.stream), "begin");
     refused(f.gpu.append(1, one, one, f.stream), "takes the tokens of begin_cross()");
     refused(f.gpu.attend(1, q1, out1, {.window = 60}, f.stream), "its queries see all tokens");
+    refused(f.gpu.attend_lists(1, q1, out1, {}, f.stream),
+            "layer 1, cross attention of 2 x 64: lists are for layers whose queries see all tokens before");
     CHECK(f.gpu.append(0, one, one, f.stream) && f.gpu.attend(1, q1, out1, {}, f.stream), "attend");
     CHECK(f.gpu.trim(fork, 0) && f.gpu.tokens(fork, 1) == 100, "a trim");
 
@@ -2015,6 +2075,34 @@ void check_self_calibration() {
     }
 }
 
+/// New sequences could not be committed to the keys: nothing gets a plan. The refused pair is not compiled.
+void check_other_target() {
+    cuda::device_format known = compiled();
+    known.kinds.push_back(known.kinds[1]);
+    known.kinds[2].name = known.kinds[2].values = "int8";
+    known.kinds[2].value_names = {"int8"};
+    const cache_shape shape{.layers = layers, .kv_heads = heads, .head_dim = dim};
+    cuda::cache gpu;
+    cuda::cache_options o;
+    o.formats = {"int8/low2", "int8"};
+    o.page_tokens = page;
+    o.memory = test::counted_memory::allocator();
+    CHECK(gpu.open(shape, o, std::span(&known, 1), nullptr), "open");
+    const cuda::sequence_id id = gpu.new_sequence();
+    const test::device_buffer<float16> x(std::vector<float16>(64 * heads * dim, float16(1.0f)));
+    const token_view<const float16> rows(x.get(), 64, heads, dim);
+    CHECK(gpu.begin_prompt(id, 64, nullptr), "begin");
+    for (int layer = 0; layer < layers; ++layer) CHECK(gpu.append(layer, rows, rows, nullptr), "append");
+    CHECK(gpu.commit_to("int8"), "commit_to");
+    calibration mine(shape, true);
+    const std::size_t bytes = test::counted_memory::bytes;
+    bool done = false;
+    const cuda::status s = cuda::self_calibrate(gpu, std::span(&id, 1), "low2/", mine, 64, nullptr, done);
+    CHECK(!s && std::strstr(s.message, "what is int8 cannot become low2/") != nullptr, "%s", s.message);
+    CHECK(!done && mine.keys(0, 0) == 0 && test::counted_memory::bytes == bytes,
+          "a refused calibration has changed something");
+}
+
 /// Keys from statistics: the same bytes as the CPU's, there and back.
 void check_statistics() {
     both_caches c({});
@@ -2118,6 +2206,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);
     check_graph();
     check_draft_graph();
+    check_moved();
     check_counts();
     check_budget();
     check_apart();
@@ -2160,6 +2249,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
 #else
     check_statistics();
     check_self_calibration();
+    check_other_target();
     check_alibi();
 #endif
     CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);

@@ -136,6 +136,9 @@ KVQ_FUNC sequence page_receiver::finish() {
         fill(tables[layer], layer);
         tables[layer].restored(found[0].committed, cache_.geometry(), cache_.options().rollback, says_all_);
     }
+    for (std::size_t layer = 0; layer < tables.size(); ++layer)  // shared layers hold nothing
+        std::copy_n(tables[static_cast<std::size_t>(cache_.owner(static_cast<int>(layer)))].targets, 2,
+                    tables[layer].targets);
     std::vector<numbered_pages> kept;
     for (std::size_t i = 0; keeps_ && i < received_.size(); ++i) kept.push_back(numbered(i));
     // No step after this line can fail.

@@ -152,21 +152,7 @@ public:
                                      step_.new_tokens);
         if (status s = check_attend<Score>(layer, q, out, options); !s) return s;
         if (step_.draft) options.early = false;  // its tables may have been sent right before
-        detail::layer_group& g = group_of(layer);
-        if (runs_of(layer) > 1) {
-            if (status s = check_runs(layer, q.tokens, q.heads); !s) return s;
-            if (status s = append(layer, k, v, stream); !s) return s;
-            return attend_runs(layer, q, out, options, stream, &score);
-        }
-        if (status s = commit_due(layer, stream); !s) return s;
-        const detail::device_memory& space = workspace_of(layer);
-        if (status s =
-                g.format.functions->store_and_attend(view(layer), k, v, step_.new_tokens, q, out, options,
-                                                     space.as<>(), space.bytes(), stream, &score);
-            !s)
-            return s;
-        g.appended[static_cast<std::size_t>(member_of(layer))] = 1;
-        return {};
+        return append_and_attend(layer, k, v, q, out, options, stream, &score);
     }
     /// Attention of the last lists.query_tokens tokens of each row over the tokens that lists name, in device
     /// memory: of layers with keys and values or latents, without a window. Positions are those of the
@@ -448,6 +434,9 @@ private:
     status turn_keys(int layer, input_view& k, int of_sequence, const int* lengths,
                      cudaStream_t stream) const;
     status turn_query(int layer, int run, query_view& q, int of_sequence, cudaStream_t stream) const;
+    status append_and_attend(int layer, const input_view& k, const input_view& v, const query_view& q,
+                             const output_view& out, const attention_options& options, cudaStream_t stream,
+                             const void* score);
     status attend_runs(int layer, const query_view& q, const output_view& out,
                        const attention_options& options, cudaStream_t stream, const void* score);
     status prefill_runs(int layer, const input_view& k, const input_view& v, const query_view& q,
@@ -496,6 +485,8 @@ private:
     };
     std::vector<named_format> find_named(std::string_view format);
     status check_statistics(std::string_view format, const cache_shape& of) const;
+    /// Can new sequences be committed to a format of this name?
+    status check_target(std::string_view format) const;
     status no_pair(const detail::layer_group& g, int from, std::string_view format) const;
     std::string describe(int layer) const {
         return common::describe_layer(layer, layers_[static_cast<std::size_t>(layer)]);

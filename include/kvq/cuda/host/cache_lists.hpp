@@ -43,7 +43,7 @@ inline status cache::select(int layer, const query_view& q, const float* weights
         return detail::bad_value("%s: it is no index, which selects tokens", describe(layer).c_str());
     if (status s = check_unmoved(layer); !s) return s;
     const int rows = step_.rows, room = options_.max_tokens;
-    if (query_tokens < 1 || q.tokens != rows * query_tokens || q.heads < 1 || q.dim != g.shape.head_dim)
+    if (query_tokens < 1 || q.tokens != 1LL * rows * query_tokens || q.heads < 1 || q.dim != g.shape.head_dim)
         return detail::bad_value(
             "q is %d x %d x %d, but the step has %d sequences of %d query tokens and the "
             "index %d channels",
@@ -75,13 +75,14 @@ inline status cache::attend_lists(int layer, const query_view& q, const output_v
                                   cudaStream_t stream) const {
     if (status s = check_layer(layer, {q.type, out.type}); !s) return s;
     const detail::layer_group& g = group_of(layer);
-    if (g.geometry.window)
+    if (g.geometry.window || is_cross(layer))
         return detail::bad_value("%s: lists are for layers whose queries see all tokens before them",
                                  describe(layer).c_str());
     if (status s = check_waiting(layer); !s) return s;
     if (status s = check_unmoved(layer); !s) return s;
+    if (status s = detail::check_lists(lists, g.shape.kv_heads); !s) return s;
     const int rows = step_.rows, n = lists.query_tokens, width = g.shape.dim(tensor::value);
-    if (n < 1 || q.tokens != rows * n || lists.behind != 0 || lists.places)
+    if (n < 1 || q.tokens != 1LL * rows * n || lists.behind != 0 || lists.places)
         return detail::bad_value(
             "q has %d tokens, but the step has %d sequences of %d query tokens, whose "
             "lists are positions",

@@ -169,8 +169,8 @@ inline status cache::ensure_runs(std::span<const sequence_id> batch, int keys, c
                 runs = common::larger(runs, detail::moved_runs::runs_of(entry_of(id).pages[i]));
         if (status s = groups_[i].runs.ensure(runs, options_.memory, stream); !s) return s;
         if (runs == 1) continue;
-        const std::size_t rows = batch.size(),
-                          queries = static_cast<std::size_t>(most_queries() * options_.query_heads);
+        const std::size_t rows = batch.size(), queries = static_cast<std::size_t>(most_queries()) *
+                                                         static_cast<std::size_t>(options_.query_heads);
         bytes = common::larger(bytes, moving_bytes(groups_[i].members[0],
                                                    rows * static_cast<std::size_t>(keys), rows * queries));
     }

@@ -32,6 +32,10 @@ inline status cache::check_options(const cache_options& o) const {
     if (o.page_tokens > 65535)
         return detail::bad_value("page_tokens is %d, but must be at most 65535", o.page_tokens);
     if (o.max_batch < 1) return detail::bad_value("max_batch is %d", o.max_batch);
+    const int most = common::larger(o.step_tokens, o.draft_tokens);
+    if (1LL * o.max_batch * most > (std::numeric_limits<int>::max)())
+        return detail::bad_value("a step of %d sequences (max_batch) of %d tokens has more than 2^31 - 1",
+                                 o.max_batch, most);
     if (o.listed_tokens < 0 || o.listed_tokens > detail::most_tokens)
         return detail::bad_value("listed_tokens is %d, but must be 0 to %d", o.listed_tokens,
                                  detail::most_tokens);
@@ -473,10 +477,15 @@ inline status cache::rotate(std::string_view format, tensor role, const rotation
     return {};
 }
 
-inline status cache::commit_to(std::string_view format) {
+inline status cache::check_target(std::string_view format) const {
     if (status s = check_format(format); !s) return s;
     for (const detail::layer_group& g : groups_)
         if (g.has_named(format) && g.target_of(g.target, format) < 0) return no_pair(g, g.target, format);
+    return {};
+}
+
+inline status cache::commit_to(std::string_view format) {
+    if (status s = check_target(format); !s) return s;
     for (detail::layer_group& g : groups_)
         if (g.has_named(format)) g.target = g.target_of(g.target, format);
     return {};

@@ -253,6 +253,29 @@ inline status cache::append(int layer, const input_view& k, const input_view& v,
     return {};
 }
 
+/// Of a step or a draft whose arguments are checked, but for those that the launches check: where they refuse
+/// some, what is stored already counts as not appended.
+inline status cache::append_and_attend(int layer, const input_view& k, const input_view& v,
+                                       const query_view& q, const output_view& out,
+                                       const attention_options& options, cudaStream_t stream,
+                                       const void* score) {
+    detail::layer_group& g = group_of(layer);
+    status s;
+    if (runs_of(layer) > 1) {
+        s = check_runs(layer, q.tokens, q.heads);
+        if (s) s = append(layer, k, v, stream);
+        if (s) s = attend_runs(layer, q, out, options, stream, score);
+    } else {
+        const detail::device_memory& space = workspace_of(layer);
+        s = commit_due(layer, stream);
+        if (s)
+            s = g.format.functions->store_and_attend(view(layer), k, v, step_.new_tokens, q, out, options,
+                                                     space.as<>(), space.bytes(), stream, score);
+    }
+    g.appended[static_cast<std::size_t>(member_of(layer))] = s ? 1 : 0;
+    return s;
+}
+
 inline status cache::prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
                                   prefill_options options, cudaStream_t stream) {
     if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;

@@ -47,7 +47,8 @@ public:
     /// Runs of a step: 1 where no key has moved.
     static int runs_of(const sequence_pages& s) noexcept { return 1 + static_cast<int>(s.moved.size()); }
 
-    /// Memory for so many runs. Waits for the stream when it grows.
+    /// Memory for so many runs. Waits for the stream when it grows. Words stay: a prompt that waits
+    /// (cache::append_chunks) still reads those of its step.
     status ensure(int runs, const device_allocator& from, cudaStream_t stream) {
         if (runs <= most_ || runs == 1) return {};
         const long long words = run_at(runs);
@@ -57,21 +58,26 @@ public:
                 "are "
                 "too large",
                 runs - 1, words);
-        larger_memories larger;
-        if (status s = larger.find(memory_, from, static_cast<std::size_t>(words) * sizeof(int),
-                                   "tables of moved keys", stream);
+        device_memory bigger;
+        if (status s = bigger.allocate(from, static_cast<std::size_t>(words) * sizeof(int),
+                                       "tables of moved keys", stream);
             !s)
             return s;
-        if (status s = larger.take(stream); !s) return s;
+        cudaError_t code = cudaSuccess;
+        if (most_ > 0)
+            code = cudaMemcpyAsync(bigger.as<>(), memory_.as<>(), memory_.bytes(), cudaMemcpyDeviceToDevice,
+                                   stream);
+        if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
+        if (code != cudaSuccess) return runtime_error(code, "growing tables of moved keys");
+        mirror_.resize(static_cast<std::size_t>(words), unknown_word);
+        memory_ = std::move(bigger);
         most_ = runs;
         ++generation_;
-        forget();
         return {};
     }
     /// All words are sent again.
     void forget() {
-        mirror_.assign(most_ > 0 ? static_cast<std::size_t>(run_at(most_)) : 0,
-                       (std::numeric_limits<int>::min)());
+        mirror_.assign(mirror_.size(), unknown_word);
         rows_.assign(static_cast<std::size_t>(batch_), row{});
     }
     /// The step's rows have grown, and have `runs` runs at most.
@@ -125,6 +131,7 @@ private:
         int pages = 0, gone = 0, runs = 0;
     };
     static constexpr long long most_words = 1 << 30;
+    static constexpr int unknown_word = (std::numeric_limits<int>::min)();
 
     static std::int64_t shift_of(const sequence_pages& s, int r) noexcept {
         return r == 0 ? 0 : s.moved[static_cast<std::size_t>(r - 1)];
@@ -194,9 +201,10 @@ private:
                 const page* const of_window = of_run(i) ? s->window_page(i) : nullptr;
                 put(to, window_at(r, b) + i % g.ring, of_window != nullptr ? of_window->number : -1);
             }
-            for (std::size_t i = 0; i < s->sinks.size(); ++i)
-                put(to, sinks_at(r, b) + static_cast<int>(i),
-                    there && s->shift_of_sinks() == shift ? s->sinks[i]->number : -1);
+            // Two pages are read at once: those that are not there yet are named as well, as none.
+            const int sinks = there && s->shift_of_sinks() == shift ? static_cast<int>(s->sinks.size()) : 0;
+            for (int i = 0; i < sink_columns_; ++i)
+                put(to, sinks_at(r, b) + i, i < sinks ? s->sinks[static_cast<std::size_t>(i)]->number : -1);
         }
         // Launches of this step still read what it has freed.
         int left = first_gone;

@@ -45,8 +45,10 @@ struct cache_access {
         return -1;
     }
     static std::span<const layer_group> groups(const cache& gpu) noexcept { return gpu.groups_; }
-    static status check_statistics(const cache& gpu, std::string_view format, const cache_shape& of) {
-        return gpu.check_statistics(format, of);
+    /// Can a format get statistics of this shape, and new sequences the format?
+    static status check_calibration(const cache& gpu, std::string_view format, const cache_shape& of) {
+        if (status s = gpu.check_statistics(format, of); !s) return s;
+        return gpu.check_target(format);
     }
     static status check(const kvq::cache& cpu, const cache& gpu) {
         if (!gpu.is_open()) return bad_value("the cache on the device is not open");

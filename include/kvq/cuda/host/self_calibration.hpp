@@ -30,7 +30,7 @@ inline status self_calibrate(cache& of, std::span<const sequence_id> ids, std::s
     if (tokens < calibration::group)
         return detail::bad_value("a cache calibrates from at least %d tokens, not %d", calibration::group,
                                  tokens);
-    if (status s = detail::cache_access::check_statistics(of, format, statistics.shape()); !s) return s;
+    if (status s = detail::cache_access::check_calibration(of, format, statistics.shape()); !s) return s;
     const requantize_request request{.format = format, .only_smaller = true, .new_pages = true};
     requantize_report planned;
     if (status s = of.plan_requantize(ids, request, planned); !s) return s;  // refuses what it would refuse
