@@ -86,9 +86,9 @@ format make_builtin_rows(int, const std::byte*, std::size_t) {
 }
 template <class Backend, bool (*Wanted)(std::string_view), int... Layout>
 void add_builtin_rows(builtin_list& list, std::integer_sequence<int, Layout...>) {
-    const auto add = [&]<int I>(std::integral_constant<int, I>) {
-        if constexpr (Wanted(row_layouts[I].name))
-            list.push_back({row_layouts[I].name, true, true, false, 0, &make_builtin_rows<Backend, I>});
+    const auto add = [&]<int Of>(std::integral_constant<int, Of>) {
+        if constexpr (Wanted(row_layouts[Of].name))
+            list.push_back({row_layouts[Of].name, true, true, false, 0, &make_builtin_rows<Backend, Of>});
     };
     (add(std::integral_constant<int, Layout>{}), ...);
 }

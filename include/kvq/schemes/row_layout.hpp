@@ -40,7 +40,7 @@ struct row_layout {
     stored scale;  ///< fp16: in front of the numbers; others: behind all numbers of the page
     bool minimum;  ///< fp16, behind the scale
 
-    constexpr int bits() const noexcept {
+    KVQ_HD KVQ_NO_COPY constexpr int bits() const noexcept {
         switch (numbers) {
             case number::e2m1:
             case number::centred4:
@@ -54,13 +54,19 @@ struct row_layout {
         }
     }
     /// Bytes of a group of channels in its row, the numbers in it, and scales of a token behind the page.
-    constexpr int front_bytes() const noexcept { return scale == stored::fp16 ? 2 + 2 * minimum : 0; }
-    constexpr int group_bytes(int n) const noexcept { return front_bytes() + n * bits() / 8; }
-    constexpr int group_of(int dim) const noexcept { return channels > 0 ? channels : dim; }
-    constexpr int row_bytes(int dim) const noexcept {
+    KVQ_HD KVQ_NO_COPY constexpr int front_bytes() const noexcept {
+        return scale == stored::fp16 ? 2 + 2 * minimum : 0;
+    }
+    KVQ_HD KVQ_NO_COPY constexpr int group_bytes(int n) const noexcept {
+        return front_bytes() + n * bits() / 8;
+    }
+    KVQ_HD KVQ_NO_COPY constexpr int group_of(int dim) const noexcept {
+        return channels > 0 ? channels : dim;
+    }
+    KVQ_HD KVQ_NO_COPY constexpr int row_bytes(int dim) const noexcept {
         return dim / group_of(dim) * group_bytes(group_of(dim));
     }
-    constexpr int scales_behind(int dim) const noexcept {
+    KVQ_HD KVQ_NO_COPY constexpr int scales_behind(int dim) const noexcept {
         return scale == stored::e4m3 || scale == stored::e8m0 ? dim / group_of(dim) : 0;
     }
 };

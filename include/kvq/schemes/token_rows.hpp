@@ -182,7 +182,7 @@ struct token_rows {
     const row_layout& layout() const noexcept { return layout_; }
     std::uint64_t fingerprint() const noexcept { return detail::bit_cast<std::uint32_t>(tensor_scale_); }
 
-    constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
+    KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
         const int of_token = layout_.row_bytes(s.dim) + layout_.scales_behind(s.dim);
         return detail::round_up(static_cast<std::size_t>(s.tokens) * static_cast<std::size_t>(of_token),
                                 std::size_t{16});
