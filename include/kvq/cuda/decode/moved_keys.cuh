@@ -67,12 +67,12 @@ __global__ void __launch_bounds__(128) join_states_kernel(const __grid_constant_
     const float top = fmaxf(x[0], y[0]), of_x = x[0] == -INFINITY ? 0.0f : exp2_fast(x[0] - top),
                 of_y = y[0] == -INFINITY ? 0.0f : exp2_fast(y[0] - top), sum = x[1] * of_x + y[1] * of_y;
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // NaN stays NaN
-    T* const out =
-        reinterpret_cast<T*>(static_cast<std::byte*>(a.out) + token * a.token_bytes + head * a.head_bytes);
+    const std::ptrdiff_t place = token * a.token_bytes + head * a.head_bytes;
     for (int channel = static_cast<int>(threadIdx.x); channel < a.dim;
          channel += static_cast<int>(blockDim.x)) {
         const float value = x[2 + channel] * of_x + y[2 + channel] * of_y;
-        if (a.out != nullptr) out[channel] = T(value * inverse);
+        if (a.out != nullptr)
+            reinterpret_cast<T*>(static_cast<std::byte*>(a.out) + place)[channel] = T(value * inverse);
         if (a.state != nullptr) a.state[at + 2 + channel] = value;
     }
     __syncthreads();
