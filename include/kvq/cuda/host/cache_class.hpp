@@ -188,7 +188,8 @@ public:
     /// slots are those of the last begin.
     status state(int layer, int part, state_view& view) const;
     /// The same of one sequence, until the next call that changes it. Null: zeros. Others may share it,
-    /// except after a begin. Behind a trim to a quantized snapshot it takes a page.
+    /// except after a begin. Behind a trim to a quantized snapshot it takes a page, on the stream of the last
+    /// begin, which must exist still.
     status state(sequence_id id, int layer, int part, std::byte*& data);
     /// Keeps the state at the sequence's tokens, with what the step that has begun makes of it. Copies
     /// nothing: the next begin does. cache_options::snapshots say which ones are taken without this call, and
@@ -205,7 +206,8 @@ public:
     /// quantized page that it ends in keeps its bytes and shows fewer tokens, and new tokens begin a page:
     /// tokens that stay have the values that they had. Takes effect with the next begin. A begun prompt that
     /// some layer does not have yet is taken back whole, within `rollback` or with the page of its first
-    /// token; a step, within `rollback`.
+    /// token; a step, within `rollback`. A cache with state copies on the stream of the last begin, which
+    /// must exist still.
     status trim(sequence_id id, int n);
     /// The least n from which on trim(id, n) is possible for every n: layers with a window have freed what
     /// earlier lengths need. While a draft of several tokens waits, or a prompt for layers that lack it, it
