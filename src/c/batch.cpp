@@ -31,6 +31,15 @@ struct batch_call {
     }
 };
 
+/// The sequence of a request, which must be one of this cache.
+template <class Sequence>
+Sequence& sequence_of(Sequence* given, const shared_cache& of) {
+    constexpr const char* what = "the sequence of a request";
+    Sequence& s = get(given, what);
+    expect_same(s.of, of, what);
+    return s;
+}
+
 void select(const kvq::cache& of, int32_t layer, std::span<const kvq::select_request> batch, int32_t best,
             const kvq_attend_options* options) {
     const kvq_attend_options o = read_optional(options, "options");
@@ -66,8 +75,7 @@ kvq_status kvq_cache_attend(const kvq_cache* cache, int32_t layer, const kvq_att
         batch.reserve(static_cast<std::size_t>(count));
         for (int32_t i = 0; i < count; ++i) {
             const kvq_attend_request& r = requests[i];
-            const kvq_sequence& s = get(r.sequence, "the sequence of a request");
-            expect_same(s.of, of, "the sequence of a request");
+            const kvq_sequence& s = sequence_of(r.sequence, of);
             batch.push_back(
                 {&s.sequence, query_of(&r.q, "q"), batch_call::output(r.out, r.lse), c.mods_of(r.mods)});
         }
@@ -85,8 +93,7 @@ kvq_status kvq_cache_select(const kvq_cache* cache, int32_t layer, const kvq_sel
         batch.reserve(static_cast<std::size_t>(count));
         for (int32_t i = 0; i < count; ++i) {
             const kvq_select_request& r = requests[i];
-            const kvq_sequence& s = get(r.sequence, "the sequence of a request");
-            expect_same(s.of, of, "the sequence of a request");
+            const kvq_sequence& s = sequence_of(r.sequence, of);
             batch.push_back({&s.sequence, query_of(&r.q, "q"), r.weights, r.out});
         }
         select(of->cache, layer, batch, best, options);
@@ -103,8 +110,7 @@ kvq_status kvq_cache_prefill(kvq_cache* cache, int32_t layer, const kvq_prefill_
         batch.reserve(static_cast<std::size_t>(count));
         for (int32_t i = 0; i < count; ++i) {
             const kvq_prefill_request& r = requests[i];
-            kvq_sequence& s = get(r.sequence, "the sequence of a request");
-            expect_same(s.of, of, "the sequence of a request");
+            kvq_sequence& s = sequence_of(r.sequence, of);
             batch.push_back({&s.sequence, input_of(&r.k, "k"), input_of(&r.v, "v"), query_of(&r.q, "q"),
                              batch_call::output(r.out, r.lse), c.mods_of(r.mods)});
         }
@@ -125,8 +131,7 @@ kvq_status kvq_cache_reserve(kvq_cache* cache, const kvq_step_request* requests,
         batch.reserve(static_cast<std::size_t>(count));
         for (int32_t i = 0; i < count; ++i) {
             const kvq_step_request& r = requests[i];
-            kvq_sequence& s = get(r.sequence, "the sequence of a request");
-            expect_same(s.of, of, "the sequence of a request");
+            kvq_sequence& s = sequence_of(r.sequence, of);
             batch.push_back({&s.sequence, r.tokens, r.q_tokens, c.mods_of(r.mods)});
         }
         of->cache.reserve(batch, q_heads, executor_of(c.o.executor).concurrency(), c.space, c.mods.view());
