@@ -9,6 +9,7 @@
 
 #include "support/attention_error.hpp"
 #include "support/blocks.hpp"
+#include "support/saved.hpp"
 
 namespace token_rows_tests {
 
@@ -117,6 +118,41 @@ TEST_CASE("rows of other systems: attention is that of double on the values") {
         const auto q = test::random_tensor(random, random.between(1, 5), 4, shape.head_dim);
         const auto error = test::measure_attention(cache, sequence, 0, q);
         CHECK(error.of_terms <= 1e-5);
+    }
+}
+
+TEST_CASE("rows of other systems: chunks, trims, refills and files leave what one prompt would") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const kvq::row_layout& l : kvq::row_layouts) {
+        INFO(l.name);
+        const auto rows = kvq::make_format<kvq::scalar>(kvq::token_rows(l));
+        const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 32};
+        plain_cache cache(shape, {.keys = rows, .values = rows, .sinks = 2, .recent = 9, .page_tokens = 32});
+        const int n = 300;
+        const test::stream s(random, shape, n), other(random, shape, n);
+        auto whole = cache.new_sequence(), parts = cache.new_sequence();
+        test::append(whole, 1, s, 0, n);
+        while (parts.tokens() < n) {
+            const int at = parts.tokens();
+            test::append(parts, 1, s, at, std::min(n - at, random.between(1, 70)));
+            // Tokens that go again within the rollback leave nothing behind.
+            if (const int wrong = random.between(0, 16); wrong > 0 && parts.tokens() + wrong <= n) {
+                const int before = parts.tokens();
+                test::append(parts, 1, other, before, wrong);
+                CHECK(parts.trim(before) == 0);
+            }
+            if (random.one_in(4)) {
+                const test::file_bytes file = test::saved(parts);
+                parts = test::restored(cache, file);
+                CHECK(test::saved(parts) == file);
+            }
+        }
+        CHECK(test::saved(parts) == test::saved(whole));
+        for (const auto role : {kvq::tensor::key, kvq::tensor::value})
+            CHECK(test::dequantized(parts, shape, 0, role).values() ==
+                  test::dequantized(whole, shape, 0, role).values());
     }
 }
 
