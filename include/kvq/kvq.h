@@ -817,6 +817,8 @@ KVQ_API kvq_status kvq_sequence_send_pages(const kvq_sequence* sequence, int32_t
 /// Collects the messages of one sequence, in any order. Not for several threads at once.
 KVQ_API kvq_status kvq_receiver_create(kvq_cache* cache, kvq_receiver** out);
 KVQ_API kvq_status kvq_receiver_free(kvq_receiver* receiver);
+/// Before the first message: pages may change to the formats of this cache (kvq_save_options::convert).
+KVQ_API kvq_status kvq_receiver_convert(kvq_receiver* receiver);
 /// Takes one whole message.
 KVQ_API kvq_status kvq_receiver_accept(kvq_receiver* receiver, const void* message, size_t bytes);
 /// The sequence, once every layer has `tokens` tokens (-1: as many as the messages say). The receiver is then

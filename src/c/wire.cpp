@@ -78,6 +78,10 @@ kvq_status kvq_receiver_create(kvq_cache* cache, kvq_receiver** out) {
 
 kvq_status kvq_receiver_free(kvq_receiver* receiver) { return free_handle(receiver, "receiver"); }
 
+kvq_status kvq_receiver_convert(kvq_receiver* receiver) {
+    return guard([&] { get(receiver, "receiver").pages.convert_pages(); });
+}
+
 kvq_status kvq_receiver_accept(kvq_receiver* receiver, const void* message, size_t bytes) {
     return guard(
         [&] {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <deque>
 #include <kvq/format/find_format.hpp>
+#include <kvq/io/page_transfer.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/policy/ring.hpp>
 #include <kvq/policy/self_calibration.hpp>
@@ -79,18 +80,18 @@ struct twins {
     std::optional<kvq::cache> cpp;
     std::optional<kvq::sequence> sequence;
 
-    explicit twins(const char* keys = "std4", const char* values = "kivi-4-g64",
-                   const char* window = nullptr) {
+    explicit twins(const char* keys = "std4", const char* values = "kivi-4-g64", const char* window = nullptr,
+                   const char* more_keys = "int8", const char* more_values = "int8") {
         auto o = init<kvq_cache_options>();
         // A format is listed once.
         kvq::cache_options same = kvq::preset_options();
         std::string listed_keys, listed_values;
-        for (const std::string name : {keys, "low2", "int8"})
+        for (const std::string name : {keys, "low2", more_keys})
             if (same.keys.empty() || name != keys) {
                 listed_keys += (same.keys.empty() ? "" : ", ") + name;
                 same.keys.push_back(kvq::find_format(name, kvq::tensor::key));
             }
-        for (const std::string name : {values, "low2", "int8"})
+        for (const std::string name : {values, "low2", more_values})
             if (same.values.empty() || name != values) {
                 listed_values += (same.values.empty() ? "" : " ,") + name;
                 same.values.push_back(kvq::find_format(name, kvq::tensor::value));
@@ -712,6 +713,31 @@ TEST_CASE("saved in memory, sent page by page, stored by token ids, kept in a ri
     twins::check_equal(back, *both.sequence);
     OK(kvq_sequence_free(back));
     OK(kvq_receiver_free(receiver));
+
+    // To a cache of other formats.
+    for (const bool convert : {false, true}) {
+        twins narrow("low2", "low2", nullptr, "std4", "kivi-4-g64");
+        OK(kvq_receiver_create(narrow.c, &receiver));
+        if (convert) OK(kvq_receiver_convert(receiver));
+        kvq::page_receiver same(*narrow.cpp);
+        if (convert) same.convert_pages();
+        for (int layer = 0; layer < layers; ++layer) {
+            OK(kvq_sequence_send_pages(both.c_sequence, layer, accept, receiver));
+            stream messages;
+            kvq::send_pages(*both.sequence, layer,
+                            [&](const void* data, std::size_t n) { write(&messages, data, n); });
+            std::vector<std::byte> storage;
+            while (messages.at < messages.bytes.size())
+                same.accept(
+                    kvq::read_page([&](void* to, std::size_t n) { return read(&messages, to, n); }, storage));
+        }
+        OK(kvq_receiver_finish(receiver, -1, &back));
+        const kvq::sequence got = same.finish();
+        twins::check_equal(back, got);
+        CHECK((got.usage().quantized < both.sequence->usage().quantized) == convert);
+        OK(kvq_sequence_free(back));
+        OK(kvq_receiver_free(receiver));
+    }
 
     kvq_prefix_cache* store = nullptr;
     auto store_options = init<kvq_prefix_cache_options>();

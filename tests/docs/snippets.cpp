@@ -15,6 +15,7 @@
 #include <kvq/cpu/simd.hpp>
 #include <kvq/format/find_format.hpp>
 #include <kvq/io/file.hpp>
+#include <kvq/io/page_transfer.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/prefix_tiers.hpp>
@@ -366,6 +367,11 @@ void without_copies(const kvq::sequence& sequence, kvq::sequence_table& table, i
     kvq::write_state(table, sink, id, {.copies = false});
     auto without = sequence.fork();
     without.drop_copies();
+}
+
+void other_formats(kvq::cache& cache) {
+    kvq::page_receiver receiver(cache);
+    receiver.convert_pages();
 }
 
 void presets(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {

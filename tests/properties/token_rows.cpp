@@ -5,11 +5,14 @@
 
 #include <cmath>
 #include <kvq/cpu/scalar.hpp>
+#include <kvq/io/page_transfer.hpp>
 #include <kvq/schemes/token_rows.hpp>
+#include <map>
 
 #include "support/attention_error.hpp"
 #include "support/blocks.hpp"
 #include "support/saved.hpp"
+#include "support/typed_cache.hpp"
 
 namespace token_rows_tests {
 
@@ -50,6 +53,55 @@ struct plain_cache : kvq::cache {
     using sequence_type = kvq::sequence;
     using cache::cache;
 };
+
+/// K and V of a name: rows of other systems, int8 or std4.
+kvq::format_pair formats_named(const std::string& name) {
+    if (name == "int8") return {test::made<test::usual>(kvq::int8{}), test::made<test::usual>(kvq::int8{})};
+    if (name == "std4")
+        return {test::made<test::usual>(kvq::std4::keys{}), test::made<test::usual>(kvq::std4::values{})};
+    const auto rows = kvq::make_format<kvq::scalar>(kvq::token_rows(kvq::row_layout_named(name.c_str())));
+    return {rows, rows};
+}
+/// Of a cache that quantizes to the first of these formats and lists the others.
+kvq::cache_options options_of(const std::vector<std::string>& names, int rollback) {
+    kvq::cache_options o{.sinks = 3, .recent = 20, .page_tokens = 64, .rollback = rollback};
+    for (const std::string& name : names) {
+        const kvq::format_pair f = formats_named(name);
+        o.keys.push_back(f.keys);
+        o.values.push_back(f.values);
+    }
+    return o;
+}
+/// The squared error of b, as a part of the square of a: K and V of all layers.
+double squared_error(const kvq::sequence& a, const kvq::sequence& b, const kvq::cache_shape& shape) {
+    double error = 0, power = 0;
+    for (int layer = 0; layer < shape.layers; ++layer)
+        for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
+            const auto x = test::dequantized(a, shape, layer, role),
+                       y = test::dequantized(b, shape, layer, role);
+            REQUIRE(x.values().size() == y.values().size());
+            for (std::size_t i = 0; i < x.values().size(); ++i) {
+                const double d = static_cast<double>(x.values()[i]) - static_cast<double>(y.values()[i]);
+                error += d * d;
+                power += static_cast<double>(x.values()[i]) * static_cast<double>(x.values()[i]);
+            }
+        }
+    return error / power;
+}
+kvq::sequence sent(const kvq::sequence& s, int layers, kvq::cache& to, bool convert) {
+    kvq::page_receiver receiver(to);
+    if (convert) receiver.convert_pages();
+    for (int layer = layers - 1; layer >= 0; --layer) {
+        std::vector<std::byte> all, storage;
+        kvq::send_pages(s, layer, [&](const void* data, std::size_t n) {
+            const auto* p = static_cast<const std::byte*>(data);
+            all.insert(all.end(), p, p + n);
+        });
+        for (test::memory_source read{all}; read.position < all.size();)
+            receiver.accept(kvq::read_page(read, storage));
+    }
+    return receiver.finish();
+}
 
 }  // namespace
 
@@ -153,6 +205,84 @@ TEST_CASE("rows of other systems: chunks, trims, refills and files leave what on
         for (const auto role : {kvq::tensor::key, kvq::tensor::value})
             CHECK(test::dequantized(parts, shape, 0, role).values() ==
                   test::dequantized(whole, shape, 0, role).values());
+    }
+}
+
+TEST_CASE("rows of other systems: messages convert as files do, and as requantizing in memory") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 64};
+    // What a format adds at most to normal values that have lost something before.
+    const std::map<std::string, double> most{{"fp8", 8e-4}, {"std4", 1.3e-2}, {"int8", 8e-5}, {"q8_0", 8e-5}};
+    const std::vector<std::string> chains[] = {
+        {"fp8", "std4", "fp8"}, {"nvfp4", "fp8"}, {"q8_0", "int8", "q8_0"}};
+    for (const auto& chain : chains)
+        for (const int rollback : {0, 300}) {
+            const int n = random.between(200, 260);
+            const test::stream s(random, shape, n);
+            auto cache = std::make_unique<plain_cache>(shape, options_of({chain[0]}, rollback));
+            kvq::sequence sequence = cache->new_sequence();
+            test::append(sequence, shape.layers, s, 0, n);
+            for (std::size_t i = 1; i < chain.size(); ++i) {
+                INFO(chain[i - 1], " to ", chain[i], ", rollback ", rollback, ", ", n, " tokens");
+                auto next =
+                    std::make_unique<plain_cache>(shape, options_of({chain[i], chain[i - 1]}, rollback));
+                kvq::sequence got = sent(sequence, shape.layers, *next, true);
+                const auto of_got = test::saved(got), of_sequence = test::saved(sequence);
+                CHECK(test::saved(test::restored(*next, of_sequence, {.convert = true})) == of_got);
+                kvq::sequence kept = sent(sequence, shape.layers, *next, false);
+                CHECK(squared_error(sequence, kept, shape) == 0);
+                if (rollback == 0) {
+                    next->requantize(kept, {.key = 0, .value = 0, .new_pages = true});
+                    CHECK(test::saved(kept) == of_got);
+                }
+                // 16-bit copies know nothing of the format before.
+                kvq::sequence exact = next->new_sequence();
+                test::append(exact, shape.layers, s, 0, n);
+                if (rollback > 0) CHECK(test::saved(exact) == of_got);
+                const double added = squared_error(sequence, got, shape);
+                if (rollback == 0) {
+                    MESSAGE(chain[i - 1], " to ", chain[i], " adds ", added);
+                    CHECK(added > 0);
+                    CHECK(added < most.at(chain[i]));
+                }
+                sequence = std::move(got);
+                cache = std::move(next);
+            }
+        }
+}
+
+TEST_CASE("rows of other systems: through std4 and back a page loses what both formats do, and little more") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 64};
+    const int n = 300;
+    const test::stream s(random, shape, n);
+    const auto appended = [&](kvq::cache& to) {
+        kvq::sequence of = to.new_sequence();
+        test::append(of, 1, s, 0, n);
+        return of;
+    };
+    plain_cache exact_cache(shape, {.keys = test::made<test::usual>(kvq::full<float>{}),
+                                    .window = test::made<test::usual>(kvq::full<float>{})});
+    const kvq::sequence exact = appended(exact_cache);
+    plain_cache four_bits(shape, options_of({"std4"}, 0));
+    const double of_std4 = squared_error(exact, appended(four_bits), shape);
+    for (const kvq::row_layout& l : kvq::row_layouts) {
+        plain_cache cache(shape, options_of({l.name, "std4"}, 0));
+        kvq::sequence sequence = appended(cache);
+        const double alone = squared_error(exact, sequence, shape);
+        cache.requantize(sequence, {.key = 1, .value = 1});
+        const double there = squared_error(exact, sequence, shape);
+        cache.requantize(sequence, {.key = 0, .value = 0});
+        const double back = squared_error(exact, sequence, shape);
+        MESSAGE(std::string(l.name), ": ", alone, ", in std4 ", there, ", back ", back);
+        CHECK(there <= 1.1 * (alone + of_std4));
+        CHECK(back <= 1.1 * (2 * alone + of_std4));
+        CHECK(there > 0.9 * of_std4);
+        CHECK(back > alone);
     }
 }
 

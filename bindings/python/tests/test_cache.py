@@ -276,6 +276,13 @@ class Files(Base):
         got = receiver.finish(123)
         q = self.tensor(1, Q)
         self.assertTrue((got.attend(0, q) == s.attend(0, q)).all())
+        # To other formats.
+        for convert in (False, True):
+            receiver = kvq.Receiver(self.cache("low2,std4"), convert=convert)
+            for m in messages:
+                receiver.accept(m)
+            quantized = receiver.finish(123).usage().quantized
+            self.assertEqual(quantized < s.usage().quantized, convert)
 
 
 class Formats(Base):

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstring>
+#include <vector>
 
 #include "../core/float_environment.hpp"
 #include "../core/rounding.hpp"
@@ -59,6 +60,17 @@ inline void convert_page(const format_table& table, const cache_shape& shape, in
         found += convert_block(table, shape, layer, from, to, h, scratch);
     // Those that a page of values has counted are found again; codes hold none.
     to.not_finite = larger(from.not_finite, found);
+}
+
+/// A new page of a cache, in format `target`, with the values of `from`. numbers: scratch.
+template <class Cache>
+page_ref converted_page(Cache& of, tensor role, int layer, const page& from, int target,
+                        std::vector<float>& numbers) {
+    page_ref to = of.pool().allocate(of.page_bytes(role, layer, target, from.tokens), target, from.tokens);
+    numbers.resize(static_cast<std::size_t>(from.tokens) *
+                   static_cast<std::size_t>(of.shape(layer).dim(role)));
+    convert_page(of.table(role), of.shape(layer), layer, from, *to, numbers.data());
+    return to;
 }
 
 }}}  // namespace kvq::detail

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../cache/convert.hpp"
 #include "../cache/sequence_access.hpp"
 #include "../core/error.hpp"
 #include "../format/format_names.hpp"
@@ -134,6 +135,7 @@ KVQ_FUNC sequence page_receiver::finish() {
                        " was received with keys of ", found[0].tokens, " tokens (", found[0].committed,
                        " pages committed) and values of ", found[1].tokens, " (", found[1].committed, ")");
         fill(tables[layer], layer);
+        if (converts_) convert(tables[layer], static_cast<int>(layer), found[0].committed);
         tables[layer].restored(found[0].committed, cache_.geometry(), cache_.options().rollback, says_all_);
     }
     for (std::size_t layer = 0; layer < tables.size(); ++layer)  // shared layers hold nothing
@@ -153,6 +155,8 @@ KVQ_FUNC sequence page_receiver::finish() {
 }
 
 KVQ_FUNC void page_receiver::keep_pages() noexcept { keeps_ = true; }
+
+KVQ_FUNC void page_receiver::convert_pages() noexcept { converts_ = true; }
 
 KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) {
     detail::expect(m.layer >= 0 && m.layer < cache_.layer_count(), "a page of layer ", m.layer,
@@ -207,7 +211,7 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
                    ": a page of ", format_text(cache_.table(tensor_of)[format]), " has ", m.data.size(),
                    " bytes, here it would have ", bytes);
     int target = -1;
-    if (m.target) {
+    if (m.target && !converts_) {
         target = detail::index_of_identity(cache_.table(tensor_of), *m.target);
         if (target < 0)
             detail::raise_unknown_format(cache_.table(tensor_of), *m.target,
@@ -323,8 +327,37 @@ KVQ_FUNC void page_receiver::fill(detail::page_table& table, std::size_t layer) 
         for (const auto& [first, r] : received_[list]) {
             table.spans[i].pages[role] = page_of(r.own, list, pages);
             table.spans[i++].copies[role] = page_of(r.copy, list, pages);
-            if (r.target >= 0) table.targets[role] = r.target;
+            if (r.target >= 0 && !converts_) table.targets[role] = r.target;
         }
+    }
+}
+
+KVQ_FUNC void page_receiver::convert(detail::page_table& table, int layer, int committed) const {
+    std::vector<float> numbers;
+    for (const tensor role : cache_.tensors(layer)) {
+        const auto at = static_cast<std::size_t>(role);
+        const int target = cache_.target_format(role, layer);
+        // Spans that share a page share the new one.
+        std::unordered_map<const page*, page_ref> exact, changed;
+        const auto each = [&](auto&& f) {
+            for (int i = 0; i < committed; ++i)
+                if (!table[i].sinks && table[i].pages[at]->format != target) f(table[i]);
+        };
+        each([&](page_span& s) {
+            if (s.copies[at]) exact[s.pages[at].get()] = s.copies[at];
+        });
+        each([&](page_span& s) {
+            page_ref& to = changed[s.pages[at].get()];
+            if (!to) {
+                const auto copy = exact.find(s.pages[at].get());
+                const page_ref& from = copy == exact.end() ? s.pages[at] : copy->second;
+                to = from->format == target
+                         ? from
+                         : detail::converted_page(cache_, role, layer, *from, target, numbers);
+            }
+            if (target == 0) s.copies[at] = page_ref{};
+            s.pages[at] = to;
+        });
     }
 }
 

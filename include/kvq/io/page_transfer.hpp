@@ -9,6 +9,8 @@
 // The receiving cache has the sender's shape, window, sinks, recent and page_tokens, and lists the schemes of
 // the pages, in any order; later pages are quantized to its own formats, unless the sequence was given others
 // (requantize_request::new_pages). If both caches are alike, the two sequences stay alike in the future.
+// After convert_pages() quantized pages become those of the formats to which the receiving cache quantizes,
+// page by page, from their 16-bit copies where these came: what restore() does with convert.
 #pragma once
 
 #include <map>
@@ -69,6 +71,9 @@ public:
     /// Later sequences may have pages of those that were finished: numbers of pages do not begin anew with
     /// each. For a state of several sequences (adapters/sequence_state.hpp).
     void keep_pages() noexcept;
+    /// Pages of this and later sequences may change: finish() converts them to the formats of the cache, with
+    /// the errors of cache/convert.hpp. Later pages get these formats too, whatever the sender's would have.
+    void convert_pages() noexcept;
 
 private:
     /// A page or a copy of a span.
@@ -110,12 +115,14 @@ private:
 
     /// K and V have the same spans.
     void fill(detail::page_table& table, std::size_t layer) const;
+    /// The committed pages of a filled table in the formats of the cache.
+    void convert(detail::page_table& table, int layer, int committed) const;
 
     cache& cache_;
     std::vector<received_pages> received_;  // [layer][K, V]
     std::optional<recurrent_state> state_;
     std::vector<numbered_pages> known_;  // of sequences before, by list
-    bool keeps_ = false;
+    bool keeps_ = false, converts_ = false;
     bool says_all_ = true;  // which spans share a page
 };
 

@@ -222,22 +222,14 @@ private:
                     continue;
                 }
                 if (!changed)
-                    changed =
-                        exact && target == 0 ? exact : converted(role, layer, exact ? *exact : *page, target);
+                    changed = exact && target == 0 ? exact
+                                                   : converted_page(cache_, role, layer,
+                                                                    exact ? *exact : *page, target, numbers_);
                 if (target == 0) span.copies[at] = page_ref{};
                 span.pages[at] = changed;
             }
         }
     }
-    page_ref converted(tensor role, int layer, const page& from, int target) {
-        const int tokens = from.tokens;
-        page_ref to = cache_.pool().allocate(cache_.page_bytes(role, layer, target, tokens), target, tokens);
-        numbers_.resize(static_cast<std::size_t>(tokens) *
-                        static_cast<std::size_t>(cache_.shape(layer).dim(role)));
-        convert_page(cache_.table(role), cache_.shape(layer), layer, from, *to, numbers_.data());
-        return to;
-    }
-
     void read_state(sequence& s) {
         const std::size_t before = source_.position();
         const auto read = [](void* source, void* to, std::size_t bytes) {

@@ -280,9 +280,12 @@ class Sequence(TokenStore):
 class Receiver(Handle):
     """Collects the messages of one sequence, in any order. One thread at a time."""
 
-    def __init__(self, cache: "Cache") -> None:
+    def __init__(self, cache: "Cache", convert: bool = False) -> None:
+        """convert: pages may change to the formats of the cache, which must also list those of the messages."""
         self.cache = cache
         super().__init__(ask(library.kvq_receiver_create, cache), library.kvq_receiver_free)
+        if convert:
+            library.kvq_receiver_convert(self)
 
     def accept(self, message: bytes) -> None:
         """Takes one whole message of Sequence.send_pages."""

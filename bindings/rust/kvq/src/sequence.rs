@@ -307,6 +307,10 @@ impl Receiver {
     pub fn new(cache: &Cache) -> Result<Self> {
         Self::make(|out| unsafe { sys::kvq_receiver_create(cache.raw(), out) })
     }
+    /// Before the first message: pages may change to the formats of the cache, which must also list those of the messages.
+    pub fn convert_pages(&mut self) -> Result<()> {
+        check(unsafe { sys::kvq_receiver_convert(self.raw()) })
+    }
     /// Takes one whole message of [`Sequence::send_pages`].
     pub fn accept(&mut self, message: &[u8]) -> Result<()> {
         check(unsafe { sys::kvq_receiver_accept(self.raw(), message.as_ptr() as *const c_void, message.len()) })

@@ -692,6 +692,17 @@ fn files() {
         attended(&s, Default::default()).unwrap()
     );
     refused(receiver.accept(&[1, 2, 3]), Status::Data, "");
+
+    let other = Cache::new(&options("low2,std4")).unwrap();
+    let mut receiver = Receiver::new(&other).unwrap();
+    receiver.convert_pages().unwrap();
+    for layer in 0..2 {
+        for message in s.send_pages(layer).unwrap() {
+            receiver.accept(&message).unwrap();
+        }
+    }
+    let converted = receiver.finish(None).unwrap();
+    assert!(converted.usage().unwrap().quantized < s.usage().unwrap().quantized);
 }
 
 #[test]
