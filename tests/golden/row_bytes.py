@@ -171,12 +171,79 @@ def read_q5_1(data):
     return [f32(f32(q * step) + low) for q in with_fifth(data[4:8], data[8:])]
 
 
+def write_q6_0(group):
+    step = f32(largest(group) / -32.0)
+    by = inverse(step)
+    codes = floor_codes(group, 0.0, step, 32.5, 63)
+    products = squares = 0.0
+    for i in range(16):
+        p, q = [], []
+        for j in (i, i + 16):
+            x = cleaned(group[j])
+            at = f32(x * by)
+            w = f32(at * at)
+            p.append(f32(f32(w * x) * (codes[j] - 32)))
+            q.append(f32(f32(w * (codes[j] - 32)) * (codes[j] - 32)))
+        products = f32(products + f32(p[0] + p[1]))
+        squares = f32(squares + f32(q[0] + q[1]))
+    high = bytes(
+        codes[i] >> 4 | codes[i + 16] >> 4 << 2 | codes[i + 8] >> 4 << 4 | codes[i + 24] >> 4 << 6 for i in range(8)
+    )
+    return half_bits(fitted(products, squares, step)) + high + nibbles(codes)
+
+
+def read_q6_0(data):
+    step, low = half_value(data[:2]), halves(data[10:])
+    out = []
+    for i, code in enumerate(low):
+        place = (i % 16, i // 16)  # byte of the low bits, and which half
+        pair = data[2 + place[0] % 8] >> (4 * (place[0] // 8)) >> (2 * place[1]) & 3
+        out.append(f32(((code | pair << 4) - 32) * step))
+    return out
+
+
+IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+
+
+def fitted(products, squares, before):
+    """Least squares, or the step before where that is no number."""
+    if not squares > 0:
+        return before
+    if math.isinf(squares) or math.isnan(squares) or math.isinf(products) or math.isnan(products):
+        return 0.0 if math.isinf(squares) and math.isfinite(products) else before
+    step = f32(products / squares)
+    return step if math.isfinite(step) else before
+
+
+def write_iq4_nl(group):
+    if not abs(largest(group)) >= f32(1e-15):
+        return bytes(18)
+    step = f32(largest(group) / -127.0)
+    by = f32(1.0 / step)
+    codes, products, squares = [], 0.0, 0.0
+    for x in map(cleaned, group):
+        at = max(-1000.0, min(1000.0, f32(x * by)))
+        # The nearest, the higher one of two that are equally near.
+        code = min(range(16), key=lambda c: (f32(abs(at - IQ4_NL[c])), -c))
+        wq = f32(f32(x * x) * IQ4_NL[code])
+        products = f32(products + f32(wq * x))
+        squares = f32(squares + f32(wq * IQ4_NL[code]))
+        codes.append(code)
+    return half_bits(fitted(products, squares, step)) + nibbles(codes)
+
+
+def read_iq4_nl(data):
+    return [f32(IQ4_NL[q] * half_value(data[:2])) for q in halves(data[2:])]
+
+
 GGML = {
     "q8_0": (write_q8_0, read_q8_0, 34),
     "q4_0": (write_q4_0, read_q4_0, 18),
     "q4_1": (write_q4_1, read_q4_1, 20),
     "q5_0": (write_q5_0, read_q5_0, 22),
     "q5_1": (write_q5_1, read_q5_1, 24),
+    "q6_0": (write_q6_0, read_q6_0, 26),
+    "iq4_nl": (write_iq4_nl, read_iq4_nl, 18),
 }
 
 
@@ -195,7 +262,21 @@ FLOATS = {
     "nvfp4": (E2M1, 8, 16, "e4m3", 0.0625),
     "mxfp8": (E4M3, 0x80, 32, "e8m0", 1.0),
     "mxfp4": (E2M1, 8, 32, "e8m0", 1.0),
+    "nvfp4-4over6": (E2M1, 8, 16, "e4m3", 0.0625),
 }
+ORDER = ["fp8", "fp8-e5m2", "nvfp4", "mxfp8", "mxfp4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "nvfp4-4over6", "q6_0", "iq4_nl"]
+
+
+def two_levels(group, magnitude, tensor, most):
+    """The squared error, the scale and the codes of a group of NVFP4 whose largest value becomes `most`."""
+    scale = nearest(E4M3, 0x80, f32(f32(magnitude / most) / tensor))
+    step = f32(E4M3[scale] * tensor)
+    codes = [nearest(E2M1, 8, f32(cleaned(x) / step)) if step > 0 else 0 for x in group]
+    error = 0.0
+    for x, code in zip(group, codes):
+        d = f32(cleaned(x) - f32(value_of(E2M1, 8, code) * step))
+        error = f32(error + f32(d * d))
+    return error, scale, codes
 
 
 def write_floats(name, row):
@@ -208,8 +289,11 @@ def write_floats(name, row):
         if kind == "tensor":
             step = tensor
         elif kind == "e4m3":
-            scales.append(nearest(E4M3, 0x80, f32(f32(magnitude / 6.0) / tensor)))
-            step = f32(E4M3[scales[-1]] * tensor)
+            tried = [two_levels(group, magnitude, tensor, most) for most in ((6.0, 4.0) if "4over6" in name else (6.0,))]
+            _, scale, of_group = min(tried, key=lambda t: t[0])  # the first one of equals
+            scales.append(scale)
+            codes += of_group
+            continue
         else:
             emax = 8 if values is E4M3 else 2
             exponent = math.frexp(magnitude)[1] - 1 - emax if magnitude > 0 else -127
@@ -285,7 +369,7 @@ def block(name, x):
 
 def table():
     lines, x = [], row_input()
-    for name in [*FLOATS, *GGML]:
+    for name in ORDER:
         data, values = block(name, x)
         of_values = fnv1a(b"".join(struct.pack("<f", v) for v in values))
         scale = FLOATS[name][4] if name in FLOATS else 1.0

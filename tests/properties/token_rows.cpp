@@ -34,6 +34,10 @@ double bound(const kvq::row_layout& l, double value, double largest, double rang
             return (range * (0.5 / 15 + half) + largest * half) * 1.001;
         case number::unsigned5:
             return (range * (0.5 / 31 + half) + largest * half) * 1.001;
+        case number::centred6:  // the step of the least error is not that of the largest value
+            return largest / 20;
+        case number::iq4_nl:  // steps of up to 24 of 127, and -127 to 113
+            return largest / 6;
         case number::e5m2:
             return std::fmax(value / 8, std::ldexp(1.0, -17));
         case number::e4m3:
@@ -131,6 +135,26 @@ TEST_CASE("rows of other systems: errors are those of their numbers, one at a ti
                 REQUIRE(scheme.device_value(s, block.data(), at / s.dim, at % s.dim) == y[i]);
             }
         }
+}
+
+TEST_CASE("rows of other systems: the better of two scales loses less, group by group") {
+    test::generator random(test::seed());
+    const kvq::block_shape s{kvq::tensor::key, 40, 128};
+    const kvq::token_rows one(kvq::row_layout_named("nvfp4")), two(kvq::row_layout_named("nvfp4-4over6"));
+    const auto x = random.normals(s.values(), 2.0f);
+    const auto a = test::dequantized(one, s, test::quantized(one, s, x)),
+               b = test::dequantized(two, s, test::quantized(two, s, x));
+    double errors[2] = {0, 0};
+    for (std::size_t first = 0; first < x.size(); first += 16) {
+        double of_group[2] = {0, 0};
+        for (std::size_t i = first; i < first + 16; ++i) {
+            of_group[0] += std::pow(static_cast<double>(a[i]) - static_cast<double>(x[i]), 2);
+            of_group[1] += std::pow(static_cast<double>(b[i]) - static_cast<double>(x[i]), 2);
+        }
+        REQUIRE(of_group[1] <= 1.0001 * of_group[0]);
+        for (int i = 0; i < 2; ++i) errors[i] += of_group[i];
+    }
+    CHECK(errors[1] < 0.9 * errors[0]);
 }
 
 TEST_CASE("rows of other systems: no value is NaN or infinite, and those that are not finite are counted") {
@@ -300,6 +324,9 @@ TEST_CASE("rows of other systems: sizes, scales of the tensor, refusals") {
     CHECK(bytes("q4_1", 64, 128) == 80);
     CHECK(bytes("q5_0", 64, 128) == 88);
     CHECK(bytes("q5_1", 64, 128) == 96);
+    CHECK(bytes("q6_0", 64, 128) == 104);
+    CHECK(bytes("iq4_nl", 64, 128) == 72);
+    CHECK(bytes("nvfp4-4over6", 64, 128) == 72);
     const kvq::token_rows q8_0(kvq::row_layout_named("q8_0"));
     CHECK_THROWS_WITH_AS(q8_0.check({.layers = 1, .kv_heads = 1, .head_dim = 80}, kvq::tensor::key),
                          "kvq: q8_0 has a scale for 32 channels, but head_dim is 80", std::invalid_argument);

@@ -13,16 +13,22 @@
 //   q4_1      32         fp16, fp16 minimum, 4 bit x 32              (max - min) / 15
 //   q5_0      32         fp16, fifth bits of 32, 4 bit x 32          x of max|x| / -16
 //   q5_1      32         fp16, fp16 minimum, fifth bits of 32, 4 bit x 32 (max - min) / 31
+//   q6_0      32         fp16, high two bits of 32, 4 bit x 32   x of max|x| / -32, then least squares
+//   iq4_nl    32         fp16, 4 bit x 32: places in a table     x of max|x| / -127, then least squares
+//
+// nvfp4-4over6 has the bytes of nvfp4: of max|x| / 6 and max|x| / 4 the one with the smaller squared error.
+// Least squares: of s * number to x, each weighted with x^2.
 //
 // A block is [tokens][row], zeros up to a multiple of 16 bytes. Two e2m1 in a byte: the even channel in its
 // low half. "Behind the page": [tokens][scales of a token] after all rows. Numbers of ggml: channel i in the
-// low half of byte i, i + 16 in its high half; bit i of the fifth bits is that of channel i.
+// low half of byte i, i + 16 in its high half; bit i of the fifth bits is that of channel i. Of q6_0's eight
+// bytes i has, from the lowest bits on, the pairs of channels i, i + 16, i + 8 and i + 24.
 // schemes/token_rows.hpp is the scheme that reads and writes all of them.
 // Contract: float arithmetic, each operation rounded on its own; every other system's rule gives the same
 // bytes where it does so too (some multiply by reciprocals). NaN is quantized as the value nearest zero,
 // infinities saturate, and neither sets a scale; scales in fp16 saturate. Complexity: linear.
-// Sources: ggml-quants.c (quantize_row_*_ref); OCP Microscaling Formats (MX) 1.0, 6.3; NVIDIA, Introducing
-// NVFP4; vLLM, --kv-cache-dtype fp8.
+// Sources: ggml-quants.c (quantize_row_*_ref; q6_0: that of ik_llama.cpp); OCP Microscaling Formats (MX) 1.0,
+// 6.3; NVIDIA, Introducing NVFP4; vLLM, --kv-cache-dtype fp8, nvfp4_4over6.
 #pragma once
 
 #include "../config.hpp"
@@ -31,21 +37,36 @@ namespace kvq { inline namespace v0_3 {
 
 /// What a row of tokens holds: a value, of which one scheme reads all.
 struct row_layout {
-    enum class number : unsigned char { e4m3, e5m2, e2m1, int8, centred4, centred5, unsigned4, unsigned5 };
+    enum class number : unsigned char {
+        e4m3,
+        e5m2,
+        e2m1,
+        int8,
+        centred4,
+        centred5,
+        unsigned4,
+        unsigned5,
+        centred6,
+        iq4_nl
+    };
     enum class stored : unsigned char { none, fp16, e4m3, e8m0 };
 
     const char* name;
     number numbers;
-    int channels;  ///< that share a scale; 0: all tokens of the tensor do
-    stored scale;  ///< fp16: in front of the numbers; others: behind all numbers of the page
-    bool minimum;  ///< fp16, behind the scale
+    int channels;                ///< that share a scale; 0: all tokens of the tensor do
+    stored scale;                ///< fp16: in front of the numbers; others: behind all numbers of the page
+    bool minimum;                ///< fp16, behind the scale
+    bool four_over_six = false;  ///< nvfp4: the scale is one of two, by the error
 
     KVQ_HD KVQ_NO_COPY constexpr int bits() const noexcept {
         switch (numbers) {
             case number::e2m1:
             case number::centred4:
             case number::unsigned4:
+            case number::iq4_nl:
                 return 4;
+            case number::centred6:
+                return 6;
             case number::centred5:
             case number::unsigned5:
                 return 5;
@@ -83,6 +104,9 @@ inline constexpr row_layout row_layouts[] = {
     {"q4_1", row_layout::number::unsigned4, 32, row_layout::stored::fp16, true},
     {"q5_0", row_layout::number::centred5, 32, row_layout::stored::fp16, false},
     {"q5_1", row_layout::number::unsigned5, 32, row_layout::stored::fp16, true},
+    {"nvfp4-4over6", row_layout::number::e2m1, 16, row_layout::stored::e4m3, false, true},
+    {"q6_0", row_layout::number::centred6, 32, row_layout::stored::fp16, false},
+    {"iq4_nl", row_layout::number::iq4_nl, 32, row_layout::stored::fp16, false},
 };
 
 }}  // namespace kvq

@@ -37,7 +37,14 @@ inline void store_codes(row_layout::number numbers, int n, const std::uint8_t* c
         }
         case row_layout::number::centred4:
         case row_layout::number::unsigned4:
+        case row_layout::number::iq4_nl:
             for (int i = 0; i < 16; ++i) put(i, (codes[i] & 15u) | (codes[i + 16] & 15u) << 4);
+            return;
+        case row_layout::number::centred6:
+            for (int i = 0; i < 8; ++i)
+                put(i, unsigned{codes[i]} >> 4 | unsigned{codes[i + 16]} >> 4 << 2 |
+                           unsigned{codes[i + 8]} >> 4 << 4 | unsigned{codes[i + 24]} >> 4 << 6);
+            for (int i = 0; i < 16; ++i) put(8 + i, (codes[i] & 15u) | (codes[i + 16] & 15u) << 4);
             return;
         default:
             std::memcpy(to, codes, static_cast<std::size_t>(n));
@@ -54,7 +61,12 @@ KVQ_HD KVQ_INLINE std::uint8_t code_at(row_layout::number numbers, const std::by
             return half(i / 2, i % 2);
         case row_layout::number::centred4:
         case row_layout::number::unsigned4:
+        case row_layout::number::iq4_nl:
             return half(i % 16, i / 16);
+        case row_layout::number::centred6:
+            return static_cast<std::uint8_t>(
+                half(8 + i % 16, i / 16) |
+                (static_cast<unsigned>(from[i % 8]) >> (4 * (i / 8 % 2) + 2 * (i / 16)) & 3u) << 4);
         case row_layout::number::centred5:
         case row_layout::number::unsigned5:
             return static_cast<std::uint8_t>(half(4 + i % 16, i / 16) |
@@ -62,6 +74,12 @@ KVQ_HD KVQ_INLINE std::uint8_t code_at(row_layout::number numbers, const std::by
         default:
             return static_cast<std::uint8_t>(from[i]);
     }
+}
+/// ggml's table of 16 numbers.
+KVQ_HD KVQ_INLINE constexpr float iq4_nl_value(int code) noexcept {
+    constexpr signed char values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                        1,    13,   25,  38,  53,  69,  89,  113};
+    return static_cast<float>(values[code]);
 }
 /// The number of a code, as a float that is exact.
 KVQ_HD KVQ_INLINE constexpr float number_of_code(row_layout::number numbers, std::uint8_t code) noexcept {
@@ -78,6 +96,10 @@ KVQ_HD KVQ_INLINE constexpr float number_of_code(row_layout::number numbers, std
             return static_cast<float>(code - 8);
         case row_layout::number::centred5:
             return static_cast<float>(code - 16);
+        case row_layout::number::centred6:
+            return static_cast<float>(code - 32);
+        case row_layout::number::iq4_nl:
+            return iq4_nl_value(code);
         default:
             return static_cast<float>(code);
     }
@@ -118,6 +140,10 @@ inline void load_numbers(row_layout::number numbers, const std::byte* from, int 
             return load_numbers_of<kind::unsigned4>(from, n, to);
         case kind::unsigned5:
             return load_numbers_of<kind::unsigned5>(from, n, to);
+        case kind::centred6:
+            return load_numbers_of<kind::centred6>(from, n, to);
+        case kind::iq4_nl:
+            return load_numbers_of<kind::iq4_nl>(from, n, to);
     }
 }
 
@@ -256,6 +282,7 @@ private:
                        ? 0.0f
                        : detail::smaller(detail::larger(x[i], -detail::max_float), detail::max_float);
         const auto floats = [&]<class Number>(Number, float step) {
+            for (int i = 0; i < n; ++i) codes[i] = 0;
             if (!(step > 0.0f)) return;
             for (int i = 0; i < n; ++i) codes[i] = Number::from_float(detail::rounded_quotient(y[i], step));
         };
@@ -309,9 +336,55 @@ private:
             case number::e4m3:
                 floats(e4m3{}, put_scale(range.magnitude(), 8, scale));
                 break;
-            case number::e2m1:
+            case number::e2m1: {
                 floats(e2m1{}, put_scale(range.magnitude(), 2, scale));
+                if (!l.four_over_six) break;
+                std::uint8_t other[most_channels];
+                std::memcpy(other, codes, sizeof(other));
+                const std::byte of_six = *scale;
+                const float error = squared_error(y, n, codes, step_of(numbers, scale));
+                floats(e2m1{}, put_scale(range.magnitude(), 2, scale, 4.0f));
+                if (squared_error(y, n, codes, step_of(numbers, scale)) < error) break;
+                std::memcpy(codes, other, sizeof(other));
+                *scale = of_six;
                 break;
+            }
+            case number::centred6: {
+                const float step = detail::rounded_quotient(range.largest, -32.0f),
+                            inverse = detail::inverse_or_zero(step);
+                integers(0.0f, inverse, 32.5f, 63);
+                float products = 0.0f, squares = 0.0f;
+                for (int i = 0; i < 16; ++i) {  // in ggml's order
+                    float p[2], q[2];
+                    for (int j = 0; j < 2; ++j) {
+                        const float v = y[i + 16 * j], at = rounded_product(v, inverse),
+                                    w = rounded_product(at, at),
+                                    of_code = detail::number_of_code(l.numbers, codes[i + 16 * j]);
+                        p[j] = rounded_product(rounded_product(w, v), of_code);
+                        q[j] = rounded_product(rounded_product(w, of_code), of_code);
+                    }
+                    products += p[0] + p[1];
+                    squares += q[0] + q[1];
+                }
+                put_half(0, fitted_step(products, squares, step));
+                break;
+            }
+            case number::iq4_nl: {
+                constexpr float smallest = 1e-15f;  // ggml's
+                if (!(range.magnitude() >= smallest)) break;
+                const float step = detail::rounded_quotient(range.largest, detail::iq4_nl_value(0)),
+                            inverse = detail::rounded_inverse(step);
+                float products = 0.0f, squares = 0.0f;
+                for (int i = 0; i < n; ++i) {
+                    codes[i] = nearest_iq4_nl(rounded_product(y[i], inverse));
+                    const float of_code = detail::iq4_nl_value(codes[i]),
+                                wq = rounded_product(rounded_product(y[i], y[i]), of_code);
+                    products += rounded_product(wq, y[i]);
+                    squares += rounded_product(wq, of_code);
+                }
+                put_half(0, fitted_step(products, squares, step));
+                break;
+            }
         }
         detail::store_codes(l.numbers, n, codes, numbers + l.front_bytes());
         return range.not_finite;
@@ -323,13 +396,31 @@ private:
         if (level < 127 && magnitude - static_cast<float>(level) >= 0.5f) ++level;
         return static_cast<std::uint8_t>(at < 0.0f ? -level : level);
     }
+    static std::uint8_t nearest_iq4_nl(float at) noexcept {
+        int code = 0;
+        while (code < 15 && !(at - detail::iq4_nl_value(code) < detail::iq4_nl_value(code + 1) - at)) ++code;
+        return static_cast<std::uint8_t>(code);
+    }
+    /// The factor of the numbers with the least error, or the one before where there is none.
+    static float fitted_step(float products, float squares, float before) noexcept {
+        const float step = squares > 0.0f ? detail::rounded_quotient(products, squares) : before;
+        return detail::is_finite(step) ? step : before;
+    }
+    float squared_error(const float* y, int n, const std::uint8_t* codes, float step) const noexcept {
+        float sum = 0.0f;
+        for (int i = 0; i < n; ++i) {
+            const float d = y[i] - rounded_product(detail::number_of_code(layout_.numbers, codes[i]), step);
+            sum += rounded_product(d, d);
+        }
+        return sum;
+    }
     /// Writes the scale of a group with this largest magnitude, if it has one; gives what numbers are
-    /// multiplied by. exponent: of the largest number.
-    float put_scale(float magnitude, int exponent, std::byte* to) const {
+    /// multiplied by. exponent: of the largest number. most: what the largest magnitude becomes with an e4m3.
+    float put_scale(float magnitude, int exponent, std::byte* to, float most = e2m1::max_finite) const {
         switch (layout_.scale) {
             case row_layout::stored::e4m3: {
-                const e4m3 scale(detail::rounded_quotient(
-                    detail::rounded_quotient(magnitude, e2m1::max_finite), tensor_scale_));
+                const e4m3 scale(
+                    detail::rounded_quotient(detail::rounded_quotient(magnitude, most), tensor_scale_));
                 *to = std::byte{scale.bits};
                 return rounded_product(static_cast<float>(scale), tensor_scale_);
             }
