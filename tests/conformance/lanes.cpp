@@ -528,15 +528,38 @@ TEST_CASE_TEMPLATE("rows become columns, and extremes of vectors lanes", L, KVQ_
             v[i] = L::as_ints(io::in(rows[i]));
         });
         const auto least = io::out(L::template extreme_of_each<true>(v)),
-                   most = io::out(L::template extreme_of_each<false>(v));
+                   most = io::out(L::template extreme_of_each<false>(v)),
+                   sums = io::out(L::merge_lanes(v, [](auto a, auto b) { return L::add(a, b); }));
         L::transpose(v);
         f.each([&](std::size_t j) {
             const auto column = io::out(L::as_floats(L::in_register(v[j])));
             f.each([&](std::size_t i) { REQUIRE(column[i] == rows[i][j]); });
             REQUIRE(least[j] == *std::min_element(rows[j].begin(), rows[j].end()));
             REQUIRE(most[j] == *std::max_element(rows[j].begin(), rows[j].end()));
+            double sum = 0.0, magnitude = 0.0;
+            for (const float x : rows[j]) {
+                sum += static_cast<double>(x);
+                magnitude += std::fabs(static_cast<double>(x));
+            }
+            REQUIRE(std::fabs(static_cast<double>(sums[j]) - sum) <= L::width * 0x1p-24 * magnitude);
         });
     }
+}
+
+TEST_CASE_TEMPLATE("8-bit floats become floats", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    if constexpr (requires(const std::byte* p) { L::load_e4m3(p); })
+        for (int first = 0; first < 256; first += L::width) {
+            std::byte codes[L::width];
+            for (int i = 0; i < L::width; ++i) codes[i] = static_cast<std::byte>(first + i);
+            const auto x = io::out(L::load_e4m3(codes));
+            for (int i = 0; i < L::width; ++i) {
+                const auto code = static_cast<std::uint8_t>(first + i);
+                const float wanted = (code & 127) == 127 ? 480.0f : std::fabs(kvq::e4m3::to_float(code));
+                CHECK(std::fabs(x[static_cast<std::size_t>(i)]) * 256.0f == wanted);
+                CHECK(std::signbit(x[static_cast<std::size_t>(i)]) == (code > 127));
+            }
+        }
 }
 
 TEST_CASE_TEMPLATE("codes are packed to bytes, a vector's part of each 128-bit lane", L, KVQ_TEST_LANES) {
@@ -601,6 +624,12 @@ TEST_CASE_TEMPLATE("bytes and halfwords widen to words and come back", L, KVQ_TE
             REQUIRE(bytes[i] == std::to_integer<std::int32_t>(p[i]));
             REQUIRE(halfwords[i] == kvq::detail::load_as<std::uint16_t>(p + 2 * i));
         });
+        if constexpr (requires { L::load_signed_bytes(p); }) {
+            const auto integers = io::out(L::load_signed_bytes(p));
+            f.each([&](std::size_t i) {
+                REQUIRE(integers[i] == static_cast<std::int8_t>(std::to_integer<std::uint8_t>(p[i])));
+            });
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //   values        float products on 16/32-bit values                       (window/window_product.hpp)
 //                 many operands: 16-bit values as integers of 14 bits      (window/word_product.hpp),
 //                 or in tiles of bfloat16                                  (window/tile_value_product.hpp)
+//   token_rows    float products in place, of numbers in registers (rows/row_product.hpp)
 //   rows          the same products with a copy of the codes of 8-bit floats (float_rows.hpp)
 //   codes         integer products on codes, parameters folded
 //     (product/folded.hpp, code_product.hpp)
@@ -33,6 +34,7 @@
 #include "kernel_table.hpp"
 #include "product/code_product.hpp"
 #include "product/turned_product.hpp"
+#include "rows/row_product.hpp"
 #include "window/tile_value_product.hpp"
 #include "window/word_product.hpp"
 
@@ -163,6 +165,37 @@ private:
     int n_;
 };
 
+/// Rows of tokens, in layouts that are values.
+template <class Backend>
+class token_row_product {
+public:
+    using lanes = typename Backend::lanes;
+
+    token_row_product(const product_blocks& of, const block_shape& shape, int n)
+        : product_(of.rows, of.tensor_scale, shape, n), layout_(of.rows) {}
+
+    std::size_t workspace_bytes() const { return product_.workspace_bytes(); }
+
+    void begin(const block_shape& shape, block_id, const std::byte*, const float* x, std::ptrdiff_t x_stride,
+               std::byte* workspace) const {
+        if (shape.role == tensor::key) product_.begin(x, x_stride, workspace);
+    }
+    void finish(const block_shape& shape, block_id, const std::byte* block, const float* x,
+                std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                std::ptrdiff_t ahead, std::byte* workspace) const {
+        const int row = layout_.row_bytes(shape.dim), behind = layout_.scales_behind(shape.dim);
+        const row_place at{block, row, block + std::ptrdiff_t{shape.tokens} * row, behind};
+        if (shape.role == tensor::key)
+            product_.keys(at, rows, y, y_stride, add, ahead, workspace);
+        else
+            product_.values(at, cols, x, x_stride, y, y_stride, add, ahead, workspace);
+    }
+
+private:
+    row_product<lanes> product_;
+    row_layout layout_;
+};
+
 /// Blocks that are dequantized first.
 template <class Backend>
 class dequantized_block_product {
@@ -243,6 +276,8 @@ constexpr auto block_product_of() {
     else if constexpr (rows_of_floats<Scheme>)
         return std::type_identity<
             float_row_product<window_block_product<Backend, bfloat16>, typename Scheme::row_code>>();
+    else if constexpr (rows_of_tokens<Scheme>)
+        return std::type_identity<token_row_product<Backend>>();
     else if constexpr (full_precision<Scheme>)
         return std::type_identity<window_block_product<Backend, typename Scheme::value_type>>();
     else

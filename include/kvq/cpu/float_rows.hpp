@@ -1,6 +1,5 @@
 // Kernels of blocks of 8-bit floats in rows of tokens (schemes/float_rows.hpp).
 //
-//   float_lanes        codes as floats and back, a vector at a time
 //   quantize_rows      tokens to a block
 //   dequantize_rows    a block to tokens
 //   float_row_product  the product of such a block with n operands, through a copy as bfloat16
@@ -8,59 +7,15 @@
 // Contract: the bytes and values of the scheme.
 #pragma once
 
-#include <limits>
-
 #include "../schemes/float_rows.hpp"
 #include "kernel_table.hpp"
 #include "product/folded.hpp"
+#include "rows/row_numbers.hpp"
 #include "special_values.hpp"
 #include "transformed.hpp"
 #include "window/tokens.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
-
-template <class Lanes, class Code>
-struct float_lanes;
-
-/// Below 2^-6, the smallest normal number, e4m3 counts units of 2^-9. Both ways to count are limited at 2^-6,
-/// where they agree, and added up.
-template <class Lanes>
-struct float_lanes<Lanes, e4m3> {
-    using ints = typename Lanes::ints;
-    using floats = typename Lanes::floats;
-
-    static KVQ_INLINE floats values(ints codes) {
-        const ints magnitude = Lanes::bit_and(codes, Lanes::splat(0x7f));
-        const floats wide =
-            Lanes::as_floats(Lanes::add(Lanes::template shift_left<20>(magnitude), Lanes::splat(120 << 23)));
-        const floats units = Lanes::multiply(
-            Lanes::smaller(Lanes::to_floats(magnitude), Lanes::splat_float(8.0f)), Lanes::splat_float(unit));
-        const floats nan = Lanes::keep_above(Lanes::splat_float(std::numeric_limits<float>::quiet_NaN()),
-                                             wide, e4m3::max_finite);
-        const floats x = Lanes::add(Lanes::add(Lanes::larger(wide, Lanes::splat_float(normal)),
-                                               Lanes::subtract(units, Lanes::splat_float(normal))),
-                                    nan);
-        return Lanes::as_floats(Lanes::bit_or(
-            Lanes::as_ints(x), Lanes::template shift_left<24>(Lanes::bit_and(codes, Lanes::splat(0x80)))));
-    }
-    static KVQ_INLINE ints codes(floats x) {
-        const floats magnitude = Lanes::smaller(Lanes::abs(x), Lanes::splat_float(e4m3::max_finite));
-        const ints wide = Lanes::as_ints(Lanes::larger(magnitude, Lanes::splat_float(normal)));
-        const ints odd = Lanes::bit_and(Lanes::template shift_right<20>(wide), Lanes::splat(1));
-        const ints of_normal =
-            Lanes::template shift_right<20>(Lanes::add(Lanes::add(wide, Lanes::splat(0x7ffff)), odd));
-        // The unit of 2^14 in a float is 2^-9.
-        const ints units = Lanes::as_ints(
-            Lanes::add(Lanes::smaller(magnitude, Lanes::splat_float(normal)), Lanes::splat_float(0x1p14f)));
-        constexpr std::int32_t both = 120 * 8 + 0x46800000 + 8;
-        const ints all = Lanes::subtract(Lanes::add(of_normal, units), Lanes::splat(both));
-        return Lanes::bit_or(
-            all, Lanes::bit_and(Lanes::template shift_right<24>(Lanes::as_ints(x)), Lanes::splat(0x80)));
-    }
-
-private:
-    static constexpr float normal = 0x1p-6f, unit = 0x1p-9f;
-};
 
 /// values: [tokens][channels]. False: some are not finite.
 template <class Lanes, class Code>

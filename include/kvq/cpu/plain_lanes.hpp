@@ -339,6 +339,16 @@ struct plain_lanes {
     }
     /// Returns a, held in a register, so that a second use does not load it again.
     static KVQ_INLINE ints in_register(ints a) { return a; }
+    /// Lane i: all lanes of vector i reduced by `pick`, in any order.
+    template <class F>
+    static KVQ_INLINE floats merge_lanes(const ints* v, F pick) {
+        ints square[width];
+        for (int i = 0; i < width; ++i) square[i] = v[i];
+        transpose(square);
+        floats result = as_floats(square[0]);
+        for (int i = 1; i < width; ++i) result = pick(result, as_floats(square[i]));
+        return result;
+    }
     /// Lane i: the smallest (largest) lane of vector i.
     template <bool Smallest>
     static KVQ_INLINE floats extreme_of_each(const ints* v) {

@@ -164,6 +164,8 @@ constexpr kernel_choice attend_choice(const codec_spec& c, const block_shape& s,
             return {"cpu/window/window_product.hpp"};
         case block_reading::rows:
             return {"cpu/float_rows.hpp"};
+        case block_reading::token_rows:
+            return {"cpu/rows/row_product.hpp"};
         case block_reading::codes:
             return {"cpu/product/code_product.hpp"};
         case block_reading::segments:

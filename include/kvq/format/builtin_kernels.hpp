@@ -8,6 +8,7 @@
 
 #include "../cpu/channel_kernels.hpp"
 #include "../cpu/group_kernels.hpp"
+#include "../schemes/token_rows.hpp"
 #include "make_format.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
@@ -122,6 +123,8 @@ void add_kernels(void* list, Add* add) {
         segments(low3{});
         segments(mix4{});
     }
+    if constexpr (Part == 11)
+        entry(codec_of<token_rows>(), &product_table<kernels::token_row_product<Backend>>::functions);
 }
 
 }}}  // namespace kvq::detail

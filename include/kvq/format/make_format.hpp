@@ -256,10 +256,10 @@ struct scheme_table {
     static const format_functions& functions() {
         if constexpr (Backend::has_all_kernels) {
             // A constant everywhere but with nvcc, which takes no address of a table that is being made.
-            static const format_functions all = functions_with(
-                &backend_table<Backend>::functions,
-                kernels::product_table<kernels::block_product<Backend, Scheme>>::functions,
-                foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || rows_of_floats<Scheme>);
+            static const format_functions all =
+                functions_with(&backend_table<Backend>::functions,
+                               kernels::product_table<kernels::block_product<Backend, Scheme>>::functions,
+                               kernels::has_product<Scheme>);
             return all;
         } else {
             static const format_functions all =

@@ -56,7 +56,7 @@ template <class S>
 struct checked_folding {
     static constexpr bool read = read_by_attention<S>;
     static constexpr bool known =
-        !read || foldable<S> || segmented<S> || full_precision<S> || rows_of_floats<S>;
+        !read || foldable<S> || segmented<S> || full_precision<S> || rows_of_floats<S> || rows_of_tokens<S>;
     static constexpr fold_use use = [] {
         fold_use all;
         if constexpr (foldable<S>)

@@ -34,6 +34,7 @@ enum class block_reading : unsigned char {
     dequantized,  ///< a copy that dequantize() makes
     values,       ///< the values of the block
     rows,         ///< a copy of the codes of 8-bit floats
+    token_rows,   ///< rows of tokens, in a layout that is a value
     codes,        ///< codes of one width
     segments      ///< codes of several widths, a range of columns for each
 };
@@ -188,9 +189,10 @@ constexpr const char* storage_text(parameter_storage s) noexcept {
 /// The spec in words.
 inline short_text codec_text(const codec_spec& c) {
     if (c.content == block_content::own)
-        return c.reading == block_reading::dequantized ? "blocks of its own"
-               : c.levels == level_kind::table         ? "blocks of its own, read as codes of a table"
-                                                       : "blocks of its own, read as codes";
+        return c.reading == block_reading::token_rows    ? "rows of tokens in the bytes of another system"
+               : c.reading == block_reading::dequantized ? "blocks of its own"
+               : c.levels == level_kind::table           ? "blocks of its own, read as codes of a table"
+                                                         : "blocks of its own, read as codes";
     if (c.content == block_content::values)
         return short_text(c.value_type == float_type::fp32   ? "fp32"
                           : c.value_type == float_type::fp16 ? "fp16"

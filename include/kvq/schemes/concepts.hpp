@@ -18,6 +18,7 @@
 //       segmented        keys whose columns are cut into ranges, each foldable by itself (widths that differ
 //                        between channels)
 //       full_precision   16- or 32-bit values, not quantized
+//       rows_of_tokens   rows of tokens in the layout of another system
 //       rows_of_floats   8-bit floats in rows of tokens, each row with a scale
 //   void check(cache_shape, tensor) const         raises kvq::error when the state belongs to another shape;
 //                                                 caches call it first
@@ -239,6 +240,13 @@ concept full_precision = detail::read_by_attention<S> && requires {
 template <class S>
 concept rows_of_floats = detail::read_by_attention<S> && requires {
     typename S::row_code;
+};
+
+/// Rows of tokens in a layout that is a value (schemes/token_rows.hpp).
+template <class S>
+concept rows_of_tokens = detail::read_by_attention<S> && requires(const S s) {
+    s.layout();
+    s.tensor_scale();
 };
 
 }}  // namespace kvq

@@ -5,8 +5,8 @@
 //   code  = e4m3(x / scale)     to nearest, ties to even
 //   x^    = scale * code
 //
-// A selection reads all keys of an index, so this layout has kernels (cpu/float_rows.hpp). Rows of other
-// systems have none (schemes/token_rows.hpp).
+// A selection reads all keys of an index, so that quantizing has kernels, too (cpu/float_rows.hpp). Rows in
+// other layouts: schemes/token_rows.hpp.
 // Of 128 channels the block has the bytes of the index caches of DeepSeek V3.2 in vLLM and SGLang, whose
 // scale is not rounded to a power of two. (They give tokens below 1e-4 the scale of 1e-4.)
 // Contract: the same bytes everywhere. |x - x^| is at most 2^-4 |x|, or 2^-10 of the scale if that is more

@@ -3,8 +3,7 @@
 //   token_rows scheme(row_layouts[0], tensor_scale);      make_format<simd<>>(scheme), or find_format("fp8")
 //
 // One type for all layouts, which are values: schemes/row_layout.hpp has their bytes, formulas, contract and
-// sources. Its code is portable, and attention dequantizes blocks first. e4m3 with a scale per token has
-// kernels: schemes/float_rows.hpp.
+// sources. Its code is portable; attention multiplies the rows in place (cpu/rows/row_product.hpp).
 #pragma once
 
 #include <array>
@@ -13,7 +12,7 @@
 #include "../core/error.hpp"
 #include "../core/rounding.hpp"
 #include "../core/text.hpp"
-#include "concepts.hpp"
+#include "codec_spec.hpp"
 #include "row_layout.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -105,6 +104,12 @@ KVQ_HD KVQ_INLINE constexpr float number_of_code(row_layout::number numbers, std
     }
 }
 
+/// What a byte behind the numbers stands for.
+KVQ_HD KVQ_INLINE constexpr float scale_of_code(row_layout::stored kind, std::byte code) noexcept {
+    const auto bits = static_cast<std::uint8_t>(code);
+    return kind == row_layout::stored::e8m0 ? e8m0::to_float(bits) : e4m3::to_float(bits);
+}
+
 /// Numbers of a group, one loop for each kind: 8-bit floats by a table.
 template <row_layout::number Kind>
 void load_numbers_of(const std::byte* from, int n, float* to) {
@@ -191,6 +196,8 @@ constexpr const row_layout& row_layout_named(const char* name) {
 
 /// One tensor of one head in a page, in the bytes of a layout: one of row_layouts, or your own.
 struct token_rows {
+    using attends_as = token_rows;
+
     /// tensor_scale: what values are divided by first (fp8, nvfp4); positive, and no number times it is
     /// infinite, else std::invalid_argument. Other layouts take 1 only.
     constexpr explicit token_rows(const row_layout& layout, float tensor_scale = 1.0f)
@@ -206,6 +213,7 @@ struct token_rows {
 
     short_text name() const { return layout_.name; }
     const row_layout& layout() const noexcept { return layout_; }
+    float tensor_scale() const noexcept { return tensor_scale_; }
     std::uint64_t fingerprint() const noexcept { return detail::bit_cast<std::uint32_t>(tensor_scale_); }
 
     KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
@@ -467,6 +475,16 @@ private:
 
     row_layout layout_;
     float tensor_scale_;
+};
+
+template <>
+struct detail::codec_maker<token_rows> {
+    static constexpr codec_spec of_type() noexcept {
+        codec_spec c;
+        c.reading = block_reading::token_rows;
+        return c;
+    }
+    static constexpr codec_spec of(const token_rows&) noexcept { return of_type(); }
 };
 
 static_assert(key_scheme<token_rows> && value_scheme<token_rows>);

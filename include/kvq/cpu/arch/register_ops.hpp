@@ -38,6 +38,8 @@
 //         saturate; every lane of half of a twice
 //     store_lanes(out, stride, v), split_lanes(v)            turned_product.hpp: lanes of 128 bits of four
 //                                                            vectors side by side; halves of those of two
+//     load_signed_bytes(p), load_e4m3(p)      rows/row_numbers.hpp: width bytes as signed words; as e4m3,
+//                                             times 2^-8, of which NaN is 480
 //     transpose_fours, split_halves, spread_codes, code_table, lookup_table    dequantize_table.hpp
 #pragma once
 

@@ -139,6 +139,13 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints load_bytes(const std::byte* p) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     }
+    static KVQ_INLINE ints load_signed_bytes(const std::byte* p) {
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    static KVQ_INLINE floats load_e4m3(const std::byte* p) {
+        const __m128i signs = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+        return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(signs, 7), _mm_set1_epi16(-0x4001)));
+    }
     static KVQ_INLINE ints load_halfwords(const std::byte* p) {
         return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }

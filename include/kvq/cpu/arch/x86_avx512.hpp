@@ -308,6 +308,13 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints load_bytes(const std::byte* p) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
+    static KVQ_INLINE ints load_signed_bytes(const std::byte* p) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static KVQ_INLINE floats load_e4m3(const std::byte* p) {
+        const __m256i signs = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(signs, 7), _mm256_set1_epi16(-0x4001)));
+    }
     static KVQ_INLINE ints load_halfwords(const std::byte* p) {
         return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }

@@ -12,6 +12,7 @@
 
 #include "../../schemes/block_layout.hpp"
 #include "../../schemes/codec_spec.hpp"
+#include "../../schemes/row_layout.hpp"
 
 namespace kvq { inline namespace v0_3 {
 
@@ -57,6 +58,9 @@ struct product_blocks {
     /// Ranges of columns, one of each width of the codec, where it has several.
     int segment_count;
     code_segment segments[codec_spec::most_widths];
+    /// Rows of tokens: their layout.
+    row_layout rows;
+    float tensor_scale;
     /// Blocks that are dequantized first.
     void (*dequantize)(const void* owner, const block_shape&, block_id, const std::byte* block,
                        float* values);
@@ -67,6 +71,11 @@ struct product_blocks {
 }}  // namespace kvq
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
+
+/// Does a product read the blocks of a scheme?
+template <class Scheme>
+inline constexpr bool has_product = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> ||
+                                    rows_of_floats<Scheme> || rows_of_tokens<Scheme>;
 
 template <class Scheme>
 constexpr code_meaning meaning_of(tensor role) noexcept {
@@ -171,10 +180,12 @@ product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
             b.segments[w] = segment;
         });
     }
+    if constexpr (rows_of_tokens<Scheme>) {
+        b.rows = scheme.layout();
+        b.tensor_scale = scheme.tensor_scale();
+    }
     // Where there may be no kernel that reads the codes, too.
-    constexpr bool read =
-        foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || rows_of_floats<Scheme>;
-    if constexpr (!read || !Backend::has_all_kernels) {
+    if constexpr (!has_product<Scheme> || !Backend::has_all_kernels) {
         b.source.owner = &scheme;
         b.dequantize = [](const void* s, const block_shape& of, block_id i, const std::byte* block,
                           float* values) {

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: bounded rounding. Products with rows of tokens in the layouts of other systems
+// (cpu/rows/row_product.hpp), against double arithmetic on the dequantized values, for every instruction set:
+// in pages and where they lie in other memory, with strides; scales of any size and sign; NaN.
+//
+// A sum of floats is off by a rounding of each product and each sum.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <kvq/cpu/simd.hpp>
+#include <kvq/schemes/token_rows.hpp>
+#include <limits>
+
+#include "support/random.hpp"
+
+namespace rows_tests {
+
+namespace {
+
+using lanes = kvq::simd<>::lanes;
+using stored = kvq::row_layout::stored;
+
+/// Rows of a tensor in memory of their own, row_stride and scale_stride bytes apart, behind some bytes of
+/// others.
+struct problem {
+    kvq::token_rows scheme;
+    kvq::block_shape shape;
+    int n;
+    std::vector<std::byte> block, memory;
+    kvq::kernels::row_place place{};
+    std::vector<float> values, x;
+
+    problem(test::generator& random, const kvq::token_rows& of, kvq::block_shape s, int operands, bool apart)
+        : scheme(of), shape(s), n(operands), block(of.block_bytes(s)), values(s.values()) {
+        auto from = random.normals(s.values(), 3.0f);
+        scheme.quantize(s, {}, from.data(), block.data());
+        scheme.dequantize(s, {}, block.data(), values.data());
+        x = random.normals(static_cast<std::size_t>(n * s.cols()));
+        const kvq::row_layout& l = scheme.layout();
+        const int row = l.row_bytes(s.dim), behind = l.scales_behind(s.dim),
+                  stride = row + (apart ? random.between(1, 70) : 0);
+        place = {block.data(), row, block.data() + std::ptrdiff_t{s.tokens} * row, behind};
+        if (!apart) return;
+        // Scales of a token lie 3 bytes apart, tokens backwards.
+        const int group_stride = 3, line = behind * group_stride + 5, of_rows = stride * (s.tokens - 1) + row;
+        memory.resize(static_cast<std::size_t>(of_rows + line * s.tokens), std::byte{0xff});
+        for (int t = 0; t < s.tokens; ++t) {
+            std::memcpy(memory.data() + t * stride, block.data() + t * row, static_cast<std::size_t>(row));
+            for (int g = 0; g < behind; ++g)
+                memory[static_cast<std::size_t>(of_rows + line * (s.tokens - 1 - t) + g * group_stride)] =
+                    place.scales[t * behind + g];
+        }
+        place = {memory.data(), stride, memory.data() + of_rows + line * (s.tokens - 1), -line, group_stride};
+    }
+
+    /// y[i][r], added to 1 if `add`.
+    std::vector<float> multiply(int tokens, bool add) const {
+        const kvq::kernels::row_product<lanes> product(scheme.layout(), scheme.tensor_scale(), shape, n);
+        std::vector<float> space(product.workspace_bytes() / sizeof(float) + 32,
+                                 std::numeric_limits<float>::quiet_NaN());
+        auto* const aligned =
+            reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(space.data()) + 63) / 64 * 64);
+        std::vector<float> y(static_cast<std::size_t>(n * shape.rows()), 1.0f);
+        if (shape.role == kvq::tensor::key) {
+            product.begin(x.data(), shape.cols(), aligned);
+            product.keys(place, tokens, y.data(), shape.rows(), add, 0, aligned);
+        } else {
+            product.values(place, tokens, x.data(), shape.cols(), y.data(), shape.rows(), add, 0, aligned);
+        }
+        return y;
+    }
+    void check(int tokens, bool add) const {
+        const auto y = multiply(tokens, add);
+        const bool keys = shape.role == kvq::tensor::key;
+        for (int i = 0; i < n; ++i)
+            for (int r = 0; r < (keys ? tokens : shape.rows()); ++r) {
+                double wanted = add ? 1.0 : 0.0, size = wanted;
+                for (int c = 0; c < (keys ? shape.cols() : tokens); ++c) {
+                    const auto at = static_cast<std::size_t>(keys ? r * shape.dim + c : c * shape.dim + r);
+                    const double p = static_cast<double>(values[at]) *
+                                     static_cast<double>(x[static_cast<std::size_t>(i * shape.cols() + c)]);
+                    wanted += p;
+                    size += std::fabs(p);
+                }
+                const auto got = static_cast<double>(y[static_cast<std::size_t>(i * shape.rows() + r)]);
+                if (std::isnan(wanted))
+                    REQUIRE(std::isnan(got));
+                else
+                    REQUIRE(std::fabs(got - wanted) <= 4e-6 * size);
+            }
+    }
+};
+
+}  // namespace
+
+TEST_CASE("products with rows of other systems are those of double, in pages and in other memory") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const kvq::row_layout& l : kvq::row_layouts)
+        for (const auto role : {kvq::tensor::key, kvq::tensor::value})
+            for (int round = 0; round < 10; ++round) {
+                const int unit = l.channels > 0 ? l.channels : random.between(1, 40),
+                          tokens = random.one_in(3) ? random.between(128, 300) : random.between(1, 50);
+                const kvq::block_shape s{role, tokens, unit * random.between(1, 5)};
+                const bool scales = l.scale == stored::none || l.scale == stored::e4m3;
+                const kvq::token_rows scheme(l, scales && random.one_in(2) ? 0.37f : 1.0f);
+                const problem p(random, scheme, s, random.between(1, 9), random.one_in(2));
+                INFO(l.name, ", ", tokens, " tokens of ", s.dim, " channels, ", p.n, " operands");
+                p.check(random.between(1, tokens), random.one_in(2));
+            }
+}
+
+TEST_CASE("rows of other systems: negative, zero and NaN scales and numbers") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const kvq::row_layout& l : kvq::row_layouts)
+        for (const auto role : {kvq::tensor::key, kvq::tensor::value})
+            for (int round = 0; round < 6; ++round) {
+                problem p(random, kvq::token_rows(l), {role, random.between(1, 40), 96}, random.between(1, 6),
+                          false);
+                INFO(l.name, " round ", round);
+                // Any bytes: NaN stays NaN; infinities are left out, whose sums depend on the order.
+                auto* const bytes = p.block.data();
+                const auto count = static_cast<int>(p.block.size());
+                for (int k = 0; k < 3; ++k) {
+                    const int at = random.between(0, count - 1);
+                    const auto old = bytes[at];
+                    bytes[at] = static_cast<std::byte>(random.between(0, 255));
+                    p.scheme.dequantize(p.shape, {}, bytes, p.values.data());
+                    for (const float v : p.values)
+                        if (std::isinf(v)) bytes[at] = old;
+                }
+                p.scheme.dequantize(p.shape, {}, bytes, p.values.data());
+                p.check(p.shape.tokens, round % 2 == 0);
+            }
+}
+
+}  // namespace rows_tests
