@@ -259,7 +259,12 @@ typedef struct kvq_cuda_attend_options {
     const int32_t* listed_window;  // [q.tokens][list_kv_heads][listed_window_count], such as the last
     int32_t listed_count, listed_window_count;
     int32_t list_kv_heads;  // 0 or 1: a query has one list for all heads; else the kv heads of the layer
-    int32_t reserved;       // 0
+    /// 0: all pages are read; n, up to the cache's listed_tokens: of each kv head only its best quantized
+    /// pages, about n tokens, the first page, the last two and the 16-bit ones, as
+    /// kvq_mods.selected_tokens of the CPU chooses them. In steps of one token and layers without a window;
+    /// without window and ancestors. Refused over pages that trims or erases have cut, over moved keys, and
+    /// for keys without parameters per channel (int8). The ranking does not know sink_logits.
+    int32_t selected_tokens;
 } kvq_cuda_attend_options;
 
 /// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that

@@ -121,6 +121,7 @@ inline cuda::attention_options attention_of(const kvq_cuda_attend_options& o) {
     a.window_sinks = o.window_sinks != 0;
     a.ancestors = o.ancestors;
     a.lse = o.lse;
+    a.selected_tokens = o.selected_tokens;
     return a;
 }
 /// Are there lists of tokens?
@@ -129,10 +130,12 @@ inline bool has_lists(const kvq_cuda_attend_options& o) {
 }
 inline cuda::list_options lists_of(const kvq_cuda_attend_options& o, int query_tokens) {
     const cuda::attention_options a = attention_of(o);
-    expect(a.softcap == 0.0f && a.window == 0 && a.ancestors == nullptr && o.alibi_slopes == nullptr,
+    expect(a.softcap == 0.0f && a.window == 0 && a.ancestors == nullptr && o.alibi_slopes == nullptr &&
+               a.selected_tokens == 0,
            KVQ_ERROR_ARGUMENT,
-           "attention over lists of tokens takes no softcap, window, tree or ALiBi; got softcap ", a.softcap,
-           ", window ", a.window);
+           "attention over lists of tokens takes no softcap, window, tree, ALiBi or selected pages; got "
+           "softcap ",
+           a.softcap, ", window ", a.window, ", selected_tokens ", a.selected_tokens);
     cuda::list_options lists;
     lists.scale = a.scale;
     lists.selected = {o.listed_tokens, o.listed_count};
@@ -163,6 +166,8 @@ inline void add_learned_sinks(const output_view& out, const kvq_cuda_attend_opti
 }
 inline cuda::prefill_options prefill_of(const kvq_cuda_attend_options& o) {
     const cuda::attention_options a = attention_of(o);
+    expect(a.selected_tokens == 0, KVQ_ERROR_UNSUPPORTED, "prompts read all pages; selected_tokens is ",
+           a.selected_tokens);
     return {.scale = a.scale,
             .softcap = a.softcap,
             .window = a.window,

@@ -833,6 +833,13 @@ void lists() {
     a.softcap = 30.0f;
     REFUSED(kvq_cuda_cache_attend(gpu, 0, &queries, &to, &a, nullptr), KVQ_ERROR_ARGUMENT,
             "takes no softcap");
+    KVQ_INIT(a);
+    a.selected_tokens = best;
+    REFUSED(kvq_cuda_cache_attend(gpu, 0, &queries, &to, &a, nullptr), KVQ_ERROR_ARGUMENT,
+            "pages in int8 are not ranked, since their keys have parameters per token");
+    a.selected_tokens = best + 1;
+    REFUSED(kvq_cuda_cache_attend(gpu, 0, &queries, &to, &a, nullptr), KVQ_ERROR_ARGUMENT,
+            "21 selected tokens, but 1 to listed_tokens, 20, can be");
     OK(kvq_cuda_sequence_free(one));
     OK(kvq_sequence_free(want));
     OK(kvq_cuda_cache_free(gpu));

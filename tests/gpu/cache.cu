@@ -114,7 +114,7 @@ struct host_formats {
 struct both_options {
     int sinks = 4, recent = 40, rollback = 16, max_batch = 4, max_tokens = 1200, step_tokens = 3,
         draft_tokens = 24;
-    int pool_tokens = 0, pool_sequences = 0, cut_pages = 64;
+    int pool_tokens = 0, pool_sequences = 0, cut_pages = 64, listed_tokens = 0;
     bool growing = true;
     std::vector<kvq::layer> list = {};  // empty: equal layers
     bool rotates = true;                // keys may move
@@ -176,6 +176,7 @@ struct both_caches {
         g.pool_sequences = o.pool_sequences;
         g.growing = o.growing;
         g.cut_pages = o.cut_pages;
+        g.listed_tokens = o.listed_tokens;
         g.query_heads = q_heads;
         g.rotary = rotations(o);
         g.memory = test::counted_memory::allocator();
@@ -1025,6 +1026,120 @@ struct history {
 
 #endif
 
+#if PART != 2
+[[maybe_unused]] void refused(const cuda::status& s, const char* part) {
+    CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
+}
+
+/// Attention over selected pages: the pages that the CPU chooses, in random batches of sequences, with K and V
+/// of the first format alone.
+[[maybe_unused]] void check_selected_pages() {
+    both_caches c({.recent = 70, .listed_tokens = 1000});
+    test::rng r(21);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "selected pages: %s", s.message); };
+#if PART == 1
+    ok(c.gpu.calibrate("low2", statistics(), c.stream));
+#endif
+    std::vector<pair> all;
+    std::vector<float16> keys, values;
+    const auto prompt = [&](pair& p, int n) {
+        c.write(r, keys, values);
+        ok(c.gpu.begin_prompt(p.id, n, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+        c.appended(p.host, keys, values, 0, n);
+    };
+    for (const int tokens : {3, 200, 900}) {
+        all.push_back({c.gpu.new_sequence(), c.cpu.new_sequence()});
+        for (int left = tokens; left > 0; left -= 250) prompt(all.back(), std::min(left, 250));
+    }
+    double worst = 0.0;
+    long long seen = 0, read = 0;
+    for (int step = 0; step < 40; ++step) {
+        std::vector<pair*> rows;
+        std::vector<cuda::sequence_id> batch;
+        for (pair& p : all) rows.push_back(&p);
+        std::shuffle(rows.begin(), rows.end(), r);
+        rows.resize(static_cast<std::size_t>(test::uniform(r, 1, 3)));
+        if (step % 5 == 0) rows.insert(rows.begin(), nullptr);
+        for (const pair* p : rows) batch.push_back(p == nullptr ? cuda::sequence_id{} : p->id);
+        const int n = static_cast<int>(rows.size()), layer = step % layers,
+                  tokens = test::uniform(r, 1, step % 4 == 0 ? 1000 : 200);
+        const float cap = step % 3 == 0 ? 5.0f : 0.0f;
+        c.write(r, keys, values, n);
+        ok(c.gpu.begin_step(batch, 1, c.stream));
+        const std::vector<float16> x = random_queries(r, c);
+        const token_view<const float16> q(c.q.get(), n, q_heads, dim);
+        const token_view<float16> out(c.out.get(), n, q_heads, dim);
+        const cuda::attention_options options{.softcap = cap, .selected_tokens = tokens};
+        for (int i = 0; i < layers; ++i)
+            if (i != layer || step % 2 == 0)
+                ok(c.gpu.append(i, c.rows(c.k, i, n), c.rows(c.v, i, n), c.stream));
+        if (step % 2 == 0)
+            ok(c.gpu.attend(layer, q, out, options, c.stream));
+        else
+            ok(c.gpu.attend(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), q, out, options, c.stream));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        const auto y = c.out.download();
+        for (std::size_t b = 0; b < rows.size(); ++b) {
+            constexpr std::size_t row = q_heads * dim;
+            if (rows[b] == nullptr) continue;
+            c.appended(rows[b]->host, keys, values, static_cast<int>(b), 1);
+            std::vector<float> want(row);
+            selection_report report;
+            const selected_pages best{.tokens = tokens, .report = &report};
+            const token_view<const float16> host_q(&x[b * row], 1, q_heads, dim);
+            const token_view<float> to(want.data(), 1, q_heads, dim);
+            if (cap > 0.0f)
+                rows[b]->host.attend(layer, host_q, to, mods{best, softcap{cap}});
+            else
+                rows[b]->host.attend(layer, host_q, to, best);
+            seen += report.pages;
+            read += report.read;
+            for (std::size_t head = 0; head < q_heads; ++head) {
+                double error = 0.0, size = 0.0;
+                for (std::size_t d = head * dim; d < (head + 1) * dim; ++d) {
+                    const double a = static_cast<double>(want[d]),
+                                 e = a - static_cast<double>(static_cast<float>(y[b * row + d]));
+                    error += e * e;
+                    size += a * a;
+                }
+                worst = std::max(worst, std::sqrt(error / size));
+                CHECK(error <= 9e-6 * size,
+                      "selected pages, step %d, row %zu, head %zu: %d of %d tokens, error %.3g", step, b,
+                      head, tokens, rows[b]->host.tokens(), std::sqrt(error / size));
+            }
+        }
+    }
+    CHECK(4 * read < 3 * seen, "%lld of %lld pages were read", read, seen);
+    std::printf("  %-28s error %.2e, %.0f %% of the pages\n", "selected pages", worst,
+                100.0 * static_cast<double>(read) / static_cast<double>(seen));
+
+    const cuda::sequence_id id = all[2].id;
+    const token_view<const float16> q(c.q.get(), 1, q_heads, dim);
+    const token_view<float16> out(c.out.get(), 1, q_heads, dim);
+    const auto attend = [&](const cuda::attention_options& o) {
+        return c.gpu.attend(0, q, out, o, c.stream);
+    };
+    ok(c.gpu.begin_step(std::span(&id, 1), 0, c.stream));
+    refused(attend({.selected_tokens = 1001}), "1001 selected tokens, but 1 to listed_tokens, 1000, can be");
+    refused(attend({.window = 40, .selected_tokens = 32}), "without tree or window; got 1, window 40");
+    refused(attend({.selected_tokens = -1}), "-1 selected tokens");
+    const std::uint64_t graph = c.gpu.graph_id();
+    ok(c.gpu.trim(id, 97));
+    ok(c.gpu.begin_step(std::span(&id, 1), 0, c.stream));
+    refused(attend({.selected_tokens = 32}), "row 0 has pages of which a trim or an erase shows a part");
+    CHECK(graph != c.gpu.graph_id(), "a graph with selected pages may be replayed over cut ones");
+#if PART == 0
+    ok(c.gpu.commit_to("int8"));
+    pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    prompt(p, 200);
+    ok(c.gpu.begin_step(std::span(&p.id, 1), 0, c.stream));
+    refused(attend({.selected_tokens = 32}), "pages in int8 are not ranked, since their keys have");
+#endif
+}
+#endif
+
 #if PART == 0
 /// A captured step, replayed while contexts grow. Pools are allocated up front.
 void check_graph() {
@@ -1164,10 +1279,6 @@ void check_draft_graph() {
     if (exec) CUDA_OK(cudaGraphExecDestroy(exec));
     std::printf("  %-28s %d steps, %d tokens, error %.2e\n", "captured drafts, replayed", graph_steps / 3,
                 c.gpu.tokens(pairs[0].id), worst);
-}
-
-void refused(const cuda::status& s, const char* part) {
-    CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
 }
 
 /// Keys that have moved: a refused call of a step can be made again, and a prompt that waits for the layers
@@ -1951,7 +2062,7 @@ void check_alibi() {
     const test::device_buffer<float> on_device(slopes);
     const cuda::device_format scored[] = {
         cuda::make_scored_format<cuda::alibi, float16, cuda::preset_pair<low2, dim, page>>()};
-    both_caches c({}, scored[0]);
+    both_caches c({.listed_tokens = 64}, scored[0]);
     test::rng r(12);
     const auto ok = [](const cuda::status& s) { CHECK(s, "ALiBi: %s", s.message); };
     kvq::sequence host = c.cpu.new_sequence();
@@ -1968,6 +2079,8 @@ void check_alibi() {
     const token_view<float16> out(c.out.get(), 1, q_heads, dim);
     const cuda::status without = c.gpu.attend(0, q, out, {}, c.stream);
     CHECK(!without && std::strstr(without.message, "another score modifier"), "%s", without.message);
+    refused(c.gpu.attend(0, q, out, {.selected_tokens = 64}, c.stream, cuda::alibi{on_device.get()}),
+            "layer 0, full attention of 2 x 64: these kernels have a score modifier that needs positions");
     double worst = 0.0;
     const auto attend = [&](int window) {
         const cuda::sequence_id batch[] = {id};
@@ -2211,6 +2324,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_budget();
     check_apart();
     check_host_pages();
+    check_selected_pages();
     history({}, 1, "4 sinks, 40 recent").run(long_run);
     history({}, 9, "keys that move").run(long_run / 3, 40);
     history({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent")
@@ -2251,6 +2365,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_self_calibration();
     check_other_target();
     check_alibi();
+    check_selected_pages();
 #endif
     CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);
     return test::report("cache");

@@ -1,8 +1,12 @@
 // The index cache and the selection of tokens: bytes against the CPU's encoder, scores against double
-// arithmetic, positions against sorting; refusals.
+// arithmetic, positions against sorting; refusals. Estimates of scores, by which pages are selected: the CPU's
+// (whole selections: cache.cu).
 #include <kvq/cuda/select/index_scores.cuh>
+#include <kvq/cuda/select/score_estimate.cuh>
 #include <kvq/cuda/select/select_top.cuh>
 #include <kvq/cuda/store/store.cuh>
+#include <kvq/format/make_format.hpp>
+#include <kvq/schemes/presets.hpp>
 
 #include "support.cuh"
 
@@ -220,6 +224,52 @@ void check_top(test::rng& r, const std::vector<int>& lengths, int room, int quer
     }
 }
 
+template <class Pair>
+__global__ void estimate_kernel(const __grid_constant__ cuda::cache_ref<Pair> cache, const float* query,
+                                int rows, float* out) {
+    const float x = cuda::detail::key_ranges<Pair>(cache, 0).estimate(cache.key_block(0, 0), query, rows);
+    if (threadIdx.x < 4) out[threadIdx.x] = x;
+}
+
+/// Queries are those behind the transform of the keys.
+template <class Keys, int Dim, int Page>
+void check_estimates(test::rng& r) {
+    using pair = cuda::detail::read_pair<cuda::block_pair<Keys, std4::values, Dim, Page>>;
+    constexpr block_shape shape{tensor::key, Page, Dim};
+    const format f = make_format<Keys, scalar>();
+    const format_functions& cpu = f.functions();
+    test::device_buffer<std::byte> memory(pair::key_block_bytes);
+    test::device_buffer<float> out(4);
+    cuda::cache_ref<pair> cache;
+    cache.key_pages = memory.get();
+    cache.key_page_bytes = pair::key_block_bytes;
+    cache.kv_heads = 1;
+    for (const int rows : {1, 3, 4}) {
+        std::vector<float> x = test::tensor_values(r, Page, Dim), q(static_cast<std::size_t>(rows) * Dim);
+        for (float& y : q) y = test::normal(r);
+        std::vector<std::byte> block(pair::key_block_bytes);
+        Keys{}.quantize(shape, {0, 0}, x.data(), block.data());
+        memory.upload(block);
+        const test::device_buffer<float> q_device(q);
+        const float* const query = q_device.get();
+        float* const to = out.get();
+        const cuda::status s =
+            cuda::detail::launch("estimating", cuda::detail::overlap::no, estimate_kernel<pair>, dim3(1), 32,
+                                 0, nullptr, cache, query, rows, to);
+        CHECK(s, "%s", s.message);
+        CUDA_OK(cudaDeviceSynchronize());
+        const std::vector<float> got = out.download();
+        std::vector<float> want(static_cast<std::size_t>(rows)),
+            scratch(cpu.estimate_floats(f.scheme(), shape));
+        cpu.estimate_scores(f.scheme(), shape, {0, 0}, block.data(), q.data(), Dim, rows, 0, Page,
+                            cuda::detail::page_spread, want.data(), 0, scratch.data());
+        for (std::size_t i = 0; i < want.size(); ++i)
+            CHECK(std::abs(got[i] - want[i]) <= 1e-4f * (1.0f + std::abs(want[i])),
+                  "%s: the estimate of row %zu of %d is %g, the CPU's %g", f.name(), i, rows,
+                  static_cast<double>(got[i]), static_cast<double>(want[i]));
+    }
+}
+
 void check_refusals() {
     using pair = cuda::index_pair<128, 64>;
     test::device_buffer<std::byte> memory(pair::key_block_bytes);
@@ -276,6 +326,11 @@ int main() {
     check_scores<float16, 128, 32>(r,
                                    {.heads = 5, .query_tokens = 3, .lengths = {100, 2, 70}, .holes = true});
     check_scores<float, 64, 96>(r, {.heads = 70, .lengths = {130}, .spoiled = true});
+    check_estimates<std4::keys, 128, 128>(r);
+    check_estimates<std4_h::keys, 64, 128>(r);
+    check_estimates<low3::keys, 128, 64>(r);
+    check_estimates<hi6::keys, 80, 32>(r);
+    check_estimates<affine<2, per_channel<32>, params<float16>>, 64, 96>(r);
     check_top(r, {90, 0, 7, 2}, 128, 3, 20, 0);
     check_top(r, {2000, 1000, 33}, 2048, 1, 512, 9);
     check_top(r, {40000, 5, 17000}, 40960, 1, 700, 0);

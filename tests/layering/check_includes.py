@@ -66,7 +66,7 @@ ALLOWED = {
     "cuda/decode": DEVICE | {"cuda/store"},
     "cuda/prefill": DEVICE | {"cuda/decode"},
     "cuda/latent": DEVICE | {"cuda/decode", "cuda/prefill"},
-    "cuda/select": DEVICE | {"cuda/store"},
+    "cuda/select": DEVICE | {"cuda/decode", "cuda/store"},
     "cuda/store": DEVICE | {"state"},
     "cuda/quantize": DEVICE,
     "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers", "cache/requantize_request"},

@@ -188,7 +188,7 @@ class Cache(Handle):
     draft_tokens    drafted tokens of a sequence, at most 64
     query_heads     of layers made by latent_attention, and of steps over keys that have moved, at most: memory for so many
     rotary          how keys were rotated, for all layers or one per layer; None: keys cannot move
-    listed_tokens   of a query, in lists and select: memory for so many
+    listed_tokens   of a query, in lists, select and selected_tokens: memory for so many
     pool_tokens     quantized pages for so many tokens are allocated at once,
     pool_sequences  and 16-bit pages for so many sequences
     pool_states     and recurrent states: one for a sequence, and one for each of its snapshots
@@ -334,7 +334,8 @@ class Cache(Handle):
                  sink_logits: float32 [q_heads], learned sinks: one more score in each softmax sum; but in a prompt with lse only.
                  alibi_slopes: float32 [q_heads]: score - slope * distance, of a cache with alibi=True.
                  listed_tokens, listed_window: int32 [rows x new tokens][n] or [...][kv_heads][n], positions of the sequence in any order,
-                 -1: none: queries attend to these tokens up to their own alone. Of attend alone, behind append
+                 -1: none: queries attend to these tokens up to their own alone. Of attend alone, behind append.
+                 selected_tokens: of Mods, up to the cache's listed_tokens: in steps of one token, over pages that no trim has cut
 
         Returns out.
         """
@@ -601,9 +602,10 @@ def attend_options(scale: Optional[float] = None, softcap: Optional[float] = Non
                    window_sinks: bool = False, ancestors: Optional[torch.Tensor] = None,
                    lse: Optional[torch.Tensor] = None, sink_logits: Optional[torch.Tensor] = None,
                    alibi_slopes: Optional[torch.Tensor] = None, listed_tokens: Optional[torch.Tensor] = None,
-                   listed_window: Optional[torch.Tensor] = None) -> _cuda_abi.kvq_cuda_attend_options:
+                   listed_window: Optional[torch.Tensor] = None,
+                   selected_tokens: Optional[int] = None) -> _cuda_abi.kvq_cuda_attend_options:
     """How to attend, as the library takes it."""
-    for name, value in (("scale", scale), ("softcap", softcap), ("window", window)):
+    for name, value in (("scale", scale), ("softcap", softcap), ("window", window), ("selected_tokens", selected_tokens)):
         if value is not None and not value > 0:
             raise ArgumentError(f"kvq: {name} is {value}, which must be positive, or None")
     for name, x, dtype in (("ancestors", ancestors, torch.int64), ("lse", lse, torch.float32),
@@ -620,7 +622,7 @@ def attend_options(scale: Optional[float] = None, softcap: Optional[float] = Non
         listed_window=None if listed_window is None else listed_window.data_ptr(),
         listed_count=0 if listed_tokens is None else listed_tokens.shape[-1],
         listed_window_count=0 if listed_window is None else listed_window.shape[-1],
-        list_kv_heads=(*shapes.pop(), 1)[1] if shapes else 0,
+        list_kv_heads=(*shapes.pop(), 1)[1] if shapes else 0, selected_tokens=selected_tokens or 0,
         scale=scale or 0.0, softcap=softcap or 0.0, window=window or 0, window_sinks=int(window_sinks),
         ancestors=None if ancestors is None else ancestors.data_ptr(), lse=None if lse is None else lse.data_ptr(),
         sink_logits=None if sink_logits is None else sink_logits.data_ptr(),

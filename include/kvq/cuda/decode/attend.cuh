@@ -242,6 +242,8 @@ status check_attention(const cache_ref<Pair>& cache, const token_view<const T>& 
                        const attention_options& o) noexcept {
     if (status s = check_ref(cache, true); !s) return s;
     if (o.query_tokens < 1) return bad_value("query_tokens is %d, must be at least 1", o.query_tokens);
+    if (o.selected_tokens != 0)
+        return bad_value("%d selected tokens, but only caches select pages", o.selected_tokens);
     if (q.heads < 1 || q.heads % cache.kv_heads != 0)
         return bad_value("q has %d heads, not a multiple of the %d kv heads", q.heads, cache.kv_heads);
     if (q.dim != Pair::head_dim)

@@ -171,14 +171,18 @@ struct part_feed : unit_ring<Memory, Pair, T> {
     static constexpr int stride = 1;
     const part_args<Pair, T>& part;
     const part_job& job;
-    int index;  // of the warp tile that follows the current one
-    int sequence;
+    int index;     // of the warp tile that follows the current one
+    int sequence;  // of tables with a row for every kv head: this row
     int next_page = -1, next_second = -1, next_first = 0;
     bool of_sinks = false, next_of_sinks = false;
     int left = 0;  // warp tiles of its step that follow the current one
 
     __device__ __forceinline__ part_feed(const part_args<Pair, T>& args, const part_job& jobs)
-        : base(args.a), part(args), job(jobs), index(jobs.index - 1), sequence(jobs.item->sequence) {
+        : base(args.a),
+          part(args),
+          job(jobs),
+          index(jobs.index - 1),
+          sequence(args.a.cache.table_row(jobs.item->sequence, jobs.item->kv_head)) {
         this->band = job.at.band.band, head = job.item->kv_head;
         if constexpr (keys::mixed) this->key_head = keys::head_of(a.cache.key_plan(head));
 #pragma unroll 1

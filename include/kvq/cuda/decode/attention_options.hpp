@@ -26,7 +26,11 @@ struct attention_options {
     /// before; later tokens never. Windows count depths: with one, a sequence has no tokens or at least
     /// `drafted`. Null: a causal mask.
     const std::uint64_t* ancestors = nullptr;
-    int drafted = 0;                  ///< query_tokens to 64; 0: query_tokens
+    int drafted = 0;  ///< query_tokens to 64; 0: query_tokens
+    /// Of caches: every kv head reads its best ceil(selected_tokens / page_tokens) quantized pages, and those
+    /// that are always read (selected_pages of the CPU, select/best_pages.cuh). One query of a sequence, no
+    /// window; no pages that are cut, and no moved keys. 0: all pages are read.
+    int selected_tokens = 0;
     float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
     const float* state_in = nullptr;  ///< softmax states to start from (see above)
     float* state_out = nullptr;       ///< softmax states to write; may be state_in

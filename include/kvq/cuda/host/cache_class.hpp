@@ -132,6 +132,7 @@ public:
     status attend(int layer, const query_view& q, const output_view& out, attention_options options,
                   cudaStream_t stream, const Score& score = {}) {
         if (status s = check_attend<Score>(layer, q, out, options); !s) return s;
+        if (options.selected_tokens != 0) return attend_pages(layer, q, out, options, stream, &score);
         if (runs_of(layer) > 1) return attend_runs(layer, q, out, options, stream, &score);
         const detail::device_memory& space = workspace_of(layer);
         return group_of(layer).format.functions->attend(view(layer), q, out, options, space.as<>(),
@@ -385,6 +386,7 @@ private:
                 "and those of a step); take prefill()",
                 g.describe(member_of(layer)).c_str(), options.query_tokens,
                 g.geometry.rollback + 1 + of_step);
+        if (status s = check_pages(layer, q, options); !s) return s;
         if (status s = g.add_window(options, member_of(layer)); !s) return s;
         if (step_.prompt) options.early = false;  // pages were requantized right before
         if (options.drafted == 0) options.drafted = step_.draft;
@@ -439,6 +441,10 @@ private:
     status append_and_attend(int layer, const input_view& k, const input_view& v, const query_view& q,
                              const output_view& out, const attention_options& options, cudaStream_t stream,
                              const void* score);
+    /// Can pages be selected for these queries? Otherwise why not.
+    status check_pages(int layer, const query_view& q, const attention_options& options) const;
+    status attend_pages(int layer, const query_view& q, const output_view& out,
+                        const attention_options& options, cudaStream_t stream, const void* score) const;
     status attend_runs(int layer, const query_view& q, const output_view& out,
                        const attention_options& options, cudaStream_t stream, const void* score);
     status prefill_runs(int layer, const input_view& k, const input_view& v, const query_view& q,
@@ -579,9 +585,10 @@ private:
     detail::device_memory moving_;         // keys and queries that are turned, then softmax states
     unsigned moving_generation_ = 0;
     detail::device_memory words_;
-    // Two, as attention over keys and values must find zeros where it left them. scratch_: for latents, lists
-    // and scores.
+    // Two, as attention over keys and values must find zeros where it left them. scratch_: for latents,
+    // lists, scores and selected pages.
     detail::device_memory workspace_, scratch_;
+    detail::device_memory tickets_;  // of selections of pages: zero between launches
     detail::device_memory staging_;  // slots of a prompt's tokens, then its pages of one layer
     std::vector<entry> entries_;
     std::vector<int> unused_;  // entries

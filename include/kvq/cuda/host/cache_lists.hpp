@@ -1,12 +1,13 @@
-// Models that select the tokens that they read, on a cache (cache.hpp): an index chooses positions on the
-// device, attention takes them.
+// Reading a part of a cache (cache.hpp). Models that select the tokens that they read: an index chooses
+// positions on the device, attention takes them. Others: each kv head reads its best pages.
 //
 //   append(index, k)                           the keys of the indexer, as tokens of any layer
 //   select(index, q, weights, n, positions)    the best n tokens of every query
 //   append(layer, k, v); attend_lists(layer, q, out, {.selected = {positions, n}})
+//   attend(layer, k, v, q, out, {.selected_tokens = n})
 //
-// Contract: positions are those of the sequence, also where pages are cut. Nothing waits for the host: the
-// calls can be captured as those of a step.
+// Contract: positions are those of the sequence, also where pages are cut; sequences with such pages are
+// refused where pages are selected. Nothing waits for the host: the calls can be captured as those of a step.
 #pragma once
 
 #include "cache_class.hpp"
@@ -33,6 +34,56 @@ inline status cache::check_unmoved(int layer) const {
     if (runs_of(layer) == 1) return {};
     return detail::bad_value("%s: keys of a sequence have moved; selections and lists do not turn queries",
                              describe(layer).c_str());
+}
+
+inline status cache::check_pages(int layer, const query_view& q, const attention_options& options) const {
+    if (options.selected_tokens == 0) return {};
+    const detail::layer_group& g = group_of(layer);
+    const auto refused = [&](const char* why) {
+        return detail::bad_value("%s: %s", describe(layer).c_str(), why);
+    };
+    if (options.selected_tokens < 1 || options.selected_tokens > options_.listed_tokens)
+        return detail::bad_value("%s: %d selected tokens, but 1 to listed_tokens, %d, can be",
+                                 describe(layer).c_str(), options.selected_tokens, options_.listed_tokens);
+    if (const char* const why = g.format.functions->no_pages) return refused(why);
+    if (g.geometry.window || is_cross(layer))
+        return refused(
+            "pages are selected in layers with keys and values whose queries see all tokens before them");
+    if (options.query_tokens != 1 || options.ancestors != nullptr || options.window != 0)
+        return detail::bad_value(
+            "%s: pages are selected for one query of each sequence, without tree or window; got %d, window "
+            "%d",
+            describe(layer).c_str(), options.query_tokens, options.window);
+    if (status s = check_unmoved(layer); !s) return s;
+    for (int b = 0; b < step_.rows; ++b) {
+        if (g.has_cuts(b, b + 1))
+            return detail::bad_value(
+                "%s: row %d has pages of which a trim or an erase shows a part; they are not ranked",
+                describe(layer).c_str(), b);
+        for (int f = 0; f < g.kinds(); ++f)
+            if (const auto& kind = g.format.kinds[static_cast<std::size_t>(f)];
+                kind.no_estimate != nullptr && g.holds(f, b))
+                return detail::bad_value("%s: pages in %s are not ranked, since %s", describe(layer).c_str(),
+                                         kind.name.c_str(), kind.no_estimate);
+    }
+    const std::size_t bytes = g.format.functions->page_selection_bytes(
+        step_.rows, q.heads, g.shape.kv_heads, g.columns, g.geometry.ring, options.selected_tokens);
+    if (bytes > scratch_.bytes() ||
+        4 * static_cast<std::size_t>(step_.rows * g.shape.kv_heads) > tickets_.bytes())
+        return detail::bad_value(
+            "%s: selecting pages for %d query heads needs %zu bytes, but the workspace has %zu: query_heads "
+            "is "
+            "%d",
+            describe(layer).c_str(), q.heads, bytes, scratch_.bytes(), options_.query_heads);
+    return {};
+}
+
+inline status cache::attend_pages(int layer, const query_view& q, const output_view& out,
+                                  const attention_options& options, cudaStream_t stream,
+                                  const void* score) const {
+    return group_of(layer).format.functions->attend_pages(
+        view(layer), q, out, options, scratch_.as<std::byte>(), tickets_.as<unsigned>(), workspace_.as<>(),
+        workspace_.bytes(), stream, score);
 }
 
 inline status cache::select(int layer, const query_view& q, const float* weights, int query_tokens, int count,

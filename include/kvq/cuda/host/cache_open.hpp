@@ -297,6 +297,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         add(options.max_batch, options.query_heads, most_queries());
         add(1, options.query_heads, 64);
     }
+    int lines = 0;
     for (const detail::layer_group& g : groups_) {
         const int listed = options.listed_tokens, queries = options.max_batch * most_queries(),
                   heads = g.shape.kv_heads;
@@ -304,6 +305,12 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         const auto add = [&](std::size_t bytes) { scratch = common::larger(scratch, bytes); };
         if (g.format.index)
             add(g.format.functions->select_workspace_bytes(queries, options.max_tokens, listed));
+        if (!g.format.latent && !g.format.index) {
+            add(g.format.functions->page_selection_bytes(
+                options.max_batch, common::larger(1, options.query_heads / heads) * heads, heads, g.columns,
+                g.geometry.ring, listed));
+            lines = common::larger(lines, options.max_batch * heads);
+        }
         // The most is between one query and all of them: where parts of lists are no more than needed.
         for (const int n : {1, queries})
             if (!g.format.index)
@@ -312,6 +319,9 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     }
     if (s) s = workspace_.allocate(options.memory, workspace, "the workspace", stream);
     if (s) s = scratch_.allocate(options.memory, scratch, "the workspace of latents and lists", stream);
+    if (s)
+        s = tickets_.allocate(options.memory, sizeof(unsigned) * static_cast<std::size_t>(lines),
+                              "the selection of pages", stream);
     for (detail::layer_group& g : groups_) {
         g.words = words_.as<int>() + g.first_word;
         if (s) s = g.quantized[static_cast<std::size_t>(g.target)].grow(pool_pages(g), stream);
@@ -333,6 +343,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     words_ = {};
     workspace_ = {};
     scratch_ = {};
+    tickets_ = {};
     turns_ = {};
     return s;
 }
@@ -494,13 +505,16 @@ inline status cache::commit_to(std::string_view format) {
 inline std::uint64_t cache::graph_id() const noexcept {
     const int tokens = step_.draft == 0 ? step_.new_tokens : 1 << 15 | step_.draft << 7 | step_.new_tokens;
     std::uint64_t id = 0;
-    for (const detail::layer_group& g : groups_)
+    for (const detail::layer_group& g : groups_) {
+        const bool cuts = options_.listed_tokens > 0 && g.has_cuts(0, step_.rows);  // not selected
         id = id * 0x9e3779b97f4a7c15u ^
              (g.generation() << 40 | static_cast<std::uint64_t>(step_.rows) << 20 |
               static_cast<std::uint64_t>(tokens) << 4 | g.now.targets) ^
              (g.now.runs == 1 ? 0
                               : std::uint64_t{g.runs.generation() + moving_generation_} << 32 |
-                                    static_cast<std::uint64_t>(g.now.runs) << 8);
+                                    static_cast<std::uint64_t>(g.now.runs) << 8) ^
+             (cuts ? 1 : 0);
+    }
     return states_ ? id ^ std::uint64_t{states_->pages().generation()} << 56 : id;
 }
 
@@ -541,7 +555,7 @@ inline usage_report cache::usage() const {
     }
     u.reserved += bytes_held() - bytes_in_use();
     u.bookkeeping += words_.bytes() + turns_.bytes();
-    u.workspace = workspace_.bytes() + scratch_.bytes() + moving_.bytes() + prompt_bytes();
+    u.workspace = workspace_.bytes() + scratch_.bytes() + tickets_.bytes() + moving_.bytes() + prompt_bytes();
     common::add_up(u);
     return u;
 }

@@ -30,7 +30,8 @@ struct cache_options {
     /// Of layers with latent attention, and of steps of sequences whose keys have moved, at most: memory for
     /// so many.
     int query_heads = 128;
-    int listed_tokens = 0;   ///< of a query, in attend_lists() and select(): a workspace for so many
+    /// Of a query, in attend_lists(), select() and attend() with selected_tokens: a workspace for so many.
+    int listed_tokens = 0;
     int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     int pool_states = 0;     ///< and so many states: one for a sequence, and one for each of its snapshots

@@ -261,7 +261,10 @@ inline status cache::append_and_attend(int layer, const input_view& k, const inp
                                        const void* score) {
     detail::layer_group& g = group_of(layer);
     status s;
-    if (runs_of(layer) > 1) {
+    if (options.selected_tokens != 0) {
+        s = append(layer, k, v, stream);
+        if (s) s = attend_pages(layer, q, out, options, stream, score);
+    } else if (runs_of(layer) > 1) {
         s = check_runs(layer, q.tokens, q.heads);
         if (s) s = append(layer, k, v, stream);
         if (s) s = attend_runs(layer, q, out, options, stream, score);

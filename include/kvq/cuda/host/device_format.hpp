@@ -62,6 +62,7 @@ struct layer_view {
     layer_memory window, sinks;
     const int *window_table, *sink_table;
     const int *tokens, *committed;  // [sequences], tokens: paged lengths
+    bool head_tables = false;       // quantized pages: a table for every kv head (cache_ref::head_tables)
     page_cuts cuts;
     int layer, sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
     /// Of the prompt of a layer with latents: the window is a run of pages from this one on, which the table
@@ -151,6 +152,11 @@ struct device_functions {
                                void* workspace, std::size_t workspace_bytes, cudaStream_t, const void* score);
     status (*attend_lists)(const layer_view&, const input_rows& q, const output_rows& out,
                            const list_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t);
+    /// attend() over the best pages of each kv head: options.selected_tokens. selection: page_selection_bytes
+    /// of memory; tickets: [sequences][kv_heads], zero before and after.
+    status (*attend_pages)(const layer_view&, const input_rows& q, const output_rows& out,
+                           const attention_options&, std::byte* selection, unsigned* tickets, void* workspace,
+                           std::size_t workspace_bytes, cudaStream_t, const void* score);
     /// Of an index: positions of the best tokens of every query.
     status (*select)(const layer_view&, const input_rows& q, const float* weights, const selection&,
                      int* positions, void* workspace, std::size_t workspace_bytes, cudaStream_t);
@@ -162,12 +168,16 @@ struct device_functions {
     status (*turn_rows)(const turn_args&, cudaStream_t) noexcept;
     status (*join_states)(const join_args&, cudaStream_t) noexcept;
     score_mark score;
-    bool has_sinks;  ///< that score modifier adds a logit to every sum
+    bool has_sinks;        ///< that score modifier adds a logit to every sum
+    const char* no_pages;  ///< why attend_pages() is not there; null: it is
     /// Of attend(). Where it does not depend on them, sequences do not count; q_heads are those of a kv head.
     std::size_t (*workspace_bytes)(int sequences, int q_heads, int query_tokens);
     /// Of attend_lists(); of layers with keys and values it may be less.
     std::size_t (*list_workspace_bytes)(int queries, int q_heads, int kv_heads, int count);
     std::size_t (*select_workspace_bytes)(int queries, int room, int count);
+    /// Of attend_pages(), for tables of so many columns.
+    std::size_t (*page_selection_bytes)(int sequences, int q_heads, int kv_heads, int columns, int ring,
+                                        int tokens);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.
     key_state (*make_keys)(int number, const calibration& statistics);
     /// Of a format's scheme with the fingerprint of a rotation; 0 if it is not rotated.
@@ -185,6 +195,8 @@ struct device_format {
         std::size_t key_block, value_block;  ///< bytes of one head's block
         std::uint64_t fingerprints[2];       ///< K, V: of schemes whose types say their transforms; else 0
         int key_bits = 0;                    ///< of a code of a latent
+        /// Why such pages are not ranked (select/best_pages.cuh); null: they are.
+        const char* no_estimate = nullptr;
         detail::host_blocks blocks[2] = {};  ///< K, V
     };
     int head_dim = 0, value_dim = 0, page_tokens = 0;

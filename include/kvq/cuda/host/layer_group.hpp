@@ -126,6 +126,13 @@ struct layer_group {
                (format.latent ? 3LL : 2LL) * columns + shape.layers + prompt_words;
     }
 
+    /// As the device has rows: are pages of them cut, does one have pages of a format?
+    bool has_cuts(int b, int end) const noexcept {
+        return std::any_of(mirror.begin() + cut_end_at(b), mirror.begin() + cut_end_at(end),
+                           [](int pages) { return pages > 0; });
+    }
+    bool holds(int f, int b) const noexcept { return mirror[static_cast<std::size_t>(end_at(f, b))] > 0; }
+
     void send(word_writer& to, int index, int value) const noexcept { to.put(first_word + index, value); }
     void put(word_writer& to, int index, int value) noexcept {
         int& held = mirror[static_cast<std::size_t>(index)];

@@ -19,6 +19,7 @@
 #include "../latent/latent_lists.cuh"
 #include "../prefill/prefill.cuh"
 #include "../quantize/commit_due_pages.cuh"
+#include "../select/best_pages.cuh"
 #include "../select/index_scores.cuh"
 #include "../select/select_top.cuh"
 #include "../store/bookkeeping.cuh"
@@ -156,6 +157,7 @@ struct device_table {
         auto c = ref<Pair>(l, p.pages, table, l.columns, l.first_token);
         c.key_plans = p.key_plans;
         c.key_feedback = p.key_feedback;
+        c.head_tables = l.head_tables;
         for (const tensor role : {tensor::key, tensor::value})
             c.set_transform(role, l.layer, p.columns[static_cast<int>(role)], p.rows[static_cast<int>(role)]);
         return c;
@@ -312,6 +314,71 @@ struct device_table {
         else
             return bad_value("no lists of tokens: %s", lists);
     }
+    static status attend_pages(const layer_view& l, const input_rows& q, const output_rows& out,
+                               const attention_options& options, std::byte* selection, unsigned* tickets,
+                               void* workspace, std::size_t bytes, cudaStream_t stream, const void* score) {
+        if constexpr (no_pages == nullptr) {
+            const choice_plan plan =
+                choice_plan_of(l.sequences, q.heads, l.kv_heads, l.columns, l.ring, options.selected_tokens);
+            attention_options all = options;
+            all.selected_tokens = 0;
+            if (plan.takes_all()) return attend(l, q, out, all, workspace, bytes, stream, score);
+            const auto queries = q.as<const T>();
+            if (status s = check_attention(window(l), queries, out.as<T>(), all); !s) return s;
+            chosen_tables chosen;
+            const auto& with = *static_cast<const Score*>(score);
+            if (status s = choose_pages(plan, pages_of(l, numbers{}), window(l), sinks(l), l.committed,
+                                        queries, all, with, selection, tickets, chosen, stream);
+                !s)
+                return s;
+            layer_view smaller = l;
+            smaller.tokens = chosen.tokens;
+            smaller.committed = chosen.committed;
+            smaller.window_table = chosen.window;
+            smaller.columns = chosen.columns;
+            smaller.head_tables = true;
+            smaller.cuts = {};
+            for (int f = 0; f < plan.formats; ++f) {
+                smaller.quantized[f].table = chosen.of_format(f, plan);
+                smaller.quantized[f].first_page = nullptr;
+                smaller.quantized[f].end_page = chosen.committed;
+            }
+            all.early = false;  // lengths have just been written
+            return cuda::attend<T>(mix(smaller, numbers{}), queries, out.as<T>(), all, workspace, bytes,
+                                   stream, with);
+        } else {
+            return bad_value("no pages are selected: %s", no_pages);
+        }
+    }
+    static std::size_t page_selection_bytes(int sequences, int q_heads, int kv_heads, int columns, int ring,
+                                            int tokens) {
+        return no_pages == nullptr
+                   ? choice_plan_of(sequences, q_heads, kv_heads, columns, ring, tokens).bytes()
+                   : 0;
+    }
+    /// Why attention reads all pages; null: it can select some.
+    static constexpr const char* no_pages = [] {
+        if constexpr (index)
+            return "an index has no values to attend to";
+        else if constexpr (latent)
+            return "layers with latent attention read all of them";
+        else if constexpr (has_score<Score> || exchanges<Score>)
+            return "these kernels have a score modifier that needs positions";
+        else if constexpr (!(warps_can<read_pair<Pairs>> && ...))
+            return "these formats have one launch each";
+        else
+            return static_cast<const char*>(nullptr);
+    }();
+    static choice_plan choice_plan_of(int sequences, int q_heads, int kv_heads, int columns, int ring,
+                                      int tokens) {
+        return {sequences, q_heads, kv_heads,    static_cast<int>(sizeof...(Pairs)),
+                columns,   ring,    page_tokens, tokens};
+    }
+    template <int... I>
+    static auto pages_of(const layer_view& l, std::integer_sequence<int, I...>) noexcept {
+        return object_list<cache_ref<read_pair<Pairs>>...>{
+            {{as_pair<read_pair<Pairs>>(quantized<Pairs>(l, I, l.quantized[I].table))}...}};
+    }
     static status select(const layer_view& l, const input_rows& q, const float* weights, const selection& of,
                          int* positions, void* workspace, std::size_t bytes, cudaStream_t stream) {
         if constexpr (index) {
@@ -417,15 +484,18 @@ struct device_table {
                                                 &attend,
                                                 &store_and_attend,
                                                 &attend_lists,
+                                                &attend_pages,
                                                 &select,
                                                 &prefill,
                                                 &turn_rows<T>,
                                                 &join_states<T>,
                                                 score_mark::of<Score>(),
                                                 has_sinks<Score>,
+                                                no_pages,
                                                 &workspace_bytes,
                                                 &list_bytes,
                                                 &select_workspace_bytes,
+                                                &page_selection_bytes,
                                                 &make_keys,
                                                 &rotated_fingerprint};
 };
@@ -466,6 +536,7 @@ device_format make_scored_format() {
             {detail::scheme_fingerprint<typename Pair::keys>(),
              detail::scheme_fingerprint<typename Pair::values>()},
             table::latent ? detail::codec<typename Pair::keys>.width() : 0,
+            detail::no_estimate<Pair>,
             {detail::host_blocks_of<tensor::key, Pair>(), detail::host_blocks_of<tensor::value, Pair>()}};
         k.name = k.key_names[0] + "/" + k.value_names[0];
         for (const std::string& name : k.key_names)

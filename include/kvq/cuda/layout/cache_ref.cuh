@@ -228,6 +228,9 @@ struct cache_ref {
     /// does.
     detail::own_state<tensor::key, Pair> own_keys = {};
     detail::own_state<tensor::value, Pair> own_values = {};
+    /// Has every kv head a row of the block table, [sequences][kv_heads][table_columns]? For attention over a
+    /// mixed cache alone (select/best_pages.cuh).
+    bool head_tables = false;
 
     /// Of a format with transforms: the layer whose signs or rotations they are. Of rotations:
     /// rotation::columns() and rows() of the layer in device memory, [kv_heads][dim][dim] each.
@@ -239,6 +242,10 @@ struct cache_ref {
         if constexpr (detail::has_transform<typename Pair::values>)
             if (role == tensor::value)
                 own_values.transform = {own_values.transform.what, layer, columns, rows};
+    }
+    /// The row of the block table that a kv head reads.
+    KVQ_HD int table_row(int sequence, int head) const noexcept {
+        return head_tables ? sequence * kv_heads + head : sequence;
     }
     /// Where the block table names the page in a column of a sequence.
     KVQ_HD std::size_t table_entry(int sequence, int column) const noexcept {
@@ -284,6 +291,7 @@ cache_ref<To> as_pair(const cache_ref<Pair>& c) noexcept {
     cache_ref<To> to{c.key_pages,   c.value_pages, c.key_page_bytes, c.value_page_bytes,
                      c.block_table, c.tokens,      c.sequences,      c.table_columns,
                      c.kv_heads,    c.first_token, c.key_plans,      c.key_feedback};
+    to.head_tables = c.head_tables;
     if constexpr (read_by_numbers<typename Pair::keys>) to.own_keys.scheme = c.own_keys.scheme;
     if constexpr (read_by_numbers<typename Pair::values>) to.own_values.scheme = c.own_values.scheme;
     if constexpr (has_transform<typename Pair::keys>) to.own_keys.transform = c.own_keys.transform;
