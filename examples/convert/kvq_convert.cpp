@@ -21,6 +21,7 @@
 #include <kvq/io/file.hpp>
 #include <kvq/io/safetensors.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/schemes/token_records.hpp>
 #include <map>
 #include <random>
 #include <sstream>
@@ -334,9 +335,16 @@ int convert_files(const options& o) {
 
 // ---- what formats lose -----------------------------------------------------------------------------------
 
+/// Records of models have theirs.
+int head_dim_of(const std::string& name) {
+    for (const kvq::record_layout& l : kvq::record_layouts)
+        if (name == l.name && l.head_dim > 0) return l.head_dim;
+    return 128;
+}
+
 double error_of(const std::string& name, kvq::tensor role, double* bits) {
     const kvq::format f = kvq::find_format(name, role);
-    const kvq::block_shape shape{role, kvq::default_page_tokens, 128};
+    const kvq::block_shape shape{role, kvq::default_page_tokens, head_dim_of(name)};
     *bits = f.bits(shape);
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
@@ -357,11 +365,14 @@ double error_of(const std::string& name, kvq::tensor role, double* bits) {
 
 int print_errors() {
     std::printf(
-        "squared error on N(0,1) as a part of the squares, pages of %d tokens, heads of 128 channels\n\n"
+        "squared error on N(0,1) as a part of the squares, pages of %d tokens, heads of 128 channels, "
+        "records of "
+        "their own\n\n"
         "| format | bits | keys | values |\n|---|---:|---:|---:|\n",
         kvq::default_page_tokens);
     std::vector<std::string> all{"int8", "e4m3", "ref8", "hi6", "std5", "std4", "std4-h", "kivi-4-g64"};
     for (const kvq::row_layout& l : kvq::row_layouts) all.emplace_back(l.name);
+    for (const kvq::record_layout& l : kvq::record_layouts) all.emplace_back(l.name);
     struct line {
         std::string name;
         double bits, keys, values;

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Reads and writes rows of FP8, NVFP4, MX and ggml from their published definitions; shares no code with kvq.
+"""Reads and writes rows of FP8, NVFP4, MX and ggml, and records of DeepSeek, vLLM and MLX, from their published definitions; shares no
+code with kvq.
 
-Prints row_bytes.inc: the bytes of test::row_input() in every layout, and the values that these bytes stand for.
-With --check FILE it compares instead and ends with 1 where they differ. Arithmetic is that of floats: every
+Prints row_bytes.inc, or with --records record_bytes.inc: the bytes of test::row_input() in every layout, and the values that these bytes
+stand for. With --check FILE it compares instead and ends with 1 where they differ. Arithmetic is that of floats: every
 result of two floats is rounded once, which double arithmetic and a conversion do for + - * / exactly.
 """
 
@@ -320,23 +321,23 @@ def read_floats(name, data, scales):
     return out
 
 
-def row_input():
+def row_input(dim=DIM):
     """test::row_input(): numbers of all sizes, ties, a group of zeros, a constant one, NaN and infinities."""
     state, x = 12345, []
-    for i in range(TOKENS * DIM):
+    for i in range(TOKENS * dim):
         state = (state * 1103515245 + 12345) % (1 << 31)
-        token = i // DIM
+        token = i // dim
         value = ((state >> 7) % 4001 - 2000) * 2.0 ** (token - 10)
         if i % 37 == 5:
             value *= 16.0
-        if token == 3 and i % DIM < 32:
+        if token == 3 and i % dim < 32:
             value = 0.0
-        if token == 4 and i % DIM < 32:
+        if token == 4 and i % dim < 32:
             value = -2.5
         x.append(value)
-    x[2 * DIM + 7] = math.nan
-    x[5 * DIM + 40] = math.inf
-    x[6 * DIM + 70] = -math.inf
+    x[2 * dim + 7] = math.nan
+    x[5 * dim + 40] = math.inf
+    x[6 * dim + 70] = -math.inf
     return x
 
 
@@ -367,6 +368,187 @@ def block(name, x):
     return data + bytes(-len(data) % 16), values
 
 
+def limited(x):
+    return max(-(2.0**126), min(2.0**126, cleaned(x)))
+
+
+def bfloat(x):
+    """The two bytes of the bfloat16 nearest to x, ties to even."""
+    bits = struct.unpack("<I", struct.pack("<f", x))[0]
+    return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF)
+
+
+def bfloat_value(b):
+    return struct.unpack("<f", b"\0\0" + b)[0]
+
+
+def power_above(x):
+    mantissa, exponent = math.frexp(x)
+    return 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
+
+
+def e4m3_codes(group, step):
+    return [nearest(E4M3, 0x80, f32(limited(x) / step)) for x in group]
+
+
+def e2m1_codes(group, step):
+    return [nearest(E2M1, 8, f32(limited(x) / step)) if step > 0 else 0 for x in group]
+
+
+def e4m3_values(codes, step):
+    return [f32(value_of(E4M3, 0x80, c) * step) for c in codes]
+
+
+def e2m1_values(codes, step):
+    return [f32(value_of(E2M1, 8, c) * step) for c in codes]
+
+
+def cut(row, size):
+    return [row[i : i + size] for i in range(0, len(row), size)]
+
+
+def mla_656(row, pow2):
+    """512 e4m3, a float for each 128 of them, 64 bfloat16."""
+    codes, scales, values = b"", b"", []
+    for group in cut(row[:512], 128):
+        scale = f32(abs(largest(group)) / 448.0)
+        scale = power_above(max(scale, f32(1e-4))) if pow2 else max(scale, 2.0**-126)
+        c = e4m3_codes(group, scale)
+        codes += bytes(c)
+        scales += struct.pack("<f", scale)
+        values += e4m3_values(c, scale)
+    rotated = b"".join(bfloat(limited(x)) for x in row[512:])
+    return codes + scales + rotated, b"", values + [bfloat_value(rotated[i : i + 2]) for i in range(0, 128, 2)]
+
+
+def mla_584(row):
+    """448 e4m3 and 64 bfloat16; behind the page 7 powers of two and a zero."""
+    codes, scales, values = b"", b"", []
+    for group in cut(row[:448], 64):
+        scale = power_above(max(f32(abs(largest(group)) / 448.0), f32(1e-4)))
+        c = e4m3_codes(group, scale)
+        codes += bytes(c)
+        scales += bytes([int(math.log2(scale)) + 127])
+        values += e4m3_values(c, scale)
+    rotated = b"".join(bfloat(limited(x)) for x in row[448:])
+    return codes + rotated, scales + b"\0", values + [bfloat_value(rotated[i : i + 2]) for i in range(0, 128, 2)]
+
+
+def mla_528(row):
+    codes, scales, values = b"", b"", []
+    for group in cut(row, 32):
+        scale = power_above(max(f32(abs(largest(group)) / 448.0), f32(1e-4)))
+        c = e4m3_codes(group, scale)
+        codes += bytes(c)
+        scales += bytes([int(math.log2(scale)) + 127])
+        values += e4m3_values(c, scale)
+    return codes + scales, b"", values
+
+
+def mla_288(row):
+    codes, scales, values = [], b"", []
+    for group in cut(row, 16):
+        scale = nearest(E4M3, 0x80, f32(abs(largest(group)) / 6.0))
+        c = e2m1_codes(group, E4M3[scale])
+        codes += c
+        scales += bytes([scale])
+        values += e2m1_values(c, E4M3[scale])
+    return pairs(codes) + scales, b"", values
+
+
+def index_132(row):
+    scale = f32(max(abs(largest(row)), f32(1e-4)) / 448.0)
+    codes = e4m3_codes(row, scale)
+    return bytes(codes), struct.pack("<f", scale), e4m3_values(codes, scale)
+
+
+def index_68(row):
+    codes, scales, values = [], b"", []
+    for group in cut(row, 32):
+        scale = power_above(max(f32(abs(largest(group)) / 6.0), f32(1e-4)))
+        c = e2m1_codes(group, scale)
+        codes += c
+        scales += bytes([int(math.log2(scale)) + 127])
+        values += e2m1_values(c, scale)
+    return pairs(codes), scales, values
+
+
+def int8_token_head(row):
+    scale = max(f32(abs(largest(row)) / 127.0), f32(1e-6))
+    by = f32(1.0 / scale)
+    codes = [int(max(-128.0, min(127.0, f32(limited(x) * by)))) for x in row]
+    return struct.pack(f"{len(codes)}bf", *codes, scale), b"", [f32(c * scale) for c in codes]
+
+
+def fp8_token_head(row):
+    scale = max(f32(abs(largest(row)) / 448.0), f32(1e-6))
+    by = f32(1.0 / scale)
+    codes = [nearest(E4M3, 0x80, f32(limited(x) * by)) for x in row]
+    return bytes(codes) + struct.pack("<f", scale), b"", e4m3_values(codes, scale)
+
+
+def rint(x):
+    return float(round(x))  # ties to even
+
+
+def mlx(row, bits):
+    """Codes in words of 32 bits; behind the page halves: scales of all tokens, then their biases."""
+    stream, scales, biases, values = 0, b"", b"", []
+    top = (1 << bits) - 1
+    for g, group in enumerate(cut(row, 64)):
+        low, high = min(finite(group)), max(finite(group))
+        step = max(f32(f32(high - low) / top), f32(1e-7))
+        step = step if abs(low) > abs(high) else -step
+        edge = low if abs(low) > abs(high) else high
+        steps = rint(f32(edge / step))
+        start = 0.0 if steps == 0 else edge
+        if steps != 0:
+            step = f32(edge / steps)
+        codes = [int(max(0.0, min(float(top), rint(max(-1e6, min(1e6, f32(f32(limited(x) - start) / step))))))) for x in group]
+        for i, c in enumerate(codes):
+            stream |= c << (bits * (64 * g + i))
+        scales += half_bits(step)
+        biases += half_bits(start)
+        values += [f32(f32(c * half_value(scales[-2:])) + half_value(biases[-2:])) for c in codes]
+    return stream.to_bytes(len(row) * bits // 8, "little"), scales, values, biases
+
+
+# name: (channels, writer of a token, page ends at a multiple of)
+RECORDS = {
+    "mla-656": (576, lambda row: mla_656(row, False), 16),
+    "mla-656-pow2": (576, lambda row: mla_656(row, True), 16),
+    "mla-584": (512, mla_584, 576),
+    "mla-528": (512, mla_528, 16),
+    "mla-288": (512, mla_288, 16),
+    "index-132": (128, index_132, 16),
+    "index-68": (128, index_68, 16),
+    "int8-token-head": (96, int8_token_head, 16),
+    "fp8-token-head": (96, fp8_token_head, 16),
+    "mlx-2-g64": (128, lambda row: mlx(row, 2), 16),
+    "mlx-3-g64": (128, lambda row: mlx(row, 3), 16),
+    "mlx-4-g64": (128, lambda row: mlx(row, 4), 16),
+    "mlx-6-g64": (128, lambda row: mlx(row, 6), 16),
+    "mlx-8-g64": (128, lambda row: mlx(row, 8), 16),
+}
+
+
+def record_table():
+    lines = []
+    for name, (dim, write, multiple) in RECORDS.items():
+        x, rows, behind, biases, values = row_input(dim), b"", b"", b"", []
+        for t in range(TOKENS):
+            row, scales, of_row, *more = write(x[t * dim : (t + 1) * dim])
+            rows += row
+            behind += scales
+            biases += b"".join(more)
+            values += of_row
+        data = rows + behind + biases
+        data += bytes(-len(data) % multiple)
+        of_values = fnv1a(b"".join(struct.pack("<f", v) for v in values))
+        lines.append(f'    {{"{name}", {dim}, {len(data)}, 0x{fnv1a(data):016x}u, 0x{of_values:016x}u, "{data[:16].hex()}"}},\n')
+    return "".join(lines)
+
+
 def table():
     lines, x = [], row_input()
     for name in ORDER:
@@ -380,13 +562,15 @@ def table():
 
 
 def main():
-    if len(sys.argv) == 3 and sys.argv[1] == "--check":
-        with open(sys.argv[2]) as f:
-            if f.read() == table():
+    records = "--records" in sys.argv
+    printed = record_table() if records else table()
+    if "--check" in sys.argv:
+        with open(sys.argv[-1]) as f:
+            if f.read() == printed:
                 return 0
-        print(f"{sys.argv[2]} is not what {sys.argv[0]} prints", file=sys.stderr)
+        print(f"{sys.argv[-1]} is not what {sys.argv[0]} prints", file=sys.stderr)
         return 1
-    sys.stdout.write(table())
+    sys.stdout.write(printed)
     return 0
 
 

@@ -4,9 +4,10 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <kvq/attention/reference.hpp>
 #include <kvq/cpu/scalar.hpp>
 #include <kvq/io/page_transfer.hpp>
-#include <kvq/schemes/token_rows.hpp>
+#include <kvq/schemes/token_records.hpp>
 #include <map>
 
 #include "support/attention_error.hpp"
@@ -115,7 +116,7 @@ TEST_CASE("rows of other systems: errors are those of their numbers, one at a ti
     test::generator random(seed);
     for (const kvq::row_layout& l : kvq::row_layouts)
         for (int round = 0; round < 8; ++round) {
-            INFO(l.name);
+            INFO(std::string(l.name));
             auto s = test::random_shape(random, 60);
             s.dim = l.channels > 0 ? l.channels * random.between(1, 5) : random.between(1, 150);
             INFO(s);
@@ -163,7 +164,7 @@ TEST_CASE("rows of other systems: no value is NaN or infinite, and those that ar
     test::generator random(seed);
     for (const kvq::row_layout& l : kvq::row_layouts)
         for (int round = 0; round < 8; ++round) {
-            INFO(l.name);
+            INFO(std::string(l.name));
             auto s = test::random_shape(random, 40);
             s.dim = 32 * random.between(1, 4);
             const auto x = test::hostile_block(random, s);
@@ -183,7 +184,7 @@ TEST_CASE("rows of other systems: attention is that of double on the values") {
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (const kvq::row_layout& l : kvq::row_layouts) {
-        INFO(l.name);
+        INFO(std::string(l.name));
         const auto rows = kvq::make_format<kvq::scalar>(kvq::token_rows(l));
         const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 32 * random.between(1, 3)};
         plain_cache cache(shape, {.keys = rows, .values = rows, .sinks = 2, .recent = 9, .page_tokens = 32});
@@ -197,12 +198,103 @@ TEST_CASE("rows of other systems: attention is that of double on the values") {
     }
 }
 
+TEST_CASE(
+    "records of other systems: errors on normal values; nothing is NaN; what is not finite is counted") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    // Squared, as a part of the squares. int8 without fractions loses four times as much as rounded int8.
+    const std::map<std::string, double> most{
+        {"mla-656", 8e-4},        {"mla-656-pow2", 9e-4}, {"mla-584", 9e-4},   {"mla-528", 9e-4},
+        {"mla-288", 1.1e-2},      {"index-132", 8e-4},    {"index-68", 2e-2},  {"int8-token-head", 3e-4},
+        {"fp8-token-head", 8e-4}, {"mlx-2-g64", 0.2},     {"mlx-3-g64", 4e-2}, {"mlx-4-g64", 1e-2},
+        {"mlx-6-g64", 6e-4},      {"mlx-8-g64", 4e-5}};
+    for (const kvq::record_layout& l : kvq::record_layouts) {
+        INFO(std::string(l.name));
+        const kvq::token_records scheme(l);
+        for (int round = 0; round < 6; ++round) {
+            auto s = test::random_shape(random, 40);
+            s.tokens = std::max(s.tokens, 4);
+            s.dim = l.head_dim > 0 ? l.head_dim : 64 * random.between(1, 4);
+            const auto x = random.normals(s.values(), round % 2 ? 1.0f : 5.0f);
+            const auto y = test::dequantized(scheme, s, test::quantized(scheme, s, x));
+            double error = 0, power = 0;
+            for (std::size_t i = 0; i < x.size(); ++i) {
+                error += std::pow(static_cast<double>(x[i]) - static_cast<double>(y[i]), 2);
+                power += std::pow(static_cast<double>(x[i]), 2);
+            }
+            CHECK(error > 0);
+            CHECK(error < most.at(l.name) * power);
+            const auto hostile = test::hostile_block(random, s);
+            std::uint32_t not_finite = 0, wanted = 0;
+            const auto z = test::dequantized(scheme, s, test::quantized(scheme, s, hostile, &not_finite));
+            for (const float v : hostile) wanted += std::isfinite(v) ? 0 : 1;
+            CHECK(not_finite == wanted);
+            CHECK(std::none_of(z.begin(), z.end(), [](float v) { return !std::isfinite(v); }));
+        }
+    }
+    const auto refuses = [](const char* name, int dim) {
+        return test::message_of([&] {
+            kvq::token_records(kvq::record_layout_named(name)).check({1, 1, dim}, kvq::tensor::key);
+        });
+    };
+    CHECK(refuses("mla-656", 512) == "kvq: mla-656 has 576 channels, but head_dim is 512");
+    CHECK(refuses("mlx-4-g64", 96) == "kvq: mlx-4-g64 has a scale for 64 channels, but head_dim is 96");
+    CHECK(refuses("mla-656", 576).empty());
+    CHECK(test::message_of([] { (void)kvq::record_layout_named("mla-657"); }) ==
+          "kvq: there are no records of the name mla-657");
+}
+
+TEST_CASE(
+    "records of other systems: latents, and keys and values, are attended as double does on the values") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const int n = 90;
+    for (const kvq::record_layout& l : kvq::record_layouts) {
+        INFO(std::string(l.name));
+        const auto records = kvq::make_format<kvq::scalar>(kvq::token_records(l));
+        if (l.head_dim > 128) {
+            const int rotary = l.bits == 8 ? 64 : 0;
+            kvq::cache cache({kvq::latent_attention(l.head_dim - rotary, rotary)},
+                             {.keys = records, .recent = 9, .page_tokens = 32});
+            auto sequence = cache.new_sequence();
+            const auto k = test::random_tensor(random, n, 1, l.head_dim);
+            sequence.append(0, k.view(), kvq::token_view<const float>());
+            const auto q = test::random_tensor(random, 2, 4, l.head_dim);
+            const int values = l.head_dim - rotary;
+            test::tensor<float> out(2, 4, values), keys(n, 1, l.head_dim), v(n, 1, values);
+            sequence.attend(0, q.view(), out.view());
+            sequence.dequantize(0, kvq::tensor::key, 0, keys.view());
+            for (int t = 0; t < n; ++t) std::copy_n(keys.view().at(t, 0), values, v.view().at(t, 0));
+            test::tensor<double> want(2, 4, values);
+            kvq::reference_attend(keys.view(), std::as_const(v).view(), q.view(), want.view(), kvq::causal{});
+            double error = 0, norm = 0;
+            for (std::size_t i = 0; i < out.values().size(); ++i) {
+                error += std::pow(static_cast<double>(out.values()[i]) - want.values()[i], 2);
+                norm += std::pow(want.values()[i], 2);
+            }
+            CHECK(std::sqrt(error / norm) < 1e-3);
+            continue;
+        }
+        const kvq::cache_shape shape{
+            .layers = 1, .kv_heads = 2, .head_dim = l.head_dim > 0 ? l.head_dim : 64};
+        plain_cache cache(shape, {.keys = records, .values = records, .recent = 9, .page_tokens = 32});
+        const test::stream s(random, shape, n);
+        auto sequence = cache.new_sequence();
+        test::append(sequence, 1, s, 0, n);
+        const auto q = test::random_tensor(random, 3, 4, shape.head_dim);
+        CHECK(test::measure_attention(cache, sequence, 0, q).of_terms <= 1e-5);
+        CHECK(test::saved(test::restored(cache, test::saved(sequence))) == test::saved(sequence));
+    }
+}
+
 TEST_CASE("rows of other systems: chunks, trims, refills and files leave what one prompt would") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (const kvq::row_layout& l : kvq::row_layouts) {
-        INFO(l.name);
+        INFO(std::string(l.name));
         const auto rows = kvq::make_format<kvq::scalar>(kvq::token_rows(l));
         const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 32};
         plain_cache cache(shape, {.keys = rows, .values = rows, .sinks = 2, .recent = 9, .page_tokens = 32});

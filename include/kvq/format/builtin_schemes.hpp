@@ -17,7 +17,7 @@
 #include "../schemes/int8.hpp"
 #include "../schemes/kivi.hpp"
 #include "../schemes/presets.hpp"
-#include "../schemes/token_rows.hpp"
+#include "../schemes/token_records.hpp"
 #include "builtin_format.hpp"
 #include "make_format.hpp"
 
@@ -80,17 +80,19 @@ void add_builtin_preset(builtin_list& list) {
     }
 }
 
-template <class Backend, int Layout>
-format make_builtin_rows(int, const std::byte*, std::size_t) {
-    return make_format<Backend>(token_rows(row_layouts[Layout]));
+template <class Backend, class Scheme, const auto& Layouts, int I>
+format make_builtin_layout(int, const std::byte*, std::size_t) {
+    return make_format<Backend>(Scheme(Layouts[I]));
 }
-template <class Backend, bool (*Wanted)(std::string_view), int... Layout>
-void add_builtin_rows(builtin_list& list, std::integer_sequence<int, Layout...>) {
-    const auto add = [&]<int Of>(std::integral_constant<int, Of>) {
-        if constexpr (Wanted(row_layouts[Of].name))
-            list.push_back({row_layouts[Of].name, true, true, false, 0, &make_builtin_rows<Backend, Of>});
+/// All layouts of a list, which one scheme reads.
+template <class Backend, bool (*Wanted)(std::string_view), class Scheme, const auto& Layouts, int... Of>
+void add_builtin_layouts(builtin_list& list, std::integer_sequence<int, Of...>) {
+    const auto add = [&]<int I>(std::integral_constant<int, I>) {
+        if constexpr (Wanted(Layouts[I].name))
+            list.push_back(
+                {Layouts[I].name, true, true, false, 0, &make_builtin_layout<Backend, Scheme, Layouts, I>});
     };
-    (add(std::integral_constant<int, Layout>{}), ...);
+    (add(std::integral_constant<int, Of>{}), ...);
 }
 
 inline constexpr int builtin_parts = 12;
@@ -126,8 +128,12 @@ void add_builtin_part(builtin_list& list) {
         add_builtin_preset<Backend, low3, Wanted>(list);
         add_builtin_preset<Backend, mix4, Wanted>(list);
     }
-    if constexpr (Part == 11)
-        add_builtin_rows<Backend, Wanted>(list, std::make_integer_sequence<int, std::size(row_layouts)>{});
+    if constexpr (Part == 11) {
+        add_builtin_layouts<Backend, Wanted, token_rows, row_layouts>(
+            list, std::make_integer_sequence<int, std::size(row_layouts)>{});
+        add_builtin_layouts<Backend, Wanted, token_records, record_layouts>(
+            list, std::make_integer_sequence<int, std::size(record_layouts)>{});
+    }
 }
 
 }}}  // namespace kvq::detail
