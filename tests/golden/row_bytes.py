@@ -513,6 +513,26 @@ def mlx(row, bits):
     return stream.to_bytes(len(row) * bits // 8, "little"), scales, values, biases
 
 
+def nvfp4(row):
+    """As nvfp4 without a scale of the tensor."""
+    codes, scales, values = [], b"", []
+    for group in cut(row, 16):
+        _, scale, of_group = two_levels(group, abs(largest(group)), 1.0, 6.0)
+        codes += of_group
+        scales += bytes([scale])
+        values += e2m1_values(of_group, E4M3[scale])
+    return pairs(codes), scales, values
+
+
+def in_turns(scales, per_token):
+    """Scales of four tokens take turns: place (t // 4) * 4 * S + s * 4 + t % 4, with fewer turns at the end."""
+    out = b""
+    for first in range(0, TOKENS, 4):
+        tokens = [scales[t * per_token : (t + 1) * per_token] for t in range(first, min(first + 4, TOKENS))]
+        out += bytes(of_token[s] for s in range(per_token) for of_token in tokens)
+    return out
+
+
 # name: (channels, writer of a token, page ends at a multiple of)
 RECORDS = {
     "mla-656": (576, lambda row: mla_656(row, False), 16),
@@ -529,6 +549,7 @@ RECORDS = {
     "mlx-4-g64": (128, lambda row: mlx(row, 4), 16),
     "mlx-6-g64": (128, lambda row: mlx(row, 6), 16),
     "mlx-8-g64": (128, lambda row: mlx(row, 8), 16),
+    "nvfp4-v4": (128, nvfp4, 16),
 }
 
 
@@ -542,6 +563,8 @@ def record_table():
             behind += scales
             biases += b"".join(more)
             values += of_row
+        if name == "nvfp4-v4":
+            behind = in_turns(behind, dim // 16)
         data = rows + behind + biases
         data += bytes(-len(data) % multiple)
         of_values = fnv1a(b"".join(struct.pack("<f", v) for v in values))

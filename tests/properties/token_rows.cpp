@@ -7,6 +7,7 @@
 #include <kvq/attention/reference.hpp>
 #include <kvq/cpu/scalar.hpp>
 #include <kvq/io/page_transfer.hpp>
+#include <kvq/schemes/head_rows.hpp>
 #include <kvq/schemes/token_records.hpp>
 #include <map>
 
@@ -208,7 +209,7 @@ TEST_CASE(
         {"mla-656", 8e-4},        {"mla-656-pow2", 9e-4}, {"mla-584", 9e-4},   {"mla-528", 9e-4},
         {"mla-288", 1.1e-2},      {"index-132", 8e-4},    {"index-68", 2e-2},  {"int8-token-head", 3e-4},
         {"fp8-token-head", 8e-4}, {"mlx-2-g64", 0.2},     {"mlx-3-g64", 4e-2}, {"mlx-4-g64", 1e-2},
-        {"mlx-6-g64", 6e-4},      {"mlx-8-g64", 4e-5}};
+        {"mlx-6-g64", 6e-4},      {"mlx-8-g64", 4e-5},    {"nvfp4-v4", 1.1e-2}};
     for (const kvq::record_layout& l : kvq::record_layouts) {
         INFO(std::string(l.name));
         const kvq::token_records scheme(l);
@@ -287,6 +288,43 @@ TEST_CASE(
         CHECK(test::measure_attention(cache, sequence, 0, q).of_terms <= 1e-5);
         CHECK(test::saved(test::restored(cache, test::saved(sequence))) == test::saved(sequence));
     }
+}
+
+TEST_CASE("rows of other systems: a scale for each kv head gives that head the bytes of its scale") {
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 64};
+    const float scales[] = {0.5f, 2.0f, 0.25f, 1.0f};
+    const kvq::row_layout& fp8 = kvq::row_layout_named("fp8");
+    const kvq::head_rows all(fp8, scales, 2), one(fp8, std::span(scales, 2), 2);
+    const kvq::block_shape block{kvq::tensor::key, 32, 64};
+    const auto x = random.normals(block.values(), 3.0f);
+    std::vector<std::byte> mine(all.block_bytes(block)), wanted(mine.size());
+    for (int layer = 0; layer < 2; ++layer)
+        for (int head = 0; head < 2; ++head) {
+            kvq::token_rows(fp8, scales[2 * layer + head]).quantize(block, {}, x.data(), wanted.data());
+            all.quantize(block, {layer, head}, x.data(), mine.data());
+            CHECK(mine == wanted);
+            if (layer == 1) {
+                kvq::token_rows(fp8, scales[head]).quantize(block, {}, x.data(), wanted.data());
+                one.quantize(block, {layer, head}, x.data(), mine.data());
+                CHECK(mine == wanted);
+            }
+        }
+    CHECK(all.fingerprint() != one.fingerprint());
+    const auto format = kvq::make_format<kvq::scalar>(all);
+    plain_cache cache(shape, {.keys = format, .values = format, .recent = 8, .page_tokens = 32});
+    const test::stream s(random, shape, 100);
+    auto sequence = cache.new_sequence();
+    test::append(sequence, 2, s, 0, 100);
+    const auto q = test::random_tensor(random, 2, 4, 64);
+    for (int layer = 0; layer < 2; ++layer)
+        CHECK(test::measure_attention(cache, sequence, layer, q).of_terms <= 1e-5);
+    CHECK(test::saved(test::restored(cache, test::saved(sequence))) == test::saved(sequence));
+    CHECK_THROWS_WITH_AS(all.check({3, 2, 64}, kvq::tensor::key),
+                         "kvq: fp8 has scales for 2 layers of 2 heads, but there are 3 of 2",
+                         std::invalid_argument);
+    CHECK_THROWS_WITH_AS(kvq::head_rows(fp8, std::span(scales, 3), 2),
+                         "kvq: fp8 needs a scale for each of 2 heads, but got 3", std::invalid_argument);
 }
 
 TEST_CASE("rows of other systems: chunks, trims, refills and files leave what one prompt would") {

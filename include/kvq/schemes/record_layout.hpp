@@ -14,6 +14,7 @@
 //   int8-token-head  any       int8 x n, fp32
 //   fp8-token-head   any       e4m3 x n, fp32
 //   mlx-B-g64        64 k      B bits x n                                          fp16 x k, fp16 biases x k
+//   nvfp4-v4         16 k      e2m1 x n                                            e4m3 x k of four tokens
 //
 //   rule             scale, with M the largest number (448, 6, 127)
 //   quotient         max(max|x|, least) / M; of mla-656 max(max|x| / 448, 2^-126)
@@ -23,12 +24,14 @@
 //
 // Pages of mla-584 are zeros up to a multiple of 576 bytes, others of 16. Two e2m1 in a byte: the even
 // channel in its low half. B bits: a stream from the lowest bit of the first byte on, which is MLX's words.
-// mlx: the scales of all tokens, then their biases. schemes/token_records.hpp is the scheme.
+// mlx: the scales of all tokens, then their biases. nvfp4-v4, TensorRT-LLM's values: the scales of four
+// tokens take turns, [tokens / 4][k][4]; else it is nvfp4. schemes/token_records.hpp is the scheme.
 // Contract: that of schemes/row_layout.hpp; magnitudes above 2^126 saturate. vLLM's int4 with a scale per
 // token and head is not here: its codes are behind a Hadamard matrix with random signs of torch, and a 16-bit
 // product.
 // Sources: FlashMLA, README and tests/quant.py (656, 584); vLLM, fp8_ds_mla, indexer_k_quant_and_cache and
-// *_per_token_head; vllm#56893 (528, 288: bytes; the rules are those of 584 and of nvfp4); MLX, quantize.
+// *_per_token_head; vllm#56893 (528, 288: bytes; the rules are those of 584 and of nvfp4); MLX, quantize;
+// FlashInfer, nvfp4_quantize_paged_kv_cache (nvfp4-v4).
 #pragma once
 
 #include "row_layout.hpp"
@@ -53,6 +56,7 @@ struct record_layout {
     int wide = 0;            ///< last channels, in bf16 behind all else of a token
     int padding = 0;         ///< bytes behind the scales of a token
     int page_multiple = 16;  ///< bytes
+    bool in_turns = false;   ///< scales of four tokens take turns
 
     constexpr bool biased() const noexcept { return fit == rule::edges; }
     constexpr int scale_bytes() const noexcept {
@@ -100,6 +104,8 @@ inline constexpr record_layout record_layouts[] = {
      record_layout::rule::edges, 0, true},
     {"mlx-8-g64", 0, record_layout::number::bits, 8, 64, record_layout::stored::fp16,
      record_layout::rule::edges, 0, true},
+    {"nvfp4-v4", 0, record_layout::number::e2m1, 4, 16, record_layout::stored::e4m3,
+     record_layout::rule::quotient, 0, true, 0, 0, 16, true},
 };
 
 }}  // namespace kvq

@@ -103,7 +103,11 @@ private:
             Byte* const scales = l.behind ? behind + std::ptrdiff_t{t} * l.bytes_behind(s.dim)
                                           : numbers + l.number_bytes(s.dim);
             for (int g = 0; g < groups; ++g) {
-                Byte* const scale = scales + g * l.scale_bytes();
+                Byte* scale = scales + g * l.scale_bytes();
+                if (l.in_turns) {
+                    const int first = t / 4 * 4, turns = detail::smaller(4, s.tokens - first);
+                    scale = behind + std::ptrdiff_t{first} * l.bytes_behind(s.dim) + g * turns + (t - first);
+                }
                 f(t * s.dim + g * n, n, numbers, g * n, scale,
                   l.biased() ? scale + std::ptrdiff_t{s.tokens} * l.bytes_behind(s.dim) : scale);
             }
