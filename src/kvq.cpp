@@ -2,6 +2,7 @@
 // CPU. KVQ_HAS_JSON: the library is built with nlohmann-json, without which it saves nothing.
 #include <kvq/adapters/sequence_state-inl.hpp>
 #include <kvq/adapters/sequence_table-inl.hpp>
+#include <kvq/attention/attend_rows-inl.hpp>
 #include <kvq/attention/mods-inl.hpp>
 #include <kvq/attention/rotary-inl.hpp>
 #include <kvq/attention/selection-inl.hpp>

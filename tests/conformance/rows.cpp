@@ -27,7 +27,7 @@ struct problem {
     kvq::block_shape shape;
     int n;
     std::vector<std::byte> block, memory;
-    kvq::kernels::row_place place{};
+    kvq::row_place place{};
     std::vector<float> values, x;
 
     problem(test::generator& random, const kvq::token_rows& of, kvq::block_shape s, int operands, bool apart)
@@ -63,9 +63,9 @@ struct problem {
         std::vector<float> y(static_cast<std::size_t>(n * shape.rows()), 1.0f);
         if (shape.role == kvq::tensor::key) {
             product.begin(x.data(), shape.cols(), aligned);
-            product.keys(place, tokens, y.data(), shape.rows(), add, 0, aligned);
+            product.keys(place, 0, tokens, y.data(), shape.rows(), add, 0, aligned);
         } else {
-            product.values(place, tokens, x.data(), shape.cols(), y.data(), shape.rows(), add, 0, aligned);
+            product.values(place, 0, tokens, x.data(), shape.cols(), y.data(), shape.rows(), add, 0, aligned);
         }
         return y;
     }

@@ -186,9 +186,18 @@ public:
         const int row = layout_.row_bytes(shape.dim), behind = layout_.scales_behind(shape.dim);
         const row_place at{block, row, block + std::ptrdiff_t{shape.tokens} * row, behind};
         if (shape.role == tensor::key)
-            product_.keys(at, rows, y, y_stride, add, ahead, workspace);
+            product_.keys(at, 0, rows, y, y_stride, add, ahead, workspace);
         else
-            product_.values(at, cols, x, x_stride, y, y_stride, add, ahead, workspace);
+            product_.values(at, 0, cols, x, x_stride, y, y_stride, add, ahead, workspace);
+    }
+    bool has_scales() const { return layout_.scales_behind(layout_.group_of(row_chunk)) > 0; }
+    bool keys_of(const row_place& at, int from, int tokens, float* y, std::ptrdiff_t y_stride,
+                 std::byte* workspace) const {
+        return product_.keys(at, from, tokens, y, y_stride, false, 0, workspace);
+    }
+    bool add_values_of(const row_place& at, int from, int tokens, const float* w, std::ptrdiff_t w_stride,
+                       float* y, std::ptrdiff_t y_stride, std::byte* workspace) const {
+        return product_.values(at, from, tokens, w, w_stride, y, y_stride, true, 0, workspace);
     }
 
 private:
@@ -331,8 +340,26 @@ struct product_table {
                                                   ahead, workspace);
     }
 
-    static constexpr product_functions functions{sizeof(Product), &make_plan, &begin, &finish,
-                                                 key_values_of(static_cast<const Product*>(nullptr))};
+    static constexpr row_place_functions of_places() {
+        if constexpr (requires { &Product::keys_of; })
+            return {[](const void* plan, const row_place& at, int from, int tokens, float* y,
+                       std::ptrdiff_t y_stride, std::byte* workspace) {
+                        return static_cast<const Product*>(plan)->keys_of(at, from, tokens, y, y_stride,
+                                                                          workspace);
+                    },
+                    [](const void* plan, const row_place& at, int from, int tokens, const float* w,
+                       std::ptrdiff_t w_stride, float* y, std::ptrdiff_t y_stride, std::byte* workspace) {
+                        return static_cast<const Product*>(plan)->add_values_of(at, from, tokens, w, w_stride,
+                                                                                y, y_stride, workspace);
+                    },
+                    [](const void* plan) { return static_cast<const Product*>(plan)->has_scales(); }};
+        else
+            return {};
+    }
+
+    static constexpr product_functions functions{
+        sizeof(Product), &make_plan, &begin, &finish, key_values_of(static_cast<const Product*>(nullptr)),
+        of_places()};
 };
 
 /// Does one call of `begin` serve every block?

@@ -10,6 +10,7 @@
 // code.
 #pragma once
 
+#include "../core/row_place.hpp"
 #include "../quant/token_transform.hpp"
 #include "../schemes/codec_spec.hpp"
 #include "product/product_blocks.hpp"
@@ -46,6 +47,7 @@ struct product_functions {
     /// Of blocks of keys with the values of a latent layer, on the same codes: shapes are those of the
     /// values, the blocks those of the keys. Null: there is none.
     const product_functions* of_key_values;
+    row_place_functions of_places;
 };
 
 /// Kernels of codecs whose parameters belong to groups (kernels::by_groups), of one width, levels and axis.

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "../core/float_type.hpp"
+#include "../core/row_place.hpp"
 #include "../core/shape.hpp"
 
 namespace kvq { inline namespace v0_3 {
@@ -144,6 +145,9 @@ struct format_functions {
     void (*finish)(const void* plan, const block_shape&, block_id, const std::byte* block, const float* x,
                    std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                    std::ptrdiff_t ahead, std::byte* workspace);
+
+    /// The same where rows lie in memory of another system (attention/attend_rows.hpp).
+    row_place_functions of_places;
 
     /// The same for rows of weights and the first `channels` channels of blocks of keys, which are the values
     /// of a latent layer; a block is read where it lies. Returns 0 where there is no such product; null:

@@ -243,6 +243,7 @@ struct scheme_table {
                 &make_plan,
                 from.begin,
                 from.finish,
+                from.of_places,
                 values ? values->plan_bytes : 0,
                 values ? &plan_key_values : nullptr,
                 values ? values->begin : nullptr,

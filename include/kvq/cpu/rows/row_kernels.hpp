@@ -26,9 +26,8 @@ enum class row_scales { none, scale, scale_and_minimum, scale_of_16 };
 
 /// Rows of a pass.
 struct row_pass {
-    const std::byte* rows;
-    std::ptrdiff_t stride;  ///< bytes from one token to the next
-    std::ptrdiff_t ahead;   ///< bytes to the rows that are read next, which are prefetched; 0: none
+    const std::byte* const* rows;  ///< one for each token
+    const std::byte* const* next;  ///< rows that are prefetched meanwhile
     int tokens, dim;
     int front, chunk_bytes;  ///< bytes before the numbers of a chunk, and of a chunk
     const float* scales;     ///< [token][chunk], of 16 channels [token][2 * chunk], and a vector beyond them
@@ -46,12 +45,12 @@ struct row_reader {
     using numbers = row_numbers<Lanes, Kind>;
     static constexpr int width = Lanes::width, vectors = numbers::vectors;
 
-    /// Chunk c of token t, whose row is at `row`.
-    static KVQ_INLINE void load(const row_pass& r, const std::byte* row, const float* scales,
-                                const float* minima, int c, floats (&v)[vectors]) {
-        const std::byte* const from = row + std::ptrdiff_t{c} * r.chunk_bytes + r.front;
-        detail::prefetch(from + r.ahead);
-        numbers::load(from, v);
+    /// Chunk c of token t.
+    static KVQ_INLINE void load(const row_pass& r, const std::byte* row, const std::byte* next,
+                                const float* scales, const float* minima, int c, floats (&v)[vectors]) {
+        const std::ptrdiff_t at = std::ptrdiff_t{c} * r.chunk_bytes;
+        detail::prefetch(next + at);
+        numbers::load(row + at + r.front, v);
         scale(scales, minima, c, v);
     }
     static KVQ_INLINE void load_end(const row_pass& r, int t, const float* scales, const float* minima,
@@ -115,12 +114,13 @@ KVQ_NOINLINE void row_keys(const row_pass& pass, const float* const* operands, f
         floats sum[Q * together];
         KVQ_UNROLL
         for (int i = 0; i < Q * together; ++i) sum[i] = Lanes::splat_float(0.0f);
-        const std::byte* row[together];
+        const std::byte *row[together], *next[together];
         const float *scales[together], *minima[together];
         KVQ_UNROLL
         for (int k = 0; k < together; ++k) {
             const std::ptrdiff_t at = detail::smaller(t + k, r.tokens - 1);
-            row[k] = r.rows + at * r.stride;
+            row[k] = r.rows[at];
+            next[k] = r.next[at];
             scales[k] = r.scales + (Scales != row_scales::none ? at * r.scale_stride : 0);
             minima[k] = r.minima + (Scales == row_scales::scale_and_minimum ? at * r.scale_stride : 0);
         }
@@ -147,8 +147,9 @@ KVQ_NOINLINE void row_keys(const row_pass& pass, const float* const* operands, f
             }
         };
         for (int c = 0; c < chunks; ++c)
-            multiply(c, [&](int k, floats(&v)[vectors])
-                            KVQ_INLINE_LAMBDA { reader::load(r, row[k], scales[k], minima[k], c, v); });
+            multiply(c, [&](int k, floats(&v)[vectors]) KVQ_INLINE_LAMBDA {
+                reader::load(r, row[k], next[k], scales[k], minima[k], c, v);
+            });
         if (r.end)
             multiply(chunks, [&](int k, floats(&v)[vectors]) KVQ_INLINE_LAMBDA {
                 reader::load_end(r, detail::smaller(t + k, r.tokens - 1), scales[k], minima[k], v);
@@ -227,7 +228,7 @@ KVQ_NOINLINE void row_values(const row_pass& pass, const float* w, std::ptrdiff_
     const int chunks = r.whole_chunks();
     for (int c = 0; c < chunks; ++c)
         chunk(c, [&](int t, floats(&v)[vectors]) KVQ_INLINE_LAMBDA {
-            reader::load(r, r.rows + t * r.stride, r.scales + t * r.scale_stride,
+            reader::load(r, r.rows[t], r.next[t], r.scales + t * r.scale_stride,
                          r.minima + t * r.scale_stride, c, v);
         });
     if (r.end)
@@ -251,7 +252,7 @@ KVQ_NOINLINE void decode_rows(const row_pass& pass, float* to, std::ptrdiff_t st
             for (int j = 0; j < reader::vectors; ++j, out += Lanes::width) Lanes::store_floats(out, v[j]);
         };
         for (int c = 0; c < r.whole_chunks(); ++c) {
-            reader::load(r, r.rows + t * r.stride, scales, minima, c, v);
+            reader::load(r, r.rows[t], r.next[t], scales, minima, c, v);
             store();
         }
         if (r.end) {

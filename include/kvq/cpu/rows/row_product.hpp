@@ -15,23 +15,11 @@
 
 #include <cstring>
 
+#include "../../core/row_place.hpp"
 #include "../../core/shape.hpp"
 #include "row_kernels.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
-
-/// The rows of one head, from some token on. Strides in bytes; scales beside the numbers: of a group.
-struct row_place {
-    const std::byte* rows;
-    std::ptrdiff_t row_stride;
-    const std::byte* scales = nullptr;
-    std::ptrdiff_t scale_stride = 0, group_stride = 1;
-
-    row_place from(int token) const {
-        return {rows + token * row_stride, row_stride, scales ? scales + token * scale_stride : nullptr,
-                scale_stride, group_stride};
-    }
-};
 
 /// Kernels of one kind of rows.
 struct row_functions {
@@ -112,9 +100,12 @@ public:
         scale_factor_ = tensor_scale;
         groups_ = scaled ? s.dim / layout.group_of(s.dim) : 0;
         padded_ = detail::round_up(dim_, row_chunk);
-        scale_line_ = !scaled                 ? 0
-                      : layout.channels == 16 ? detail::round_up(groups_, 2)
-                                              : detail::ceil_div(dim_, row_chunk);
+        chunk_bytes_ = layout.front_bytes() + row_chunk * layout.bits() / 8;
+        scale_channels_ = layout.channels % row_chunk == 0 && layout.scale != row_layout::stored::fp16
+                              ? row_chunk
+                              : layout.channels;
+        scale_line_ = scaled ? detail::ceil_div(dim_, scale_channels_) : 0;
+        if (layout.channels == 16) scale_line_ = detail::round_up(scale_line_, 2);
         const int tokens = detail::smaller(s.tokens, tokens_of_pass);
         std::size_t at = 0;
         const auto take = [&](int rows, int floats) {
@@ -133,7 +124,8 @@ public:
         line_ = tokens;
         lines_ = take(row_key_operands, line_);
         decoded_ = take(tokens, padded_);
-        bytes_ = at;
+        addresses_ = at;
+        bytes_ = at + detail::round_up(sizeof(addresses), std::size_t{64});
     }
 
     std::size_t workspace_bytes() const { return bytes_; }
@@ -146,13 +138,16 @@ public:
     }
 
     /// ahead: distance to the rows that are read next; 0: none.
-    void keys(const row_place& rows, int tokens, float* y, std::ptrdiff_t y_stride, bool add,
+    /// Of tokens [from, from + tokens). Returns whether all scales are finite.
+    bool keys(const row_place& rows, int from, int tokens, float* y, std::ptrdiff_t y_stride, bool add,
               std::ptrdiff_t ahead, std::byte* workspace) const {
+        bool finite = true;
         const auto* const x = reinterpret_cast<const float*>(workspace);
         auto* const lines = reinterpret_cast<float*>(workspace + lines_);
         for (int first = 0; first < tokens; first += tokens_of_pass) {
             const int here = detail::smaller(tokens - first, tokens_of_pass);
-            const prepared p = prepare(rows.from(first), here, ahead, workspace);
+            const prepared p = prepare(rows, from + first, here, ahead, workspace);
+            finite = finite && p.finite;
             const float factor = factor_ * p.functions->unit;
             for (int i = 0; i < n_; i += row_key_operands) {
                 const int count = detail::smaller(n_ - i, row_key_operands);
@@ -162,46 +157,58 @@ public:
                 p.functions->keys[count > 1](p.pass, operands, lines, line_);
                 for (int k = 0; k < count; ++k) {
                     float* const to = y + (i + k) * y_stride + first;
-                    const float* const from = lines + k * line_;
-                    for (int t = 0; t < here; ++t) to[t] = (add ? to[t] : 0.0f) + from[t] * factor;
+                    const float* const sums = lines + k * line_;
+                    for (int t = 0; t < here; ++t) to[t] = (add ? to[t] : 0.0f) + sums[t] * factor;
                 }
             }
         }
+        return finite;
     }
 
-    void values(const row_place& rows, int tokens, const float* w, std::ptrdiff_t w_stride, float* y,
-                std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) const {
+    bool values(const row_place& rows, int from, int tokens, const float* w, std::ptrdiff_t w_stride,
+                float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead,
+                std::byte* workspace) const {
+        bool finite = true;
         auto* const sums = reinterpret_cast<float*>(workspace);
         auto* const lines = reinterpret_cast<float*>(workspace + lines_);
         constexpr int most = row_value_operands<Lanes>;
         for (int first = 0; first < tokens; first += tokens_of_pass) {
             const int here = detail::smaller(tokens - first, tokens_of_pass);
-            const prepared p = prepare(rows.from(first), here, ahead, workspace);
+            const prepared p = prepare(rows, from + first, here, ahead, workspace);
+            finite = finite && p.finite;
             std::memset(sums, 0,
                         static_cast<std::size_t>(detail::round_up(n_, 4)) *
                             static_cast<std::size_t>(padded_) * sizeof(float));
             for (int i = 0; i < n_; i += most) {
                 const int count = detail::smaller(n_ - i, most);
-                const float* from = w + i * w_stride + first;
+                const float* weights = w + i * w_stride + first;
                 std::ptrdiff_t stride = w_stride;
                 if (count > 1 && count < most) {
                     std::memset(lines, 0, static_cast<std::size_t>(most * line_) * sizeof(float));
                     for (int k = 0; k < count; ++k)
-                        std::memcpy(lines + k * line_, from + k * w_stride,
+                        std::memcpy(lines + k * line_, weights + k * w_stride,
                                     static_cast<std::size_t>(here) * sizeof(float));
-                    from = lines;
+                    weights = lines;
                     stride = line_;
                 }
-                p.functions->values[count > 1](p.pass, from, stride, sums + i * padded_, padded_);
+                p.functions->values[count > 1](p.pass, weights, stride, sums + i * padded_, padded_);
             }
             add_sums(sums, factor_ * p.functions->unit, y, y_stride, add || first > 0);
         }
+        return finite;
     }
 
 private:
     struct prepared {
         row_pass pass;
         const row_functions* functions;
+        bool finite;
+    };
+    /// Where the tokens of a pass lie.
+    struct addresses {
+        const std::byte* rows[tokens_of_pass];
+        const std::byte* scales[tokens_of_pass];
+        const std::byte* next[tokens_of_pass];
     };
 
     int place(int c) const {
@@ -224,58 +231,109 @@ private:
         }
     }
 
-    /// The rows of a pass for kernels: their scales as floats, all their numbers if there are many operands.
-    prepared prepare(const row_place& rows, int tokens, std::ptrdiff_t ahead, std::byte* workspace) const {
-        const int chunk_bytes = layout_.front_bytes() + row_chunk * layout_.bits() / 8;
-        row_pass pass{rows.rows,   rows.row_stride, ahead,   tokens, dim_,   layout_.front_bytes(),
-                      chunk_bytes, nullptr,         nullptr, 0,      nullptr};
-        if (ahead != 0 && rows.scales)
-            for (std::ptrdiff_t at = 0; at < tokens * rows.scale_stride; at += 64)
-                detail::prefetch(rows.scales + at + ahead);
-        auto* const decoded = reinterpret_cast<float*>(workspace + decoded_);
-        if (!of_layout_ || (of_layout_->checks_nan && any_nan(rows, tokens))) {
-            read_numbers(rows, tokens, decoded);
-        } else {
-            if (scale_line_ > 0) {
-                pass.scales = reinterpret_cast<float*>(workspace + scales_);
-                pass.minima = layout_.minimum ? reinterpret_cast<float*>(workspace + minima_) : nullptr;
-                pass.scale_stride = scale_line_;
-                read_scales(rows, tokens, workspace + codes_, reinterpret_cast<float*>(workspace + scales_),
-                            reinterpret_cast<float*>(workspace + minima_));
+    static void find(const row_place& of, int first, int n, const std::byte** rows,
+                     const std::byte** scales) {
+        if (n <= 0) return;
+        int block = 0, in_block = first;
+        const std::byte *row = of.rows, *scale = of.scales;
+        const auto begin_block = [&] {
+            row = of.rows + of.blocks[block] * of.block_stride;
+            if (of.scales) scale = of.scales + of.blocks[block] * of.scale_block_stride;
+        };
+        if (of.blocks) {
+            block = first / of.block_tokens;
+            in_block = first % of.block_tokens;
+            begin_block();
+        }
+        for (int t = 0; t < n; ++t, ++in_block) {
+            if (of.blocks && in_block == of.block_tokens) {
+                in_block = 0;
+                ++block;
+                begin_block();
             }
+            rows[t] = row + in_block * of.row_stride;
+            if (scales && of.scales) scales[t] = scale + in_block * of.scale_stride;
+        }
+    }
+    addresses& find(const row_place& of, int first, int n, std::ptrdiff_t ahead, std::byte* workspace) const {
+        auto& at = *reinterpret_cast<addresses*>(workspace + addresses_);
+        find(of, first, n, at.rows, at.scales);
+        const int follow = ahead != 0 ? 0 : detail::larger(detail::smaller(of.end - first - n, n), 0);
+        find(of, first + n, follow, at.next, nullptr);
+        for (int t = follow; t < n; ++t) at.next[t] = at.rows[t] + ahead;
+        if (ahead != 0 && of.scales)
+            for (std::ptrdiff_t line = 0; line < n * of.scale_stride; line += 64)
+                detail::prefetch(at.scales[0] + line + ahead);
+        return at;
+    }
+
+    /// The rows of a pass for kernels: their scales as floats, all their numbers if there are many operands.
+    prepared prepare(const row_place& of, int first, int tokens, std::ptrdiff_t ahead,
+                     std::byte* workspace) const {
+        addresses& at = find(of, first, tokens, ahead, workspace);
+        row_pass pass{at.rows,      at.next, tokens,  dim_, layout_.front_bytes(),
+                      chunk_bytes_, nullptr, nullptr, 0,    nullptr};
+        auto* const decoded = reinterpret_cast<float*>(workspace + decoded_);
+        auto* const scales = reinterpret_cast<float*>(workspace + scales_);
+        auto* const minima = reinterpret_cast<float*>(workspace + minima_);
+        bool finite = true;
+        if (scale_line_ > 0) {
+            read_scales(of, at, tokens, workspace + codes_, scales, minima);
+            finite = all_finite(scales, tokens * scale_line_) &&
+                     (!layout_.minimum || all_finite(minima, tokens * scale_line_));
+            pass.scales = scales;
+            pass.minima = layout_.minimum ? minima : nullptr;
+            pass.scale_stride = scale_line_;
+        }
+        if (!of_layout_ || (of_layout_->checks_nan && any_nan(at, tokens))) {
+            read_numbers(at, tokens, scales, minima, decoded);
+        } else {
             if (dim_ % row_chunk != 0) {
                 auto* const end = reinterpret_cast<float*>(workspace + end_);
-                read_ends(rows, tokens, chunk_bytes, end);
+                read_ends(at, tokens, end);
                 pass.end = end;
             }
-            if (n_ <= row_key_operands) return {pass, of_layout_};
+            if (n_ <= row_key_operands) return {pass, of_layout_, finite};
             of_layout_->decode(pass, decoded, padded_);
             const float unit = of_layout_->unit;
             if (unit != 1.0f)
                 for (int i = 0; i < tokens * padded_; ++i) decoded[i] *= unit;
         }
-        return {{reinterpret_cast<const std::byte*>(decoded), padded_ * std::ptrdiff_t{sizeof(float)}, 0,
-                 tokens, padded_, 0, row_chunk * int{sizeof(float)}, nullptr, nullptr, 0, nullptr},
-                &row_functions_of<Lanes, plain_floats, row_scales::none>};
+        for (int t = 0; t < tokens; ++t)
+            at.rows[t] = at.next[t] = reinterpret_cast<const std::byte*>(decoded + t * padded_);
+        return {{at.rows, at.next, tokens, padded_, 0, row_chunk * int{sizeof(float)}, nullptr, nullptr, 0,
+                 nullptr},
+                &row_functions_of<Lanes, plain_floats, row_scales::none>,
+                finite};
     }
+    static bool all_finite(const float* x, int n) {
+        constexpr int width = Lanes::width;
+        auto zeros = Lanes::splat_float(0.0f);
+        int i = 0;
+        for (; i + width <= n; i += width)
+            zeros = Lanes::multiply_add(Lanes::load_floats(x + i), Lanes::splat_float(0.0f), zeros);
+        float zero = Lanes::sum(zeros);
+        for (; i < n; ++i) zero += x[i] * 0.0f;
+        return zero == 0.0f;
+    }
+
     /// Collects the scales of all tokens, then converts them a vector at a time.
-    void read_scales(const row_place& rows, int tokens, std::byte* codes, float* scales,
+    void read_scales(const row_place& of, const addresses& at, int tokens, std::byte* codes, float* scales,
                      float* minima) const {
         constexpr int width = Lanes::width;
         if (layout_.scale == row_layout::stored::fp16) {
-            read_halves(rows.rows, rows.row_stride, tokens, codes, scales);
-            if (layout_.minimum) read_halves(rows.rows + 2, rows.row_stride, tokens, codes, minima);
+            read_halves(at, 0, tokens, codes, scales);
+            if (layout_.minimum) read_halves(at, 2, tokens, codes, minima);
             return;
         }
         const int all = tokens * groups_;
-        if (rows.group_stride == 1 && rows.scale_stride == groups_) {
-            std::memcpy(codes, rows.scales, static_cast<std::size_t>(all));
+        if (of.group_stride == 1 && of.scale_stride == groups_ && !of.blocks) {
+            std::memcpy(codes, at.scales[0], static_cast<std::size_t>(all));
         } else {
             for (int t = 0; t < tokens; ++t)
-                for (int g = 0; g < groups_; ++g)
-                    codes[t * groups_ + g] = rows.scales[t * rows.scale_stride + g * rows.group_stride];
+                for (int g = 0; g < groups_; ++g) codes[t * groups_ + g] = at.scales[t][g * of.group_stride];
         }
-        const int copies = layout_.channels > row_chunk ? layout_.channels / row_chunk : 1;
+        const int copies = layout_.channels / scale_channels_;
         const bool dense = copies == 1 && scale_line_ == groups_;
         float* const to = dense ? scales : reinterpret_cast<float*>(codes + detail::round_up(all, 64));
         const auto factor = Lanes::splat_float(scale_factor_);
@@ -298,63 +356,52 @@ private:
                                            where_negative(Lanes::subtract(Lanes::splat(254), codes)));
         return Lanes::as_floats(Lanes::bit_or(Lanes::template shift_left<23>(codes), special));
     }
-    /// The fp16 before each group of the rows.
-    void read_halves(const std::byte* row, std::ptrdiff_t stride, int tokens, std::byte* bits,
-                     float* to) const {
+    /// The fp16 `offset` bytes behind the beginning of each group.
+    void read_halves(const addresses& at, int offset, int tokens, std::byte* bits, float* to) const {
         constexpr int width = Lanes::width;
-        const int step = layout_.front_bytes() + row_chunk * layout_.bits() / 8;
+        const int step = layout_.group_bytes(layout_.channels);
         std::byte* out = bits;
-        for (int t = 0; t < tokens; ++t, row += stride) {
-            const std::byte* from = row;
+        for (int t = 0; t < tokens; ++t) {
+            const std::byte* from = at.rows[t] + offset;
             for (int g = 0; g < groups_; ++g, from += step, out += 2) std::memcpy(out, from, 2);
         }
         for (int i = 0; i < tokens * groups_; i += width)
             Lanes::store_floats(to + i, Lanes::template load_values<float16>(bits + 2 * i));
     }
     /// The numbers of the last channels, which are no whole chunk, divided by the unit.
-    void read_ends(const row_place& rows, int tokens, int chunk_bytes, float* to) const {
+    void read_ends(const addresses& at, int tokens, float* to) const {
         const int whole = dim_ / row_chunk, n = dim_ % row_chunk;
         for (int t = 0; t < tokens; ++t, to += row_chunk) {
             float all[row_chunk] = {};
-            detail::load_numbers(layout_.numbers, rows.rows + t * rows.row_stride + whole * chunk_bytes, n,
-                                 all);
+            detail::load_numbers(layout_.numbers, at.rows[t] + whole * chunk_bytes_, n, all);
             for (int c = 0; c < row_chunk; ++c)
                 to[place_in_chunk(pairs_, Lanes::width, c)] = all[c] / of_layout_->unit;
         }
     }
     /// Number by number, with scales, in the order of vectors.
-    void read_numbers(const row_place& rows, int tokens, float* to) const {
+    void read_numbers(const addresses& at, int tokens, const float* scales, const float* minima,
+                      float* to) const {
         const int n = layout_.group_of(dim_), bytes = layout_.group_bytes(n);
         for (int t = 0; t < tokens; ++t, to += padded_) {
             for (int c = 0; c < padded_; ++c) to[c] = 0.0f;
-            const std::byte* from = rows.rows + t * rows.row_stride;
             for (int c = 0; c < dim_; ++c) {
-                const std::byte* const group = from + c / n * bytes;
+                const std::byte* const group = at.rows[t] + c / n * bytes;
                 const float x = detail::number_of_code(
                     layout_.numbers, detail::code_at(layout_.numbers, group + layout_.front_bytes(), c % n));
-                float scale = 1.0f, minimum = 0.0f;
-                if (layout_.scale == row_layout::stored::fp16) {
-                    scale = float16::to_float(detail::load_as<std::uint16_t>(group));
-                    if (layout_.minimum)
-                        minimum = float16::to_float(detail::load_as<std::uint16_t>(group + 2));
-                } else if (layout_.scale != row_layout::stored::none) {
-                    scale =
-                        detail::scale_of_code(
-                            layout_.scale, rows.scales[t * rows.scale_stride + c / n * rows.group_stride]) *
-                        scale_factor_;
-                }
-                to[place(c)] = detail::rounded_product(x, scale) + minimum;
+                const int scale = t * scale_line_ + c / scale_channels_;
+                to[place(c)] = (scale_line_ > 0 ? detail::rounded_product(x, scales[scale]) : x) +
+                               (layout_.minimum ? minima[scale] : 0.0f);
             }
         }
     }
     /// Is a code of e4m3 NaN?
-    bool any_nan(const row_place& rows, int tokens) const {
+    bool any_nan(const addresses& at, int tokens) const {
         using ints = typename Lanes::ints;
         constexpr int bytes = 4 * Lanes::width;
         ints found = Lanes::splat(0);
         std::uint32_t rest = 0;
         for (int t = 0; t < tokens; ++t) {
-            const std::byte* const row = rows.rows + t * rows.row_stride;
+            const std::byte* const row = at.rows[t];
             int c = 0;
             for (; c + bytes <= dim_; c += bytes)
                 found = Lanes::bit_or(
@@ -370,10 +417,10 @@ private:
 
     row_layout layout_;
     const row_functions* of_layout_;
-    int n_, dim_, padded_, groups_, scale_line_, line_;
+    int n_, dim_, padded_, groups_, chunk_bytes_, scale_channels_, scale_line_, line_;
     bool pairs_;
     float factor_, scale_factor_;
-    std::size_t scales_, minima_, codes_, end_, lines_, decoded_, bytes_;
+    std::size_t scales_, minima_, codes_, end_, lines_, decoded_, addresses_, bytes_;
 };
 
 }}}  // namespace kvq::kernels

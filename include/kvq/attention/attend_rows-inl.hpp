@@ -1,0 +1,237 @@
+// Definitions of attend_rows.hpp.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "attend_rows.hpp"
+#include "carver.hpp"
+#include "softmax_state.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON {
+
+namespace detail {
+
+/// One call: what its tasks share.
+struct rows_attention {
+    static constexpr int span_tokens = 128, most_rows = 32;
+    static constexpr std::uint64_t none = ~std::uint64_t{0};
+
+    const rows_view& keys;
+    const rows_view& values;
+    const row_blocks& blocks;
+    const rows_shape& shape;
+    const query_view& q;
+    const output_view& out;
+    const mods_view& mods;
+    int value_dim;
+    std::atomic<std::uint64_t> bad_scale{none};  ///< the first one: head, span, values or keys
+
+    int group() const { return q.heads / shape.kv_heads; }
+    int rows() const { return q.tokens * group(); }
+    int rows_of_task() const { return smaller(rows(), most_rows); }
+    int row_blocks_of_head() const { return ceil_div(rows(), rows_of_task()); }
+    int tasks() const { return shape.kv_heads * row_blocks_of_head(); }
+    block_shape shape_of(tensor role) const {
+        return {role, smaller(larger(shape.tokens, 1), span_tokens),
+                role == tensor::key ? shape.head_dim : value_dim};
+    }
+
+    /// Memory of a task.
+    struct space {
+        std::byte *key_plan, *value_plan, *key_space, *value_space;
+        float *x, *scores, *sums;
+    };
+    space carve(carver& memory) const {
+        const int n = rows_of_task();
+        const auto plan = [&](const format& f, tensor role, std::size_t* bytes) {
+            *bytes = f.functions().make_plan(f.scheme(), shape_of(role), {}, n, nullptr);
+            return f.functions().plan_bytes;
+        };
+        std::size_t key_bytes = 0, value_bytes = 0;
+        const std::size_t key_plan = plan(keys.rows, tensor::key, &key_bytes),
+                          value_plan = plan(values.rows, tensor::value, &value_bytes);
+        space s;
+        s.key_plan = memory.take(key_plan);
+        s.value_plan = memory.take(value_plan);
+        s.key_space = memory.take(key_bytes);
+        s.value_space = memory.take(value_bytes);
+        const auto floats = [&](int count) {
+            return memory.floats(static_cast<std::size_t>(n) * static_cast<std::size_t>(count));
+        };
+        s.x = floats(shape.head_dim);
+        s.scores = floats(span_tokens);
+        s.sums = floats(value_dim);
+        return s;
+    }
+
+    row_place place(const rows_view& of, int head) const {
+        row_place p;
+        p.rows = static_cast<const std::byte*>(of.data) + head * of.head_stride;
+        p.row_stride = of.token_stride;
+        if (of.scales) p.scales = static_cast<const std::byte*>(of.scales) + head * of.scale_head_stride;
+        p.scale_stride = of.scale_token_stride;
+        p.group_stride = of.scale_group_stride;
+        p.blocks = blocks.table;
+        p.block_tokens = blocks.block_tokens;
+        p.block_stride = of.block_stride;
+        p.scale_block_stride = of.scale_block_stride;
+        p.end = shape.tokens;
+        return p;
+    }
+    int position(int row) const {
+        return (mods.has_query_positions() ? shape.tokens - q.tokens : 0) + row / group();
+    }
+
+    void run(int task, const space& s) {
+        const int head = task / row_blocks_of_head(), first = task % row_blocks_of_head() * rows_of_task(),
+                  n = smaller(rows() - first, rows_of_task()), dim = shape.head_dim;
+        const format_functions &k = keys.rows.functions(), &v = values.rows.functions();
+        const block_id id{0, head};
+        const auto q_head = [&](int i) { return head * group() + (first + i) % group(); };
+        float scale = mods.scale(dim);
+        if (!mods.changes_scores()) scale *= softmax_state::log2e;
+        float max[most_rows], sum[most_rows], factor[most_rows];
+        bool bad[most_rows];
+        for (int i = 0; i < n; ++i) {
+            bad[i] = !k.backend->load_query(q.type, q.at((first + i) / group(), q_head(i)), dim, scale,
+                                            s.x + i * dim);
+            max[i] = -std::numeric_limits<float>::infinity();
+            sum[i] = 0.0f;
+        }
+        for (int i = 0; i < n * value_dim; ++i) s.sums[i] = 0.0f;
+        k.make_plan(keys.rows.scheme(), shape_of(tensor::key), id, n, s.key_plan);
+        v.make_plan(values.rows.scheme(), shape_of(tensor::value), id, n, s.value_plan);
+        k.begin(s.key_plan, shape_of(tensor::key), id, nullptr, s.x, dim, s.key_space);
+        const row_place of_keys = place(keys, head), of_values = place(values, head);
+        const int first_q = position(first), last_q = position(first + n - 1);
+        for (int from = 0; from < shape.tokens; from += span_tokens) {
+            const int here = smaller(shape.tokens - from, span_tokens);
+            const page_visibility seen = mods.page(first_q, last_q, from, from + here);
+            if (seen == page_visibility::none) continue;
+            if (!k.of_places.keys(s.key_plan, of_keys, from, here, s.scores, span_tokens, s.key_space))
+                report(head, from, false);
+            for (int i = 0; i < n; ++i) {
+                float* const row = s.scores + i * span_tokens;
+                if (mods.changes_scores())
+                    mods.change_scores(row, here, q_head(i), position(first + i), from, softmax_state::log2e);
+                if (seen != page_visibility::all) mods.hide(row, here, position(first + i), from);
+            }
+            k.backend->softmax(s.scores, span_tokens, n, here, max, sum, factor);
+            for (int i = 0; i < n; ++i) {
+                const float by = factor[i];
+                for (int d = 0; d < value_dim && by != 1.0f; ++d) s.sums[i * value_dim + d] *= by;
+            }
+            if (!v.of_places.values(s.value_plan, of_values, from, here, s.scores, span_tokens, s.sums,
+                                    value_dim, s.value_space))
+                report(head, from, true);
+        }
+        for (int i = 0; i < n; ++i) {
+            softmax_state state{max[i], bad[i] ? std::numeric_limits<float>::quiet_NaN() : sum[i],
+                                s.sums + i * value_dim};
+            const int token = (first + i) / group();
+            const float sink =
+                mods.has_sink() ? mods.sink_logit(q_head(i)) : -std::numeric_limits<float>::infinity();
+            if (mods.has_sink()) state.add_sink(sink, value_dim);
+            if (float* const lse = out.lse(token, q_head(i))) *lse = state.log_sum_exp(sink);
+            state.finish(state.output, value_dim);
+            out.store(token, q_head(i), state.output);
+        }
+    }
+
+    void report(int head, int from, bool of_values) {
+        const std::uint64_t here =
+            (static_cast<std::uint64_t>(head) << 32 | static_cast<std::uint64_t>(from / span_tokens) << 1) |
+            (of_values ? 1u : 0u);
+        std::uint64_t before = bad_scale.load();
+        while (here < before && !bad_scale.compare_exchange_weak(before, here)) {
+        }
+    }
+    void raise_bad_scale() const {
+        const std::uint64_t bad = bad_scale.load();
+        if (bad == none) return;
+        const int from = static_cast<int>(bad >> 1 & 0x7fffffffu) * span_tokens,
+                  last = smaller(from + span_tokens, shape.tokens) - 1;
+        fail((bad & 1u) != 0 ? "values" : "keys", " of tokens ", from, " to ", last, " of kv head ",
+             static_cast<int>(bad >> 32), " have a scale that is NaN or infinite");
+    }
+
+    /// Before the first task: plans know whether scales lie beside the rows.
+    void check_scales(const space& s) const {
+        const auto check_view = [&](const rows_view& of, const char* name, tensor role, std::byte* plan) {
+            const format_functions& f = of.rows.functions();
+            f.make_plan(of.rows.scheme(), shape_of(role), {}, rows_of_task(), plan);
+            expect(of.scales != nullptr || shape.tokens == 0 || !f.of_places.has_scales(plan), name, " are ",
+                   of.rows.asked_name(), ", whose scales lie beside the rows, but scales is null");
+        };
+        check_view(keys, "keys", tensor::key, s.key_plan);
+        check_view(values, "values", tensor::value, s.value_plan);
+    }
+    void check() const {
+        const auto check_view = [&](const rows_view& of, const char* name, tensor role) {
+            expect(static_cast<bool>(of.rows), name, " have no format");
+            expect(of.rows.functions().of_places.keys != nullptr, name, " are ", of.rows.asked_name(),
+                   ", which is no format of rows in the bytes of another system, or whose kernels this "
+                   "program lacks");
+            of.rows.functions().check(
+                of.rows.scheme(),
+                {.layers = 1, .kv_heads = shape.kv_heads, .head_dim = shape.head_dim, .value_dim = value_dim},
+                role);
+            expect(of.data != nullptr || shape.tokens == 0, name, " have no data for ", shape.tokens,
+                   " tokens");
+        };
+        expect(shape.tokens >= 0 && shape.kv_heads >= 1 && shape.head_dim >= 1 && value_dim >= 1, "rows of ",
+               shape.tokens, " tokens, ", shape.kv_heads, " kv heads, ", shape.head_dim, " and ", value_dim,
+               " channels");
+        check_view(keys, "keys", tensor::key);
+        check_view(values, "values", tensor::value);
+        expect(q.tokens >= 0 && q.heads >= 1 && q.heads % shape.kv_heads == 0 && q.dim == shape.head_dim,
+               "q has ", q.heads, " heads of ", q.dim, " channels, for ", shape.kv_heads, " kv heads of ",
+               shape.head_dim);
+        expect(out.tokens == q.tokens && out.heads == q.heads && out.dim == value_dim, "out has ", out.tokens,
+               " tokens, ", out.heads, " heads and ", out.dim, " channels, but q and the values have ",
+               q.tokens, ", ", q.heads, " and ", value_dim);
+        expect(!mods.has_query_positions() || q.tokens <= shape.tokens, "q has ", q.tokens,
+               " tokens, more than the ", shape.tokens, " of the keys");
+        expect(mods.lists() == nullptr && mods.selection() == nullptr && mods.skipping() == nullptr,
+               "lists, selections and skipped values are for pages of kvq, not for rows of other systems");
+        mods.check(q.heads);
+        if (!blocks.table) return;
+        expect(blocks.block_tokens >= 1 && blocks.blocks >= 0, "a block table of ", blocks.blocks,
+               " blocks of ", blocks.block_tokens, " tokens");
+        const int used = ceil_div(shape.tokens, blocks.block_tokens);
+        expect(used <= blocks.blocks, shape.tokens, " tokens need ", used, " blocks of ", blocks.block_tokens,
+               ", but the table has ", blocks.blocks);
+        for (int i = 0; i < used; ++i)
+            expect(blocks.table[i] >= 0 && blocks.table[i] < blocks.all_blocks, "block ", i,
+                   " of the table is ", blocks.table[i], ", but the memory has ", blocks.all_blocks,
+                   " blocks");
+    }
+};
+
+}  // namespace detail
+
+KVQ_FUNC void attend_rows(const rows_view& keys, const rows_view& values, const row_blocks& blocks,
+                          const rows_shape& shape, query_view q, output_view out, workspace& memory,
+                          const mods_view& mods, executor_view threads) {
+    detail::rows_attention of{keys, values, blocks, shape,
+                              q,    out,    mods,   shape.value_dim > 0 ? shape.value_dim : shape.head_dim};
+    of.check();
+    if (q.tokens == 0) return;
+    const int tasks = of.tasks(), jobs = detail::smaller(tasks, detail::larger(threads.concurrency(), 1));
+    detail::carver size(nullptr);
+    of.carve(size);
+    const std::size_t bytes = size.used();
+    std::byte* const all = memory.reserve(bytes * static_cast<std::size_t>(jobs));
+    detail::carver first(all);
+    of.check_scales(of.carve(first));
+    threads.parallel_for(jobs, [&](int job) {
+        detail::carver own(all + bytes * static_cast<std::size_t>(job));
+        const auto space = of.carve(own);
+        for (int task = job; task < tasks; task += jobs) of.run(task, space);
+    });
+    of.raise_bad_scale();
+}
+
+}}  // namespace kvq

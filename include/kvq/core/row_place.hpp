@@ -1,0 +1,42 @@
+// Where the rows of one head lie: in a page of kvq, or in memory of another system, in blocks of any number
+// of tokens.
+//
+//   token t of block b = blocks[t / block_tokens]:  rows + b * block_stride + t % block_tokens * row_stride
+//   without blocks:                                 rows + t * row_stride
+//
+// Scales that lie beside the numbers: the same with their strides, and group_stride from one group of
+// channels to the next. Strides count bytes and may be negative. A value; it owns nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../config.hpp"
+
+namespace kvq { inline namespace v0_3 {
+
+struct row_place {
+    const std::byte* rows = nullptr;
+    std::ptrdiff_t row_stride = 0;
+    const std::byte* scales = nullptr;
+    std::ptrdiff_t scale_stride = 0, group_stride = 1;
+    const std::int32_t* blocks = nullptr;  ///< a block table, or null
+    int block_tokens = 0;
+    std::ptrdiff_t block_stride = 0, scale_block_stride = 0;
+    int end = 0;  ///< tokens that may be read ahead of a call, to prefetch them
+};
+
+/// Products with the rows of a place (cpu/rows/row_product.hpp), on a plan of the format, for tokens
+/// [from, from + tokens); they return whether all scales are finite. Null: the format has none.
+struct row_place_functions {
+    bool (*keys)(const void* plan, const row_place&, int from, int tokens, float* y, std::ptrdiff_t y_stride,
+                 std::byte* workspace) = nullptr;
+    /// Adds to y.
+    bool (*values)(const void* plan, const row_place&, int from, int tokens, const float* w,
+                   std::ptrdiff_t w_stride, float* y, std::ptrdiff_t y_stride,
+                   std::byte* workspace) = nullptr;
+    /// Do scales lie beside the rows?
+    bool (*has_scales)(const void* plan) = nullptr;
+};
+
+}}  // namespace kvq
