@@ -8,7 +8,7 @@
 // attention_options::early, where launches that follow each other overlap. The error is against the float
 // kernel for any shape (attend_any.cuh) on the same pages.
 //
-// With -DLARGE_HEADS: heads of 256 and 512 channels.
+// With -DLARGE_HEADS: heads of 256 and 512 channels. With -DROWS: pages in the bytes of other systems.
 // With -DMINE: one row for a table of cards (scripts/gpu-bench --mine), in less memory. With -DPRESETS=1 (5
 // to 8 bits) or 2 (the narrower ones): the presets, each behind the plain affine format of its width;
 // "-plan": channels of different widths, where importance differs between channels by factors of exp(4) and
@@ -85,7 +85,19 @@ __global__ void fill_parameters(std::byte* pages, std::size_t blocks, std::size_
         x = (x ^ (x >> 15)) * 0x85ebca6bu;
         return static_cast<float>((x ^ (x >> 13)) >> 8) * (1.0f / 16777216.0f);
     };
-    if constexpr (full_precision<S>) {
+    if constexpr (cuda::detail::token_row_scheme<S>) {
+        // Random numbers; of 8 bits without the patterns of NaN. Scales around 1/2 of e4m3, or from 1/2 to 4.
+        constexpr row_layout layout = S::fixed_layout();
+        const auto numbers = static_cast<std::size_t>(s.tokens * layout.row_bytes(s.dim));
+        for (std::size_t i = threadIdx.x; i < block_bytes; i += blockDim.x) {
+            const auto x = static_cast<unsigned>(255.9f * noise(i));
+            if (i >= numbers)
+                at[i] =
+                    static_cast<std::byte>(S::scale == row_layout::stored::e8m0 ? 126 + x % 4 : 48 + x % 8);
+            else if (layout.bits() == 8)
+                at[i] = static_cast<std::byte>(x & 0xbf);
+        }
+    } else if constexpr (full_precision<S>) {
         using T = typename S::value_type;
         for (std::size_t i = threadIdx.x; i < block_bytes / sizeof(T); i += blockDim.x)
             kvq::detail::store_as(at + i * sizeof(T), T(3.0f * (noise(i) + noise(i + 7919) - 1.0f)));
@@ -283,6 +295,12 @@ measured run(const char* name, const shape& s, settings& set) {
 template <int Bits>
 using plain = cuda::block_pair<affine<Bits, per_channel<64>>, affine<Bits, per_channel<>>, 128, 128>;
 
+/// Pages in the bytes of other systems.
+template <int Layout, int PageTokens = 64>
+using rows = cuda::block_pair<rows_of<Layout>, rows_of<Layout>, 128, PageTokens>;
+constexpr int row_fp8 = row_layout_number("fp8"), row_nvfp4 = row_layout_number("nvfp4"),
+              row_mxfp8 = row_layout_number("mxfp8"), row_mxfp4 = row_layout_number("mxfp4");
+
 template <int PageTokens>
 void small_pages(const std::vector<shape>& shapes, settings& set) {
     if (!set.json) std::printf("pages of %d tokens\n", PageTokens);
@@ -408,6 +426,16 @@ int main(int argc, char** argv) {
         run<plain<2>>("plain2", s, set);
         run<cuda::preset_pair<low2, 128>>("low2", s, set);
         run<cuda::preset_pair<low2, 128>>("low2-plan", s, set);
+    }
+#elif defined(ROWS)
+    shapes.push_back({64, 1024, 32, 8});
+    shapes.push_back({64, 1024, 64, 8});
+    for (const shape& s : shapes) {
+        run<cuda::block_pair<full<float16>, full<float16>, 128, 64>>("fp16", s, set);
+        run<rows<row_fp8>>("fp8", s, set);
+        run<rows<row_nvfp4>>("nvfp4", s, set);
+        run<rows<row_mxfp8>>("mxfp8", s, set);
+        run<rows<row_mxfp4>>("mxfp4", s, set);
     }
 #elif defined(LARGE_HEADS)
     // Full layers of 512 channels and windows of 256, and 256 with more query rows.

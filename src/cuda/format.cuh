@@ -29,6 +29,15 @@ struct named {
     using mix4 = cuda::preset_pair<kvq::mix4, HeadDim, PageTokens>;
     using low3 = cuda::preset_pair<kvq::low3, HeadDim, PageTokens>;
     using low2 = cuda::preset_pair<kvq::low2, HeadDim, PageTokens>;
+    // Rows of tokens in the bytes of other systems.
+    template <class Rows>
+    using rows = cuda::block_pair<Rows, Rows, HeadDim, PageTokens>;
+    using fp8 = rows<kvq::rows_of<kvq::row_layout_number("fp8")>>;
+    using fp8_e5m2 = rows<kvq::rows_of<kvq::row_layout_number("fp8-e5m2")>>;
+    using nvfp4 = rows<kvq::rows_of<kvq::row_layout_number("nvfp4")>>;
+    using nvfp4_4over6 = rows<kvq::rows_of<kvq::row_layout_number("nvfp4-4over6")>>;
+    using mxfp8 = rows<kvq::rows_of<kvq::row_layout_number("mxfp8")>>;
+    using mxfp4 = rows<kvq::rows_of<kvq::row_layout_number("mxfp4")>>;
 };
 
 }  // namespace kvq::c

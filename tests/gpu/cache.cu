@@ -49,6 +49,24 @@ struct host_formats {
     format_list values = {make_format<kivi4::values, scalar>(), make_format<int8, scalar>()};
     std::vector<std::string> names = {"kivi-4-g32", "int8"};
 };
+#elif PART == 3
+// Rows of tokens in the bytes of other systems.
+constexpr int page = 32;
+using fp8 = rows_of<row_layout_number("fp8")>;
+using nvfp4 = rows_of<row_layout_number("nvfp4")>;
+using mxfp8 = rows_of<row_layout_number("mxfp8")>;
+
+const cuda::device_format& compiled() {
+    static const cuda::device_format f =
+        cuda::make_device_format<float16, cuda::block_pair<fp8, nvfp4, dim, page>,
+                                 cuda::block_pair<mxfp8, fp8, dim, page>>();
+    return f;
+}
+struct host_formats {
+    format_list keys = {make_format<fp8, scalar>(), make_format<mxfp8, scalar>()};
+    format_list values = {make_format<nvfp4, scalar>(), make_format<fp8, scalar>()};
+    std::vector<std::string> names = {"fp8/nvfp4", "mxfp8/fp8"};
+};
 #elif PART == 2
 // Two pages are a warp tile. One format is behind transforms, and both its pages are the larger ones: a page
 // on the device is a pair, so "only smaller" means the same on both sides.
@@ -2354,6 +2372,9 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1, .draft_tokens = 32}, 3,
             "37 sinks, rollback 100")
         .run(long_run / 2, 10);
+#elif PART == 3
+    if (argc > 1) long_run = std::atoi(argv[1]);
+    history({.draft_tokens = 16}, 10, "rows of tokens").run(long_run);
 #elif PART == 2
     if (argc > 1) long_run = std::atoi(argv[1]);
     check_rotations();

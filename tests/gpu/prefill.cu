@@ -376,8 +376,17 @@ template <class Format>
 constexpr bool refused(std::string_view why) {
     return !cuda::detail::prefills<Format> && cuda::detail::no_prefill<Format> == why;
 }
+/// Rows of tokens in the bytes of other systems.
+template <int Keys, int Values, int Dim, int PageTokens>
+using rows = cuda::block_pair<rows_of<Keys>, rows_of<Values>, Dim, PageTokens>;
+constexpr int fp8 = row_layout_number("fp8"), fp8_e5m2 = row_layout_number("fp8-e5m2"),
+              nvfp4 = row_layout_number("nvfp4"), mxfp8 = row_layout_number("mxfp8"),
+              mxfp4 = row_layout_number("mxfp4"), q8_0 = row_layout_number("q8_0");
 template <int... Bits>
 using widths = mixed_affine<code_widths<Bits...>, average_eighths<28>, per_channel<>>;
+static_assert(refused<rows<q8_0, fp8, 128, 64>>("the scheme alone reads its bytes"));
+static_assert(
+    refused<rows<fp8, fp8, 256, 64>>("head_dim of rows of tokens is not a multiple of 32 up to 128"));
 static_assert(refused<cuda::kivi_pair<4, 64, 384, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
 static_assert(
     refused<cuda::block_pair<int8, int8, 80, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
@@ -489,6 +498,12 @@ int main() {
                                                            few);
     emulated::device_shared_memory = emulated::most_shared_memory;
 #endif
+#endif
+#if !defined(PART) || PART == 6
+    check_format<rows<fp8, fp8, 128, 64>, float16>("fp8");
+    check_format<rows<nvfp4, nvfp4, 128, 64>, bfloat16>("nvfp4", few);
+    check_format<rows<mxfp4, mxfp8, 64, 16>, float16>("mxfp4, mxfp8, head_dim 64, page 16", few);
+    check_format<rows<mxfp8, fp8_e5m2, 96, 96>, float16>("mxfp8, fp8-e5m2, head_dim 96, page 96", few);
 #endif
 #if !defined(PART) || PART == 4
     check_format<cuda::preset_pair<low2, 64, 64>, float16>("low2, head_dim 64");

@@ -26,6 +26,20 @@ static_assert(cuda::detail::no_warps<cuda::block_pair<nvfp4, int8, 64, 32>> == c
 // device_value() knows no transform in front of it.
 static_assert(cuda::detail::no_reader_of<hadamard<nvfp4>>(tensor::key) == cuda::detail::own_blocks);
 
+/// Rows of tokens with a scale of the tensor, where they have one.
+template <int Layout>
+struct scaled_rows : rows_of<Layout> {
+    using base = rows_of<Layout>;
+    constexpr scaled_rows()
+        : base(base::scale == row_layout::stored::none || base::scale == row_layout::stored::e4m3 ? 0.37f
+                                                                                                  : 1.0f) {}
+};
+template <int Keys, int Values, int Dim, int PageTokens>
+using rows_pair = cuda::block_pair<scaled_rows<Keys>, scaled_rows<Values>, Dim, PageTokens>;
+constexpr int fp8 = row_layout_number("fp8"), e5m2_rows = row_layout_number("fp8-e5m2"),
+              nvfp4_of_others = row_layout_number("nvfp4"), mxfp8 = row_layout_number("mxfp8"),
+              mxfp4 = row_layout_number("mxfp4"), q5_1 = row_layout_number("q5_1");
+
 /// What the device dequantizes is what the CPU dequantizes, bit for bit.
 template <class Format>
 void check_dequantize(const char* name) {
@@ -86,6 +100,14 @@ void check_turned(const char* name) {
     }
 }
 
+/// Rows of tokens: attention of warps, on a device as check_format.
+template <class Format>
+void check_rows(const char* name) {
+    static_assert(cuda::detail::warps_can<Format>);
+    check_dequantize<Format>(name);
+    check_turned<Format, float16>(name);
+}
+
 }  // namespace
 
 int main() {
@@ -138,6 +160,15 @@ int main() {
     check_dequantize<cuda::block_pair<nvfp4, nvfp4_rows, 64, 32>>("NVFP4: keys in tiles, values in rows");
     check_format<cuda::block_pair<nvfp4_rows, nvfp4, 64, 32>, float16>(
         "NVFP4: keys in the published rows, values in tiles");
+#endif
+#if !defined(PART) || PART == 7
+    check_dequantize<rows_pair<q5_1, nvfp4_of_others, 64, 48>>("rows: q5_1, nvfp4");
+    check_rows<rows_pair<fp8, fp8, 128, 64>>("fp8");
+    check_rows<rows_pair<nvfp4_of_others, nvfp4_of_others, 128, 64>>("nvfp4");
+    check_rows<rows_pair<mxfp8, mxfp4, 128, 128>>("mxfp8, mxfp4");
+    check_rows<rows_pair<e5m2_rows, fp8, 80, 32>>("fp8-e5m2, fp8, dim 80");
+    check_rows<rows_pair<mxfp4, mxfp8, 256, 16>>("mxfp4, mxfp8, dim 256");
+    check_rows<rows_pair<nvfp4_of_others, e5m2_rows, 64, 16>>("nvfp4, fp8-e5m2, dim 64");
 #endif
 #if !defined(PART) || PART == 3
     check_dequantize<cuda::preset_pair<mix4, 128>>("mix4");

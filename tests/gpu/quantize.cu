@@ -343,6 +343,15 @@ template <int Bits, int Group, class Encoder, class Params = byte_params, class 
 using encoded_grid = affine<Bits, per_channel<Group>, Params, Encoder, TokenScales>;
 template <class K, class V, int D, int P, int VD = D>
 using f = cuda::block_pair<K, V, D, P, VD>;
+template <int K, int V, int D, int P>
+using rows = f<rows_of<K>, rows_of<V>, D, P>;
+constexpr int fp8 = row_layout_number("fp8"), fp8_e5m2 = row_layout_number("fp8-e5m2"),
+              nvfp4 = row_layout_number("nvfp4"), mxfp8 = row_layout_number("mxfp8"),
+              mxfp4 = row_layout_number("mxfp4"), q8_0 = row_layout_number("q8_0"),
+              q4_0 = row_layout_number("q4_0"), q4_1 = row_layout_number("q4_1"),
+              q5_0 = row_layout_number("q5_0"), q5_1 = row_layout_number("q5_1"),
+              over6 = row_layout_number("nvfp4-4over6"), q6_0 = row_layout_number("q6_0"),
+              iq4_nl = row_layout_number("iq4_nl");
 
 }  // namespace
 
@@ -416,6 +425,15 @@ int main(int argc, char** argv) {
             detail::preset_values<3, packed_params<float16>, token_scales<params<float16>>>, 96, 128>>(
         "6, 3 and 2 bits, dim 96", 1);
     check<float16, f<encoded_grid<8, 0, least_squares>, detail::preset_values<8>, 64, 128>>("8 bits, dim 64");
+#endif
+#if !defined(PART) || PART == 7
+    // Rows of tokens in the bytes of other systems.
+    check<float16, rows<fp8, nvfp4, 64, 32>, rows<q8_0, mxfp4, 64, 32>>("fp8, nvfp4 -> q8_0, mxfp4");
+    check<bfloat16, rows<over6, iq4_nl, 96, 16>, rows<mxfp8, q6_0, 96, 16>>(
+        "nvfp4-4over6, iq4_nl -> mxfp8, q6_0");
+    check<float, rows<q4_0, q4_1, 64, 17>, rows<q5_0, q5_1, 64, 17>>("q4_0, q4_1 -> q5_0, q5_1");
+    check<float16, rows<fp8_e5m2, fp8, 80, 32>, f<affine<4, per_channel<32>>, int8, 80, 32>>(
+        "fp8-e5m2, fp8 -> 4 bits, int8");
 #endif
 #if !defined(PART) || PART == 6
     // Behind transforms.

@@ -172,7 +172,12 @@ S make_scheme([[maybe_unused]] rng& r, [[maybe_unused]] int layers, [[maybe_unus
 template <class S>
 void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
     for (int t = used; t < s.tokens; ++t) {
-        if constexpr (kvq::codec_of<S>().content == kvq::block_content::own) {
+        if constexpr (kvq::cuda::detail::token_row_scheme<S>) {
+            constexpr kvq::row_layout l = S::fixed_layout();
+            const int row = l.row_bytes(s.dim), scales = l.scales_behind(s.dim);
+            std::memset(block + t * row, 0xff, static_cast<std::size_t>(row));
+            std::memset(block + s.tokens * row + t * scales, 0xff, static_cast<std::size_t>(scales));
+        } else if constexpr (kvq::codec_of<S>().content == kvq::block_content::own) {
             continue;  // nobody knows where their scales are
         } else if constexpr (kvq::full_precision<S>) {
             using T = typename S::value_type;

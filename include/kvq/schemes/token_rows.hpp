@@ -20,7 +20,8 @@ namespace kvq { inline namespace KVQ_TAGGED {
 namespace detail {
 
 /// Codes of a group, one in a byte, as the layout stores them; n: channels of the group.
-inline void store_codes(row_layout::number numbers, int n, const std::uint8_t* codes, std::byte* to) {
+KVQ_HD KVQ_INLINE void store_codes(row_layout::number numbers, int n, const std::uint8_t* codes,
+                                   std::byte* to) {
     const auto put = [&](int at, unsigned byte) { to[at] = static_cast<std::byte>(byte); };
     switch (numbers) {
         case row_layout::number::e2m1:
@@ -158,7 +159,7 @@ struct row_range {
     float largest = 0.0f;           ///< of the largest magnitude, the first one of several
     std::uint32_t not_finite = 0;
 
-    row_range(const float* x, int n) {
+    KVQ_HD KVQ_INLINE row_range(const float* x, int n) {
         bool none = true;
         float magnitude = 0.0f;
         for (int i = 0; i < n; ++i) {
@@ -173,11 +174,11 @@ struct row_range {
             if (size > magnitude) magnitude = size, largest = x[i];
         }
     }
-    float magnitude() const { return largest < 0.0f ? -largest : largest; }
+    KVQ_HD KVQ_INLINE float magnitude() const { return largest < 0.0f ? -largest : largest; }
 };
 
 /// 1 / x, or 0 where that is no number.
-inline float inverse_or_zero(float x) noexcept {
+KVQ_HD KVQ_INLINE float inverse_or_zero(float x) noexcept {
     const float inverse = x == 0.0f ? 0.0f : rounded_inverse(x);
     return is_finite(inverse) ? inverse : 0.0f;
 }
@@ -213,7 +214,6 @@ struct token_rows {
 
     short_text name() const { return layout_.name; }
     const row_layout& layout() const noexcept { return layout_; }
-    float tensor_scale() const noexcept { return tensor_scale_; }
     std::uint64_t fingerprint() const noexcept { return detail::bit_cast<std::uint32_t>(tensor_scale_); }
 
     KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
@@ -245,8 +245,8 @@ struct token_rows {
     }
 
     /// One number, as dequantize() gives it: what kernels of a GPU read (cuda/layout/cache_ref.cuh).
-    KVQ_HD float device_value(const block_shape& s, const std::byte* block, int token,
-                              int channel) const noexcept {
+    KVQ_HD KVQ_INLINE float device_value(const block_shape& s, const std::byte* block, int token,
+                                         int channel) const noexcept {
         const row_layout& l = layout_;
         const int size = l.group_of(s.dim), group = channel / size, i = channel - group * size;
         const std::byte* const numbers =
@@ -259,27 +259,13 @@ struct token_rows {
         return l.minimum ? x + half_at(numbers, 2) : x;
     }
 
-private:
-    static constexpr int most_channels = 32;  // of a group here: rows without scales are taken in pieces
+    KVQ_HD KVQ_INLINE float tensor_scale() const noexcept { return tensor_scale_; }
 
-    /// f(first value, channels, numbers of the group, its scale)
-    template <class Byte, class F>
-    void each_group(const block_shape& s, Byte* block, F f) const {
-        const row_layout& l = layout_;
-        const int step = l.channels > 0 ? l.channels : most_channels, row = l.row_bytes(s.dim),
-                  behind = l.scales_behind(s.dim);
-        Byte* const scales = block + std::ptrdiff_t{s.tokens} * row;
-        for (int t = 0; t < s.tokens; ++t) {
-            Byte* numbers = block + std::ptrdiff_t{t} * row;
-            for (int c = 0, g = 0; c < s.dim; c += step, ++g) {
-                const int n = detail::smaller(step, s.dim - c);
-                f(t * s.dim + c, n, numbers, behind > 0 ? scales + std::ptrdiff_t{t} * behind + g : numbers);
-                numbers += l.group_bytes(n);
-            }
-        }
-    }
-
-    std::uint32_t quantize_group(const float* x, int n, std::byte* numbers, std::byte* scale) const {
+    /// Of a group here: rows without scales are taken in pieces.
+    static constexpr int most_channels = 32;
+    /// Writes the n channels at x and their scale, if they have one. Returns how many were not finite.
+    KVQ_HD KVQ_INLINE std::uint32_t quantize_group(const float* x, int n, std::byte* numbers,
+                                                   std::byte* scale) const {
         using number = row_layout::number;
         const row_layout& l = layout_;
         const detail::row_range range(x, n);
@@ -379,7 +365,10 @@ private:
             }
             case number::iq4_nl: {
                 constexpr float smallest = 1e-15f;  // ggml's
-                if (!(range.magnitude() >= smallest)) break;
+                if (!(range.magnitude() >= smallest)) {
+                    put_half(0, 0.0f);
+                    break;
+                }
                 const float step = detail::rounded_quotient(range.largest, detail::iq4_nl_value(0)),
                             inverse = detail::rounded_inverse(step);
                 float products = 0.0f, squares = 0.0f;
@@ -397,24 +386,53 @@ private:
         detail::store_codes(l.numbers, n, codes, numbers + l.front_bytes());
         return range.not_finite;
     }
+
+protected:
+    /// Of a scale that was checked before.
+    KVQ_HD KVQ_INLINE static constexpr token_rows unchecked(const row_layout& layout, float tensor_scale) {
+        return {layout, tensor_scale, nullptr};
+    }
+
+private:
+    KVQ_HD KVQ_INLINE constexpr token_rows(const row_layout& layout, float tensor_scale, std::nullptr_t)
+        : layout_(layout), tensor_scale_(tensor_scale) {}
+
+    /// f(first value, channels, numbers of the group, its scale)
+    template <class Byte, class F>
+    void each_group(const block_shape& s, Byte* block, F f) const {
+        const row_layout& l = layout_;
+        const int step = l.channels > 0 ? l.channels : most_channels, row = l.row_bytes(s.dim),
+                  behind = l.scales_behind(s.dim);
+        Byte* const scales = block + std::ptrdiff_t{s.tokens} * row;
+        for (int t = 0; t < s.tokens; ++t) {
+            Byte* numbers = block + std::ptrdiff_t{t} * row;
+            for (int c = 0, g = 0; c < s.dim; c += step, ++g) {
+                const int n = detail::smaller(step, s.dim - c);
+                f(t * s.dim + c, n, numbers, behind > 0 ? scales + std::ptrdiff_t{t} * behind + g : numbers);
+                numbers += l.group_bytes(n);
+            }
+        }
+    }
+
     /// Nearest integer, halves away from zero, from -127 to 127, in two's complement.
-    static std::uint8_t signed_code(float at) noexcept {
+    KVQ_HD KVQ_INLINE static std::uint8_t signed_code(float at) noexcept {
         const float magnitude = at < 0.0f ? -at : at;
         int level = magnitude >= 127.0f ? 127 : static_cast<int>(magnitude);
         if (level < 127 && magnitude - static_cast<float>(level) >= 0.5f) ++level;
         return static_cast<std::uint8_t>(at < 0.0f ? -level : level);
     }
-    static std::uint8_t nearest_iq4_nl(float at) noexcept {
+    KVQ_HD KVQ_INLINE static std::uint8_t nearest_iq4_nl(float at) noexcept {
         int code = 0;
         while (code < 15 && !(at - detail::iq4_nl_value(code) < detail::iq4_nl_value(code + 1) - at)) ++code;
         return static_cast<std::uint8_t>(code);
     }
     /// The factor of the numbers with the least error, or the one before where there is none.
-    static float fitted_step(float products, float squares, float before) noexcept {
+    KVQ_HD KVQ_INLINE static float fitted_step(float products, float squares, float before) noexcept {
         const float step = squares > 0.0f ? detail::rounded_quotient(products, squares) : before;
         return detail::is_finite(step) ? step : before;
     }
-    float squared_error(const float* y, int n, const std::uint8_t* codes, float step) const noexcept {
+    KVQ_HD KVQ_INLINE float squared_error(const float* y, int n, const std::uint8_t* codes,
+                                          float step) const noexcept {
         float sum = 0.0f;
         for (int i = 0; i < n; ++i) {
             const float d = y[i] - rounded_product(detail::number_of_code(layout_.numbers, codes[i]), step);
@@ -424,7 +442,8 @@ private:
     }
     /// Writes the scale of a group with this largest magnitude, if it has one; gives what numbers are
     /// multiplied by. exponent: of the largest number. most: what the largest magnitude becomes with an e4m3.
-    float put_scale(float magnitude, int exponent, std::byte* to, float most = e2m1::max_finite) const {
+    KVQ_HD KVQ_INLINE float put_scale(float magnitude, int exponent, std::byte* to,
+                                      float most = e2m1::max_finite) const {
         switch (layout_.scale) {
             case row_layout::stored::e4m3: {
                 const e4m3 scale(
@@ -456,11 +475,11 @@ private:
             for (int i = 0; i < n; ++i) to[i] *= step;
         }
     }
-    KVQ_HD static float half_at(const std::byte* from, int at) noexcept {
+    KVQ_HD KVQ_INLINE static float half_at(const std::byte* from, int at) noexcept {
         return float16::to_float(detail::load_as<std::uint16_t>(from + at));
     }
     /// What the numbers of a group are multiplied by.
-    KVQ_HD float step_of(const std::byte* numbers, const std::byte* scale) const noexcept {
+    KVQ_HD KVQ_INLINE float step_of(const std::byte* numbers, const std::byte* scale) const noexcept {
         switch (layout_.scale) {
             case row_layout::stored::fp16:
                 return half_at(numbers, 0);
@@ -488,5 +507,34 @@ struct detail::codec_maker<token_rows> {
 };
 
 static_assert(key_scheme<token_rows> && value_scheme<token_rows>);
+
+/// The number of the layout of a name in row_layouts. Raises as row_layout_named.
+constexpr int row_layout_number(const char* name) {
+    const row_layout& named = row_layout_named(name);
+    int number = 0;
+    while (&row_layouts[number] != &named) ++number;
+    return number;
+}
+/// The same where the type says which layout, number `Layout` of row_layouts: for kernels of a GPU.
+template <int Layout>
+struct rows_of : token_rows {
+    static constexpr row_layout::number numbers = row_layouts[Layout].numbers;
+    static constexpr row_layout::stored scale = row_layouts[Layout].scale;
+    static constexpr int channels = row_layouts[Layout].channels;
+    static constexpr bool minimum = row_layouts[Layout].minimum,
+                          four_over_six = row_layouts[Layout].four_over_six;
+
+    constexpr explicit rows_of(float tensor_scale = 1.0f) : token_rows(row_layouts[Layout], tensor_scale) {}
+
+    KVQ_HD KVQ_INLINE static constexpr row_layout fixed_layout() noexcept {
+        return {nullptr, numbers, channels, scale, minimum, four_over_six};
+    }
+    /// The same scheme, of which compilers of kernels know the layout.
+    KVQ_HD KVQ_INLINE token_rows fixed() const noexcept { return unchecked(fixed_layout(), tensor_scale()); }
+    KVQ_HD float device_value(const block_shape& s, const std::byte* block, int token,
+                              int channel) const noexcept {
+        return fixed().device_value(s, block, token, channel);
+    }
+};
 
 }}  // namespace kvq

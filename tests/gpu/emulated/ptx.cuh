@@ -222,6 +222,13 @@ inline std::uint32_t multiply_add_halves(std::uint32_t a, std::uint32_t b, std::
         sum(unpack_half<float16, 0>(a), unpack_half<float16, 0>(b), unpack_half<float16, 0>(c)),
         sum(unpack_half<float16, 1>(a), unpack_half<float16, 1>(b), unpack_half<float16, 1>(c)));
 }
+template <int Half>
+std::uint32_t halves_of_e4m3(std::uint32_t codes) {
+    const auto number = [&](int i) {
+        return e4m3::to_float(static_cast<std::uint8_t>(codes >> (16 * Half + 8 * i)));
+    };
+    return pack_halves<float16>(number(0), number(1));
+}
 inline float flushed(float x) { return std::abs(x) < 1.17549435e-38f ? 0.0f : x; }
 inline float exp2_fast(float x) { return flushed(std::exp2(x)); }
 inline float reciprocal(float x) { return flushed(1.0f / x); }
@@ -275,6 +282,7 @@ template <class T>
 std::uint32_t fetch_word(const T* from) {
     return *from;
 }
+inline uint2 fetch_two_words(const uint2* from) { return *from; }
 inline uint4 fetch_four_words(const uint4* from) { return *from; }
 inline void wait_for(std::uint32_t) {}
 inline uint4 load_matrices(std::uint32_t at) {

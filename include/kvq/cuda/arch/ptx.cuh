@@ -167,6 +167,19 @@ __device__ __forceinline__ std::uint32_t multiply_add_halves(std::uint32_t a, st
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
+/// The low or high two bytes of `codes`, numbers of e4m3, as half floats: exact. NaN is 480 on devices before
+/// sm_89.
+template <int Half>
+__device__ __forceinline__ std::uint32_t halves_of_e4m3(std::uint32_t codes) {
+#if __CUDA_ARCH__ >= 890
+    std::uint32_t two;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(two) : "h"(static_cast<std::uint16_t>(codes >> 16 * Half)));
+    return two;
+#else
+    const std::uint32_t two = __byte_perm(codes, 0, Half == 0 ? 0x1404 : 0x3424);
+    return multiply_halves((two & 0x80008000u) | (two >> 1 & 0x3f803f80u), 0x5c005c00u);
+#endif
+}
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -277,6 +290,11 @@ __device__ __forceinline__ std::uint32_t fetch_word(const std::uint8_t* from) {
     return v;
 }
 
+__device__ __forceinline__ uint2 fetch_two_words(const uint2* from) {
+    uint2 v;
+    asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+    return v;
+}
 __device__ __forceinline__ uint4 fetch_four_words(const uint4* from) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"

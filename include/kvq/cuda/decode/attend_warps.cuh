@@ -124,7 +124,7 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         if (!rare || present) {
             score_warp_tile(scores, folded, query_at, memory::query_stride, at, in_page,
                             memory::warp_tiles_of_step == 1 || in_step == 0, key_head, row_query, id);
-            scale_scores<keys, Rows4>(scores, at, id);
+            scale_scores<keys, Rows4>(scores, at, id, tensor_scale<tensor::key>(a.cache));
             add_bands<memory::bands>(scores,
                                      at_warp.ring + static_cast<std::uint32_t>(slot * memory::slot_bytes),
                                      at_warp.band, id);
@@ -190,6 +190,11 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
                 __syncwarp();
             }
             store_weights<keys, values, Rows4>(scores, state, factors, value_at, at_warp.weights, id);
+            if constexpr (reads_rows<values>) {
+                const float factor = values::prepare(value_at, id, tensor_scale<tensor::value>(a.cache));
+#pragma unroll
+                for (int n = 0; n < Rows4; ++n) factors.step[0][n] *= factor;
+            }
             __syncwarp();
             add_values<values, Rows4>(state, factors, value_at, in_page, at_warp.weights, id);
         }

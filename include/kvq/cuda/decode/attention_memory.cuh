@@ -45,6 +45,9 @@ constexpr int warp_tile_tokens() {
     if (Rows4 == 2 && tokens > 64 && tokens * widest > most_of_8_rows) tokens /= 2;
     if (!values::full && !values::token_parameters)
         while (tokens > least && tokens > values::group) tokens /= 2;
+    // What their numbers become takes registers.
+    if (Rows4 > 1 && (token_row_scheme<typename Pair::keys> || token_row_scheme<typename Pair::values>))
+        tokens = least;
     while (tokens > least && page % tokens != 0) tokens /= 2;
     return tokens;
 }
@@ -153,7 +156,8 @@ struct attention_memory {
 /// memory; null: they do.
 template <class Pair>
 inline constexpr const char* no_warps = []() -> const char* {
-    if constexpr (read_by_numbers<typename Pair::keys> || read_by_numbers<typename Pair::values>) {
+    if constexpr ((read_by_numbers<typename Pair::keys> && !token_row_scheme<typename Pair::keys>) ||
+                  (read_by_numbers<typename Pair::values> && !token_row_scheme<typename Pair::values>)) {
         return own_blocks;
     } else {
         const auto no_tile = [](auto tokens) {

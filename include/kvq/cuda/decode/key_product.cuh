@@ -14,7 +14,7 @@
 // scores.
 #pragma once
 
-#include "../layout/warp_tile.cuh"
+#include "../layout/row_warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -264,7 +264,14 @@ __device__ __forceinline__ void fold_rows(folded_row<WarpTile> (&to)[Rows4], std
                 const std::uint32_t at = row + query_byte<WarpTile::dim>(own_row, channel[i] * 4);
                 if constexpr (WarpTile::full) {
                     uint2 v;
-                    if (order == nullptr)
+                    if constexpr (reads_rows<WarpTile>) {
+                        constexpr int units = WarpTile::lane_units;
+                        const int unit = channel[i] / 2,
+                                  from = unit / units * (2 * units) + WarpTile::unit_channel(unit % units);
+                        v = {load_shared_4(row + query_byte<WarpTile::dim>(own_row, 4 * from)),
+                             load_shared_4(
+                                 row + query_byte<WarpTile::dim>(own_row, 4 * (from + WarpTile::pair_step)))};
+                    } else if (order == nullptr)
                         v = load_shared_8(at);
                     else
                         v = {load_shared_4(row + query_byte<WarpTile::dim>(own_row, 4 * order[channel[i]])),
@@ -432,19 +439,29 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4],
 }
 
 /// Scores of all tiles of the warp tile at `slot`, laid out as those of score_tile, times the scales of their
-/// tokens, if keys have them beside the parameters of channels.
+/// tokens, if keys have them beside the parameters of channels. tensor_scale: of rows of tokens.
 template <class WarpTile, int Rows4>
 __device__ __forceinline__ void scale_scores([[maybe_unused]] float (&scores)[WarpTile::tiles][Rows4][4],
                                              [[maybe_unused]] std::uint32_t slot,
-                                             [[maybe_unused]] const lane_id& id) {
+                                             [[maybe_unused]] const lane_id& id,
+                                             [[maybe_unused]] float tensor_scale) {
+    constexpr bool rows = reads_rows<WarpTile>;
     if constexpr (!WarpTile::mixed)
-        if constexpr (WarpTile::has_token_scales)
+        if constexpr (rows || WarpTile::has_token_scales)
 #pragma unroll
             for (int tile = 0; tile < WarpTile::tiles; ++tile) {
-                const float4 f = WarpTile::token_scales(
-                    slot, 0, tile * WarpTile::tile_height + smaller(4 * id.g, WarpTile::tile_height - 4));
-                constexpr float unit = 1.0f / WarpTile::scale_lift;
-                const float scale[4] = {f.x * unit, f.y * unit, f.z * unit, f.w * unit};
+                const int token = tile * WarpTile::tile_height + smaller(4 * id.g, WarpTile::tile_height - 4);
+                float scale[4];
+                if constexpr (rows) {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r)
+                        scale[r] = WarpTile::token_factor(slot, token + r, tensor_scale);
+                } else {
+                    const float4 f = WarpTile::token_scales(slot, 0, token);
+                    constexpr float unit = 1.0f / WarpTile::scale_lift;
+                    scale[0] = f.x * unit, scale[1] = f.y * unit, scale[2] = f.z * unit,
+                    scale[3] = f.w * unit;
+                }
 #pragma unroll
                 for (int n = 0; n < Rows4; ++n)
 #pragma unroll

@@ -193,13 +193,21 @@ struct mixed_warp_tile {
     }
 };
 
-/// More tokens than a page has: of two pages.
+/// Of rows of tokens, or of blocks of the library. More tokens than a page has: of two pages.
+template <tensor Role, class Pair, int Tokens, int Bands>
+struct choose_warp_tile {
+    using type = std::conditional_t<
+        Role == tensor::key && codec<typename Pair::keys>.several_widths(), mixed_warp_tile<Pair, Tokens>,
+        std::conditional_t<(Tokens > Pair::page_tokens), joined_warp_tile<Role, Pair, Bands>,
+                           code_warp_tile<Role, Pair, Tokens, true, Bands>>>;
+};
+template <tensor Role, class Pair, int Tokens, int Bands>
+requires token_row_scheme<scheme_of<Role, Pair>>
+struct choose_warp_tile<Role, Pair, Tokens, Bands> {
+    using type = row_warp_tile<Role, Pair, Tokens>;
+};
 template <tensor Role, class Pair, int Tokens, int Bands = 1>
-using warp_tile =
-    std::conditional_t<Role == tensor::key && codec<typename Pair::keys>.several_widths(),
-                       mixed_warp_tile<Pair, Tokens>,
-                       std::conditional_t<(Tokens > Pair::page_tokens), joined_warp_tile<Role, Pair, Bands>,
-                                          code_warp_tile<Role, Pair, Tokens, true, Bands>>>;
+using warp_tile = typename choose_warp_tile<Role, Pair, Tokens, Bands>::type;
 
 /// What a fold leaves in registers; high and low bytes are in scratch.
 template <class Pair, int Tokens>

@@ -43,7 +43,7 @@ std::string scheme_name() {
 /// Its fingerprint, as far as the type says it; of a rotation: rotated_fingerprint().
 template <class S>
 std::uint64_t scheme_fingerprint() {
-    if constexpr (has_transform<S> && std::is_default_constructible_v<S>)
+    if constexpr ((has_transform<S> || token_row_scheme<S>)&&std::is_default_constructible_v<S>)
         return S{}.fingerprint();
     else
         return 0;

@@ -73,10 +73,7 @@ KVQ_HD float read_value(const cache_ref<Pair>& cache, int page, int head, int to
     if constexpr (divides_blocks<Pair>) {
         return Pair::number(block, token, channel);
     } else if constexpr (read_by_numbers<S>) {
-        if constexpr (Role == tensor::key)
-            return cache.own_keys.scheme.device_value(shape, block, token, channel);
-        else
-            return cache.own_values.scheme.device_value(shape, block, token, channel);
+        return own_scheme<Role>(cache).device_value(shape, block, token, channel);
     } else if constexpr (codec<S>.several_widths()) {
         const std::uint16_t* const plan = cache.key_plan(head);
         return S::value(shape, quads_of<S, shape.dim>(plan), block, token,

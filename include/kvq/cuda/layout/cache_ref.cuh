@@ -129,10 +129,11 @@ template <class Pair>
 inline constexpr int tensors_of = has_values<Pair> ? 2 : 1;
 
 /// Are there kernels that quantize to these blocks?
+template <class S, tensor Role>
+inline constexpr bool quantizes_to = token_row_scheme<S> || no_quantizer(codec<S>, Role) == nullptr;
 template <class To>
-inline constexpr bool quantizes = no_quantizer(codec<typename To::keys>, tensor::key) == nullptr &&
-                                  (!has_values<To> ||
-                                   no_quantizer(codec<typename To::values>, tensor::value) == nullptr);
+inline constexpr bool quantizes = quantizes_to<typename To::keys, tensor::key> &&
+                                  (!has_values<To> || quantizes_to<typename To::values, tensor::value>);
 
 /// The pair whose kernels quantize to the blocks of Pair.
 template <class Pair>
@@ -299,6 +300,14 @@ cache_ref<To> as_pair(const cache_ref<Pair>& c) noexcept {
     return to;
 }
 
+/// The scheme of blocks of `Role` that are read by numbers, with its state.
+template <tensor Role, class Pair>
+KVQ_HD const scheme_of<Role, Pair>& own_scheme(const cache_ref<Pair>& c) noexcept {
+    if constexpr (Role == tensor::key)
+        return c.own_keys.scheme;
+    else
+        return c.own_values.scheme;
+}
 /// The transform of the blocks of `Role`; where there is none, it is not asked for.
 template <tensor Role, class Pair>
 KVQ_HD const device_transform& transform_of(const cache_ref<Pair>& c) noexcept {

@@ -23,6 +23,7 @@
 #include "../../schemes/codec_spec.hpp"
 #include "../../schemes/full.hpp"
 #include "../../schemes/scheme.hpp"
+#include "../../schemes/token_rows.hpp"
 #include "device_transform.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
@@ -181,6 +182,12 @@ concept read_by_numbers = own_content<S> && !requires {
 }
 &&std::is_trivially_copyable_v<S>&& requires(const S s, const block_shape& shape, const std::byte* block) {
     { s.device_value(shape, block, 0, 0) } -> std::same_as<float>;
+};
+
+/// Rows of tokens whose layout the type names (rows_of<>): they have kernels of their own.
+template <class S>
+concept token_row_scheme = read_by_numbers<S> && requires {
+    S::fixed_layout();
 };
 
 /// The scheme that quantizes T x, or S.

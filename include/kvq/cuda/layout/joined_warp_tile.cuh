@@ -23,13 +23,17 @@ using two_pages = block_pair<typename Pair::keys, typename Pair::values, Pair::h
 
 template <tensor Role, class Pair>
 inline constexpr bool joins_role = [] {
-    using traits = word_traits<scheme_of<Role, Pair>>;
-    bool whole_words = true;  // none holds tokens of both pages
-    if constexpr (Role == tensor::value && traits::token_parameters)
-        for (int p = 0; p < traits::plane_count; ++p)
-            whole_words = whole_words &&
-                          Pair::page_tokens % (traits::columns_per_unit * traits::units_per_word(p)) == 0;
-    return traits::token_parameters && whole_words;
+    if constexpr (read_by_numbers<scheme_of<Role, Pair>>) {
+        return false;
+    } else {
+        using traits = word_traits<scheme_of<Role, Pair>>;
+        bool whole_words = true;  // none holds tokens of both pages
+        if constexpr (Role == tensor::value && traits::token_parameters)
+            for (int p = 0; p < traits::plane_count; ++p)
+                whole_words = whole_words &&
+                              Pair::page_tokens % (traits::columns_per_unit * traits::units_per_word(p)) == 0;
+        return traits::token_parameters && whole_words;
+    }
 }();
 template <class Pair>
 inline constexpr bool joins_pages =

@@ -183,7 +183,10 @@ struct mma_rows {
         if constexpr (shape::large) return large_pages(part, range, sinks, keys_of, values_of, page_at);
         const typename key_cells_type::lane_channel channel(part.cache, block.kv_head, warp, lane);
         key_cells_type key_cells(channel);
-        warp_cells<tensor::value, pair, Dim, tile> value_cells;
+        using value_cells_type = warp_cells<tensor::value, pair, Dim, tile>;
+        const typename value_cells_type::lane_channel value_channel(part.cache, block.kv_head, value_warp,
+                                                                    lane);
+        value_cells_type value_cells(value_channel);
         tile_tokens next = tile_tokens::of(range.first, kvq::detail::smaller(tile, range.end - range.first),
                                            page_at(range.first));
         int next_page = page_at(range.first + tile);

@@ -67,6 +67,10 @@ struct block_in_memory {
                                           std::conditional_t<Bytes == 2, std::uint16_t, std::uint32_t>>;
         return fetch_word(reinterpret_cast<const number*>(at + byte));
     }
+    /// Two words; the place is a multiple of 8 bytes.
+    __device__ __forceinline__ uint2 two(int byte) const {
+        return fetch_two_words(reinterpret_cast<const uint2*>(at + byte));
+    }
     /// Four words; the place is a multiple of 16 bytes.
     __device__ __forceinline__ uint4 four(int byte) const {
         return fetch_four_words(reinterpret_cast<const uint4*>(at + byte));

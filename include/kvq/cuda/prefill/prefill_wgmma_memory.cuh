@@ -100,6 +100,9 @@ struct block_in_shared {
         else
             return load_shared_4(from);
     }
+    __device__ __forceinline__ uint2 two(int byte) const {
+        return load_shared_8(at + static_cast<std::uint32_t>(byte));
+    }
 };
 /// The blocks of half a tile: one, or several of small pages, or one with the other half.
 template <tensor Role, class Pair>

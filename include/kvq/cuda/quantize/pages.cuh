@@ -19,6 +19,7 @@
 #include "../layout/latent_pair.cuh"
 #include "kept_tensors.hpp"
 #include "quantize_grid.cuh"
+#include "quantize_rows.cuh"
 #include "quantize_tiles.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -98,7 +99,12 @@ __device__ __forceinline__ unsigned requantize_tensor(const cache_ref<From>& sou
                                                       std::byte* shared) {
     using S = scheme_of<Role, To>;
     unsigned count = 0;
-    if constexpr (codes_grids<S>) {
+    if constexpr (token_row_scheme<S>) {
+        constexpr block_shape shape = shape_of<Role, To>;
+        count = quantize_rows<Threads>(
+            own_scheme<Role>(target), shape, target.template block<Role>(to, head),
+            [&](int token, int channel) { return read_value<Role>(source, from, head, token, channel); });
+    } else if constexpr (codes_grids<S>) {
         count = grid_encoder<From, To, Role, Threads>(source, from, target, to, head, shared).run();
     } else if constexpr (page_quantizer<To, From>::template in_tiles<Role>) {
         using T = typename scheme_of<Role, From>::value_type;
@@ -180,6 +186,8 @@ template <tensor Role, class From, class To>
 inline constexpr bool same_blocks = [] {
     if constexpr (full_precision<scheme_of<Role, From>> || is_latent_pair<To>) {
         return false;
+    } else if constexpr (read_by_numbers<scheme_of<Role, From>>) {
+        return std::is_same_v<scheme_of<Role, From>, scheme_of<Role, To>>;
     } else {
         codec_spec a = codec<scheme_of<Role, From>>;
         a.encoder = codec<scheme_of<Role, To>>.encoder;

@@ -127,6 +127,8 @@ __device__ __forceinline__ float stored_key(const cache_ref<Pair>& cache, int pa
     const std::byte* const block = cache.key_block(page, head);
     if constexpr (codec<S>.several_widths())
         return S::value(shape, quads_of<S, shape.dim>(cache.key_plan(head)), block, token, place);
+    else if constexpr (read_by_numbers<S>)
+        return own_scheme<tensor::key>(cache).device_value(shape, block, token, place);
     else
         return read_value<S>(shape, block, token, place);
 }

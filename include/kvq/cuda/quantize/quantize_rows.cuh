@@ -1,0 +1,56 @@
+// Quantizing to rows of tokens (schemes/token_rows.hpp) on the device, with the CPU's own function.
+//
+//   piece    the channels of a token that share a scale; where all tokens share one, up to 32 of them
+//
+// A thread quantizes a piece. Layouts are constants here, so that only their own part of the function is
+// left.
+// Contract: the bytes of token_rows::quantize, padding included.
+#pragma once
+
+#include "../layout/row_numbers.cuh"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+
+template <class S>
+struct row_pieces {
+    static constexpr int most = S::channels > 0 ? S::channels : token_rows::most_channels;
+
+    KVQ_HD static constexpr int of(const block_shape& s) { return kvq::detail::ceil_div(s.dim, most); }
+
+    /// number(channel): of the token. Returns how many are not finite.
+    template <class Number>
+    __device__ __forceinline__ static unsigned quantize(const S& scheme, const block_shape& s,
+                                                        std::byte* block, int token, int piece,
+                                                        const Number& number) {
+        constexpr kvq::row_layout layout = S::fixed_layout();
+        const int first = piece * most, n = kvq::detail::smaller(most, s.dim - first);
+        float x[most];
+#pragma unroll
+        for (int k = 0; k < most; ++k) x[k] = k < n ? number(first + k) : 0.0f;
+        std::byte* const row = block + std::ptrdiff_t{token} * layout.row_bytes(s.dim);
+        std::byte* const scale = block + std::ptrdiff_t{s.tokens} * layout.row_bytes(s.dim) +
+                                 std::ptrdiff_t{token} * layout.scales_behind(s.dim) + piece;
+        return scheme.fixed().quantize_group(x, n, row + piece * layout.group_bytes(most), scale);
+    }
+};
+
+/// A whole block, by all threads of a thread block. number(token, channel).
+template <int Threads, class S, class Number>
+__device__ __forceinline__ unsigned quantize_rows(const S& scheme, const block_shape& s, std::byte* block,
+                                                  const Number& number) {
+    using pieces = row_pieces<S>;
+    constexpr kvq::row_layout layout = S::fixed_layout();
+    const int thread = static_cast<int>(threadIdx.x), count = s.tokens * pieces::of(s);
+    const auto used =
+        static_cast<std::size_t>(s.tokens * (layout.row_bytes(s.dim) + layout.scales_behind(s.dim)));
+    for (std::size_t i = used + threadIdx.x; i < scheme.block_bytes(s); i += Threads) block[i] = std::byte{0};
+    unsigned not_finite = 0;
+    for (int i = thread; i < count; i += Threads) {
+        const int token = i % s.tokens;
+        not_finite += pieces::quantize(scheme, s, block, token, i / s.tokens,
+                                       [&](int channel) { return number(token, channel); });
+    }
+    return not_finite;
+}
+
+}}}  // namespace kvq::cuda::detail
