@@ -184,12 +184,15 @@ held_sequence read_raw(const raw_pages& pages, const std::string& bytes) {
     const auto* const data = reinterpret_cast<const std::byte*>(bytes.data());
     held_sequence h;
     const kvq::format fp32 = kvq::find_format("fp32", kvq::tensor::key);
-    h.cache = std::make_unique<kvq::cache>(pages.shape(), kvq::cache_options{.keys = fp32, .window = fp32});
+    h.cache = std::make_unique<kvq::cache>(
+        std::vector<kvq::layer>(static_cast<std::size_t>(pages.layers), pages.layer()),
+        kvq::cache_options{.keys = fp32, .window = fp32});
     h.sequence.emplace(h.cache->new_sequence());
     std::uint32_t not_finite = 0;
     for (int layer = 0; layer < pages.layers; ++layer) {
         std::vector<float> x[2];
         for (const auto role : roles) {
+            if (!pages.has(role)) continue;
             auto& to = x[static_cast<std::size_t>(role)];
             const auto n = static_cast<std::size_t>(pages.dim(role));
             pages.each_row(layer, role, [&](const row_place& at) {
@@ -197,8 +200,11 @@ held_sequence read_raw(const raw_pages& pages, const std::string& bytes) {
                 not_finite += pages.read(at, data, to.data() + to.size() - n);
             });
         }
-        h.sequence->append(layer, kvq::input_view(x[0].data(), pages.tokens, pages.kv_heads, pages.head_dim),
-                           kvq::input_view(x[1].data(), pages.tokens, pages.kv_heads, pages.value_dim));
+        const kvq::input_view k(x[0].data(), pages.tokens, pages.kv_heads, pages.head_dim);
+        h.sequence->append(layer, k,
+                           pages.latent
+                               ? kvq::input_view(kvq::no_rows())
+                               : kvq::input_view(x[1].data(), pages.tokens, pages.kv_heads, pages.value_dim));
     }
     if (not_finite > 0) refuse("the pages have ", not_finite, " values that are NaN or infinite");
     return h;
@@ -278,21 +284,23 @@ int convert_files(const options& o) {
     std::vector<std::byte> out;
     if (raw) {
         pages.emplace(description(o.to));
-        const kvq::layer& l = header.layers[0];
-        const bool alike = std::all_of(header.layers.begin(), header.layers.end(), [&](const kvq::layer& x) {
-            return x.kind == kvq::layer_kind::full && x.kv_heads == l.kv_heads && x.head_dim == l.head_dim &&
-                   x.value_dim == l.value_dim;
-        });
-        if (!alike)
-            refuse("raw pages hold layers of full attention of one shape, which those of ", o.in, " are not");
-        const int value_dim = l.value_dim == 0 ? l.head_dim : l.value_dim;
-        if (static_cast<std::size_t>(pages->layers) != header.layers.size() ||
-            pages->kv_heads != l.kv_heads || pages->head_dim != l.head_dim || pages->value_dim != value_dim ||
-            pages->tokens != result.sequence->tokens())
-            refuse(o.to, " describes ", pages->tokens, " tokens of ", pages->layers, " layers, ",
-                   pages->kv_heads, " x ", pages->head_dim, " and ", pages->value_dim, ", but there are ",
-                   result.sequence->tokens(), " of ", header.layers.size(), ", ", l.kv_heads, " x ",
-                   l.head_dim, " and ", value_dim);
+        const kvq::layer l = pages->layer();
+        const auto text_of = [](const kvq::layer& of) {
+            const int value_dim = of.value_dim == 0 ? of.head_dim : of.value_dim;
+            return (of.kind == kvq::layer_kind::latent ? "latents of " : "keys and values of ") +
+                   std::to_string(of.kv_heads) + " x " + std::to_string(of.head_dim) + " and " +
+                   std::to_string(value_dim) + " channels";
+        };
+        for (std::size_t i = 0; i < header.layers.size(); ++i) {
+            const kvq::layer& x = header.layers[i];
+            if (x.kind != l.kind || text_of(x) != text_of(l) ||
+                pages->layers != static_cast<int>(header.layers.size()) ||
+                pages->tokens != result.sequence->tokens())
+                refuse(o.to, " describes ", pages->tokens, " tokens of ", pages->layers, " layers, ",
+                       text_of(l), ", but there are ", result.sequence->tokens(), " of ",
+                       header.layers.size(), ", layer ", i, " of kind ", static_cast<int>(x.kind), " with ",
+                       text_of(x));
+        }
         out.resize(pages->bytes());
     }
 

@@ -42,7 +42,7 @@ def errors(output):
 
 def described(name, description):
     path = FOLDER / name
-    path.write_text(json.dumps({**SHAPE, **description}))
+    path.write_text(json.dumps({**SHAPE, **description}))  # the description may say another shape
     return path
 
 
@@ -144,6 +144,58 @@ def test_pages_of_two_systems():
         assert f"layer 0, keys, token 0, head 0: the scale of channels {channels} to {2 * channels - 1}" in said, said
 
 
+def test_latents():
+    """DeepSeek V3.2's records in blocks of 16 tokens of a layer, as vLLM has them, and MLX's arrays."""
+    dim, layers, tokens = 576, 1, 40
+    values = {t: [row_bytes.f32(generator.gauss(0, 1)) for _ in range(dim)] for t in range(tokens)}
+    table = [2, 0, 1]
+    data, held = bytearray(3 * 16 * 656), {}
+    for t, row in values.items():
+        record, _, held[t] = row_bytes.mla_656(row, False)
+        first = (table[t // 16] * 16 + t % 16) * 656
+        data[first : first + 656] = record
+    (FOLDER / "656.bin").write_bytes(data)
+    shape = {"layers": layers, "kv_heads": 1, "head_dim": dim, "tokens": tokens, "latent": [512, 64], "block_tokens": 16, "blocks": table}
+    strides = {"strides": {"block": 16 * 656, "token": 656}}
+    source = described("656.json", {**shape, "format": "mla-656", **strides})
+    other = described("pow2.json", {**shape, "format": "mla-656-pow2", **strides})
+    run("--from", source, "--to", other, FOLDER / "656.bin", FOLDER / "pow2.bin")
+    written = (FOLDER / "pow2.bin").read_bytes()
+    for t, row in held.items():
+        first = (table[t // 16] * 16 + t % 16) * 656
+        assert written[first : first + 656] == row_bytes.mla_656(row, True)[0], t
+    lost = errors(run("--from", source, "--keys", "std4-fp16x64", FOLDER / "656.bin", FOLDER / "latent.safetensors"))
+    assert lost[1] == 0 and lost[0] < 2e-2, lost
+    run("--to", source, "--page-tokens", 32, FOLDER / "latent.safetensors", FOLDER / "656.bin")
+    data[512] = data[513] = data[514] = data[515] = 0xFF  # a scale of the first record in memory, that of token 16
+    (FOLDER / "bad.bin").write_bytes(data)
+    run("--from", source, FOLDER / "bad.bin", FOLDER / "x.safetensors", refused="layer 0, keys, token 16, head 0: the scale of channels 0 to 127 is")
+    run("--from", described("wrong.json", {**shape, "format": "mla-656", "kv_heads": 2, **strides}), FOLDER / "656.bin", "x", refused="has 1 kv head")
+    run("--from", described("wrong.json", {**shape, "format": "nvfp4-v4", **strides}), FOLDER / "656.bin", "x", refused="in turns")
+
+    codes, apart = DIM // 2, 2
+    mlx = {
+        "format": "mlx-4-g64",
+        "strides": {"layer": 2 * TOKENS * HEADS * codes, "tensor": TOKENS * HEADS * codes, "head": TOKENS * codes, "token": codes},
+    }
+    for i, name in enumerate(("scales", "biases")):
+        at = LAYERS * 2 * TOKENS * HEADS * (codes + i * apart)
+        mlx[name] = {"at": at, "layer": 2 * TOKENS * HEADS * apart, "tensor": TOKENS * HEADS * apart, "head": TOKENS * apart, "token": apart}
+    data, fp8, values = vllm_fp8()
+    (FOLDER / "fp8.bin").write_bytes(data)
+    source, there = described("fp8.json", fp8), described("mlx.json", mlx)
+    lost = errors(run("--from", source, "--to", there, FOLDER / "fp8.bin", FOLDER / "mlx.bin"))
+    assert all(3e-3 < e < 1e-2 for e in lost), lost
+    written = (FOLDER / "mlx.bin").read_bytes()
+    for at in each():
+        row, scale, _, bias = row_bytes.mlx(values[at], 4)
+        for part, wanted in (("strides", row), ("scales", scale), ("biases", bias)):
+            s = mlx[part]
+            first = s.get("at", 0) + at[0] * s["layer"] + at[1] * s["tensor"] + at[2] * s["token"] + at[3] * s["head"]
+            assert written[first : first + len(wanted)] == wanted, (part, at)
+    run("--from", described("wrong.json", {k: v for k, v in mlx.items() if k != "biases"}), FOLDER / "mlx.bin", "x", refused="must say biases")
+
+
 def test_sequences():
     data, fp8, _ = vllm_fp8()
     (FOLDER / "fp8.bin").write_bytes(data)
@@ -218,5 +270,5 @@ def test_errors():
 
 
 FOLDER.mkdir(parents=True, exist_ok=True)
-for test in (test_pages_of_two_systems, test_sequences, test_refusals, test_errors):
+for test in (test_pages_of_two_systems, test_latents, test_sequences, test_refusals, test_errors):
     test()
