@@ -58,20 +58,30 @@ struct record_layout {
     int page_multiple = 16;  ///< bytes
     bool in_turns = false;   ///< scales of four tokens take turns
 
-    constexpr bool biased() const noexcept { return fit == rule::edges; }
-    constexpr int scale_bytes() const noexcept {
+    KVQ_HD KVQ_NO_COPY constexpr bool biased() const noexcept { return fit == rule::edges; }
+    KVQ_HD KVQ_NO_COPY constexpr int scale_bytes() const noexcept {
         return scale == stored::fp32 ? 4 : scale == stored::fp16 ? 2 : 1;
     }
-    constexpr int scaled_channels(int dim) const noexcept { return dim - wide; }
-    constexpr int group_of(int dim) const noexcept { return channels > 0 ? channels : scaled_channels(dim); }
-    constexpr int groups(int dim) const noexcept { return scaled_channels(dim) / group_of(dim); }
-    constexpr int number_bytes(int dim) const noexcept { return scaled_channels(dim) * bits / 8; }
-    constexpr int scales_bytes(int dim) const noexcept { return groups(dim) * scale_bytes() + padding; }
+    KVQ_HD KVQ_NO_COPY constexpr int scaled_channels(int dim) const noexcept { return dim - wide; }
+    KVQ_HD KVQ_NO_COPY constexpr int group_of(int dim) const noexcept {
+        return channels > 0 ? channels : scaled_channels(dim);
+    }
+    KVQ_HD KVQ_NO_COPY constexpr int groups(int dim) const noexcept {
+        return scaled_channels(dim) / group_of(dim);
+    }
+    KVQ_HD KVQ_NO_COPY constexpr int number_bytes(int dim) const noexcept {
+        return scaled_channels(dim) * bits / 8;
+    }
+    KVQ_HD KVQ_NO_COPY constexpr int scales_bytes(int dim) const noexcept {
+        return groups(dim) * scale_bytes() + padding;
+    }
     /// Bytes of a token in its row, and behind the page without biases.
-    constexpr int row_bytes(int dim) const noexcept {
+    KVQ_HD KVQ_NO_COPY constexpr int row_bytes(int dim) const noexcept {
         return number_bytes(dim) + (behind ? 0 : scales_bytes(dim)) + 2 * wide;
     }
-    constexpr int bytes_behind(int dim) const noexcept { return behind ? scales_bytes(dim) : 0; }
+    KVQ_HD KVQ_NO_COPY constexpr int bytes_behind(int dim) const noexcept {
+        return behind ? scales_bytes(dim) : 0;
+    }
 };
 
 /// All of them: find_format() has these names.

@@ -140,8 +140,11 @@ private:
     }
     void put_code(std::byte* row, int i, unsigned code) const noexcept {
         const int bit = i * layout_.bits, rest = bit % 8;
-        row[bit / 8] |= static_cast<std::byte>(code << rest & 255u);
-        if (rest + layout_.bits > 8) row[bit / 8 + 1] |= static_cast<std::byte>(code >> (8 - rest));
+        const auto add = [&](int at, unsigned bits) {
+            row[at] = static_cast<std::byte>(static_cast<unsigned>(row[at]) | bits);
+        };
+        add(bit / 8, code << rest & 255u);
+        if (rest + layout_.bits > 8) add(bit / 8 + 1, code >> (8 - rest));
     }
     float number_of(unsigned code) const noexcept {
         const auto bits = static_cast<std::uint8_t>(code);
