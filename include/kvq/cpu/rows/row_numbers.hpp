@@ -140,11 +140,10 @@ private:
             fifth = detail::load_as<std::uint32_t>(from);
             from += 4;
         }
-        std::uint64_t pairs_of_bits[4] = {};  // a byte for each channel
+        [[maybe_unused]] std::uint32_t sixth[2];
         if constexpr (sixth_bits) {
-            const auto all = detail::load_as<std::uint64_t>(from);
-            for (int i = 0; i < 4; ++i)
-                pairs_of_bits[i] = all >> (i % 2 * 4 + i / 2 * 2) & 0x0303030303030303u;
+            sixth[0] = detail::load_as<std::uint32_t>(from);
+            sixth[1] = detail::load_as<std::uint32_t>(from + 4);
             from += 8;
         }
         KVQ_UNROLL
@@ -159,11 +158,8 @@ private:
                 v[high_at] = add_fifth(v[high_at], fifth >> (16 + width * h));
             }
             if constexpr (sixth_bits) {
-                const auto* const bits = reinterpret_cast<const std::byte*>(pairs_of_bits) + width * h;
-                const floats top = Lanes::splat_float(16.0f);
-                v[low_at] = Lanes::multiply_add(Lanes::to_floats(Lanes::load_bytes(bits)), top, v[low_at]);
-                v[high_at] =
-                    Lanes::multiply_add(Lanes::to_floats(Lanes::load_bytes(bits + 16)), top, v[high_at]);
+                v[low_at] = add_sixth(v[low_at], sixth[0], sixth[1], h);
+                v[high_at] = add_sixth(v[high_at], sixth[0] >> 2, sixth[1] >> 2, h);
             }
         }
     }
@@ -187,6 +183,29 @@ private:
             return Lanes::to_floats(Lanes::subtract(Lanes::bit_and(codes, Lanes::splat(15)),
                                                     Lanes::splat(static_cast<int>(-entries[0]))));
         }
+    }
+    /// x plus 16 times the lane's two bits: of channel i of 16, bits of byte i % 8 of two words, from bit 0 or 4
+    /// on. h: the vector among the 16.
+    static KVQ_INLINE floats add_sixth(floats x, std::uint32_t first, std::uint32_t second, int h) {
+        struct lane_bits {
+            std::int32_t of[2][vectors / 2][width];
+            float inverse[vectors / 2][width];
+        };
+        static constexpr lane_bits bits = [] {
+            lane_bits b{};
+            for (int i = 0; i < 16; ++i) {
+                const int at = i % 4 * 8 + i / 8 * 4;
+                b.of[i / 4 % 2][i / width][i % width] = 3 << at;
+                b.inverse[i / width][i % width] = 16.0f / static_cast<float>(1 << at);
+            }
+            return b;
+        }();
+        const auto of_word = [&](std::uint32_t word, int which) KVQ_INLINE_LAMBDA {
+            return Lanes::bit_and(Lanes::splat(static_cast<std::int32_t>(word)),
+                                  Lanes::load(reinterpret_cast<const std::byte*>(bits.of[which][h])));
+        };
+        return Lanes::multiply_add(Lanes::to_floats(Lanes::bit_or(of_word(first, 0), of_word(second, 1))),
+                                   Lanes::load_floats(bits.inverse[h]), x);
     }
     /// x + 16 where the lane's bit is set.
     static KVQ_INLINE floats add_fifth(floats x, std::uint32_t bits) {

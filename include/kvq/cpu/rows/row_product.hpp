@@ -233,26 +233,20 @@ private:
 
     static void find(const row_place& of, int first, int n, const std::byte** rows,
                      const std::byte** scales) {
-        if (n <= 0) return;
-        int block = 0, in_block = first;
-        const std::byte *row = of.rows, *scale = of.scales;
-        const auto begin_block = [&] {
-            row = of.rows + of.blocks[block] * of.block_stride;
-            if (of.scales) scale = of.scales + of.blocks[block] * of.scale_block_stride;
-        };
-        if (of.blocks) {
-            block = first / of.block_tokens;
-            in_block = first % of.block_tokens;
-            begin_block();
-        }
-        for (int t = 0; t < n; ++t, ++in_block) {
-            if (of.blocks && in_block == of.block_tokens) {
-                in_block = 0;
-                ++block;
-                begin_block();
+        const bool of_scales = scales && of.scales;
+        for (int t = 0; t < n;) {
+            const int block = of.blocks ? (first + t) / of.block_tokens : 0,
+                      in_block = of.blocks ? (first + t) % of.block_tokens : first + t,
+                      here = of.blocks ? detail::smaller(n - t, of.block_tokens - in_block) : n;
+            const std::ptrdiff_t number = of.blocks ? of.blocks[block] : 0;
+            const std::byte* row = of.rows + number * of.block_stride + in_block * of.row_stride;
+            for (int i = 0; i < here; ++i, row += of.row_stride) rows[t + i] = row;
+            if (of_scales) {
+                const std::byte* scale =
+                    of.scales + number * of.scale_block_stride + in_block * of.scale_stride;
+                for (int i = 0; i < here; ++i, scale += of.scale_stride) scales[t + i] = scale;
             }
-            rows[t] = row + in_block * of.row_stride;
-            if (scales && of.scales) scales[t] = scale + in_block * of.scale_stride;
+            t += here;
         }
     }
     addresses& find(const row_place& of, int first, int n, std::ptrdiff_t ahead, std::byte* workspace) const {
