@@ -4,6 +4,7 @@
 // What the engine asks of a codec: configure() with a description of its pools; cold_bytes(), fixed, 0 where it
 // refuses; encode() and decode() of index pairs {to, from}, which may not fail and only put work on the stream.
 // A stream here is a list of calls, which run later and in their order, as those of a device do.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
