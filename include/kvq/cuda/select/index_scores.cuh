@@ -3,10 +3,11 @@
 //   score[t] = k_scale[t] * sum_h w_h q_scale_h max(0, sum_c q_hc k_tc)        h: heads of the indexer
 //
 // Keys are the 8-bit codes of their pages; every head of a query is rounded to 8 bits, its largest number to
-// 127. Products are those of tensor cores (m16n8k32), and exact. A lane loads 16 bytes of a page: four words
-// of channels of four neighbouring tokens, which are rows of two products, so that codes go from memory
-// to registers as they lie there. Queries are in shared memory in the order of lanes. Keys of 16 bits (sinks
-// and window of a cache) are multiplied with the queries as they are (m16n8k16), in float sums.
+// 127. Products are those of tensor cores (m16n8k32), and exact. A warp has two tiles on their way to shared
+// memory while it multiplies a third one: registers that wait for memory would be those of the products. A
+// lane reads 16 bytes: four words of channels of four neighbouring tokens, which are rows of two products.
+// Queries are in shared memory in the order of lanes. Keys of 16 bits (sinks and window of a cache) are
+// multiplied with the queries as they are (m16n8k16), in float sums.
 // Of 131072 tokens and 64 heads: 17.3 MB, and 1.07 * 10^9 multiply-adds.
 // Contract: the same bits on every device and in every batch. A number of a query that is not finite makes
 // all scores of its row NaN.
@@ -21,7 +22,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
-inline constexpr int index_tile = 32, index_warps = 4, index_heads = 64;
+inline constexpr int index_tile = 32, index_warps = 4, index_heads = 64,
+                     index_blocks = 4;  // of a multiprocessor
 
 /// Kernel arguments. First: the pair of the first part.
 template <class First, class T, class... Parts>
@@ -110,13 +112,33 @@ struct index_queries {
     }
 };
 
+/// Codes of 32 tokens, and a scale of each. Lines of words have their 16 bytes in another order, so that 8
+/// lanes, which read two of them in four lines, meet all banks.
+template <int Channels>
+struct index_stage {
+    uint4 words[Channels / 4 * (index_tile / 4)];
+    float scales[index_tile];
+
+    __device__ __forceinline__ static int place(int line, int quad) {
+        return line * (index_tile / 4) + (quad ^ line % 4 * 2);
+    }
+};
+/// Shared memory of a thread block: queries, and the tiles of a warp that are on their way.
+template <int Channels>
+struct index_memory : index_queries<Channels> {
+    static constexpr int stages = 2;
+    index_stage<Channels> ring[index_warps][stages];
+};
+
 /// Tiles of a row of scores by a thread block.
 template <class Args>
 struct index_scorer {
     static constexpr int channels = Args::channels, columns = channels / 16;  // words of a lane
     using queries = index_queries<channels>;
+    using memory_type = index_memory<channels>;
+    using stage = index_stage<channels>;
     const Args& args;
-    queries& memory;
+    memory_type& memory;
     int warp, lane;
 
     struct tile {
@@ -175,17 +197,34 @@ struct index_scorer {
                   column = part.range == page_range::window ? number % part.cache.table_columns : number;
         return __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
     }
+    /// Asks for a tile.
     template <class Pair>
-    __device__ __forceinline__ void fetch(tile& x, const cache_ref<Pair>& cache, int page, int token) const {
-        if (page < 0) return;
-        const std::byte* const block = cache.key_block(page, 0);
-        const int first = token % Pair::page_tokens;
-        const auto* const words = reinterpret_cast<const uint4*>(block + first * channels);
+    __device__ __forceinline__ void fetch(stage& to, const cache_ref<Pair>& cache, int page,
+                                          int token) const {
+        if (page >= 0) {
+            const std::byte* const block = cache.key_block(page, 0);
+            const int first = token % Pair::page_tokens;
+            const std::byte* const words = block + first * channels + lane * 16;
+            const std::uint32_t at = shared_address(to.words + stage::place(lane / 8, lane % 8));
 #pragma unroll
-        for (int j = 0; j < columns; ++j)
-            x.words[j] = fetch_16(words + (4 * j + lane % 4) * (index_tile / 4) + lane / 4);
-        x.scale = __uint_as_float(
-            fetch_word(reinterpret_cast<const std::uint32_t*>(block + Pair::scale_offset) + first + lane));
+            for (int j = 0; j < columns; ++j)
+                copy_async(at + static_cast<std::uint32_t>(j * 512), words + j * 512);
+            if (lane < index_tile / 4)
+                copy_async(shared_address(to.scales + lane * 4),
+                           block + Pair::scale_offset + (first + lane * 4) * 4);
+        }
+        copy_commit();
+    }
+    /// What lanes multiply of a tile. Codes are 128 above their numbers.
+    __device__ __forceinline__ tile take(const stage& from) const {
+        tile x;
+#pragma unroll
+        for (int j = 0; j < columns; ++j) {
+            const uint4 v = from.words[stage::place(4 * j + lane % 4, lane / 4)];
+            x.words[j] = {v.x ^ 0x80808080u, v.y ^ 0x80808080u, v.z ^ 0x80808080u, v.w ^ 0x80808080u};
+        }
+        x.scale = from.scales[lane];
+        return x;
     }
     /// The score of token `lane`.
     __device__ __forceinline__ float score(const tile& x, int heads) const {
@@ -240,27 +279,36 @@ struct index_scorer {
                                            of.sequence, (of.first + number * index_tile) / pair::page_tokens))
                                : -1;
         };
-        int number = from + warp, page = page_at(number), next_page = page_at(number + index_warps);
-        tile now{}, next{};
-        fetch(now, part.cache, page, of.first + number * index_tile);
+        constexpr int stages = memory_type::stages;
+        int number = from + warp, pages[stages + 1];
+#pragma unroll
+        for (int i = 0; i <= stages; ++i) pages[i] = page_at(number + i * index_warps);
+#pragma unroll
+        for (int i = 0; i < stages; ++i)
+            fetch(memory.ring[warp][i], part.cache, pages[i],
+                  of.first + (number + i * index_warps) * index_tile);
         load(row, first);
+        int at = 0;
 #pragma unroll 1
         for (; number < to; number += index_warps) {
-            fetch(next, part.cache, next_page, of.first + (number + index_warps) * index_tile);
-            const int after = page_at(number + 2 * index_warps);
-            // Codes are 128 above their numbers.
+            stage& own = memory.ring[warp][at];
+            at = at + 1 < stages ? at + 1 : 0;
+            copy_wait<stages - 1>();
+            __syncwarp();
+            const tile now = take(own);
+            __syncwarp();
+            const int page = pages[0];
 #pragma unroll
-            for (int j = 0; j < columns; ++j)
-                now.words[j] = {now.words[j].x ^ 0x80808080u, now.words[j].y ^ 0x80808080u,
-                                now.words[j].z ^ 0x80808080u, now.words[j].w ^ 0x80808080u};
-            const float own = score(now, args.q.heads - first);
+            for (int i = 0; i < stages; ++i) pages[i] = pages[i + 1];
+            pages[stages] = page_at(number + (stages + 1) * index_warps);
+            fetch(own, part.cache, pages[stages - 1],
+                  of.first + (number + stages * index_warps) * index_tile);
+            const float sum = score(now, args.q.heads - first);
             // A missing page of several parts is in another one.
             if (!Args::mixed || page >= 0)
-                put<Cut>(part, of, row, of.first + number * index_tile + lane, page < 0 ? -INFINITY : own);
-            now = next;
-            page = next_page;
-            next_page = after;
+                put<Cut>(part, of, row, of.first + number * index_tile + lane, page < 0 ? -INFINITY : sum);
         }
+        copy_wait<0>();
     }
     /// Pages that are cut are rare: a call keeps registers for others. There are none of an index alone.
     template <class Part>
@@ -372,9 +420,9 @@ struct index_scorer {
 
 /// Thread block i of n has tiles [T i / n, T (i + 1) / n) of the line of all rows' tiles.
 template <class Args>
-__global__ void __launch_bounds__(index_warps* warp_size, 4)
+__global__ void __launch_bounds__(index_warps* warp_size, index_blocks)
     index_scores_kernel(const __grid_constant__ Args args) {
-    __shared__ index_queries<Args::channels> memory;
+    __shared__ index_memory<Args::channels> memory;
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
     launch_dependents();
@@ -478,7 +526,8 @@ status index_scores(const mixed_cache_ref<Parts...>& index, const token_view<con
     }
     (std::make_integer_sequence<int, sizeof...(Parts)>{});
     return detail::launch("launching the scores of an index", detail::overlap::yes,
-                          detail::index_scores_kernel<args_type>, dim3(static_cast<unsigned>(4 * processors)),
+                          detail::index_scores_kernel<args_type>,
+                          dim3(static_cast<unsigned>(detail::index_blocks * processors)),
                           detail::index_warps * detail::warp_size, 0, stream, args);
 }
 /// Of an index alone, room for table_columns * page_tokens scores. Those of missing pages are -infinity.
