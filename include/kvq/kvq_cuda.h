@@ -171,10 +171,20 @@ KVQ_API kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t t
 KVQ_API kvq_status kvq_cuda_sequence_trim_limit(const kvq_cuda_sequence* sequence, int32_t* tokens);
 /// As kvq_sequence_erase and _shift: pages keep their bytes, and attention turns queries for keys that have
 /// moved. KVQ_ERROR_ARGUMENT for a cut within a 16-bit page or the sinks, unless the erase reaches the end:
-/// then it is a trim; for keys of KVQ_LATENT; without kvq_cuda_cache_options.rotary.
+/// then it is a trim; without kvq_cuda_cache_options.rotary.
 KVQ_API kvq_status kvq_cuda_sequence_erase(kvq_cuda_sequence* sequence, int32_t first, int32_t last);
 KVQ_API kvq_status kvq_cuda_sequence_shift(kvq_cuda_sequence* sequence, int32_t first, int32_t last,
                                            int64_t by);
+/// As kvq_sequence_splice: tokens [first, last) of another sequence, or of the same one, follow and share its
+/// quantized pages. What the sequence has is quantized: it must end with a page, or be empty.
+KVQ_API kvq_status kvq_cuda_sequence_splice(kvq_cuda_sequence* sequence, const kvq_cuda_sequence* other,
+                                            int32_t first, int32_t last, void* stream);
+/// For text without an end, as kvq_ring: gives back the pages behind the sinks that no query with this window
+/// sees, from the next token on or behind a trim by `rollback`. The tokens behind the `dropped` ones have
+/// earlier positions; keys stay as they were rotated, at positions of the text. move_sinks: 1 if the sinks
+/// stay directly before the window, 0 if at their positions in the text. Attention is given the window.
+KVQ_API kvq_status kvq_cuda_sequence_drop_front(kvq_cuda_sequence* sequence, int32_t window,
+                                                int32_t move_sinks, int32_t* dropped);
 
 // ---- recurrent state
 // ------------------------------------------------------------------------------------------------- Of layers
@@ -343,6 +353,12 @@ KVQ_API kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequ
 // Both caches have the same shape, window type, page_tokens, sinks, recent and rollback, and the CPU cache
 // lists the formats. Bytes of pages stay as they are. Both functions wait for the stream.
 
+/// A CPU cache for the pages of a cache on a device, in pinned memory: of its layers, options and formats. It
+/// computes nothing; what works on pages works on its sequences: offload and onload, fork, trim,
+/// kvq_sequence_send_pages and a kvq_receiver, kvq_sequence_save, kvq_prefix_cache. Functions that attend or
+/// quantize are refused. Made after statistics; freed after its sequences. byte_budget: of all its pages,
+/// allocated at once; 0: none, and every page is an allocation.
+KVQ_API kvq_status kvq_cuda_cache_host_pages(kvq_cuda_cache* cache, size_t byte_budget, kvq_cache** out);
 /// A sequence of a CPU cache with the same tokens.
 KVQ_API kvq_status kvq_cuda_sequence_offload(const kvq_cuda_sequence* sequence, kvq_cache* to, void* stream,
                                              kvq_sequence** out);

@@ -125,6 +125,14 @@ std::vector<layer> cache_state::layers_of(const kvq_cache_options& o) {
 
 cache_state::cache_state(const kvq_cache_options& o) : memory(o.allocator), cache(layers_of(o), read(o)) {}
 
+cache_state::cache_state(std::vector<layer> layers, const cache_options& o,
+                         std::shared_ptr<std::pmr::memory_resource> of_pages)
+    : memory(nullptr), pages(std::move(of_pages)), cache(std::move(layers), o) {
+    for (const tensor role : {tensor::key, tensor::value})
+        for (int i = 0; i < cache.table(role).listed(); ++i)
+            names[static_cast<std::size_t>(role)].push_back({cache.table(role)[i + 1].name(), i});
+}
+
 int cache_state::listed(tensor role, const char* name) const {
     place(name, "the name of a format");
     std::string all;

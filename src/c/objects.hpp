@@ -76,10 +76,14 @@ struct cache_state {
     };
 
     caller_memory memory;
+    std::shared_ptr<std::pmr::memory_resource> pages;  ///< or null: `memory`
     std::vector<named> names[2];
     kvq::cache cache;
 
     cache_state(const kvq_cache_options& o);
+    /// o.memory is that of `of_pages`.
+    cache_state(std::vector<layer> layers, const cache_options& o,
+                std::shared_ptr<std::pmr::memory_resource> of_pages);
 
     const std::vector<named>& names_of(tensor role) const noexcept {
         return names[static_cast<std::size_t>(role)];

@@ -1,4 +1,5 @@
 // Caches on a device, their sequences and steps: the functions of kvq_cuda.h.
+#include <kvq/cuda/host/host_pages.hpp>
 #include <kvq/cuda/host/self_calibration.hpp>
 
 #include "arguments.hpp"
@@ -329,6 +330,26 @@ kvq_status kvq_cuda_sequence_shift(kvq_cuda_sequence* sequence, int32_t first, i
     });
 }
 
+kvq_status kvq_cuda_sequence_splice(kvq_cuda_sequence* sequence, const kvq_cuda_sequence* other,
+                                    int32_t first, int32_t last, void* stream) {
+    return guard([&] {
+        const kvq_cuda_sequence &s = get(sequence, "sequence"), &from = get(other, "other");
+        expect(s.of == from.of, KVQ_ERROR_HANDLE, "other belongs to another cache");
+        const device_call call(*s.of);
+        check(s.of->cache.splice(s.id, from.id, first, last, stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_sequence_drop_front(kvq_cuda_sequence* sequence, int32_t window, int32_t move_sinks,
+                                        int32_t* dropped) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        place(dropped, "dropped") = 0;
+        const device_call call(*s.of);
+        check(s.of->cache.drop_front(s.id, window, move_sinks != 0, *dropped));
+    });
+}
+
 kvq_status kvq_cuda_cache_state(kvq_cuda_cache* cache, int32_t layer, int32_t part,
                                 kvq_cuda_state_view* view) {
     return guard([&] {
@@ -602,6 +623,18 @@ kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequence* co
         const device_call call(*of);
         check(of->cache.step_down(ids, all, stream_of(stream),
                                   byte_budget == 0 ? kvq::cuda::cache::no_budget : byte_budget));
+    });
+}
+
+kvq_status kvq_cuda_cache_host_pages(kvq_cuda_cache* cache, size_t byte_budget, kvq_cache** out) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        place(out, "out");
+        const auto memory = std::make_shared<kvq::cuda::pinned_memory>();
+        const device_call call(*of);
+        auto pages = kvq::cuda::host_pages::describe(
+            of->cache, byte_budget == 0 ? kvq::page_pool::no_budget : byte_budget, memory.get());
+        *out = make<kvq_cache>(std::make_shared<cache_state>(std::move(pages.layers), pages.options, memory));
     });
 }
 

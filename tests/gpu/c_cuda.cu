@@ -9,11 +9,13 @@
 #include "../../src/c/cache.cpp"
 #include "../../src/c/convert.cpp"
 #include "../../src/c/formats.cpp"
+#include "../../src/c/policy.cpp"
 #include "../../src/c/resources.cpp"
 #include "../../src/c/saved.cpp"
 #include "../../src/c/sequence.cpp"
 #include "../../src/c/statistics.cpp"
 #include "../../src/c/status.cpp"
+#include "../../src/c/wire.cpp"
 #include "../../src/cuda/cache.cpp"
 #include "../../src/cuda/device_code.cu"
 #include "../../src/cuda/format.cuh"
@@ -444,6 +446,64 @@ void scenario() {
     c.same_bytes(0, "erase and shift");
     REFUSED(kvq_cuda_sequence_erase(c.rows[0], 0, 2), KVQ_ERROR_ARGUMENT,
             "are sinks of which some were erased");
+
+    // A splice, behind a whole page.
+    int32_t held = 0;
+    OK(kvq_cuda_sequence_tokens(c.rows[2], &held));
+    kvq_cuda_sequence* two = nullptr;
+    OK(kvq_cuda_sequence_create(c.gpu, &two));
+    kvq_sequence* host_two = nullptr;
+    OK(kvq_sequence_create(c.cpu, &host_two));
+    OK(kvq_cuda_sequence_splice(two, c.rows[2], 0, held, c.stream));
+    OK(kvq_sequence_splice(host_two, c.host[2], 0, held));
+    REFUSED(kvq_cuda_sequence_splice(two, c.rows[2], 0, held + 1, c.stream), KVQ_ERROR_ARGUMENT, "holds");
+    std::swap(two, c.rows[2]);
+    std::swap(host_two, c.host[2]);
+    c.step(1);
+    c.same_bytes(2, "splice");
+    OK(kvq_cuda_sequence_free(two));
+    OK(kvq_sequence_free(host_two));
+
+    // Pages in host memory: messages, and prefixes.
+    kvq_cache* pages = nullptr;
+    OK(kvq_cuda_cache_host_pages(c.gpu, std::size_t{1} << 24, &pages));
+    kvq_sequence *sent = nullptr, *came = nullptr;
+    OK(kvq_cuda_sequence_offload(c.rows[1], pages, c.stream, &sent));
+    kvq_receiver* receiver = nullptr;
+    OK(kvq_receiver_create(pages, &receiver));
+    const kvq_write accept = [](void* user, const void* message, std::size_t bytes) {
+        return kvq_receiver_accept(static_cast<kvq_receiver*>(user), message, bytes) == KVQ_OK ? 0 : 1;
+    };
+    for (int layer = 0; layer < layers; ++layer) OK(kvq_sequence_send_pages(sent, layer, accept, receiver));
+    OK(kvq_receiver_finish(receiver, -1, &came));
+    OK(kvq_receiver_free(receiver));
+    OK(kvq_sequence_free(sent));
+    OK(kvq_cuda_sequence_free(c.rows[1]));
+    OK(kvq_cuda_sequence_onload(c.gpu, came, c.stream, &c.rows[1]));
+    c.step(1);
+    c.same_bytes(1, "messages");
+    kvq_prefix_cache_options of_store;
+    KVQ_INIT(of_store);
+    of_store.min_prefix_tokens = 1;
+    kvq_prefix_cache* store = nullptr;
+    OK(kvq_prefix_cache_create(pages, &of_store, &store));
+    int32_t count = 0, outcome = -1, match = -1, found = 0;
+    OK(kvq_sequence_tokens(came, 0, &count));
+    std::vector<int32_t> text(static_cast<std::size_t>(count));
+    for (std::size_t i = 0; i < text.size(); ++i) text[i] = static_cast<int32_t>(i * i % 97);
+    OK(kvq_prefix_cache_store(store, text.data(), count, came, &outcome));
+    OK(kvq_sequence_free(came));
+    text.push_back(5);
+    kvq_cuda_sequence* again = nullptr;
+    OK(kvq_prefix_cache_fetch(store, text.data(), count + 1, &match, &found, &came));
+    OK(kvq_cuda_sequence_onload(c.gpu, came, c.stream, &again));
+    OK(kvq_cuda_sequence_tokens(again, &held));
+    CHECK(outcome == KVQ_STORED && found == count && held == count, "%d of %d tokens of a prefix", held,
+          count);
+    OK(kvq_cuda_sequence_free(again));
+    OK(kvq_sequence_free(came));
+    OK(kvq_prefix_cache_free(store));
+    OK(kvq_cache_free(pages));
 
     // Other formats.
     kvq_cuda_requantize_request to;

@@ -1,7 +1,8 @@
 // Layers with latent attention and an index in a cache that owns its pages, beside layers with keys and
 // values, against a CPU cache that does the same: random histories of steps, prompts, drafts, trims, forks,
-// requantizing and moves with the same bytes afterwards, attention over all tokens and over lists against
+// requantizing, moves, erase, shift and splice with the same bytes afterwards, attention over all tokens and over lists against
 // double arithmetic, tokens that an index selects, bytes of a latent, refusals.
+#include <kvq/cache/rearrange.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cuda.cuh>
@@ -80,6 +81,15 @@ struct caches {
         if (mixed) return {latents[0], narrow, bytes, latents[1], latents[2]};
         return {latents[0], latents[1], latents[2], bytes};
     }
+    /// Latents turn their rotary channels, an index and keys some of theirs.
+    std::vector<rotary_embedding> rotations() const {
+        std::vector<rotary_embedding> all;
+        for (const kvq::layer& l : list)
+            all.push_back(l.kind == layer_kind::latent
+                              ? rotary_embedding{.dims = Rotary, .first_channel = Latent, .base = 500.0}
+                              : rotary_embedding{.dims = 32, .layout = rotary_layout::interleaved});
+        return all;
+    }
     cuda::cache_options options(int sinks, int recent, int rollback) const {
         cuda::cache_options o;
         o.formats = names;
@@ -90,8 +100,9 @@ struct caches {
         o.max_batch = 3;
         o.max_tokens = max_tokens;
         o.step_tokens = o.draft_tokens = 3;
-        o.query_heads = q_heads;
+        o.query_heads = std::max(q_heads, index_heads);  // both turn queries
         o.listed_tokens = 200;
+        o.rotary = rotations();
         o.memory = test::counted_memory::allocator();
         return o;
     }
@@ -104,6 +115,7 @@ struct caches {
                      .recent = recent,
                      .page_tokens = page,
                      .rollback = rollback,
+                     .rotary = rotations(),
                      .repack = 0.0f}),
           k(list.size() * room * row),
           v(k.size()),
@@ -167,7 +179,8 @@ struct history {
     const char* name;
     int sinks, rollback;
     std::vector<pair> pairs;
-    int step = 0, requantized = 0, prompts = 0, kept = 0, moved = 0, selected = 0;
+    int step = 0, requantized = 0, prompts = 0, kept = 0, moved = 0, selected = 0, rearranged = 0,
+        spliced = 0, unmoved = 0;
     double worst = 0.0;
     std::vector<float16> keys, values;
 
@@ -339,7 +352,12 @@ struct history {
                 &weights[first], count, want.data(), serial_executor{}, space);
             std::vector<float> k(static_cast<std::size_t>(held * dim));
             s.dequantize(layer, tensor::key, 0, token_view<float>(k.data(), held, 1, dim));
-            const auto score = [&](int query, int t, double& terms) {
+            // Queries that turn for moved keys are rounded to 8 bits, and are no whole numbers then.
+            bool turned = false;
+            for (const page_span& span :
+                 kvq::detail::sequence_access::tables(s)[static_cast<std::size_t>(layer)].spans)
+                turned = turned || span.shift != 0;
+            const auto score = [&](int query, int t, double& terms, double& rounded) {
                 double sum = 0.0;
                 for (std::size_t h = 0; h < heads; ++h) {
                     const std::size_t at = first + static_cast<std::size_t>(query) * heads + h;
@@ -348,6 +366,10 @@ struct history {
                         dot += static_cast<double>(k[static_cast<std::size_t>(t * dim + d)]) *
                                static_cast<double>(static_cast<float>(
                                    q[at * static_cast<std::size_t>(dim) + static_cast<std::size_t>(d)]));
+                    for (int d = 0; d < dim && turned; ++d)
+                        rounded += std::abs(static_cast<double>(weights[at]) *
+                                            static_cast<double>(k[static_cast<std::size_t>(t * dim + d)])) *
+                                   127.0 * std::sqrt(2.0) / 253.0;
                     sum += static_cast<double>(weights[at]) * std::max(dot, 0.0);
                     terms += std::abs(static_cast<double>(weights[at]) * dot);
                 }
@@ -367,9 +389,9 @@ struct history {
                 std::set_difference(have.begin(), end, best.begin(), best.end(), std::back_inserter(more));
                 std::set_difference(best.begin(), best.end(), have.begin(), end, std::back_inserter(less));
                 for (std::size_t j = 0; j < more.size() && more.size() == less.size(); ++j) {
-                    double terms = 0.0;
-                    const double x = score(i, more[j], terms), y = score(i, less[j], terms);
-                    CHECK(std::abs(x - y) <= 3e-4 * terms,
+                    double terms = 0.0, rounded = 0.0;
+                    const double x = score(i, more[j], terms, rounded), y = score(i, less[j], terms, rounded);
+                    CHECK(std::abs(x - y) <= 3e-4 * terms + rounded,
                           "%s, step %d: token %d of score %g in place of %d, %g", name, step, more[j], x,
                           less[j], y);
                 }
@@ -589,6 +611,46 @@ struct history {
         }
         ok(cuda::onload(p.host, c.gpu, p.id, c.stream));
     }
+    /// Erases, shifts or splices, where the device does not refuse it.
+    void rearrange() {
+        pair &p = one(), &other = one();
+        const int tokens = p.host.tokens(), theirs = other.host.tokens();
+        if (tokens < sinks + 2) return;
+        const bool old = tokens > sinks + 2 * c.page && any(0, 3) > 0;
+        const int end = old ? tokens - c.page : tokens;
+        int first = any(sinks, end), last = any(first, end);
+        const int what = any(0, 2), by = any(-300, 300);
+        cuda::status s;
+        if (what == 2) {
+            const int n = sinks + (tokens - sinks) / c.page * c.page;
+            ok(c.gpu.trim(p.id, n));
+            p.host.trim(n);
+            first = std::min(sinks, theirs);
+            last = std::min(theirs, first + max_tokens / 2 - n);
+            if (last < first) return;
+            s = c.gpu.splice(p.id, other.id, first, last, c.stream);
+        } else {
+            s = what == 0 ? c.gpu.erase(p.id, first, last) : c.gpu.shift(p.id, first, last, by);
+        }
+        if (!s) {
+            bool named = false;
+            for (const char* const reason :
+                 {"within a 16-bit page", "are sinks of which", "whole pages; trim",
+                  "that an erase has closed", "fewer than its"})
+                named = named || std::strstr(s.message, reason) != nullptr;
+            CHECK(named, "%s, step %d: %s", name, step, s.message);
+            ++unmoved;
+            return;
+        }
+        if (what == 0)
+            p.host.erase(first, last);
+        else if (what == 1)
+            p.host.shift(first, last, by);
+        else
+            p.host.splice(other.host, first, last);
+        ++(what == 2 ? spliced : rearranged);
+        compare(p);
+    }
     /// NaN and infinities in both parts of a latent: the CPU's bytes, and each is counted.
     void check_odd() {
         const pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
@@ -646,6 +708,7 @@ struct history {
                 ok(c.gpu.free(pairs.back().id));
                 pairs.pop_back();
             }
+            if (any(0, 9) == 0) rearrange();
             CHECK(c.gpu.usage().bytes == test::counted_memory::bytes,
                   "%s, step %d: usage is %zu bytes, allocated are %zu", name, step, c.gpu.usage().bytes,
                   test::counted_memory::bytes);
@@ -653,9 +716,9 @@ struct history {
         }
         for (const pair& p : pairs) compare(p);
         std::printf(
-            "  %-28s %d steps, %d prompts, %d drafts, %d pages requantized, %d moves, %d selections, error "
-            "%.2e\n",
-            name, steps, prompts, kept, requantized, moved, selected, worst);
+            "  %-28s %d steps, %d prompts, %d drafts, %d pages requantized, %d moves, %d selections, "
+            "%d erases and shifts, %d splices, %d refused, error %.2e\n",
+            name, steps, prompts, kept, requantized, moved, selected, rearranged, spliced, unmoved, worst);
     }
 };
 
@@ -668,6 +731,7 @@ void check_refusals() {
     Caches c(4, 40, 0);
     const auto open = [&](std::vector<kvq::layer> list, auto change) {
         cuda::cache_options o = c.options(4, 40, 0);
+        if (list.size() != o.rotary.size()) o.rotary.clear();
         change(o);
         cuda::cache other;
         return other.open(std::move(list), o, c.compiled(), c.stream);

@@ -72,6 +72,7 @@ ALLOWED = {
     "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers", "cache/requantize_request"},
     "cuda/host/offload": CACHE | CUDA,
     "cuda/host/host_pages": CACHE | CUDA | {"cpu/scalar", "cuda/host/offload", "format/make_format"},
+    "cuda/host/prefixes": CACHE | CUDA | {"cuda/host/host_pages", "policy"},
     "cuda/host/self_calibration": CACHE | CUDA | {"cuda/host/host_pages", "policy"},
     "cuda/host/save": CACHE | CUDA | {"cuda/host/host_pages", "io"},
     "cuda": CUDA,

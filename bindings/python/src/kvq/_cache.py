@@ -166,6 +166,14 @@ class Cache(Handle):
         self.layers = tuple(layer_from_c(ask(library.kvq_cache_get_layer, self, i, out=_abi.kvq_layer),
                                          () if listed is None else listed[i].parts) for i in range(o.layers))
 
+    @classmethod
+    def _of_handle(cls, handle: int, layers: Tuple[Layer, ...]) -> "Cache":
+        """A cache that the library has made."""
+        made = cls.__new__(cls)
+        Handle.__init__(made, handle, library.kvq_cache_free)
+        made._rotary, made.layers = [], tuple(layers)
+        return made
+
     def info(self) -> CacheInfo:
         """The options in force, and bytes and pages in use."""
         c = _abi.kvq_cache_info()

@@ -411,6 +411,12 @@ class Cache(Handle):
         """A captured step may be replayed after a begin as long as this number is what it was at the capture."""
         return ask(self._f.kvq_cuda_cache_graph_id, self, out=ctypes.c_uint64)
 
+    def host_pages(self, byte_budget: Optional[int] = None) -> _HostCache:
+        """A CPU cache for pages of this one, in pinned memory: of its layers, options and formats. It computes nothing; what works on pages
+        works on its sequences: Sequence.offload and Cache.onload, fork, trim, send_pages and Receiver, save, PrefixCache. byte_budget: of
+        all its pages, allocated at once; None: none, and every page is an allocation."""
+        return _HostCache._of_handle(ask(self._f.kvq_cuda_cache_host_pages, self, limit(byte_budget, "byte_budget")), self.layers)
+
     # ---- other formats, later ----
 
     def requantize(self, sequences: List_["Sequence"], format: str, *, first_token: int = 0, last_token: Optional[int] = None,
@@ -518,6 +524,18 @@ class Sequence(Handle):
     def shift(self, first: int, last: int, by: int) -> None:
         """Moves the rotary positions of the keys of tokens [first, last) by `by`. Needs Cache(rotary=...)."""
         self.cache._f.kvq_cuda_sequence_shift(self, first, last, by)
+
+    def splice(self, other: "Sequence", first: int, last: int) -> None:
+        """Tokens [first, last) of another sequence, or of this one, follow, and share its quantized pages. What this one has is quantized,
+        so that it must end with a page; or it is empty. Needs Cache(rotary=...) if keys move."""
+        self.cache._with_memory(self.cache._f.kvq_cuda_sequence_splice, self, handle_of(other, Sequence, "other"), first, last,
+                                self.cache.stream())
+
+    def drop_front(self, window: int, *, move_sinks: bool = False) -> int:
+        """For text without an end, as kvq.Ring: gives back the pages behind the sinks that no query with this window sees, from the next
+        token on or behind a trim by `rollback`, and returns how many tokens. Those behind them have earlier positions; keys stay as they were
+        rotated, at positions of the text. move_sinks: the sinks stay directly before the window. Attention is given the window."""
+        return ask(self.cache._f.kvq_cuda_sequence_drop_front, self, window, int(move_sinks), out=ctypes.c_int32)
 
     def state(self, layer: int, part: Union[int, str] = 0) -> Optional[torch.Tensor]:
         """The part of Cache.state of this sequence, [heads][rows][columns] on the device, until the next call that changes it; None: zeros. To

@@ -93,8 +93,10 @@ inline attention_options without_lists(const list_options& o) noexcept {
 /// Can lists for layers of so many kv heads be read?
 inline status check_lists(const list_options& o, int kv_heads) noexcept {
     if (o.kv_heads != 1 && o.kv_heads != kv_heads)
-        return bad_value("tokens are listed for %d kv heads, not for 1 or the %d of the cache", o.kv_heads,
-                         kv_heads);
+        return bad_value(kv_heads == 1
+                             ? "tokens are listed for %d kv heads, the cache has %d"
+                             : "tokens are listed for %d kv heads, not for 1 or the %d of the cache",
+                         o.kv_heads, kv_heads);
     if (o.behind < 0) return bad_value("%d tokens behind the last query", o.behind);
     for (const token_lists& list : {o.selected, o.window}) {
         if (list.count < 0) return bad_value("a list has %d tokens", list.count);

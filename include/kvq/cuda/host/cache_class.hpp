@@ -19,6 +19,7 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 struct cache_access;
+struct splice_plan;
 struct transfer_access;
 }
 
@@ -160,14 +161,14 @@ public:
     /// sequence; one behind the query's own, or below 0, is none. Behind append(), in steps, prompts and
     /// drafts that are chains. A prompt sees its own tokens as its pages hold them.
     status attend_lists(int layer, const query_view& q, const output_view& out, list_options lists,
-                        cudaStream_t stream) const;
+                        cudaStream_t stream);
     /// The `count` tokens (1 to 8192) of an index (kvq::index_layer) with the largest sum over heads h of
     /// weights[h] * max(0, q[h] . k), for each of the last query_tokens tokens of the rows, of the tokens up
     /// to their own. q: [rows x query_tokens][heads][channels]; weights: [rows x query_tokens][heads];
     /// positions: [rows x query_tokens][count], ascending, -1 behind the last one; all in device memory. Of
     /// equal scores the earlier tokens are taken, NaN last. Behind append().
     status select(int layer, const query_view& q, const float* weights, int query_tokens, int count,
-                  int* positions, cudaStream_t stream) const;
+                  int* positions, cudaStream_t stream);
     /// Does attend() of a layer take these options, for so many query heads? Asked before append().
     status check_options(int layer, int q_heads, attention_options options) const {
         if (status s = check_keys(layer); !s) return s;
@@ -217,10 +218,16 @@ public:
     /// As sequence::erase, shift and splice: kept tokens keep their bytes, and attention turns queries for
     /// keys that have moved, with a launch for each number of positions (options().rotary). Takes effect with
     /// the next begin. What would leave 16-bit pages with gaps is refused: a cut within the recent window or
-    /// the sinks, unless the erase reaches the end: then it is a trim. Splice is refused.
+    /// the sinks, unless the erase reaches the end: then it is a trim. A splice quantizes what the sequence
+    /// has, shares quantized pages with the other one and copies those in 16 bit; the sequence must be empty,
+    /// or end with a page, and not within its sinks.
     status erase(sequence_id id, int first, int last);
     status shift(sequence_id id, int first, int last, std::int64_t by);
-    status splice(sequence_id id, sequence_id other, int first, int last);
+    status splice(sequence_id id, sequence_id other, int first, int last, cudaStream_t stream);
+    /// For text without an end, as kvq::ring: gives back the pages behind the sinks that no query with this
+    /// window sees, from the next token on or behind a trim by `rollback`. Tokens behind the `dropped` ones
+    /// have earlier positions; keys stay as they were rotated. move_sinks: sink_positions::in_cache.
+    status drop_front(sequence_id id, int window, bool move_sinks, int& dropped);
     /// A second sequence with the same tokens. Quantized pages and states are shared, 16-bit pages are
     /// copied. Refused, as requantize(), step_down(), offload() and the next begin, while some layer lacks a
     /// prompt that has begun.
@@ -327,36 +334,13 @@ private:
             return detail::bad_value("%s: it holds no keys and values", describe(layer).c_str());
         return {};
     }
-    status check_layer(int layer, std::initializer_list<float_type> types) const {
-        if (!step_.begun)
-            return detail::bad_value("no step has begun since the sequences of the cache were changed");
-        if (status s = check_keys(layer); !s) return s;
-        for (const float_type type : types)
-            if (type != options_.type)
-                return detail::bad_value(
-                    "the cache takes another type; open it with options.type, and add "
-                    "make_device_format<that type, ...>()");
-        return {};
-    }
+    status check_layer(int layer, std::initializer_list<float_type> types) const;
     /// The type of rows; of none that of others.
     template <class Others>
     static float_type type_of(const input_view& rows, const Others& others) noexcept {
         return rows.tokens == 0 ? others.type : rows.type;
     }
-    status check_append(int layer, const input_view& k, const input_view& v) {
-        if (status s = check_layer(layer, {k.type, type_of(v, k)}); !s) return s;
-        if (is_shared(layer)) return detail::bad_value("%s: it takes queries only", describe(layer).c_str());
-        if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
-        if (is_cross(layer) != step_.cross)
-            return detail::bad_value("%s: it takes the tokens of begin_%s()", describe(layer).c_str(),
-                                     is_cross(layer) ? "cross" : "step, begin_prompt or begin_draft");
-        const int tokens = step_.rows * step_.new_tokens;
-        if (k.tokens != tokens || v.tokens != (keys_alone(layer) ? 0 : tokens))
-            return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d%s", k.tokens,
-                                     v.tokens, step_.rows, step_.new_tokens,
-                                     keys_alone(layer) ? ", and these layers have keys alone" : "");
-        return check_lacks(layer);
-    }
+    status check_append(int layer, const input_view& k, const input_view& v);
     const detail::device_memory& workspace_of(int layer) const {
         return keys_alone(layer) ? scratch_ : workspace_;
     }
@@ -424,7 +408,10 @@ private:
     status begin_text(sequence_id id, int new_tokens, bool cross, cudaStream_t stream);
     // Keys that have moved: cache_moves.hpp.
     template <class Build>
-    status rearrange(sequence_id id, const char* verb, int first, int last, Build&& build);
+    status rearrange(sequence_id id, const char* does, Build&& build);
+    status check_still(sequence_id id, const char* verb) const;
+    status fill_spliced(detail::layer_group& g, detail::splice_plan& plan,
+                        const detail::sequence_pages& theirs, cudaStream_t stream);
     std::size_t moving_bytes(int layer, std::size_t tokens, std::size_t q_heads) const noexcept;
     status ensure_runs(std::span<const sequence_id> batch, int keys, cudaStream_t stream);
     status ensure_moving(std::size_t bytes, cudaStream_t stream);
@@ -445,6 +432,11 @@ private:
     status check_pages(int layer, const query_view& q, const attention_options& options) const;
     status attend_pages(int layer, const query_view& q, const output_view& out,
                         const attention_options& options, cudaStream_t stream, const void* score) const;
+    float* run_states(int layer, std::size_t rows) const noexcept;
+    template <class Options>
+    status chain_run(int layer, int r, query_view& q, output_view& out, Options& options, int of_sequence,
+                     cudaStream_t stream) const;
+    status ensure_query_runs(int layer, int tokens, int q_heads, cudaStream_t stream);
     status attend_runs(int layer, const query_view& q, const output_view& out,
                        const attention_options& options, cudaStream_t stream, const void* score);
     status prefill_runs(int layer, const input_view& k, const input_view& v, const query_view& q,
@@ -484,6 +476,12 @@ private:
                         std::size_t& saved);
     status find_changes(std::span<const sequence_id> ids, const requantize_request& request,
                         format_changes& changes);
+    /// Numbers of a page and of the one that gets its values.
+    struct page_pair {
+        int from, to;
+    };
+    status convert_pages(detail::layer_group& g, int from, int target, std::span<const page_pair> pages,
+                         cudaStream_t stream);
     requantize_report report_of(std::span<const sequence_id> ids, const format_changes& changes) const;
     status requantize_pages(std::span<const sequence_id> ids, format_changes& changes, cudaStream_t stream);
     status check_format(std::string_view format) const;

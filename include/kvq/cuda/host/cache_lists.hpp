@@ -32,8 +32,9 @@ inline status cache::check_waiting(int layer) const {
 /// Are all keys of the step where they were appended?
 inline status cache::check_unmoved(int layer) const {
     if (runs_of(layer) == 1) return {};
-    return detail::bad_value("%s: keys of a sequence have moved; selections and lists do not turn queries",
-                             describe(layer).c_str());
+    return detail::bad_value(
+        "%s: keys of a sequence have moved; pages are ranked for queries that do not turn",
+        describe(layer).c_str());
 }
 
 inline status cache::check_pages(int layer, const query_view& q, const attention_options& options) const {
@@ -87,12 +88,11 @@ inline status cache::attend_pages(int layer, const query_view& q, const output_v
 }
 
 inline status cache::select(int layer, const query_view& q, const float* weights, int query_tokens, int count,
-                            int* positions, cudaStream_t stream) const {
+                            int* positions, cudaStream_t stream) {
     if (status s = check_layer(layer, {q.type}); !s) return s;
     const detail::layer_group& g = group_of(layer);
     if (!g.format.index)
         return detail::bad_value("%s: it is no index, which selects tokens", describe(layer).c_str());
-    if (status s = check_unmoved(layer); !s) return s;
     const int rows = step_.rows, room = options_.max_tokens;
     if (query_tokens < 1 || q.tokens != 1LL * rows * query_tokens || q.heads < 1 || q.dim != g.shape.head_dim)
         return detail::bad_value(
@@ -109,28 +109,33 @@ inline status cache::select(int layer, const query_view& q, const float* weights
     while (rows == 1 && most > 1 && bytes(most) > scratch_.bytes()) most = (most + 1) / 2;
     if (bytes(rows * most) > scratch_.bytes())
         return no_list_space(layer, "selecting tokens", rows * most, bytes(rows * most));
+    if (status s = ensure_query_runs(layer, rows * most, q.heads, stream); !s) return s;
     for (int first = 0; first < query_tokens; first += most) {
         const int n = common::smaller(most, query_tokens - first);
         const std::ptrdiff_t row = std::ptrdiff_t{first} * rows;
-        if (status s = g.format.functions->select(
-                view(layer), most == query_tokens ? q : g.slice(q, first, n), weights + row * q.heads,
-                {n, query_tokens - first - n, count, room}, positions + row * count, scratch_.as<>(),
-                scratch_.bytes(), stream);
-            !s)
-            return s;
+        // Every run writes the scores of its tokens, and the last one selects.
+        for (int r = 0, runs = runs_of(layer); r < runs; ++r) {
+            query_view queries = most == query_tokens ? q : g.slice(q, first, n);
+            if (status s = turn_query(layer, r, queries, n, stream); !s) return s;
+            if (status s = g.format.functions->select(
+                    g.view(member_of(layer), rows, runs == 1 ? -1 : r), queries, weights + row * q.heads,
+                    {n, query_tokens - first - n, r + 1 < runs ? 0 : count, room}, positions + row * count,
+                    scratch_.as<>(), scratch_.bytes(), stream);
+                !s)
+                return s;
+        }
     }
     return {};
 }
 
 inline status cache::attend_lists(int layer, const query_view& q, const output_view& out, list_options lists,
-                                  cudaStream_t stream) const {
+                                  cudaStream_t stream) {
     if (status s = check_layer(layer, {q.type, out.type}); !s) return s;
     const detail::layer_group& g = group_of(layer);
     if (g.geometry.window || is_cross(layer))
         return detail::bad_value("%s: lists are for layers whose queries see all tokens before them",
                                  describe(layer).c_str());
     if (status s = check_waiting(layer); !s) return s;
-    if (status s = check_unmoved(layer); !s) return s;
     if (status s = detail::check_lists(lists, g.shape.kv_heads); !s) return s;
     const int rows = step_.rows, n = lists.query_tokens, width = g.shape.dim(tensor::value);
     if (n < 1 || q.tokens != 1LL * rows * n || lists.behind != 0 || lists.places)
@@ -147,6 +152,7 @@ inline status cache::attend_lists(int layer, const query_view& q, const output_v
     while (rows == 1 && most > 1 && bytes(most) > scratch_.bytes()) most = (most + 1) / 2;
     if (g.format.latent && bytes(rows * most) > scratch_.bytes())
         return no_list_space(layer, "attention over lists", rows * most, bytes(rows * most));
+    if (status s = ensure_query_runs(layer, rows * most, q.heads, stream); !s) return s;
     for (int first = 0; first < n; first += most) {
         list_options slice = lists;
         slice.query_tokens = common::smaller(most, n - first);
@@ -160,10 +166,18 @@ inline status cache::attend_lists(int layer, const query_view& q, const output_v
         const auto part = [&](const auto& x) {
             return most == n ? x : g.slice(x, first, slice.query_tokens);
         };
-        if (status s = g.format.functions->attend_lists(view(layer), part(q), part(out), slice,
-                                                        scratch_.as<>(), scratch_.bytes(), stream);
-            !s)
-            return s;
+        for (int r = 0, runs = runs_of(layer); r < runs; ++r) {
+            query_view queries = part(q);
+            output_view to = part(out);
+            list_options o = slice;
+            if (r > 0) o.sink_logits = nullptr;
+            if (status s = chain_run(layer, r, queries, to, o, slice.query_tokens, stream); !s) return s;
+            if (status s = g.format.functions->attend_lists(
+                    g.view(member_of(layer), rows, runs == 1 ? -1 : r), queries, to, o, scratch_.as<>(),
+                    scratch_.bytes(), stream);
+                !s)
+                return s;
+        }
     }
     return {};
 }

@@ -7,72 +7,129 @@
 // Contract: a refused call changes nothing. Steps of sequences without moved keys make no launch more.
 #pragma once
 
-#include "cache_class.hpp"
+#include "cache_pages.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 // ---- the table ----
 
+namespace detail {
+
+/// Appends tokens [from, to) of `held` to a table, moved by `by`.
+inline status take_tokens(common::page_table& table, const common::page_table& held, const char* does,
+                          int from, int to, std::int64_t by, const device_geometry& g) {
+    for (const page_span& s : held.spans)
+        if (s.first_token < to && s.end() > from &&
+            (s.shift > common::farthest_shift - by || s.shift < -common::farthest_shift - by))
+            return bad_value("keys cannot move from %lld by %lld positions", static_cast<long long>(s.shift),
+                             static_cast<long long>(by));
+    if (const auto cut = table.take(held, from, to, by, g); cut.span >= 0)
+        return bad_value(
+            "cannot %s: token %d is within a 16-bit page of the recent window, whose tokens from %d on move "
+            "as one",
+            does, from, from - cut.skip);
+    return {};
+}
+/// Completes a group's table whose spans have come, unless the device cannot have it.
+inline status finish_table(const layer_group& group, sequence_pages& next, const char* does) {
+    const device_geometry& g = group.geometry;
+    common::page_table& table = next.table;
+    if (!table.shows_sinks(g.window.sinks))
+        return bad_value(
+            "%s: every query sees the first %d tokens, its sinks: they cannot be erased or replaced, nor "
+            "cut before all of them are there",
+            group.describe(0).c_str(), g.window.sinks);
+    if (!table.is_whole(table.tokens, g))
+        return bad_value(
+            "tokens cannot be taken out of %s: token %d would see tokens from %d on, but those before "
+            "token %d are freed",
+            group.describe(0).c_str(), table.tokens, g.window.first_seen(table.tokens), table.front());
+    table.copies_from = table.committed;
+    for (int k = 0; k < table.size(); ++k)
+        if (status s = check_span(table[k], k, k < table.committed, table.tokens, g); !s) return s;
+    if (table.due(table.tokens, g) > table.committed)
+        return bad_value("cannot %s: pages of the recent window would leave it", does);
+    table.free_unseen(g, g.rollback, [](page_ref&&) {});
+    next.gone_pages = common::ceil_div(common::larger(0, table.front() - g.sinks), g.page_tokens);
+    table.freed = common::smaller(next.gone_pages, common::page_table::most_freed);
+    if (next.pages() > group.columns)
+        return bad_value(
+            "cannot %s: the %d tokens are in %d pages, of which cuts show a part, but max_tokens is %d and "
+            "cut_pages %d",
+            does, table.tokens, next.pages(), group.options->max_tokens, group.options->cut_pages);
+    next.find_moved();
+    return {};
+}
+/// The pages of a group for new spans: no spans yet.
+inline sequence_pages without_spans(const sequence_pages& of) {
+    sequence_pages next = of;
+    next.leaving.clear();
+    next.table =
+        common::page_table(std::pmr::new_delete_resource(), of.table.targets[0], of.table.targets[1]);
+    return next;
+}
+
+/// "erase tokens 4 to 9".
+inline std::string moving(const char* verb, int first, int last) {
+    return std::string(verb) + " tokens " + std::to_string(first) + " to " + std::to_string(last);
+}
+
+/// What a splice does in a group, before anything changes.
+struct splice_plan {
+    sequence_pages next;
+    std::vector<int> quantize;  // spans of the sequence itself in 16 bit
+    std::vector<int> copy;      // those of the other one
+};
+
+inline status plan_splice(const layer_group& group, const sequence_pages& mine, const sequence_pages& theirs,
+                          int first, int last, const char* does, splice_plan& plan) {
+    const device_geometry& g = group.geometry;
+    plan.next = without_spans(mine);
+    common::page_table& table = plan.next.table;
+    const int held = mine.table.tokens;
+    if (!theirs.table.holds(first, last))
+        return bad_value("cannot %s: %s has freed tokens before %d", does, group.describe(0).c_str(),
+                         theirs.table.front());
+    if (status s = take_tokens(table, mine.table, does, 0, held, 0, g); !s) return s;
+    if (held < g.sinks && held > 0)
+        return bad_value("cannot %s: the sequence holds %d tokens, fewer than its %d sinks", does, held,
+                         g.sinks);
+    // The whole text so far is committed, also what is within the recent window.
+    if (table.has_open_span() && !table.spans.back().sinks)
+        return bad_value(
+            "cannot %s behind token %d: the last page has %d of its %d tokens, and the device quantizes "
+            "whole pages; trim to %d before",
+            does, held, table.spans.back().tokens, g.page_tokens, table.spans.back().first_token);
+    table.close_last();
+    table.committed = table.size();
+    if (status s = take_tokens(table, theirs.table, does, first, last, std::int64_t{held} - first, g); !s)
+        return s;
+    if (status s = finish_table(group, plan.next, does); !s) return s;
+    for (int i = 0; i < table.size(); ++i)
+        if (!table[i].sinks && table[i].pages[0]->format == 0)
+            (i < table.committed ? plan.quantize : plan.copy).push_back(i);
+    return {};
+}
+
+}  // namespace detail
+
 /// Gives a sequence the spans that build(take) makes in every group; take(first, last, by) appends tokens of
-/// the old ones, moved.
+/// the old ones, moved. does: the verb and its tokens.
 template <class Build>
-status cache::rearrange(sequence_id id, const char* verb, int first, int last, Build&& build) {
+status cache::rearrange(sequence_id id, const char* does, Build&& build) {
     entry& e = entry_of(id);
     std::vector<detail::sequence_pages> made;
     for (std::size_t i = 0; i < step_groups(); ++i) {
-        const detail::layer_group& group = groups_[i];
-        const detail::device_geometry& g = group.geometry;
-        const common::page_table& held = e.pages[i].table;
-        detail::sequence_pages& next = made.emplace_back(e.pages[i]);
-        next.leaving.clear();
-        next.table = common::page_table(std::pmr::new_delete_resource(), held.targets[0], held.targets[1]);
-        common::page_table& table = next.table;
+        detail::sequence_pages& next = made.emplace_back(detail::without_spans(e.pages[i]));
         status result;
         build([&](int from, int to, std::int64_t by) {
-            for (const page_span& s : held.spans)
-                if (result && s.first_token < to && s.end() > from &&
-                    (s.shift > common::farthest_shift - by || s.shift < -common::farthest_shift - by))
-                    result = detail::bad_value("keys cannot move from %lld by %lld positions",
-                                               static_cast<long long>(s.shift), static_cast<long long>(by));
-            if (!result) return;
-            if (const auto cut = table.take(held, from, to, by, g); cut.span >= 0)
-                result = detail::bad_value(
-                    "cannot %s tokens %d to %d: token %d is within a 16-bit page of the recent window, whose "
-                    "tokens "
-                    "from %d on move as one",
-                    verb, first, last, from, from - cut.skip);
+            if (result)
+                result = detail::take_tokens(next.table, e.pages[i].table, does, from, to, by,
+                                             groups_[i].geometry);
         });
+        next.table.uncommit(groups_[i].geometry);
+        if (result) result = detail::finish_table(groups_[i], next, does);
         if (!result) return result;
-        if (!table.shows_sinks(g.window.sinks))
-            return detail::bad_value(
-                "%s: every query sees the first %d tokens, its sinks: they cannot be erased or replaced, nor "
-                "cut "
-                "before all of them are there",
-                group.describe(0).c_str(), g.window.sinks);
-        if (!table.is_whole(table.tokens, g))
-            return detail::bad_value(
-                "tokens cannot be taken out of %s: token %d would see tokens from %d on, but those before "
-                "token %d "
-                "are freed",
-                group.describe(0).c_str(), table.tokens, g.window.first_seen(table.tokens), table.front());
-        table.uncommit(g);
-        table.copies_from = table.committed;
-        for (int k = 0; k < table.size(); ++k)
-            if (status s = detail::check_span(table[k], k, k < table.committed, table.tokens, g); !s)
-                return s;
-        if (table.due(table.tokens, g) > table.committed)
-            return detail::bad_value("cannot %s tokens %d to %d: pages of the recent window would leave it",
-                                     verb, first, last);
-        table.free_unseen(g, g.rollback, [](page_ref&&) {});
-        next.gone_pages = common::ceil_div(common::larger(0, table.front() - g.sinks), g.page_tokens);
-        table.freed = common::smaller(next.gone_pages, common::page_table::most_freed);
-        if (next.pages() > group.columns)
-            return detail::bad_value(
-                "cannot %s tokens %d to %d: the %d tokens that stay are in %d pages, of which cuts show a "
-                "part, but "
-                "max_tokens is %d and cut_pages %d",
-                verb, first, last, table.tokens, next.pages(), options_.max_tokens, options_.cut_pages);
-        next.find_moved();
     }
     for (std::size_t i = 0; i < made.size(); ++i) e.pages[i] = std::move(made[i]);
     e.version = ++versions_;
@@ -97,9 +154,17 @@ inline status cache::check_move(sequence_id id, const char* verb, int first, int
         return detail::bad_value(
             "keys cannot move by %lld positions: set cache_options::rotary to say how they are rotated",
             static_cast<long long>(by));
-    for (const detail::layer_group& g : groups_)
-        if (g.format.latent)
-            return detail::bad_value("%s: keys of latents move on the CPU only", g.describe(0).c_str());
+    for (int layer = 0; layer < layer_count(); ++layer)
+        if (const kvq::layer& l = layers_[static_cast<std::size_t>(layer)];
+            l.kind == layer_kind::latent && rotations_.at(layer) &&
+            l.value_dim > l.head_dim - l.rotary_channels)
+            return detail::bad_value(
+                "%s: its %d values have rotary channels, which do not turn when keys move by %lld positions",
+                describe(layer).c_str(), l.value_dim, static_cast<long long>(by));
+    return check_still(id, verb);
+}
+/// Is a sequence not within a step?
+inline status cache::check_still(sequence_id id, const char* verb) const {
     if (status s = check_no_draft(std::span(&id, 1)); !s) return s;
     if (status s = check_whole(std::span(&id, 1)); !s) return s;
     if (const int shared = waiting(); shared > 0)
@@ -117,7 +182,7 @@ inline status cache::erase(sequence_id id, int first, int last) {
     if (first == last) return {};
     if (to_end) return trim(id, first);
     const int held = tokens(id);
-    return rearrange(id, "erase", first, last, [&](const auto& take) {
+    return rearrange(id, detail::moving("erase", first, last).c_str(), [&](const auto& take) {
         take(0, first, 0);
         take(last, held, by);
     });
@@ -125,18 +190,110 @@ inline status cache::erase(sequence_id id, int first, int last) {
 inline status cache::shift(sequence_id id, int first, int last, std::int64_t by) {
     if (status s = check_move(id, "shift", first, last, by); !s || first == last || by == 0) return s;
     const int held = tokens(id);
-    return rearrange(id, "shift", first, last, [&](const auto& take) {
+    return rearrange(id, detail::moving("shift", first, last).c_str(), [&](const auto& take) {
         take(0, first, 0);
         take(first, last, by);
         take(last, held, 0);
     });
 }
-inline status cache::splice(sequence_id id, sequence_id other, int first, int last) {
+
+/// The pages that the new spans need. They are free.
+inline status cache::fill_spliced(detail::layer_group& g, detail::splice_plan& plan,
+                                  const detail::sequence_pages& theirs, cudaStream_t stream) {
+    detail::sequence_pages& next = plan.next;
+    const int target = next.target();
+    std::vector<page_pair> pages;
+    for (const int i : plan.quantize) {
+        page_ref fresh = g.quantized[static_cast<std::size_t>(target)].pages().take();
+        pages.push_back({next.table[i].pages[0]->number, fresh->number});
+        next.table[i].pages[0] = std::move(fresh);
+    }
+    if (status s = convert_pages(g, -1, target, pages, stream); !s) return s;
+    detail::page_copier copies{g, stream};
+    for (const int i : plan.copy) copies.add(next.table[i].pages[0], g.window);
+    copies.launch(g.window);
+    if (next.sinks.empty()) {
+        next.sinks = theirs.sinks;
+        next.sinks.resize(static_cast<std::size_t>(g.geometry.sink_pages(next.tokens())));
+        for (page_ref& p : next.sinks) copies.add(p, g.sinks);
+        copies.launch(g.sinks);
+    }
+    return copies.result;
+}
+
+inline status cache::splice(sequence_id id, sequence_id other, int first, int last, cudaStream_t stream) {
     if (status s = check_here(id); !s) return s;
-    if (status s = check_move(other, "splice", first, last, 0); !s || first == last) return s;
-    return detail::bad_value(
-        "cannot splice tokens %d to %d of sequence %d: splice on the CPU, and onload() the sequence", first,
-        last, other.index);
+    const std::int64_t by = std::int64_t{tokens(id)} - first;
+    if (status s = check_move(other, "splice", first, last, by); !s) return s;
+    if (status s = check_states(std::span(&id, 1), "splice"); !s || first == last) return s;
+    for (const sequence_id of : {id, other})
+        if (status s = check_still(of, "splice"); !s) return s;
+    if (step_groups() < groups_.size())
+        return detail::bad_value("%s: tokens of another sequence belong to another text",
+                                 groups_.back().describe(0).c_str());
+    if (last - first > options_.max_tokens - tokens(id))
+        return detail::bad_value("sequence %d holds %d tokens and cannot take %d more: max_tokens is %d",
+                                 id.index, tokens(id), last - first, options_.max_tokens);
+    const std::string does =
+        detail::moving("splice", first, last) + " of sequence " + std::to_string(other.index);
+    std::vector<detail::splice_plan> plans(groups_.size());
+    for (std::size_t i = 0; i < groups_.size(); ++i)
+        if (status s = detail::plan_splice(groups_[i], entry_of(id).pages[i], entry_of(other).pages[i], first,
+                                           last, does.c_str(), plans[i]);
+            !s)
+            return s;
+    for (std::size_t i = 0; i < groups_.size(); ++i) {
+        const detail::splice_plan& p = plans[i];
+        detail::layer_group& g = groups_[i];
+        std::vector<int> fresh(g.quantized.size(), 0);
+        fresh[static_cast<std::size_t>(p.next.target())] = static_cast<int>(p.quantize.size());
+        const int sinks = tokens(id) == 0 ? g.geometry.sink_pages(last) : 0;
+        if (status s = g.ensure_free(fresh, static_cast<int>(p.copy.size()), sinks, stream); !s) return s;
+    }
+    step_.begun = false;
+    for (std::size_t i = 0; i < groups_.size(); ++i)
+        if (status s = fill_spliced(groups_[i], plans[i], entry_of(other).pages[i], stream); !s) return s;
+    entry& e = entry_of(id);
+    for (std::size_t i = 0; i < groups_.size(); ++i) e.pages[i] = std::move(plans[i].next);
+    e.version = ++versions_;
+    end_step(id);
+    return {};
+}
+
+inline status cache::drop_front(sequence_id id, int window, bool move_sinks, int& dropped) {
+    dropped = 0;
+    if (status s = check_move(id, "drop", 0, tokens(id), move_sinks ? 1 : 0); !s) return s;
+    if (status s = check_still(id, "drop"); !s) return s;
+    if (window < 1) return detail::bad_value("a window has at least 1 token, got %d", window);
+    if (step_groups() < groups_.size())
+        return detail::bad_value("%s: its queries see all tokens of another text, so that none are dropped",
+                                 groups_.back().describe(0).c_str());
+    std::vector<detail::sequence_pages>& pages = entry_of(id).pages;
+    const long long seen = 1LL * tokens(id) - options_.rollback - window + 1;
+    int first = options_.sinks;
+    for (const page_span& s : pages[0].table.spans) {
+        if (s.first_token > seen) break;
+        const auto begins = [&](const detail::sequence_pages& of) {
+            return std::ranges::any_of(of.table.spans,
+                                       [&](const page_span& t) { return t.first_token == s.first_token; });
+        };
+        if (s.first_token > first && std::ranges::all_of(pages, begins)) first = s.first_token;
+    }
+    dropped = first - options_.sinks;
+    if (dropped == 0) return {};
+    for (std::size_t i = 0; i < pages.size(); ++i) {
+        common::page_table& table = pages[i].table;
+        pages[i].leaving.clear();
+        table.drop_front(dropped, groups_[i].geometry);
+        if (move_sinks && pages[i].sink_spans() > 0) {
+            table[0].shift += dropped;
+            table.rearranged = true;
+        }
+        pages[i].find_moved();
+    }
+    entry_of(id).version = ++versions_;
+    end_step(id);
+    return {};
 }
 
 // ---- memory of steps ----
@@ -191,6 +348,14 @@ inline status cache::check_runs(int layer, int tokens, int q_heads) const {
         describe(layer).c_str(), tokens, q_heads, bytes, moving_.bytes(), options_.query_heads);
 }
 
+/// Memory for a launch of so many queries, where keys have moved: of a step it is there.
+inline status cache::ensure_query_runs(int layer, int tokens, int q_heads, cudaStream_t stream) {
+    if (runs_of(layer) == 1) return {};
+    if (status s = check_runs(layer, tokens, q_heads); !s || !step_.prompt) return s;
+    return ensure_moving(
+        moving_bytes(layer, 0, static_cast<std::size_t>(tokens) * static_cast<std::size_t>(q_heads)), stream);
+}
+
 // ---- launches ----
 
 /// Without positions.
@@ -242,35 +407,43 @@ inline status cache::turn_query(int layer, int run, query_view& q, int of_sequen
     return g.format.functions->turn_rows(a, stream);
 }
 
+/// Behind turned queries of so many rows.
+inline float* cache::run_states(int layer, std::size_t rows) const noexcept {
+    const auto dim = static_cast<std::size_t>(group_of(layer).shape.head_dim);
+    return reinterpret_cast<float*>(moving_.as<>() + common::round_up(rows * dim * 2, std::size_t{256}));
+}
+/// What run r of an attention takes and writes: softmax states go from one run to the next.
+template <class Options>
+status cache::chain_run(int layer, int r, query_view& q, output_view& out, Options& options, int of_sequence,
+                        cudaStream_t stream) const {
+    const int runs = runs_of(layer);
+    if (runs == 1) return {};
+    float* const states =
+        run_states(layer, static_cast<std::size_t>(q.tokens) * static_cast<std::size_t>(q.heads));
+    if (status s = turn_query(layer, r, q, of_sequence, stream); !s) return s;
+    if (r > 0) options.state_in = states;
+    if (r + 1 < runs) {
+        options.state_out = states;
+        options.lse = nullptr;
+        out.data = nullptr;
+    }
+    return {};
+}
+
 inline status cache::attend_runs(int layer, const query_view& q, const output_view& out,
                                  const attention_options& options, cudaStream_t stream, const void* score) {
     const detail::layer_group& g = group_of(layer);
-    if (status s = check_runs(layer, q.tokens, q.heads); !s) return s;
     if (q.data == nullptr || q.heads < 1 || q.dim != g.shape.head_dim ||
         q.tokens != step_.rows * options.query_tokens)
         return g.format.functions->attend(view(layer), q, out, options, workspace_of(layer).as<>(),
                                           workspace_of(layer).bytes(), stream, score);  // says what is wrong
-    const std::size_t rows = static_cast<std::size_t>(q.tokens) * static_cast<std::size_t>(q.heads);
-    if (step_.prompt)
-        if (status s = ensure_moving(moving_bytes(layer, 0, rows), stream); !s) return s;
-    auto* const states = reinterpret_cast<float*>(
-        moving_.as<>() + common::round_up(rows * static_cast<std::size_t>(q.dim) * 2, std::size_t{256}));
-    const int runs = runs_of(layer);
-    for (int r = 0; r < runs; ++r) {
-        const bool last = r + 1 == runs;
+    if (status s = ensure_query_runs(layer, q.tokens, q.heads, stream); !s) return s;
+    for (int r = 0; r < runs_of(layer); ++r) {
         query_view turned = q;
         output_view to = out;
         attention_options o = options;
-        if (status s = turn_query(layer, r, turned, options.query_tokens, stream); !s) return s;
-        if (r > 0) {
-            o.state_in = states;
-            o.early = false;
-        }
-        if (!last) {
-            o.state_out = states;
-            o.lse = nullptr;
-            to.data = nullptr;
-        }
+        if (r > 0) o.early = false;
+        if (status s = chain_run(layer, r, turned, to, o, options.query_tokens, stream); !s) return s;
         if (status s = g.format.functions->attend(g.view(member_of(layer), step_.rows, r), turned, to, o,
                                                   workspace_of(layer).as<>(), workspace_of(layer).bytes(),
                                                   stream, score);

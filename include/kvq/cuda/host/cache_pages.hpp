@@ -14,6 +14,31 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
+namespace detail {
+
+/// Copies 16-bit pages to others of their pool, several in a launch.
+struct page_copier {
+    const layer_group& group;
+    cudaStream_t stream;
+    page_copies copies{};
+    status result{};
+
+    /// p becomes a free page with its values.
+    void add(page_ref& p, const device_pages& pool) {
+        copies.from[copies.count] = p->number;
+        p = pool.pages().take();
+        copies.to[copies.count++] = p->number;
+        if (copies.count == page_copies::room) launch(pool);
+    }
+    void launch(const device_pages& pool) {
+        if (result && copies.count > 0)
+            result = group.format.functions->copy_pages(copies, pool.memory(), group.shape.layers, stream);
+        copies.count = 0;
+    }
+};
+
+}  // namespace detail
+
 inline sequence_id cache::new_sequence() {
     if (!is_open()) return {};
     if (unused_.empty()) {
@@ -139,25 +164,15 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
         s = entry_of(id).pages[i];
         s.leaving.clear();
         if (!g.takes_steps()) continue;  // nothing is appended to its pages any more
-        detail::page_copies copies;
-        const auto launch = [&](const detail::device_pages& pool) {
-            if (result && copies.count > 0)
-                result = g.format.functions->copy_pages(copies, pool.memory(), g.shape.layers, stream);
-            copies.count = 0;
-        };
-        const auto copy_page = [&](page_ref& p, const detail::device_pages& pool) {
-            copies.from[copies.count] = p->number;
-            p = pool.pages().take();
-            copies.to[copies.count++] = p->number;
-            if (copies.count == detail::page_copies::room) launch(pool);
-        };
+        detail::page_copier copies{g, stream};
         for (page_span& span : s.table.spans)
             for (page_ref* const p : {&span.pages[0], &span.copies[0]})
-                if (in_16_bit(*p)) copy_page(*p, g.window);
-        for (page_ref& p : s.ahead) copy_page(p, g.window);
-        launch(g.window);
-        for (page_ref& p : s.sinks) copy_page(p, g.sinks);
-        launch(g.sinks);
+                if (in_16_bit(*p)) copies.add(*p, g.window);
+        for (page_ref& p : s.ahead) copies.add(p, g.window);
+        copies.launch(g.window);
+        for (page_ref& p : s.sinks) copies.add(p, g.sinks);
+        copies.launch(g.sinks);
+        if (result) result = copies.result;
     }
     if (!result) return result;
     if (states_) entry_of(made).state.emplace(entry_of(id).state->fork());
@@ -240,6 +255,29 @@ inline requantize_report cache::report_of(std::span<const sequence_id> ids,
     return r;
 }
 
+/// Quantizes pages of one format (-1: 16 bit) to pages of another one, in all layers of a group.
+inline status cache::convert_pages(detail::layer_group& g, int from, int target,
+                                   std::span<const page_pair> pages, cudaStream_t stream) {
+    const kept_tensors kept = from < 0 ? kept_tensors{} : g.kept(from, target);
+    detail::word_writer to = writer(stream);
+    while (!pages.empty()) {
+        const std::size_t count = common::smaller(pages.size(), static_cast<std::size_t>(g.columns));
+        for (const bool fresh : {false, true})
+            for (std::size_t k = 0; k < count; ++k)
+                g.send(to, g.list_at(fresh) + static_cast<int>(k), fresh ? pages[k].to : pages[k].from);
+        status result = to.flush();
+        for (int member = 0; member < g.shape.layers && result; ++member) {
+            const detail::layer_view l = g.view(member, 0);
+            result =
+                g.format.functions->requantize(l, from, l.window, target, kept, g.words + g.list_at(false),
+                                               g.words + g.list_at(true), static_cast<int>(count), stream);
+        }
+        if (!result) return result;
+        pages = pages.subspan(count);
+    }
+    return {};
+}
+
 /// Carries changes out.
 inline status cache::requantize_pages(std::span<const sequence_id> ids, format_changes& changes,
                                       cudaStream_t stream) {
@@ -252,38 +290,26 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, format_c
     }
     if (any)
         if (status s = append_chunks(stream); !s) return s;
-    detail::word_writer to = writer(stream);
     for (std::size_t i = 0; i < changes.size(); ++i) {
         detail::layer_group& g = groups_[i];
         std::vector<format_change>& list = changes[i];
         if (list.empty()) continue;
         step_.begun = false;
-        // Pages of the same formats in one launch.
+        // Pages of the same formats together.
         const auto formats = [](const format_change& c) { return std::pair(c.format, c.from->format); };
         std::stable_sort(list.begin(), list.end(), [&](const format_change& a, const format_change& b) {
             return formats(a) < formats(b);
         });
         for (format_change& c : list) c.to = g.quantized[static_cast<std::size_t>(c.format)].pages().take();
-        status result;
-        for (std::size_t first = 0, end; first < list.size() && result; first = end) {
-            const int from = list[first].from->format - 1, target = list[first].format;
-            for (end = first; end < list.size() && end - first < static_cast<std::size_t>(g.columns) &&
-                              formats(list[end]) == formats(list[first]);)
-                ++end;
-            const int count = static_cast<int>(end - first);
-            for (int k = 0; k < count; ++k)
-                g.send(to, g.list_at(false) + k, list[first + static_cast<std::size_t>(k)].from->number);
-            for (int k = 0; k < count; ++k)
-                g.send(to, g.list_at(true) + k, list[first + static_cast<std::size_t>(k)].to->number);
-            result = to.flush();
-            for (int member = 0; member < g.shape.layers && result; ++member) {
-                const detail::layer_view l = g.view(member, 0);
-                result = g.format.functions->requantize(l, from, l.window, target, g.kept(from, target),
-                                                        g.words + g.list_at(false), g.words + g.list_at(true),
-                                                        count, stream);
-            }
+        std::vector<page_pair> pages;
+        for (std::size_t first = 0, end; first < list.size(); first = end) {
+            pages.clear();
+            for (end = first; end < list.size() && formats(list[end]) == formats(list[first]); ++end)
+                pages.push_back({list[end].from->number, list[end].to->number});
+            if (status s = convert_pages(g, list[first].from->format - 1, list[first].format, pages, stream);
+                !s)
+                return s;
         }
-        if (!result) return result;
         for (format_change& c : list)
             for (const common::held_span& at : c.spans) {
                 entry& e = entry_of(ids[static_cast<std::size_t>(at.table)]);

@@ -352,6 +352,32 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
     return c->waits() ? status{} : append_prompt(layer, c->k, c->v, stream);
 }
 
+inline status cache::check_layer(int layer, std::initializer_list<float_type> types) const {
+    if (!step_.begun)
+        return detail::bad_value("no step has begun since the sequences of the cache were changed");
+    if (status s = check_keys(layer); !s) return s;
+    for (const float_type type : types)
+        if (type != options_.type)
+            return detail::bad_value(
+                "the cache takes another type; open it with options.type, and add "
+                "make_device_format<that type, ...>()");
+    return {};
+}
+inline status cache::check_append(int layer, const input_view& k, const input_view& v) {
+    if (status s = check_layer(layer, {k.type, type_of(v, k)}); !s) return s;
+    if (is_shared(layer)) return detail::bad_value("%s: it takes queries only", describe(layer).c_str());
+    if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
+    if (is_cross(layer) != step_.cross)
+        return detail::bad_value("%s: it takes the tokens of begin_%s()", describe(layer).c_str(),
+                                 is_cross(layer) ? "cross" : "step, begin_prompt or begin_draft");
+    const int tokens = step_.rows * step_.new_tokens;
+    if (k.tokens != tokens || v.tokens != (keys_alone(layer) ? 0 : tokens))
+        return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d%s", k.tokens, v.tokens,
+                                 step_.rows, step_.new_tokens,
+                                 keys_alone(layer) ? ", and these layers have keys alone" : "");
+    return check_lacks(layer);
+}
+
 /// Slices of the prompt's queries that the workspace has room for, one after the other.
 inline status cache::prefill_latents(int layer, const input_view& k, const input_view& v, const query_view& q,
                                      const output_view& out, const prefill_options& options,
@@ -375,27 +401,49 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
     if (status s = check_latents(layer, 1, q.heads, slice); !s) return s;
     int most = n;
     while (g.format.functions->workspace_bytes(1, q.heads, most) > scratch_.bytes()) most = (most + 1) / 2;
-    if (status s = g.make_run(member, k, v, stream); !s) return s;
-    const int before = entry_of(step_.id)
-                           .pages[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)]
-                           .paged_tokens(g.geometry) -
-                       n;
+    const int runs = runs_of(layer);
+    const detail::sequence_pages& pages =
+        entry_of(step_.id).pages[static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group)];
+    if (status s = ensure_query_runs(layer, most, q.heads, stream); !s) return s;
+    input_view opened = k;
+    opened.tokens = g.now.opened;
+    if (status s = turn_keys(layer, opened, common::larger(1, opened.tokens), nullptr, stream); !s) return s;
+    if (status s = g.make_run(member, opened, k, v, stream); !s) return s;
+    const int before = pages.paged_tokens(g.geometry) - n;
+    /// The pages of run r among those in the scratch; of -1 all.
+    const auto name_pages = [&](detail::word_writer& to, int r) {
+        for (int i = 0; i < g.now.run_pages && runs > 1; ++i) {
+            const bool there =
+                r < 0 || pages.shift_of(g.now.committed_before + i) == detail::moved_runs::shift_of(pages, r);
+            g.send(to, g.run_at(i), there ? i : -1);
+        }
+    };
     for (int first = 0; first < n; first += most) {
         const int count = common::smaller(most, n - first);
-        detail::word_writer to = writer(stream);
-        g.send(to, g.seen_at(), before + first + count);
-        if (status s = to.flush(); !s) return s;
         const std::ptrdiff_t row = std::ptrdiff_t{first} * q.heads;
         slice.query_tokens = count;
         if (options.lse != nullptr) slice.lse = options.lse + row;
         if (options.state_out != nullptr) slice.state_out = options.state_out + row * (width + 2);
-        constexpr unmodified none;
-        if (status s = g.format.functions->attend(g.view_of_run(member), g.slice(q, first, count),
-                                                  g.slice(out, first, count), slice, scratch_.as<>(),
-                                                  scratch_.bytes(), stream, &none);
-            !s)
-            return s;
+        for (int r = 0; r < runs; ++r) {
+            detail::word_writer to = writer(stream);
+            g.send(to, g.seen_at(), before + first + count);
+            name_pages(to, r);
+            if (status s = to.flush(); !s) return s;
+            query_view queries = g.slice(q, first, count);
+            output_view outputs = g.slice(out, first, count);
+            attention_options o = slice;
+            if (status s = chain_run(layer, r, queries, outputs, o, count, stream); !s) return s;
+            constexpr unmodified none;
+            if (status s =
+                    g.format.functions->attend(g.view_of_run(member, runs == 1 ? -1 : r), queries, outputs, o,
+                                               scratch_.as<>(), scratch_.bytes(), stream, &none);
+                !s)
+                return s;
+        }
     }
+    detail::word_writer to = writer(stream);
+    name_pages(to, -1);
+    if (status s = to.flush(); !s) return s;
     return append_prompt(layer, k, v, stream);
 }
 

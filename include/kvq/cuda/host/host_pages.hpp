@@ -165,6 +165,16 @@ public:
     /// Raises kvq::error for a cache that is not open, std::bad_alloc.
     explicit host_pages(const cuda::cache& of, std::size_t byte_budget = page_pool::no_budget,
                         std::pmr::memory_resource* memory = nullptr) {
+        description d = describe(of, byte_budget, memory != nullptr ? memory : &pinned_);
+        cache_.emplace(std::move(d.layers), d.options);
+    }
+    /// What a CPU cache of such pages is made of.
+    struct description {
+        std::vector<layer> layers;
+        kvq::cache_options options;
+    };
+    static description describe(const cuda::cache& of, std::size_t byte_budget,
+                                std::pmr::memory_resource* memory) {
         common::expect(of.is_open(), "the cache on the device is not open");
         const format window = common::visit_float_type(
             of.options().type, []<class T>(T) { return make_format<full<T>, scalar>(); });
@@ -174,20 +184,20 @@ public:
             if (l.kind != layer_kind::state)
                 l.formats = {keys.number(l.formats.key), values.number(l.formats.value)};
         const cache_options& o = of.options();
-        cache_.emplace(std::move(layers),
-                       kvq::cache_options{.keys = keys.list(),
-                                          .values = values.list(),
-                                          .window = window,
-                                          .sinks = o.sinks,
-                                          .recent = o.recent,
-                                          .page_tokens = o.page_tokens,
-                                          .rollback = o.rollback,
-                                          .byte_budget = byte_budget,
-                                          .preallocate = byte_budget != page_pool::no_budget,
-                                          .rotary = o.rotary,
-                                          .repack = 0.0f,
-                                          .snapshots = o.snapshots,
-                                          .memory = memory != nullptr ? memory : &pinned_});
+        return {std::move(layers),
+                {.keys = keys.list(),
+                 .values = values.list(),
+                 .window = window,
+                 .sinks = o.sinks,
+                 .recent = o.recent,
+                 .page_tokens = o.page_tokens,
+                 .rollback = o.rollback,
+                 .byte_budget = byte_budget,
+                 .preallocate = byte_budget != page_pool::no_budget,
+                 .rotary = o.rotary,
+                 .repack = 0.0f,
+                 .snapshots = o.snapshots,
+                 .memory = memory}};
     }
     kvq::cache& cache() noexcept { return *cache_; }
 

@@ -432,8 +432,8 @@ struct layer_group {
         return v;
     }
     /// Of latents: the same with the prompt's tokens, in the run. They see as many tokens as the word says.
-    layer_view view_of_run(int member) const noexcept {
-        layer_view v = view_before_prompt(member);
+    layer_view view_of_run(int member, int run) const noexcept {
+        layer_view v = view_before_prompt(member, run);
         v.tokens = words + seen_at();
         v.window = now.staging;
         v.window_table = words + run_at(0);
@@ -520,7 +520,9 @@ struct layer_group {
         return x;
     }
     /// Of latents: a prompt's tokens beside those that the window has, in the scratch, for its attention.
-    status make_run(int member, const input_rows& k, const input_rows& v, cudaStream_t stream) const {
+    /// opened: as append_prompt.
+    status make_run(int member, const input_rows& opened, const input_rows& k, const input_rows& v,
+                    cudaStream_t stream) const {
         const layer_view l = view(member, 1);
         const layer_memory& run = now.staging;
         const prompt_ranges& r = now.ranges;
@@ -537,11 +539,14 @@ struct layer_group {
         }
         const auto store = [&](const layer_memory& of, bool in_sinks, int first, int end) -> status {
             if (first >= end) return {};
-            return format.functions->store(l, of, in_sinks, slice(k, first, end - first),
+            return format.functions->store(l, of, in_sinks,
+                                           slice(end <= now.opened ? opened : k, first, end - first),
                                            slice(v, first, end - first), now.run_slots + first, stream);
         };
         if (status s = store(l.sinks, true, 0, r.open); !s) return s;
-        return store(run, false, r.open, r.count);
+        const int middle = common::larger(r.open, now.opened);
+        if (status s = store(run, false, r.open, middle); !s) return s;
+        return store(run, false, middle, r.count);
     }
     /// opened: the first now.opened keys, as the pages want them that have tokens already.
     status append_prompt(int member, const input_rows& opened, const input_rows& k, const input_rows& v,

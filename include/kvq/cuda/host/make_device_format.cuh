@@ -387,7 +387,7 @@ struct device_table {
             if (bytes < row_bytes) return bad_value("the scores need %zu bytes of workspace", row_bytes);
             if (status s = index_scores<T>(mix(l, numbers{}), q.as<const T>(), weights,
                                            {of.query_tokens, of.behind, of.room}, scores, stream);
-                !s)
+                !s || of.count == 0)
                 return s;
             return select_top(
                 {scores, l.tokens, l.sequences, of.query_tokens, of.room, of.behind, l.cuts.skipped},

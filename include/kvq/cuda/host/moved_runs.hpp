@@ -47,6 +47,11 @@ public:
     /// Runs of a step: 1 where no key has moved.
     static int runs_of(const sequence_pages& s) noexcept { return 1 + static_cast<int>(s.moved.size()); }
 
+    /// By how many positions keys of a run have moved.
+    static std::int64_t shift_of(const sequence_pages& s, int r) noexcept {
+        return r == 0 ? 0 : s.moved[static_cast<std::size_t>(r - 1)];
+    }
+
     /// Memory for so many runs. Waits for the stream when it grows. Words stay: a prompt that waits
     /// (cache::append_chunks) still reads those of its step.
     status ensure(int runs, const device_allocator& from, cudaStream_t stream) {
@@ -133,9 +138,6 @@ private:
     static constexpr long long most_words = 1 << 30;
     static constexpr int unknown_word = (std::numeric_limits<int>::min)();
 
-    static std::int64_t shift_of(const sequence_pages& s, int r) noexcept {
-        return r == 0 ? 0 : s.moved[static_cast<std::size_t>(r - 1)];
-    }
     int of_run() const noexcept {
         return batch_ * (2 + kinds_ * (2 + columns_) + ring_ + sink_columns_) + ring_;
     }

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <map>
+#include <set>
 
 #include "../../cache/sequence.hpp"
 #include "../../cache/sequence_access.hpp"
@@ -45,6 +46,24 @@ struct cache_access {
         return -1;
     }
     static std::span<const layer_group> groups(const cache& gpu) noexcept { return gpu.groups_; }
+    /// Of the pages of these sequences, each counted once, and of their states.
+    static std::size_t bytes_of(const cache& gpu, std::span<const sequence_id> ids) {
+        std::size_t sum = 0;
+        std::set<const page*> counted;
+        const auto add = [&](const page_ref& p) {
+            if (p && counted.insert(p.get()).second) sum += p->bytes;
+        };
+        for (const sequence_id id : ids) {
+            const cache::entry& e = gpu.entry_of(id);
+            for (const sequence_pages& s : e.pages) {
+                for (const auto* const list : {&s.sinks, &s.ahead}) std::ranges::for_each(*list, add);
+                for (const page_span& span : s.table.spans)
+                    for (const page_ref* const p : {&span.pages[0], &span.copies[0]}) add(*p);
+            }
+            if (e.state) sum += gpu.usage(id).state;
+        }
+        return sum;
+    }
     /// Can a format get statistics of this shape, and new sequences the format?
     static status check_calibration(const cache& gpu, std::string_view format, const cache_shape& of) {
         if (status s = gpu.check_statistics(format, of); !s) return s;
