@@ -2,6 +2,7 @@
 // The CUDA examples of docs/, as snippets.cpp.
 #include <cstdio>
 #include <kvq/cuda.cuh>
+#include <kvq/cuda/host/prefixes.hpp>
 #include <kvq/cuda/host/save.hpp>
 #include <kvq/cuda/select/index_scores.cuh>
 #include <kvq/cuda/select/select_top.cuh>
@@ -95,6 +96,19 @@ void host_pages(kvq::cuda::cache& cache, kvq::cuda::sequence_id a, kvq::cuda::se
     s = cuda::offload(cache, a, held, stream);
     store.store(tokens, held);
     s = cuda::onload(store.fetch(prompt).sequence, cache, b, stream);
+    if (!s) std::puts(s.message);
+}
+
+template <int = 0>
+void prefixes(kvq::cuda::cache& cache, kvq::cuda::sequence_id a, kvq::cuda::host_pages& pages,
+              kvq::token_ids tokens, kvq::token_ids prompt, cudaStream_t stream) {
+    using namespace kvq;
+    cuda::status s;
+    kvq::prefix_cache below(pages.cache(), {.byte_limit = 8ull << 30});     // or kvq::prefix_tiers: files, too
+    cuda::prefixes store(cache, pages, below, {.device_bytes = 4ull << 30});
+    s = store.store(tokens, a, stream);
+    cuda::found_prefix found;
+    s = store.fetch(prompt, found, stream);       // found.id has the first found.tokens of the prompt
     if (!s) std::puts(s.message);
 }
 

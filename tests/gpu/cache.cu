@@ -1685,15 +1685,15 @@ void check_prefixes() {
         std::vector<std::vector<token_id>> tokens;
         for (int i = 0; i < 4; ++i) {
             // Two pairs of texts that begin with the same 140 tokens.
-            pair p{};
+            pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
             if (i % 2 == 0) {
-                p = {c.gpu.new_sequence(), c.cpu.new_sequence()};
                 append(p, 140);
             } else {
-                p.host = texts.back().host.fork();
-                p.host.trim(140);
+                ok(c.gpu.free(p.id));
                 ok(c.gpu.fork(texts.back().id, p.id, c.stream));
                 ok(c.gpu.trim(p.id, 140));
+                p.host = texts.back().host.fork();
+                p.host.trim(140);
             }
             append(p, 100);
             std::vector<token_id>& text = tokens.emplace_back();

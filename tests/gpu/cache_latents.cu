@@ -424,10 +424,15 @@ struct history {
             CUDA_OK(cudaStreamSynchronize(c.stream));
         }
     }
+    /// Would new tokens go to a page whose keys have moved?
+    bool opened(const pair& p) const {
+        const auto& table = kvq::detail::sequence_access::tables(p.host)[0];
+        return table.has_open_span() && table.spans.back().shift != 0;
+    }
     void draft() {
         std::vector<pair*> rows;
         for (pair& p : pairs)
-            if (rows.size() < 3 && any(0, 1) == 0 && fits(p, 3)) rows.push_back(&p);
+            if (rows.size() < 3 && any(0, 1) == 0 && fits(p, 3) && !opened(p)) rows.push_back(&p);
         if (rows.empty()) return;
         const int n = any(1, 3), all = n * static_cast<int>(rows.size());
         std::vector<cuda::sequence_id> batch;
