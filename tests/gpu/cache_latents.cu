@@ -619,7 +619,7 @@ struct history {
     /// Erases, shifts or splices, where the device does not refuse it.
     void rearrange() {
         pair &p = one(), &other = one();
-        const int tokens = p.host.tokens(), theirs = other.host.tokens();
+        const int tokens = p.host.tokens();
         if (tokens < sinks + 2) return;
         const bool old = tokens > sinks + 2 * c.page && any(0, 3) > 0;
         const int end = old ? tokens - c.page : tokens;
@@ -630,6 +630,7 @@ struct history {
             const int n = sinks + (tokens - sinks) / c.page * c.page;
             ok(c.gpu.trim(p.id, n));
             p.host.trim(n);
+            const int theirs = other.host.tokens();
             first = std::min(sinks, theirs);
             last = std::min(theirs, first + max_tokens / 2 - n);
             if (last < first) return;
@@ -713,7 +714,7 @@ struct history {
                 ok(c.gpu.free(pairs.back().id));
                 pairs.pop_back();
             }
-            if (any(0, 9) == 0) rearrange();
+            if (any(0, 4) == 0) rearrange();
             CHECK(c.gpu.usage().bytes == test::counted_memory::bytes,
                   "%s, step %d: usage is %zu bytes, allocated are %zu", name, step, c.gpu.usage().bytes,
                   test::counted_memory::bytes);
