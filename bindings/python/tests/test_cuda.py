@@ -117,6 +117,39 @@ class Caches(OnGpu):
         self.assertEqual(gpu.not_finite(), [0] * LAYERS)
         self.assertIn("kivi-4-g64", [name for e in kvq.cuda.formats() for name in e.formats])
 
+    def test_keys_that_move(self):
+        """erase, shift and splice as on the CPU, text without an end, pages in host memory and messages."""
+        given = dict(sinks=4, recent=40, rollback=16, page_tokens=64, rotary=kvq.Rotary(D))
+        gpu = kvq.cuda.Cache(LAYERS, KV, D, "kivi-4-g64", dtype=torch.float16, max_batch=3, max_tokens=1000, query_heads=Q, **given)
+        cpu = kvq.Cache(LAYERS, KV, D, "kivi-4-g64", window="fp16", repack=0, **given)
+        a, host = gpu.new_sequence(), cpu.new_sequence()
+        self.prefilled(gpu, cpu, [a], [host], 300, False)
+        for s in (a, host):
+            s.erase(70, 100)
+            s.shift(140, 160, -9)
+        self.prefilled(gpu, cpu, [a], [host], 1, True)
+        self.same(a, cpu, host)
+        b, other = gpu.new_sequence(), cpu.new_sequence()
+        for s, of in ((b, a), (other, host)):
+            s.splice(of, 0, 132)
+            s.splice(of, 4, 271)
+        self.prefilled(gpu, cpu, [a, b], [host, other], 1, True)
+        self.same(b, cpu, other)
+        pages = gpu.host_pages()
+        held, receiver = b.offload(pages), kvq.Receiver(pages)
+        for layer in range(LAYERS):
+            for message in held.send_pages(layer):
+                receiver.accept(message)
+        self.same(gpu.onload(receiver.finish()), cpu, other)
+        store = kvq.PrefixCache(pages)
+        self.assertEqual(store.store(range(len(b)), held), "stored")
+        self.assertEqual(len(gpu.onload(store.fetch(range(1000))[0])), len(b))
+        dropped = a.drop_front(100)
+        self.assertGreater(dropped, 0)
+        self.assertEqual(len(a), 272 - dropped)
+        with self.assertRaisesRegex(kvq.ArgumentError, "at least 1 token"):
+            a.drop_front(0)
+
     def test_list_of_layers(self):
         """A window or chunks, full attention in a format of its own, and another text."""
         given = dict(sinks=4, recent=40, rollback=16, page_tokens=64, layer_formats={1: ("kivi-4-g64", None)})

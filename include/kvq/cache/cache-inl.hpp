@@ -286,8 +286,8 @@ KVQ_FUNC void cache::check_lists(int layer, int held, const query_view& q, const
     const int heads = shape(layer).kv_heads;
     detail::expect(lists->queries == q.tokens && (lists->kv_heads == 1 || lists->kv_heads == heads),
                    "tokens are listed for ", lists->queries, " queries and ", lists->kv_heads,
-                   " kv heads, not for the ", q.tokens, " queries and 1 or ", heads, " kv heads of layer ",
-                   layer);
+                   " kv heads, not for the ", q.tokens, " queries and ", heads == 1 ? "" : "1 or ", heads,
+                   " kv heads of layer ", layer);
     for (const token_lists& of : {lists->selected, lists->window}) {
         const std::ptrdiff_t all = std::ptrdiff_t{of.count} * lists->kv_heads * lists->queries;
         for (std::ptrdiff_t i = 0; i < all; ++i)
