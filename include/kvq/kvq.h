@@ -820,7 +820,10 @@ KVQ_API kvq_status kvq_sequence_send_pages(const kvq_sequence* sequence, int32_t
 KVQ_API kvq_status kvq_receiver_create(kvq_cache* cache, kvq_receiver** out);
 KVQ_API kvq_status kvq_receiver_free(kvq_receiver* receiver);
 /// Before the first message: pages may change to the formats of this cache (kvq_save_options::convert).
-KVQ_API kvq_status kvq_receiver_convert(kvq_receiver* receiver);
+/// sinks, recent, page_tokens: of the sender's cache; -1: as of this one. Where they differ, tokens are
+/// dequantized and appended again by kvq_receiver_finish, which needs memory for both.
+KVQ_API kvq_status kvq_receiver_convert(kvq_receiver* receiver, int32_t sinks, int32_t recent,
+                                        int32_t page_tokens);
 /// Takes one whole message.
 KVQ_API kvq_status kvq_receiver_accept(kvq_receiver* receiver, const void* message, size_t bytes);
 /// The sequence, once every layer has `tokens` tokens (-1: as many as the messages say). The receiver is then

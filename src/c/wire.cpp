@@ -78,8 +78,18 @@ kvq_status kvq_receiver_create(kvq_cache* cache, kvq_receiver** out) {
 
 kvq_status kvq_receiver_free(kvq_receiver* receiver) { return free_handle(receiver, "receiver"); }
 
-kvq_status kvq_receiver_convert(kvq_receiver* receiver) {
-    return guard([&] { get(receiver, "receiver").pages.convert_pages(); });
+kvq_status kvq_receiver_convert(kvq_receiver* receiver, int32_t sinks, int32_t recent, int32_t page_tokens) {
+    return guard([&] {
+        kvq_receiver& r = get(receiver, "receiver");
+        const kvq::cache_options& mine = r.of->cache.options();
+        const kvq::page_layout sender{sinks == -1 ? mine.sinks : sinks, recent == -1 ? mine.recent : recent,
+                                      page_tokens == -1 ? mine.page_tokens : page_tokens};
+        if (sender.sinks == mine.sinks && sender.recent == mine.recent &&
+            sender.page_tokens == mine.page_tokens)
+            r.pages.convert_pages();
+        else
+            r.pages.convert_pages(sender);
+    });
 }
 
 kvq_status kvq_receiver_accept(kvq_receiver* receiver, const void* message, size_t bytes) {

@@ -718,7 +718,7 @@ TEST_CASE("saved in memory, sent page by page, stored by token ids, kept in a ri
     for (const bool convert : {false, true}) {
         twins narrow("low2", "low2", nullptr, "std4", "kivi-4-g64");
         OK(kvq_receiver_create(narrow.c, &receiver));
-        if (convert) OK(kvq_receiver_convert(receiver));
+        if (convert) OK(kvq_receiver_convert(receiver, -1, -1, -1));
         kvq::page_receiver same(*narrow.cpp);
         if (convert) same.convert_pages();
         for (int layer = 0; layer < layers; ++layer) {

@@ -356,7 +356,7 @@ TEST_CASE(
     REFUSES(kvq_sequence_send_pages, MAY_BE_NULL(3), f.s, 0, &take_all, none);
     REFUSES(kvq_receiver_create, MAY_BE_NULL(), f.cache, &f.made_receiver);
     REFUSES(kvq_receiver_free, MAY_BE_NULL(0), f.receiver);
-    REFUSES(kvq_receiver_convert, MAY_BE_NULL(), f.receiver);
+    REFUSES(kvq_receiver_convert, MAY_BE_NULL(), f.receiver, 4, 32, -1);
     REFUSES(kvq_receiver_accept, MAY_BE_NULL(), f.receiver, static_cast<const void*>(f.message.data()),
             f.message.size());
     REFUSES(kvq_receiver_finish, MAY_BE_NULL(), f.receiver, -1, &f.made);

@@ -99,9 +99,11 @@ double squared_error(const kvq::sequence& a, const kvq::sequence& b, const kvq::
         }
     return error / power;
 }
-kvq::sequence sent(const kvq::sequence& s, int layers, kvq::cache& to, bool convert) {
+kvq::sequence sent(const kvq::sequence& s, int layers, kvq::cache& to, bool convert,
+                   const kvq::page_layout* layout = nullptr) {
     kvq::page_receiver receiver(to);
     if (convert) receiver.convert_pages();
+    if (layout) receiver.convert_pages(*layout);
     for (int layer = layers - 1; layer >= 0; --layer) {
         std::vector<std::byte> all, storage;
         kvq::send_pages(s, layer, [&](const void* data, std::size_t n) {
@@ -410,6 +412,43 @@ TEST_CASE("rows of other systems: messages convert as files do, and as requantiz
                 cache = std::move(next);
             }
         }
+}
+
+TEST_CASE(
+    "messages of a cache with other pages: what a file with convert gives; what does not fit is refused") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const int rollback : {0, 40}) {
+        const bool latent = rollback == 0;
+        const auto options = options_of({"q8_0", "std4"}, rollback);
+        kvq::cache_options other = options_of({"std4", "q8_0"}, rollback);
+        other.sinks = 5;
+        other.recent = 33;
+        other.page_tokens = 48;
+        std::vector<kvq::layer> layers(2, kvq::layer{2, 64, 32});
+        layers[1] = latent ? kvq::latent_attention(96, 0, 64) : kvq::layer{1, 96};
+        kvq::cache from(layers, options), to(layers, other);
+        const int n = random.between(200, 300);
+        auto sequence = from.new_sequence();
+        for (int layer = 0; layer < 2; ++layer) {
+            const kvq::layer& l = layers[static_cast<std::size_t>(layer)];
+            const auto k = test::random_tensor(random, n, l.kv_heads, l.head_dim),
+                       v = test::random_tensor(random, n, l.kv_heads,
+                                               l.value_dim == 0 ? l.head_dim : l.value_dim);
+            sequence.append(layer, k.view(),
+                            l.kind == kvq::layer_kind::latent ? kvq::token_view<const float>() : v.view());
+        }
+        const kvq::page_layout sender{options.sinks, options.recent, options.page_tokens};
+        const kvq::sequence got = sent(sequence, 2, to, false, &sender);
+        CHECK(got.tokens() == n);
+        CHECK(test::saved(got) == test::saved(test::restored(to, test::saved(sequence), {.convert = true})));
+        const kvq::page_layout wrong{options.sinks, options.recent, 32};
+        CHECK(test::contains(test::message_of([&] { (void)sent(sequence, 2, to, false, &wrong); }),
+                             "does not belong to a cache with 3 sinks and 32 tokens per page"));
+        CHECK(test::contains(test::message_of([&] { (void)sent(sequence, 2, to, true); }),
+                             "does not belong to a cache with 5 sinks and 48 tokens per page"));
+    }
 }
 
 TEST_CASE("rows of other systems: through std4 and back a page loses what both formats do, and little more") {

@@ -283,6 +283,12 @@ class Files(Base):
                 receiver.accept(m)
             quantized = receiver.finish(123).usage().quantized
             self.assertEqual(quantized < s.usage().quantized, convert)
+        # From other pages.
+        receiver = kvq.Receiver(self.cache(page_tokens=48, recent=20), convert=True, recent=16, page_tokens=32)
+        for m in messages:
+            receiver.accept(m)
+        other = self.cache(page_tokens=48, recent=20).from_bytes(s.to_bytes(), convert=True)
+        self.assertEqual(receiver.finish(123).to_bytes(), other.to_bytes())
 
 
 class Formats(Base):

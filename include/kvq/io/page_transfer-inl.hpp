@@ -97,7 +97,12 @@ KVQ_FUNC void send_layer(const sequence& s, int layer, const sink_view& write) {
 KVQ_FUNC page_receiver::page_receiver(cache& of)
     : cache_(of), received_(2 * static_cast<std::size_t>(of.layer_count())), known_(received_.size()) {}
 
-KVQ_FUNC void page_receiver::accept(const page_message& m) { accept_as(m, m.role); }
+KVQ_FUNC void page_receiver::accept(const page_message& m) {
+    if (staged_)
+        staged_->accept(m);
+    else
+        accept_as(m, m.role);
+}
 
 KVQ_FUNC void page_receiver::accept(recurrent_state state) {
     detail::expect(cache_.state_layout() == &state.layout(), "a state of another cache was received");
@@ -105,6 +110,7 @@ KVQ_FUNC void page_receiver::accept(recurrent_state state) {
 }
 
 KVQ_FUNC sequence page_receiver::finish(int tokens) {
+    if (staged_) return appended(staged_->finish(tokens));
     for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
         if (!cache_.takes_steps(static_cast<int>(layer))) continue;
         const int came = check(layer, 0).tokens;
@@ -117,6 +123,7 @@ KVQ_FUNC sequence page_receiver::finish(int tokens) {
 }
 
 KVQ_FUNC sequence page_receiver::finish() {
+    if (staged_) return appended(staged_->finish());
     detail::expect(!cache_.state_layout() || state_, "the state of the layers was not received");
     sequence s = cache_.new_sequence();
     auto& tables = detail::sequence_access::tables(s);
@@ -157,6 +164,67 @@ KVQ_FUNC sequence page_receiver::finish() {
 KVQ_FUNC void page_receiver::keep_pages() noexcept { keeps_ = true; }
 
 KVQ_FUNC void page_receiver::convert_pages() noexcept { converts_ = true; }
+
+KVQ_FUNC void page_receiver::convert_pages(const page_layout& sender) {
+    detail::sequence_access::expect_no_state(cache_, "a receiver of other pages");
+    cache_options o = cache_.options();
+    const auto listed = [&](tensor role) {
+        std::vector<format> all;
+        for (int i = 1; i < cache_.table(role).size(); ++i) all.push_back(cache_.table(role)[i]);
+        return format_list(std::move(all));
+    };
+    o.keys = listed(tensor::key);
+    o.values = listed(tensor::value);
+    o.sinks = sender.sinks;
+    o.recent = sender.recent;
+    o.page_tokens = sender.page_tokens;
+    o.byte_budget = page_pool::no_budget;
+    o.preallocate = false;
+    auto staging =
+        std::make_unique<cache>(std::vector<layer>(cache_.layers().begin(), cache_.layers().end()), o);
+    auto staged = std::make_unique<page_receiver>(*staging);
+    converts_ = true;
+    staged_ = std::move(staged);
+    staging_ = std::move(staging);
+}
+
+KVQ_FUNC sequence page_receiver::appended(sequence from) const {
+    auto& tables = detail::sequence_access::tables(from);
+    for (std::size_t layer = 0; layer < tables.size(); ++layer) {
+        int at = 0;
+        for (page_span& s : tables[layer].spans) {
+            if (s.first_token != at)
+                detail::fail(detail::describe_layer(static_cast<int>(layer), cache_.layers()[layer]),
+                             ", has freed tokens ", at, " to ", s.first_token,
+                             ": sinks, recent and page_tokens must be the same");
+            at = s.end();
+            for (std::size_t role = 0; role < 2; ++role)
+                if (s.copies[role]) s.pages[role] = s.copies[role];
+        }
+    }
+    sequence to = cache_.new_sequence();
+    for (int layer = 0; layer < cache_.layer_count(); ++layer) {
+        if (!cache_.holds_tokens(layer)) continue;
+        const bool has_values = cache_.tensors(layer).size() == 2;
+        const int all = from.tokens(layer), heads = cache_.shape(layer).kv_heads,
+                  most = cache_.takes_steps(layer) ? 1024 : all;
+        std::vector<float> rows[2];
+        for (int first = 0; first < all; first += most) {
+            const int n = detail::smaller(most, all - first);
+            const auto read = [&](tensor role) {
+                const int dim = cache_.shape(layer).dim(role);
+                std::vector<float>& x = rows[static_cast<std::size_t>(role)];
+                x.resize(static_cast<std::size_t>(n) * static_cast<std::size_t>(heads) *
+                         static_cast<std::size_t>(dim));
+                from.dequantize(layer, role, first, output_view(x.data(), n, heads, dim));
+                return token_view<const float>(x.data(), n, heads, dim);
+            };
+            const auto k = read(tensor::key);
+            to.append(layer, k, has_values ? read(tensor::value) : token_view<const float>());
+        }
+    }
+    return to;
+}
 
 KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) {
     detail::expect(m.layer >= 0 && m.layer < cache_.layer_count(), "a page of layer ", m.layer,

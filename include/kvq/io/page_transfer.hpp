@@ -14,6 +14,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <unordered_map>
 
 #include "../cache/sequence.hpp"
@@ -52,6 +53,11 @@ void send_pages(const sequence& s, int layer, Sink&& write) {
     detail::send_layer(s, layer, detail::held_sink<std::remove_reference_t<Sink>>{write});
 }
 
+/// What cache_options say of the pages of a cache.
+struct page_layout {
+    int sinks = 0, recent = 0, page_tokens = default_page_tokens;
+};
+
 /// Collects the pages of one sequence. Not for several threads at once.
 class page_receiver {
 public:
@@ -72,8 +78,13 @@ public:
     /// each. For a state of several sequences (adapters/sequence_state.hpp).
     void keep_pages() noexcept;
     /// Pages of this and later sequences may change: finish() converts them to the formats of the cache, with
-    /// the errors of cache/convert.hpp. Later pages get these formats too, whatever the sender's would have.
+    /// the errors of cache/convert.hpp. Later pages get these formats too, not those of the sender.
     void convert_pages() noexcept;
+    /// The same for a sender with other pages: its sinks, recent window and tokens of a page. Its pages wait
+    /// in a cache of that layout; finish() dequantizes and appends their tokens, from 16-bit copies where
+    /// these came, and needs memory for both. Raises kvq::error for a cache with state; finish() does for
+    /// layers that have freed tokens.
+    void convert_pages(const page_layout& sender);
 
 private:
     /// A page or a copy of a span.
@@ -115,6 +126,8 @@ private:
 
     /// K and V have the same spans.
     void fill(detail::page_table& table, std::size_t layer) const;
+    /// Tokens of a sequence in the sender's layout, appended again.
+    sequence appended(sequence from) const;
     /// The committed pages of a filled table in the formats of the cache.
     void convert(detail::page_table& table, int layer, int committed) const;
 
@@ -123,6 +136,8 @@ private:
     std::optional<recurrent_state> state_;
     std::vector<numbered_pages> known_;  // of sequences before, by list
     bool keeps_ = false, converts_ = false;
+    std::unique_ptr<cache> staging_;  // of the sender's layout
+    std::unique_ptr<page_receiver> staged_;
     bool says_all_ = true;  // which spans share a page
 };
 

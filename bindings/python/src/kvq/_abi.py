@@ -355,7 +355,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_sequence_send_pages": [handle, c_int32, write_function, c_void_p],
     "kvq_receiver_create": [handle, POINTER(handle)],
     "kvq_receiver_free": [handle],
-    "kvq_receiver_convert": [handle],
+    "kvq_receiver_convert": [handle, c_int32, c_int32, c_int32],
     "kvq_receiver_accept": [handle, c_void_p, c_size_t],
     "kvq_receiver_finish": [handle, c_int32, POINTER(handle)],
     "kvq_prefix_cache_create": [handle, POINTER(kvq_prefix_cache_options), POINTER(handle)],

@@ -280,12 +280,14 @@ class Sequence(TokenStore):
 class Receiver(Handle):
     """Collects the messages of one sequence, in any order. One thread at a time."""
 
-    def __init__(self, cache: "Cache", convert: bool = False) -> None:
-        """convert: pages may change to the formats of the cache, which must also list those of the messages."""
+    def __init__(self, cache: "Cache", convert: bool = False, *, sinks: Optional[int] = None, recent: Optional[int] = None,
+                 page_tokens: Optional[int] = None) -> None:
+        """convert: pages may change to the formats of the cache, which must also list those of the messages, and to its sinks, recent
+        window and page_tokens, if those of the sender are said here (None: as of the cache)."""
         self.cache = cache
         super().__init__(ask(library.kvq_receiver_create, cache), library.kvq_receiver_free)
         if convert:
-            library.kvq_receiver_convert(self)
+            library.kvq_receiver_convert(self, *(-1 if x is None else x for x in (sinks, recent, page_tokens)))
 
     def accept(self, message: bytes) -> None:
         """Takes one whole message of Sequence.send_pages."""

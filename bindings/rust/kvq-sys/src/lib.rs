@@ -718,7 +718,7 @@ extern "C" {
         kvq_status;
     pub fn kvq_receiver_create(cache: *mut kvq_cache, out: *mut *mut kvq_receiver) -> kvq_status;
     pub fn kvq_receiver_free(receiver: *mut kvq_receiver) -> kvq_status;
-    pub fn kvq_receiver_convert(receiver: *mut kvq_receiver) -> kvq_status;
+    pub fn kvq_receiver_convert(receiver: *mut kvq_receiver, sinks: i32, recent: i32, page_tokens: i32) -> kvq_status;
     pub fn kvq_receiver_accept(receiver: *mut kvq_receiver, message: *const c_void, bytes: usize) -> kvq_status;
     pub fn kvq_receiver_finish(receiver: *mut kvq_receiver, tokens: i32, out: *mut *mut kvq_sequence) -> kvq_status;
     pub fn kvq_prefix_cache_create(cache: *mut kvq_cache, options: *const kvq_prefix_cache_options,

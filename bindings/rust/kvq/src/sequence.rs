@@ -307,9 +307,21 @@ impl Receiver {
     pub fn new(cache: &Cache) -> Result<Self> {
         Self::make(|out| unsafe { sys::kvq_receiver_create(cache.raw(), out) })
     }
-    /// Before the first message: pages may change to the formats of the cache, which must also list those of the messages.
-    pub fn convert_pages(&mut self) -> Result<()> {
-        check(unsafe { sys::kvq_receiver_convert(self.raw()) })
+    /// Before the first message: pages may change to the formats of the cache, which must also list those of the messages, and to its
+    /// sinks, recent window and page tokens, if those of the sender are said here (None: as of the cache).
+    pub fn convert_pages(
+        &mut self,
+        sinks: Option<usize>,
+        recent: Option<usize>,
+        page_tokens: Option<usize>,
+    ) -> Result<()> {
+        let said = |n: Option<usize>, name| n.map_or(Ok(-1), |n| int(n, name));
+        let (sinks, recent, page_tokens) = (
+            said(sinks, "sinks")?,
+            said(recent, "recent")?,
+            said(page_tokens, "page_tokens")?,
+        );
+        check(unsafe { sys::kvq_receiver_convert(self.raw(), sinks, recent, page_tokens) })
     }
     /// Takes one whole message of [`Sequence::send_pages`].
     pub fn accept(&mut self, message: &[u8]) -> Result<()> {

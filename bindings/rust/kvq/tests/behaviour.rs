@@ -695,7 +695,7 @@ fn files() {
 
     let other = Cache::new(&options("low2,std4")).unwrap();
     let mut receiver = Receiver::new(&other).unwrap();
-    receiver.convert_pages().unwrap();
+    receiver.convert_pages(None, None, None).unwrap();
     for layer in 0..2 {
         for message in s.send_pages(layer).unwrap() {
             receiver.accept(&message).unwrap();
@@ -703,6 +703,18 @@ fn files() {
     }
     let converted = receiver.finish(None).unwrap();
     assert!(converted.usage().unwrap().quantized < s.usage().unwrap().quantized);
+
+    let mut wide = options("std4,low2");
+    wide.page_tokens = Some(48);
+    let other = Cache::new(&wide).unwrap();
+    let mut receiver = Receiver::new(&other).unwrap();
+    receiver.convert_pages(None, None, Some(32)).unwrap();
+    for layer in 0..2 {
+        for message in s.send_pages(layer).unwrap() {
+            receiver.accept(&message).unwrap();
+        }
+    }
+    assert_eq!(receiver.finish(Some(77)).unwrap().usage().unwrap().tokens, 77);
 }
 
 #[test]
