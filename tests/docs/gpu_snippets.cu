@@ -104,11 +104,11 @@ void prefixes(kvq::cuda::cache& cache, kvq::cuda::sequence_id a, kvq::cuda::host
               kvq::token_ids tokens, kvq::token_ids prompt, cudaStream_t stream) {
     using namespace kvq;
     cuda::status s;
-    kvq::prefix_cache below(pages.cache(), {.byte_limit = 8ull << 30});     // or kvq::prefix_tiers: files, too
+    kvq::prefix_cache below(pages.cache(), {.byte_limit = 8ull << 30});  // or kvq::prefix_tiers: files, too
     cuda::prefixes store(cache, pages, below, {.device_bytes = 4ull << 30});
     s = store.store(tokens, a, stream);
     cuda::found_prefix found;
-    s = store.fetch(prompt, found, stream);       // found.id has the first found.tokens of the prompt
+    s = store.fetch(prompt, found, stream);  // found.id has the first found.tokens of the prompt
     if (!s) std::puts(s.message);
 }
 
