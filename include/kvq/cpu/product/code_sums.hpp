@@ -173,45 +173,59 @@ struct code_target {
     bool add;  ///< add to y instead of overwriting it
 };
 
-/// Integer sums as floats, with the parameters applied. Whole: all vectors are full, and Scale and Bias match
-/// the target.
-template <vector_form Form, class Lanes, bool Whole, bool Scale, bool Bias, int Vectors, int Queries>
-KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
-    const bool has_scale = Scale && (Whole || to.row_scale), has_bias = Bias && (Whole || to.row_bias),
-               whole = Whole || to.rows >= Vectors * Lanes::width;
-    const auto left = [&](int v) {
-        return Whole ? Lanes::width : detail::smaller(to.rows - v * Lanes::width, Lanes::width);
-    };
-    // Parameters of the rows are the same for all queries: they are read once.
-    typename Lanes::floats scale[Vectors], bias[Vectors];
-    KVQ_UNROLL
-    for (int v = 0; v < Vectors; ++v) {
-        scale[v] = Lanes::splat_float(1.0f);
-        bias[v] = Lanes::splat_float(0.0f);
-        if (has_scale) scale[v] = load_rows<Lanes>(to.row_scale + v * Lanes::width, left(v));
-        if (has_bias) bias[v] = load_rows<Lanes>(to.row_bias + v * Lanes::width, left(v));
-    }
-    KVQ_UNROLL
-    for (int i = 0; i < Queries; ++i) {
-        const fold_scalars& s = to.scalars[i];
-        float* const out = to.y + i * to.y_stride;
+/// Integer sums as floats, with the parameters of `Vectors` row vectors applied, which are the same for all
+/// operands: they are read once. Whole: all vectors are full, and Scale and Bias match the target.
+template <vector_form Form, class Lanes, bool Whole, bool Scale, bool Bias, int Vectors>
+class row_finish {
+public:
+    KVQ_INLINE explicit row_finish(const code_target& target)
+        : to_(target), has_scale_(Scale && (Whole || to_.row_scale)), has_bias_(Bias && (Whole || to_.row_bias)) {
         KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            auto y = Lanes::to_floats(sums.high[i][v]);
+            scale_[v] = Lanes::splat_float(1.0f);
+            bias_[v] = Lanes::splat_float(0.0f);
+            if (has_scale_) scale_[v] = load_rows<Lanes>(to_.row_scale + v * Lanes::width, left(v));
+            if (has_bias_) bias_[v] = load_rows<Lanes>(to_.row_bias + v * Lanes::width, left(v));
+        }
+    }
+    /// The sums of operand i.
+    KVQ_INLINE void write(int i, const typename Lanes::ints* high, const typename Lanes::ints* low) const {
+        const fold_scalars& s = to_.scalars[i];
+        float* const out = to_.y + i * to_.y_stride;
+        KVQ_UNROLL
+        for (int v = 0; v < Vectors; ++v) {
+            auto y = Lanes::to_floats(high[v]);
             if constexpr (Form == vector_form::two_bytes)
-                y = Lanes::multiply_add(y, Lanes::splat_float(256.0f), Lanes::to_floats(sums.low[i][v]));
+                y = Lanes::multiply_add(y, Lanes::splat_float(256.0f), Lanes::to_floats(low[v]));
             y = Lanes::multiply_add(y, Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
             // Rounded: otherwise the compiler would choose, kernel by kernel, which of the two products to
             // fuse with the sum.
-            if (has_scale) y = Lanes::rounded_product(y, scale[v]);
-            if (has_bias) y = Lanes::multiply_add(bias[v], Lanes::splat_float(s.sum), y);
-            if (to.add) y = Lanes::add(y, load_rows<Lanes>(out + v * Lanes::width, left(v)));
-            if (whole)
+            if (has_scale_) y = Lanes::rounded_product(y, scale_[v]);
+            if (has_bias_) y = Lanes::multiply_add(bias_[v], Lanes::splat_float(s.sum), y);
+            if (to_.add) y = Lanes::add(y, load_rows<Lanes>(out + v * Lanes::width, left(v)));
+            if (Whole || left(v) >= Lanes::width)
                 Lanes::store_floats(out + v * Lanes::width, y);
             else if (left(v) > 0)
                 Lanes::store_floats(out + v * Lanes::width, y, left(v));
         }
     }
+
+private:
+    KVQ_INLINE int left(int v) const {
+        return Whole ? Lanes::width : detail::smaller(to_.rows - v * Lanes::width, Lanes::width);
+    }
+
+    // A copy that no store can alias.
+    code_target to_;
+    bool has_scale_, has_bias_;
+    typename Lanes::floats scale_[Vectors], bias_[Vectors];
+};
+
+template <vector_form Form, class Lanes, bool Whole, bool Scale, bool Bias, int Vectors, int Queries>
+KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
+    const row_finish<Form, Lanes, Whole, Scale, Bias, Vectors> rows(to);
+    KVQ_UNROLL
+    for (int i = 0; i < Queries; ++i) rows.write(i, sums.high[i], sums.low[i]);
 }
 
 /// finish_rows for the parameters of the target. They are tested once, since branches for every vector cost 3

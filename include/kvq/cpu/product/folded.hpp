@@ -448,9 +448,17 @@ private:
 
     /// 64 values: their high bytes, then, for two bytes, their low bytes.
     static KVQ_INLINE void store_row(std::byte* to, const ints* fixed) {
-        if constexpr (Form == vector_form::two_bytes &&
-                      requires { Lanes::store_high_low_rows(to, to, fixed); }) {
-            Lanes::store_high_low_rows(to, to + tile_columns, fixed);
+        if constexpr (requires { Lanes::store_high_low_rows(to, to, fixed); }) {
+            if constexpr (Form == vector_form::two_bytes) {
+                Lanes::store_high_low_rows(to, to + tile_columns, fixed);
+            } else {
+                alignas(64) std::byte zeros[tile_columns];
+                ints high[tile_columns / Lanes::width];
+                KVQ_UNROLL
+                for (int v = 0; v < tile_columns / Lanes::width; ++v)
+                    high[v] = Lanes::template shift_left<8>(fixed[v]);
+                Lanes::store_high_low_rows(to, zeros, high);
+            }
         } else {
             for (int v = 0; v < tile_columns / Lanes::width; ++v) {
                 std::uint32_t pairs[Lanes::width / 2];

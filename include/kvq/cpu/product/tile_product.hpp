@@ -63,11 +63,12 @@ struct tile_space {
         if (layout.tile_query_bytes == 0) return 0;
         const bool several = layout.n * layout.tile_query_bytes > 2 * tile_lines;
         const auto steps = static_cast<std::size_t>(several ? layout.tile_steps() : ring);
-        return 4 * std::size_t{sum_bytes} + 2 * std::size_t{half_bytes} * steps;
+        return 8 * std::size_t{sum_bytes} + 2 * std::size_t{half_bytes} * steps;
     }
-    static std::byte* sums(std::byte* space) noexcept { return space; }
+    /// place: 0 or 1.
+    static std::byte* sums(std::byte* space, int place) noexcept { return space + place * 4 * sum_bytes; }
     static std::byte* codes(std::byte* space, int step) noexcept {
-        return space + 4 * sum_bytes + step * 2 * half_bytes;
+        return space + 8 * sum_bytes + step * 2 * half_bytes;
     }
 };
 
@@ -270,34 +271,44 @@ template <class Tiles, class Product>
 void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vectors& x, std::byte* space) {
     const int groups = product.column_groups();
     const auto parts = [&](int g) { return product.column_tiles(g); };
-    std::byte* const sums = tile_space::sums(space);
+    tile_step next(rows, parts), last = next;
+    // Sums become floats while tiles multiply the next ones: they have two places in turn.
+    int last_first = 0, last_queries = 0, place = 0;
+    const auto finish_last = [&] {
+        if (last_queries > 0)
+            product.finish(last, tile_space::sums(space, 1 - place), last_first, last_queries);
+    };
     const auto multiply = [&](const std::byte* codes, const tile_step& step, const tile_vectors& of,
                               int first) {
         multiply_step<Tiles>(codes, step, of);
         if (step.part + 1 < step.parts) return;
-        store_tile_sums<Tiles>(sums, step, of);
-        product.finish(step, sums, first, of.queries);
+        finish_last();
+        store_tile_sums<Tiles>(tile_space::sums(space, place), step, of);
+        place = 1 - place;
+        last = step;
+        last_first = first;
+        last_queries = of.queries;
     };
-    tile_step next(rows, parts), now = next;
     if (x.pairs() > 1) {
         while (next.exists(rows)) {
-            int steps = 0;
-            for (const int slot = next.slot; next.exists(rows) && next.slot == slot; ++steps) {
-                product.unpack(next, tile_space::codes(space, steps));
+            tile_step now = next;
+            while (next.exists(rows) && next.slot == now.slot) {
+                product.unpack(next, tile_space::codes(space, next.column_tile));
                 next.advance(rows, groups, parts);
             }
-            const tile_step begin = now;
             for (int pair = 0; pair < x.pairs(); ++pair) {
                 const tile_vectors of = x.pair(pair);
-                now = begin;
-                for (int i = 0; i < steps; ++i) {
-                    multiply(tile_space::codes(space, i), now, of, pair * x.together);
-                    now.advance(rows, groups, parts);
+                now.column_tile = 0;
+                for (now.group = 0; now.group < groups; ++now.group) {
+                    now.parts = parts(now.group);
+                    for (now.part = 0; now.part < now.parts; ++now.part, ++now.column_tile)
+                        multiply(tile_space::codes(space, now.column_tile), now, of, pair * x.together);
                 }
             }
         }
-        return;
+        return finish_last();
     }
+    tile_step now = next;
     int unpacked = 0;
     const auto unpack_next = [&] {
         if (!next.exists(rows)) return;
@@ -310,12 +321,40 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
         multiply(tile_space::codes(space, i % tile_space::ring), now, x, 0);
         now.advance(rows, groups, parts);
     }
+    finish_last();
+}
+
+/// Sums of 32 rows, if these fill vectors.
+template <vector_form Form, class Lanes, bool Scale, bool Bias>
+void finish_whole_tile(const std::byte* sums, int n, const code_target& to) {
+    constexpr int bytes_each = Form == vector_form::byte ? 1 : 2, in_block = tile_lines / bytes_each;
+    const row_finish<Form, Lanes, true, Scale, Bias, 2> rows(to);
+    for (int first = 0; first < n; first += in_block, sums += 2 * tile_space::sum_bytes) {
+        const std::byte* at = sums;
+        for (int i = first; i < detail::smaller(first + in_block, n); ++i) {
+            const typename Lanes::ints high[2] = {Lanes::load(at), Lanes::load(at + tile_space::sum_bytes)};
+            at += tile_space::quad_bytes;
+            typename Lanes::ints low[2] = {high[0], high[1]};
+            if constexpr (bytes_each == 2) {
+                low[0] = Lanes::load(at);
+                low[1] = Lanes::load(at + tile_space::sum_bytes);
+                at += tile_space::quad_bytes;
+            }
+            rows.write(i, high, low);
+        }
+    }
 }
 
 /// The n operands' integer sums of a row tile, as floats. to: of the tile's first row and the first operand.
 template <vector_form Form, class Lanes>
 void finish_tile(const std::byte* sums, int height, int n, const code_target& to) {
     constexpr int bytes_each = Form == vector_form::byte ? 1 : 2, in_block = tile_lines / bytes_each;
+    if constexpr (Lanes::width == tile_space::half_rows)
+        if (height == tile_layout::tile_rows && to.rows >= height && (to.row_scale || !to.row_bias)) {
+            if (to.row_bias) return finish_whole_tile<Form, Lanes, true, true>(sums, n, to);
+            if (to.row_scale) return finish_whole_tile<Form, Lanes, true, false>(sums, n, to);
+            return finish_whole_tile<Form, Lanes, false, false>(sums, n, to);
+        }
     for (int part = 0; part < height;) {
         const bool several = height - part >= Lanes::row_vectors * Lanes::width;
         const auto finish = [&](int first, auto vectors, auto queries) {
