@@ -162,17 +162,21 @@ struct register_ops<Arch> {
     }
 
     static KVQ_INLINE void store_high_low_rows(std::byte* high, std::byte* low, const ints* a) {
-        // Word i of 128-bit lane l now comes from lane l of vector i: restore the order.
-        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        const __m512i ab = _mm512_packs_epi32(a[0], a[1]), cd = _mm512_packs_epi32(a[2], a[3]);
-        const auto high_byte = [](__m512i words) {
-            return _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+        // Two values to a word; plus 128, byte 1 of each is its high byte. Of every 128-bit lane: words of
+        // four high bytes of x, of y, of four low bytes of x, of y.
+        const auto two = [](__m512i x, __m512i y) {
+            const __m512i order =
+                _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14));
+            const __m512i words = _mm512_packs_epi32(x, y),
+                          sums = _mm512_add_epi16(words, _mm512_set1_epi16(128));
+            return _mm512_shuffle_epi8(_mm512_ternarylogic_epi32(_mm512_set1_epi16(255), words, sums, 0xca),
+                                       order);
         };
-        const auto low_byte = [](__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi16(255)); };
-        _mm512_storeu_si512(
-            high, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(high_byte(ab), high_byte(cd))));
+        const __m512i ab = two(a[0], a[1]), cd = two(a[2], a[3]);
+        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 16, 20, 24, 28, 17, 21, 25, 29);
+        _mm512_storeu_si512(high, _mm512_permutex2var_epi32(ab, order, cd));
         _mm512_storeu_si512(low,
-                            _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low_byte(ab), low_byte(cd))));
+                            _mm512_permutex2var_epi32(ab, _mm512_add_epi32(order, _mm512_set1_epi32(2)), cd));
     }
 
     static KVQ_INLINE void transpose(ints (&v)[16]) {

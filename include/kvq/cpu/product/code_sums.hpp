@@ -179,7 +179,9 @@ template <vector_form Form, class Lanes, bool Whole, bool Scale, bool Bias, int 
 class row_finish {
 public:
     KVQ_INLINE explicit row_finish(const code_target& target)
-        : to_(target), has_scale_(Scale && (Whole || to_.row_scale)), has_bias_(Bias && (Whole || to_.row_bias)) {
+        : to_(target),
+          has_scale_(Scale && (Whole || to_.row_scale)),
+          has_bias_(Bias && (Whole || to_.row_bias)) {
         KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) {
             scale_[v] = Lanes::splat_float(1.0f);

@@ -239,14 +239,14 @@ struct sum_rounding {
 
 /// Rounds every column to the nearest integer. Columns of queries have either sign, so that what rounding
 /// drops does not add up, and their sums need no addition that waits for the last one.
-template <class Lanes>
+template <class Lanes, bool Sum>
 struct nearest_rounding {
-    typename Lanes::ints rounded;  ///< sum of the integers of every lane
+    typename Lanes::ints rounded;  ///< sum of the integers of every lane, if Sum
 
     KVQ_INLINE void begin() { rounded = Lanes::splat(0); }
     KVQ_INLINE typename Lanes::ints next(typename Lanes::floats x, typename Lanes::floats inverse) {
         const auto fixed = Lanes::round(Lanes::multiply(x, inverse));
-        rounded = Lanes::add(rounded, fixed);
+        if constexpr (Sum) rounded = Lanes::add(rounded, fixed);
         return fixed;
     }
 };
@@ -305,8 +305,10 @@ private:
             scale_columns<Queries, false, true, true>(x, x_stride, s, inverse);
         if (sums)
             write<Queries, sum_rounding<Lanes>>(out, inverse, s);
-        else
-            write<Queries, nearest_rounding<Lanes>>(out, inverse, s);
+        else if (!Tiles || needs_sums())
+            write<Queries, nearest_rounding<Lanes, true>>(out, inverse, s);
+        else if constexpr (Tiles)
+            write<Queries, nearest_rounding<Lanes, false>>(out, inverse, s);
     }
     template <int Queries, class Rounding>
     KVQ_INLINE void write(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
@@ -408,10 +410,11 @@ private:
         write_sums<Queries>(rounding, s);
     }
 
+    bool needs_sums() const { return use.row_bias || zero_code != 0.0f; }
     /// The sums beside the codes, of the same integers that the codes are multiplied with.
     template <int Queries, class Rounding>
     KVQ_INLINE void write_sums(const Rounding* rounding, fold_scalars* s) const {
-        if (use.row_bias || zero_code != 0.0f)
+        if (needs_sums())
             each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
                 s[i].sum = s[i].step * Lanes::sum(Lanes::to_floats(rounding[i].rounded));
                 s[i].bias_dot -= zero_code * s[i].sum;

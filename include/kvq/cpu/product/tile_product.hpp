@@ -63,12 +63,17 @@ struct tile_space {
         if (layout.tile_query_bytes == 0) return 0;
         const bool several = layout.n * layout.tile_query_bytes > 2 * tile_lines;
         const auto steps = static_cast<std::size_t>(several ? layout.tile_steps() : ring);
-        return 8 * std::size_t{sum_bytes} + 2 * std::size_t{half_bytes} * steps;
+        return 8 * std::size_t{sum_bytes} + 2 * std::size_t{half_bytes} * steps +
+               detail::round_up(steps * sizeof(std::int32_t), std::size_t{64});
     }
     /// place: 0 or 1.
     static std::byte* sums(std::byte* space, int place) noexcept { return space + place * 4 * sum_bytes; }
     static std::byte* codes(std::byte* space, int step) noexcept {
         return space + 8 * sum_bytes + step * 2 * half_bytes;
+    }
+    /// How many steps every group of columns has, where `steps` are unpacked at once.
+    static std::int32_t* parts(std::byte* space, int steps) noexcept {
+        return reinterpret_cast<std::int32_t*>(codes(space, steps));
     }
 };
 
@@ -203,6 +208,7 @@ struct tile_vectors {
     std::ptrdiff_t block_bytes;  ///< from one query block to the next
     int lines;
     int queries, together;  ///< operands; those of two blocks
+    int steps;              ///< of a tile of rows
 
     tile_vectors(const fold_layout& layout, std::byte* memory) noexcept
         : begin(reinterpret_cast<const std::byte*>(layout.words(memory))),
@@ -210,7 +216,8 @@ struct tile_vectors {
           block_bytes(4 * static_cast<std::ptrdiff_t>(layout.set_words) * layout.tile_queries()),
           lines(layout.n * layout.tile_query_bytes),
           queries(layout.n),
-          together(2 * layout.tile_queries()) {}
+          together(2 * layout.tile_queries()),
+          steps(layout.tile_steps()) {}
 
     /// The i-th two query blocks.
     tile_vectors pair(int i) const noexcept {
@@ -290,17 +297,19 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
         last_queries = of.queries;
     };
     if (x.pairs() > 1) {
+        std::int32_t* const parts_of = tile_space::parts(space, x.steps);
         while (next.exists(rows)) {
             tile_step now = next;
             while (next.exists(rows) && next.slot == now.slot) {
                 product.unpack(next, tile_space::codes(space, next.column_tile));
+                parts_of[next.group] = next.parts;
                 next.advance(rows, groups, parts);
             }
             for (int pair = 0; pair < x.pairs(); ++pair) {
                 const tile_vectors of = x.pair(pair);
                 now.column_tile = 0;
                 for (now.group = 0; now.group < groups; ++now.group) {
-                    now.parts = parts(now.group);
+                    now.parts = parts_of[now.group];
                     for (now.part = 0; now.part < now.parts; ++now.part, ++now.column_tile)
                         multiply(tile_space::codes(space, now.column_tile), now, of, pair * x.together);
                 }
