@@ -130,6 +130,19 @@ KVQ_HD constexpr std::uint32_t saturated_magnitude(float x) noexcept {
     return rounded < Largest ? rounded : Largest;
 }
 
+/// Numbers of 8 bits or fewer without infinities. Nan: the pattern that NaN gets.
+template <class Number, int Mantissa, int Bias, std::uint32_t Largest, std::uint8_t Nan>
+struct saturated_number : stored_number<Number, std::uint8_t> {
+    using stored_number<Number, std::uint8_t>::stored_number;
+
+    KVQ_HD static constexpr std::uint8_t from_float(float value) noexcept {
+        const auto u = bit_cast<std::uint32_t>(value);
+        if ((u & 0x7fffffffu) > 0x7f800000u) return Nan;
+        return static_cast<std::uint8_t>((u & 0x80000000u ? Number::sign_bit : 0u) |
+                                         saturated_magnitude<Mantissa, Bias, Largest>(value));
+    }
+};
+
 /// The value of a pattern of such a type, without its sign.
 template <int Mantissa, int Bias>
 KVQ_HD constexpr float value_of_magnitude(std::uint32_t pattern) noexcept {
@@ -143,18 +156,13 @@ KVQ_HD constexpr float value_of_magnitude(std::uint32_t pattern) noexcept {
 }  // namespace detail
 
 /// FP8 with 4 bits of exponent, the variant without infinities ("e4m3fn"): what NVFP4 stores its scales in.
-struct e4m3 : detail::stored_number<e4m3, std::uint8_t> {
-    using stored_number::stored_number;
+struct e4m3 : detail::saturated_number<e4m3, 3, 7, 0x7e, 0x7f> {
+    using saturated_number::saturated_number;
 
     static constexpr float max_finite = 448.0f;
     static constexpr const char* name = "e4m3";
     static constexpr std::uint32_t sign_bit = 0x80u;
 
-    KVQ_HD static constexpr std::uint8_t from_float(float value) noexcept {
-        const auto u = detail::bit_cast<std::uint32_t>(value);
-        if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7f;
-        return static_cast<std::uint8_t>((u >> 24 & 0x80u) | detail::saturated_magnitude<3, 7, 0x7e>(value));
-    }
     KVQ_HD static constexpr float to_float(std::uint8_t b) noexcept {
         const std::uint32_t magnitude = b & 0x7fu;
         const float x = magnitude == 0x7fu ? detail::bit_cast<float>(0x7fc00000u)
@@ -164,18 +172,13 @@ struct e4m3 : detail::stored_number<e4m3, std::uint8_t> {
 };
 
 /// FP8 with 5 bits of exponent: the first byte of a float16.
-struct e5m2 : detail::stored_number<e5m2, std::uint8_t> {
-    using stored_number::stored_number;
+struct e5m2 : detail::saturated_number<e5m2, 2, 15, 0x7b, 0x7f> {
+    using saturated_number::saturated_number;
 
     static constexpr float max_finite = 57344.0f;
     static constexpr const char* name = "e5m2";
     static constexpr std::uint32_t sign_bit = 0x80u;
 
-    KVQ_HD static constexpr std::uint8_t from_float(float value) noexcept {
-        const auto u = detail::bit_cast<std::uint32_t>(value);
-        if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7f;
-        return static_cast<std::uint8_t>((u >> 24 & 0x80u) | detail::saturated_magnitude<2, 15, 0x7b>(value));
-    }
     KVQ_HD static constexpr float to_float(std::uint8_t b) noexcept {
         return float16::to_float(static_cast<std::uint16_t>(b << 8));
     }
@@ -183,22 +186,17 @@ struct e5m2 : detail::stored_number<e5m2, std::uint8_t> {
 
 /// FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in the low 4 bits; the high 4 are 0. Twice a value is
 /// an integer.
-struct e2m1 : detail::stored_number<e2m1, std::uint8_t> {
-    using stored_number::stored_number;
+struct e2m1 : detail::saturated_number<e2m1, 1, 1, 7, 7> {
+    using saturated_number::saturated_number;
     /// The high 4 bits are dropped.
     KVQ_HD static constexpr e2m1 from_bits(std::uint8_t b) noexcept {
-        return stored_number::from_bits(b & 15u);
+        return saturated_number::from_bits(b & 15u);
     }
 
     static constexpr float max_finite = 6.0f;
     static constexpr const char* name = "e2m1";
     static constexpr std::uint32_t sign_bit = 8u;
 
-    KVQ_HD static constexpr std::uint8_t from_float(float value) noexcept {
-        const auto u = detail::bit_cast<std::uint32_t>(value);
-        if ((u & 0x7fffffffu) > 0x7f800000u) return 7;
-        return static_cast<std::uint8_t>((u >> 28 & 8u) | detail::saturated_magnitude<1, 1, 7>(value));
-    }
     KVQ_HD static constexpr float to_float(std::uint8_t b) noexcept {
         const float x = detail::value_of_magnitude<1, 1>(b & 7u);
         return b & 8u ? -x : x;
