@@ -9,7 +9,6 @@
 
 #include <cmath>
 #include <kvq/attention/merge_partials.hpp>
-#include <kvq/attention/reference.hpp>
 #include <kvq/attention/score_modifiers.hpp>
 #include <kvq/cache/page_list.hpp>
 #include <kvq/cache/requantize.hpp>
@@ -22,7 +21,7 @@
 #include <kvq/policy/ring.hpp>
 #include <optional>
 
-#include "support/caches.hpp"
+#include "support/latents.hpp"
 #include "support/memory.hpp"
 #include "support/saved.hpp"
 
@@ -34,34 +33,11 @@ using kvq::tensor;
 
 constexpr int longest = 300;
 
-template <class Scheme>
-kvq::format format_of() {
-    static const kvq::format f = test::made<test::usual>(Scheme{});
-    return f;
-}
+using test::attended;
+using test::errors;
+using test::format_of;
 
-struct errors {
-    double difference = 0, norm = 0;
-    double relative() const { return norm > 0 ? std::sqrt(difference / norm) : 0.0; }
-    void add(const test::tensor<float>& out, const test::tensor<double>& want) {
-        for (std::size_t i = 0; i < out.values().size(); ++i) {
-            const double d = static_cast<double>(out.values()[i]) - want.values()[i];
-            difference += d * d;
-            norm += want.values()[i] * want.values()[i];
-        }
-    }
-};
-
-/// Attention in double over keys [tokens][1][channels], whose first `values` channels are the values.
-test::tensor<double> attended(const test::tensor<float>& keys, const test::tensor<float>& q, int values) {
-    test::tensor<float> v(keys.tokens(), 1, values);
-    for (int t = 0; t < keys.tokens(); ++t) std::copy_n(keys.view().at(t, 0), values, v.view().at(t, 0));
-    test::tensor<double> out(q.tokens(), q.view().heads, values);
-    kvq::reference_attend(keys.view(), std::as_const(v).view(), q.view(), out.view(), kvq::causal{});
-    return out;
-}
-
-/// The same over what a sequence holds.
+/// Attention in double over what a sequence holds.
 test::tensor<double> attended(const kvq::sequence& s, const kvq::layer& of, const test::tensor<float>& q) {
     test::tensor<float> keys(s.tokens(0), 1, of.head_dim);
     s.dequantize(0, tensor::key, 0, keys.view());
@@ -81,9 +57,7 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
         if (!moves) of.value_dim = random.between(1, of.head_dim);
         if (moves) of.rotary = kvq::rotary_embedding{.dims = rotary, .first_channel = latent};
         kvq::cache_options options = test::random_options(random);
-        options.window = random.pick(std::vector<kvq::format>{format_of<kvq::full<kvq::float16>>(),
-                                                              format_of<kvq::full<kvq::bfloat16>>(),
-                                                              format_of<kvq::full<float>>()});
+        options.window = test::random_window(random);
         for (const kvq::format& f :
              {format_of<kvq::affine<4, kvq::per_channel<32>>>(), format_of<kvq::std4_h::keys>(),
               format_of<kvq::affine<5, kvq::per_token<64>>>(), format_of<kvq::low2::keys>()})
@@ -115,7 +89,7 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
                         std::copy_n(rows.view().at(t, 0), of.head_dim, keys.view().at(held + t, 0));
                     s.prefill(0, rows.view(), kvq::no_rows(), q.view(), out.view());
                     errors e;
-                    if (q.tokens() > 0) e.add(out, attended(keys, q, of.value_dim));
+                    if (q.tokens() > 0) e.add(out.values(), attended(keys, q, of.value_dim));
                     REQUIRE(e.relative() <= 1e-2);  // a window of bf16 rounds to 8 bits
                     break;
                 }
@@ -140,7 +114,7 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
                     test::tensor<float> drafts(drafted, 3, of.value_dim);
                     s.attend(0, rows_of.view(), drafts.view());
                     errors e;
-                    e.add(drafts, attended(s, of, rows_of));
+                    e.add(drafts.values(), attended(s, of, rows_of));
                     REQUIRE(e.relative() <= 1e-3);
                     std::vector<int> path;
                     for (int i = 0; i < drafted; ++i)
@@ -161,7 +135,7 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
             s.attend(0, rows_of.view(), found.view());
             errors e;
             const auto want = attended(s, of, rows_of);
-            e.add(found, want);
+            e.add(found.values(), want);
             CAPTURE(s.tokens());
             REQUIRE(e.relative() <= (found.values().size() < 32     ? 1e-2
                                      : found.values().size() < 1000 ? 1e-3
@@ -227,7 +201,7 @@ TEST_CASE("outputs of a 4-bit latent are off by what its codec loses, and no mor
         s.attend(0, q.view(), out.view());
         const auto exact = attended(rows, q, 512), decoded = attended(s, of, q);
         errors own, codec;
-        own.add(out, exact);
+        own.add(out.values(), exact);
         for (std::size_t i = 0; i < exact.values().size(); ++i) {
             codec.difference += std::pow(decoded.values()[i] - exact.values()[i], 2.0);
             codec.norm += exact.values()[i] * exact.values()[i];
@@ -311,7 +285,7 @@ TEST_CASE("keys beyond fp16, or below it, are values all the same") {
         test::tensor<float> out(1, 20, values);
         s.attend(0, q.view(), out.view());
         errors e;
-        e.add(out, attended(s, of, q));
+        e.add(out.values(), attended(s, of, q));
         CHECK(e.relative() <= 5e-4);
     };
     for (const float size : {1e6f, 1e-8f}) check(format_of<kvq::int8>(), 64, size);
