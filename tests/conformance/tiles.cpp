@@ -112,17 +112,17 @@ Scheme make(test::generator& random, const kvq::block_shape& shape) {
         return Scheme{};
 }
 
-/// y of n vectors, in tiles or in registers; also what y held before, where it is added to.
-template <class Backend, class Scheme>
-std::vector<float> product(bool in_tiles, const Scheme& scheme, const kvq::block_shape& shape, int n,
-                           const std::vector<std::byte>& block, const std::vector<float>& x, int x_stride,
-                           bool add) {
+/// y of n vectors, in tiles or in registers; also what y held before, where it is added to. keys: the shape of
+/// the block.
+template <class Backend, class Product, class Scheme>
+std::vector<float> product(bool in_tiles, const Scheme& scheme, const kvq::block_shape& keys,
+                           const kvq::block_shape& shape, int n, const std::vector<std::byte>& block,
+                           const std::vector<float>& x, int x_stride, bool add) {
     emulated_tiles::wanted = in_tiles;
     const kvq::block_id id{0, 0};
     const int rows = shape.rows();
     std::vector<float> y(static_cast<std::size_t>(n * (rows + 16)), 0.5f);
-    const kvq::kernels::block_product<Backend, Scheme> product(
-        kvq::kernels::product_blocks_of<Backend>(scheme, shape, id), shape, n);
+    const Product product(kvq::kernels::product_blocks_of<Backend>(scheme, keys, id), shape, n);
     // A product may not count on what its workspace holds.
     std::vector<float> space(product.workspace_bytes() / sizeof(float) + 16, in_tiles ? 1e30f : -7.0f);
     auto* const aligned =
@@ -135,25 +135,26 @@ std::vector<float> product(bool in_tiles, const Scheme& scheme, const kvq::block
     return y;
 }
 
-template <class Scheme, int QueryBytes>
-void check(test::generator& random, const kvq::block_shape& shape, int n) {
+/// Product: of `shape` in blocks of `keys`.
+template <int QueryBytes, class Product, class Scheme>
+void check(test::generator& random, const Scheme& scheme, const kvq::block_shape& keys,
+           const kvq::block_shape& shape, int n) {
     using backend = kvq::simd<tiled, kvq::query_bytes<QueryBytes>>;
-    const Scheme scheme = make<Scheme>(random, shape);
     INFO(scheme.name(), ", ", shape.role == kvq::tensor::key ? "keys" : "values", " of ", shape.tokens, " x ",
-         shape.dim, ", ", n, " vectors in ", QueryBytes, " piece(s)");
-    std::vector<float> values(shape.values());
+         shape.dim, " in ", keys.dim, " channels, ", n, " vectors in ", QueryBytes, " piece(s)");
+    std::vector<float> values(keys.values());
     for (float& f : values) f = random.normal();
-    std::vector<std::byte> block(scheme.block_bytes(shape) + 64);
-    scheme.quantize(shape, {0, 0}, values.data(), block.data());
+    std::vector<std::byte> block(scheme.block_bytes(keys) + 64);
+    scheme.quantize(keys, {0, 0}, values.data(), block.data());
     const int x_stride = shape.cols() + 16;
     std::vector<float> x(static_cast<std::size_t>(n * x_stride));
     for (float& f : x) f = random.normal();
     const bool add = random.one_in(2);
 
     const int before = emulated_tiles::products;
-    const auto expected = product<backend>(false, scheme, shape, n, block, x, x_stride, add);
+    const auto expected = product<backend, Product>(false, scheme, keys, shape, n, block, x, x_stride, add);
     CHECK(emulated_tiles::products == before);
-    const auto actual = product<backend>(true, scheme, shape, n, block, x, x_stride, add);
+    const auto actual = product<backend, Product>(true, scheme, keys, shape, n, block, x, x_stride, add);
     CHECK((emulated_tiles::products > before) == (n * QueryBytes > 8));
     const int rows = shape.rows();
     for (int i = 0; i < n; ++i)
@@ -203,8 +204,11 @@ void check_shapes(int fewest, int most) {
         const bool keys = random.one_in(2) || !kvq::value_scheme<Scheme>;
         const kvq::block_shape shape{keys ? kvq::tensor::key : kvq::tensor::value, random.pick(sizes),
                                      random.pick(sizes)};
-        check<Scheme, QueryBytes>(random, shape,
-                                  round % 4 < 3 ? random.between(fewest, most) : random.between(17, 128));
+        const Scheme scheme = make<Scheme>(random, shape);
+        check<QueryBytes,
+              kvq::kernels::block_product<kvq::simd<tiled, kvq::query_bytes<QueryBytes>>, Scheme>>(
+            random, scheme, shape, shape,
+            round % 4 < 3 ? random.between(fewest, most) : random.between(17, 128));
     }
 }
 
@@ -220,6 +224,21 @@ TEST_CASE_TEMPLATE("products in tiles, one byte per value: the bits of products 
                    kvq::affine<1, kvq::per_token<0>>, kvq::affine<2, kvq::per_token<40>>,
                    kvq::affine<5, kvq::per_channel<0>>, mixed) {
     check_shapes<Scheme, 1>(8, 16);
+}
+
+// Their codes are turned, and those of whole steps are not copied.
+TEST_CASE_TEMPLATE("values of latents in tiles: the bits of products in registers", Scheme,
+                   kvq::affine<4, kvq::per_channel<64>>, kvq::affine<3, kvq::per_token<64>>) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 12; ++round) {
+        constexpr int sizes[] = {128, 96, 64, 36, 4};
+        const kvq::block_shape keys{kvq::tensor::key, random.pick(sizes), random.pick(sizes)},
+            values{kvq::tensor::value, keys.tokens, round % 2 == 0 ? keys.dim : random.between(1, keys.dim)};
+        check<2, kvq::kernels::turned_block_product<kvq::simd<tiled>, false, Scheme::code_bits>>(
+            random, Scheme{}, keys, values, random.between(4, 128));
+    }
 }
 
 /// A block of 16-bit values, some of its rows and columns, times n vectors: y + X x, and what it may be off by.

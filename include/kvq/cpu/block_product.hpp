@@ -62,14 +62,17 @@ public:
 
     void begin(const block_shape&, block_id id, const std::byte* block, const float* x,
                std::ptrdiff_t x_stride, std::byte* workspace) const {
+        if (plan_.folds_in_tiles()) return;
         fold<lanes, Backend>(plan_.meaning, plan_.fold, source_.of(id, block), x, x_stride,
                              workspace + plan_.parameter_bytes);
     }
-    void finish(const block_shape&, block_id id, const std::byte* block, const float*, std::ptrdiff_t, int,
-                int, float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead,
-                std::byte* workspace) const {
+    void finish(const block_shape&, block_id id, const std::byte* block, const float* x,
+                std::ptrdiff_t x_stride, int, int, float* y, std::ptrdiff_t y_stride, bool add,
+                std::ptrdiff_t ahead, std::byte* workspace) const {
         prefetch_bytes(block + ahead, plan_.parameters, block_bytes_);
-        code_product<lanes, Backend, Bits, codes_meant<lanes, Table>>(plan_, source_.of(id, block), workspace)
+        const parameter_source source = source_.of(id, block);
+        code_product<lanes, Backend, Bits, codes_meant<lanes, Table>>(
+            plan_, source, workspace, plan_.folds_in_tiles() ? unfolded{x, x_stride} : unfolded{})
             .run(y, y_stride, add, ahead);
     }
 

@@ -37,6 +37,14 @@ struct code_plan {
               std::size_t{64})) {}
 
     std::size_t workspace_bytes() const { return parameter_bytes + fold.bytes + tile_space::bytes(fold); }
+    /// Are operands folded while tiles multiply, some of them at a time?
+    bool folds_in_tiles() const { return fold.several() && meaning.use.columns(); }
+};
+
+/// Operands that a product folds itself (code_plan::folds_in_tiles).
+struct unfolded {
+    const float* x = nullptr;
+    std::ptrdiff_t x_stride = 0;
 };
 
 /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n operands that were folded for this block. Codes:
@@ -44,14 +52,22 @@ struct code_plan {
 template <class Lanes, class Backend, int Bits, class Codes = plain_codes<Lanes>>
 class code_product {
 public:
-    code_product(const code_plan<Bits>& plan, const parameter_source& source, std::byte* workspace)
-        : code_product(plan, source, source.block, workspace) {}
-    /// codes: of the block, where they do not lie before its parameters.
+    code_product(const code_plan<Bits>& plan, const parameter_source& source, std::byte* workspace,
+                 const unfolded& operands = {})
+        : code_product(plan, source, source.block, workspace, false) {
+        operands_ = operands;
+    }
+    /// codes: of the block, where they do not lie before its parameters. In tiles, bytes are read from there
+    /// for every operand, and not copied.
     code_product(const code_plan<Bits>& plan, const parameter_source& source, const std::byte* codes,
-                 std::byte* workspace)
+                 std::byte* workspace, bool in_place = true)
         : codes_(plan.codes),
+          meaning_(plan.meaning),
           layout_(plan.fold),
+          source_(source),
           columns_(plan.meaning.use.columns()),
+          in_place_(in_place && Bits == 8 && codes_.cols.group % tile_columns == 0 &&
+                    codes_.cols.size % tile_columns == 0),
           entries_(plan.meaning.entries),
           block_(codes),
           words_(layout_.words(workspace + plan.parameter_bytes)),
@@ -159,6 +175,16 @@ private:
                 planes_[i] += step_quads / planes::quads_per_word(i) * vector_bytes;
             left_ -= step_quads;
         }
+        const std::byte* codes_of_tile(const tile_step& step) const {
+            return p_.in_place_ && step.height == tile_layout::tile_rows ? p_.tile_at(step.slot) : nullptr;
+        }
+        void fold(const tile_step& step, int first, int queries) const {
+            if (!p_.operands_.x) return;
+            if (first == 0) load_columns(p_.layout_, p_.source_, step.row_group, p_.memory_);
+            fold_operands<Lanes, byte_form<Backend>, true>(p_.meaning_, p_.layout_, step.row_group, first,
+                                                           queries, p_.operands_.x, p_.operands_.x_stride,
+                                                           p_.memory_);
+        }
         void finish(const tile_step& step, const std::byte* sums, int first, int queries) const {
             const std::ptrdiff_t line = p_.layout_.group_of(step.group) * p_.line_ + step.slot;
             const int set = p_.columns_ ? step.row_group : 0;
@@ -186,10 +212,13 @@ private:
         return detail::smaller((layout_.last_step(part) - from) * planes::quads_per_step,
                                codes_.quads() - from * planes::quads_per_step);
     }
+    const std::byte* tile_at(int slot) const {
+        return block_ +
+               4 * static_cast<std::size_t>(slot) * static_cast<std::size_t>(codes_.tiles.words_per_row);
+    }
     /// Finds each plane's vector of the first step of a part of the columns, for a tile of `height` slots.
     void find_part(int slot, int height, int part, const std::byte** first) const {
-        const std::byte* const begin = block_ + 4 * static_cast<std::size_t>(slot) *
-                                                    static_cast<std::size_t>(codes_.tiles.words_per_row);
+        const std::byte* const begin = tile_at(slot);
         const int from = layout_.first_step(part);
         for (int i = 0; i < planes::count; ++i)
             first[i] = begin + (planes::first_vector(i, codes_.quads()) +
@@ -206,8 +235,12 @@ private:
     }
 
     const code_layout<Bits>& codes_;
+    const code_meaning& meaning_;
     const fold_layout& layout_;
-    bool columns_;  // whether columns carry parameters
+    const parameter_source& source_;
+    unfolded operands_;
+    bool columns_;   // whether columns carry parameters
+    bool in_place_;  // whether tiles are loaded from the block
     const std::uint8_t* entries_;
     const std::byte* block_;
     const std::uint32_t* words_;

@@ -180,6 +180,9 @@ struct fold_layout {
     /// Steps of 64 columns of a tile of rows, over all parts.
     constexpr int tile_steps() const noexcept { return set_words * 4 / (tile_query_bytes * tile_columns); }
 
+    /// More operands than registers of tiles have sums for?
+    constexpr bool several() const noexcept { return n * tile_query_bytes > 2 * tile_lines; }
+
     float* scratch(std::byte* memory) const noexcept { return reinterpret_cast<float*>(memory); }
     fold_scalars* scalars(std::byte* memory) const noexcept {
         return reinterpret_cast<fold_scalars*>(memory + scalars_offset);
@@ -484,11 +487,12 @@ private:
     };
 };
 
-/// Folds layout.n operands x[i] (cols floats each, x_stride apart) for products with the block of `source`.
+/// Folds operands [from, from + count) of layout.n, x[i] (cols floats each, x_stride apart), for the rows of
+/// one set of parameters, which lie in the scratch. In tiles, `from` is the first operand of one.
 template <class Lanes, vector_form Form, bool Tiles>
-void fold_as(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
-             const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
-    const fold_use use = meaning.use;
+void fold_operands(const code_meaning& meaning, const fold_layout& layout, int set, int from, int count,
+                   const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
+    using part_type = part_fold<Form, Tiles, Lanes>;
     const int n = layout.n;
     const int step = 1 << layout.step_shift;
     const grouped_axis& cols = layout.cols;
@@ -496,55 +500,56 @@ void fold_as(const code_meaning& meaning, const fold_layout& layout, const param
     float* const scale = layout.scratch(memory);
     float* const bias = scale + row_floats;
     const bool dense = cols.groups() == 1 || cols.group % 4 == 0;
-    std::uint32_t* words = layout.words(memory);
+    std::uint32_t* const words =
+        layout.words(memory) + static_cast<std::ptrdiff_t>(set) * layout.set_words * n;
 
-    for (int set = 0; set < layout.sets; ++set) {
-        if (use.columns()) source.columns(source, set, scale, bias);
-        for (int first = 0; first < n;) {
-            using part_type = part_fold<Form, Tiles, Lanes>;
-            const int block_n = next_query_block(n - first);
-            // Operands of a tile lie side by side, also those of the next query block.
-            const int beside =
-                Tiles ? detail::smaller(layout.tile_queries(),
-                                        n - first / layout.tile_queries() * layout.tile_queries())
-                      : block_n;
-            std::uint32_t* out = words;
-            if constexpr (Tiles) {
-                const int in_tile = first % layout.tile_queries();
-                out += (first - in_tile) * layout.set_words + in_tile * part_type::vector_words;
-            }
-            for (int p = 0; p < layout.parts.groups(); ++p) {
-                const int begin = layout.parts.group_begin(p), size = layout.parts.group_size(p);
-                const int from = step * layout.first_step(p);
-                const int to =
-                    Tiles ? from + tile_columns * layout.tile_blocks(p) : step * layout.last_step(p);
-                const part_type part{use,
-                                     meaning.weights,
-                                     scale + begin,
-                                     bias + begin,
-                                     bias + row_floats,
-                                     row_floats,
-                                     begin - from,
-                                     size,
-                                     to - begin - size,
-                                     part_type::vector_words * beside,
-                                     meaning.top_code,
-                                     meaning.zero_code};
-                const float* const operands = x + first * x_stride + (dense ? begin : p * cols.group);
-                fold_scalars* const s =
-                    layout.scalars(memory) + (set * layout.parts.groups() + p) * n + first;
-                if (block_n == query_block)
-                    part.template run<query_block>(operands, x_stride, out, s);
-                else
-                    for (int i = 0; i < block_n; ++i)
-                        part.template run<1>(operands + i * x_stride, x_stride,
-                                             out + i * part_type::vector_words, s + i);
-                out += (to - from) / (Tiles ? tile_columns : 4) * part.stride;
-            }
-            if constexpr (!Tiles) words += layout.set_words * block_n;
-            first += block_n;
+    for (int first = from; first < from + count;) {
+        const int block_n = next_query_block(from + count - first);
+        // Operands of a tile lie side by side, also those of the next query block.
+        int beside = block_n, in_tile = 0;
+        if constexpr (Tiles) {
+            in_tile = first % layout.tile_queries();
+            beside = detail::smaller(layout.tile_queries(), n - (first - in_tile));
         }
-        if constexpr (Tiles) words += layout.set_words * n;
+        std::uint32_t* out = words + (first - in_tile) * layout.set_words + in_tile * part_type::vector_words;
+        for (int p = 0; p < layout.parts.groups(); ++p) {
+            const int begin = layout.parts.group_begin(p), size = layout.parts.group_size(p);
+            const int at = step * layout.first_step(p);
+            const int to = Tiles ? at + tile_columns * layout.tile_blocks(p) : step * layout.last_step(p);
+            const part_type part{meaning.use,       meaning.weights,
+                                 scale + begin,     bias + begin,
+                                 bias + row_floats, row_floats,
+                                 begin - at,        size,
+                                 to - begin - size, part_type::vector_words * beside,
+                                 meaning.top_code,  meaning.zero_code};
+            const float* const operands = x + first * x_stride + (dense ? begin : p * cols.group);
+            fold_scalars* const s = layout.scalars(memory) + (set * layout.parts.groups() + p) * n + first;
+            if (block_n == query_block)
+                part.template run<query_block>(operands, x_stride, out, s);
+            else
+                for (int i = 0; i < block_n; ++i)
+                    part.template run<1>(operands + i * x_stride, x_stride, out + i * part_type::vector_words,
+                                         s + i);
+            out += (to - at) / (Tiles ? tile_columns : 4) * part.stride;
+        }
+        first += block_n;
+    }
+}
+
+/// The parameters of the columns of a set, to the scratch.
+inline void load_columns(const fold_layout& layout, const parameter_source& source, int set,
+                         std::byte* memory) {
+    float* const scale = layout.scratch(memory);
+    source.columns(source, set, scale, scale + layout.scratch_floats);
+}
+
+/// Folds all operands for products with the block of `source`.
+template <class Lanes, vector_form Form, bool Tiles>
+void fold_as(const code_meaning& meaning, const fold_layout& layout, const parameter_source& source,
+             const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
+    for (int set = 0; set < layout.sets; ++set) {
+        if (meaning.use.columns()) load_columns(layout, source, set, memory);
+        fold_operands<Lanes, Form, Tiles>(meaning, layout, set, 0, layout.n, x, x_stride, memory);
     }
 }
 

@@ -160,6 +160,8 @@ private:
             return detail::ceil_div(end, tile_columns);
         }
         void unpack(const tile_step& step, std::byte* out) const { unpack(step, out, every_width{}); }
+        static const std::byte* codes_of_tile(const tile_step&) { return nullptr; }
+        static void fold(const tile_step&, int, int) {}
         void finish(const tile_step& step, const std::byte* sums, int first, int queries) const {
             finish_tile<byte_form<Backend>, Lanes>(
                 sums, step.height, queries,

@@ -58,11 +58,12 @@ struct tile_space {
     static constexpr int half_bytes = tile_columns * half_rows;   // of a step
     static constexpr int sum_bytes = 4 * half_rows * tile_lines;  // of a half and a query block
     static constexpr int ahead = 2, ring = 4;  // steps unpacked in advance; steps in memory
+    static constexpr int most_tiles = 2;       // of rows, whose steps are unpacked at once for many operands
 
     static constexpr std::size_t bytes(const fold_layout& layout) noexcept {
         if (layout.tile_query_bytes == 0) return 0;
-        const bool several = layout.n * layout.tile_query_bytes > 2 * tile_lines;
-        const auto steps = static_cast<std::size_t>(several ? layout.tile_steps() : ring);
+        const auto steps =
+            static_cast<std::size_t>(layout.several() ? most_tiles * layout.tile_steps() : ring);
         return 8 * std::size_t{sum_bytes} + 2 * std::size_t{half_bytes} * steps +
                detail::round_up(steps * sizeof(std::int32_t), std::size_t{64});
     }
@@ -201,6 +202,16 @@ void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
     }
 }
 
+/// The codes of a step: words of four columns of 16 rows, quad_bytes apart, and those of the other half.
+struct step_codes {
+    const std::byte* at;
+    std::ptrdiff_t quad_bytes = tile_space::quad_bytes, half_bytes = tile_space::half_bytes;
+
+    step_codes operator+(int steps) const noexcept {
+        return {at + steps * 2 * tile_space::half_bytes, quad_bytes, half_bytes};
+    }
+};
+
 /// Addresses of the bytes of operands (fold_layout), and the number of their tile rows.
 struct tile_vectors {
     const std::byte* begin;
@@ -231,7 +242,7 @@ struct tile_vectors {
 };
 
 template <class Tiles>
-KVQ_INLINE void multiply_step(const std::byte* codes, const tile_step& step, const tile_vectors& x) {
+KVQ_INLINE void multiply_step(const step_codes& codes, const tile_step& step, const tile_vectors& x) {
     const bool two_halves = step.height > tile_space::half_rows;
     const int first = detail::smaller(x.lines, tile_lines), second = x.lines - first;
     if (step.part == 0) {
@@ -244,10 +255,10 @@ KVQ_INLINE void multiply_step(const std::byte* codes, const tile_step& step, con
     }
     const std::byte* const from = x.begin + step.row_group * x.set_bytes;
     Tiles::template load<4>(from + step.column_tile * first * tile_columns, tile_columns);
-    Tiles::template load<6>(codes, tile_space::quad_bytes);
+    Tiles::template load<6>(codes.at, codes.quad_bytes);
     Tiles::template multiply<0, 4, 6>();
     if (two_halves) {
-        Tiles::template load<7>(codes + tile_space::half_bytes, tile_space::quad_bytes);
+        Tiles::template load<7>(codes.at + codes.half_bytes, codes.quad_bytes);
         Tiles::template multiply<1, 4, 7>();
     }
     if (second > 0) {
@@ -272,6 +283,10 @@ KVQ_INLINE void store_tile_sums(std::byte* to, const tile_step& step, const tile
 /// All steps of a block. Product:
 ///   column_groups(), column_tiles(group)      steps of a tile of rows
 ///   unpack(step, out)                         the step's codes; steps come in their order
+///   codes_of_tile(step)                       the codes of all steps of a tile of rows, if they lie in the
+///                                             block as bytes; else null
+///   fold(step, first, queries)                where operands are many: folds `queries` of them, from `first`
+///                                             on, for the row group of the step, unless that is done
 ///   finish(step, sums, first, queries)        sums over all columns of the step's group, of `queries`
 ///                                             operands from `first` on
 template <class Tiles, class Product>
@@ -285,7 +300,7 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
         if (last_queries > 0)
             product.finish(last, tile_space::sums(space, 1 - place), last_first, last_queries);
     };
-    const auto multiply = [&](const std::byte* codes, const tile_step& step, const tile_vectors& of,
+    const auto multiply = [&](const step_codes& codes, const tile_step& step, const tile_vectors& of,
                               int first) {
         multiply_step<Tiles>(codes, step, of);
         if (step.part + 1 < step.parts) return;
@@ -297,21 +312,38 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
         last_queries = of.queries;
     };
     if (x.pairs() > 1) {
-        std::int32_t* const parts_of = tile_space::parts(space, x.steps);
+        // Two tiles of rows for every two blocks of operands, which then are in the nearest cache.
+        std::int32_t* const parts_of = tile_space::parts(space, tile_space::most_tiles * x.steps);
         while (next.exists(rows)) {
-            tile_step now = next;
-            while (next.exists(rows) && next.slot == now.slot) {
-                product.unpack(next, tile_space::codes(space, next.column_tile));
-                parts_of[next.group] = next.parts;
-                next.advance(rows, groups, parts);
+            tile_step begin[tile_space::most_tiles] = {next, next};
+            step_codes codes[tile_space::most_tiles] = {};
+            int tiles = 0;
+            for (;
+                 tiles < tile_space::most_tiles && next.exists(rows) && next.row_group == begin[0].row_group;
+                 ++tiles) {
+                begin[tiles] = next;
+                codes[tiles] = {product.codes_of_tile(next), 4 * next.height, 4 * tile_space::half_rows};
+                std::byte* const unpacked = tile_space::codes(space, tiles * x.steps);
+                const bool in_place = codes[tiles].at != nullptr;
+                if (!in_place) codes[tiles] = {unpacked};
+                while (next.exists(rows) && next.slot == begin[tiles].slot) {
+                    if (!in_place)
+                        product.unpack(next, unpacked + next.column_tile * 2 * tile_space::half_bytes);
+                    parts_of[next.group] = next.parts;
+                    next.advance(rows, groups, parts);
+                }
             }
             for (int pair = 0; pair < x.pairs(); ++pair) {
                 const tile_vectors of = x.pair(pair);
-                now.column_tile = 0;
-                for (now.group = 0; now.group < groups; ++now.group) {
-                    now.parts = parts_of[now.group];
-                    for (now.part = 0; now.part < now.parts; ++now.part, ++now.column_tile)
-                        multiply(tile_space::codes(space, now.column_tile), now, of, pair * x.together);
+                if (begin[0].slot == rows.group_begin(begin[0].row_group))
+                    product.fold(begin[0], pair * x.together, of.queries);
+                for (int tile = 0; tile < tiles; ++tile) {
+                    tile_step now = begin[tile];
+                    for (now.group = 0; now.group < groups; ++now.group) {
+                        now.parts = parts_of[now.group];
+                        for (now.part = 0; now.part < now.parts; ++now.part, ++now.column_tile)
+                            multiply(codes[tile] + now.column_tile, now, of, pair * x.together);
+                    }
                 }
             }
         }
@@ -327,7 +359,7 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
     for (int i = 0; i < tile_space::ahead; ++i) unpack_next();
     for (int i = 0; now.exists(rows); ++i) {
         unpack_next();
-        multiply(tile_space::codes(space, i % tile_space::ring), now, x, 0);
+        multiply({tile_space::codes(space, i % tile_space::ring)}, now, x, 0);
         now.advance(rows, groups, parts);
     }
     finish_last();
