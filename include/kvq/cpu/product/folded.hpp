@@ -109,8 +109,8 @@ struct fold_scalars {
 struct fold_layout {
     /// Bytes beyond the last word that stores of whole vectors may write, and loads of whole tiles read.
     static constexpr std::size_t overrun = 256, tile_overrun = tile_columns * tile_lines;
-    /// Rows of float scratch of folding: scales, biases, and the operands of a query block.
-    static constexpr std::size_t scratch_rows = 2 + query_block;
+    /// Rows of float scratch of folding: scales and biases of a set, and the operands of a query block.
+    constexpr int scratch_rows() const noexcept { return 2 * held_sets() + query_block; }
 
     /// Columns that share a step at most: of a larger group, light columns would be a few steps each beside
     /// the largest one, and sums of words of 8-bit codes would need larger steps.
@@ -149,7 +149,7 @@ struct fold_layout {
         scratch_floats = detail::round_up(static_cast<std::size_t>(cols.padded_size()), std::size_t{16}) +
                          32 + (tile_query_bytes > 0 ? tile_columns : 0);
         const std::size_t each = static_cast<std::size_t>(sets) * static_cast<std::size_t>(n);
-        scalars_offset = scratch_rows * scratch_floats * sizeof(float);
+        scalars_offset = static_cast<std::size_t>(scratch_rows()) * scratch_floats * sizeof(float);
         words_offset = scalars_offset + detail::round_up(each * static_cast<std::size_t>(parts.groups()) *
                                                              sizeof(fold_scalars),
                                                          std::size_t{64});
@@ -182,8 +182,14 @@ struct fold_layout {
 
     /// More operands than registers of tiles have sums for?
     constexpr bool several() const noexcept { return n * tile_query_bytes > 2 * tile_lines; }
+    /// Sets whose parameters are in the scratch at a time.
+    constexpr int held_sets() const noexcept { return several() ? sets : 1; }
 
     float* scratch(std::byte* memory) const noexcept { return reinterpret_cast<float*>(memory); }
+    /// Of the columns of a set; biases follow in the next row.
+    float* scales(std::byte* memory, int set) const noexcept {
+        return scratch(memory) + 2 * static_cast<std::size_t>(several() ? set : 0) * scratch_floats;
+    }
     fold_scalars* scalars(std::byte* memory) const noexcept {
         return reinterpret_cast<fold_scalars*>(memory + scalars_offset);
     }
@@ -488,7 +494,7 @@ private:
 };
 
 /// Folds operands [from, from + count) of layout.n, x[i] (cols floats each, x_stride apart), for the rows of
-/// one set of parameters, which lie in the scratch. In tiles, `from` is the first operand of one.
+/// one set of parameters, which load_columns has written. In tiles, `from` is the first operand of one.
 template <class Lanes, vector_form Form, bool Tiles>
 void fold_operands(const code_meaning& meaning, const fold_layout& layout, int set, int from, int count,
                    const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
@@ -497,8 +503,9 @@ void fold_operands(const code_meaning& meaning, const fold_layout& layout, int s
     const int step = 1 << layout.step_shift;
     const grouped_axis& cols = layout.cols;
     const auto row_floats = static_cast<std::ptrdiff_t>(layout.scratch_floats);
-    float* const scale = layout.scratch(memory);
-    float* const bias = scale + row_floats;
+    const float* const scale = layout.scales(memory, set);
+    const float* const bias = scale + row_floats;
+    float* const scratch = layout.scratch(memory) + 2 * layout.held_sets() * row_floats;
     const bool dense = cols.groups() == 1 || cols.group % 4 == 0;
     std::uint32_t* const words =
         layout.words(memory) + static_cast<std::ptrdiff_t>(set) * layout.set_words * n;
@@ -518,7 +525,7 @@ void fold_operands(const code_meaning& meaning, const fold_layout& layout, int s
             const int to = Tiles ? at + tile_columns * layout.tile_blocks(p) : step * layout.last_step(p);
             const part_type part{meaning.use,       meaning.weights,
                                  scale + begin,     bias + begin,
-                                 bias + row_floats, row_floats,
+                                 scratch,           row_floats,
                                  begin - at,        size,
                                  to - begin - size, part_type::vector_words * beside,
                                  meaning.top_code,  meaning.zero_code};
@@ -539,7 +546,7 @@ void fold_operands(const code_meaning& meaning, const fold_layout& layout, int s
 /// The parameters of the columns of a set, to the scratch.
 inline void load_columns(const fold_layout& layout, const parameter_source& source, int set,
                          std::byte* memory) {
-    float* const scale = layout.scratch(memory);
+    float* const scale = layout.scales(memory, set);
     source.columns(source, set, scale, scale + layout.scratch_floats);
 }
 

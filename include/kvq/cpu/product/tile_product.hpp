@@ -58,7 +58,7 @@ struct tile_space {
     static constexpr int half_bytes = tile_columns * half_rows;   // of a step
     static constexpr int sum_bytes = 4 * half_rows * tile_lines;  // of a half and a query block
     static constexpr int ahead = 2, ring = 4;  // steps unpacked in advance; steps in memory
-    static constexpr int most_tiles = 2;       // of rows, whose steps are unpacked at once for many operands
+    static constexpr int most_tiles = 4;       // of rows, whose steps are unpacked at once for many operands
 
     static constexpr std::size_t bytes(const fold_layout& layout) noexcept {
         if (layout.tile_query_bytes == 0) return 0;
@@ -312,15 +312,13 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
         last_queries = of.queries;
     };
     if (x.pairs() > 1) {
-        // Two tiles of rows for every two blocks of operands, which then are in the nearest cache.
+        // Some tiles of rows for every two blocks of operands, which then are in the nearest cache.
         std::int32_t* const parts_of = tile_space::parts(space, tile_space::most_tiles * x.steps);
         while (next.exists(rows)) {
-            tile_step begin[tile_space::most_tiles] = {next, next};
+            tile_step begin[tile_space::most_tiles] = {next, next, next, next};
             step_codes codes[tile_space::most_tiles] = {};
             int tiles = 0;
-            for (;
-                 tiles < tile_space::most_tiles && next.exists(rows) && next.row_group == begin[0].row_group;
-                 ++tiles) {
+            for (; tiles < tile_space::most_tiles && next.exists(rows); ++tiles) {
                 begin[tiles] = next;
                 codes[tiles] = {product.codes_of_tile(next), 4 * next.height, 4 * tile_space::half_rows};
                 std::byte* const unpacked = tile_space::codes(space, tiles * x.steps);
@@ -335,10 +333,10 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
             }
             for (int pair = 0; pair < x.pairs(); ++pair) {
                 const tile_vectors of = x.pair(pair);
-                if (begin[0].slot == rows.group_begin(begin[0].row_group))
-                    product.fold(begin[0], pair * x.together, of.queries);
                 for (int tile = 0; tile < tiles; ++tile) {
                     tile_step now = begin[tile];
+                    if (now.slot == rows.group_begin(now.row_group))
+                        product.fold(now, pair * x.together, of.queries);
                     for (now.group = 0; now.group < groups; ++now.group) {
                         now.parts = parts_of[now.group];
                         for (now.part = 0; now.part < now.parts; ++now.part, ++now.column_tile)
