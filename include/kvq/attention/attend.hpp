@@ -95,7 +95,8 @@ public:
     /// task: index, which gives kv head, row block and, if splits are tasks, split.
     void run(int task, const scratch& s) const {
         const task_place at = place_of(task);
-        const int head = at.head, first = at.first, n = at.n, dim = plan.value_dim;
+        const int head = at.head, first = at.first, n = at.n, dim = plan.value_dim,
+                  stride = plan.output_stride();
         // The first split is never left out: it makes queries that are not finite give NaN.
         if (at.split > 0 && hides(at.split, head, first, n)) {
             for (int i = 0; i < n; ++i) {
@@ -118,7 +119,7 @@ public:
                 float* const to = partial(head, first + i, at.split);
                 to[0] = max[i];
                 to[1] = rows.bad[static_cast<std::size_t>(i)] ? not_a_number : sum[i];
-                for (int d = 0; d < dim; ++d) to[2 + d] = s.part[i * dim + d];
+                for (int d = 0; d < dim; ++d) to[2 + d] = s.part[i * stride + d];
                 if (plan.skips) to[2 + dim] = s.held->left[i];
             }
         } else {
@@ -133,7 +134,7 @@ public:
                 if (hides(split, head, first, n)) continue;
                 visit_split(rows, split, s, max, sum);
                 for (int i = 0; i < n; ++i)
-                    merge(running[i], {max[i], sum[i], s.part + i * dim}, left[i],
+                    merge(running[i], {max[i], sum[i], s.part + i * stride}, left[i],
                           plan.skips ? s.held->left + i : nullptr);
             }
             for (int i = 0; i < n; ++i) {
@@ -279,14 +280,15 @@ private:
     }
     /// Computes one split's softmax state: s.part, max, sum; and s.held->left, if values may be skipped.
     void visit_split(const row_block& rows, int split, const scratch& s, float* max, float* sum) const {
-        const int n = rows.n, dim = plan.value_dim;
+        const int n = rows.n, stride = plan.output_stride();
         empty_rows(n, max, sum);
-        for (int i = 0; i < n * dim; ++i) s.part[i] = 0.0f;
+        for (int i = 0; i < n * stride; ++i) s.part[i] = 0.0f;
         if (mods.lists())
             return listed_split{*this, rows, s}.attend(split * plan.split_tokens, plan.split_end(split), max,
                                                        sum);
         const std::size_t rotations = values.transforming();
-        for (std::size_t i = 0; i < rotations * static_cast<std::size_t>(n * dim); ++i) s.rotated[i] = 0.0f;
+        for (std::size_t i = 0; i < rotations * static_cast<std::size_t>(n * stride); ++i)
+            s.rotated[i] = 0.0f;
         if (plan.skips) s.held->begin_split();
 
         const page_walk walk = walk_of(rows);

@@ -141,16 +141,16 @@ struct attention_rows {
         values.window().functions().backend->softmax(s.scores, s.scores_stride, n, tokens, max, sum, factor);
     }
     void scale_outputs(int n, const float* factor, const scratch& s) const {
-        const int dim = plan.value_dim;
+        const int dim = plan.value_dim, stride = plan.output_stride();
         const std::size_t rotations = values.transforming();
         for (int i = 0; i < n; ++i) {
             const float by = factor[i];  // a copy, which no output can be: else compilers multiply one by one
             if (by == 1.0f) continue;
-            for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= by;
+            for (int d = 0; d < dim; ++d) s.part[i * stride + d] *= by;
             for (std::size_t r = 0; r < rotations; ++r) {
                 float* const turned =
                     s.rotated + (r * static_cast<std::size_t>(n) + static_cast<std::size_t>(i)) *
-                                    static_cast<std::size_t>(dim);
+                                    static_cast<std::size_t>(stride);
                 for (int d = 0; d < dim; ++d) turned[d] *= by;
             }
         }
@@ -158,7 +158,7 @@ struct attention_rows {
     /// Adds weights times values of a page to the outputs.
     void add_values(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
                     const scratch& s) const {
-        const int n = rows.n, dim = plan.value_dim;
+        const int n = rows.n, dim = plan.value_dim, stride = plan.output_stride();
         const page& p = *entry.values;
         const block_shape shape = value_shape(p);
         const block_id id{layer, rows.head};
@@ -178,23 +178,23 @@ struct attention_rows {
             pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head);
         float* to = s.part;
         if (f.transforms)
-            to = s.rotated + values.transforming_before(p.format) * static_cast<std::size_t>(n * dim);
+            to = s.rotated + values.transforming_before(p.format) * static_cast<std::size_t>(n * stride);
         f.begin(product.space.plan, shape, id, block, s.scores, s.scores_stride, product.space.workspace);
-        f.finish(product.space.plan, shape, id, block, s.scores, s.scores_stride, dim, end, to, dim, true,
+        f.finish(product.space.plan, shape, id, block, s.scores, s.scores_stride, dim, end, to, stride, true,
                  ahead(p, *next.values), product.space.workspace);
     }
 
     /// Restores outputs that were summed in a transformed basis, and adds them to the others.
     void restore_outputs(int head, int n, const scratch& s) const {
-        const int dim = plan.value_dim;
-        const block_shape shape{tensor::value, pages.geometry.page_tokens, dim};
+        const int stride = plan.output_stride();
+        const block_shape shape{tensor::value, pages.geometry.page_tokens, plan.value_dim};
         std::size_t index = 0;
         for (int f = 0; f < values.size(); ++f) {
             const format_functions& functions = values[f].functions();
             if (!functions.transforms) continue;
-            float* const from = s.rotated + index++ * static_cast<std::size_t>(n * dim);
-            functions.restore_output(values[f].scheme(), shape, block_id{layer, head}, from, dim, n);
-            for (int i = 0; i < n * dim; ++i) s.part[i] += from[i];
+            float* const from = s.rotated + index++ * static_cast<std::size_t>(n * stride);
+            functions.restore_output(values[f].scheme(), shape, block_id{layer, head}, from, stride, n);
+            for (int i = 0; i < n * stride; ++i) s.part[i] += from[i];
         }
     }
     std::ptrdiff_t distance(const page& now, const page& next) const noexcept {

@@ -21,7 +21,8 @@ struct listed_split {
 
     /// Adds entries [begin, end) of the list to the outputs s.part, which are zero, and to max and sum.
     void attend(int begin, int end, float* max, float* sum) const {
-        const int n = shown_tokens(begin, end), dim = of.plan.value_dim;
+        const int n = shown_tokens(begin, end), dim = of.plan.value_dim,
+                  output_stride = of.plan.output_stride();
         for (int i = 0; i < n; i += listed_block_tokens) {
             const int count = smaller(listed_block_tokens, n - i);
             const float* const values = gather(s.listed + i, count);
@@ -33,9 +34,10 @@ struct listed_split {
             of.softmax(s, rows.n, count, max, sum, factor);
             for (int r = 0; r < rows.n; ++r) {
                 const float by = factor[r];
-                for (int d = 0; d < dim && by != 1.0f; ++d) s.part[r * dim + d] *= by;
+                for (int d = 0; d < dim && by != 1.0f; ++d) s.part[r * output_stride + d] *= by;
             }
-            backend().add_tokens(values, stride, count, dim, s.scores, s.scores_stride, rows.n, s.part, dim);
+            backend().add_tokens(values, stride, count, dim, s.scores, s.scores_stride, rows.n, s.part,
+                                 output_stride);
         }
     }
 

@@ -70,6 +70,9 @@ struct attention_plan {
     bool tasks_are_equal() const noexcept { return splits_are_tasks() || row_blocks() == 1; }
     /// Blocks of rows whose splits are tasks of their own, and are merged when the last of them has ended.
     int merges() const noexcept { return splits_are_tasks() ? kv_heads * row_blocks() : 0; }
+    /// Floats from one row of outputs to the next in scratch: an odd number of cache lines, so that the rows of
+    /// a column do not share a few sets of a cache.
+    int output_stride() const noexcept { return (parts(value_dim, 16) | 1) * 16; }
     /// Floats of one row's partial state.
     std::size_t state_floats() const noexcept {
         return static_cast<std::size_t>(value_dim) + (skips ? 3 : 2);
@@ -132,8 +135,8 @@ struct attention_scratch {
     shift_state* shifts;
     float* scores;         // [rows][scores_stride]
     float* output;         // [rows][value_dim], the running state
-    float* part;           // [rows][value_dim], the current split
-    float* rotated;        // [rows][value_dim] per transforming value format
+    float* part;           // [rows][output_stride], the current split
+    float* rotated;        // [rows][output_stride] per transforming value format
     float* estimate;       // scratch of estimates of scores, if they are used
     held_pages* held;      // if values may be skipped
     std::int32_t* listed;  // [listed_split_tokens], if there are lists, and what of them is gathered:
@@ -159,8 +162,9 @@ struct attention_scratch {
         shifts = reinterpret_cast<shift_state*>(c.take(sizeof(shift_state)));
         scores = c.floats(any_rows * static_cast<std::size_t>(scores_stride));
         output = c.floats(any_rows * value_dim + 16);
-        part = c.floats(any_rows * value_dim + 16);
-        rotated = c.floats(values.transforming() * rows * value_dim + 16);
+        const auto output_stride = static_cast<std::size_t>(plan.output_stride());
+        part = c.floats(any_rows * output_stride + 16);
+        rotated = c.floats(values.transforming() * rows * output_stride + 16);
         estimate = c.floats(use.estimates ? estimate_floats(keys, plan, g) : 0);
         held = use.skips ? held_pages::carve(c, n, plan.split_tokens, g) : nullptr;
         listed =
