@@ -70,8 +70,8 @@ struct attention_plan {
     bool tasks_are_equal() const noexcept { return splits_are_tasks() || row_blocks() == 1; }
     /// Blocks of rows whose splits are tasks of their own, and are merged when the last of them has ended.
     int merges() const noexcept { return splits_are_tasks() ? kv_heads * row_blocks() : 0; }
-    /// Floats from one row of outputs to the next in scratch: an odd number of cache lines, so that the rows of
-    /// a column do not share a few sets of a cache.
+    /// Floats from one row of outputs to the next in scratch: an odd number of cache lines, so that a column
+    /// of all rows does not lie in a few sets of a cache.
     int output_stride() const noexcept { return (parts(value_dim, 16) | 1) * 16; }
     /// Floats of one row's partial state.
     std::size_t state_floats() const noexcept {

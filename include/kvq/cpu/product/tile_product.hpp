@@ -8,7 +8,8 @@
 // the sums of 32 bytes of queries. If that is all, a step's codes are unpacked to bytes in the workspace
 // while steps before it are multiplied, so that loads of tiles do not wait for stores. (Codes of 8 bits are
 // copied as well: tile loads from the block wait longer for memory than a copy takes.) For more queries, all
-// steps of a tile of the block are unpacked, and multiplied with 32 bytes of queries after the other.
+// steps of four tiles of the block are unpacked, and multiplied with 32 bytes of queries after the other,
+// which are folded just before. Sums become floats while tiles multiply the next ones.
 // Contract: the same integers as in registers, hence the same bits. Every code is unpacked once
 // for all operands.
 #pragma once
