@@ -2,7 +2,8 @@
 //
 //   quantize_rows      tokens to a block
 //   dequantize_rows    a block to tokens
-//   float_row_product  the product of such a block with n operands, through a copy as bfloat16
+//   float_row_product  the product of such a block with n operands: few in place (rows/row_product.hpp), more
+//                      through a copy as bfloat16
 //
 // Contract: the bytes and values of the scheme.
 #pragma once
@@ -10,7 +11,7 @@
 #include "../schemes/float_rows.hpp"
 #include "kernel_table.hpp"
 #include "product/folded.hpp"
-#include "rows/row_numbers.hpp"
+#include "rows/row_product.hpp"
 #include "special_values.hpp"
 #include "transformed.hpp"
 #include "window/tokens.hpp"
@@ -94,9 +95,13 @@ public:
     using lanes = typename Inner::lanes;
 
     float_row_product(const product_blocks& of, const block_shape& s, int n)
-        : inner_(of, s, n), n_(n), tokens_(s.tokens) {
+        : inner_(of, s, n),
+          few_(row_layouts[0], 1.0f, s, n <= row_key_operands ? n : 1),
+          n_(n),
+          tokens_(s.tokens) {
+        static_assert(std::same_as<Code, e4m3> && row_layouts[0].numbers == row_layout::number::e4m3);
         const auto aligned = [](std::size_t bytes) { return detail::round_up(bytes, std::size_t{64}); };
-        copy_ = aligned(inner_.workspace_bytes());
+        copy_ = aligned(detail::larger(inner_.workspace_bytes(), few_.workspace_bytes()));
         rows_ = copy_ + aligned(value_layout<bfloat16>(s).bytes());
         numbers_ = rows_ + aligned(sizeof(bfloat16) * some_tokens * static_cast<std::size_t>(s.dim));
     }
@@ -107,18 +112,27 @@ public:
 
     void begin(const block_shape& s, block_id id, const std::byte* block, const float* x,
                std::ptrdiff_t x_stride, std::byte* workspace) const {
-        inner_.begin(s, id, block, x, x_stride, workspace);
+        if (n_ > row_key_operands)
+            inner_.begin(s, id, block, x, x_stride, workspace);
+        else if (s.role == tensor::key)
+            few_.begin(x, x_stride, workspace);
     }
     void finish(const block_shape& s, block_id id, const std::byte* block, const float* x,
                 std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                 std::ptrdiff_t ahead, std::byte* workspace) const {
         std::byte* const copy = workspace + copy_;
-        copy_codes(s, block, ahead, copy, reinterpret_cast<bfloat16*>(workspace + rows_));
+        const bool in_place = n_ <= row_key_operands;
+        if (!in_place) copy_codes(s, block, ahead, copy, reinterpret_cast<bfloat16*>(workspace + rows_));
         const std::byte* const scales = block + float_rows<Code>::scale_offset(s);
         auto* const numbers = reinterpret_cast<float*>(workspace + numbers_);
         const auto multiply = [&](const float* from, std::ptrdiff_t from_stride, float* to,
                                   std::ptrdiff_t to_stride, bool sum) {
-            inner_.finish(s, id, copy, from, from_stride, rows, cols, to, to_stride, sum, 0, workspace);
+            if (!in_place)
+                inner_.finish(s, id, copy, from, from_stride, rows, cols, to, to_stride, sum, 0, workspace);
+            else if (s.role == tensor::key)
+                few_.keys({block, s.dim}, 0, rows, to, to_stride, sum, ahead, workspace);
+            else
+                few_.values({block, s.dim}, 0, cols, from, from_stride, to, to_stride, sum, ahead, workspace);
         };
         const auto each = [&](int count, const float* from, std::ptrdiff_t from_stride, float* to,
                               std::ptrdiff_t to_stride, bool sum) {
@@ -158,6 +172,7 @@ private:
     }
 
     Inner inner_;
+    row_product<lanes> few_;  ///< of so few operands that rows are read in place
     int n_, tokens_;
     std::size_t copy_, rows_, numbers_;
 };

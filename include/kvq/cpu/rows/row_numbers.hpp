@@ -184,8 +184,8 @@ private:
                                                     Lanes::splat(static_cast<int>(-entries[0]))));
         }
     }
-    /// x plus 16 times the lane's two bits: of channel i of 16, bits of byte i % 8 of two words, from bit 0 or 4
-    /// on. h: the vector among the 16.
+    /// x plus 16 times the lane's two bits: of channel i of 16, bits of byte i % 8 of two words, from bit 0
+    /// or 4 on. h: the vector among the 16.
     static KVQ_INLINE floats add_sixth(floats x, std::uint32_t first, std::uint32_t second, int h) {
         struct lane_bits {
             std::int32_t of[2][vectors / 2][width];

@@ -279,7 +279,7 @@ private:
             pass.minima = layout_.minimum ? minima : nullptr;
             pass.scale_stride = scale_line_;
         }
-        if (!of_layout_ || (of_layout_->checks_nan && any_nan(at, tokens))) {
+        if (!of_layout_ || (of_layout_->checks_nan && any_nan(of, at, tokens))) {
             read_numbers(at, tokens, scales, minima, decoded);
         } else {
             if (dim_ % row_chunk != 0) {
@@ -389,19 +389,22 @@ private:
         }
     }
     /// Is a code of e4m3 NaN?
-    bool any_nan(const addresses& at, int tokens) const {
+    bool any_nan(const row_place& of, const addresses& at, int tokens) const {
+        // Rows of a page follow each other.
+        const bool follow = of.row_stride == dim_ && !of.blocks;
+        const int rows = follow ? 1 : tokens, length = follow ? tokens * dim_ : dim_;
         using ints = typename Lanes::ints;
         constexpr int bytes = 4 * Lanes::width;
         ints found = Lanes::splat(0);
         std::uint32_t rest = 0;
-        for (int t = 0; t < tokens; ++t) {
+        for (int t = 0; t < rows; ++t) {
             const std::byte* const row = at.rows[t];
             int c = 0;
-            for (; c + bytes <= dim_; c += bytes)
+            for (; c + bytes <= length; c += bytes)
                 found = Lanes::bit_or(
                     found, Lanes::add(Lanes::bit_and(Lanes::load(row + c), Lanes::splat(0x7f7f7f7f)),
                                       Lanes::splat(0x01010101)));
-            for (; c < dim_; ++c) rest |= (static_cast<std::uint32_t>(row[c]) & 127u) + 1u;
+            for (; c < length; ++c) rest |= (static_cast<std::uint32_t>(row[c]) & 127u) + 1u;
         }
         std::byte words[bytes];
         Lanes::store(words, found);
