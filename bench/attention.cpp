@@ -14,6 +14,7 @@
 #include <kvq/attention/reference.hpp>
 #include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/schemes/token_rows.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -307,6 +308,12 @@ int main(int argc, char** argv) {
     schemes list;
     add(list, "fp16", kvq::make_formats<kvq::full<kvq::float16>>());
     add(list, "int8", kvq::make_formats<kvq::int8>());
+    for (const char* const name : {"fp8", "nvfp4", "mxfp8", "q8_0", "q4_0"}) {
+        const kvq::row_layout& rows = kvq::row_layout_named(name);
+        if (rows.channels > 0 && s.head_dim % rows.channels != 0) continue;
+        const kvq::format f = kvq::make_format<kvq::simd<>>(kvq::token_rows(rows));
+        add(list, rows.name, {f, f});
+    }
     add(list, "affine-4-g64", kvq::make_formats<kvq::affine<4, kvq::per_token<64>>>());
     add(list, "kivi-4-g64", kvq::make_formats<kvq::kivi<4, 64>>());
     add(list, "kivi-4-g128", kvq::make_formats<kvq::kivi<4, 128>>());
