@@ -1590,6 +1590,30 @@ void check_apart() {
     refused(c.gpu.step_down(ids, tiers, c.stream), "cannot become int8/");
     CHECK(c.gpu.bytes_in_use() == bytes, "a refused request has changed pages");
     compare(c, p, "apart, refused", 0);
+    // A fork whose values have changed has pages of its own, of which a range that names the other's pages
+    // changes none. The CPU's forks still share the keys.
+    ok(c.gpu.commit_to("kivi-4-g32"));
+    const cuda::sequence_id one[] = {c.gpu.new_sequence()};
+    c.write(r, keys, values);
+    ok(c.gpu.begin_prompt(one[0], 4 + 3 * page + 40, c.stream));
+    for (int layer = 0; layer < layers; ++layer)
+        ok(c.gpu.append(layer, c.rows(c.k, layer, 4 + 3 * page + 40), c.rows(c.v, layer, 4 + 3 * page + 40),
+                        c.stream));
+    cuda::sequence_id two;
+    ok(c.gpu.fork(one[0], two, c.stream));
+    ok(c.gpu.requantize(one, {.format = "/int8"}, c.stream));
+    ok(c.gpu.erase(two, 4, 4 + page));
+    const cuda::sequence_id forks[] = {one[0], two};
+    requantize_report done;
+    ok(c.gpu.requantize(forks, {.format = "int8", .first_token = 4, .last_token = 4 + page}, c.stream,
+                        &done));
+    kvq::sequence away = c.cpu.new_sequence();
+    ok(cuda::offload(c.gpu, one[0], away, c.stream));
+    const auto& table = kvq::detail::sequence_access::tables(away)[0];
+    CHECK(done.pages == 2 && table[1].pages[0]->format == 2 && table[2].pages[0]->format == 1 &&
+              table[2].pages[1]->format == 2,
+          "%zu pages changed, keys have formats %d and %d", done.pages, table[1].pages[0]->format,
+          table[2].pages[0]->format);
 }
 
 /// Pages of the device in host memory: prefixes of what it has read, without formats of the CPU.
