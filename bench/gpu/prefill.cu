@@ -1,6 +1,6 @@
 // A prompt's attention: chunks of new tokens over a long context in one format.
 //
-//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 5: the rows of one format; with
+//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 7: the rows of one format; with
 //                                                      -DHEAD_DIM=256 or 512, too
 //
 // 32 query heads, 8 kv heads, head_dim 128 or HEAD_DIM, one sequence, fp16 tensors. 4 sinks and a recent
@@ -29,6 +29,10 @@ using namespace kvq;
 #define HEAD_DIM 128
 #endif
 constexpr int heads = 8, q_heads = 32, dim = HEAD_DIM, page_tokens = 64, sinks = 4, recent = 128;
+
+/// Rows of tokens in the bytes of other systems.
+template <int Layout>
+using row_pair = cuda::block_pair<rows_of<Layout>, rows_of<Layout>, dim, page_tokens>;
 
 float16* random_numbers(std::size_t n) {
     float16* numbers = nullptr;
@@ -282,8 +286,12 @@ int main(int argc, char** argv) {
 #elif PART == 4
     for (const char* const name : {"mix4", "mix4-plan"})
         rows<cuda::preset_pair<mix4, dim, page_tokens>>(name, json, quick, baseline);
-#else
+#elif PART == 5
     for (const char* const name : {"low2", "low2-plan"})
         rows<cuda::preset_pair<low2, dim, page_tokens>>(name, json, quick, baseline);
+#elif PART == 6
+    rows<row_pair<row_layout_number("fp8")>>("fp8", json, quick, baseline);
+#else
+    rows<row_pair<row_layout_number("nvfp4")>>("nvfp4", json, quick, baseline);
 #endif
 }

@@ -453,6 +453,10 @@ int main() {
     check_store<f<full<float16>, full<bfloat16>, 48, 24, 40>, float>("fp16 and bf16 from float, page 24");
     check_store<f<hadamard<affine<4, per_token<>>>, affine<4, per_token<32>>, 128, 64>, float16>(
         "4 bit, keys behind Hadamard");
+    check_store<f<rows_of<row_layout_number("fp8")>, rows_of<row_layout_number("nvfp4")>, 64, 32>, float16>(
+        "fp8 and nvfp4");
+    check_store<f<rows_of<row_layout_number("mxfp4")>, rows_of<row_layout_number("q8_0")>, 96, 16>, bfloat16>(
+        "mxfp4 and q8_0, page 16");
     check_store<f<rotated<affine<3, per_token<20>>>, hadamard<affine<8, per_token<>>, 16, 9>, 72, 24, 48>,
                 bfloat16>("rotated keys, Hadamard before values, odd shape");
     using w128 = f<full<float16>, full<float16>, 128, 64>;

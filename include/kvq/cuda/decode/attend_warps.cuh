@@ -122,9 +122,14 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
         float scores[keys::tiles][Rows4][4];
         warp_tile_factors<values, Rows4> factors;
         if (!rare || present) {
+            float unit = 1.0f;
+            if constexpr (reads_rows<keys>) {
+                unit = keys::prepare(at, id, tensor_scale<tensor::key>(a.cache));
+                __syncwarp();
+            }
             score_warp_tile(scores, folded, query_at, memory::query_stride, at, in_page,
                             memory::warp_tiles_of_step == 1 || in_step == 0, key_head, row_query, id);
-            scale_scores<keys, Rows4>(scores, at, id, tensor_scale<tensor::key>(a.cache));
+            scale_scores<keys, Rows4>(scores, at, id, unit);
             add_bands<memory::bands>(scores,
                                      at_warp.ring + static_cast<std::uint32_t>(slot * memory::slot_bytes),
                                      at_warp.band, id);

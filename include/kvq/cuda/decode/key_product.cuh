@@ -439,29 +439,28 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4],
 }
 
 /// Scores of all tiles of the warp tile at `slot`, laid out as those of score_tile, times the scales of their
-/// tokens, if keys have them beside the parameters of channels. tensor_scale: of rows of tokens.
+/// tokens, if keys have them beside the parameters of channels. unit: of rows of tokens.
 template <class WarpTile, int Rows4>
 __device__ __forceinline__ void scale_scores([[maybe_unused]] float (&scores)[WarpTile::tiles][Rows4][4],
                                              [[maybe_unused]] std::uint32_t slot,
                                              [[maybe_unused]] const lane_id& id,
-                                             [[maybe_unused]] float tensor_scale) {
+                                             [[maybe_unused]] float unit) {
     constexpr bool rows = reads_rows<WarpTile>;
     if constexpr (!WarpTile::mixed)
         if constexpr (rows || WarpTile::has_token_scales)
 #pragma unroll
             for (int tile = 0; tile < WarpTile::tiles; ++tile) {
-                const int token = tile * WarpTile::tile_height + smaller(4 * id.g, WarpTile::tile_height - 4);
-                float scale[4];
-                if constexpr (rows) {
-#pragma unroll
-                    for (int r = 0; r < 4; ++r)
-                        scale[r] = WarpTile::token_factor(slot, token + r, tensor_scale);
-                } else {
-                    const float4 f = WarpTile::token_scales(slot, 0, token);
-                    constexpr float unit = 1.0f / WarpTile::scale_lift;
-                    scale[0] = f.x * unit, scale[1] = f.y * unit, scale[2] = f.z * unit,
-                    scale[3] = f.w * unit;
+                [[maybe_unused]] const int token =
+                    tile * WarpTile::tile_height + smaller(4 * id.g, WarpTile::tile_height - 4);
+                float4 f{unit, unit, unit, unit};
+                float of_all = 1.0f;
+                if constexpr (!rows) {
+                    f = WarpTile::token_scales(slot, 0, token);
+                    of_all = 1.0f / WarpTile::scale_lift;
+                } else if constexpr (WarpTile::has_token_factors) {
+                    f = WarpTile::token_factors(slot, token);
                 }
+                const float scale[4] = {f.x * of_all, f.y * of_all, f.z * of_all, f.w * of_all};
 #pragma unroll
                 for (int n = 0; n < Rows4; ++n)
 #pragma unroll

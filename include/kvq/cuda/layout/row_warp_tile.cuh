@@ -35,8 +35,10 @@ struct row_warp_tile : code_warp_tile<Role, values_like<Pair>, Tokens, false> {
     static constexpr int quarter_bytes = row_bytes / 4;  // of a lane's channels of keys
     static constexpr int load_bytes = quarter_bytes % 16 == 0 ? 16 : quarter_bytes % 8 == 0 ? 8 : 4;
     static constexpr int number_bytes = Tokens * row_bytes, scales_at = number_bytes,
-                         halves_at = round_up(scales_at + Tokens * scale_count, 16);
-    static constexpr int bytes = round_up(halves_at + (key ? 0 : Tokens * scale_count * 2), 16),
+                         halves_at = round_up(scales_at + Tokens * scale_count, 16),
+                         factors_at = round_up(
+                             halves_at + (key && !reader::by_exponent ? 0 : Tokens * scale_count * 2), 16);
+    static constexpr int bytes = factors_at + (key && reader::by_exponent ? Tokens * 4 : 0),
                          slot_bytes = bytes;
 
     static constexpr const char* no_tile = []() -> const char* {
@@ -100,45 +102,19 @@ struct row_warp_tile : code_warp_tile<Role, values_like<Pair>, Tokens, false> {
             for_value_pairs<Tile>(at, id, f);
     }
 
-    /// Of keys: what the scores of a token are multiplied by.
-    __device__ __forceinline__ static float token_factor(std::uint32_t at, int token, float tensor_scale) {
-        float factor = reader::unit * tensor_scale;
-        if constexpr (reader::by_exponent) factor *= power_of_exponent(largest_of_token(at, token));
-        return factor;
-    }
-    /// Of values: makes half floats of the scales, and returns what the products of the warp tile are
-    /// multiplied by. All lanes; they see each other's half floats behind __syncwarp().
+    static constexpr bool has_token_factors = key && reader::by_exponent;
+    /// Makes half floats of the scales, for all lanes behind the next __syncwarp(). Returns what the products
+    /// are multiplied by; of keys that do not have token_factors().
     __device__ __forceinline__ static float prepare(std::uint32_t at, const lane_id& id, float tensor_scale) {
         float factor = reader::unit * tensor_scale;
-        if constexpr (reader::scaled) {
-            std::uint32_t largest = 0;
-            if constexpr (reader::by_exponent) {
-#pragma unroll 1
-                for (int i = id.lane; i < Tokens * scale_count; i += warp_size)
-                    largest = reader::larger_exponent(largest, scale_code(at, i));
-                largest = __reduce_max_sync(~0u, largest);
-                factor *= power_of_exponent(largest);
-            }
-#pragma unroll
-            for (int first = 0; first < Tokens / 2; first += warp_size) {
-                const int pair = first + id.lane;
-                if (Tokens / 2 % warp_size != 0 && pair >= Tokens / 2) break;
-#pragma unroll
-                for (int s = 0; s < scale_count; ++s) {
-                    const std::uint32_t a = scale_code(at, 2 * pair * scale_count + s),
-                                        b = scale_code(at, (2 * pair + 1) * scale_count + s);
-                    std::uint32_t halves;
-                    if constexpr (reader::by_exponent)
-                        halves = __byte_perm(reader::scale_halves(a, largest),
-                                             reader::scale_halves(b, largest), 0x5410);
-                    else
-                        halves = halves_of_e4m3<0>(a | b << 8);
-                    store_word(at + static_cast<std::uint32_t>(halves_at + s * Tokens * 2 + 4 * pair),
-                               halves);
-                }
-            }
-        }
+        if constexpr (has_token_factors)
+            prepare_keys(at, id, factor);
+        else if constexpr (!key && reader::scaled)
+            factor *= prepare_values(at, id);
         return factor;
+    }
+    __device__ __forceinline__ static float4 token_factors(std::uint32_t at, int token) {
+        return load_parameters<float>(at + static_cast<std::uint32_t>(factors_at + 4 * token));
     }
 
     /// Zeroes what tokens of values outside [from, to) hold.
@@ -168,12 +144,53 @@ private:
     __device__ __forceinline__ static float power_of_exponent(std::uint32_t exponent) {
         return e8m0::to_float(static_cast<std::uint8_t>(exponent));
     }
-    __device__ __forceinline__ static std::uint32_t largest_of_token(std::uint32_t at, int token) {
-        std::uint32_t largest = 0;
+    /// Half floats of keys: [tokens][scales].
+    __device__ __forceinline__ static void prepare_keys(std::uint32_t at, const lane_id& id, float factor) {
 #pragma unroll
-        for (int s = 0; s < scale_count; ++s)
-            largest = reader::larger_exponent(largest, scale_code(at, token * scale_count + s));
-        return largest;
+        for (int first = 0; first < Tokens; first += warp_size) {
+            const int token = first + id.lane;
+            if (Tokens % warp_size != 0 && token >= Tokens) break;
+            std::uint32_t code[scale_count], largest = 0;
+#pragma unroll
+            for (int s = 0; s < scale_count; ++s) {
+                code[s] = scale_code(at, token * scale_count + s);
+                largest = reader::larger_exponent(largest, code[s]);
+            }
+#pragma unroll
+            for (int s = 0; s < scale_count; ++s)
+                store_half_word(at + static_cast<std::uint32_t>(halves_at + 2 * (token * scale_count + s)),
+                                static_cast<std::uint16_t>(reader::scale_halves(code[s], largest)));
+            store_word(at + static_cast<std::uint32_t>(factors_at + 4 * token),
+                       __float_as_uint(factor * power_of_exponent(largest)));
+        }
+    }
+    /// Those of values: [scale][tokens]. Returns the power of two that they are relative to.
+    __device__ __forceinline__ static float prepare_values(std::uint32_t at, const lane_id& id) {
+        std::uint32_t largest = 0;
+        if constexpr (reader::by_exponent) {
+#pragma unroll
+            for (int i = 0; i < ceil_div(Tokens * scale_count, warp_size); ++i)
+                largest = reader::larger_exponent(
+                    largest, scale_code(at, smaller(i * warp_size + id.lane, Tokens * scale_count - 1)));
+            largest = __reduce_max_sync(~0u, largest);
+        }
+        constexpr int pairs_of_scale = Tokens / 2, all = pairs_of_scale * scale_count;
+#pragma unroll
+        for (int i = 0; i < ceil_div(all, warp_size); ++i) {
+            const int number = i * warp_size + id.lane;
+            if (all % warp_size != 0 && number >= all) break;
+            const int pair = number % pairs_of_scale, s = number / pairs_of_scale;
+            const std::uint32_t a = scale_code(at, 2 * pair * scale_count + s),
+                                b = scale_code(at, (2 * pair + 1) * scale_count + s);
+            std::uint32_t halves;
+            if constexpr (reader::by_exponent)
+                halves =
+                    __byte_perm(reader::scale_halves(a, largest), reader::scale_halves(b, largest), 0x5410);
+            else
+                halves = halves_of_e4m3<0>(a | b << 8);
+            store_word(at + static_cast<std::uint32_t>(halves_at + s * Tokens * 2 + 4 * pair), halves);
+        }
+        return reader::by_exponent ? power_of_exponent(largest) : 1.0f;
     }
 
     /// Words of the numbers in shared memory.
@@ -196,10 +213,13 @@ private:
         constexpr int height = Tile + 1 == tiles ? last_height : tile_height, words = load_bytes / 4,
                       word_pairs = reader::word_channels / 2;
         const int token = Tile * tile_height + smaller(4 * id.g, height - 4);
-        std::uint32_t largest[4] = {};
-        if constexpr (reader::by_exponent)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) largest[r] = largest_of_token(at, token + r);
+        [[maybe_unused]] std::uint32_t scale[4];  // of the four tokens, for the channels at hand
+        // Channels of a lane that share a scale, from its quarter's first one on.
+        constexpr int quarter = dim / 4, channels_of_scale = [] {
+            int n = rows_type::channels;
+            while (n > 0 && quarter % n != 0) n /= 2;
+            return larger(n, reader::word_channels);
+        }();
         static_for<quarter_bytes / load_bytes>([&](auto vector) {
             constexpr int V = decltype(vector)::value;
             std::uint32_t rows[4][words];
@@ -209,19 +229,28 @@ private:
                            at + place((token + r) * row_bytes + id.t * quarter_bytes + V * load_bytes));
             static_for<words>([&](auto word) {
                 constexpr int W = decltype(word)::value, in_quarter = V * words + W;
+                if constexpr (reader::scaled && in_quarter * reader::word_channels % channels_of_scale == 0) {
+                    const int of_row =
+                        (id.t * (dim / 4) + in_quarter * reader::word_channels) / rows_type::channels;
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        const int number = (token + r) * scale_count + of_row;
+                        if constexpr (reader::by_exponent)
+                            scale[r] =
+                                load_shared_2(at + static_cast<std::uint32_t>(halves_at + 2 * number)) *
+                                0x10001u;
+                        else
+                            scale[r] = halves_of_e4m3<0>(scale_code(at, number) * 0x0101u);
+                    }
+                }
                 std::uint32_t halves[4][word_pairs];
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
                     reader::of_word(rows[r][W], halves[r]);
-                    if constexpr (reader::scaled) {
-                        const int s =
-                            (id.t * (dim / 4) + in_quarter * reader::word_channels) / rows_type::channels;
-                        const std::uint32_t scale =
-                            reader::scale_halves(scale_code(at, (token + r) * scale_count + s), largest[r]);
+                    if constexpr (reader::scaled)
 #pragma unroll
                         for (int i = 0; i < word_pairs; ++i)
-                            halves[r][i] = multiply_halves(halves[r][i], scale);
-                    }
+                            halves[r][i] = multiply_halves(halves[r][i], scale[r]);
                 }
                 static_for<word_pairs / 2>([&](auto pair) {
                     constexpr int I = 2 * decltype(pair)::value, U = in_quarter * word_pairs + I;

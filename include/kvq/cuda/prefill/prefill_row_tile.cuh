@@ -44,67 +44,39 @@ struct row_cells {
         __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int, int, int)
             : tensor_scale(detail::tensor_scale<Role>(cache)) {}
     };
-    float tensor_scale;
-    std::uint32_t word[count][words];
-    std::uint32_t scale[count][scales + 1];  // codes, a byte each
-
     __device__ __forceinline__ explicit row_cells(const lane_channel& own) : tensor_scale(own.tensor_scale) {}
 
+    /// Words of blocks that are in shared memory are read by store().
     template <class Source>
     __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int warp, int lane) {
-        const bool any = source.any(tile);
+        if constexpr (!Source::shared)
 #pragma unroll
-        for (int n = 0; n < count; ++n) {
-#pragma unroll
-            for (int k = 0; k < words; ++k) word[n][k] = 0;
-#pragma unroll
-            for (int k = 0; k < scales; ++k) scale[n][k] = 0;
-            if (!any) continue;
-            const piece own(n, warp, lane);
-            const auto block = source.block(source.page(tile, own.token), own.token);
-            const int token = (tile.first + own.token) % page;
-            if constexpr (key) {
-                const auto from =
-                    block.from(static_cast<std::size_t>(token * row_bytes + own.channel / (fours ? 2 : 1)));
-                if constexpr (fours) {
-                    word[n][0] = from.template get<4>(0);
-                } else {
-                    const uint2 both = from.two(0);
-                    word[n][0] = both.x, word[n][1] = both.y;
-                }
-                if constexpr (reader::scaled)
-                    scale[n][0] =
-                        block.template get<1>(scales_at + token * scale_count + own.channel / S::channels);
-            } else {
-                const auto from =
-                    block.from(static_cast<std::size_t>(token * row_bytes + own.channel / (fours ? 2 : 1)));
-#pragma unroll
-                for (int k = 0; k < 8; ++k) word[n][k] = from.template get < fours ? 2 : 4 > (k * row_bytes);
-                if constexpr (reader::scaled)
-#pragma unroll
-                    for (int k = 0; k < 8; ++k)
-                        scale[n][k / 4] |= block.template get<1>(scales_at + (token + k) * scale_count +
-                                                                 own.channel / S::channels)
-                                           << 8 * (k % 4);
-            }
-        }
+            for (int n = 0; n < count; ++n) words_of[n].load(source, tile, piece(n, warp, lane));
     }
 
     template <class Source>
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
                                           std::uint32_t, int warp, int lane) const {
-#pragma unroll
-        for (int n = 0; n < count; ++n) {
+        const auto one = [&](int n, const piece_words& own_words) {
             const piece own(n, warp, lane);
-            const bool exists = all_exist || own.exists;
-            if constexpr (key) {
-                store_key(to, own, n, exists);
-            } else {
-                // All lanes: they ask each other.
-                const std::uint32_t existing =
-                    source.existing(tile, own.token & ~(slice_tokens - 1)) >> own.token % slice_tokens;
-                store_values(to, own, n, exists, existing & 0xffu);
+            if constexpr (key)
+                store_key(to, own, own_words);
+            else  // all lanes: they ask each other
+                store_values(
+                    to, own, own_words,
+                    source.existing(tile, own.token & ~(slice_tokens - 1)) >> own.token % slice_tokens &
+                        0xffu);
+        };
+        if constexpr (Source::shared) {
+#pragma unroll(key ? 2 : 1)
+            for (int n = 0; n < count; ++n) {
+                piece_words own_words;
+                own_words.load(source, tile, piece(n, warp, lane));
+                one(n, own_words);
             }
+        } else {
+#pragma unroll
+            for (int n = 0; n < count; ++n) one(n, words_of[n]);
         }
     }
 
@@ -120,6 +92,40 @@ private:
         }
     };
 
+    struct piece_words {
+        std::uint32_t word[words] = {}, scale[scales + 1] = {};  // scale: codes, a byte each
+
+        template <class Source>
+        __device__ __forceinline__ void load(const Source& source, const tile_tokens& tile,
+                                             const piece& own) {
+            if (!source.any(tile)) return;
+            const auto block = source.block(source.page(tile, own.token), own.token);
+            const int token = (tile.first + own.token) % page,
+                      group = own.channel / kvq::detail::larger(1, S::channels);
+            const auto from =
+                block.from(static_cast<std::size_t>(token * row_bytes + own.channel / (fours ? 2 : 1)));
+            if constexpr (!key) {
+#pragma unroll
+                for (int k = 0; k < 8; ++k) word[k] = from.template get < fours ? 2 : 4 > (k * row_bytes);
+            } else if constexpr (fours) {
+                word[0] = from.template get<4>(0);
+            } else {
+                const uint2 both = from.two(0);
+                word[0] = both.x, word[1] = both.y;
+            }
+            if constexpr (reader::scaled) {
+#pragma unroll
+                for (int k = 0; k < scales; ++k) scale[k] = 0;
+#pragma unroll
+                for (int k = 0; k < (key ? 1 : 8); ++k)
+                    scale[k / 4] |= block.template get<1>(scales_at + (token + k) * scale_count + group)
+                                    << 8 * (k % 4);
+            }
+        }
+    };
+    float tensor_scale;
+    piece_words words_of[count];
+
     /// The scale of a code.
     __device__ __forceinline__ float step(std::uint32_t code) const {
         constexpr float unit = fours ? 64.0f : 1.0f;
@@ -131,75 +137,81 @@ private:
             return half_bits_to_float(static_cast<std::uint16_t>(halves_of_e4m3<0>(code))) *
                    (tensor_scale * unit);
     }
-    struct factor {
-        std::uint32_t high, low;
-        /// Of two steps.
-        __device__ __forceinline__ factor(float a, float b) : high(pack_halves<float16>(a, b)), low(0) {
-            if constexpr (key && !reader::scaled)
-                low = pack_halves<float16>(a - unpack_half<float16, 0>(high),
-                                           b - unpack_half<float16, 1>(high));
+    /// Times two steps.
+    template <int N>
+    __device__ __forceinline__ void multiply(std::uint32_t (&x)[N], float a, float b) const {
+        const std::uint32_t high = pack_halves<float16>(a, b);
+        if constexpr (!reader::scaled) {
+            if (tensor_scale == 1.0f) return;
+            // The same for all scores: what it loses by being rounded would not average out.
+            const std::uint32_t low =
+                pack_halves<float16>(a - unpack_half<float16, 0>(high), b - unpack_half<float16, 1>(high));
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = multiply_add_halves(x[i], high, multiply_halves(x[i], low));
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = multiply_halves(x[i], high);
         }
-        __device__ __forceinline__ std::uint32_t times(std::uint32_t x) const {
-            if constexpr (key && !reader::scaled)
-                return multiply_add_halves(x, high, multiply_halves(x, low));
-            else
-                return multiply_halves(x, high);
-        }
-    };
+    }
 
-    __device__ __forceinline__ void store_key(std::uint32_t to, const piece& own, int n, bool exists) const {
-        const float own_step = step(scale[n][0]);
-        const factor f(own_step, own_step);
-        std::uint32_t bytes[2] = {word[n][0], word[n][words - 1]}, x[4];
+    __device__ __forceinline__ void store_key(std::uint32_t to, const piece& own,
+                                              const piece_words& w) const {
+        std::uint32_t bytes[2] = {w.word[0], w.word[words - 1]}, x[4];
         if constexpr (fours) {
-            const std::uint32_t even = reader::lower(word[n][0]), odd = reader::upper(word[n][0]);
+            const std::uint32_t even = reader::lower(w.word[0]), odd = reader::upper(w.word[0]);
             bytes[0] = __byte_perm(even, odd, 0x5140);
             bytes[1] = __byte_perm(even, odd, 0x7362);
         }
         reader::of_bytes(bytes[0], x[0], x[1]);
         reader::of_bytes(bytes[1], x[2], x[3]);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) x[k] = f.times(x[k]);
-        if (exists)
+        const float own_step = step(w.scale[0]);
+        multiply(x, own_step, own_step);
+        if (all_exist || own.exists)
             store_shared_16(
                 to + octet_offset<Stride>(own.token, own.channel / 8),
                 {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
     }
 
-    __device__ __forceinline__ void store_values(std::uint32_t to, const piece& own, int n, bool exists,
+    __device__ __forceinline__ void store_values(std::uint32_t to, const piece& own, const piece_words& w,
                                                  std::uint32_t existing) const {
-        // Rows 4 q to 4 q + 3 of the tile; the lane's first one is the one that differs from those of the
-        // other lanes.
+        // The lane's four rows, from the one on that differs from those of other lanes.
         const unsigned turn = static_cast<unsigned>(own.channel >> 3) & 3u;
-        std::uint32_t x[4][4];  // of channels turn, turn + 1, ... modulo 4: 8 tokens
+        const auto bytes_of =
+            [](unsigned first) {  // of two words, for __byte_perm: channels first, first + 1
+                const unsigned second = first + 1 & 3u;
+                first &= 3u;
+                return first | (first + 4) << 4 | second << 8 | (second + 4) << 12;
+            };
+        [[maybe_unused]] const unsigned front = bytes_of(turn), back = bytes_of(turn + 2);
+        std::uint32_t x[4][4];  // of 8 tokens, two in a word: channels turn, turn + 1, ... modulo 4
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            std::uint32_t a = word[n][2 * k], b = word[n][2 * k + 1];
+            const std::uint32_t a = w.word[2 * k], b = w.word[2 * k + 1];
+            std::uint32_t two[4];
             if constexpr (fours) {
-                a = (a * 0x10001u) >> 4 * turn;
-                b = (b * 0x10001u) >> 4 * turn;
-                const std::uint32_t joined = __byte_perm(a, b, 0x5140);
-                reader::of_bytes(reader::lower(joined), x[0][k], x[2][k]);
-                reader::of_bytes(reader::upper(joined), x[1][k], x[3][k]);
+                const std::uint32_t joined =
+                    __byte_perm(a * 0x10001u >> 4 * turn, b * 0x10001u >> 4 * turn, 0x5140);
+                reader::of_bytes(reader::lower(joined), two[0], two[2]);
+                reader::of_bytes(reader::upper(joined), two[1], two[3]);
             } else {
-                const unsigned second = turn + 1 & 3u, third = turn + 2 & 3u, fourth = turn + 3 & 3u;
-                reader::of_bytes(__byte_perm(a, b, turn | (turn + 4) << 4 | second << 8 | (second + 4) << 12),
-                                 x[0][k], x[1][k]);
-                reader::of_bytes(
-                    __byte_perm(a, b, third | (third + 4) << 4 | fourth << 8 | (fourth + 4) << 12), x[2][k],
-                    x[3][k]);
+                reader::of_bytes(__byte_perm(a, b, front), two[0], two[1]);
+                reader::of_bytes(__byte_perm(a, b, back), two[2], two[3]);
             }
-            float steps[2];
+            const auto code = [&](int token) {
+                return reader::scaled ? w.scale[token / 4 % (scales + 1)] >> 8 * (token % 4) & 0xffu : 0u;
+            };
+            multiply(two, step(code(2 * k)), step(code(2 * k + 1)));
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                steps[j] = step(reader::scaled ? scale[n][k / 2] >> 8 * (2 * k % 4 + j) & 0xffu : 0u);
-            const factor f(steps[0], steps[1]);
-            const std::uint32_t shown =
-                (existing >> 2 * k & 1u ? 0xffffu : 0u) | (existing >> 2 * k & 2u ? 0xffff0000u : 0u);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) x[i][k] = f.times(x[i][k]) & shown;
+            for (int i = 0; i < 4; ++i) x[i][k] = two[i];
         }
-        if (exists)
+        if (existing != 0xffu)  // weights of other tokens are 0, but their bytes may be no numbers
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    x[i][k] &=
+                        (existing >> 2 * k & 1u ? 0xffffu : 0u) | (existing >> 2 * k & 2u ? 0xffff0000u : 0u);
+        if (all_exist || own.exists)
 #pragma unroll
             for (unsigned i = 0; i < 4; ++i)
                 store_shared_16(

@@ -17,9 +17,9 @@
 
 #include "../../core/token_view.hpp"
 #include "../layout/latent_pair.cuh"
+#include "../layout/row_pieces.cuh"
 #include "kept_tensors.hpp"
 #include "quantize_grid.cuh"
-#include "quantize_rows.cuh"
 #include "quantize_tiles.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {

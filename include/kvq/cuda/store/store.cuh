@@ -9,12 +9,13 @@
 // sequence, each warp takes one. 32 tokens that fill 32 slots in a row are quantized as a tile, others one by
 // one (store_tile.cuh, store_token.cuh); only the bits of their own codes are changed, so tokens of a call
 // may share bytes.
-// Tokens behind a transform are stored one by one, a head by a warp.
+// Tokens behind a transform are stored one by one, a head by a warp; rows of tokens: store_rows.cuh.
 // Contract: a page whose slots have all been written holds the bytes that the CPU writes for the same tokens.
 #pragma once
 
 #include "../layout/latent_pair.cuh"
 #include "../layout/transform_row.cuh"
+#include "store_rows.cuh"
 #include "store_token.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -319,6 +320,17 @@ status launch_store(const store_tensor<T>& keys, const store_tensor<T>& values, 
 
 }  // namespace detail
 
+namespace detail {
+/// Do tokens have all that they need in their own bytes and those of others' codes?
+template <class S>
+inline constexpr bool takes_tokens = [] {
+    if constexpr (token_row_scheme<S>)
+        return true;
+    else
+        return word_traits<S>::token_parameters;
+}();
+}  // namespace detail
+
 /// Stores token i of k and v at mapping[i] (device memory); negative slots skip. k: [n][kv_heads][head_dim],
 /// v likewise with value_dim, of latents 0 tokens; any strides, channels contiguous. not_finite, if given,
 /// adds up NaN and infinities.
@@ -326,8 +338,8 @@ template <class Pair, class T>
 status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const token_view<const T>& v,
              const long long* mapping, unsigned* not_finite, cudaStream_t stream) noexcept {
     constexpr bool values_too = detail::has_values<Pair>;
-    static_assert(detail::word_traits<typename Pair::keys>::token_parameters &&
-                      (!values_too || detail::word_traits<typename Pair::values>::token_parameters),
+    static_assert(detail::takes_tokens<typename Pair::keys> &&
+                      (!values_too || detail::takes_tokens<typename Pair::values>),
                   "kvq::cuda::store: schemes with parameters per channel are quantized a page at a time; "
                   "store into 16-bit "
                   "window pages and use commit_full_pages or requantize_pages");
@@ -346,30 +358,35 @@ status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const t
     if (k.tokens == 0) return {};
     if (k.data == nullptr || (values_too && v.data == nullptr) || mapping == nullptr)
         return detail::bad_value("k, v or mapping is a null pointer");
-    const detail::store_tensor<T> keys{cache.key_pages, cache.key_page_bytes, k.data, k.token_stride,
-                                       k.head_stride},
-        values{cache.value_pages, cache.value_page_bytes, v.data, v.token_stride, v.head_stride};
-    if constexpr (detail::pair_turns<coded>) {
-        const dim3 grid(static_cast<unsigned>(kvq::detail::ceil_div(k.tokens, detail::store_warps)),
-                        static_cast<unsigned>(cache.kv_heads), 2);
-        return detail::launch("launching store", detail::overlap::yes, detail::store_turned_kernel<coded, T>,
-                              grid, detail::store_threads, 0, stream, detail::as_pair<coded>(cache), keys,
-                              values, mapping, not_finite, k.tokens);
-    } else if constexpr (detail::is_latent_pair<Pair>) {
-        status result = detail::launch_store<typename Pair::first_coded>(keys, values, mapping, not_finite,
-                                                                         k.tokens, 1, stream);
-        if constexpr (Pair::second_channels > 0) {
-            detail::store_tensor<T> rotary = keys;
-            rotary.pages += Pair::second_block;
-            rotary.from += Pair::first_channels;
-            if (result)
-                result = detail::launch_store<typename Pair::second_coded>(rotary, values, mapping,
-                                                                           not_finite, k.tokens, 1, stream);
-        }
-        return result;
+    if constexpr (detail::stores_rows<Pair>) {
+        return detail::store_token_rows(cache, k, v, mapping, not_finite, stream);
     } else {
-        return detail::launch_store<coded>(keys, values, mapping, not_finite, k.tokens, cache.kv_heads,
-                                           stream);
+        const detail::store_tensor<T> keys{cache.key_pages, cache.key_page_bytes, k.data, k.token_stride,
+                                           k.head_stride},
+            values{cache.value_pages, cache.value_page_bytes, v.data, v.token_stride, v.head_stride};
+        if constexpr (detail::pair_turns<coded>) {
+            const dim3 grid(static_cast<unsigned>(kvq::detail::ceil_div(k.tokens, detail::store_warps)),
+                            static_cast<unsigned>(cache.kv_heads), 2);
+            return detail::launch("launching store", detail::overlap::yes,
+                                  detail::store_turned_kernel<coded, T>, grid, detail::store_threads, 0,
+                                  stream, detail::as_pair<coded>(cache), keys, values, mapping, not_finite,
+                                  k.tokens);
+        } else if constexpr (detail::is_latent_pair<Pair>) {
+            status result = detail::launch_store<typename Pair::first_coded>(keys, values, mapping,
+                                                                             not_finite, k.tokens, 1, stream);
+            if constexpr (Pair::second_channels > 0) {
+                detail::store_tensor<T> rotary = keys;
+                rotary.pages += Pair::second_block;
+                rotary.from += Pair::first_channels;
+                if (result)
+                    result = detail::launch_store<typename Pair::second_coded>(
+                        rotary, values, mapping, not_finite, k.tokens, 1, stream);
+            }
+            return result;
+        } else {
+            return detail::launch_store<coded>(keys, values, mapping, not_finite, k.tokens, cache.kv_heads,
+                                               stream);
+        }
     }
 }
 

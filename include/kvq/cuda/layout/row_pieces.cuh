@@ -7,7 +7,7 @@
 // Contract: the bytes of token_rows::quantize, padding included.
 #pragma once
 
-#include "../layout/row_numbers.cuh"
+#include "row_numbers.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 

@@ -1,0 +1,59 @@
+// New tokens into pages of rows of tokens (schemes/token_rows.hpp): a thread quantizes what shares a scale.
+//
+// Contract: the bytes of token_rows::quantize for these tokens; the other bytes of the page stay.
+#pragma once
+
+#include "../../core/token_view.hpp"
+#include "../layout/launch.cuh"
+#include "../layout/row_pieces.cuh"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+
+/// Pairs whose keys and values are rows of tokens.
+template <class Pair>
+inline constexpr bool stores_rows =
+    token_row_scheme<typename Pair::keys>&& token_row_scheme<typename Pair::values>;
+
+inline constexpr int store_rows_threads = 128;
+
+template <class Pair, class T>
+__global__ void __launch_bounds__(store_rows_threads)
+    store_rows_kernel(const __grid_constant__ cache_ref<Pair> cache, token_view<const T> k,
+                      token_view<const T> v, const long long* mapping, unsigned* not_finite) {
+    const auto store = [&]<tensor Role>(std::integral_constant<tensor, Role>, const token_view<const T>& x) {
+        using pieces = row_pieces<scheme_of<Role, Pair>>;
+        constexpr block_shape shape = shape_of<Role, Pair>;
+        constexpr int of_row = pieces::of(shape);
+        const auto i = static_cast<long long>(blockIdx.x) * store_rows_threads + threadIdx.x;
+        const int piece = static_cast<int>(i % of_row), head = static_cast<int>(i / of_row % x.heads);
+        const long long token = i / of_row / x.heads;
+        if (token >= x.tokens) return;
+        const long long slot = mapping[token];
+        if (slot < 0) return;
+        const T* const from = x.at(static_cast<int>(token), head);
+        const unsigned bad =
+            pieces::quantize(own_scheme<Role>(cache), shape,
+                             cache.template block<Role>(static_cast<int>(slot / Pair::page_tokens), head),
+                             static_cast<int>(slot % Pair::page_tokens), piece,
+                             [&](int channel) { return to_float(from[channel]); });
+        if (bad != 0 && not_finite != nullptr) atomicAdd(not_finite, bad);
+    };
+    if (blockIdx.y == 0)
+        store(std::integral_constant<tensor, tensor::key>{}, k);
+    else
+        store(std::integral_constant<tensor, tensor::value>{}, v);
+}
+
+template <class Pair, class T>
+status store_token_rows(const cache_ref<Pair>& cache, const token_view<const T>& k,
+                        const token_view<const T>& v, const long long* mapping, unsigned* not_finite,
+                        cudaStream_t stream) noexcept {
+    constexpr int most = kvq::detail::larger(row_pieces<typename Pair::keys>::of(Pair::key_shape()),
+                                             row_pieces<typename Pair::values>::of(Pair::value_shape()));
+    const long long threads = static_cast<long long>(k.tokens) * k.heads * most;
+    const dim3 grid(static_cast<unsigned>((threads + store_rows_threads - 1) / store_rows_threads), 2);
+    return launch("launching store", overlap::no, store_rows_kernel<Pair, T>, grid, store_rows_threads, 0,
+                  stream, cache, k, v, mapping, not_finite);
+}
+
+}}}  // namespace kvq::cuda::detail
