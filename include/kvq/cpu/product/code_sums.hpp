@@ -178,22 +178,26 @@ struct code_target {
 template <vector_form Form, class Lanes, bool Whole, bool Scale, bool Bias, int Vectors>
 class row_finish {
 public:
-    KVQ_INLINE explicit row_finish(const code_target& target)
-        : to_(target),
-          has_scale_(Scale && (Whole || to_.row_scale)),
-          has_bias_(Bias && (Whole || to_.row_bias)) {
+    KVQ_INLINE explicit row_finish(const code_target& to)
+        : y_(to.y),
+          y_stride_(to.y_stride),
+          rows_(to.rows),
+          scalars_(to.scalars),
+          add_(to.add),
+          has_scale_(Scale && (Whole || to.row_scale)),
+          has_bias_(Bias && (Whole || to.row_bias)) {
         KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) {
             scale_[v] = Lanes::splat_float(1.0f);
             bias_[v] = Lanes::splat_float(0.0f);
-            if (has_scale_) scale_[v] = load_rows<Lanes>(to_.row_scale + v * Lanes::width, left(v));
-            if (has_bias_) bias_[v] = load_rows<Lanes>(to_.row_bias + v * Lanes::width, left(v));
+            if (has_scale_) scale_[v] = load_rows<Lanes>(to.row_scale + v * Lanes::width, left(v));
+            if (has_bias_) bias_[v] = load_rows<Lanes>(to.row_bias + v * Lanes::width, left(v));
         }
     }
     /// The sums of operand i.
     KVQ_INLINE void write(int i, const typename Lanes::ints* high, const typename Lanes::ints* low) const {
-        const fold_scalars& s = to_.scalars[i];
-        float* const out = to_.y + i * to_.y_stride;
+        const fold_scalars& s = scalars_[i];
+        float* const out = y_ + i * y_stride_;
         KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) {
             auto y = Lanes::to_floats(high[v]);
@@ -204,7 +208,7 @@ public:
             // fuse with the sum.
             if (has_scale_) y = Lanes::rounded_product(y, scale_[v]);
             if (has_bias_) y = Lanes::multiply_add(bias_[v], Lanes::splat_float(s.sum), y);
-            if (to_.add) y = Lanes::add(y, load_rows<Lanes>(out + v * Lanes::width, left(v)));
+            if (add_) y = Lanes::add(y, load_rows<Lanes>(out + v * Lanes::width, left(v)));
             if (Whole || left(v) >= Lanes::width)
                 Lanes::store_floats(out + v * Lanes::width, y);
             else if (left(v) > 0)
@@ -214,12 +218,16 @@ public:
 
 private:
     KVQ_INLINE int left(int v) const {
-        return Whole ? Lanes::width : detail::smaller(to_.rows - v * Lanes::width, Lanes::width);
+        return Whole ? Lanes::width : detail::smaller(rows_ - v * Lanes::width, Lanes::width);
     }
 
-    // A copy that no store can alias.
-    code_target to_;
-    bool has_scale_, has_bias_;
+    // Fields that no store can alias: a wide copy of a target that narrow stores have just written would
+    // stall.
+    float* y_;
+    std::ptrdiff_t y_stride_;
+    int rows_;
+    const fold_scalars* scalars_;
+    bool add_, has_scale_, has_bias_;
     typename Lanes::floats scale_[Vectors], bias_[Vectors];
 };
 
