@@ -123,6 +123,14 @@ void list_of_layers(kvq::cuda::cache& model, const kvq::cuda::cache_options& opt
     if (!s) std::puts(s.message);
 }
 
+void best_pages(kvq::cuda::cache& cache, int layer, const kvq::token_view<const kvq::float16>& k,
+                const kvq::token_view<const kvq::float16>& v, const kvq::token_view<const kvq::float16>& q,
+                const kvq::token_view<kvq::float16>& out, cudaStream_t stream) {
+    using namespace kvq;
+    cuda::status s;
+    s = cache.attend(layer, k, v, q, out, {.selected_tokens = 4096}, stream);
+}
+
 void selected_tokens(kvq::cuda::cache& cache, int index, int layer,
                      const kvq::token_view<const kvq::float16>& index_k,
                      const kvq::token_view<const kvq::float16>& index_q, const float* weights, int* positions,
