@@ -54,8 +54,10 @@ __global__ void __launch_bounds__(32)
             if (of_lane.any())
                 static_for<octets::batches>([&](auto batch) {
                     octets own_octets;
-                    own_octets.template fetch<ahead, decltype(batch)::value>(of_lane, lane);
-                    own_octets.template store<ahead, decltype(batch)::value>(places, table, lane);
+                    own_octets.template fetch<ahead, decltype(batch)::value, 0>(of_lane, table, lane);
+                    if constexpr (octets::direct) copy_commit();
+                    own_octets.template wait<0>();
+                    own_octets.template store<ahead, decltype(batch)::value, 0>(places, table, lane);
                 });
             octets::places(places, to, start + ahead, lane);
             if (!key) octets::hide(places, of_lane.existing, lane);

@@ -165,7 +165,14 @@ __device__ __forceinline__ void leave_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::producer_registers));
 }
 
-/// Makes this thread's stores to shared memory visible to products.
+/// The lane, read anew: as a number of the whole kernel it would be spilled where registers are few.
+__device__ __forceinline__ int read_lane() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+/// Makes stores to shared memory, this thread's and those that it knows of by a barrier, visible to products.
 __device__ __forceinline__ void publish_to_products() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

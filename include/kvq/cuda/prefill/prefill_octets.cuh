@@ -44,9 +44,9 @@ struct octet_batch {
     static constexpr bool row_parameters = cells::row_parameters,
                           column_parameters = cells::column_parameters,
                           row_token_scales = cells::row_token_scales, token_scales = cells::token_scales;
-    /// Do columns share halves that a lane loads itself?
+    /// Do columns share halves that are copied as they are, past registers?
     static constexpr bool direct = [] {
-        if constexpr (column_parameters)
+        if constexpr (column_parameters && !cells::has_token_scales && cells::tables == 1)
             return set_type::exact;
         else
             return false;
@@ -69,8 +69,10 @@ struct octet_batch {
     }
     static constexpr int lines = local_line(traits::plane_count);
 
-    uint4 word[cells_of_batch][lines];                                                // of four rows
-    [[no_unique_address]] std::conditional_t<direct, uint4[sets][2], no_set> shared;  // scales, biases
+    /// So many batches may be under way: registers, and places for their scales and biases, suffice.
+    static constexpr int slot_bytes = sets * 128, most_ahead = direct && sets == 1 && lines == 1 ? 4 : 2;
+
+    uint4 word[cells_of_batch][lines];  // of four rows
     [[no_unique_address]] std::conditional_t<column_parameters && !direct, set_type[sets][tables], no_set>
         of_columns;
     [[no_unique_address]] std::conditional_t<row_parameters, set_type[cells_of_batch], no_set> of_rows;
@@ -142,28 +144,16 @@ struct octet_batch {
         }
         /// Is any of its tokens held?
         __device__ __forceinline__ bool any() const { return tokens.any >= 0; }
-        /// Goes to the strip so many channels further.
-        template <int Channels>
-        __device__ __forceinline__ void next() {
-            const unsigned number = key ? Channels : ((row + Channels) / group - row / group) * page;
-            (key ? column : row) += Channels;
-            static_for<planes>([&](auto plane) {
-                constexpr int p = decltype(plane)::value;
-#pragma unroll
-                for (int i = 0; i < blocks; ++i)
-                    words[p][i] +=
-                        key ? Channels / columns_of_line(p) * height * 4 : Channels * cells::row_words * 4;
-            });
-#pragma unroll
-            for (int i = 0; i < blocks; ++i) parameters[i] += number * 2;
-        }
     };
 
     /// Batch `Batch` of the strip `Ahead` strips behind that of the tile; Ahead: an even number. What the
-    /// compiler knows becomes part of instructions.
-    template <int Ahead, int Batch>
-    __device__ __forceinline__ void fetch(const lane_tile& tile, int lane) {
+    /// compiler knows becomes part of instructions. Direct: scales and biases go to slot `Slot` of the warp's
+    /// table, and the lane's next group of copies has them (copy_commit).
+    template <int Ahead, int Batch, int Slot>
+    __device__ __forceinline__ void fetch(const lane_tile& tile, [[maybe_unused]] std::uint32_t table,
+                                          int lane) {
         const unsigned row = tile.row, column = tile.column;
+        if constexpr (direct) __syncwarp();  // what the slot had is read
         constexpr int behind_rows = key ? 0 : Ahead * 32, behind_columns = key ? Ahead * 32 : 0;
 #pragma unroll
         for (int i = 0; i < cells_of_batch; ++i) {
@@ -189,13 +179,15 @@ struct octet_batch {
                         64 % group == 0 ? (key ? cell_rows : behind_rows + 32 * cell) / group
                         : key           ? (token + cell_rows) / group - token / group
                                         : (row + behind_rows + 32 * cell) / group - row / group;
-                    const block_in_memory own{tile.parameters[own_block] +
-                                              sets_behind * (key ? cells::shape.dim : page) * 2};
-                    shared[i / cells_of_set][0] =
-                        own.four(static_cast<int>(traits::scale_offset(cells::shape)) + behind_columns * 2);
-                    if constexpr (traits::has_bias)
-                        shared[i / cells_of_set][1] = own.four(
-                            static_cast<int>(traits::bias_offset(cells::shape)) + behind_columns * 2);
+                    const std::byte* const own = tile.parameters[own_block] +
+                                                 sets_behind * (key ? cells::shape.dim : page) * 2 +
+                                                 behind_columns * 2;
+                    // 64 bytes each: lanes 0 to 3 copy scales, 4 to 7 biases.
+                    if (lane < (traits::has_bias ? 8 : 4))
+                        copy_async(table + static_cast<std::uint32_t>(Slot * slot_bytes +
+                                                                      i / cells_of_set * 128 + lane * 16),
+                                   own + (lane < 4 ? traits::scale_offset(cells::shape)
+                                                   : traits::bias_offset(cells::shape)));
                 }
             }
             // What goes through the table: a lane has a column or a row.
@@ -221,7 +213,14 @@ struct octet_batch {
 
     /// Waits until what was fetched is there. To be called before the next batch is asked for: one counter of
     /// a warp has the loads of both, and would be waited for until all of them are there.
-    __device__ __forceinline__ void wait() const { wait_for(word[cells_of_batch - 1][lines - 1].w); }
+    template <int Behind>
+    __device__ __forceinline__ void wait() const {
+        wait_for(word[cells_of_batch - 1][lines - 1].w);
+        if constexpr (direct) {
+            copy_wait<Behind>();
+            __syncwarp();
+        }
+    }
 
     /// Where a lane's four rows of a strip stand in the tile at `to`: octet_offset(). Tiles start on 128
     /// bytes, and the next rows flip bits.
@@ -253,7 +252,7 @@ struct octet_batch {
     }
     /// Dequantizes what was fetched, of a strip `Ahead` strips behind that of the places. `table`: of this
     /// warp.
-    template <int Ahead, int Batch>
+    template <int Ahead, int Batch, int Slot>
     __device__ __forceinline__ void store(const std::uint32_t (&place)[4], std::uint32_t table,
                                           int lane) const {
         constexpr int behind = key ? Ahead / 2 * (Stride * 128) : Ahead * 32 * 128;
@@ -264,7 +263,8 @@ struct octet_batch {
                 fill_table(table, set, lane);
                 __syncwarp();
             }
-            const octet_parameters columns = of_octet(table, set, lane);
+            const octet_parameters columns =
+                of_octet(table + static_cast<std::uint32_t>(direct ? Slot * slot_bytes : 0), set, lane);
             static_for<cells_of_set>([&](auto of_cell) {
                 constexpr int i = decltype(of_cell)::value, cell = set * cells_of_set + i;
                 const row_parameters_of_four rows = of_rows_of_lane(table, i, lane);
@@ -322,8 +322,9 @@ private:
         octet_parameters p{};
         const std::uint32_t at = table + static_cast<std::uint32_t>((lane & 3) * 16);
         if constexpr (direct) {
-            p.scale = shared[set][0];
-            if constexpr (traits::has_bias) p.bias = shared[set][1];
+            const std::uint32_t own = at + static_cast<std::uint32_t>(set * 128);
+            p.scale = load_shared_16(own);
+            if constexpr (traits::has_bias) p.bias = load_shared_16(own + 64);
         } else if constexpr (column_parameters) {
             const std::uint32_t own = at + (tables == 2 && lane >= slice_tokens ? 256u : 0u);
             p.scale = load_shared_16(own);

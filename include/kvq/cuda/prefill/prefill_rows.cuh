@@ -158,29 +158,59 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
     }
 }
 
-/// Scores to weights, in place; factor: what earlier sums and outputs are multiplied by. scale: of scores, in
-/// powers of two.
+/// The greatest of `top` and of a thread's scores of row r.
 template <int N>
+__device__ __forceinline__ float greatest(const float (&s)[N], int r, float top) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+    return top;
+}
+/// The greatest of a row's four lanes.
+__device__ __forceinline__ float greatest_of_lanes(float top) {
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    return fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+}
+
+/// Scores to weights of row r, in place, where `top` is the greatest score up to now; factor: what earlier
+/// sums and outputs are multiplied by. scale: of scores, in powers of two.
+template <int N>
+__device__ __forceinline__ void weigh_row(float (&s)[N], row_pair& rows, float (&factor)[2], float scale,
+                                          int r, float top) {
+    const float raised = top == -INFINITY ? 0.0f : top * scale;
+    factor[r] =
+        exp2_fast((rows.max[r] - (top == -INFINITY ? 0.0f : top)) * scale);  // 1 if nothing was raised
+    rows.max[r] = top;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        s[i + 2 * r] = exp2_fast(fmaf(s[i + 2 * r], scale, -raised));
+        s[i + 2 * r + 1] = exp2_fast(fmaf(s[i + 2 * r + 1], scale, -raised));
+        sum += s[i + 2 * r] + s[i + 2 * r + 1];
+    }
+    rows.sum[r] = rows.sum[r] * factor[r] + sum;
+}
+
+/// Both rows. Rarely: a row's lanes compare their maxima only where one of the warp's rows has a new one. Few
+/// tiles do, and shuffles wait behind stores to shared memory.
+template <bool Rarely, int N>
 __device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, float (&factor)[2], float scale) {
+    if constexpr (Rarely) {
+        float top[2];
+        bool raised = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float top = rows.max[r];
-#pragma unroll
-        for (int i = 0; i < N; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        const float raised = top == -INFINITY ? 0.0f : top * scale;
-        factor[r] =
-            exp2_fast((rows.max[r] - (top == -INFINITY ? 0.0f : top)) * scale);  // 1 if nothing was raised
-        rows.max[r] = top;
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            s[i + 2 * r] = exp2_fast(fmaf(s[i + 2 * r], scale, -raised));
-            s[i + 2 * r + 1] = exp2_fast(fmaf(s[i + 2 * r + 1], scale, -raised));
-            sum += s[i + 2 * r] + s[i + 2 * r + 1];
+        for (int r = 0; r < 2; ++r) {
+            top[r] = greatest(s, r, rows.max[r]);
+            raised = raised || top[r] > rows.max[r];
         }
-        rows.sum[r] = rows.sum[r] * factor[r] + sum;
+        if (__any_sync(0xffffffffu, raised))
+#pragma unroll
+            for (float& x : top) x = greatest_of_lanes(x);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) weigh_row(s, rows, factor, scale, r, top[r]);
+    } else {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            weigh_row(s, rows, factor, scale, r, greatest_of_lanes(greatest(s, r, rows.max[r])));
     }
 }
 

@@ -7,10 +7,11 @@
 //              both blocks' tiles, two stages each
 //   consumers  warpgroups 2 and 3, 64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
 //
-//   256, 512 channels   tiles of 64 tokens; two warps produce keys, two values, and words come right from
-//                       pages. 256: a block dequantizes half of the channels. 512: blocks of 64 rows without
-//                       clusters, since copies of twice the size take longer than to dequantize the tile;
-//                       each consumer has 256 channels of the output, and all scores
+//   256, 512 channels   tiles of 64 tokens; words come right from pages. 256: two warps produce keys, two
+//                       values, and a block dequantizes half of the channels. 512: four warps each, blocks of
+//                       64 rows, no clusters, since copies of twice the size take longer than to dequantize
+//                       the tile; each consumer has the scores of 32 tokens of a tile, both get all weights
+//                       through shared memory, and have 256 channels of the output each
 //
 // Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory, 16384 values
 // dequantized, 32 KB to the other block and as much from it, 4.2 M products (2048 cycles). Keys and values
@@ -20,7 +21,7 @@
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
 
-#include "prefill_wgmma_memory.cuh"
+#include "prefill_consumers.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -130,19 +131,20 @@ private:
         copy_new_tile<Role, key ? tile : channels, key ? channels : tile, role_warps>(
             from, block.kv_head, first, count, own_half(s), warp, lane);
     }
-    /// All tiles of a part. The words of a batch are under way while the one before is dequantized; blocks of
-    /// the next tile come to the second-level cache.
+    /// All tiles of a part. As soon as a batch is dequantized, its registers are asked for what they hold
+    /// next; blocks of the next tile come to the second-level cache.
     template <class Part>
     __device__ __forceinline__ void wide_pages(const Part& part, const token_range& range, bool sinks) {
         using pair = typename Part::pair_type;
         using octets = octet_batch<Role, pair, key ? tile : Dim>;
-        constexpr int count = shape::passes * octets::batches;  // of a unit
-        static_assert(count % 2 == 0 && role_warps % 2 == 0);
+        constexpr int of_unit = shape::passes * octets::batches, of_tile = shape::units * of_unit;
+        constexpr int ahead = kvq::detail::smaller(octets::most_ahead, of_tile);  // batches under way
+        static_assert(of_tile % ahead == 0 && role_warps % 2 == 0);
         const auto page_at = [&](int first) {
             return page_of_lane(part, block.sequence, first, range.end, tile, lane);
         };
         const int strip = place.rank * shape::share + warp;  // the first of every unit
-        int first = range.first, unit = 0;
+        int first = range.first;
         const auto tile_of = [&](int page) {
             return
                 typename octets::lane_tile(part.cache, block.kv_head, first,
@@ -150,60 +152,55 @@ private:
         };
         // Numbers of pages are asked for two tiles ahead.
         auto own = tile_of(page_at(first));
-        int next_page = page_at(first + tile), page_behind = -1;
-        octets batches[2];
-        const auto fetch_first = [&] {
-            if (first < range.end && own.any()) batches[0].template fetch<0, 0>(own, lane);
+        int next_page = page_at(first + tile);
+        octets batches[ahead];
+        const auto fetch = [&](auto number) {  // a batch of a tile, by its number
+            constexpr int n = decltype(number)::value;
+            if (first < range.end && own.any())
+                batches[n % ahead]
+                    .template fetch<n / octets::batches * role_warps, n % octets::batches, n % ahead>(
+                        own, table(), lane);
+            if constexpr (octets::direct) copy_commit();
         };
-        const auto next_unit = [&] {
-            if (++unit < shape::units) {
-                own.template next<shape::unit_channels>();
-            } else {
-                unit = 0;
-                first += tile;
-                own = tile_of(next_page);
-                next_page = page_behind;
-            }
-            fetch_first();
-        };
-        fetch_first();
+        static_for<ahead>(fetch);
 #pragma unroll 1
         while (first < range.end) {
-            if (unit == 0) page_behind = page_at(first + 2 * tile);
-            const wgmma_stage s = next_stage();
-            if (unit == 0) {
-                if (key && warp == 0)
-                    note_tile(s, part.cache.first_token + first, own.tokens.count, own.held(), sinks);
-                if (shape::cluster == 1 && warp == role_warps - 1) prefetch_blocks(part.cache, next_page);
-            }
+            const int page_behind = page_at(first + 2 * tile);
             const std::uint32_t existing = own.existing;
-            if (own.any()) {
+            const bool any = own.any();
+            static_for<shape::units>([&](auto unit) {
+                constexpr int u = decltype(unit)::value;
+                const wgmma_stage s = next_stage();
+                if constexpr (u == 0) {
+                    if (key && warp == 0)
+                        note_tile(s, part.cache.first_token + first, own.tokens.count, own.held(), sinks);
+                    if (shape::cluster == 1 && warp == role_warps - 1) prefetch_blocks(part.cache, next_page);
+                }
                 std::uint32_t places[4];
                 octets::places(places, key ? s.keys : s.values, strip, lane);
-                static_for<count>([&](auto number) {
-                    constexpr int n = decltype(number)::value, next = n + 1;
-                    batches[n % 2].wait();
-                    if constexpr (next < count)
-                        batches[next % 2]
-                            .template fetch<next / octets::batches * role_warps, next % octets::batches>(
-                                own, lane);
-                    else
-                        next_unit();
-                    wait_for(places[0]);  // the loads come before what follows
-                    batches[n % 2].template store<n / octets::batches * role_warps, n % octets::batches>(
-                        places, table(), lane);
+                static_for<of_unit>([&](auto number) {
+                    constexpr int k = decltype(number)::value, n = u * of_unit + k;
+                    if (any) {
+                        batches[n % ahead].template wait<ahead - 1>();
+                        batches[n % ahead]
+                            .template store<k / octets::batches * role_warps, k % octets::batches, n % ahead>(
+                                places, table(), lane);
+                    }
+                    if constexpr (n + ahead == of_tile) {
+                        first += tile;
+                        own = tile_of(next_page);
+                        next_page = page_behind;
+                    }
+                    fetch(std::integral_constant<int, (n + ahead) % of_tile>{});
                 });
-            } else {
-                next_unit();
-            }
-            if (!key && existing != 0xffffffffu)
+                if (!key && existing != 0xffffffffu)
 #pragma unroll 1
-                for (int pass = 0; pass < shape::passes; ++pass) {
-                    std::uint32_t places[4];
-                    octets::places(places, s.values, strip + pass * role_warps, lane);
-                    octets::hide(places, existing, lane);
-                }
-            share(s);
+                    for (int pass = 0; pass < shape::passes; ++pass) {
+                        octets::places(places, s.values, strip + pass * role_warps, lane);
+                        octets::hide(places, existing, lane);
+                    }
+                share(s);
+            });
         }
     }
     /// Blocks of the next tile to the second-level cache. page: of lane i, of its tokens 16 i on.
@@ -297,7 +294,8 @@ private:
     }
     /// This half is there: the other block of the cluster gets a copy, and this one waits for the other half.
     __device__ __forceinline__ void share(const wgmma_stage& s) const {
-        publish_to_products();
+        // Wide: consumers publish it. Here the fence would wait for the words that are under way.
+        if constexpr (!wide) publish_to_products();
         __syncwarp();
         if constexpr (shape::cluster == 1) {
             if (lane == 0) barrier_arrive(key ? s.full_keys : s.full_values);
@@ -306,6 +304,7 @@ private:
         wait_at_barrier(key ? 1 : 2, role_warps * 32);
         if (warp != role_warps - 1 || lane != 0) return;
         constexpr int copies = key && !wide ? Dim / 64 : 1, bytes = half_tile * Dim * 2 / copies;
+        if constexpr (wide) publish_to_products();  // to copies
         const std::uint32_t barrier = key ? s.full_keys : s.full_values, from = own_half(s);
         const int other = place.rank ^ 1;
         const std::uint32_t to = place_in(other, from), there = place_in(other, barrier);
@@ -317,152 +316,6 @@ private:
         }
     }
 };
-
-template <int Dim, bool Softcap, class Args>
-__device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block& block,
-                                              const wgmma_place& place, int tiles, int group) {
-    using memory = wgmma_memory<Dim>;
-    using shape = wgmma_shape<Dim>;
-    constexpr int tile_tokens = shape::tile, own_channels = shape::unit_channels, units = shape::units;
-    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
-    const int g = lane / 4, t = lane % 4;
-    const int first_row = units > 1 ? 0 : group * 64, first_channel = units > 1 ? group * own_channels : 0;
-    const int own_row = place.rank * shape::rows + first_row + warp * 16 + g;  // and 8 rows further
-    std::uint32_t q =
-        operand_at(place.tiles + static_cast<std::uint32_t>(memory::query + first_row * Dim * 2));
-    // Positions of both rows.
-    int position[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-        position[r] = block.history + a.newest_of_row(block.first_row + own_row + 8 * r);
-
-    float o[own_channels / 2], factor[2];
-    std::uint32_t p[tile_tokens / 4] = {};
-    row_pair rows;
-    const float scale = Softcap ? 1.0f : a.scale;
-
-    // Every tile has its own scores: their registers would otherwise stay taken between tiles, which spills
-    // others.
-    using tile_scores = float[tile_tokens / 2];
-    const auto key_stage = [&](int tile, int unit) {
-        return wgmma_stage::of(place, (tile * units + unit) % shape::key_stages, memory{});
-    };
-    const auto value_stage = [&](int tile) {  // of this warpgroup's channels
-        return wgmma_stage::of(place, (units > 1 ? group : tile) % shape::value_stages, memory{});
-    };
-    const auto wait_for_keys = [&](int tile, int unit) {
-        barrier_wait(key_stage(tile, unit).full_keys,
-                     static_cast<std::uint32_t>((tile * units + unit) / shape::key_stages) & 1u);
-    };
-    const auto wait_for_values = [&](int tile, const wgmma_stage& stage) {
-        barrier_wait(stage.full_values,
-                     static_cast<std::uint32_t>(units > 1 ? tile : tile / shape::value_stages) & 1u);
-    };
-    const auto ask_scores = [&](int tile, const wgmma_stage& first, tile_scores& s) {
-        static_for<units>([&](auto unit) {
-            constexpr int u = decltype(unit)::value, steps = own_channels / 16;
-            const wgmma_stage stage = u > 0 ? key_stage(tile, u) : first;
-            if constexpr (u > 0) wait_for_keys(tile, u);
-            const std::uint32_t k = operand_at(stage.keys);
-            asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
-            products_begin();
-            static_for<steps>([&](auto step) {
-                constexpr int i = decltype(step)::value, of_row = u * steps + i;
-                multiply_shared<of_row != 0>(s, operand(q, of_row / 4 * 64 * 128 + i % 4 * 32),
-                                             operand(k, i / 4 * tile_tokens * 128 + i % 4 * 32));
-            });
-            products_commit();
-        });
-    };
-    const auto ask_output = [&](const wgmma_stage& stage) {
-        const std::uint32_t v = operand_at(stage.values);
-        products_begin();
-        static_for<tile_tokens / 16>([&](auto step) {
-            constexpr int i = decltype(step)::value, at_once = kvq::detail::smaller(own_channels, 128);
-            static_for<own_channels / at_once>([&](auto part) {
-                constexpr int n = decltype(part)::value * at_once;  // the first channel
-                multiply_registers(reinterpret_cast<float(&)[at_once / 2]>(o[n / 2]), p[4 * i], p[4 * i + 1],
-                                   p[4 * i + 2], p[4 * i + 3],
-                                   operand(v, (i / 4 * own_channels + n) * 128 + i % 4 * 32));
-            });
-        });
-        products_commit();
-    };
-    const auto weigh = [&](const tile_note& note, tile_scores& s) {
-        mask_scores<Softcap>(a, block, note, position, t, s);
-        softmax_step(s, rows, factor, scale);
-    };
-    const auto pack = [&](const tile_scores& s) {
-#pragma unroll
-        for (int i = 0; i < tile_tokens / 4; ++i) p[i] = pack_halves<float16>(s[2 * i], s[2 * i + 1]);
-    };
-    const auto done_with = [&](std::uint32_t barrier) {  // of a stage that all of the cluster write to
-        __syncwarp();
-        if constexpr (shape::cluster > 1) {
-            if (lane < 2) barrier_arrive_cluster(place_in(lane, barrier));
-        } else if (lane == 0) {
-            barrier_arrive(barrier);
-        }
-    };
-    // Of the newest scores, behind which `Behind` groups of products were asked for.
-    const auto wait_for_scores = [&]<int Behind>(int tile, const wgmma_stage& first, tile_scores& s,
-                                                 std::integral_constant<int, Behind>) {
-        static_for<units>([&](auto unit) {
-            constexpr int u = decltype(unit)::value;
-            products_wait<units - 1 - u + Behind>();
-            if constexpr (u == units - 1) products_there(s);
-            done_with((u > 0 ? key_stage(tile, u) : first).free_keys);
-        });
-    };
-
-#pragma unroll
-    for (float& x : o) x = 0.0f;
-    if (tiles == 0) return finish_rows<Dim>(a, block, own_row, t, rows, scale, o, first_channel);
-    {
-        const wgmma_stage first = key_stage(0, 0);
-        wait_for_keys(0, 0);
-        const tile_note note = tile_note::load(first.note);
-        tile_scores s;
-        ask_scores(0, first, s);
-        wait_for_scores(0, first, s, std::integral_constant<int, 0>{});
-        weigh(note, s);
-        pack(s);
-    }
-#pragma unroll 1
-    for (int tile = 1; tile < tiles; ++tile) {
-        const wgmma_stage now = key_stage(tile, 0), before = value_stage(tile - 1);
-        wait_for_keys(tile, 0);
-        const tile_note note = tile_note::load(now.note);
-        tile_scores s;
-        ask_scores(tile, now, s);
-        wait_for_values(tile - 1, before);
-        ask_output(before);
-        wait_for_scores(tile, now, s, std::integral_constant<int, 1>{});
-        weigh(note, s);
-        products_there(s);
-        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are
-        // never below zero), so that the softmax is over before the wait. The wait itself has no condition:
-        // all warps of a warpgroup must take the same one.
-        const bool raised = __any_sync(
-            0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f));
-        products_wait_behind<0>(raised);
-        products_there(o);
-        if (raised)
-#pragma unroll
-            for (int i = 0; i < own_channels / 2; ++i) o[i] *= factor[i / 2 % 2];
-        done_with(before.free_values);
-        pack(s);
-    }
-    {
-        const wgmma_stage last = value_stage(tiles - 1);
-        wait_for_values(tiles - 1, last);
-        ask_output(last);
-        products_wait<0>();
-        products_there(o);
-    }
-
-    finish_rows<Dim>(a, block, own_row, t, rows, scale, o, first_channel);
-}
 
 #endif
 
@@ -503,7 +356,8 @@ __global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>)
     if (warp < shape::producer_warps) {
         leave_registers<shape>();
         const auto produce = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
-            tile_producer<Role, Dim, Args> producer{a, block, place, warp % shape::role_warps, lane};
+            tile_producer<Role, Dim, Args> producer{a, block, place, warp % shape::role_warps,
+                                                    shape::wide ? read_lane() : lane};
             each_part(a, [&](const auto& part) { producer.pages(part); });
             producer.new_tokens();
         };

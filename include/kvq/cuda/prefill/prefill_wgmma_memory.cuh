@@ -23,13 +23,18 @@ struct wgmma_shape {
     /// A stage holds a unit: all tokens of a tile, and so many channels. Where a warpgroup has no registers
     /// for all channels of the output, both have the same rows, and a unit of values each.
     static constexpr int unit_channels = kvq::detail::smaller(Dim, 256), units = Dim / unit_channels;
-    static constexpr int key_stages = units > 1 ? 3 : 2, value_stages = 2;
+    static constexpr int key_stages = 2, value_stages = 2;
     static constexpr int rows = 128 / units, cluster_rows = cluster * rows;  // rows: of a block
-    static constexpr int role_warps = wide ? 2 : 4;  // produce keys; as many produce values
+    static constexpr int role_warps = Dim == 256 ? 2 : 4;  // produce keys; as many produce values
     static constexpr int producer_warps = 2 * role_warps, consumer_warps = 8;
     static constexpr int threads = 32 * (producer_warps + consumer_warps);
     /// Of a thread, in all those of a multiprocessor; with fewer, products of wide tiles do not overlap.
-    static constexpr int consumer_registers = wide ? 208 : 192, producer_registers = wide ? 88 : 64;
+    static constexpr int consumer_registers = Dim == 256 ? 208
+                                              : wide     ? 176
+                                                         : 192,
+                         producer_registers = Dim == 256 ? 88
+                                              : wide     ? 80
+                                                         : 64;
     /// Wide: 32 channels of a tile are a warp's cells at a time. Of those of a unit, a block of a cluster has
     /// its share, which a role's warps take one after the other.
     static constexpr int share = unit_channels / 32 / cluster, passes = share / role_warps;
@@ -44,7 +49,10 @@ struct wgmma_memory {
     static constexpr int unit_bytes = shape::tile * shape::unit_channels * 2;
     static constexpr int keys = query + query_bytes, values = keys + shape::key_stages * unit_bytes;
     static constexpr int slots_at = values + shape::value_stages * unit_bytes;
-    static constexpr int tables = slots_at + (shape::wide ? 0 : 2 * block_slots * block_slot_bytes);
+    /// Weights of two tiles, where the warpgroups of consumers have half of the tokens each.
+    static constexpr int weights = slots_at + (shape::wide ? 0 : 2 * block_slots * block_slot_bytes),
+                         weight_bytes = shape::rows * shape::tile * 2;
+    static constexpr int tables = weights + (shape::units > 1 ? 2 * weight_bytes : 0);
     // Notes and barriers of the stages, barriers of the slots.
     static constexpr int key_table = shape::wide ? octet_table_bytes : key_table_bytes,
                          value_table = shape::wide ? octet_table_bytes : value_table_bytes;
@@ -52,7 +60,10 @@ struct wgmma_memory {
     static constexpr int stage_bytes = static_cast<int>(sizeof(tile_note)) + 32;
     static constexpr int stages = kvq::detail::larger(shape::key_stages, shape::value_stages);
     static constexpr int slot_barriers = control + stages * stage_bytes;
-    static constexpr int bytes = slot_barriers + 2 * block_slots * 8;
+    /// [warpgroup of consumers][row], floats.
+    static constexpr int maxima = slot_barriers + 2 * block_slots * 8;
+    static constexpr int bytes = maxima + (shape::units > 1 ? 2 * shape::rows * 4 : 0);
+    static_assert(bytes <= 227 * 1024);
 };
 
 #if KVQ_WARPGROUP_PRODUCTS
