@@ -2,7 +2,8 @@
 // one of half floats.
 //
 //   numbers   [tokens][row bytes], one run of bytes of the page
-//   scales    [tokens][scales of a token], another one; of values also as half floats, [scale][tokens]
+//   scales    [tokens][scales of a token], another one; also as half floats: of values [scale][tokens], of
+//             keys whose scales are powers of two [tokens][scales]
 //
 // Keys and values lie in the same way: a word holds channels of one token. Products take channels of keys and
 // tokens of values along their sum, so words of values are joined with those of the next token, byte by byte.
