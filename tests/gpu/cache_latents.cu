@@ -255,6 +255,9 @@ struct history {
         }
         return size == 0.0 ? error : std::sqrt(error / size);
     }
+    static const kvq::detail::page_table& tables_of(const pair& p, int layer) {
+        return kvq::detail::sequence_access::tables(p.host)[static_cast<std::size_t>(layer)];
+    }
     /// Attention of the last n tokens of the rows that a begin has named.
     void attend(const std::vector<pair*>& rows, int n) {
         const int layer = any(0, c.count() - 2), all = n * static_cast<int>(rows.size()),
@@ -273,7 +276,12 @@ struct history {
                 const int tokens = of == nullptr ? 5 : of->host.tokens();
                 lists[i].push_back(any(0, 9) == 0 ? any(0, 1) * (tokens + 1) - 1 : any(0, tokens - 1));
             }
-        const bool with_sinks = listed && any(0, 1) == 0;
+        // Learned sinks would count in a launch that has tokens of the row alone.
+        bool moved_keys = false;
+        for (const pair* const p : rows)
+            for (int i = 0; p != nullptr && i < tables_of(*p, layer).size(); ++i)
+                moved_keys = moved_keys || tables_of(*p, layer)[i].shift != 0;
+        const bool with_sinks = listed && any(0, 1) == 0 && !moved_keys;
         const test::device_buffer<int> selected_list(lists[0]), window_list(lists[1]);
         const test::device_buffer<float> logits(
             std::vector<float>(static_cast<std::size_t>(c.q_heads), 1.5f));

@@ -137,6 +137,9 @@ inline status cache::attend_lists(int layer, const query_view& q, const output_v
                                  describe(layer).c_str());
     if (status s = check_waiting(layer); !s) return s;
     if (status s = detail::check_lists(lists, g.shape.kv_heads); !s) return s;
+    if (runs_of(layer) > 1 && lists.sink_logits != nullptr)
+        return detail::bad_value("%s: keys have moved, and logits of sinks are for keys in their place",
+                                 describe(layer).c_str());
     const int rows = step_.rows, n = lists.query_tokens, width = g.shape.dim(tensor::value);
     if (n < 1 || q.tokens != 1LL * rows * n || lists.behind != 0 || lists.places)
         return detail::bad_value(
@@ -170,7 +173,6 @@ inline status cache::attend_lists(int layer, const query_view& q, const output_v
             query_view queries = part(q);
             output_view to = part(out);
             list_options o = slice;
-            if (r > 0) o.sink_logits = nullptr;
             if (status s = chain_run(layer, r, queries, to, o, slice.query_tokens, stream); !s) return s;
             if (status s = g.format.functions->attend_lists(
                     g.view(member_of(layer), rows, runs == 1 ? -1 : r), queries, to, o, scratch_.as<>(),
