@@ -10,12 +10,17 @@
 //   KL        KL divergence of the weights on the pages that were read from those on all pages, nats:
 //             -log(kept), mean
 //   error     |o' - o| / |o| over all outputs
+//   hits      with --resident: of the quantized pages that were read, those that a kv head holds if it holds as
+//             many as that share of its pages at the end: the ones that it has read last (the resident slots
+//             of caches on a device, select/resident_pages.cuh). The first query's are not counted. With
+//             --queries 256 queries are neighbours
 //   of bound  largest |o' - o| of a channel over the bound: share left out * largest |value|, and 1e-6 of it
 //             for float sums
 // Exit status 1: an output is outside of its bound, or more weights were left out than asked for.
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
+#include <deque>
 #include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <nlohmann/json.hpp>
@@ -28,6 +33,26 @@ namespace {
 struct settings {
     int page_tokens = kvq::default_page_tokens, sinks = 4, recent = 32, queries = 32;
     bool json = false;
+};
+
+/// The pages that a kv head has read last, by number.
+struct held_last {
+    std::size_t room = 0;
+    std::deque<int> pages;  // the last one first
+    std::int64_t hits = 0, read = 0;
+
+    void read_page(int page, bool counts) {
+        const auto at = std::find(pages.begin(), pages.end(), page);
+        if (counts) {
+            ++read;
+            hits += at != pages.end();
+        }
+        if (at != pages.end())
+            pages.erase(at);
+        else if (pages.size() == room)
+            pages.pop_back();
+        pages.push_front(page);
+    }
 };
 
 struct outputs {
@@ -115,6 +140,21 @@ public:
         }
         return kept / dump_.q.heads;
     }
+    /// Quantized pages when all tokens are there, of one head.
+    int last_pages() const {
+        return std::max(1, (dump_.k.tokens - settings_.sinks - settings_.recent) / settings_.page_tokens);
+    }
+    /// Reads the chosen pages that are quantized. held: [kv_heads]
+    void read_chosen(const std::vector<kvq::chosen_tokens>& chosen, std::vector<held_last>& held,
+                     bool counts) const {
+        const kvq::layer_pages pages = sequence_.pages(0);
+        for (const kvq::chosen_tokens& run : chosen)
+            for (int e = 0; e < pages.entries(); ++e)
+                if (const auto page = pages.at(e); page.first_token >= run.tokens.begin &&
+                                                   page.first_token < run.tokens.end &&
+                                                   page.keys->format != 0)
+                    held[static_cast<std::size_t>(run.kv_head)].read_page(e, counts);
+    }
     float largest_value() const {
         std::vector<float> v(static_cast<std::size_t>(sequence_.tokens() * dump_.v.heads * dump_.v.dim));
         sequence_.dequantize(
@@ -141,7 +181,7 @@ void add_error(measured& m, const outputs& o, const outputs& all) {
 
 /// Returns whether all bounds hold.
 bool run(const std::vector<std::string>& paths, const settings& s, const std::vector<int>& budgets,
-         const std::vector<float>& masses,
+         const std::vector<float>& masses, const std::vector<int>& residents,
          const std::vector<std::pair<std::string, kvq::format_pair>>& formats) {
     std::vector<bench::layer_dump> layers;
     for (const std::string& path : paths)
@@ -154,14 +194,25 @@ bool run(const std::vector<std::string>& paths, const settings& s, const std::ve
             s.page_tokens, s.sinks, s.recent, s.queries);
     for (const auto& [name, pair] : formats) {
         std::vector<measured> of_budget(budgets.size()), of_mass(masses.size());
+        std::vector<std::int64_t> hits(budgets.size() * residents.size()), reads(hits.size());
         for (const bench::layer_dump& l : layers) {
             judged_layer judged(pair, l, s);
+            std::vector<std::vector<held_last>> held;
+            for (std::size_t i = 0; i < hits.size(); ++i)
+                held.emplace_back(static_cast<std::size_t>(l.k.heads),
+                                  held_last{static_cast<std::size_t>(std::max(
+                                      1, judged.last_pages() * residents[i % residents.size()] / 100))});
+            bool counts = false;
             judged.for_each_query([&](int query) {
                 const outputs all = judged.attend(query, kvq::causal{});
                 for (std::size_t b = 0; b < budgets.size(); ++b) {
                     measured& m = of_budget[b];
                     kvq::selection_report report;
+                    std::vector<kvq::chosen_tokens> chosen;
+                    report.chosen = &chosen;
                     const outputs o = judged.attend(query, kvq::selected_pages{budgets[b], &report});
+                    for (std::size_t i = 0; i < residents.size(); ++i)
+                        judged.read_chosen(chosen, held[b * residents.size() + i], counts);
                     m.pages += report.pages;
                     m.read += report.read;
                     for (std::size_t h = 0; h < o.lse.size(); ++h) {
@@ -173,6 +224,7 @@ bool run(const std::vector<std::string>& paths, const settings& s, const std::ve
                     m.best += judged.best_kept(query, 1 + (budgets[b] - 1) / s.page_tokens) * l.q.heads;
                     add_error(m, o, all);
                 }
+                counts = true;
                 const double largest = static_cast<double>(judged.largest_value());
                 for (std::size_t i = 0; i < masses.size(); ++i) {
                     measured& m = of_mass[i];
@@ -193,6 +245,11 @@ bool run(const std::vector<std::string>& paths, const settings& s, const std::ve
                     add_error(m, o, all);
                 }
             });
+            for (std::size_t i = 0; i < hits.size(); ++i)
+                for (const held_last& head : held[i]) {
+                    hits[i] += head.hits;
+                    reads[i] += head.read;
+                }
         }
         const auto share = [](auto a, auto b) { return static_cast<double>(a) / static_cast<double>(b); };
         for (std::size_t b = 0; b < budgets.size(); ++b) {
@@ -215,6 +272,19 @@ bool run(const std::vector<std::string>& paths, const settings& s, const std::ve
                     "error %.4f\n",
                     name.c_str(), budgets[b], 100.0 * share(m.read, m.pages), 100.0 * m.kept / n,
                     100.0 * m.best / n, m.divergence / n, error);
+            for (std::size_t i = 0; i < residents.size(); ++i) {
+                const double hit = share(hits[b * residents.size() + i], reads[b * residents.size() + i]);
+                if (s.json)
+                    std::printf("%s\n", nlohmann::ordered_json{{"scheme", name},
+                                                               {"select", budgets[b]},
+                                                               {"resident", residents[i]},
+                                                               {"hits", hit}}
+                                            .dump()
+                                            .c_str());
+                else
+                    std::printf("%-19s best %-5d of %d %% of the pages held  hits %5.1f %%\n", name.c_str(),
+                                budgets[b], residents[i], 100.0 * hit);
+            }
         }
         for (std::size_t i = 0; i < masses.size(); ++i) {
             const measured& m = of_mass[i];
@@ -251,6 +321,7 @@ int main(int argc, char** argv) {
     settings s;
     std::vector<std::string> paths;
     std::vector<int> budgets{256, 512};
+    std::vector<int> residents;
     std::vector<float> masses{1e-4f, 1e-3f, 1e-2f};
     app.add_option("dumps", paths, "folders or .safetensors files (bench/dump.hpp says how they look)")
         ->required();
@@ -259,6 +330,9 @@ int main(int argc, char** argv) {
         ->delimiter(',');
     app.add_option("--mass", masses, "share of the weights whose values may be left out")
         ->check(CLI::Range(0.0f, 0.99f))
+        ->delimiter(',');
+    app.add_option("--resident", residents, "per cent of the pages that a kv head holds")
+        ->check(CLI::Range(1, 100))
         ->delimiter(',');
     app.add_option("--page-tokens", s.page_tokens)->check(CLI::PositiveNumber)->capture_default_str();
     app.add_option("--sinks", s.sinks)->check(CLI::NonNegativeNumber)->capture_default_str();
@@ -271,7 +345,7 @@ int main(int argc, char** argv) {
     const auto int8 = kvq::make_format<kvq::int8>(),
                affine4 = kvq::make_format<kvq::affine<4, kvq::per_token<64>>>();
     try {
-        return run(paths, s, budgets, masses,
+        return run(paths, s, budgets, masses, residents,
                    {{"kivi-4-g64", kvq::make_formats<kvq::kivi<4, 64>>()},
                     {"std4", kvq::make_formats<kvq::std4>()},
                     {"low2", kvq::make_formats<kvq::low2>()},

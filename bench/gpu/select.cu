@@ -7,13 +7,19 @@
 // 512 latent and 64 rotary channels, the values 512 of them. Lists are random, another one for every launch.
 // "dense": attention over all tokens, in kivi-4-g64; factors are times the dense 4 bit of as many
 // heads. Keys and values: 32 query heads over 8 of 128 channels, std4, beside attention over all of them.
+// Pages that caches select: the same heads in std4, several layers in turns, 4096 tokens of random keys. In
+// host memory: device memory for 32768 tokens of each head; queries of neighbouring steps differ so much that
+// the printed share of the chosen pages is there.
 // Pages hold random numbers: times do not depend on them. GB/s: bytes of pages.
 #include <kvq/cuda/decode/attend_lists.cuh>
+#include <kvq/cuda/host/cache.hpp>
+#include <kvq/cuda/host/make_device_format.cuh>
 #include <kvq/cuda/latent/latent_lists.cuh>
 #include <kvq/cuda/select/index_scores.cuh>
 #include <kvq/cuda/select/select_top.cuh>
 #include <kvq/schemes/presets.hpp>
 
+#include <cmath>
 #include <cstring>
 #include <string>
 
@@ -140,6 +146,94 @@ void time_values(const step_memory& m) {
     cudaFree(zeros);
 }
 
+/// Caches that select pages. resident: tokens of each head in device memory, of pages in host memory; 0: all.
+/// dense: microseconds over all pages, or 0 before they are known.
+void time_pages(const cuda::device_format& compiled, int batch, int resident, double& dense) {
+    constexpr int heads = 32, kv_heads = 8, channels = 128, most = 4096, chunk = 16384, steps = 32;
+    const int layers = resident > 0 || batch > 1 ? 4 : 8;
+    cudaStream_t stream;
+    BENCH_OK(cudaStreamCreate(&stream));
+    cuda::cache cache;
+    bench::check(cache.open({.layers = layers, .kv_heads = kv_heads, .head_dim = channels},
+                            {.formats = {"std4"},
+                             .sinks = 4,
+                             .recent = 128,
+                             .max_batch = batch,
+                             .max_tokens = length,
+                             .cut_pages = 0,
+                             .query_heads = heads,
+                             .listed_tokens = most,
+                             .resident_tokens = resident,
+                             .pool_tokens = batch * length,
+                             .pool_sequences = batch + 1,
+                             .growing = false},
+                            std::span(&compiled, 1), stream));
+    constexpr std::size_t values = std::size_t{chunk} * kv_heads * channels;
+    auto* const k = on_device<float16>(values);
+    auto* const v = on_device<float16>(values);
+    std::vector<cuda::sequence_id> ids;
+    unsigned seed = 1;
+    for (int b = 0; b < batch; ++b) {
+        ids.push_back(cache.new_sequence());
+        for (int done = 0; done < length; done += chunk) {
+            bench::fill_normal(k, 2 * values, ++seed);
+            bench::fill_normal(v, 2 * values, ++seed);
+            bench::check(cache.begin_prompt(ids.back(), chunk, stream));
+            for (int l = 0; l < layers; ++l)
+                bench::check(cache.append(l, token_view<const float16>(k, chunk, kv_heads, channels),
+                                          token_view<const float16>(v, chunk, kv_heads, channels), stream));
+            BENCH_OK(cudaStreamSynchronize(stream));
+        }
+    }
+    bench::check(cache.begin_step(ids, 0, stream));
+    const std::size_t row = static_cast<std::size_t>(batch) * heads * channels;
+    auto* const q = on_device<float16>(steps * row);
+    auto* const out = on_device<float16>(row);
+    const auto time = [&](int tokens) {
+        return bench::time_launches(
+            steps * layers,
+            [&](int i, cudaStream_t s) {
+                const auto step = static_cast<std::size_t>(i / layers);
+                bench::check(cache.attend(
+                    i % layers, token_view<const float16>(q + step * row, batch, heads, channels),
+                    token_view<float16>(out, batch, heads, channels), {.selected_tokens = tokens}, s));
+            },
+            5);
+    };
+    std::mt19937 r(3);
+    std::normal_distribution<float> normal;
+    const std::string name = std::to_string(batch) + " x 131072, ";
+    for (const float change : {0.03f, 0.1f, 0.3f}) {
+        std::vector<float> x(row);
+        std::vector<float16> all;
+        for (float& y : x) y = normal(r);
+        for (int t = 0; t < steps; ++t)
+            for (float& y : x) {
+                y = std::sqrt(1.0f - change * change) * y + change * normal(r);
+                all.push_back(float16(y));
+            }
+        BENCH_OK(cudaMemcpy(q, all.data(), all.size() * sizeof(float16), cudaMemcpyHostToDevice));
+        if (resident == 0) {
+            dense = time(0);
+            print(name + "std4 dense", dense, 1.0);
+            const double us = time(most);
+            print(name + "4096 selected", us, dense / us);
+            break;
+        }
+        cuda::fetch_report before, after;
+        bench::check(cache.fetches(0, before, stream));
+        const double us = time(most);
+        bench::check(cache.fetches(0, after, stream));
+        const double hits = 100.0 - 100.0 * static_cast<double>(after.fetched - before.fetched) /
+                                        static_cast<double>(after.read - before.read);
+        print(name + "4096 of the host, hits " + std::to_string(static_cast<int>(std::lround(hits))) + " %",
+              us, dense / us);
+    }
+    for (void* p :
+         {static_cast<void*>(k), static_cast<void*>(v), static_cast<void*>(q), static_cast<void*>(out)})
+        BENCH_OK(cudaFree(p));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -169,6 +263,10 @@ int main(int argc, char** argv) {
     time_lists<pair<affine4, 64>>("affine-4-g128, pages of 64", m, index, dense);
     time_lists<pair<affine4, 4>>("affine-4-g128, pages of 4", m, index, dense);
     time_values(m);
+    const cuda::device_format compiled = cuda::make_device_format<float16, cuda::preset_pair<std4, 128>>();
+    double all = 0.0;
+    for (const int batch : {4, 1}) time_pages(compiled, batch, 0, all);
+    time_pages(compiled, 1, 32768, all);
     if (quick) return 0;
     time_lists<pair<int8, 64>>("int8, pages of 64", m, index, dense);
     time_lists<pair<int8, 4>>("int8, pages of 4", m, index, dense);

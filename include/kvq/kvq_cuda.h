@@ -113,7 +113,10 @@ typedef struct kvq_cuda_cache_options {
     int32_t rotary_count;  // 1: for all layers; or `layers`
     const kvq_rotary* rotary;  // NULL: keys cannot move. Without functions
     int32_t listed_tokens;     // of a query, in lists and selections: memory for so many
-    int32_t reserved;          // 0
+    /// Of each layer and kv head: device memory for so many tokens, those that attention with selected_tokens
+    /// has read last. All quantized pages of layers that see all tokens lie in pinned host memory then, in a
+    /// pool of pool_tokens; needs `fixed` and listed_tokens. 0: in device memory.
+    int32_t resident_tokens;
 } kvq_cuda_cache_options;
 
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not
@@ -297,6 +300,15 @@ KVQ_API kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, c
 KVQ_API kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
                                          const kvq_tensor* out, const kvq_cuda_attend_options* options,
                                          void* stream);
+/// With resident_tokens, of a layer whose pages are in host memory: fetches those that an attend with these
+/// selected_tokens would read for q, which may be a guess. On any stream, behind the first prefill or append
+/// of the step; the attend of this layer must wait for it.
+KVQ_API kvq_status kvq_cuda_cache_fetch_ahead(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
+                                              int32_t selected_tokens, void* stream);
+/// How many pages all kv heads of such a layer have read so far, and how many of them were fetched. Waits for
+/// the stream.
+KVQ_API kvq_status kvq_cuda_cache_fetches(kvq_cuda_cache* cache, int32_t layer, int64_t* read,
+                                          int64_t* fetched, void* stream);
 /// The `best` tokens, up to 8192, of a layer of kind KVQ_INDEX for each of the last q.tokens / rows tokens of
 /// every row: of those up to its own the ones with the largest sum over heads of weight * max(q . k, 0); of
 /// equal ones the earlier first. q: [n][heads][head_dim], weights: [n][heads], positions: [n][best],

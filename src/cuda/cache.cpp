@@ -120,6 +120,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.step_tokens = o.step_tokens == 0 ? 1 : o.step_tokens;
     c.draft_tokens = o.draft_tokens;
     c.listed_tokens = o.listed_tokens;
+    c.resident_tokens = o.resident_tokens;
     if (o.query_heads != 0) c.query_heads = o.query_heads;
     c.pool_tokens = o.pool_tokens;
     c.pool_sequences = o.pool_sequences;
@@ -556,6 +557,30 @@ kvq_status kvq_cuda_cache_select(kvq_cuda_cache* cache, int32_t layer, const kvq
         expect(rows > 0 && q->tokens % rows == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ",
                rows, " rows of the step");
         check(of.cache.select(layer, queries, weights, q->tokens / rows, best, positions, stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_cache_fetch_ahead(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
+                                      int32_t selected_tokens, void* stream) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        const auto queries = query_of(q, of.cache.options().type, "q");
+        const device_call call(of);
+        check(of.cache.fetch_ahead(layer, queries, selected_tokens, stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_cache_fetches(kvq_cuda_cache* cache, int32_t layer, int64_t* read, int64_t* fetched,
+                                  void* stream) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        place(read, "read");
+        place(fetched, "fetched");
+        const device_call call(of);
+        kvq::cuda::fetch_report report;
+        check(of.cache.fetches(layer, report, stream_of(stream)));
+        *read = report.read;
+        *fetched = report.fetched;
     });
 }
 

@@ -123,12 +123,29 @@ void list_of_layers(kvq::cuda::cache& model, const kvq::cuda::cache_options& opt
     if (!s) std::puts(s.message);
 }
 
-void best_pages(kvq::cuda::cache& cache, int layer, const kvq::token_view<const kvq::float16>& k,
-                const kvq::token_view<const kvq::float16>& v, const kvq::token_view<const kvq::float16>& q,
-                const kvq::token_view<kvq::float16>& out, cudaStream_t stream) {
+void selected_pages(kvq::cuda::cache& cache, const kvq::cache_shape& shape,
+                    std::span<const kvq::cuda::device_format> compiled, int layer, int next_layer,
+                    const kvq::token_view<const kvq::float16>& k,
+                    const kvq::token_view<const kvq::float16>& v,
+                    const kvq::token_view<const kvq::float16>& q,
+                    const kvq::token_view<const kvq::float16>& guess,
+                    const kvq::token_view<kvq::float16>& out, cudaStream_t stream,
+                    cudaStream_t other_stream) {
     using namespace kvq;
     cuda::status s;
     s = cache.attend(layer, k, v, q, out, {.selected_tokens = 4096}, stream);
+    s = cache.open(shape,
+                   {.formats = {"std4"},
+                    .max_tokens = 1 << 20,
+                    .listed_tokens = 4096,
+                    .resident_tokens = 32768,
+                    .pool_tokens = 1 << 20,
+                    .pool_sequences = 1,
+                    .growing = false},
+                   compiled, stream);
+    s = cache.attend(layer, k, v, q, out, {.selected_tokens = 4096}, stream);
+    s = cache.fetch_ahead(next_layer, guess, 4096, other_stream);
+    if (!s) std::puts(s.message);
 }
 
 void selected_tokens(kvq::cuda::cache& cache, int index, int layer,

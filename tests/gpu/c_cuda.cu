@@ -900,6 +900,15 @@ void lists() {
     a.selected_tokens = best + 1;
     REFUSED(kvq_cuda_cache_attend(gpu, 0, &queries, &to, &a, nullptr), KVQ_ERROR_ARGUMENT,
             "21 selected tokens, but 1 to listed_tokens, 20, can be");
+    REFUSED(kvq_cuda_cache_fetch_ahead(gpu, 0, &queries, best, nullptr), KVQ_ERROR_ARGUMENT,
+            "its pages are not in host memory");
+    std::int64_t read = -1, fetched = -1;
+    OK(kvq_cuda_cache_fetches(gpu, 0, &read, &fetched, nullptr));
+    CHECK(read == 0 && fetched == 0, "%lld pages were read", static_cast<long long>(read));
+    o.resident_tokens = 64;
+    kvq_cuda_cache* none = nullptr;
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &none), KVQ_ERROR_ARGUMENT,
+            "resident_tokens is 64: pages in host memory need");
     OK(kvq_cuda_sequence_free(one));
     OK(kvq_sequence_free(want));
     OK(kvq_cuda_cache_free(gpu));

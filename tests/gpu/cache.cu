@@ -136,7 +136,7 @@ struct host_formats {
 struct both_options {
     int sinks = 4, recent = 40, rollback = 16, max_batch = 4, max_tokens = 1200, step_tokens = 3,
         draft_tokens = 24;
-    int pool_tokens = 0, pool_sequences = 0, cut_pages = 64, listed_tokens = 0;
+    int pool_tokens = 0, pool_sequences = 0, cut_pages = 64, listed_tokens = 0, resident_tokens = 0;
     bool growing = true;
     std::vector<kvq::layer> list = {};  // empty: equal layers
     bool rotates = true;                // keys may move
@@ -199,6 +199,7 @@ struct both_caches {
         g.growing = o.growing;
         g.cut_pages = o.cut_pages;
         g.listed_tokens = o.listed_tokens;
+        g.resident_tokens = o.resident_tokens;
         g.query_heads = q_heads;
         g.rotary = rotations(o);
         g.memory = test::counted_memory::allocator();
@@ -1089,10 +1090,44 @@ struct history {
     CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
 }
 
+/// What is fetched ahead is not fetched again.
+[[maybe_unused]] void check_fetched_ahead(both_caches& c, cuda::sequence_id id) {
+    const auto ok = [](const cuda::status& s) { CHECK(s, "fetched ahead: %s", s.message); };
+    test::rng r(5);
+    const token_view<const float16> q(c.q.get(), 1, q_heads, dim);
+    const token_view<float16> out(c.out.get(), 1, q_heads, dim);
+    ok(c.gpu.begin_step(std::span(&id, 1), 1, c.stream));
+    refused(c.gpu.fetch_ahead(0, q, 64, c.stream), "behind the append() of the first layer of a step");
+    for (int layer = 0; layer < layers; ++layer)
+        ok(c.gpu.append(layer, c.rows(c.k, layer, 1), c.rows(c.v, layer, 1), c.stream));
+    refused(c.gpu.fetch_ahead(0, q, 0, c.stream), "0 selected tokens");
+    for (int i = 0; i < 8; ++i) {
+        (void)random_queries(r, c);
+        cuda::fetch_report before, ahead, behind;
+        ok(c.gpu.fetches(0, before, c.stream));
+        ok(c.gpu.fetch_ahead(0, q, 64, c.stream));
+        ok(c.gpu.fetches(0, ahead, c.stream));
+        ok(c.gpu.attend(0, q, out, {.selected_tokens = 64}, c.stream));
+        ok(c.gpu.fetches(0, behind, c.stream));
+        CHECK(behind.fetched == ahead.fetched && behind.read == 2 * ahead.read - before.read,
+              "%lld and then %lld pages were fetched", static_cast<long long>(ahead.fetched - before.fetched),
+              static_cast<long long>(behind.fetched - ahead.fetched));
+    }
+}
+
 /// Attention over selected pages: the pages that the CPU chooses, in random batches of sequences, with K and V
-/// of the first format alone.
-[[maybe_unused]] void check_selected_pages() {
-    both_caches c({.recent = 70, .listed_tokens = 1000});
+/// of the first format alone. in_host: pages lie in host memory, and slots are few.
+[[maybe_unused]] void check_selected_pages(bool in_host) {
+    both_options o{.recent = 70, .listed_tokens = 1000};
+    if (in_host) {
+        o.listed_tokens = 64;
+        o.resident_tokens = 20 * page;
+        o.pool_tokens = 6000;
+        o.pool_sequences = 4;
+        o.growing = false;
+    }
+    both_caches c(o);
+    const int most = c.o.listed_tokens;
     test::rng r(21);
     const auto ok = [](const cuda::status& s) { CHECK(s, "selected pages: %s", s.message); };
 #if PART == 1
@@ -1116,13 +1151,19 @@ struct history {
     for (int step = 0; step < 40; ++step) {
         std::vector<pair*> rows;
         std::vector<cuda::sequence_id> batch;
+        if (step % 9 == 8) {  // its pages, and the numbers of others that are gone, become those of a new one
+            pair& p = all[static_cast<std::size_t>(step / 9 % 3)];
+            ok(c.gpu.free(p.id));
+            p = {c.gpu.new_sequence(), c.cpu.new_sequence()};
+            for (int i = 0; i < 3; ++i) prompt(p, 240);
+        }
         for (pair& p : all) rows.push_back(&p);
         std::shuffle(rows.begin(), rows.end(), r);
         rows.resize(static_cast<std::size_t>(test::uniform(r, 1, 3)));
         if (step % 5 == 0) rows.insert(rows.begin(), nullptr);
         for (const pair* p : rows) batch.push_back(p == nullptr ? cuda::sequence_id{} : p->id);
         const int n = static_cast<int>(rows.size()), layer = step % layers,
-                  tokens = test::uniform(r, 1, step % 4 == 0 ? 1000 : 200);
+                  tokens = test::uniform(r, 1, step % 4 == 0 ? most : std::min(most, 200));
         const float cap = step % 3 == 0 ? 5.0f : 0.0f;
         c.write(r, keys, values, n);
         ok(c.gpu.begin_step(batch, 1, c.stream));
@@ -1170,8 +1211,16 @@ struct history {
         }
     }
     CHECK(4 * read < 3 * seen, "%lld of %lld pages were read", read, seen);
-    std::printf("  %-28s error %.2e, %.0f %% of the pages\n", "selected pages", worst,
-                100.0 * static_cast<double>(read) / static_cast<double>(seen));
+    cuda::fetch_report report;
+    ok(c.gpu.fetches(0, report, c.stream));
+    CHECK(in_host ? 0 < report.fetched && report.fetched < report.read : report.read == 0,
+          "%lld pages of %lld were fetched", static_cast<long long>(report.fetched),
+          static_cast<long long>(report.read));
+    std::printf("  %-28s error %.2e, %.0f %% of the pages; %lld of %lld fetched\n",
+                in_host ? "selected pages, of the host" : "selected pages", worst,
+                100.0 * static_cast<double>(read) / static_cast<double>(seen),
+                static_cast<long long>(report.fetched), static_cast<long long>(report.read));
+    if (in_host) return check_fetched_ahead(c, all[2].id);
 
     const cuda::sequence_id id = all[2].id;
     const token_view<const float16> q(c.q.get(), 1, q_heads, dim);
@@ -2544,7 +2593,8 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         check_apart();
         check_ring();
         check_host_pages();
-        check_selected_pages();
+        check_selected_pages(false);
+        check_selected_pages(true);
         check_prefixes();
         check_lists();
     }
@@ -2588,7 +2638,8 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_self_calibration();
     check_other_target();
     check_alibi();
-    check_selected_pages();
+    check_selected_pages(false);
+    check_selected_pages(true);
 #endif
     CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);
     return test::report("cache");

@@ -1,6 +1,7 @@
 // The index cache and the selection of tokens: bytes against the CPU's encoder, scores against double
 // arithmetic, positions against sorting; refusals. Estimates of scores, by which pages are selected: the CPU's
 // (whole selections: cache.cu).
+#include <kvq/cuda/select/best_pages.cuh>
 #include <kvq/cuda/select/index_scores.cuh>
 #include <kvq/cuda/select/score_estimate.cuh>
 #include <kvq/cuda/select/select_top.cuh>
@@ -224,11 +225,51 @@ void check_top(test::rng& r, const std::vector<int>& lengths, int room, int quer
     }
 }
 
+template <int = 0>
+__global__ void take_kernel(const unsigned* keys, int count, int* out) {
+    __shared__ cuda::detail::top_memory memory;
+    cuda::detail::take_largest(memory, keys[threadIdx.x], count, [&](int at, int i) { out[at] = i; });
+}
+
+/// One key for each thread, most of them alike.
+void check_take(test::rng& r) {
+    for (const int different : {2, 30, 1 << 30})
+        for (const int there : {1, 31, 700, 1024}) {
+            const int count = test::uniform(r, 1, there);
+            std::vector<unsigned> keys(1024, 0);
+            std::vector<int> want;
+            for (int i = 0; i < there; ++i) {
+                keys[static_cast<std::size_t>(i)] = static_cast<unsigned>(test::uniform(r, 1, different))
+                                                    << test::uniform(r, 0, 1);
+                want.push_back(i);
+            }
+            std::stable_sort(want.begin(), want.end(), [&](int a, int b) {
+                return keys[static_cast<std::size_t>(a)] > keys[static_cast<std::size_t>(b)];
+            });
+            want.resize(static_cast<std::size_t>(count));
+            std::sort(want.begin(), want.end());
+            const test::device_buffer<unsigned> on_device(keys);
+            const test::device_buffer<int> places(std::vector<int>(static_cast<std::size_t>(count), -1));
+            const unsigned* const from = on_device.get();
+            int* const to = places.get();
+            const cuda::status s =
+                cuda::detail::launch("taking", cuda::detail::overlap::no, take_kernel<0>, dim3(1),
+                                     cuda::detail::choice_threads, 0, nullptr, from, count, to);
+            CHECK(s, "%s", s.message);
+            CUDA_OK(cudaDeviceSynchronize());
+            CHECK(places.download() == want, "the largest %d of %d keys (%d different) are others", count,
+                  there, different);
+        }
+}
+
 template <class Pair>
 __global__ void estimate_kernel(const __grid_constant__ cuda::cache_ref<Pair> cache, const float* query,
                                 int rows, float* out) {
-    const float x = cuda::detail::key_ranges<Pair>(cache, 0).estimate(cache.key_block(0, 0), query, rows);
-    if (threadIdx.x < 4) out[threadIdx.x] = x;
+    const std::byte* const blocks[] = {cache.key_block(0, 0)};
+    const cuda::detail::key_ranges<Pair> ranges(cache, 0);
+    ranges.estimate_blocks(blocks, query, rows, [&](int, int r, float x) {
+        if (threadIdx.x < 4) out[r + static_cast<int>(threadIdx.x)] = x;
+    });
 }
 
 /// Queries are those behind the transform of the keys.
@@ -239,12 +280,12 @@ void check_estimates(test::rng& r) {
     const format f = make_format<Keys, scalar>();
     const format_functions& cpu = f.functions();
     test::device_buffer<std::byte> memory(pair::key_block_bytes);
-    test::device_buffer<float> out(4);
+    test::device_buffer<float> out(8);
     cuda::cache_ref<pair> cache;
     cache.key_pages = memory.get();
     cache.key_page_bytes = pair::key_block_bytes;
     cache.kv_heads = 1;
-    for (const int rows : {1, 3, 4}) {
+    for (const int rows : {1, 3, 4, 7}) {
         std::vector<float> x = test::tensor_values(r, Page, Dim), q(static_cast<std::size_t>(rows) * Dim);
         for (float& y : q) y = test::normal(r);
         std::vector<std::byte> block(pair::key_block_bytes);
@@ -326,6 +367,7 @@ int main() {
     check_scores<float16, 128, 32>(r,
                                    {.heads = 5, .query_tokens = 3, .lengths = {100, 2, 70}, .holes = true});
     check_scores<float, 64, 96>(r, {.heads = 70, .lengths = {130}, .spoiled = true});
+    check_take(r);
     check_estimates<std4::keys, 128, 128>(r);
     check_estimates<std4_h::keys, 64, 128>(r);
     check_estimates<low3::keys, 128, 64>(r);

@@ -43,6 +43,10 @@ struct alignas(16) float4 {
 inline void __syncwarp(unsigned = ~0u) { emulated::meet(emulated::meeting::warp); }
 inline void __syncthreads() { emulated::wait_at_barrier(0, 0); }
 inline void __threadfence() {}
+inline int __syncthreads_count(int value) {
+    emulated::wait_at_barrier(0, 0, value);
+    return emulated::thread->votes;
+}
 inline int __syncthreads_or(int value) {
     emulated::wait_at_barrier(0, 0, value);
     return emulated::thread->any;

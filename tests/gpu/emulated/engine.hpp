@@ -106,7 +106,7 @@ struct thread_state {
     int turn = 0;  // of warp_state::words
     // At a barrier: its number, and what it has found out.
     bool waits = false, any = false, all = false;
-    int barrier = 0;
+    int barrier = 0, votes = 0;
     std::function<bool()> until;  // what it waits for in place of a barrier
     async_copies copies;
 };
@@ -114,6 +114,7 @@ struct thread_state {
 struct barrier_state {
     int there = 0, awaited = 0;  // 0: all threads of the block
     bool any = false, all = true;
+    int votes = 0;
 };
 
 struct block_state {
@@ -182,6 +183,7 @@ inline void wait_at_barrier(int number, int threads, int value = 0) {
     b.awaited = threads;
     b.any = b.any || value != 0;
     b.all = b.all && value != 0;
+    b.votes += value != 0 ? 1 : 0;
     thread->barrier = number;
     thread->waits = true;
     ++thread->warp->waiting;
@@ -230,6 +232,7 @@ inline void open_barriers(thread_state* first, thread_state* end) {
             t->waits = false;
             t->any = b.any;
             t->all = b.all;
+            t->votes = b.votes;
             --t->warp->waiting;
         }
         b = {};

@@ -35,7 +35,7 @@ class kvq_cuda_cache_options(Struct):
                 ("state_parts", POINTER(kvq_state_part)), ("snapshot_bytes", c_size_t), ("state_part_count", c_int32),
                 ("snapshot_every", c_int32), ("snapshot_prompt_end", c_int32), ("pool_states", c_int32),
                 ("rotary_count", c_int32), ("rotary", POINTER(kvq_rotary)), ("listed_tokens", c_int32),
-                ("reserved", c_int32)]
+                ("resident_tokens", c_int32)]
 
 
 class kvq_cuda_cache_info(Struct):
@@ -123,6 +123,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_cache_append": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor), c_void_p],
     "kvq_cuda_cache_attend": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor),
         POINTER(kvq_cuda_attend_options), c_void_p],
+    "kvq_cuda_cache_fetch_ahead": [handle, c_int32, POINTER(kvq_tensor), c_int32, c_void_p],
+    "kvq_cuda_cache_fetches": [handle, c_int32, POINTER(c_int64), POINTER(c_int64), c_void_p],
     "kvq_cuda_cache_select": [handle, c_int32, POINTER(kvq_tensor), POINTER(c_float), c_int32, POINTER(c_int32),
         c_void_p],
     "kvq_cuda_cache_graph_id": [handle, POINTER(c_uint64)],

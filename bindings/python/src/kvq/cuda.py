@@ -189,6 +189,8 @@ class Cache(Handle):
     query_heads     of layers made by latent_attention, and of steps over keys that have moved, at most: memory for so many
     rotary          how keys were rotated, for all layers or one per layer; None: keys cannot move
     listed_tokens   of a query, in lists, select and selected_tokens: memory for so many
+    resident_tokens of each layer and kv head: device memory for so many tokens that selected_tokens has read last. Quantized pages then lie
+                    in pinned host memory, in a pool of pool_tokens; needs growing=False. 0: in device memory
     pool_tokens     quantized pages for so many tokens are allocated at once,
     pool_sequences  and 16-bit pages for so many sequences
     pool_states     and recurrent states: one for a sequence, and one for each of its snapshots
@@ -206,7 +208,7 @@ class Cache(Handle):
                  layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
                  dtype: torch.dtype = torch.float16, device: Any = None, page_tokens: Optional[int] = None,
                  sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None, max_batch: int = 1,
-                 max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, query_heads: int = 128, listed_tokens: int = 0,
+                 max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, query_heads: int = 128, listed_tokens: int = 0, resident_tokens: int = 0,
                  pool_tokens: int = 0,
                  pool_sequences: int = 0, pool_states: int = 0, snapshot_every: Optional[int] = None,
                  snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None, growing: bool = True,
@@ -232,7 +234,7 @@ class Cache(Handle):
             window=text(_NAMES[dtype]),
             page_tokens=limit(page_tokens, "page_tokens"), sinks=count(sinks, "sinks"), recent=count(recent,
             "recent"), rollback=count(rollback, "rollback"), max_batch=max_batch, max_tokens=max_tokens,
-            step_tokens=step_tokens, draft_tokens=draft_tokens, query_heads=query_heads, listed_tokens=listed_tokens,
+            step_tokens=step_tokens, draft_tokens=draft_tokens, query_heads=query_heads, listed_tokens=listed_tokens, resident_tokens=resident_tokens,
             pool_tokens=pool_tokens,
             pool_sequences=pool_sequences, pool_states=pool_states, snapshot_every=limit(snapshot_every, "snapshot_every"),
             snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
@@ -369,6 +371,17 @@ class Cache(Handle):
         self._f.kvq_cuda_cache_attend(self, layer, ctypes.byref(tensor(q, "q", self.dtype)),
                                       ctypes.byref(tensor(out, "out", self.dtype)), ctypes.byref(o), self.stream())
         return out
+
+    def fetch_ahead(self, layer: int, q: torch.Tensor, selected_tokens: int) -> None:
+        """Of a cache with resident_tokens, on the current stream: fetches the pages that attend with these selected_tokens would read for q,
+        which may be a guess. Behind the first prefill or append of a step; attend of this layer must wait for it."""
+        self._f.kvq_cuda_cache_fetch_ahead(self, layer, ctypes.byref(tensor(q, "q", self.dtype)), selected_tokens, self.stream())
+
+    def fetches(self, layer: int) -> Tuple[int, int]:
+        """Pages that all kv heads of a layer in host memory have read so far, and how many of them were fetched."""
+        read, fetched = ctypes.c_int64(), ctypes.c_int64()
+        self._f.kvq_cuda_cache_fetches(self, layer, ctypes.byref(read), ctypes.byref(fetched), self.stream())
+        return read.value, fetched.value
 
     def select(self, layer: int, q: torch.Tensor, weights: torch.Tensor, best: int) -> torch.Tensor:
         """The `best` tokens of a layer made by index_layer for each of the last q.tokens / rows tokens of every row: of those up to its

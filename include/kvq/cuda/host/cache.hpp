@@ -32,5 +32,6 @@
 #include "cache_moves.hpp"
 #include "cache_open.hpp"
 #include "cache_pages.hpp"
+#include "cache_resident.hpp"
 #include "cache_state.hpp"
 #include "cache_step.hpp"

@@ -12,6 +12,7 @@
 #include "../../page/page_changes.hpp"
 #include "../../quant/rotation.hpp"
 #include "../layout/window_columns.hpp"
+#include "begun_step.hpp"
 #include "layer_group.hpp"
 #include "state_pages.hpp"
 
@@ -169,6 +170,12 @@ public:
     /// equal scores the earlier tokens are taken, NaN last. Behind append().
     status select(int layer, const query_view& q, const float* weights, int query_tokens, int count,
                   int* positions, cudaStream_t stream);
+    /// Of a layer whose pages are in host memory: fetches what attend() with these selected_tokens would read
+    /// for q, which may be a guess, such as the query of the layer before. On any stream, behind the first
+    /// append() of the step; attend() of this layer must wait for it.
+    status fetch_ahead(int layer, const query_view& q, int selected_tokens, cudaStream_t stream) const;
+    /// Of all its kv heads so far. Waits for the stream.
+    status fetches(int layer, fetch_report& report, cudaStream_t stream) const;
     /// Does attend() of a layer take these options, for so many query heads? Asked before append().
     status check_options(int layer, int q_heads, attention_options options) const {
         if (status s = check_keys(layer); !s) return s;
@@ -289,25 +296,8 @@ private:
         }
         sequence_id take() noexcept { return std::exchange(id, {}); }
     };
-    /// Of all groups.
-    struct step {
-        bool begun = false, prompt = false;
-        bool cross = false;  // the prompt is of the layers with cross attention
-        int draft = 0;       // drafted tokens of every sequence
-        sequence_id id;      // of a prompt
-        int rows = 0, new_tokens = 0;
-    };
-    /// The tokens of a prompt in a layer that others share: [tokens][kv_heads][dim] in memory of the cache.
-    struct chunk {
-        int owner;
-        std::vector<int> readers;     // layers
-        std::vector<char> waits_for;  // of each reader: it has not attended yet
-        detail::device_memory keys, values;
-        input_view k = token_view<const float16>(nullptr, 0, 1, 1), v = k;
-
-        int waiting() const noexcept { return static_cast<int>(std::ranges::count(waits_for, char{1})); }
-        bool waits() const noexcept { return waiting() > 0; }
-    };
+    using step = detail::begun_step;
+    using chunk = detail::shared_chunk;
     /// Where a layer is; of a shared one: where its owner is. Of one with state: nowhere.
     struct place {
         int group, member;
@@ -448,6 +438,8 @@ private:
     status send_rotations(cudaStream_t stream);
     status make_groups(std::span<const device_format> compiled);
     status open_group(detail::layer_group& g) const;
+    status place_pages(detail::layer_group& g) const;
+    status open_resident(cudaStream_t stream);
     int pool_pages(const detail::layer_group& g) const noexcept;
     template <class T>
     status put_layers(detail::device_memory& to, const detail::layer_group& g,
@@ -587,6 +579,7 @@ private:
     // lists, scores and selected pages.
     detail::device_memory workspace_, scratch_;
     detail::device_memory tickets_;  // of selections of pages: zero between launches
+    detail::device_memory ahead_;    // the same for pages that are fetched ahead, then their scratch
     detail::device_memory staging_;  // slots of a prompt's tokens, then its pages of one layer
     std::vector<entry> entries_;
     std::vector<int> unused_;  // entries

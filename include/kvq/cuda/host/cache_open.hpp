@@ -211,15 +211,16 @@ inline status cache::open_group(detail::layer_group& g) const {
             "pool_sequences is %d, but must be at most %d: each takes %d pages for its recent tokens and %d "
             "for sinks",
             o.pool_sequences, most, g.geometry.ring, sink_pages);
+    if (status s = place_pages(g); !s) return s;
     const auto heads = static_cast<std::size_t>(g.shape.kv_heads);
     g.quantized.resize(g.format.kinds.size());
     g.keys.resize(g.format.kinds.size());
     for (std::size_t i = 0; i < g.keys.size(); ++i)
         std::copy_n(g.format.kinds[i].fingerprints, 2, g.keys[i].fingerprints);
     for (std::size_t i = 0; i < g.quantized.size(); ++i)
-        g.quantized[i].open(o.memory, g.format.kinds[i].name, static_cast<int>(i) + 1, o.page_tokens,
-                            g.shape.layers, g.format.kinds[i].key_block * heads,
-                            g.format.kinds[i].value_block * heads);
+        g.quantized[i].open(g.is_in_host_memory(i) ? detail::pinned_allocator() : o.memory,
+                            g.format.kinds[i].name, static_cast<int>(i) + 1, o.page_tokens, g.shape.layers,
+                            g.format.kinds[i].key_block * heads, g.format.kinds[i].value_block * heads);
     g.window.open(o.memory, "the window", 0, o.page_tokens, g.shape.layers, g.format.window_block[0] * heads,
                   g.format.window_block[1] * heads);
     g.sinks.open(o.memory, "sinks", 0, detail::device_geometry::sink_page_tokens, g.shape.layers,
@@ -297,7 +298,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         add(options.max_batch, options.query_heads, most_queries());
         add(1, options.query_heads, 64);
     }
-    int lines = 0;
+    std::size_t lines = 0;
     for (const detail::layer_group& g : groups_) {
         const int listed = options.listed_tokens, queries = options.max_batch * most_queries(),
                   heads = g.shape.kv_heads;
@@ -309,7 +310,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
             add(g.format.functions->page_selection_bytes(
                 options.max_batch, common::larger(1, options.query_heads / heads) * heads, heads, g.columns,
                 g.geometry.ring, listed));
-            lines = common::larger(lines, options.max_batch * heads);
+            lines = common::larger(lines, static_cast<std::size_t>(options.max_batch * heads));
         }
         // The most is between one query and all of them: where parts of lists are no more than needed.
         for (const int n : {1, queries})
@@ -319,15 +320,14 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     }
     if (s) s = workspace_.allocate(options.memory, workspace, "the workspace", stream);
     if (s) s = scratch_.allocate(options.memory, scratch, "the workspace of latents and lists", stream);
-    if (s)
-        s = tickets_.allocate(options.memory, sizeof(unsigned) * static_cast<std::size_t>(lines),
-                              "the selection of pages", stream);
+    if (s) s = tickets_.allocate(options.memory, sizeof(unsigned) * lines, "selected pages", stream);
     for (detail::layer_group& g : groups_) {
         g.words = words_.as<int>() + g.first_word;
         if (s) s = g.quantized[static_cast<std::size_t>(g.target)].grow(pool_pages(g), stream);
         if (s) s = g.window.grow(options.pool_sequences * g.geometry.ring, stream);
         if (s) s = g.sinks.grow(options.pool_sequences * g.geometry.sink_pages(options.sinks), stream);
     }
+    if (s) s = open_resident(stream);
     if (s && states_) s = states_->grow(options.pool_states, stream);
     if (s) s = send_rotations(stream);
     if (s) {
@@ -555,7 +555,8 @@ inline usage_report cache::usage() const {
     }
     u.reserved += bytes_held() - bytes_in_use();
     u.bookkeeping += words_.bytes() + turns_.bytes();
-    u.workspace = workspace_.bytes() + scratch_.bytes() + tickets_.bytes() + moving_.bytes() + prompt_bytes();
+    u.workspace = workspace_.bytes() + scratch_.bytes() + tickets_.bytes() + ahead_.bytes() +
+                  moving_.bytes() + prompt_bytes();
     common::add_up(u);
     return u;
 }

@@ -32,6 +32,10 @@ struct cache_options {
     int query_heads = 128;
     /// Of a query, in attend_lists(), select() and attend() with selected_tokens: a workspace for so many.
     int listed_tokens = 0;
+    /// Of each layer and kv head that selects pages: device memory for so many tokens. All quantized pages of
+    /// layers that see all tokens then lie in pinned host memory, in a pool of pool_tokens that does not grow
+    /// (select/resident_pages.cuh). 0: they lie in device memory.
+    int resident_tokens = 0;
     int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     int pool_states = 0;     ///< and so many states: one for a sequence, and one for each of its snapshots
@@ -50,6 +54,11 @@ struct sequence_id {
     int index = -1;
     unsigned generation = 0;
     bool operator==(const sequence_id&) const = default;
+};
+
+/// Pages of host memory that selections of pages have read, and those that had to be fetched.
+struct fetch_report {
+    std::int64_t read = 0, fetched = 0;
 };
 
 /// Quantized pages that change their format. Sinks, window and 16-bit values for rollback stay as they are.

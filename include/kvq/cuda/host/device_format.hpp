@@ -59,10 +59,11 @@ struct layer_view {
         const float *columns[2] = {}, *rows[2] = {};  // of the layer's rotations of K and V, or null
     };
     part quantized[most_formats];
+    resident_memory resident;
     layer_memory window, sinks;
     const int *window_table, *sink_table;
     const int *tokens, *committed;  // [sequences], tokens: paged lengths
-    bool head_tables = false;       // quantized pages: a table for every kv head (cache_ref::head_tables)
+    bool head_tables = false;       // quantized pages: a table for every kv head (cache_ref)
     page_cuts cuts;
     int layer, sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
     /// Of the prompt of a layer with latents: the window is a run of pages from this one on, which the table
@@ -152,7 +153,8 @@ struct device_functions {
                                void* workspace, std::size_t workspace_bytes, cudaStream_t, const void* score);
     status (*attend_lists)(const layer_view&, const input_rows& q, const output_rows& out,
                            const list_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t);
-    /// attend() over the best pages of each kv head: options.selected_tokens. selection: page_selection_bytes
+    /// attend() over the best pages of each kv head: options.selected_tokens. Where out has no data, they are
+    /// chosen and fetched alone. selection: page_selection_bytes
     /// of memory; tickets: [sequences][kv_heads], zero before and after.
     status (*attend_pages)(const layer_view&, const input_rows& q, const output_rows& out,
                            const attention_options&, std::byte* selection, unsigned* tickets, void* workspace,
@@ -195,6 +197,8 @@ struct device_format {
         std::size_t key_block, value_block;  ///< bytes of one head's block
         std::uint64_t fingerprints[2];       ///< K, V: of schemes whose types say their transforms; else 0
         int key_bits = 0;                    ///< of a code of a latent
+        /// Of a key block with an estimate: where its parameters begin, up to its end.
+        std::size_t parameters_at = 0;
         /// Why such pages are not ranked (select/best_pages.cuh); null: they are.
         const char* no_estimate = nullptr;
         detail::host_blocks blocks[2] = {};  ///< K, V

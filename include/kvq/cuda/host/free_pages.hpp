@@ -27,6 +27,7 @@ public:
 
     /// To `size` pages; never fewer than before.
     void grow(int size) {
+        taken_.resize(static_cast<std::size_t>(size), 0);
         free_.reserve(static_cast<std::size_t>(size));  // for all of them, so that free() cannot fail
         const int before = this->size();
         for (int i = before; i < size; ++i) {
@@ -42,8 +43,11 @@ public:
         for (int i = 0; i < size - before; ++i)
             free_[static_cast<std::size_t>(i)] = &pages_[static_cast<std::size_t>(size - 1 - i)];
     }
+    /// How often a page was taken.
+    unsigned taken(int number) const noexcept { return taken_[static_cast<std::size_t>(number)]; }
     page_ref take() noexcept {
         page* const p = free_.back();
+        ++taken_[static_cast<std::size_t>(p->number)];
         free_.pop_back();
         p->references.store(1, std::memory_order_relaxed);
         return page_ref(p);
@@ -55,6 +59,7 @@ private:
     std::size_t bytes_;
     std::deque<page> pages_;
     std::vector<page*> free_;
+    std::vector<unsigned> taken_;  // by number
 };
 
 }}}  // namespace kvq::cuda::detail

@@ -17,6 +17,7 @@
 #include "../../format/format_names.hpp"
 #include "cache_options.hpp"
 #include "moved_runs.hpp"
+#include "resident_pages.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -78,6 +79,8 @@ struct layer_group {
     std::vector<device_pages> quantized;  // by format
     std::vector<device_keys> keys;
     device_pages window, sinks;
+    int host_pages = 0;  // pages of the first target, all in host memory; 0: in device memory
+    resident_pages resident;
     moved_runs runs;
     const cache_options* options = nullptr;    // of the cache
     const std::vector<layer>* list = nullptr;  // of the cache
@@ -109,7 +112,12 @@ struct layer_group {
     int shown_at(int b) const noexcept { return table_at(kinds(), false, 0) + 2 * b * columns; }
     int window_at(int b) const noexcept { return shown_at(batch()) + b * geometry.ring; }
     int sinks_at(int b) const noexcept { return window_at(batch()) + b * sink_columns; }
-    int list_at(bool to) const noexcept { return sinks_at(batch()) + (to ? columns : 0); }
+    bool is_in_host_memory(std::size_t f) const noexcept {
+        return host_pages > 0 && f == static_cast<std::size_t>(target);
+    }
+    /// How often a page was taken, of pages in host memory.
+    int generation_at(int page) const noexcept { return sinks_at(batch()) + page; }
+    int list_at(bool to) const noexcept { return generation_at(host_pages) + (to ? columns : 0); }
     int counts_at(int b) const noexcept { return list_at(false) + 2 * columns + b; }
     int path_at(int b) const noexcept { return counts_at(batch()) + b * options->draft_tokens; }
     int not_finite_at(int member) const noexcept { return path_at(batch()) + member; }
@@ -123,7 +131,7 @@ struct layer_group {
     long long word_count() const noexcept {
         return static_cast<long long>(batch()) * (5 + 2 * kinds() + (2LL * kinds() + 2) * columns +
                                                   geometry.ring + sink_columns + options->draft_tokens) +
-               (format.latent ? 3LL : 2LL) * columns + shape.layers + prompt_words;
+               (format.latent ? 3LL : 2LL) * columns + shape.layers + prompt_words + host_pages;
     }
 
     /// As the device has rows: are pages of them cut, does one have pages of a format?
@@ -196,7 +204,13 @@ struct layer_group {
         };
         for (int f = 0; f < kinds(); ++f) {
             for (int i = known ? r.gone : gone; i < gone; ++i) put(to, table_at(f, false, b) + i, -1);
-            for (int i = from; i < end; ++i) put(to, table_at(f, false, b) + i, number(i, f));
+            for (int i = from; i < end; ++i) {
+                const int page = number(i, f);
+                put(to, table_at(f, false, b) + i, page);
+                if (page >= 0 && host_pages > 0 && f == resident.format())
+                    put(to, generation_at(page),
+                        static_cast<int>(quantized[static_cast<std::size_t>(f)].pages().taken(page)));
+            }
             for (int i = from; i < end; ++i)
                 put(to, table_at(f, true, b) + i, i >= before ? number(i, f) : -1);
         }
@@ -364,7 +378,7 @@ struct layer_group {
         return sum;
     }
     std::size_t bytes_held() const noexcept {
-        std::size_t sum = window.allocated() + sinks.allocated();
+        std::size_t sum = window.allocated() + sinks.allocated() + resident.allocated();
         for (const device_pages& p : quantized) sum += p.allocated();
         return sum;
     }
@@ -403,6 +417,7 @@ struct layer_group {
                     v.quantized[f].rows[role] = all.as<const float>() + half + at;
                 }
         }
+        v.resident = resident.layer(member, reinterpret_cast<const unsigned*>(words + generation_at(0)));
         v.layer = members[static_cast<std::size_t>(member)];
         v.window = memory(window);
         v.window_table = words + window_at(0);

@@ -21,6 +21,7 @@
 #include "../quantize/commit_due_pages.cuh"
 #include "../select/best_pages.cuh"
 #include "../select/index_scores.cuh"
+#include "../select/resident_pages.cuh"
 #include "../select/select_top.cuh"
 #include "../store/bookkeeping.cuh"
 #include "../store/keep_tokens.cuh"
@@ -322,15 +323,24 @@ struct device_table {
                 choice_plan_of(l.sequences, q.heads, l.kv_heads, l.columns, l.ring, options.selected_tokens);
             attention_options all = options;
             all.selected_tokens = 0;
-            if (plan.takes_all()) return attend(l, q, out, all, workspace, bytes, stream, score);
+            if (plan.takes_all()) {
+                if (out.data == nullptr) return {};
+                return attend(l, q, out, all, workspace, bytes, stream, score);
+            }
             const auto queries = q.as<const T>();
-            if (status s = check_attention(window(l), queries, out.as<T>(), all); !s) return s;
+            attention_options checked = all;
+            if (out.data == nullptr) checked.state_out = reinterpret_cast<float*>(selection);  // not written
+            if (status s = check_attention(window(l), queries, out.as<T>(), checked); !s) return s;
             chosen_tables chosen;
             const auto& with = *static_cast<const Score*>(score);
-            if (status s = choose_pages(plan, pages_of(l, numbers{}), window(l), sinks(l), l.committed,
-                                        queries, all, with, selection, tickets, chosen, stream);
+            const auto pages = pages_of(l, numbers{});
+            if (status s = choose_pages(plan, pages, window(l), sinks(l), l.committed, queries, all, with,
+                                        l.resident, selection, tickets, chosen, stream);
                 !s)
                 return s;
+            if (status s = fetch(l, pages, chosen.of_format(l.resident.format, plan), chosen, stream); !s)
+                return s;
+            if (out.data == nullptr) return {};
             layer_view smaller = l;
             smaller.tokens = chosen.tokens;
             smaller.committed = chosen.committed;
@@ -338,6 +348,7 @@ struct device_table {
             smaller.columns = chosen.columns;
             smaller.head_tables = true;
             smaller.cuts = {};
+            if (l.resident.slots > 0) smaller.quantized[l.resident.format].pages = l.resident.pool;
             for (int f = 0; f < plan.formats; ++f) {
                 smaller.quantized[f].table = chosen.of_format(f, plan);
                 smaller.quantized[f].first_page = nullptr;
@@ -349,6 +360,17 @@ struct device_table {
         } else {
             return bad_value("no pages are selected: %s", no_pages);
         }
+    }
+    template <class Pages>
+    static status fetch(const layer_view& l, const Pages& pages, int* table, const chosen_tables& chosen,
+                        cudaStream_t stream) {
+        status result;
+        if (l.resident.slots == 0) return result;
+        int number = 0;
+        for_each_part(pages, [&](const auto& of) {
+            if (number++ == l.resident.format) result = fetch_pages(of, l.resident, chosen, table, stream);
+        });
+        return result;
     }
     static std::size_t page_selection_bytes(int sequences, int q_heads, int kv_heads, int columns, int ring,
                                             int tokens) {
@@ -536,6 +558,7 @@ device_format make_scored_format() {
             {detail::scheme_fingerprint<typename Pair::keys>(),
              detail::scheme_fingerprint<typename Pair::values>()},
             table::latent ? detail::codec<typename Pair::keys>.width() : 0,
+            detail::parameters_of<Pair>(),
             detail::no_estimate<Pair>,
             {detail::host_blocks_of<tensor::key, Pair>(), detail::host_blocks_of<tensor::value, Pair>()}};
         k.name = k.key_names[0] + "/" + k.value_names[0];

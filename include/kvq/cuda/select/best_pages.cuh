@@ -17,6 +17,7 @@
 
 #include "../decode/score_modifiers.cuh"
 #include "../layout/mixed_cache.cuh"
+#include "../store/page_memory.hpp"
 #include "score_estimate.cuh"
 #include "select_top.cuh"
 
@@ -58,10 +59,12 @@ struct choice_args {
     token_view<const T> q;   // [sequences][heads][dim]
     float scale, softcap;
     Score score;
-    int group, wanted, room, parts;  // room: pages of a row of estimates
-    float* estimates;                // [sequences][kv_heads][group][room]
-    float2* ends;                    // [sequences][kv_heads][3][group]: maximum and sum of the exact scores
-    unsigned* tickets;               // [sequences][kv_heads], zero before and after
+    int group, wanted, room;   // room: pages of a row of estimates
+    int parts, end_blocks;     // blocks of a head: for estimates, and for exact scores
+    float* estimates;          // [sequences][kv_heads][group][room]
+    float2* ends;              // [sequences][kv_heads][3][group]: maximum and sum of the exact scores
+    unsigned* tickets;         // [sequences][kv_heads], zero before and after
+    resident_memory resident;  // of one of the formats
     chosen_tables to;
 };
 
@@ -70,7 +73,7 @@ struct choice_args {
 template <class Args>
 struct choice_rows {
     float* query;
-    unsigned bad;  // bit of a row: it has a number that is not finite
+    bool* bad;  // [group] in shared memory: the row has a number that is not finite
 
     template <int F>
     __device__ __forceinline__ float* of(const Args& a) const {
@@ -81,7 +84,6 @@ struct choice_rows {
         constexpr int dim = Args::dim, numbers = token_numbers<dim>;
         const int warp = static_cast<int>(threadIdx.x) / warp_size,
                   lane = static_cast<int>(threadIdx.x) % warp_size;
-        unsigned own_bad = 0;
         for (int r = warp; r < a.group; r += choice_warps) {
             float x[numbers], zero = 0.0f;
             const auto* const from = a.q.at(sequence, head * a.group + r);
@@ -92,7 +94,8 @@ struct choice_rows {
                 zero = fmaf(x[i], 0.0f, zero);
                 if (!kvq::detail::is_finite(x[i])) x[i] = 0.0f;
             }
-            if (zero != 0.0f) own_bad |= 1u << r;
+            const bool not_finite = __any_sync(0xffffffffu, zero != 0.0f);
+            if (lane == 0) bad[r] = not_finite;
             const auto store = [&](float* to, const float(&y)[numbers], const std::uint16_t* plan) {
 #pragma unroll
                 for (int i = 0; i < numbers; ++i)
@@ -112,12 +115,20 @@ struct choice_rows {
                       codec<keys>.several_widths() ? cache.key_plan(head) : nullptr);
             });
         }
-        bad = 0;
-        for (int r = 0; r < a.group; ++r)
-            if (__syncthreads_or(static_cast<int>(own_bad >> r & 1u)) != 0) bad |= 1u << r;
+        __syncthreads();
     }
 };
 
+/// A key of a 16-bit page.
+template <class Pair>
+__device__ __forceinline__ float full_key(const cache_ref<Pair>& cache, int page, int head, int token,
+                                          int channel) {
+    using S = typename Pair::keys;
+    using T = typename S::value_type;
+    constexpr block_shape shape = shape_of<tensor::key, Pair>;
+    return to_float(reinterpret_cast<const T*>(
+        cache.key_block(page, head))[S::element(value_layout<T>(shape), shape, token, channel)]);
+}
 /// x^ of a key, of mixed widths by place, behind a transform as it is stored.
 template <class Pair>
 __device__ __forceinline__ float stored_key(const cache_ref<Pair>& cache, int page, int head, int token,
@@ -137,8 +148,8 @@ __device__ __forceinline__ float stored_key(const cache_ref<Pair>& cache, int pa
 __device__ __forceinline__ float2 add_states(float2 a, float2 b) {
     const float top = fmaxf(a.x, b.x);
     if (top == -INFINITY) return {top, 0.0f};
-    return {top, (a.x == -INFINITY ? 0.0f : a.y * exp2f(a.x - top)) +
-                     (b.x == -INFINITY ? 0.0f : b.y * exp2f(b.x - top))};
+    return {top, (a.x == -INFINITY ? 0.0f : a.y * exp2_fast(a.x - top)) +
+                     (b.x == -INFINITY ? 0.0f : b.y * exp2_fast(b.x - top))};
 }
 
 /// The softmax state of one page's scores, by all threads, as `states`: [warps][group].
@@ -157,7 +168,9 @@ __device__ __forceinline__ void score_tokens(const Args& a, const float* query, 
 #pragma unroll
             for (int i = 0; i < numbers; ++i) {
                 const int c = i * warp_size + lane;
-                k[b][i] = first + b < tokens && c < dim ? read(first + b, c) : 0.0f;
+                const float number =
+                    read(kvq::detail::smaller(first + b, tokens - 1), kvq::detail::smaller(c, dim - 1));
+                k[b][i] = c < dim ? number : 0.0f;
             }
 #pragma unroll 1
         for (int r = 0; r < a.group; ++r) {
@@ -214,9 +227,8 @@ __device__ __forceinline__ void score_end(const Args& a, const choice_rows<Args>
         const int tokens = kvq::detail::smaller(a.window.first_token, a.window.tokens[sequence]);
         const int* const table = a.sinks.block_table + a.sinks.table_entry(sequence, 0);
         constexpr int room = std::remove_cvref_t<decltype(a.sinks)>::pair_type::page_tokens;
-        score_tokens(a, rows.query, tokens, states, [&](int t, int c) {
-            return read_value<tensor::key>(a.sinks, table[t / room], head, t % room, c);
-        });
+        score_tokens(a, rows.query, tokens, states,
+                     [&](int t, int c) { return full_key(a.sinks, table[t / room], head, t % room, c); });
     } else {
         const int page = entry - (of.sinks ? 1 : 0);
         const int tokens = kvq::detail::smaller(
@@ -225,7 +237,7 @@ __device__ __forceinline__ void score_end(const Args& a, const choice_rows<Args>
             const int number =
                 a.window.block_table[a.window.table_entry(sequence, page % a.window.table_columns)];
             score_tokens(a, rows.query, tokens, states,
-                         [&](int t, int c) { return read_value<tensor::key>(a.window, number, head, t, c); });
+                         [&](int t, int c) { return full_key(a.window, number, head, t, c); });
         } else {
             bool there_is = false;
             static_for<Args::formats>([&](auto f) {
@@ -244,11 +256,38 @@ __device__ __forceinline__ void score_end(const Args& a, const choice_rows<Args>
                             static_cast<std::size_t>(head)) *
                                choice_ends +
                            static_cast<std::size_t>(which);
-    for (int r = static_cast<int>(threadIdx.x); r < a.group; r += choice_threads) {
-        float2 sum = states[r];
-        for (int w = 1; w < choice_warps; ++w) sum = add_states(sum, states[w * a.group + r]);
-        a.ends[at * static_cast<std::size_t>(a.group) + static_cast<std::size_t>(r)] = sum;
+    // A lane for the state of each warp.
+    static_assert(choice_warps == warp_size);
+    const int warp = static_cast<int>(threadIdx.x) / warp_size,
+              lane = static_cast<int>(threadIdx.x) % warp_size;
+    for (int r = warp; r < a.group; r += choice_warps) {
+        float2 sum = states[lane * a.group + r];
+#pragma unroll
+        for (int step = 1; step < warp_size; step *= 2)
+            sum = add_states(
+                sum, {__shfl_xor_sync(0xffffffffu, sum.x, step), __shfl_xor_sync(0xffffffffu, sum.y, step)});
+        if (lane == 0) a.ends[at * static_cast<std::size_t>(a.group) + static_cast<std::size_t>(r)] = sum;
     }
+    __syncthreads();
+}
+
+/// A key block in host memory, as if it lay where device memory has its parameters, which end it from byte
+/// `At` on. All lanes.
+template <std::size_t At>
+__device__ __forceinline__ const std::byte* resident_parameters(const resident_memory& r,
+                                                                const std::byte* block, int page, int head,
+                                                                int heads, int lane) {
+    const std::size_t at =
+        static_cast<std::size_t>(page) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head);
+    std::byte* const held = r.parameters + at * r.parameter_bytes;
+    if (const unsigned generation = r.generations[page]; r.tags[at] != generation) {
+        for (std::size_t i = static_cast<std::size_t>(lane); i < r.parameter_bytes / 4; i += warp_size)
+            reinterpret_cast<unsigned*>(held)[i] = reinterpret_cast<const unsigned*>(block + At)[i];
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) r.tags[at] = generation;
+    }
+    return held - At;
 }
 
 /// Estimates of part `part` of the pages that are ranked.
@@ -265,37 +304,87 @@ __device__ __forceinline__ void estimate_pages(const Args& a, const choice_rows<
         if constexpr (no_estimate<pair> == nullptr) {
             const key_ranges<pair> ranges(cache, head);
             const int* const table = cache.block_table + cache.table_entry(sequence, 0);
+            const auto estimates = [&](int r) {
+                return a.estimates + (static_cast<std::size_t>(line) * static_cast<std::size_t>(a.group) +
+                                      static_cast<std::size_t>(r)) *
+                                         static_cast<std::size_t>(a.room);
+            };
+            constexpr int batch = 2;
 #pragma unroll 1
-            for (int page = of.first + warp * a.parts + part; page < of.end; page += step) {
-                const int number = table[page];
-                if (number < 0) continue;
-                const std::byte* const block = cache.key_block(number, head);
-#pragma unroll 1
-                for (int r = 0; r < a.group; r += 4) {
-                    float x = ranges.estimate(block, rows.template of<F>(a) + r * Args::dim, a.group - r);
-                    if (a.softcap > 0.0f) x = capped(x, a.softcap);
-                    if (lane < 4 && r + lane < a.group)
-                        a.estimates[(static_cast<std::size_t>(line) * static_cast<std::size_t>(a.group) +
-                                     static_cast<std::size_t>(r + lane)) *
-                                        static_cast<std::size_t>(a.room) +
-                                    static_cast<std::size_t>(page)] = x;
+            for (int first = of.first + warp * a.parts + part; first < of.end; first += batch * step) {
+                int number[batch];
+                const std::byte* blocks[batch];
+#pragma unroll
+                for (int b = 0; b < batch; ++b)
+                    number[b] = first + b * step < of.end ? table[first + b * step] : -1;
+                int any = number[0];
+#pragma unroll
+                for (int b = 1; b < batch; ++b) any = larger(any, number[b]);
+                if (any < 0) continue;
+#pragma unroll
+                for (int b = 0; b < batch; ++b) {
+                    const int there = number[b] < 0 ? any : number[b];
+                    blocks[b] = cache.key_block(there, head);
+                    if (a.resident.slots > 0 && a.resident.format == F)
+                        blocks[b] = resident_parameters<key_ranges<pair>::parameters_at>(
+                            a.resident, blocks[b], there, head, a.window.kv_heads, lane);
                 }
+                ranges.estimate_blocks(blocks, rows.template of<F>(a), a.group, [&](int b, int r, float x) {
+                    if (a.softcap > 0.0f) x = capped(x, a.softcap);
+                    if (lane < 4 && r + lane < a.group && number[b] >= 0)
+                        estimates(r + lane)[first + b * step] = x;
+                });
             }
         }
     });
 }
 
+/// The `count` largest of one key for each thread: calls take(place, thread) as select_largest() does. A
+/// histogram's counters would be met by many at once, since ranks are alike. All threads.
+template <class Take>
+__device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, int count, const Take& take) {
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
+    // The largest floor that `count` keys reach. No key of a page is below 2^31 but those of NaN.
+    unsigned floor = 0;
+    int above = 0;  // keys that are larger
+#pragma unroll 1
+    for (unsigned bit = 1u << 31; bit > 0 && count > 0; bit >>= 1) {
+        const int reached = __syncthreads_count(key >= (floor | bit));
+        if (reached >= count)
+            floor |= bit;
+        else
+            above = reached;
+    }
+    const unsigned larger_ones = __ballot_sync(0xffffffffu, key > floor),
+                   equal_ones = __ballot_sync(0xffffffffu, key != 0 && key == floor);
+    if (lane == 0) {
+        memory.of_warp[0][warp] = static_cast<unsigned>(__popc(larger_ones));
+        memory.of_warp[1][warp] = static_cast<unsigned>(__popc(equal_ones));
+    }
+    __syncthreads();
+    const unsigned before = (1u << lane) - 1u,
+                   first_larger = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u),
+                   first_equal = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u);
+    const int equal = static_cast<int>(first_equal) + __popc(equal_ones & before), left = count - above;
+    if (key > floor || (key != 0 && key == floor && equal < left))
+        take(
+            static_cast<int>(first_larger) + __popc(larger_ones & before) + kvq::detail::smaller(equal, left),
+            thread);
+}
+
 /// Ranks the pages of a head, chooses and writes the tables. All threads of one block, behind all others.
 template <class Args>
-__device__ __forceinline__ void choose_pages(const Args& a, unsigned bad, const page_classes& of,
+__device__ __forceinline__ void choose_pages(const Args& a, const bool* bad, const page_classes& of,
                                              int sequence, int head, top_memory& memory) {
     __shared__ float floors[most_choice_rows];
     const int thread = static_cast<int>(threadIdx.x);
     const auto line = static_cast<std::size_t>(sequence * a.window.kv_heads + head);
     if (thread < a.group) {
         const float2* const ends = a.ends + line * choice_ends * static_cast<std::size_t>(a.group) + thread;
-        float2 sum = __ldcg(ends);
-        for (int i = 1; i < choice_ends; ++i) sum = add_states(sum, __ldcg(ends + i * a.group));
+        float2 of_end[choice_ends];
+#pragma unroll
+        for (int i = 0; i < choice_ends; ++i) of_end[i] = __ldcg(ends + i * a.group);
+        const float2 sum = add_states(add_states(of_end[0], of_end[1]), of_end[2]);
         float floor = sum.y > 0.0f ? sum.x + log2f(sum.y) : -INFINITY;
         if constexpr (has_sinks<typename Args::score_type>)
             floor = fmaxf(floor, sink_score(a.score.sink_logit(head * a.group + thread)));
@@ -303,22 +392,18 @@ __device__ __forceinline__ void choose_pages(const Args& a, unsigned bad, const 
     }
     __syncthreads();
     const int candidates = of.end - of.first, count = kvq::detail::smaller(candidates, a.wanted);
-    const float* const estimates =
+    // Ranks take the place of the first row's estimates.
+    float* const estimates =
         a.estimates + line * static_cast<std::size_t>(a.group) * static_cast<std::size_t>(a.room);
-    const int place = thread / warp_size * (warp_size * top_each) + thread % warp_size;
-    unsigned keys[top_each];
-#pragma unroll
-    for (int j = 0; j < top_each; ++j) {
-        keys[j] = 0;
-        const int page = of.end - 1 - place - j * warp_size;  // of equal ranks the later page
-        if (page < of.first) continue;
+    const auto rank_of = [&](int page) {
         float rank = 0.0f;
-        for (int r = 0; r < a.group; ++r)
-            if ((bad >> r & 1u) == 0)
-                rank += rough_exp2(__ldcg(estimates + static_cast<std::ptrdiff_t>(r) * a.room + page) -
-                                   floors[r]);
-        keys[j] = score_order(rank);
-    }
+#pragma unroll 4
+        for (int r = 0; r < a.group; ++r) {
+            const float x = __ldcg(estimates + static_cast<std::ptrdiff_t>(r) * a.room + page);
+            if (!bad[r]) rank += rough_exp2(x - floors[r]);
+        }
+        return rank;
+    };
     const int front = of.first, behind = of.committed - of.end, held = front + count + behind;
     const auto write = [&](int column, int page) {
         static_for<Args::formats>([&](auto f) {
@@ -332,10 +417,24 @@ __device__ __forceinline__ void choose_pages(const Args& a, unsigned bad, const 
                 cache.block_table[cache.table_entry(sequence, page)];
         });
     };
-    if (count > 0)
-        select_largest(memory, keys, count, [&](int at, int j) {
-            write(front + count - 1 - at, of.end - 1 - place - j * warp_size);
-        });
+    // Of equal ranks the later page: pages are counted from the last one.
+    const auto take = [&](int at, int number) { write(front + count - 1 - at, of.end - 1 - number); };
+    if (candidates <= choice_threads) {
+        const unsigned key = thread < candidates ? score_order(rank_of(of.end - 1 - thread)) : 0;
+        take_largest(memory, key, count, take);
+    } else {
+        for (int page = of.first + thread; page < of.end; page += choice_threads)
+            estimates[page] = rank_of(page);
+        __syncthreads();
+        const int place = thread / warp_size * (warp_size * top_each) + thread % warp_size;
+        unsigned keys[top_each];
+#pragma unroll
+        for (int j = 0; j < top_each; ++j) {
+            const int page = of.end - 1 - place - j * warp_size;
+            keys[j] = page >= of.first ? score_order(__ldcg(estimates + page)) : 0;
+        }
+        select_largest(memory, keys, count, [&](int at, int j) { take(at, place + j * warp_size); });
+    }
     if (thread < front) write(thread, thread);
     if (thread < behind) write(front + count + thread, of.end + thread);
     if (head > 0) return;
@@ -356,19 +455,22 @@ __global__ void __launch_bounds__(choice_threads, 1) choose_pages_kernel(const _
         top_memory top;
         float2 states[choice_warps * most_choice_rows];
     } memory;
-    __shared__ bool last;
+    __shared__ bool last, bad[most_choice_rows];
     launch_dependents();
     wait_for_predecessor();
-    const int blocks = a.parts + choice_ends, line = static_cast<int>(blockIdx.x) / blocks,
+    const int blocks = a.parts + a.end_blocks, line = static_cast<int>(blockIdx.x) / blocks,
               part = static_cast<int>(blockIdx.x) - line * blocks, sequence = line / a.window.kv_heads,
               head = line - sequence * a.window.kv_heads;
-    choice_rows<Args> rows{reinterpret_cast<float*>(shared), 0};
-    rows.load(a, sequence, head);
     const page_classes of(a, sequence);
-    if (part < choice_ends)
-        score_end(a, rows, of, sequence, head, part, memory.states);
-    else
-        estimate_pages(a, rows, of, sequence, head, part - choice_ends);
+    choice_rows<Args> rows{reinterpret_cast<float*>(shared), bad};
+    rows.load(a, sequence, head);
+    if (part >= a.end_blocks) {
+        estimate_pages(a, rows, of, sequence, head, part - a.end_blocks);
+    } else {
+#pragma unroll 1
+        for (int which = part; which < choice_ends; which += a.end_blocks)
+            score_end(a, rows, of, sequence, head, which, memory.states);
+    }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -378,7 +480,7 @@ __global__ void __launch_bounds__(choice_threads, 1) choose_pages_kernel(const _
     __syncthreads();
     if (!last) return;
     __threadfence();
-    choose_pages(a, rows.bad, of, sequence, head, memory.top);
+    choose_pages(a, bad, of, sequence, head, memory.top);
 }
 
 /// A warp's estimates need the memory of the query rows for all formats.
@@ -414,18 +516,20 @@ private:
     }
 };
 
-/// Blocks that share the pages of a head: as many as keep the device busy once.
-inline int choice_parts(const choice_plan& p) noexcept {
+/// Blocks of a head: as many as keep the device busy once, or twice where heads are many.
+inline void choice_blocks(const choice_plan& p, int& parts, int& end_blocks) noexcept {
     int device = 0, processors = 0;
     cudaError_t code = cudaGetDevice(&device);
     if (code == cudaSuccess)
         code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (code != cudaSuccess) {
         (void)cudaGetLastError();
-        return 1;
+        processors = 1;
     }
-    return kvq::detail::larger(1, kvq::detail::smaller(processors / (p.sequences * p.kv_heads) - choice_ends,
-                                                       kvq::detail::ceil_div(p.room, choice_warps)));
+    const int lines = p.sequences * p.kv_heads, each = processors / lines;
+    end_blocks = each >= 2 * choice_ends ? choice_ends : 1;
+    parts = (each >= 2 * choice_ends ? each : 2 * processors / lines) - end_blocks;
+    parts = kvq::detail::larger(1, kvq::detail::smaller(parts, kvq::detail::ceil_div(p.room, choice_warps)));
 }
 
 /// Chooses the pages of all heads. pages: as kernels read them; memory: p.bytes(), on a multiple of 16;
@@ -434,7 +538,8 @@ template <class T, class Score, class Window, class Sinks, class... Pairs>
 status choose_pages(const choice_plan& p, const object_list<cache_ref<Pairs>...>& pages,
                     const cache_ref<Window>& window, const cache_ref<Sinks>& sinks, const int* committed,
                     const token_view<const T>& q, const attention_options& options, const Score& score,
-                    std::byte* memory, unsigned* tickets, chosen_tables& to, cudaStream_t stream) noexcept {
+                    const resident_memory& resident, std::byte* memory, unsigned* tickets, chosen_tables& to,
+                    cudaStream_t stream) noexcept {
     using args_type = choice_args<T, Score, Window, Sinks, Pairs...>;
     const int group = p.q_heads / p.kv_heads;
     const std::size_t shared = choice_query_bytes<Window>(args_type::formats, group);
@@ -459,7 +564,7 @@ status choose_pages(const choice_plan& p, const object_list<cache_ref<Pairs>...>
     a.group = group;
     a.wanted = p.wanted();
     a.room = p.room;
-    a.parts = choice_parts(p);
+    choice_blocks(p, a.parts, a.end_blocks);
     auto* words = reinterpret_cast<float*>(memory);
     const auto take = [&](std::size_t count) {
         float* const at = words;
@@ -469,6 +574,7 @@ status choose_pages(const choice_plan& p, const object_list<cache_ref<Pairs>...>
     a.ends = reinterpret_cast<float2*>(take(p.end_floats()));
     a.estimates = take(p.estimate_floats());
     a.tickets = tickets;
+    a.resident = resident;
     const auto numbers = [&](int a, int b) {
         return reinterpret_cast<int*>(take(static_cast<std::size_t>(p.sequences) *
                                            static_cast<std::size_t>(a) * static_cast<std::size_t>(b)));
@@ -476,7 +582,7 @@ status choose_pages(const choice_plan& p, const object_list<cache_ref<Pairs>...>
     to = {numbers(1, 1), numbers(1, 1), numbers(1, p.ring), numbers(p.kv_heads, p.formats * p.columns()),
           p.columns()};
     a.to = to;
-    const long long blocks = 1LL * p.sequences * p.kv_heads * (a.parts + choice_ends);
+    const long long blocks = 1LL * p.sequences * p.kv_heads * (a.parts + a.end_blocks);
     if (blocks > 2147483647LL) return bad_value("%d sequences are too many for one launch", p.sequences);
     return launch("launching the selection of pages", overlap::yes, choose_pages_kernel<args_type>,
                   dim3(static_cast<unsigned>(blocks)), choice_threads, shared, stream, a);

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../layout/block_access.cuh"
+#include "../layout/parameters.cuh"
 #include "../layout/transform_row.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
@@ -22,7 +23,9 @@ inline constexpr const char* no_estimate = [] {
     if constexpr (read_by_numbers<typename Pair::keys> || full_precision<typename Pair::keys>)
         return "their keys have no parameters";
     else
-        return codec<typename Pair::keys>.per_token ? "their keys have parameters per token" : nullptr;
+        return codec<typename Pair::keys>.per_token ? "their keys have parameters per token"
+               : Pair::head_dim % 4 != 0            ? "their channels are no multiple of 4"
+                                                    : nullptr;
 }();
 
 /// Of the distance from the middle of a range to its end, as in attention/page_choice.hpp.
@@ -45,99 +48,197 @@ __device__ __forceinline__ float sum_lanes(float (&x)[N]) {
     return x[0];
 }
 
+/// Channels of a lane: quads, so that parameters of four neighbours are one load.
+using quad_channels = row_layout<2, 5, 0>;
+
 /// What the codes of a block's channels can be.
 template <class Pair>
 struct key_ranges {
     static constexpr block_shape shape = shape_of<tensor::key, Pair>;
-    static constexpr int dim = shape.dim, numbers = token_numbers<dim>;
+    static constexpr int dim = shape.dim, quads = kvq::detail::ceil_div(dim, 4 * warp_size),
+                         numbers = 4 * quads;
     using S = typename inner_of<typename Pair::keys>::type;
-    static constexpr bool mixed = codec<S>.several_widths(), scales = codec<S>.has_token_scales();
-    static constexpr int groups = typename S::layout_type{}.groups(shape);
+    using P = typename S::parameter;
+    using parameters = typename S::parameters;
+    static constexpr bool mixed = codec<S>.several_widths(), scales = codec<S>.has_token_scales(),
+                          has_bias = S::levels::has_bias, bytes = parameter_width<P> == 1;
+    static constexpr int groups = typename S::layout_type{}.groups(shape),
+                         slots = typename S::layout_type{}.slot_count(shape);
+    /// Parameters are the end of a block, from this byte on.
+    static constexpr std::size_t parameters_at = typename S::layout_type{}.scale_offset(shape);
+    static_assert(dim % 4 == 0 && slots % 4 == 0 && parameters_at % 4 == 0);
 
-    float half[numbers], middle[numbers];  // half of the largest code; the middle one less that of zero
+    float half[mixed ? numbers : 1], middle[mixed ? numbers : 1];  // of the largest code; less that of zero
 
     /// Of all blocks of a head.
     __device__ __forceinline__ key_ranges(const cache_ref<Pair>& cache, int head) {
-        const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        [[maybe_unused]] const auto quads = [&] {
-            if constexpr (mixed)
-                return quads_of<S, dim>(cache.key_plan(head));
-            else
-                return 0;
-        }();
-#pragma unroll
-        for (int i = 0; i < numbers; ++i) {
-            if constexpr (mixed) {
-                int left = (i * warp_size + lane) / 4, top = 0;
-#pragma unroll
-                for (int w = S::width_list::count - 1; w >= 0; --w) {
-                    int before = 0;
-#pragma unroll
-                    for (int k = 0; k < w; ++k) before += quads.of[k];
-                    if (left >= before && left < before + quads.of[w])
-                        top = (1 << S::width_list::values[w]) - 1;
-                }
-                half[i] = 0.5f * static_cast<float>(top);
-                middle[i] = half[i];
-            } else {
-                half[i] = 0.5f * static_cast<float>((1 << codec<S>.width()) - 1);
-                middle[i] = half[i] - static_cast<float>(codec<S>.zero_code);
-            }
-        }
-    }
-    /// The largest estimate of the groups of a block, for row lane % 4 of four rows.
-    __device__ __forceinline__ float estimate(const std::byte* block, const float* query, int rows) const {
-        constexpr typename S::layout_type at{};
-        using parameters = typename S::parameters;
-        const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        const std::byte* const stored = block + at.scale_offset(shape);
-        float best = -INFINITY;
-#pragma unroll(groups <= 4 ? groups : 1)
-        for (int g = 0; g < groups; ++g) {
-            float sums[4] = {}, halves[4] = {};
+        if constexpr (mixed) {
+            const int lane = static_cast<int>(threadIdx.x) % warp_size;
+            const auto of_width = quads_of<S, dim>(cache.key_plan(head));
 #pragma unroll
             for (int i = 0; i < numbers; ++i) {
-                const int c = i * warp_size + lane;
-                if (c >= dim) break;
-                const float scale = parameters::scale(stored, groups, at.slot_count(shape), g, c);
-                float bias = 0.0f;
-                if constexpr (S::levels::has_bias)
-                    bias = parameters::bias(stored, groups, at.slot_count(shape), g, c);
-                const float m = fmaf(scale, middle[i], bias), h = scale * half[i];
+                const int quad = quad_channels::channel(i, lane) / 4;
+                int top = 0, before = 0;
 #pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    const float q = r < rows ? query[r * dim + c] : 0.0f;
-                    if constexpr (scales) {
-                        sums[r] = fmaf(q, m, sums[r]);
-                        halves[r] = fmaf(fabsf(q), h, halves[r]);
-                    } else {
-                        sums[r] = fmaf(q, m, fmaf(page_spread * fabsf(q), h, sums[r]));
-                    }
+                for (int w = 0; w < S::width_list::count; ++w) {
+                    if (quad >= before && quad < before + of_width.of[w])
+                        top = (1 << S::width_list::values[w]) - 1;
+                    before += of_width.of[w];
                 }
+                half[i] = middle[i] = 0.5f * static_cast<float>(top);
             }
-            float x = sum_lanes(sums);
-            if constexpr (scales) {
-                const float h = sum_lanes(halves);
-                float least = INFINITY, most = -INFINITY;
-                const auto tokens = at.cut(shape);
-                for (int t = lane; t < tokens.group_size(g); t += warp_size) {
-                    const float s = S::token_scale_type::token_scale(block + at.token_scale_offset(shape),
-                                                                     tokens.slot(g * tokens.group + t));
-                    least = fminf(least, s);
-                    most = fmaxf(most, s);
-                }
-#pragma unroll
-                for (int step = warp_size / 2; step > 0; step /= 2) {
-                    least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
-                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-                }
-                x = fmaxf(least * x, most * x) + page_spread * fmaxf(-least, most) * h;
-            }
-            best = fmaxf(best, x);
+        } else {
+            half[0] = 0.5f * static_cast<float>((1 << codec<S>.width()) - 1);
+            middle[0] = half[0] - static_cast<float>(codec<S>.zero_code);
         }
-        return best;
+    }
+
+    /// Scales and biases of a lane's channels in a group, as they are stored.
+    struct stored_group {
+        static constexpr int words = (bytes ? 1 : static_cast<int>(sizeof(P))) * quads;
+        unsigned scale[words], bias[has_bias ? words : 1];
+        unsigned short line[bytes ? 3 : 1];
+
+        __device__ __forceinline__ void load(const std::byte* stored, int g) {
+            const int lane = static_cast<int>(threadIdx.x) % warp_size;
+            const auto word = [](const std::byte* from) { return *reinterpret_cast<const unsigned*>(from); };
+#pragma unroll
+            for (int i = 0; i < words; ++i) {
+                constexpr int each = words / quads;  // words of a quad
+                const int slot = quad_channels::channel(4 * (i / each), lane);
+                scale[i] = 0;
+                if constexpr (has_bias) bias[i] = 0;
+                if (dim % (4 * warp_size) != 0 && slot >= dim) continue;
+                const std::byte* const from =
+                    stored + static_cast<std::size_t>(g * slots + slot) * sizeof(P) + 4 * (i % each);
+                scale[i] = word(from);
+                if constexpr (has_bias)
+                    bias[i] = word(from + (bytes ? static_cast<std::size_t>(groups * slots)
+                                                 : typename S::layout_type{}.section_bytes(shape)));
+            }
+            if constexpr (bytes) {
+                const auto* const of =
+                    reinterpret_cast<const unsigned short*>(parameters::shared(stored, groups, slots, g));
+#pragma unroll
+                for (int i = 0; i < 3; ++i) line[i] = of[i];
+            }
+        }
+        __device__ __forceinline__ float scale_of(int i) const {
+            if constexpr (bytes)
+                return __uint_as_float(static_cast<unsigned>(line[0]) << 16) *
+                       kvq::detail::scale_float::value(scale[i / 4] >> 8 * (i % 4) & 0xffu);
+            else
+                return number(scale, i);
+        }
+        __device__ __forceinline__ float bias_of(int i) const {
+            if constexpr (!has_bias)
+                return 0.0f;
+            else if constexpr (bytes)
+                return fmaf(__uint_as_float(static_cast<unsigned>(line[2]) << 16),
+                            static_cast<float>(bias[i / 4] >> 8 * (i % 4) & 0xffu),
+                            __uint_as_float(static_cast<unsigned>(line[1]) << 16));
+            else
+                return number(bias, i);
+        }
+
+    private:
+        template <int N>
+        __device__ __forceinline__ static float number(const unsigned (&words_of)[N], int i) {
+            if constexpr (sizeof(P) == 4)
+                return __uint_as_float(words_of[i]);
+            else
+                return i % 2 == 0 ? unpack_half<P, 0>(words_of[i / 2]) : unpack_half<P, 1>(words_of[i / 2]);
+        }
+    };
+
+    /// The estimate of a group, for row lane % 4 of four rows.
+    __device__ __forceinline__ float estimate(const std::byte* block, const stored_group& of, int g,
+                                              const float* query, int rows) const {
+        const int lane = static_cast<int>(threadIdx.x) % warp_size;
+        float sums[4] = {}, halves[4] = {};
+#pragma unroll
+        for (int k = 0; k < quads; ++k) {
+            const int c = quad_channels::channel(4 * k, lane);
+            if (dim % (4 * warp_size) != 0 && c >= dim) continue;
+            float m[4], h[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float scale = of.scale_of(4 * k + i);
+                m[i] = fmaf(scale, middle[mixed ? 4 * k + i : 0], of.bias_of(4 * k + i));
+                h[i] = scale *
+                       (scales ? half[mixed ? 4 * k + i : 0] : page_spread * half[mixed ? 4 * k + i : 0]);
+            }
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                if (r >= rows) break;
+                const float4 q = *reinterpret_cast<const float4*>(query + r * dim + c);
+                const float x[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sums[r] = fmaf(x[i], m[i], sums[r]);
+                    (scales ? halves : sums)[r] = fmaf(fabsf(x[i]), h[i], (scales ? halves : sums)[r]);
+                }
+            }
+        }
+        const float x = sum_lanes(sums);
+        if constexpr (scales) {
+            constexpr typename S::layout_type at{};
+            const float y = page_spread * sum_lanes(halves);
+            float least = INFINITY, most = -INFINITY;
+            const auto tokens = at.cut(shape);
+            for (int t = lane; t < tokens.group_size(g); t += warp_size) {
+                const float s = S::token_scale_type::token_scale(block + at.token_scale_offset(shape),
+                                                                 tokens.slot(g * tokens.group + t));
+                least = fminf(least, s);
+                most = fmaxf(most, s);
+            }
+#pragma unroll
+            for (int step = warp_size / 2; step > 0; step /= 2) {
+                least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step));
+                most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+            }
+            return fmaxf(least * x, most * x) + fmaxf(-least, most) * y;
+        }
+        return x;
+    }
+    /// Calls f(number, r, estimate) for all blocks and the rows of `query` in fours: the estimate of row r +
+    /// lane % 4. Groups of all blocks are asked for at once, where they are few. query: 16-byte aligned.
+    template <int Count, class F>
+    __device__ __forceinline__ void estimate_blocks(const std::byte* const (&blocks)[Count],
+                                                    const float* query, int rows, const F& f) const {
+        constexpr int ahead = groups <= 2 ? groups : 1;
+        float best[Count];
+        for (int r = 0; r < rows; r += 4) {
+#pragma unroll
+            for (int b = 0; b < Count; ++b) best[b] = -INFINITY;
+#pragma unroll 1
+            for (int g = 0; g < groups; g += ahead) {
+                stored_group held[Count][ahead];
+#pragma unroll
+                for (int b = 0; b < Count; ++b)
+#pragma unroll
+                    for (int i = 0; i < ahead; ++i) held[b][i].load(blocks[b] + parameters_at, g + i);
+#pragma unroll
+                for (int b = 0; b < Count; ++b)
+#pragma unroll
+                    for (int i = 0; i < ahead; ++i)
+                        best[b] =
+                            fmaxf(best[b], estimate(blocks[b], held[b][i], g + i, query + r * dim, rows - r));
+            }
+#pragma unroll
+            for (int b = 0; b < Count; ++b) f(b, r, best[b]);
+        }
     }
 };
+
+/// Where the parameters of a key block begin, if it has an estimate.
+template <class Pair>
+constexpr std::size_t parameters_of() noexcept {
+    if constexpr (no_estimate<Pair> == nullptr)
+        return key_ranges<read_pair<Pair>>::parameters_at;
+    else
+        return 0;
+}
 
 }  // namespace detail
 }}}  // namespace kvq::cuda
