@@ -246,7 +246,7 @@ concept rows_of_floats = detail::read_by_attention<S> && requires {
 template <class S>
 concept rows_of_tokens = detail::read_by_attention<S> && requires(const S s) {
     s.layout();
-    s.tensor_scale();
+    s.tensor_scale(block_id{});
 };
 
 }}  // namespace kvq

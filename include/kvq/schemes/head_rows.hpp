@@ -6,8 +6,7 @@
 //   block of head h     that of token_rows(layout, scale of h)
 //
 // Contract: that of schemes/token_rows.hpp; a cache of another number of heads or layers is refused. The
-// scales are part of the fingerprint, by which files and messages tell formats apart. Attention dequantizes
-// blocks first.
+// scales are part of the fingerprint, by which files and messages tell formats apart.
 #pragma once
 
 #include <span>
@@ -18,6 +17,8 @@
 namespace kvq { inline namespace KVQ_TAGGED {
 
 struct head_rows {
+    using attends_as = head_rows;
+
     /// Raises std::invalid_argument as token_rows() does, and for scales that are not those of whole layers.
     head_rows(const row_layout& layout, std::span<const float> scales, int kv_heads)
         : layout_(layout), kv_heads_(kv_heads) {
@@ -33,6 +34,7 @@ struct head_rows {
         return text;
     }
     const row_layout& layout() const noexcept { return layout_; }
+    float tensor_scale(const block_id& id) const noexcept { return of(id).tensor_scale(); }
     std::uint64_t fingerprint() const noexcept {
         std::uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a of the bits
         for (const token_rows& rows : rows_) hash = (hash ^ rows.fingerprint()) * 0x100000001b3u;
@@ -65,6 +67,12 @@ private:
     row_layout layout_;
     int kv_heads_;
     detail::tagged_vector<token_rows> rows_;
+};
+
+template <>
+struct detail::codec_maker<head_rows> {
+    static constexpr codec_spec of_type() noexcept { return codec_of<token_rows>(); }
+    static constexpr codec_spec of(const head_rows&) noexcept { return of_type(); }
 };
 
 static_assert(key_scheme<head_rows> && value_scheme<head_rows>);

@@ -260,6 +260,7 @@ struct token_rows {
     }
 
     KVQ_HD KVQ_INLINE float tensor_scale() const noexcept { return tensor_scale_; }
+    float tensor_scale(const block_id&) const noexcept { return tensor_scale_; }
 
     /// Of a group here: rows without scales are taken in pieces.
     static constexpr int most_channels = 32;

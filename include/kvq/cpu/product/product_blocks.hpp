@@ -182,7 +182,7 @@ product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
     }
     if constexpr (rows_of_tokens<Scheme>) {
         b.rows = scheme.layout();
-        b.tensor_scale = scheme.tensor_scale();
+        b.tensor_scale = scheme.tensor_scale(id);
     }
     // Where there may be no kernel that reads the codes, too.
     if constexpr (!has_product<Scheme> || !Backend::has_all_kernels) {
