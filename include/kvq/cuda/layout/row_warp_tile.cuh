@@ -32,7 +32,8 @@ struct row_warp_tile : code_warp_tile<Role, values_like<Pair>, Tokens, false> {
     static constexpr bool in_rows = true;
 
     static constexpr int row_bytes = rows_type::fixed_layout().row_bytes(dim),
-                         scale_count = rows_type::fixed_layout().scales_behind(dim);
+                         scale_count = rows_type::fixed_layout().scales_behind(dim),
+                         scale_channels = larger(1, rows_type::channels);
     static constexpr int quarter_bytes = row_bytes / 4;  // of a lane's channels of keys
     static constexpr int load_bytes = quarter_bytes % 16 == 0 ? 16 : quarter_bytes % 8 == 0 ? 8 : 4;
     static constexpr int number_bytes = Tokens * row_bytes, scales_at = number_bytes,
@@ -232,7 +233,7 @@ private:
                 constexpr int W = decltype(word)::value, in_quarter = V * words + W;
                 if constexpr (reader::scaled && in_quarter * reader::word_channels % channels_of_scale == 0) {
                     const int of_row =
-                        (id.t * (dim / 4) + in_quarter * reader::word_channels) / rows_type::channels;
+                        (id.t * (dim / 4) + in_quarter * reader::word_channels) / scale_channels;
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
                         const int number = (token + r) * scale_count + of_row;
@@ -285,7 +286,7 @@ private:
                 reader::of_bytes(__byte_perm(a, b, 0x7362), v.z, v.w);
             }
             if constexpr (reader::scaled) {
-                const int s = channel / rows_type::channels;
+                const int s = channel / scale_channels;
                 const std::uint32_t scale =
                     load_shared_4(at + static_cast<std::uint32_t>(halves_at + s * Tokens * 2 + 2 * token));
                 v = {multiply_halves(v.x, scale), multiply_halves(v.y, scale), multiply_halves(v.z, scale),
