@@ -25,7 +25,7 @@ constexpr bool few = true;  // cases, where another format is checked with all o
 struct prefill_case {
     int kv_heads = 2, group = 4, window = 0;
     bool keep_sinks = false, logits = false, holes = false, chunked = false;
-    float softcap = 0.0f;
+    float softcap = 0.0f, key_size = 1.0f;  // of quantized keys
     int sinks = 4, recent = 128;
     std::vector<int> lengths;     // before the new tokens, sinks included
     std::vector<int> new_tokens;  // of every sequence
@@ -52,7 +52,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
     const int tokens = starts.back(), q_heads = c.kv_heads * c.group;
     const test::quantized_batch<Sinks> of_sinks(r, c.kv_heads, sinks);
     test::quantized_batch<Window> of_window(r, c.kv_heads, behind);
-    test::quantized_batch<Quantized> pages(r, c.kv_heads, quantized);
+    test::quantized_batch<Quantized> pages(r, c.kv_heads, quantized, false, {1.0f}, {c.key_size});
     if (c.holes)
         for (int& entry : pages.table)
             if (test::uniform(r, 0, 2) == 0) entry = -1;
@@ -301,6 +301,9 @@ void check_format(const char* name, bool few = false) {
         check_prefill<T, Quantized, window, sinks>(r, c, name, &worst);
     };
     check({.lengths = {0, 700, 132 + page, 131 + page, 3}, .new_tokens = {150, 40, 1, 0, 33}});
+    // Numbers of 4 bits have scales that 64 times as large are no half floats.
+    if constexpr (cuda::detail::token_row_scheme<typename Quantized::keys>)
+        check({.kv_heads = 1, .group = 2, .key_size = 900.0f, .lengths = {300}, .new_tokens = {5}});
     if (few) {
         std::printf("%s: largest error %.2e, seed %u\n", name, worst, seed);
         return;

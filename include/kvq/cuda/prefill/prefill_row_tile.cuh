@@ -140,6 +140,12 @@ private:
     /// Times two steps.
     template <int N>
     __device__ __forceinline__ void multiply(std::uint32_t (&x)[N], float a, float b) const {
+        if constexpr (fours)
+            if (fmaxf(a, b) > 65504.0f) {  // with the 64 that numbers lack no half float
+                a *= 0x1p-6f, b *= 0x1p-6f;
+#pragma unroll
+                for (int i = 0; i < N; ++i) x[i] = multiply_halves(x[i], 0x54005400u);  // 64
+            }
         const std::uint32_t high = pack_halves<float16>(a, b);
         if constexpr (!reader::scaled) {
             if (tensor_scale == 1.0f) return;
