@@ -13,6 +13,7 @@
 #include <kvq/schemes/token_rows.hpp>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "support/random.hpp"
 
@@ -144,6 +145,17 @@ TEST_CASE("rows in the memory of other systems: refusals, and masks") {
                          std::invalid_argument);
     CHECK_THROWS_WITH_AS(attend({table.data(), 2, 16, 3}),
                          "kvq: 40 tokens need 3 blocks of 16, but the table has 2", std::invalid_argument);
+    constexpr int any_size = (std::numeric_limits<int>::max)();
+    CHECK_THROWS_WITH_AS(attend({table.data(), 3, any_size, 2}),
+                         "kvq: block 0 of the table is 2, but the memory has 2 blocks",
+                         std::invalid_argument);
+    attend({table.data(), 1, any_size, 3}, 16);
+    for (std::ptrdiff_t* const stride : {&k.view.token_stride, &k.view.block_stride}) {
+        const std::ptrdiff_t before = std::exchange(*stride, 0);
+        CHECK_THROWS_AS(attend({table.data(), 3, 16, 3}), std::invalid_argument);
+        attend({table.data(), 3, 16, 3}, 1);
+        *stride = before;
+    }
     const auto bad = kvq::float16(std::numeric_limits<float>::quiet_NaN()).bits,
                infinite = static_cast<std::uint16_t>(0xfc00);
     for (const auto bits : {bad, infinite}) {

@@ -32,6 +32,8 @@ struct rows_attention {
     int rows() const { return q.tokens * group(); }
     int rows_of_task() const { return smaller(rows(), most_rows); }
     int row_blocks_of_head() const { return ceil_div(rows(), rows_of_task()); }
+    /// Those of the table that hold tokens. Blocks may be of any size: no sum with it.
+    int used_blocks() const { return shape.tokens == 0 ? 0 : (shape.tokens - 1) / blocks.block_tokens + 1; }
     int tasks() const { return shape.kv_heads * row_blocks_of_head(); }
     block_shape shape_of(tensor role) const {
         return {role, smaller(larger(shape.tokens, 1), span_tokens),
@@ -68,7 +70,7 @@ struct rows_attention {
 
     row_place place(const rows_view& of, int head) const {
         row_place p;
-        p.rows = static_cast<const std::byte*>(of.data) + head * of.head_stride;
+        if (of.data) p.rows = static_cast<const std::byte*>(of.data) + head * of.head_stride;
         p.row_stride = of.token_stride;
         if (of.scales) p.scales = static_cast<const std::byte*>(of.scales) + head * of.scale_head_stride;
         p.scale_stride = of.scale_token_stride;
@@ -180,10 +182,17 @@ struct rows_attention {
                 role);
             expect(of.data != nullptr || shape.tokens == 0, name, " have no data for ", shape.tokens,
                    " tokens");
+            const int together = blocks.table ? smaller(blocks.block_tokens, shape.tokens) : shape.tokens;
+            expect((of.token_stride != 0 || together <= 1) &&
+                       (of.block_stride != 0 || !blocks.table || used_blocks() <= 1),
+                   name, " of ", shape.tokens, " tokens have strides of ", of.token_stride,
+                   " bytes from one to the next and ", of.block_stride, " from block to block");
         };
         expect(shape.tokens >= 0 && shape.kv_heads >= 1 && shape.head_dim >= 1 && value_dim >= 1, "rows of ",
                shape.tokens, " tokens, ", shape.kv_heads, " kv heads, ", shape.head_dim, " and ", value_dim,
                " channels");
+        expect(!blocks.table || (blocks.block_tokens >= 1 && blocks.blocks >= 0), "a block table of ",
+               blocks.blocks, " blocks of ", blocks.block_tokens, " tokens");
         check_view(keys, "keys", tensor::key);
         check_view(values, "values", tensor::value);
         expect(q.tokens >= 0 && q.heads >= 1 && q.heads % shape.kv_heads == 0 && q.dim == shape.head_dim,
@@ -198,9 +207,7 @@ struct rows_attention {
                "lists, selections and skipped values are for pages of kvq, not for rows of other systems");
         mods.check(q.heads);
         if (!blocks.table) return;
-        expect(blocks.block_tokens >= 1 && blocks.blocks >= 0, "a block table of ", blocks.blocks,
-               " blocks of ", blocks.block_tokens, " tokens");
-        const int used = ceil_div(shape.tokens, blocks.block_tokens);
+        const int used = used_blocks();
         expect(used <= blocks.blocks, shape.tokens, " tokens need ", used, " blocks of ", blocks.block_tokens,
                ", but the table has ", blocks.blocks);
         for (int i = 0; i < used; ++i)
