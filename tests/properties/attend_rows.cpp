@@ -134,11 +134,15 @@ TEST_CASE("rows in the memory of other systems: refusals, and masks") {
     owner k(random, q8_0, 40, 1, 32, 0, table, 3, 16), v(random, q8_0, 40, 1, 32, 0, table, 3, 16);
     const auto q = random.normals(32);
     std::vector<float> out(32);
-    const auto attend = [&](const kvq::row_blocks& blocks, int tokens = 40) {
+    const auto attend = [&](const kvq::row_blocks& blocks, int tokens = 40,
+                            const kvq::mods_view& mods = kvq::causal{}) {
         kvq::attend_rows(k.view, v.view, blocks, {tokens, 1, 32},
                          kvq::token_view<const float>(q.data(), 1, 1, 32),
-                         kvq::token_view<float>(out.data(), 1, 1, 32), memory);
+                         kvq::token_view<float>(out.data(), 1, 1, 32), memory, mods);
     };
+    const kvq::sliding_window window{40 - 18};
+    attend({table.data(), 3, 16, 3}, 40, window);
+    const auto of_window = out;
     attend({table.data(), 3, 16, 3});
     CHECK_THROWS_WITH_AS(attend({table.data(), 3, 16, 2}),
                          "kvq: block 0 of the table is 2, but the memory has 2 blocks",
@@ -167,6 +171,8 @@ TEST_CASE("rows in the memory of other systems: refusals, and masks") {
             "kvq: values of tokens 0 to 39 of kv head 0 have a scale that is NaN or infinite",
             std::invalid_argument);
         attend({table.data(), 3, 16, 3}, 16);  // not among the first 16
+        attend({table.data(), 3, 16, 3}, 40, window);
+        CHECK(out == of_window);
         kvq::detail::store_as(v.data.data() + 34, before);
     }
     v.view.rows = kvq::make_format<kvq::simd<>>(kvq::token_rows(kvq::row_layout_named("mxfp8")));

@@ -108,10 +108,18 @@ struct rows_attention {
         k.begin(s.key_plan, shape_of(tensor::key), id, nullptr, s.x, dim, s.key_space);
         const row_place of_keys = place(keys, head), of_values = place(values, head);
         const int first_q = position(first), last_q = position(first + n - 1);
-        for (int from = 0; from < shape.tokens; from += span_tokens) {
-            const int here = smaller(shape.tokens - from, span_tokens);
-            const page_visibility seen = mods.page(first_q, last_q, from, from + here);
+        for (int span = 0; span < shape.tokens; span += span_tokens) {
+            int from = span, end = smaller(shape.tokens, span + span_tokens);
+            const page_visibility seen = mods.page(first_q, last_q, from, end);
             if (seen == page_visibility::none) continue;
+            // What lies before and behind the tokens that are seen may be no numbers.
+            const auto hidden = [&](int t) {
+                return mods.page(first_q, last_q, t, t + 1) == page_visibility::none;
+            };
+            while (from < end && hidden(from)) ++from;
+            while (from < end && hidden(end - 1)) --end;
+            const int here = end - from;
+            if (here == 0) continue;
             if (!k.of_places.keys(s.key_plan, of_keys, from, here, s.scores, span_tokens, s.key_space))
                 report(head, from, false);
             for (int i = 0; i < n; ++i) {
