@@ -82,13 +82,8 @@ kvq_status kvq_receiver_convert(kvq_receiver* receiver, int32_t sinks, int32_t r
     return guard([&] {
         kvq_receiver& r = get(receiver, "receiver");
         const kvq::cache_options& mine = r.of->cache.options();
-        const kvq::page_layout sender{sinks == -1 ? mine.sinks : sinks, recent == -1 ? mine.recent : recent,
-                                      page_tokens == -1 ? mine.page_tokens : page_tokens};
-        if (sender.sinks == mine.sinks && sender.recent == mine.recent &&
-            sender.page_tokens == mine.page_tokens)
-            r.pages.convert_pages();
-        else
-            r.pages.convert_pages(sender);
+        r.pages.convert_pages({sinks == -1 ? mine.sinks : sinks, recent == -1 ? mine.recent : recent,
+                               page_tokens == -1 ? mine.page_tokens : page_tokens});
     });
 }
 

@@ -10,6 +10,7 @@
 #include <kvq/schemes/head_rows.hpp>
 #include <kvq/schemes/token_records.hpp>
 #include <map>
+#include <memory>
 
 #include "support/attention_error.hpp"
 #include "support/blocks.hpp"
@@ -99,11 +100,7 @@ double squared_error(const kvq::sequence& a, const kvq::sequence& b, const kvq::
         }
     return error / power;
 }
-kvq::sequence sent(const kvq::sequence& s, int layers, kvq::cache& to, bool convert,
-                   const kvq::page_layout* layout = nullptr) {
-    kvq::page_receiver receiver(to);
-    if (convert) receiver.convert_pages();
-    if (layout) receiver.convert_pages(*layout);
+void accept(kvq::page_receiver& receiver, const kvq::sequence& s, int layers) {
     for (int layer = layers - 1; layer >= 0; --layer) {
         std::vector<std::byte> all, storage;
         kvq::send_pages(s, layer, [&](const void* data, std::size_t n) {
@@ -113,6 +110,13 @@ kvq::sequence sent(const kvq::sequence& s, int layers, kvq::cache& to, bool conv
         for (test::memory_source read{all}; read.position < all.size();)
             receiver.accept(kvq::read_page(read, storage));
     }
+}
+kvq::sequence sent(const kvq::sequence& s, int layers, kvq::cache& to, bool convert,
+                   const kvq::page_layout* layout = nullptr) {
+    kvq::page_receiver receiver(to);
+    if (convert) receiver.convert_pages();
+    if (layout) receiver.convert_pages(*layout);
+    accept(receiver, s, layers);
     return receiver.finish();
 }
 
@@ -443,6 +447,23 @@ TEST_CASE(
         const kvq::sequence got = sent(sequence, 2, to, false, &sender);
         CHECK(got.tokens() == n);
         CHECK(test::saved(got) == test::saved(test::restored(to, test::saved(sequence), {.convert = true})));
+        // What was refused for want of memory is given once there is some.
+        other.byte_budget = to.bytes_in_use() * 3 / 2;
+        kvq::cache full(layers, other);
+        auto twin = std::make_unique<kvq::sequence>(sent(sequence, 2, full, false, &sender));
+        kvq::page_receiver receiver(full);
+        receiver.convert_pages();
+        receiver.convert_pages(sender);
+        receiver.keep_pages();
+        accept(receiver, sequence, 2);
+        CHECK_THROWS_AS(receiver.convert_pages(sender), std::invalid_argument);
+        CHECK_THROWS_AS((void)receiver.finish(n + 1), std::invalid_argument);
+        CHECK_THROWS_AS((void)receiver.finish(n), kvq::out_of_memory);
+        twin.reset();
+        CHECK(test::saved(receiver.finish(n)) == test::saved(got));
+        accept(receiver, sequence, 2);
+        // Pages keep their numbers.
+        CHECK(test::contains(test::message_of([&] { (void)receiver.finish(); }), "came twice"));
         const kvq::page_layout wrong{options.sinks, options.recent, 32};
         CHECK(test::contains(test::message_of([&] { (void)sent(sequence, 2, to, false, &wrong); }),
                              "does not belong to a cache with 3 sinks and 32 tokens per page"));
@@ -517,6 +538,16 @@ TEST_CASE("rows of other systems: sizes, scales of the tensor, refusals") {
     CHECK_THROWS_WITH_AS(kvq::token_rows(kvq::row_layout_named("q8_0"), 2.0f),
                          "kvq: q8_0 takes no scale of the tensor, but got 2.000000", std::invalid_argument);
     CHECK_THROWS_AS(kvq::token_rows(kvq::row_layout_named("fp8-e5m2"), 1e38f), std::invalid_argument);
+    for (const kvq::row_layout& l : kvq::row_layouts) {
+        CHECK(l.is_possible());
+        kvq::row_layout other = l;
+        other.channels = 64;
+        CHECK_THROWS_AS(kvq::token_rows{other}, std::invalid_argument);
+    }
+    CHECK_THROWS_WITH_AS(
+        kvq::token_rows({"mine", kvq::row_layout::number::e4m3, 128, kvq::row_layout::stored::e8m0, false}),
+        "kvq: mine: no rows have such numbers with 128 channels for a scale of this kind",
+        std::invalid_argument);
     CHECK_THROWS_WITH_AS(kvq::row_layout_named("q9_0"), "kvq: there are no rows of the name q9_0",
                          std::invalid_argument);
     CHECK(kvq::token_rows(kvq::row_layout_named("fp8"), 0.5f).fingerprint() !=

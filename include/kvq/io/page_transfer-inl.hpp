@@ -110,7 +110,20 @@ KVQ_FUNC void page_receiver::accept(recurrent_state state) {
 }
 
 KVQ_FUNC sequence page_receiver::finish(int tokens) {
-    if (staged_) return appended(staged_->finish(tokens));
+    (staged_ ? *staged_ : *this).expect_tokens(tokens);
+    return finish();
+}
+
+KVQ_FUNC sequence page_receiver::finish() {
+    // What came stays until nothing can fail.
+    sequence s = staged_ ? appended(staged_->built()) : built();
+    (staged_ ? *staged_ : *this).forget();
+    if (state_) s.state() = std::move(*state_);
+    state_.reset();
+    return s;
+}
+
+KVQ_FUNC void page_receiver::expect_tokens(int tokens) const {
     for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
         if (!cache_.takes_steps(static_cast<int>(layer))) continue;
         const int came = check(layer, 0).tokens;
@@ -119,11 +132,9 @@ KVQ_FUNC sequence page_receiver::finish(int tokens) {
     }
     detail::expect(!state_ || state_->tokens() == tokens, "a state of ", state_ ? state_->tokens() : 0,
                    " tokens was received, not of ", tokens);
-    return finish();
 }
 
-KVQ_FUNC sequence page_receiver::finish() {
-    if (staged_) return appended(staged_->finish());
+KVQ_FUNC sequence page_receiver::built() const {
     detail::expect(!cache_.state_layout() || state_, "the state of the layers was not received");
     sequence s = cache_.new_sequence();
     auto& tables = detail::sequence_access::tables(s);
@@ -148,6 +159,10 @@ KVQ_FUNC sequence page_receiver::finish() {
     for (std::size_t layer = 0; layer < tables.size(); ++layer)  // shared layers hold nothing
         std::copy_n(tables[static_cast<std::size_t>(cache_.owner(static_cast<int>(layer)))].targets, 2,
                     tables[layer].targets);
+    return s;
+}
+
+KVQ_FUNC void page_receiver::forget() {
     std::vector<numbered_pages> kept;
     for (std::size_t i = 0; keeps_ && i < received_.size(); ++i) kept.push_back(numbered(i));
     // No step after this line can fail.
@@ -156,18 +171,25 @@ KVQ_FUNC sequence page_receiver::finish() {
         received_[i].clear();
     }
     says_all_ = true;
-    if (state_) s.state() = std::move(*state_);
-    state_.reset();
-    return s;
 }
 
-KVQ_FUNC void page_receiver::keep_pages() noexcept { keeps_ = true; }
+KVQ_FUNC void page_receiver::keep_pages() noexcept {
+    keeps_ = true;
+    if (staged_) staged_->keep_pages();
+}
 
 KVQ_FUNC void page_receiver::convert_pages() noexcept { converts_ = true; }
 
 KVQ_FUNC void page_receiver::convert_pages(const page_layout& sender) {
-    detail::sequence_access::expect_no_state(cache_, "a receiver of other pages");
+    for (const received_pages& came : (staged_ ? *staged_ : *this).received_)
+        detail::expect(came.empty(), "a receiver is told the pages of its sender before the first one comes");
     cache_options o = cache_.options();
+    if (sender.sinks == o.sinks && sender.recent == o.recent && sender.page_tokens == o.page_tokens) {
+        staged_.reset();
+        staging_.reset();
+        return convert_pages();
+    }
+    detail::sequence_access::expect_no_state(cache_, "a receiver of other pages");
     const auto listed = [&](tensor role) {
         std::vector<format> all;
         for (int i = 1; i < cache_.table(role).size(); ++i) all.push_back(cache_.table(role)[i]);
@@ -183,6 +205,7 @@ KVQ_FUNC void page_receiver::convert_pages(const page_layout& sender) {
     auto staging =
         std::make_unique<cache>(std::vector<layer>(cache_.layers().begin(), cache_.layers().end()), o);
     auto staged = std::make_unique<page_receiver>(*staging);
+    if (keeps_) staged->keep_pages();
     converts_ = true;
     staged_ = std::move(staged);
     staging_ = std::move(staging);

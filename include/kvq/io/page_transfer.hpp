@@ -82,8 +82,8 @@ public:
     void convert_pages() noexcept;
     /// The same for a sender with other pages: its sinks, recent window and tokens of a page. Its pages wait
     /// in a cache of that layout; finish() dequantizes and appends their tokens, from 16-bit copies where
-    /// these came, and needs memory for both. Raises kvq::error for a cache with state; finish() does for
-    /// layers that have freed tokens.
+    /// these came, and needs memory for both. Raises kvq::error for a cache with state, and behind the first
+    /// page; finish() does for layers that have freed tokens.
     void convert_pages(const page_layout& sender);
 
 private:
@@ -120,6 +120,12 @@ private:
     /// The pages that came with a list, by number; kvq::error if one came twice.
     numbered_pages numbered(std::size_t list) const;
     page_ref page_of(const slot& s, std::size_t list, const numbered_pages& pages) const;
+
+    /// The sequence of the pages that came, which stay.
+    sequence built() const;
+    void expect_tokens(int tokens) const;
+    /// Ends a sequence.
+    void forget();
 
     /// Checks that the pages form a sequence without gaps.
     extent check(std::size_t layer, std::size_t role) const;

@@ -90,6 +90,19 @@ struct row_layout {
     KVQ_HD KVQ_NO_COPY constexpr int scales_behind(int dim) const noexcept {
         return scale == stored::e4m3 || scale == stored::e8m0 ? dim / group_of(dim) : 0;
     }
+    /// Are there such rows? Layouts of your own differ in the channels of e4m3, e2m1 and int8.
+    constexpr bool is_possible() const noexcept {
+        const bool pairs = numbers == number::e2m1;
+        if (four_over_six && !(pairs && scale == stored::e4m3)) return false;
+        if (numbers == number::e4m3 || pairs)
+            return !minimum && (scale == stored::none ? channels == 0 && !pairs
+                                                      : scale != stored::fp16 && channels >= 1 &&
+                                                            channels <= 32 && (!pairs || channels % 2 == 0));
+        if (numbers == number::e5m2) return !minimum && scale == stored::none && channels == 0;
+        return scale == stored::fp16 &&
+               minimum == (numbers == number::unsigned4 || numbers == number::unsigned5) &&
+               (channels == 32 || (numbers == number::int8 && channels >= 1 && channels < 32));
+    }
 };
 
 /// All of them: find_format() has these names.

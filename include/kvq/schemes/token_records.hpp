@@ -24,7 +24,7 @@ constexpr const record_layout& record_layout_named(const char* name) {
     detail::fail("there are no records of the name ", name);
 }
 
-/// One tensor of one head in a page, in records of a layout: one of record_layouts, or your own.
+/// One tensor of one head in a page, in records of one of record_layouts.
 struct token_records {
     constexpr explicit token_records(const record_layout& layout) : layout_(layout) {}
 

@@ -200,10 +200,13 @@ struct token_rows {
     using attends_as = token_rows;
 
     /// tensor_scale: what values are divided by first (fp8, nvfp4); positive, and no number times it is
-    /// infinite, else std::invalid_argument. Other layouts take 1 only.
+    /// infinite, else std::invalid_argument. Other layouts take 1 only. Of a layout that is not possible too.
     constexpr explicit token_rows(const row_layout& layout, float tensor_scale = 1.0f)
         : layout_(layout), tensor_scale_(tensor_scale) {
         using stored = row_layout::stored;
+        if (!layout.is_possible())
+            detail::fail(layout.name, ": no rows have such numbers with ", layout.channels,
+                         " channels for a scale of this kind");
         const bool takes = layout.scale == stored::none || layout.scale == stored::e4m3;
         if (!(tensor_scale > 0.0f) || !detail::is_finite(e5m2::max_finite * tensor_scale) ||
             (!takes && tensor_scale != 1.0f))
