@@ -13,8 +13,8 @@
 // outermost. Masks and score modifiers: mods.hpp, without selections, lists and skipped values.
 // Contract: float products; results do not depend on the executor. Raises kvq::error for shapes, blocks and
 // formats that do not fit, before rows are read, and for scales that are NaN or infinite; out is not complete
-// then. Of each span of 128 tokens, those before and behind all that are seen are not read. Complexity: linear
-// in tokens.
+// then. Of every 128 tokens, those before and behind all that are seen are not read. Complexity: linear in
+// tokens.
 #pragma once
 
 #include "../core/executor.hpp"
