@@ -141,7 +141,7 @@ private:
     template <int N>
     __device__ __forceinline__ void multiply(std::uint32_t (&x)[N], float a, float b) const {
         if constexpr (fours)
-            if (fmaxf(a, b) > 65504.0f) {  // with the 64 that numbers lack no half float
+            if (fmaxf(fabsf(a), fabsf(b)) > 65504.0f) {  // with the 64 that numbers lack no half float
                 a *= 0x1p-6f, b *= 0x1p-6f;
 #pragma unroll
                 for (int i = 0; i < N; ++i) x[i] = multiply_halves(x[i], 0x54005400u);  // 64
