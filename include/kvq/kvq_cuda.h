@@ -302,7 +302,7 @@ KVQ_API kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, c
                                          void* stream);
 /// With resident_tokens, of a layer whose pages are in host memory: fetches those that an attend with these
 /// selected_tokens would read for q, which may be a guess. On any stream, behind the first prefill or append
-/// of the step; the attend of this layer must wait for it.
+/// of the step, and behind the fetch before; the attend of this layer must wait for it.
 KVQ_API kvq_status kvq_cuda_cache_fetch_ahead(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
                                               int32_t selected_tokens, void* stream);
 /// How many pages all kv heads of such a layer have read so far, and how many of them were fetched. Waits for

@@ -905,6 +905,14 @@ void lists() {
     std::int64_t read = -1, fetched = -1;
     OK(kvq_cuda_cache_fetches(gpu, 0, &read, &fetched, nullptr));
     CHECK(read == 0 && fetched == 0, "%lld pages were read", static_cast<long long>(read));
+    // A step is refused before it takes its tokens.
+    const kvq_tensor new_k = rows(kd.get(), 1, kv_heads), new_v = rows(vd.get(), 1, kv_heads);
+    OK(kvq_cuda_cache_begin_step(gpu, &one, 1, 1, nullptr));
+    a.selected_tokens = best;
+    REFUSED(kvq_cuda_cache_prefill(gpu, 0, &new_k, &new_v, &queries, &to, &a, nullptr), KVQ_ERROR_ARGUMENT,
+            "pages in int8 are not ranked");
+    a.selected_tokens = 0;
+    OK(kvq_cuda_cache_prefill(gpu, 0, &new_k, &new_v, &queries, &to, &a, nullptr));
     o.resident_tokens = 64;
     kvq_cuda_cache* none = nullptr;
     REFUSED(kvq_cuda_cache_create(&o, nullptr, &none), KVQ_ERROR_ARGUMENT,

@@ -1240,9 +1240,14 @@ struct history {
 #if PART == 0
     ok(c.gpu.commit_to("int8"));
     pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    prompt(p, 30);
+    ok(c.gpu.begin_step(std::span(&p.id, 1), 0, c.stream));
+    ok(attend({.selected_tokens = 32}));
+    const std::uint64_t ranked = c.gpu.graph_id();
     prompt(p, 200);
     ok(c.gpu.begin_step(std::span(&p.id, 1), 0, c.stream));
     refused(attend({.selected_tokens = 32}), "pages in int8 are not ranked, since their keys have");
+    CHECK(ranked != c.gpu.graph_id(), "a graph with selected pages may be replayed over int8 ones");
 #endif
 }
 #endif
@@ -1809,6 +1814,30 @@ void check_prefixes() {
         for (const pair& p : texts) ok(c.gpu.free(p.id));
     }
     CHECK(c.gpu.bytes_in_use() == before, "%zu bytes are left", c.gpu.bytes_in_use() - before);
+
+    // Room for one more copy of the recent window: a prefix is fetched, but no entry holds it.
+    both_caches small({.pool_tokens = 800, .pool_sequences = 4, .growing = false});
+    pair p{small.gpu.new_sequence(), small.cpu.new_sequence()};
+    small.write(r, keys, values);
+    ok(small.gpu.begin_prompt(p.id, 240, small.stream));
+    for (int layer = 0; layer < layers; ++layer)
+        ok(small.gpu.append(layer, small.rows(small.k, layer, 240), small.rows(small.v, layer, 240),
+                            small.stream));
+    cuda::sequence_id other;
+    int forks = 0;
+    while (small.gpu.fork(p.id, other, small.stream)) ++forks;
+    cuda::host_pages held(small.gpu);
+    prefix_cache under(held.cache(), {.min_prefix_tokens = 1});
+    kvq::sequence host = held.cache().new_sequence();
+    ok(cuda::offload(small.gpu, p.id, host, small.stream));
+    ok(small.gpu.free(p.id));
+    const std::vector<token_id> text(240, 7);
+    (void)under.store(text, host);
+    cuda::prefixes store(small.gpu, held, under);
+    cuda::found_prefix found;
+    ok(store.fetch(text, found, small.stream));
+    CHECK(forks > 0 && found.tokens == 240 && small.gpu.tokens(found.id) == 240 && store.entries() == 0,
+          "%d tokens of 240, %zu entries, %d forks", found.tokens, store.entries(), forks);
 }
 
 /// A second append of a layer; and what reads or follows a prompt that some layer lacks.
@@ -1899,6 +1928,14 @@ void check_refusals() {
     refused(open([](auto& o) { o.pool_sequences = 1 << 30; }, shape), "pool_sequences is 1073741824");
     refused(open([](auto& o) { o.max_tokens = 0; }, shape), "max_tokens");
     refused(open([](auto& o) { o.draft_tokens = 33; }, shape), "draft_tokens is 33");
+    refused(open(
+                [](auto& o) {
+                    o.resident_tokens = (std::numeric_limits<int>::max)();
+                    o.listed_tokens = o.pool_tokens = page;
+                    o.growing = false;
+                },
+                shape),
+            "resident_tokens is 2147483647, but must be at most 524288");
     refused(open([](auto&) {}, {.layers = 0, .kv_heads = 1, .head_dim = 64}), "0 layers");
 
     both_options o;

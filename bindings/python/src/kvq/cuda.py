@@ -374,7 +374,7 @@ class Cache(Handle):
 
     def fetch_ahead(self, layer: int, q: torch.Tensor, selected_tokens: int) -> None:
         """Of a cache with resident_tokens, on the current stream: fetches the pages that attend with these selected_tokens would read for q,
-        which may be a guess. Behind the first prefill or append of a step; attend of this layer must wait for it."""
+        which may be a guess. Behind the first prefill or append of a step, and behind the fetch before; attend of this layer must wait for it."""
         self._f.kvq_cuda_cache_fetch_ahead(self, layer, ctypes.byref(tensor(q, "q", self.dtype)), selected_tokens, self.stream())
 
     def fetches(self, layer: int) -> Tuple[int, int]:

@@ -172,7 +172,8 @@ public:
                   int* positions, cudaStream_t stream);
     /// Of a layer whose pages are in host memory: fetches what attend() with these selected_tokens would read
     /// for q, which may be a guess, such as the query of the layer before. On any stream, behind the first
-    /// append() of the step; attend() of this layer must wait for it.
+    /// append() of the step, and of the call before, whose memory it takes; attend() of this layer must wait for
+    /// it.
     status fetch_ahead(int layer, const query_view& q, int selected_tokens, cudaStream_t stream) const;
     /// Of all its kv heads so far. Waits for the stream.
     status fetches(int layer, fetch_report& report, cudaStream_t stream) const;
@@ -184,6 +185,7 @@ public:
             if (status s = check_latents(layer, step_.rows, q_heads, options); !s) return s;
         if (runs_of(layer) > 1)
             if (status s = check_runs(layer, step_.rows * options.query_tokens, q_heads); !s) return s;
+        if (status s = check_pages(layer, q_heads, options); !s) return s;
         return g.add_window(options, member_of(layer));
     }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the
@@ -360,7 +362,7 @@ private:
                 "and those of a step); take prefill()",
                 g.describe(member_of(layer)).c_str(), options.query_tokens,
                 g.geometry.rollback + 1 + of_step);
-        if (status s = check_pages(layer, q, options); !s) return s;
+        if (status s = check_pages(layer, q.heads, options); !s) return s;
         if (status s = g.add_window(options, member_of(layer)); !s) return s;
         if (step_.prompt) options.early = false;  // pages were requantized right before
         if (options.drafted == 0) options.drafted = step_.draft;
@@ -419,7 +421,7 @@ private:
                              const output_view& out, const attention_options& options, cudaStream_t stream,
                              const void* score);
     /// Can pages be selected for these queries? Otherwise why not.
-    status check_pages(int layer, const query_view& q, const attention_options& options) const;
+    status check_pages(int layer, int q_heads, const attention_options& options) const;
     status attend_pages(int layer, const query_view& q, const output_view& out,
                         const attention_options& options, cudaStream_t stream, const void* score) const;
     float* run_states(int layer, std::size_t rows) const noexcept;

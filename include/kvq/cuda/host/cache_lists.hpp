@@ -14,6 +14,23 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
+namespace detail {
+
+/// A format of a row's pages whose keys have no estimate; -1: none.
+inline int without_estimate(const layer_group& g, int b) noexcept {
+    for (int f = 0; f < g.kinds(); ++f)
+        if (g.format.kinds[static_cast<std::size_t>(f)].no_estimate != nullptr && g.holds(f, b)) return f;
+    return -1;
+}
+/// Has one of the first `rows` rows pages that are not ranked (cache::check_pages)?
+inline bool has_unranked(const layer_group& g, int rows) noexcept {
+    bool found = g.has_cuts(0, rows);
+    for (int b = 0; b < rows; ++b) found = found || without_estimate(g, b) >= 0;
+    return found;
+}
+
+}  // namespace detail
+
 /// Why the workspace is too small.
 inline status cache::no_list_space(int layer, const char* what, int queries, std::size_t needed) const {
     return detail::bad_value(
@@ -37,7 +54,7 @@ inline status cache::check_unmoved(int layer) const {
         describe(layer).c_str());
 }
 
-inline status cache::check_pages(int layer, const query_view& q, const attention_options& options) const {
+inline status cache::check_pages(int layer, int q_heads, const attention_options& options) const {
     if (options.selected_tokens == 0) return {};
     const detail::layer_group& g = group_of(layer);
     const auto refused = [&](const char* why) {
@@ -61,21 +78,25 @@ inline status cache::check_pages(int layer, const query_view& q, const attention
             return detail::bad_value(
                 "%s: row %d has pages of which a trim or an erase shows a part; they are not ranked",
                 describe(layer).c_str(), b);
-        for (int f = 0; f < g.kinds(); ++f)
-            if (const auto& kind = g.format.kinds[static_cast<std::size_t>(f)];
-                kind.no_estimate != nullptr && g.holds(f, b))
-                return detail::bad_value("%s: pages in %s are not ranked, since %s", describe(layer).c_str(),
-                                         kind.name.c_str(), kind.no_estimate);
+        if (const int f = detail::without_estimate(g, b); f >= 0) {
+            const auto& kind = g.format.kinds[static_cast<std::size_t>(f)];
+            return detail::bad_value("%s: pages in %s are not ranked, since %s", describe(layer).c_str(),
+                                     kind.name.c_str(), kind.no_estimate);
+        }
     }
-    const std::size_t bytes = g.format.functions->page_selection_bytes(
-        step_.rows, q.heads, g.shape.kv_heads, g.columns, g.geometry.ring, options.selected_tokens);
-    if (bytes > scratch_.bytes() ||
-        4 * static_cast<std::size_t>(step_.rows * g.shape.kv_heads) > tickets_.bytes())
+    const int rows = step_.rows, heads = g.shape.kv_heads, ring = g.geometry.ring;
+    if (status s = g.format.functions->check_selection(rows, q_heads, heads, g.columns, ring,
+                                                       options.selected_tokens, g.resident.slots());
+        !s)
+        return s;
+    const std::size_t bytes = g.format.functions->page_selection_bytes(rows, q_heads, heads, g.columns, ring,
+                                                                       options.selected_tokens);
+    if (bytes > scratch_.bytes() || 4 * static_cast<std::size_t>(rows * heads) > tickets_.bytes())
         return detail::bad_value(
             "%s: selecting pages for %d query heads needs %zu bytes, but the workspace has %zu: query_heads "
             "is "
             "%d",
-            describe(layer).c_str(), q.heads, bytes, scratch_.bytes(), options_.query_heads);
+            describe(layer).c_str(), q_heads, bytes, scratch_.bytes(), options_.query_heads);
     return {};
 }
 

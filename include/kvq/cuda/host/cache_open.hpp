@@ -10,7 +10,7 @@
 
 #include <set>
 
-#include "cache_class.hpp"
+#include "cache_lists.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -327,9 +327,9 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         if (s) s = g.window.grow(options.pool_sequences * g.geometry.ring, stream);
         if (s) s = g.sinks.grow(options.pool_sequences * g.geometry.sink_pages(options.sinks), stream);
     }
-    if (s) s = open_resident(stream);
     if (s && states_) s = states_->grow(options.pool_states, stream);
     if (s) s = send_rotations(stream);
+    if (s) s = open_resident(stream);
     if (s) {
         step_ = {};
         forget_rows();
@@ -506,14 +506,14 @@ inline std::uint64_t cache::graph_id() const noexcept {
     const int tokens = step_.draft == 0 ? step_.new_tokens : 1 << 15 | step_.draft << 7 | step_.new_tokens;
     std::uint64_t id = 0;
     for (const detail::layer_group& g : groups_) {
-        const bool cuts = options_.listed_tokens > 0 && g.has_cuts(0, step_.rows);  // not selected
+        const bool unranked = options_.listed_tokens > 0 && detail::has_unranked(g, step_.rows);
         id = id * 0x9e3779b97f4a7c15u ^
              (g.generation() << 40 | static_cast<std::uint64_t>(step_.rows) << 20 |
               static_cast<std::uint64_t>(tokens) << 4 | g.now.targets) ^
              (g.now.runs == 1 ? 0
                               : std::uint64_t{g.runs.generation() + moving_generation_} << 32 |
                                     static_cast<std::uint64_t>(g.now.runs) << 8) ^
-             (cuts ? 1 : 0);
+             (unranked ? std::uint64_t{1} << 39 : 0);
     }
     return states_ ? id ^ std::uint64_t{states_->pages().generation()} << 56 : id;
 }

@@ -34,12 +34,11 @@ inline status cache::open_resident(cudaStream_t stream) {
     for (detail::layer_group& g : groups_) {
         if (g.host_pages == 0) continue;
         const device_format::kind& kind = g.format.kinds[static_cast<std::size_t>(g.target)];
-        const int heads = g.shape.kv_heads,
-                  slots = common::ceil_div(options_.resident_tokens, options_.page_tokens);
-        if (slots > detail::most_slots)
+        const long long most = 1LL * detail::most_slots * options_.page_tokens;
+        if (options_.resident_tokens > most)
             return detail::bad_value("resident_tokens is %d, but must be at most %lld",
-                                     options_.resident_tokens,
-                                     1LL * detail::most_slots * options_.page_tokens);
+                                     options_.resident_tokens, most);
+        const int heads = g.shape.kv_heads, slots = 1 + (options_.resident_tokens - 1) / options_.page_tokens;
         if (status s = g.resident.open(options_.memory, g.shape.layers, heads, g.target, g.host_pages, slots,
                                        {kind.key_block, kind.value_block},
                                        common::round_up(kind.key_block - kind.parameters_at, std::size_t{16}),
@@ -69,7 +68,7 @@ inline status cache::fetch_ahead(int layer, const query_view& q, int tokens, cud
         return detail::bad_value(
             "%s: pages are fetched ahead behind the append() of the first layer of a step",
             describe(layer).c_str());
-    if (status s = check_pages(layer, q, options); !s) return s;
+    if (status s = check_pages(layer, q.heads, options); !s) return s;
     const std::size_t before = common::round_up(tickets_.bytes(), std::size_t{16});
     static const unmodified plain{};
     const output_view nothing = token_view<float16>(nullptr, q.tokens, q.heads, g.shape.dim(tensor::value));

@@ -154,8 +154,8 @@ struct device_functions {
     status (*attend_lists)(const layer_view&, const input_rows& q, const output_rows& out,
                            const list_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t);
     /// attend() over the best pages of each kv head: options.selected_tokens. Where out has no data, they are
-    /// chosen and fetched alone. selection: page_selection_bytes
-    /// of memory; tickets: [sequences][kv_heads], zero before and after.
+    /// chosen and fetched alone. Behind check_selection(). selection: page_selection_bytes() of memory;
+    /// tickets: [sequences][kv_heads], zero before and after.
     status (*attend_pages)(const layer_view&, const input_rows& q, const output_rows& out,
                            const attention_options&, std::byte* selection, unsigned* tickets, void* workspace,
                            std::size_t workspace_bytes, cudaStream_t, const void* score);
@@ -180,6 +180,9 @@ struct device_functions {
     /// Of attend_pages(), for tables of so many columns.
     std::size_t (*page_selection_bytes)(int sequences, int q_heads, int kv_heads, int columns, int ring,
                                         int tokens);
+    /// Can attend_pages() do that? slots: of resident pages, 0: pages are in device memory.
+    status (*check_selection)(int sequences, int q_heads, int kv_heads, int columns, int ring, int tokens,
+                              int slots);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.
     key_state (*make_keys)(int number, const calibration& statistics);
     /// Of a format's scheme with the fingerprint of a rotation; 0 if it is not rotated.

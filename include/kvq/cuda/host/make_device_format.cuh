@@ -378,6 +378,17 @@ struct device_table {
                    ? choice_plan_of(sequences, q_heads, kv_heads, columns, ring, tokens).bytes()
                    : 0;
     }
+    static status check_selection(int sequences, int q_heads, int kv_heads, int columns, int ring, int tokens,
+                                  int slots) {
+        status result;
+        if constexpr (no_pages == nullptr) {
+            const choice_plan plan = choice_plan_of(sequences, q_heads, kv_heads, columns, ring, tokens);
+            if (plan.takes_all()) return result;
+            result = check_choice<window_pair>(plan);
+            if (result && slots > 0) result = check_fetch(plan, slots);
+        }
+        return result;
+    }
     /// Why attention reads all pages; null: it can select some.
     static constexpr const char* no_pages = [] {
         if constexpr (index)
@@ -518,6 +529,7 @@ struct device_table {
                                                 &list_bytes,
                                                 &select_workspace_bytes,
                                                 &page_selection_bytes,
+                                                &check_selection,
                                                 &make_keys,
                                                 &rotated_fingerprint};
 };

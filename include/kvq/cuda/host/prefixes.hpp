@@ -66,7 +66,12 @@ public:
             if (static_cast<std::size_t>(held.tokens) > most) {
                 if (status s = bring(held.sequence, found.id, stream); !s) return s;
                 found = {held.match, held.tokens, found.id, prefix_place::host};
-                return store(tokens.first(static_cast<std::size_t>(held.tokens)), found.id, stream);
+                const status s = store(tokens.first(static_cast<std::size_t>(held.tokens)), found.id, stream);
+                // Without room for an entry the tier below keeps it.
+                if (s || s.code == cudaErrorMemoryAllocation) return {};
+                (void)gpu_.free(found.id);
+                found = {};
+                return s;
             }
         }
         if (most == 0) return {};

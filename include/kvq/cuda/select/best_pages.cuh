@@ -532,8 +532,23 @@ inline void choice_blocks(const choice_plan& p, int& parts, int& end_blocks) noe
     parts = kvq::detail::larger(1, kvq::detail::smaller(parts, kvq::detail::ceil_div(p.room, choice_warps)));
 }
 
-/// Chooses the pages of all heads. pages: as kernels read them; memory: p.bytes(), on a multiple of 16;
-/// tickets: [sequences][kv_heads], zero before and after.
+template <class Pair>
+status check_choice(const choice_plan& p) noexcept {
+    const int group = p.q_heads / p.kv_heads;
+    if (const std::size_t shared = choice_query_bytes<Pair>(p.formats, group);
+        group > most_choice_rows || shared > most_choice_bytes)
+        return bad_value(
+            "pages are selected for up to %d query heads of a kv head, whose rows take up to %d "
+            "bytes; here are %d, which take %zu",
+            most_choice_rows, most_choice_bytes, group, shared);
+    if (p.room > top_group)
+        return bad_value("pages are selected from up to %d of a sequence, which may have %d here", top_group,
+                         p.room);
+    return {};
+}
+
+/// Chooses the pages of all heads, behind check_choice(). pages: as kernels read them; memory: p.bytes(), on
+/// a multiple of 16; tickets: [sequences][kv_heads], zero before and after.
 template <class T, class Score, class Window, class Sinks, class... Pairs>
 status choose_pages(const choice_plan& p, const object_list<cache_ref<Pairs>...>& pages,
                     const cache_ref<Window>& window, const cache_ref<Sinks>& sinks, const int* committed,
@@ -543,14 +558,6 @@ status choose_pages(const choice_plan& p, const object_list<cache_ref<Pairs>...>
     using args_type = choice_args<T, Score, Window, Sinks, Pairs...>;
     const int group = p.q_heads / p.kv_heads;
     const std::size_t shared = choice_query_bytes<Window>(args_type::formats, group);
-    if (group > most_choice_rows || shared > most_choice_bytes)
-        return bad_value(
-            "pages are selected for up to %d query heads of a kv head, whose rows take up to %d "
-            "bytes; here are %d, which take %zu",
-            most_choice_rows, most_choice_bytes, group, shared);
-    if (p.room > top_group)
-        return bad_value("pages are selected from up to %d of a sequence, which may have %d here", top_group,
-                         p.room);
     args_type a{};
     a.pages = pages;
     a.window = window;

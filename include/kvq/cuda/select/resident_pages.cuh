@@ -125,14 +125,18 @@ __global__ void __launch_bounds__(top_threads, 1)
     if (thread == 0) r.clocks[head] = now;
 }
 
+/// slots: of a kv head.
+inline status check_fetch(const choice_plan& p, int slots) noexcept {
+    if (p.columns() <= most_fetched && 1LL * p.columns() * p.sequences <= slots) return {};
+    return bad_value(
+        "%d sequences may read %d pages of a kv head each, but up to %d can be fetched and device memory "
+        "is for %d",
+        p.sequences, p.columns(), most_fetched, slots);
+}
+/// Behind check_fetch().
 template <class Pair>
 status fetch_pages(const cache_ref<Pair>& pages, const resident_memory& resident, const chosen_tables& chosen,
                    int* table, cudaStream_t stream) noexcept {
-    if (chosen.columns > most_fetched || 1LL * chosen.columns * pages.sequences > resident.slots)
-        return bad_value(
-            "%d sequences may read %d pages of a kv head each, but up to %d can be fetched and device memory "
-            "is for %d",
-            pages.sequences, chosen.columns, most_fetched, resident.slots);
     const fetch_args<Pair> a{pages, resident, chosen, table, pages.sequences};
     return launch("fetching pages", overlap::yes, fetch_pages_kernel<Pair>,
                   dim3(static_cast<unsigned>(pages.kv_heads)), top_threads, 0, stream, a);
