@@ -172,8 +172,8 @@ public:
                   int* positions, cudaStream_t stream);
     /// Of a layer whose pages are in host memory: fetches what attend() with these selected_tokens would read
     /// for q, which may be a guess, such as the query of the layer before. On any stream, behind the first
-    /// append() of the step, and of the call before, whose memory it takes; attend() of this layer must wait for
-    /// it.
+    /// append() of the step, and behind the call before, whose memory it takes; attend() of this layer must
+    /// wait for it.
     status fetch_ahead(int layer, const query_view& q, int selected_tokens, cudaStream_t stream) const;
     /// Of all its kv heads so far. Waits for the stream.
     status fetches(int layer, fetch_report& report, cudaStream_t stream) const;
