@@ -183,4 +183,40 @@ TEST_CASE("rows in the memory of other systems: refusals, and masks") {
     CHECK_THROWS_AS(attend({table.data(), 3, 16, 3}), std::invalid_argument);
 }
 
+TEST_CASE("rows in the memory of other systems: windows, caps, slopes and sinks are those of double") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    kvq::workspace memory;
+    const int heads = 2, group = 3, dim = 64;
+    for (const char* const name : {"fp8", "nvfp4", "q5_1"}) {
+        const int tokens = random.between(130, 400), queries = random.between(1, 70), block_tokens = 48,
+                  blocks = (tokens + block_tokens - 1) / block_tokens;
+        INFO(name, ", ", tokens, " tokens, ", queries, " queries");
+        std::vector<std::int32_t> table(static_cast<std::size_t>(blocks));
+        std::iota(table.rbegin(), table.rend(), 0);
+        const kvq::row_layout& l = kvq::row_layout_named(name);
+        owner k(random, l, tokens, heads, dim, 0, table, blocks, block_tokens),
+            v(random, l, tokens, heads, dim, 1, table, blocks, block_tokens);
+        const auto q = random.normals(static_cast<std::size_t>(queries * heads * group * dim)),
+                   slopes = random.normals(heads * group, 0.02f), logits = random.normals(heads * group);
+        const kvq::token_view<const float> of_q(q.data(), queries, heads * group, dim);
+        const auto check = [&](const auto& mods) {
+            std::vector<float> out(q.size());
+            std::vector<double> wanted(q.size());
+            kvq::reference_attend(kvq::token_view<const float>(k.values.data(), tokens, heads, dim),
+                                  kvq::token_view<const float>(v.values.data(), tokens, heads, dim), of_q,
+                                  kvq::token_view<double>(wanted.data(), queries, heads * group, dim), mods);
+            kvq::attend_rows(k.view, v.view, {table.data(), blocks, block_tokens, blocks},
+                             {tokens, heads, dim}, of_q,
+                             kvq::token_view<float>(out.data(), queries, heads * group, dim), memory, mods);
+            CHECK(error_of(out, wanted) <= 1e-5);
+        };
+        check(kvq::sliding_window{random.between(1, tokens)});
+        check(kvq::cross_attention{});
+        check(kvq::mods(kvq::sink_window{random.between(1, tokens), random.between(0, 5)}, kvq::softcap{2.0f},
+                        kvq::alibi{slopes}, kvq::learned_sinks{logits}));
+    }
+}
+
 }  // namespace attend_rows_tests
