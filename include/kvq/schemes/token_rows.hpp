@@ -195,7 +195,8 @@ constexpr const row_layout& row_layout_named(const char* name) {
     detail::fail("there are no rows of the name ", name);
 }
 
-/// One tensor of one head in a page, in the bytes of a layout: one of row_layouts, or your own.
+/// One tensor of one head in a page, in the bytes of a layout: one of row_layouts, or your own, with a name
+/// that no other has: files and messages tell layouts apart by it.
 struct token_rows {
     using attends_as = token_rows;
 
