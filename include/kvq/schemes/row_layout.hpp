@@ -91,7 +91,7 @@ struct row_layout {
         return scale == stored::e4m3 || scale == stored::e8m0 ? dim / group_of(dim) : 0;
     }
     /// Are there such rows? Layouts of your own differ in the channels of e4m3, e2m1 and int8.
-    constexpr bool is_possible() const noexcept {
+    KVQ_HD KVQ_NO_COPY constexpr bool is_possible() const noexcept {
         const bool pairs = numbers == number::e2m1;
         if (four_over_six && !(pairs && scale == stored::e4m3)) return false;
         if (numbers == number::e4m3 || pairs)
