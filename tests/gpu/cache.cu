@@ -1002,11 +1002,12 @@ struct history {
         ++moved;
         const int how = any(0, 3);
         if (how == 0) return test::move_by_file(c.gpu, p.id, c.cpu, p.host, c.stream, name);
-        if (how == 1) return test::move_by_messages(c.gpu, p.id, c.stream, name);
+        if (how == 1) test::move_by_messages(c.gpu, p.id, c.stream, name);
         kvq::sequence away = c.cpu.new_sequence();
         ok(cuda::offload(c.gpu, p.id, away, c.stream));
-        ok(c.gpu.free(p.id));
         p.host = std::move(away);
+        if (how == 1) return;
+        ok(c.gpu.free(p.id));
         // Half of the time it stays on the CPU for a while.
         if (any(0, 1) == 0 && fits(p, 40)) {
             std::vector<float16> keys, values;
