@@ -545,7 +545,7 @@ TEST_CASE("rows of other systems: sizes, scales of the tensor, refusals") {
         CHECK_THROWS_AS(kvq::token_rows{other}, std::invalid_argument);
     }
     CHECK_THROWS_WITH_AS(
-        kvq::token_rows({"mine", kvq::row_layout::number::e4m3, 128, kvq::row_layout::stored::e8m0, false}),
+        kvq::token_rows({"mine", 128, kvq::row_layout::number::e4m3, kvq::row_layout::stored::e8m0, false}),
         "kvq: mine: no rows have such numbers with 128 channels for a scale of this kind",
         std::invalid_argument);
     CHECK_THROWS_WITH_AS(kvq::row_layout_named("q9_0"), "kvq: there are no rows of the name q9_0",

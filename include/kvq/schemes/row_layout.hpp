@@ -52,8 +52,8 @@ struct row_layout {
     enum class stored : unsigned char { none, fp16, e4m3, e8m0 };
 
     const char* name;
+    int channels;  ///< that share a scale; 0: all tokens of the tensor do
     number numbers;
-    int channels;                ///< that share a scale; 0: all tokens of the tensor do
     stored scale;                ///< fp16: in front of the numbers; others: behind all numbers of the page
     bool minimum;                ///< fp16, behind the scale
     bool four_over_six = false;  ///< nvfp4: the scale is one of two, by the error
@@ -107,19 +107,19 @@ struct row_layout {
 
 /// All of them: find_format() has these names.
 inline constexpr row_layout row_layouts[] = {
-    {"fp8", row_layout::number::e4m3, 0, row_layout::stored::none, false},
-    {"fp8-e5m2", row_layout::number::e5m2, 0, row_layout::stored::none, false},
-    {"nvfp4", row_layout::number::e2m1, 16, row_layout::stored::e4m3, false},
-    {"mxfp8", row_layout::number::e4m3, 32, row_layout::stored::e8m0, false},
-    {"mxfp4", row_layout::number::e2m1, 32, row_layout::stored::e8m0, false},
-    {"q8_0", row_layout::number::int8, 32, row_layout::stored::fp16, false},
-    {"q4_0", row_layout::number::centred4, 32, row_layout::stored::fp16, false},
-    {"q4_1", row_layout::number::unsigned4, 32, row_layout::stored::fp16, true},
-    {"q5_0", row_layout::number::centred5, 32, row_layout::stored::fp16, false},
-    {"q5_1", row_layout::number::unsigned5, 32, row_layout::stored::fp16, true},
-    {"nvfp4-4over6", row_layout::number::e2m1, 16, row_layout::stored::e4m3, false, true},
-    {"q6_0", row_layout::number::centred6, 32, row_layout::stored::fp16, false},
-    {"iq4_nl", row_layout::number::iq4_nl, 32, row_layout::stored::fp16, false},
+    {"fp8", 0, row_layout::number::e4m3, row_layout::stored::none, false},
+    {"fp8-e5m2", 0, row_layout::number::e5m2, row_layout::stored::none, false},
+    {"nvfp4", 16, row_layout::number::e2m1, row_layout::stored::e4m3, false},
+    {"mxfp8", 32, row_layout::number::e4m3, row_layout::stored::e8m0, false},
+    {"mxfp4", 32, row_layout::number::e2m1, row_layout::stored::e8m0, false},
+    {"q8_0", 32, row_layout::number::int8, row_layout::stored::fp16, false},
+    {"q4_0", 32, row_layout::number::centred4, row_layout::stored::fp16, false},
+    {"q4_1", 32, row_layout::number::unsigned4, row_layout::stored::fp16, true},
+    {"q5_0", 32, row_layout::number::centred5, row_layout::stored::fp16, false},
+    {"q5_1", 32, row_layout::number::unsigned5, row_layout::stored::fp16, true},
+    {"nvfp4-4over6", 16, row_layout::number::e2m1, row_layout::stored::e4m3, false, true},
+    {"q6_0", 32, row_layout::number::centred6, row_layout::stored::fp16, false},
+    {"iq4_nl", 32, row_layout::number::iq4_nl, row_layout::stored::fp16, false},
 };
 
 }}  // namespace kvq

@@ -532,7 +532,7 @@ struct rows_of : token_rows {
     constexpr explicit rows_of(float tensor_scale = 1.0f) : token_rows(row_layouts[Layout], tensor_scale) {}
 
     KVQ_HD KVQ_INLINE static constexpr row_layout fixed_layout() noexcept {
-        return {nullptr, numbers, channels, scale, minimum, four_over_six};
+        return {nullptr, channels, numbers, scale, minimum, four_over_six};
     }
     /// The same scheme, of which compilers of kernels know the layout.
     KVQ_HD KVQ_INLINE token_rows fixed() const noexcept { return unchecked(fixed_layout(), tensor_scale()); }
