@@ -38,7 +38,7 @@ struct settings {
 /// The pages that a kv head has read last, by number.
 struct held_last {
     std::size_t room = 0;
-    std::deque<int> pages;  // the last one first
+    std::deque<int> pages{};  // the last one first
     std::int64_t hits = 0, read = 0;
 
     void read_page(int page, bool counts) {
