@@ -190,7 +190,7 @@ status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<co
 /// + 1], device memory. most_new_tokens: of one sequence. starts null: one sequence, whose queries are all
 /// rows of q and whose new tokens are all rows of k and v (options.lead). With options.state_out, out may be
 /// a null pointer. Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 256
-/// / group new tokens (64 / group of heads with 512 channels) read the cache once.
+/// / group new tokens (128 / group of heads with 512 channels) read the cache once.
 template <class T, class... Parts>
 status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& k,
                const token_view<const T>& v, const token_view<const T>& q, const token_view<T>& out,

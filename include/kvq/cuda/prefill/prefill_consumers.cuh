@@ -5,7 +5,8 @@
 //   up to 256 channels   a warpgroup has 64 rows of its own, and weights stay in registers
 //   512                  both have the same 64 rows (split): scores of 32 tokens of a tile each, and 256
 //                        channels of the output each. They exchange maxima, and weights of all tokens,
-//                        through shared memory
+//                        through shared memory. Producers limit, so each product is waited for at once, and
+//                        its stage is free before the next one is
 //
 // Contract: stages are read in order; each is free again once its products are there. A row's bits depend on
 // its tiles alone.
@@ -23,11 +24,12 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
                                               const wgmma_place& place, int tiles, int group) {
     using memory = wgmma_memory<Dim>;
     using shape = wgmma_shape<Dim>;
-    constexpr int tile_tokens = shape::tile, own_channels = shape::unit_channels, units = shape::units;
+    constexpr int tile_tokens = shape::tile, units = shape::units;
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
     const int g = lane / 4, t = lane % 4;
     // Split: both warpgroups have the same rows, scores of half of the tokens, and half of the channels.
-    constexpr bool split = units > 1;
+    constexpr bool split = shape::split;
+    constexpr int own_channels = shape::unit_channels;
     constexpr int own_tokens = split ? tile_tokens / 2 : tile_tokens;
     const int first_row = split ? 0 : group * 64, first_channel = split ? group * own_channels : 0;
     const int own_row = place.rank * shape::rows + first_row + warp * 16 + g;  // and 8 rows further
@@ -48,18 +50,21 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
     // others.
     using tile_scores = float[own_tokens / 2];
     const auto key_stage = [&](int tile, int unit) {
-        return wgmma_stage::of(place, (tile * units + unit) % shape::key_stages, memory{});
+        return wgmma_stage::of(place, (tile * units + unit) % shape::stages, memory{});
     };
     const auto value_stage = [&](int tile) {  // of this warpgroup's channels
-        return wgmma_stage::of(place, (split ? group : tile) % shape::value_stages, memory{});
+        return wgmma_stage::of(place, split ? group : tile % shape::stages, memory{});
     };
     const auto wait_for_keys = [&](int tile, int unit) {
         barrier_wait(key_stage(tile, unit).full_keys,
-                     static_cast<std::uint32_t>((tile * units + unit) / shape::key_stages) & 1u);
+                     static_cast<std::uint32_t>((tile * units + unit) / shape::stages) & 1u);
     };
     const auto wait_for_values = [&](int tile, const wgmma_stage& stage) {
-        barrier_wait(stage.full_values,
-                     static_cast<std::uint32_t>(split ? tile : tile / shape::value_stages) & 1u);
+        barrier_wait(stage.full_values, static_cast<std::uint32_t>(split ? tile : tile / shape::stages) & 1u);
+    };
+    const auto done_with = [&](std::uint32_t barrier) {  // of a stage that all of the cluster write to
+        __syncwarp();
+        if (lane < 2) barrier_arrive_cluster(place_in(lane, barrier));
     };
     const auto ask_scores = [&](int tile, const wgmma_stage& first, tile_scores& s) {
         static_for<units>([&](auto unit) {
@@ -84,22 +89,29 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
                     multiply_shared<of_row != 0>(s, queries, keys);
             });
             products_commit();
+            if constexpr (split) {
+                products_wait<0>();
+                products_there(s);
+                done_with(stage.free_keys);
+            }
         });
     };
-    // Split: weights of a tile, of both warpgroups, stand in shared memory.
-    const auto weights_at = [&](int tile) {
-        return place.tiles + static_cast<std::uint32_t>(memory::weights + tile % 2 * memory::weight_bytes);
-    };
+    // Split: weights of a tile, of both warpgroups, stand in shared memory; read before the next maxima are
+    // exchanged.
+    const std::uint32_t weights_at = place.tiles + static_cast<std::uint32_t>(memory::weights);
     const auto ask_output = [&](int tile, const wgmma_stage& stage) {
-        std::uint32_t v = operand_at(stage.values);
-        if constexpr (shape::wide) asm volatile("" : "+r"(v));
-        if constexpr (split) wait_at_barrier(1, 256);  // the other's weights are there
+        if constexpr (split) wait_at_barrier(3, 256);  // the other's weights are there
         [[maybe_unused]] std::uint32_t weights = 0;
         if constexpr (split) {
-            weights = operand_at(weights_at(tile));
+            weights = operand_at(weights_at);
             asm volatile("" : "+r"(weights));
         }
-        if constexpr (shape::wide) publish_to_products();
+        wait_for_values(tile, stage);
+        std::uint32_t v = operand_at(stage.values);
+        if constexpr (shape::wide) {
+            asm volatile("" : "+r"(v));
+            publish_to_products();
+        }
         products_begin();
         static_for<tile_tokens / 16>([&](auto step) {
             constexpr int i = decltype(step)::value, at_once = kvq::detail::smaller(own_channels, 128);
@@ -114,6 +126,11 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
             });
         });
         products_commit();
+        if constexpr (split) {
+            products_wait<0>();
+            products_there(o);
+            done_with(stage.free_values);
+        }
     };
     // Split: a number of each row of both warpgroups, which both get.
     const auto exchange = [&](const float(&own)[2], float(&other)[2]) {
@@ -124,26 +141,26 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
             for (int r = 0; r < 2; ++r)
                 store_word(at + static_cast<std::uint32_t>((group * shape::rows + 8 * r) * 4),
                            __float_as_uint(own[r]));
-        wait_at_barrier(2, 256);
+        wait_at_barrier(4, 256);
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             other[r] = __uint_as_float(
                 load_shared_4(at + static_cast<std::uint32_t>(((group ^ 1) * shape::rows + 8 * r) * 4)));
     };
-    const auto pack = [&](int tile, const tile_scores& s) {
+    const auto pack = [&](const tile_scores& s) {
         const auto two = [&](int i) { return pack_halves<float16>(s[2 * i], s[2 * i + 1]); };
         if constexpr (split) {
             const int row = warp * 16 + lane % 16, octet = group * own_tokens / 8 + lane / 16;
 #pragma unroll
             for (int i = 0; i < own_tokens / 16; ++i)
-                store_matrices<false>(weights_at(tile) + octet_offset<64>(row, octet + 2 * i), two(4 * i),
+                store_matrices<false>(weights_at + octet_offset<64>(row, octet + 2 * i), two(4 * i),
                                       two(4 * i + 1), two(4 * i + 2), two(4 * i + 3));
         } else {
 #pragma unroll
             for (int i = 0; i < tile_tokens / 4; ++i) p[i] = two(i);
         }
     };
-    const auto weigh = [&](int tile, tile_note note, tile_scores& s) {
+    const auto weigh = [&](tile_note note, tile_scores& s) {
         if constexpr (split) {
             note.position += group * own_tokens;
             note.count -= group * own_tokens;
@@ -157,28 +174,17 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
             exchange(top, other);
 #pragma unroll
             for (int r = 0; r < 2; ++r) weigh_row(s, rows, factor, scale, r, fmaxf(top[r], other[r]));
-            pack(tile, s);
+            pack(s);
         } else {
             softmax_step<shape::wide>(s, rows, factor, scale);
         }
     };
-    const auto done_with = [&](std::uint32_t barrier) {  // of a stage that all of the cluster write to
-        __syncwarp();
-        if constexpr (shape::cluster > 1) {
-            if (lane < 2) barrier_arrive_cluster(place_in(lane, barrier));
-        } else if (lane == 0) {
-            barrier_arrive(barrier);
-        }
-    };
     // Of the newest scores, behind which `Behind` groups of products were asked for.
-    const auto wait_for_scores = [&]<int Behind>(int tile, const wgmma_stage& first, tile_scores& s,
+    const auto wait_for_scores = [&]<int Behind>(const wgmma_stage& stage, tile_scores& s,
                                                  std::integral_constant<int, Behind>) {
-        static_for<units>([&](auto unit) {
-            constexpr int u = decltype(unit)::value;
-            products_wait<units - 1 - u + Behind>();
-            if constexpr (u == units - 1) products_there(s);
-            done_with((u > 0 ? key_stage(tile, u) : first).free_keys);
-        });
+        products_wait<Behind>();
+        products_there(s);
+        done_with(stage.free_keys);
     };
 
 #pragma unroll
@@ -190,9 +196,9 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         const tile_note note = tile_note::load(first.note);
         tile_scores s;
         ask_scores(0, first, s);
-        wait_for_scores(0, first, s, std::integral_constant<int, 0>{});
-        weigh(0, note, s);
-        if constexpr (!split) pack(0, s);
+        if constexpr (!split) wait_for_scores(first, s, std::integral_constant<int, 0>{});
+        weigh(note, s);
+        if constexpr (!split) pack(s);
     }
 #pragma unroll 1
     for (int tile = 1; tile < tiles; ++tile) {
@@ -201,27 +207,29 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         const tile_note note = tile_note::load(now.note);
         tile_scores s;
         ask_scores(tile, now, s);
-        wait_for_values(tile - 1, before);
         ask_output(tile - 1, before);
-        wait_for_scores(tile, now, s, std::integral_constant<int, 1>{});
-        weigh(tile, note, s);
+        if constexpr (!split) wait_for_scores(now, s, std::integral_constant<int, 1>{});
+        weigh(note, s);
         products_there(s);
         // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are
         // never below zero), so that the softmax is over before the wait. The wait itself has no condition:
         // all warps of a warpgroup must take the same one.
         const bool raised = __any_sync(
             0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f));
-        products_wait_behind<0>(raised);
-        products_there(o);
+        if constexpr (!split) {
+            products_wait_behind<0>(raised);
+            products_there(o);
+        }
         if (raised)
 #pragma unroll
             for (int i = 0; i < own_channels / 2; ++i) o[i] *= factor[i / 2 % 2];
-        done_with(before.free_values);
-        if constexpr (!split) pack(tile, s);
+        if constexpr (!split) {
+            done_with(before.free_values);
+            pack(s);
+        }
     }
     {
         const wgmma_stage last = value_stage(tiles - 1);
-        wait_for_values(tiles - 1, last);
         ask_output(tiles - 1, last);
         products_wait<0>();
         products_there(o);

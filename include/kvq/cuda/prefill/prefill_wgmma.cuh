@@ -1,5 +1,5 @@
 // A prompt's attention on tensor cores of compute capability 9.0: clusters of two thread blocks share every
-// dequantized tile, up to 256 channels.
+// dequantized tile.
 //
 //   block      128 rows of a cluster's 256. It dequantizes half of the tokens of every tile and copies them
 //              to the other block
@@ -7,17 +7,16 @@
 //              both blocks' tiles, two stages each
 //   consumers  warpgroups 2 and 3, 64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
 //
-//   256, 512 channels   tiles of 64 tokens; words come right from pages. 256: two warps produce keys, two
-//                       values, and a block dequantizes half of the channels. 512: four warps each, blocks of
-//                       64 rows, no clusters, since copies of twice the size take longer than to dequantize
-//                       the tile; each consumer has the scores of 32 tokens of a tile, both get all weights
+//   256, 512 channels   tiles of 64 tokens; words come right from pages, and a block dequantizes half of the
+//                       channels. 256: two warps produce keys, two values. 512: four warps each, blocks of 64
+//                       rows; each consumer has the scores of 32 tokens of a tile, both get all weights
 //                       through shared memory, and have 256 channels of the output each
 //
 // Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory, 16384 values
 // dequantized, 32 KB to the other block and as much from it, 4.2 M products (2048 cycles). Keys and values
 // have warpgroups of their own because a stage of keys is free a tile earlier (docs/lab/gpu.md). Not compiled
 // for sm_90a, the kernel is empty, its bound is 32 threads, and prefill() takes the other one.
-// Contract: prefill() in prefill.cuh. Shared memory: 227, 194, 226 KB for head_dim 128, 256, 512. sm_90a.
+// Contract: prefill() in prefill.cuh. Shared memory: 227, 194, 205 KB for head_dim 128, 256, 512. sm_90a.
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
 
@@ -38,7 +37,11 @@ struct tile_producer {
     template <class Pair>
     using own_cells =
         cells_of<Role, Pair, key ? half_tile : Dim, key ? Dim : half_tile, role_warps, key ? tile : Dim>;
-    static constexpr int stages = key ? shape::key_stages : shape::value_stages;
+    static constexpr int stages = shape::stages, units = shape::units, passes = shape::passes;
+    /// How far behind a warp's first strip of a tile is that of a pass over a unit?
+    KVQ_HD static constexpr int strips_behind(int unit, int pass) {
+        return unit * (shape::share * shape::cluster) + pass * role_warps;
+    }
     const Args& a;
     const prefill_block& block;
     wgmma_place place;
@@ -71,7 +74,7 @@ struct tile_producer {
             if constexpr (wide) {
                 copy_share(0, block.start + first, count, s);
 #pragma unroll 1
-                for (int unit = 1; unit < shape::units; ++unit) {
+                for (int unit = 1; unit < units; ++unit) {
                     share(s);
                     s = next_stage();
                     copy_share(unit, block.start + first, count, s);
@@ -132,12 +135,12 @@ private:
             from, block.kv_head, first, count, own_half(s), warp, lane);
     }
     /// All tiles of a part. As soon as a batch is dequantized, its registers are asked for what they hold
-    /// next; blocks of the next tile come to the second-level cache.
+    /// next.
     template <class Part>
     __device__ __forceinline__ void wide_pages(const Part& part, const token_range& range, bool sinks) {
         using pair = typename Part::pair_type;
         using octets = octet_batch<Role, pair, key ? tile : Dim>;
-        constexpr int of_unit = shape::passes * octets::batches, of_tile = shape::units * of_unit;
+        constexpr int of_unit = passes * octets::batches, of_tile = units * of_unit;
         constexpr int ahead = kvq::detail::smaller(octets::most_ahead, of_tile);  // batches under way
         static_assert(of_tile % ahead == 0 && role_warps % 2 == 0);
         const auto page_at = [&](int first) {
@@ -158,8 +161,8 @@ private:
             constexpr int n = decltype(number)::value;
             if (first < range.end && own.any())
                 batches[n % ahead]
-                    .template fetch<n / octets::batches * role_warps, n % octets::batches, n % ahead>(
-                        own, table(), lane);
+                    .template fetch<strips_behind(n / of_unit, n % of_unit / octets::batches),
+                                    n % octets::batches, n % ahead>(own, table(), lane);
             if constexpr (octets::direct) copy_commit();
         };
         static_for<ahead>(fetch);
@@ -168,13 +171,12 @@ private:
             const int page_behind = page_at(first + 2 * tile);
             const std::uint32_t existing = own.existing;
             const bool any = own.any();
-            static_for<shape::units>([&](auto unit) {
+            static_for<units>([&](auto unit) {
                 constexpr int u = decltype(unit)::value;
                 const wgmma_stage s = next_stage();
                 if constexpr (u == 0) {
                     if (key && warp == 0)
                         note_tile(s, part.cache.first_token + first, own.tokens.count, own.held(), sinks);
-                    if (shape::cluster == 1 && warp == role_warps - 1) prefetch_blocks(part.cache, next_page);
                 }
                 std::uint32_t places[4];
                 octets::places(places, key ? s.keys : s.values, strip, lane);
@@ -195,21 +197,13 @@ private:
                 });
                 if (!key && existing != 0xffffffffu)
 #pragma unroll 1
-                    for (int pass = 0; pass < shape::passes; ++pass) {
+                    for (int pass = 0; pass < passes; ++pass) {
                         octets::places(places, s.values, strip + pass * role_warps, lane);
                         octets::hide(places, existing, lane);
                     }
                 share(s);
             });
         }
-    }
-    /// Blocks of the next tile to the second-level cache. page: of lane i, of its tokens 16 i on.
-    template <class Pair>
-    __device__ __forceinline__ void prefetch_blocks(const cache_ref<Pair>& cache, int page) const {
-        constexpr int slices = kvq::detail::smaller(tile, Pair::page_tokens) / slice_tokens;
-        if (lane < tile / slice_tokens && lane % slices == 0 && page >= 0)
-            prefetch_bulk(cache.template block<Role>(page, block.kv_head),
-                          static_cast<int>(key ? Pair::key_block_bytes : Pair::value_block_bytes));
     }
     __device__ __forceinline__ std::uint32_t table() const {
         return place.tiles +
@@ -225,9 +219,10 @@ private:
         return s;
     }
     __device__ __forceinline__ std::uint32_t own_half(const wgmma_stage& s) const {
-        return (key ? s.keys : s.values) + static_cast<std::uint32_t>(place.rank * (wide  ? tile * Dim
-                                                                                    : key ? half_tile * 128
-                                                                                          : Dim * 128));
+        return (key ? s.keys : s.values) +
+               static_cast<std::uint32_t>(place.rank * (wide  ? tile * shape::unit_channels
+                                                        : key ? half_tile * 128
+                                                              : Dim * 128));
     }
     __device__ __forceinline__ std::uint32_t slot(int i) const {
         return place.tiles +
@@ -297,13 +292,10 @@ private:
         // Wide: consumers publish it. Here the fence would wait for the words that are under way.
         if constexpr (!wide) publish_to_products();
         __syncwarp();
-        if constexpr (shape::cluster == 1) {
-            if (lane == 0) barrier_arrive(key ? s.full_keys : s.full_values);
-            return;
-        }
         wait_at_barrier(key ? 1 : 2, role_warps * 32);
         if (warp != role_warps - 1 || lane != 0) return;
-        constexpr int copies = key && !wide ? Dim / 64 : 1, bytes = half_tile * Dim * 2 / copies;
+        constexpr int copies = key && !wide ? Dim / 64 : 1,
+                      bytes = half_tile * shape::unit_channels * 2 / copies;
         if constexpr (wide) publish_to_products();  // to copies
         const std::uint32_t barrier = key ? s.full_keys : s.full_values, from = own_half(s);
         const int other = place.rank ^ 1;
@@ -337,12 +329,12 @@ __global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>)
     const int warp = shape::wide ? __shfl_sync(0xffffffffu, thread / 32, 0) : thread / 32;
     if (thread == 0) {
         constexpr int arrivals = shape::cluster * shape::consumer_warps;  // at what is free
-        for (int i = 0; i < memory::stages; ++i) {
+        for (int i = 0; i < shape::stages; ++i) {
             const wgmma_stage s = wgmma_stage::of(place, i, memory{});
-            barrier_init(s.full_keys, shape::cluster > 1 ? 1 : shape::role_warps);
-            barrier_init(s.full_values, shape::cluster > 1 ? 1 : shape::role_warps);
+            barrier_init(s.full_keys, 1);
+            barrier_init(s.full_values, 1);
             barrier_init(s.free_keys, arrivals);
-            barrier_init(s.free_values, arrivals / shape::units);
+            barrier_init(s.free_values, shape::split ? arrivals / 2 : arrivals);
         }
         for (int i = 0; i < 2 * block_slots; ++i)
             barrier_init(place.tiles + static_cast<std::uint32_t>(memory::slot_barriers + i * 8), 1);

@@ -18,13 +18,14 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 template <int Dim>
 struct wgmma_shape {
     static constexpr bool wide = Dim > 128;
-    static constexpr int cluster = Dim > 256 ? 1 : 2;  // blocks that share tiles
+    static constexpr int cluster = 2;  // blocks that share tiles
     static constexpr int tile = wide ? 64 : 128, half_tile = tile / 2;
     /// A stage holds a unit: all tokens of a tile, and so many channels. Where a warpgroup has no registers
-    /// for all channels of the output, both have the same rows, and a unit of values each.
+    /// for all channels of the output (split), both have the same rows, and a unit of values each.
     static constexpr int unit_channels = kvq::detail::smaller(Dim, 256), units = Dim / unit_channels;
-    static constexpr int key_stages = 2, value_stages = 2;
-    static constexpr int rows = 128 / units, cluster_rows = cluster * rows;  // rows: of a block
+    static constexpr bool split = units > 1;
+    static constexpr int stages = 2;  // of keys; as many of values
+    static constexpr int rows = split ? 64 : 128, cluster_rows = cluster * rows;  // rows: of a block
     static constexpr int role_warps = Dim == 256 ? 2 : 4;  // produce keys; as many produce values
     static constexpr int producer_warps = 2 * role_warps, consumer_warps = 8;
     static constexpr int threads = 32 * (producer_warps + consumer_warps);
@@ -47,22 +48,21 @@ struct wgmma_memory {
     using shape = wgmma_shape<Dim>;
     static constexpr int query = 0, query_bytes = shape::rows * Dim * 2;
     static constexpr int unit_bytes = shape::tile * shape::unit_channels * 2;
-    static constexpr int keys = query + query_bytes, values = keys + shape::key_stages * unit_bytes;
-    static constexpr int slots_at = values + shape::value_stages * unit_bytes;
-    /// Weights of two tiles, where the warpgroups of consumers have half of the tokens each.
+    static constexpr int keys = query + query_bytes, values = keys + shape::stages * unit_bytes;
+    static constexpr int slots_at = values + shape::stages * unit_bytes;
+    /// Weights of a tile, where the warpgroups of consumers have half of the tokens each.
     static constexpr int weights = slots_at + (shape::wide ? 0 : 2 * block_slots * block_slot_bytes),
                          weight_bytes = shape::rows * shape::tile * 2;
-    static constexpr int tables = weights + (shape::units > 1 ? 2 * weight_bytes : 0);
+    static constexpr int tables = weights + (shape::split ? weight_bytes : 0);
     // Notes and barriers of the stages, barriers of the slots.
     static constexpr int key_table = shape::wide ? octet_table_bytes : key_table_bytes,
                          value_table = shape::wide ? octet_table_bytes : value_table_bytes;
     static constexpr int control = tables + shape::role_warps * (key_table + value_table);
     static constexpr int stage_bytes = static_cast<int>(sizeof(tile_note)) + 32;
-    static constexpr int stages = kvq::detail::larger(shape::key_stages, shape::value_stages);
-    static constexpr int slot_barriers = control + stages * stage_bytes;
+    static constexpr int slot_barriers = control + shape::stages * stage_bytes;
     /// [warpgroup of consumers][row], floats.
     static constexpr int maxima = slot_barriers + 2 * block_slots * 8;
-    static constexpr int bytes = maxima + (shape::units > 1 ? 2 * shape::rows * 4 : 0);
+    static constexpr int bytes = maxima + (shape::split ? 2 * shape::rows * 4 : 0);
     static_assert(bytes <= 227 * 1024);
 };
 
@@ -75,7 +75,7 @@ struct wgmma_place {
 };
 
 /// Barriers of a stage: keys there, keys read, values there, values read. Both blocks of a cluster use the
-/// same addresses. There may be more stages of keys than of values.
+/// same addresses.
 struct wgmma_stage {
     std::uint32_t keys, values, note, full_keys, free_keys, full_values, free_values;
 
