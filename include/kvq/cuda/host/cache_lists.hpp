@@ -86,7 +86,7 @@ inline status cache::check_pages(int layer, int q_heads, const attention_options
     }
     const int rows = step_.rows, heads = g.shape.kv_heads, ring = g.geometry.ring;
     if (status s = g.format.functions->check_selection(rows, q_heads, heads, g.columns, ring,
-                                                       options.selected_tokens, g.resident.slots());
+                                                       options.selected_tokens, g.resident.places());
         !s)
         return s;
     const std::size_t bytes = g.format.functions->page_selection_bytes(rows, q_heads, heads, g.columns, ring,

@@ -34,12 +34,13 @@ inline status cache::open_resident(cudaStream_t stream) {
     for (detail::layer_group& g : groups_) {
         if (g.host_pages == 0) continue;
         const device_format::kind& kind = g.format.kinds[static_cast<std::size_t>(g.target)];
-        const long long most = 1LL * detail::most_slots * options_.page_tokens;
+        const long long most = 1LL * detail::most_places * options_.page_tokens;
         if (options_.resident_tokens > most)
             return detail::bad_value("resident_tokens is %d, but must be at most %lld",
                                      options_.resident_tokens, most);
-        const int heads = g.shape.kv_heads, slots = 1 + (options_.resident_tokens - 1) / options_.page_tokens;
-        if (status s = g.resident.open(options_.memory, g.shape.layers, heads, g.target, g.host_pages, slots,
+        const int heads = g.shape.kv_heads,
+                  places = 1 + (options_.resident_tokens - 1) / options_.page_tokens;
+        if (status s = g.resident.open(options_.memory, g.shape.layers, heads, g.target, g.host_pages, places,
                                        {kind.key_block, kind.value_block},
                                        common::round_up(kind.key_block - kind.parameters_at, std::size_t{16}),
                                        stream);

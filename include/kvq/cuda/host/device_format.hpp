@@ -180,9 +180,9 @@ struct device_functions {
     /// Of attend_pages(), for tables of so many columns.
     std::size_t (*page_selection_bytes)(int sequences, int q_heads, int kv_heads, int columns, int ring,
                                         int tokens);
-    /// Can attend_pages() do that? slots: of resident pages, 0: pages are in device memory.
+    /// Can attend_pages() do that? places: of resident pages, 0: pages are in device memory.
     status (*check_selection)(int sequences, int q_heads, int kv_heads, int columns, int ring, int tokens,
-                              int slots);
+                              int places);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.
     key_state (*make_keys)(int number, const calibration& statistics);
     /// Of a format's scheme with the fingerprint of a rotation; 0 if it is not rotated.

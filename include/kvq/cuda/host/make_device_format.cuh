@@ -348,7 +348,7 @@ struct device_table {
             smaller.columns = chosen.columns;
             smaller.head_tables = true;
             smaller.cuts = {};
-            if (l.resident.slots > 0) smaller.quantized[l.resident.format].pages = l.resident.pool;
+            if (l.resident.places > 0) smaller.quantized[l.resident.format].pages = l.resident.pool;
             for (int f = 0; f < plan.formats; ++f) {
                 smaller.quantized[f].table = chosen.of_format(f, plan);
                 smaller.quantized[f].first_page = nullptr;
@@ -365,7 +365,7 @@ struct device_table {
     static status fetch(const layer_view& l, const Pages& pages, int* table, const chosen_tables& chosen,
                         cudaStream_t stream) {
         status result;
-        if (l.resident.slots == 0) return result;
+        if (l.resident.places == 0) return result;
         int number = 0;
         for_each_part(pages, [&](const auto& of) {
             if (number++ == l.resident.format) result = fetch_pages(of, l.resident, chosen, table, stream);
@@ -379,13 +379,13 @@ struct device_table {
                    : 0;
     }
     static status check_selection(int sequences, int q_heads, int kv_heads, int columns, int ring, int tokens,
-                                  int slots) {
+                                  int places) {
         status result;
         if constexpr (no_pages == nullptr) {
             const choice_plan plan = choice_plan_of(sequences, q_heads, kv_heads, columns, ring, tokens);
             if (plan.takes_all()) return result;
             result = check_choice<window_pair>(plan);
-            if (result && slots > 0) result = check_fetch(plan, slots);
+            if (result && places > 0) result = check_fetch(plan, places);
         }
         return result;
     }

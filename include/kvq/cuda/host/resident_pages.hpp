@@ -23,18 +23,18 @@ inline device_allocator pinned_allocator() noexcept {
     return a;
 }
 
-inline constexpr int most_slots = 16384;  // of a kv head
+inline constexpr int most_places = 16384;  // of a kv head
 
 class resident_pages {
 public:
-    int slots() const noexcept { return slots_; }
+    int places() const noexcept { return places_; }
     int format() const noexcept { return format_; }
     std::size_t allocated() const noexcept { return memory_.bytes(); }
 
     /// blocks: bytes of a key block and of a value block of a kv head; parameters: those of a key block.
-    status open(const device_allocator& from, int layers, int heads, int format, int pages, int of_slots,
+    status open(const device_allocator& from, int layers, int heads, int format, int pages, int of_places,
                 const std::size_t (&blocks)[2], std::size_t parameters, cudaStream_t stream) {
-        slots_ = of_slots;
+        places_ = of_places;
         pages_ = pages;
         format_ = format;
         heads_ = heads;
@@ -47,9 +47,9 @@ public:
     }
     resident_memory layer(int i, const unsigned* generations) const noexcept {
         resident_memory r;
-        if (slots_ == 0) return r;
+        if (places_ == 0) return r;
         std::byte* at = memory_.as<>() + static_cast<std::size_t>(i) * layer_bytes();
-        r.slots = slots_;
+        r.places = places_;
         r.pages = pages_;
         r.format = format_;
         r.generations = generations;
@@ -60,13 +60,13 @@ public:
         };
         r.pool.key_page_bytes = times(heads_, blocks_[0]);
         r.pool.value_page_bytes = times(heads_, blocks_[1]);
-        take(r.pool.keys, times(slots_, r.pool.key_page_bytes));
-        take(r.pool.values, times(slots_, r.pool.value_page_bytes));
+        take(r.pool.keys, times(places_, r.pool.key_page_bytes));
+        take(r.pool.values, times(places_, r.pool.value_page_bytes));
         take(r.parameters, times(pages_, times(heads_, parameters_)));
         take(r.tags, times(pages_, times(heads_, sizeof(unsigned))));
         take(r.slot_of, times(pages_, times(heads_, sizeof(int))));
-        take(r.page_of, times(slots_, times(heads_, 2 * sizeof(unsigned))));
-        take(r.stamps, times(slots_, times(heads_, sizeof(unsigned))));
+        take(r.page_of, times(places_, times(heads_, 2 * sizeof(unsigned))));
+        take(r.stamps, times(places_, times(heads_, sizeof(unsigned))));
         take(r.clocks, times(heads_, sizeof(unsigned)));
         take(r.counts, times(heads_, 2 * sizeof(unsigned)));
         return r;
@@ -78,13 +78,13 @@ private:
     }
     std::size_t layer_bytes() const noexcept {
         const std::size_t of_page = blocks_[0] + blocks_[1];
-        return common::round_up(times(slots_, times(heads_, of_page + 3 * sizeof(unsigned))) +
+        return common::round_up(times(places_, times(heads_, of_page + 3 * sizeof(unsigned))) +
                                     times(pages_, times(heads_, parameters_ + 2 * sizeof(unsigned))) +
                                     times(heads_, 3 * sizeof(unsigned)) + 9 * 16,
                                 std::size_t{256});
     }
 
-    int slots_ = 0, pages_ = 0, heads_ = 0, format_ = 0;
+    int places_ = 0, pages_ = 0, heads_ = 0, format_ = 0;
     std::size_t blocks_[2] = {}, parameters_ = 0;
     device_memory memory_;
 };

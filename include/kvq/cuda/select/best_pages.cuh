@@ -325,7 +325,7 @@ __device__ __forceinline__ void estimate_pages(const Args& a, const choice_rows<
                 for (int b = 0; b < batch; ++b) {
                     const int there = number[b] < 0 ? any : number[b];
                     blocks[b] = cache.key_block(there, head);
-                    if (a.resident.slots > 0 && a.resident.format == F)
+                    if (a.resident.places > 0 && a.resident.format == F)
                         blocks[b] = resident_parameters<key_ranges<pair>::parameters_at>(
                             a.resident, blocks[b], there, head, a.window.kv_heads, lane);
                 }

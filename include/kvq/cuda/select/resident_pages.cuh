@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(top_threads, 1)
     const int thread = static_cast<int>(threadIdx.x), head = static_cast<int>(blockIdx.x),
               heads = a.pages.kv_heads;
     int* const slot_of = r.slot_of + static_cast<std::ptrdiff_t>(head) * r.pages;
-    uint2* const page_of = r.page_of + static_cast<std::ptrdiff_t>(head) * r.slots;
-    unsigned* const stamps = r.stamps + static_cast<std::ptrdiff_t>(head) * r.slots;
+    held_block* const page_of = r.page_of + static_cast<std::ptrdiff_t>(head) * r.places;
+    unsigned* const stamps = r.stamps + static_cast<std::ptrdiff_t>(head) * r.places;
     const unsigned now = r.clocks[head] + 1;
     cache_ref<Pair> resident = a.pages;
     resident.key_pages = r.pool.keys;
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(top_threads, 1)
             const int page = table[i];
             if (page < 0) continue;
             const int slot = slot_of[page] - 1;
-            const uint2 of = slot < 0 ? uint2{} : page_of[slot];
-            if (slot >= 0 && of.x == static_cast<unsigned>(page) && of.y == r.generations[page]) {
+            const held_block of = slot < 0 ? held_block{} : page_of[slot];
+            if (slot >= 0 && of.page == static_cast<unsigned>(page) && of.generation == r.generations[page]) {
                 stamps[slot] = now;
                 table[i] = slot;
             } else {
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(top_threads, 1)
 #pragma unroll
         for (int j = 0; j < top_each; ++j) {
             const int slot = place + j * warp_size;
-            keys[j] = slot < r.slots && stamps[slot] != now ? ~stamps[slot] : 0;
+            keys[j] = slot < r.places && stamps[slot] != now ? ~stamps[slot] : 0;
         }
         select_largest(memory, keys, misses, [&](int at, int j) { slots_of[at] = place + j * warp_size; });
         __syncthreads();
@@ -125,13 +125,13 @@ __global__ void __launch_bounds__(top_threads, 1)
     if (thread == 0) r.clocks[head] = now;
 }
 
-/// slots: of a kv head.
-inline status check_fetch(const choice_plan& p, int slots) noexcept {
-    if (p.columns() <= most_fetched && 1LL * p.columns() * p.sequences <= slots) return {};
+/// places: of a kv head.
+inline status check_fetch(const choice_plan& p, int places) noexcept {
+    if (p.columns() <= most_fetched && 1LL * p.columns() * p.sequences <= places) return {};
     return bad_value(
         "%d sequences may read %d pages of a kv head each, but up to %d can be fetched and device memory "
         "is for %d",
-        p.sequences, p.columns(), most_fetched, slots);
+        p.sequences, p.columns(), most_fetched, places);
 }
 /// Behind check_fetch().
 template <class Pair>

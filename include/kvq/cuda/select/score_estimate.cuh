@@ -63,10 +63,10 @@ struct key_ranges {
     static constexpr bool mixed = codec<S>.several_widths(), scales = codec<S>.has_token_scales(),
                           has_bias = S::levels::has_bias, bytes = parameter_width<P> == 1;
     static constexpr int groups = typename S::layout_type{}.groups(shape),
-                         slots = typename S::layout_type{}.slot_count(shape);
+                         places = typename S::layout_type{}.slot_count(shape);
     /// Parameters are the end of a block, from this byte on.
     static constexpr std::size_t parameters_at = typename S::layout_type{}.scale_offset(shape);
-    static_assert(dim % 4 == 0 && slots % 4 == 0 && parameters_at % 4 == 0);
+    static_assert(dim % 4 == 0 && places % 4 == 0 && parameters_at % 4 == 0);
 
     float half[mixed ? numbers : 1], middle[mixed ? numbers : 1];  // of the largest code; less that of zero
 
@@ -110,15 +110,15 @@ struct key_ranges {
                 if constexpr (has_bias) bias[i] = 0;
                 if (dim % (4 * warp_size) != 0 && slot >= dim) continue;
                 const std::byte* const from =
-                    stored + static_cast<std::size_t>(g * slots + slot) * sizeof(P) + 4 * (i % each);
+                    stored + static_cast<std::size_t>(g * places + slot) * sizeof(P) + 4 * (i % each);
                 scale[i] = word(from);
                 if constexpr (has_bias)
-                    bias[i] = word(from + (bytes ? static_cast<std::size_t>(groups * slots)
+                    bias[i] = word(from + (bytes ? static_cast<std::size_t>(groups * places)
                                                  : typename S::layout_type{}.section_bytes(shape)));
             }
             if constexpr (bytes) {
                 const auto* const of =
-                    reinterpret_cast<const unsigned short*>(parameters::shared(stored, groups, slots, g));
+                    reinterpret_cast<const unsigned short*>(parameters::shared(stored, groups, places, g));
 #pragma unroll
                 for (int i = 0; i < 3; ++i) line[i] = of[i];
             }

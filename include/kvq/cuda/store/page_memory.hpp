@@ -4,8 +4,6 @@
 // Contract: plain values that travel in the parameters of a launch. Pointers are to device memory.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 
 #include "../../core/shape.hpp"
@@ -25,21 +23,25 @@ struct layer_memory {
     std::size_t key_page_bytes = 0, value_page_bytes = 0;
 };
 
+/// What a place holds: blocks of this page. generation 0: nothing.
+struct alignas(8) held_block {
+    unsigned page, generation;
+};
 /// Of a layer whose quantized pages lie in host memory: what device memory holds of them
 /// (select/resident_pages.cuh). slot_of is only a hint: page_of says what a slot holds.
 struct resident_memory {
-    int slots = 0, pages = 0;               ///< 0: the pages are in device memory
+    int places = 0, pages = 0;              ///< 0: the pages are in device memory
     int format = 0;                         ///< the one whose pages are in host memory
-    layer_memory pool = {};                 ///< slots, each as a page: [slots][kv_heads] blocks
+    layer_memory pool = {};                 ///< slots, each as a page: [places][kv_heads] blocks
     std::byte* parameters = nullptr;        ///< [pages][kv_heads][parameter_bytes]: ends of key blocks
     std::size_t parameter_bytes = 0;        ///< a multiple of 16
     const unsigned* generations = nullptr;  ///< [pages]: how often a page was taken
-    unsigned* tags = nullptr;    ///< [pages][kv_heads]: generation whose parameters are there; 0: none
-    int* slot_of = nullptr;      ///< [kv_heads][pages]: slot + 1, or 0
-    uint2* page_of = nullptr;    ///< [kv_heads][slots]: page and generation; generation 0: empty
-    unsigned* stamps = nullptr;  ///< [kv_heads][slots]: the clock when it was read last
-    unsigned* clocks = nullptr;  ///< [kv_heads]
-    unsigned* counts = nullptr;  ///< [kv_heads][2]: pages that were read, those that were fetched
+    unsigned* tags = nullptr;       ///< [pages][kv_heads]: generation whose parameters are there; 0: none
+    int* slot_of = nullptr;         ///< [kv_heads][pages]: slot + 1, or 0
+    held_block* page_of = nullptr;  ///< [kv_heads][places]: in two words
+    unsigned* stamps = nullptr;     ///< [kv_heads][places]: the clock when it was read last
+    unsigned* clocks = nullptr;     ///< [kv_heads]
+    unsigned* counts = nullptr;     ///< [kv_heads][2]: pages that were read, those that were fetched
 };
 
 /// Memory of all pages of one format: all key pages of layer 0, its value pages, those of layer 1, ...
