@@ -80,17 +80,17 @@ void add_builtin_preset(builtin_list& list) {
     }
 }
 
-template <class Backend, class Scheme, const auto& Layouts, int I>
+template <class Backend, class Scheme, const auto& Layouts, int At>
 format make_builtin_layout(int, const std::byte*, std::size_t) {
-    return make_format<Backend>(Scheme(Layouts[I]));
+    return make_format<Backend>(Scheme(Layouts[At]));
 }
 /// All layouts of a list, which one scheme reads.
 template <class Backend, bool (*Wanted)(std::string_view), class Scheme, const auto& Layouts, int... Of>
 void add_builtin_layouts(builtin_list& list, std::integer_sequence<int, Of...>) {
-    const auto add = [&]<int I>(std::integral_constant<int, I>) {
-        if constexpr (Wanted(Layouts[I].name))
+    const auto add = [&]<int At>(std::integral_constant<int, At>) {
+        if constexpr (Wanted(Layouts[At].name))
             list.push_back(
-                {Layouts[I].name, true, true, false, 0, &make_builtin_layout<Backend, Scheme, Layouts, I>});
+                {Layouts[At].name, true, true, false, 0, &make_builtin_layout<Backend, Scheme, Layouts, At>});
     };
     (add(std::integral_constant<int, Of>{}), ...);
 }

@@ -14,6 +14,7 @@
 #include "../layout/block_access.cuh"
 #include "../layout/parameters.cuh"
 #include "../layout/transform_row.cuh"
+#include "../layout/warp_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
