@@ -18,4 +18,5 @@ int main() {
     sequence.trim(500);            // what stays keeps its codes
     std::printf("%d and %d tokens in %zu bytes, 16 bit: %d\n", sequence.tokens(), other.tokens(),
                 cache.bytes_in_use(), layers * n * kv_heads * dim * 4);
+    return 0;
 }
