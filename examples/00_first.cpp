@@ -5,7 +5,7 @@
 #include <vector>
 
 int main() {
-    constexpr int layers = 4, kv_heads = 8, heads = 32, dim = 128, n = 1000;
+    constexpr int layers = 2, kv_heads = 8, heads = 32, dim = 128, n = 500;
     kvq::cache cache({.layers = layers, .kv_heads = kv_heads, .head_dim = dim},
                      kvq::preset_options(kvq::make_formats<kvq::std4>()));
     std::vector<float> x(n * heads * dim), out(x.size());  // x stands for k, v and q of a model
@@ -15,7 +15,7 @@ int main() {
         sequence.prefill(layer, {x.data(), n, kv_heads, dim}, {x.data() + 7, n, kv_heads, dim},
                          {x.data(), n, heads, dim}, {out.data(), n, heads, dim});
     auto other = sequence.fork();  // shares every page, copies on write
-    sequence.trim(500);            // what stays keeps its codes
+    sequence.trim(200);            // what stays keeps its codes
     std::printf("%d and %d tokens in %zu bytes, 16 bit: %d\n", sequence.tokens(), other.tokens(),
                 cache.bytes_in_use(), layers * n * kv_heads * dim * 4);
     return 0;
