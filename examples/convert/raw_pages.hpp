@@ -335,7 +335,7 @@ private:
             if (has_them != says_them)
                 refuse(format, has_them ? " has " : " has no ", what,
                        has_them ? " apart from its numbers: the description must say "
-                                : " apart from its numbers, but the description says some",
+                                : " apart from its numbers, but the description names some",
                        has_them ? what : "");
         };
         expect(apart, scales_.has_value(), "scales");

@@ -8,7 +8,7 @@
 // Two e2m1 in a byte stay apart: a vector holds the even channels of 2 * width neighbours, the next one the
 // odd ones. Operands and sums have the same order, so that nothing is interleaved.
 // Numbers are exact times `unit`, which callers put into what they multiply. e4m3 through fp16 has no NaN:
-// where `checks_nan` says so, callers look for codes of NaN first.
+// where `checks_nan` is true, callers look for codes of NaN first.
 #pragma once
 
 #include <array>

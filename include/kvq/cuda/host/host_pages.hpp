@@ -9,7 +9,7 @@
 // x^ of formats without a plan or a rotation can be read (sequence::dequantize). What quantizes or attends
 // raises kvq::error.
 // Contract: made after calibrate() and rotate(); pages of a format that has got statistics since then do not
-// come (offload() says so). Its sequences must be gone before it is.
+// come, and offload() refuses such a sequence. Its sequences must be gone before it is.
 #pragma once
 
 #include <memory_resource>
