@@ -80,12 +80,11 @@ struct key_ranges {
             for (int i = 0; i < numbers; ++i) {
                 const int quad = quad_channels::channel(i, lane) / 4;
                 int top = 0, before = 0;
-#pragma unroll
-                for (int w = 0; w < S::width_list::count; ++w) {
-                    if (quad >= before && quad < before + of_width.of[w])
-                        top = (1 << S::width_list::values[w]) - 1;
+                static_for<S::width_list::count>([&](auto number) {
+                    constexpr int w = decltype(number)::value, bits = S::width_list::values[w];
+                    if (quad >= before && quad < before + of_width.of[w]) top = (1 << bits) - 1;
                     before += of_width.of[w];
-                }
+                });
                 half[i] = middle[i] = 0.5f * static_cast<float>(top);
             }
         } else {
