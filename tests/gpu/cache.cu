@@ -1533,6 +1533,31 @@ void check_budget() {
     compare(c, p, "budget", 2);
 }
 
+/// First tokens of another sequence, which end within its sinks, behind them, or where pages are committed.
+void check_spliced_sinks() {
+    const auto ok = [](const cuda::status& s) { CHECK(s, "spliced sinks: %s", s.message); };
+    both_caches c({.sinks = 37, .recent = 70, .rollback = 100});
+    test::rng r(16);
+    std::vector<float16> keys, values;
+    const auto prompt = [&](pair& p, int n) {
+        c.write(r, keys, values, n);
+        ok(c.gpu.begin_prompt(p.id, n, c.stream));
+        for (int l = 0; l < layers; ++l) ok(c.gpu.append(l, c.rows(c.k, l, n), c.rows(c.v, l, n), c.stream));
+        c.appended(p.host, keys, values, 0, n);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    };
+    pair from{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    prompt(from, 37 + 4 * page);
+    for (const int n : {12, 37, 37 + page, 37 + 3 * page + 5}) {
+        pair to{c.gpu.new_sequence(), c.cpu.new_sequence()};
+        ok(c.gpu.splice(to.id, from.id, 0, n, c.stream));
+        to.host.splice(from.host, 0, n);
+        compare(c, to, "spliced sinks", n);
+        prompt(to, 40);
+        compare(c, to, "spliced sinks and a prompt", n);
+    }
+}
+
 /// Text without an end: the pages of a kvq::ring.
 void check_ring() {
     test::rng r(21);
@@ -2626,6 +2651,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         check_graph();
         check_draft_graph();
         check_moved();
+        check_spliced_sinks();
         check_counts();
         check_budget();
         check_apart();

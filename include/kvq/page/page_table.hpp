@@ -209,9 +209,13 @@ struct page_table {
     void close_last() noexcept;
     /// One span with pages of its own replaces spans [first, last), all of them committed or none.
     void join_spans(int first, int last, page_span s) noexcept;
-    /// After a cut: spans that are not due any more become 16 bit again, from the last one on, as long as
-    /// they can.
-    void uncommit(const page_geometry& g) noexcept { restore(still_committed(size(), tokens, g), g); }
+    /// Behind the last take() of an erase, a shift or a splice, with what is due committed: spans that are not
+    /// due any more become 16 bit again, from the last one on, as long as they can. Those before `quantized`
+    /// cannot: their pages are about to be quantized.
+    void uncommit(const page_geometry& g, int quantized = 0) noexcept {
+        restore(larger(still_committed(size(), tokens, g), quantized), g);
+        copies_from = committed;
+    }
     /// After its spans have come from elsewhere, of which the first `committed_spans` are committed.
     /// says_all: they share pages as they did. Otherwise (version 3 of files and messages) equal pages of
     /// committed spans become one page.

@@ -30,8 +30,10 @@ inline status take_tokens(common::page_table& table, const common::page_table& h
             does, from, from - cut.skip);
     return {};
 }
-/// Completes a group's table whose spans have come, unless the device cannot have it.
-inline status finish_table(const layer_group& group, sequence_pages& next, const char* does) {
+/// Completes a group's table whose spans have come, unless the device cannot have it: as finish() of
+/// cache/rearrange-inl.hpp, in its order. Spans before `quantized` are to be quantized.
+inline status finish_table(const layer_group& group, sequence_pages& next, const char* does,
+                           int quantized = 0) {
     const device_geometry& g = group.geometry;
     common::page_table& table = next.table;
     if (!table.shows_sinks(g.window.sinks))
@@ -44,11 +46,11 @@ inline status finish_table(const layer_group& group, sequence_pages& next, const
             "tokens cannot be taken out of %s: token %d would see tokens from %d on, but those before "
             "token %d are freed",
             group.describe(0).c_str(), table.tokens, g.window.first_seen(table.tokens), table.front());
-    table.copies_from = table.committed;
-    for (int k = 0; k < table.size(); ++k)
-        if (status s = check_span(table[k], k, k < table.committed, table.tokens, g); !s) return s;
     if (table.due(table.tokens, g) > table.committed)
         return bad_value("cannot %s: pages of the recent window would leave it", does);
+    table.uncommit(g, quantized);
+    for (int k = 0; k < table.size(); ++k)
+        if (status s = check_span(table[k], k, k < table.committed, table.tokens, g); !s) return s;
     table.free_unseen(g, g.rollback, [](page_ref&&) {});
     next.gone_pages = common::ceil_div(common::larger(0, table.front() - g.sinks), g.page_tokens);
     table.freed = common::smaller(next.gone_pages, common::page_table::most_freed);
@@ -102,12 +104,14 @@ inline status plan_splice(const layer_group& group, const sequence_pages& mine, 
             does, held, table.spans.back().tokens, g.page_tokens, table.spans.back().first_token);
     table.close_last();
     table.committed = table.size();
+    const auto in_16_bit = [&](int i) { return !table[i].sinks && table[i].pages[0]->format == 0; };
+    int quantized = table.size();
+    while (quantized > 0 && !in_16_bit(quantized - 1)) --quantized;
     if (status s = take_tokens(table, theirs.table, does, first, last, std::int64_t{held} - first, g); !s)
         return s;
-    if (status s = finish_table(group, plan.next, does); !s) return s;
+    if (status s = finish_table(group, plan.next, does, quantized); !s) return s;
     for (int i = 0; i < table.size(); ++i)
-        if (!table[i].sinks && table[i].pages[0]->format == 0)
-            (i < table.committed ? plan.quantize : plan.copy).push_back(i);
+        if (in_16_bit(i)) (i < table.committed ? plan.quantize : plan.copy).push_back(i);
     return {};
 }
 
@@ -127,7 +131,6 @@ status cache::rearrange(sequence_id id, const char* does, Build&& build) {
                 result = detail::take_tokens(next.table, e.pages[i].table, does, from, to, by,
                                              groups_[i].geometry);
         });
-        next.table.uncommit(groups_[i].geometry);
         if (result) result = detail::finish_table(groups_[i], next, does);
         if (!result) return result;
     }
