@@ -209,9 +209,9 @@ struct page_table {
     void close_last() noexcept;
     /// One span with pages of its own replaces spans [first, last), all of them committed or none.
     void join_spans(int first, int last, page_span s) noexcept;
-    /// Behind the last take() of an erase, a shift or a splice, with what is due committed: spans that are not
-    /// due any more become 16 bit again, from the last one on, as long as they can. Those before `quantized`
-    /// cannot: their pages are about to be quantized.
+    /// Behind the last take() of an erase, a shift or a splice, with what is due committed: spans that are
+    /// not due any more become 16 bit again, from the last one on, as long as they can. Those before
+    /// `quantized` cannot: their pages are about to be quantized.
     void uncommit(const page_geometry& g, int quantized = 0) noexcept {
         restore(larger(still_committed(size(), tokens, g), quantized), g);
         copies_from = committed;
