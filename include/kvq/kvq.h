@@ -176,6 +176,9 @@ KVQ_API kvq_status kvq_format_list(int32_t index, kvq_format_entry* entry);
 /// format takes them. KVQ_ERROR_ARGUMENT for an unknown name; the message lists the most similar names.
 KVQ_API kvq_status kvq_format_find(const char* name, kvq_role role, const kvq_statistics* statistics,
                                    kvq_format** out);
+/// The same for the bytes of another system whose tensor has a scale, by which its numbers were divided:
+/// "fp8", "nvfp4" with vLLM's k_scale. Keys or values. KVQ_ERROR_ARGUMENT for formats without one.
+KVQ_API kvq_status kvq_format_find_rows(const char* name, float tensor_scale, kvq_format** out);
 KVQ_API kvq_status kvq_format_free(kvq_format* format);
 
 typedef struct kvq_format_description {
@@ -513,6 +516,34 @@ KVQ_API kvq_status kvq_sequence_append(kvq_sequence* sequence, int32_t layer, co
 /// out = softmax(q K^T) V for the last q.tokens tokens of the layer.
 KVQ_API kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
                                        const kvq_tensor* out, const kvq_attend_options* options);
+
+/// Keys or values of one sequence and layer in the memory of another system, in its bytes. Strides: bytes
+/// from one token, head and block to the next.
+typedef struct kvq_rows {
+    const kvq_format* format;  // of rows: fp8, nvfp4, q8_0, ... (kvq_format_find, kvq_format_find_rows)
+    const void* data;
+    ptrdiff_t token_stride, head_stride, block_stride;
+    const void* scales;  // of formats whose scales lie beside the rows (nvfp4, mxfp8, mxfp4); else NULL
+    ptrdiff_t scale_token_stride, scale_head_stride, scale_block_stride;
+    ptrdiff_t scale_group_stride;  // from one group of channels to the next; 0: 1
+} kvq_rows;
+
+typedef struct kvq_row_blocks {
+    const int32_t* table;   // NULL: all tokens are one block; else [blocks], blocks of the sequence in order
+    int32_t blocks;         // of the table
+    int32_t block_tokens;   // of a block
+    int32_t memory_blocks;  // of the memory: numbers of the table are below
+    int32_t tokens;         // of the sequence
+    int32_t kv_heads;
+} kvq_row_blocks;
+
+/// out = softmax(q K^T) V for the last q.tokens tokens of a sequence that another system keeps; nothing is
+/// copied. q: [m][q_heads][head_dim], out: [m][q_heads][value_dim]. Without lists, selected_tokens and
+/// skipped_mass. KVQ_ERROR_ARGUMENT for what does not fit, before rows are read, and for scales that are NaN
+/// or infinite; out is written in part then.
+KVQ_API kvq_status kvq_attend_rows(const kvq_rows* keys, const kvq_rows* values, const kvq_row_blocks* blocks,
+                                   const kvq_tensor* q, const kvq_tensor* out,
+                                   const kvq_attend_options* options);
 
 /// The `best` tokens of a layer of kind KVQ_INDEX for each of the last q.tokens tokens: of those up to itself
 /// the ones with the largest sum over heads of weight * max(q . k, 0); of equal ones the earlier first.

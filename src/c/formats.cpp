@@ -131,6 +131,14 @@ kvq_status kvq_format_find(const char* name, kvq_role role, const kvq_statistics
     });
 }
 
+kvq_status kvq_format_find_rows(const char* name, float tensor_scale, kvq_format** out) {
+    return guard([&] {
+        place(name, "name");
+        place(out, "out");
+        *out = make<kvq_format>(kvq::find_rows_format(name, tensor_scale), name, kvq::cache_shape{});
+    });
+}
+
 kvq_status kvq_format_free(kvq_format* format) { return free_handle(format, "format"); }
 
 kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, int32_t tokens, int32_t dim,

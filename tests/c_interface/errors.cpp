@@ -291,6 +291,7 @@ TEST_CASE(
     REFUSES(kvq_format_count, MAY_BE_NULL(), &f.n);
     REFUSES(kvq_format_list, MAY_BE_NULL(), 0, &entry);
     REFUSES(kvq_format_find, MAY_BE_NULL(2), "int8", KVQ_KEY, nullptr, &f.made_format);
+    REFUSES(kvq_format_find_rows, MAY_BE_NULL(), "fp8", 0.5f, &f.made_format);
     REFUSES(kvq_format_free, MAY_BE_NULL(0), f.format);
     REFUSES(kvq_format_describe, MAY_BE_NULL(), f.format, KVQ_KEY, 32, dim, &description);
     REFUSES(kvq_format_page_bytes, MAY_BE_NULL(3), f.format, &f.shape, &f.bytes, &f.bytes);
@@ -317,6 +318,11 @@ TEST_CASE(
     REFUSES(kvq_sequence_prefill, MAY_BE_NULL(6), f.s, 0, &f.k.t, &f.v.t, &f.q.t, &f.out.t, usual);
     REFUSES(kvq_sequence_append, MAY_BE_NULL(), f.s, 0, &f.k.t, &f.v.t);
     REFUSES(kvq_sequence_attend, MAY_BE_NULL(4), f.s, 0, &f.q.t, &f.out.t, usual);
+    kvq_rows other_rows{};
+    other_rows.format = f.format;
+    kvq_row_blocks other_blocks{};
+    REFUSES(kvq_attend_rows, MAY_BE_NULL(5), &other_rows, &other_rows, &other_blocks, &f.q.t, &f.out.t,
+            usual);
     REFUSES(kvq_sequence_select, MAY_BE_NULL(6), f.s, 0, &f.q.t, f.weights, 4, f.ids, usual);
     REFUSES(kvq_sequence_append_draft, MAY_BE_NULL(), f.s, 0, &f.q.t, &f.q.t);
     REFUSES(kvq_sequence_keep, MAY_BE_NULL(), f.s, f.ids, 1);
@@ -625,6 +631,12 @@ TEST_CASE("numbers out of range, names that nobody knows") {
         CHECK_REFUSED(kvq_statistics_add_keys(f.statistics, layer, &f.k.t), KVQ_ERROR_ARGUMENT, "layer");
     }
     CHECK_REFUSED(kvq_sequence_trim(f.s, 101), KVQ_ERROR_ARGUMENT, "101");
+    kvq_rows no_rows{};
+    no_rows.format = f.format;
+    const kvq_row_blocks no_blocks{nullptr, 0, 0, 0, 4, kv_heads};
+    CHECK_REFUSED(kvq_attend_rows(&no_rows, &no_rows, &no_blocks, &f.q.t, &f.out.t, nullptr),
+                  KVQ_ERROR_ARGUMENT, "no format of rows in the bytes of another system");
+    CHECK_REFUSED(kvq_format_find_rows("q8_0", 2.0f, &f.made_format), KVQ_ERROR_ARGUMENT, "takes no scale");
     CHECK_REFUSED(kvq_sequence_erase(f.s, -1, 5), KVQ_ERROR_ARGUMENT, "-1");
     CHECK_REFUSED(kvq_sequence_erase(f.s, 5, 10), KVQ_ERROR_ARGUMENT, "rotary");
     CHECK_REFUSED(kvq_sequence_shift(f.s, 0, 100, 1), KVQ_ERROR_ARGUMENT, "rotary");

@@ -219,4 +219,46 @@ TEST_CASE("rows in the memory of other systems: windows, caps, slopes and sinks 
     }
 }
 
+TEST_CASE("rows in the memory of other systems: a long context is split, on any number of threads") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    kvq::workspace memory;
+    const int heads = 2, group = 3, dim = 32, block_tokens = 64, tokens = 2048 * 2 + random.between(1, 2048),
+              queries = random.between(1, 10), blocks = (tokens + block_tokens - 1) / block_tokens;
+    INFO(tokens, " tokens, ", queries, " queries");
+    std::vector<std::int32_t> table(static_cast<std::size_t>(blocks));
+    std::iota(table.rbegin(), table.rend(), 0);
+    const kvq::row_layout& l = kvq::row_layout_named("q8_0");
+    owner k(random, l, tokens, heads, dim, 0, table, blocks, block_tokens),
+        v(random, l, tokens, heads, dim, 0, table, blocks, block_tokens);
+    auto q = random.normals(static_cast<std::size_t>(queries * heads * group * dim));
+    const kvq::token_view<const float> of_q(q.data(), queries, heads * group, dim);
+    const auto attend = [&](const auto& mods, kvq::executor_view threads) {
+        std::vector<float> out(q.size());
+        kvq::attend_rows(k.view, v.view, {table.data(), blocks, block_tokens, blocks}, {tokens, heads, dim},
+                         of_q, kvq::token_view<float>(out.data(), queries, heads * group, dim), memory, mods,
+                         threads);
+        return out;
+    };
+    const auto check = [&](const auto& mods) {
+        std::vector<double> wanted(q.size());
+        kvq::reference_attend(kvq::token_view<const float>(k.values.data(), tokens, heads, dim),
+                              kvq::token_view<const float>(v.values.data(), tokens, heads, dim), of_q,
+                              kvq::token_view<double>(wanted.data(), queries, heads * group, dim), mods);
+        const auto out = attend(mods, kvq::serial_executor{});
+        CHECK(error_of(out, wanted) <= 1e-5);
+        kvq::thread_pool pool(3);
+        CHECK(attend(mods, pool) == out);
+    };
+    check(kvq::causal{});
+    check(kvq::sliding_window{random.between(1, 300)});  // splits without a token that is seen
+    const auto logits = random.normals(heads * group);
+    check(kvq::mods(kvq::causal{}, kvq::learned_sinks{logits}));
+    q[0] = std::numeric_limits<float>::quiet_NaN();
+    const auto out = attend(kvq::causal{}, kvq::serial_executor{});
+    CHECK(std::isnan(out[0]));
+    CHECK(!std::isnan(out[static_cast<std::size_t>(dim)]));
+}
+
 }  // namespace attend_rows_tests

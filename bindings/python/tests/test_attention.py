@@ -33,6 +33,48 @@ class Base(unittest.TestCase):
         self.assertLessEqual(worst, tolerance)
 
 
+class OtherMemory(Base):
+    def test_rows_of_other_systems(self):
+        blocks, block_tokens, tokens = 12, 16, 150
+        for name, scale, dim in (("fp8", 0.5, 48), ("q8_0", 1.0, 64), ("nvfp4", 0.25, 48), ("mxfp8", 1.0, 64)):
+            of = kvq.Format(name, "key")
+            k, v = (self.tensor(blocks * block_tokens, KV, dim) for _ in range(2))
+            held, memory = [], []
+            for x in (k, v):
+                page = np.frombuffer(of.quantize(x / np.float32(scale)), np.uint8)  # a head after the other
+                got = np.empty_like(x)
+                held.append(scale * of.dequantize(page.tobytes(), got))
+                groups = {"nvfp4": dim // 16, "mxfp8": dim // 32}.get(name, 0)
+                rows = page.size // (KV * blocks * block_tokens) - groups
+                page = page.reshape(KV, -1)
+                numbers = page[:, : rows * blocks * block_tokens].reshape(KV, blocks, block_tokens, rows)
+                scales = page[:, rows * blocks * block_tokens :].reshape(KV, blocks, block_tokens, groups)
+                memory.append([np.ascontiguousarray(part.transpose(1, 2, 0, 3)) for part in (numbers, scales)])
+            table = self.rng.permutation(blocks)
+            order = (table[:, None] * block_tokens + np.arange(block_tokens)).reshape(-1)[:tokens]
+            q = self.tensor(2, Q, dim)
+            expected = attention(q, held[0][order], held[1][order])[0]
+            for layout in ("NHD", "HND"):
+                views = [
+                    [np.ascontiguousarray(x.transpose(0, 2, 1, 3)) if layout == "HND" else x for x in parts]
+                    for parts in memory
+                ]
+                sides = [
+                    kvq.Rows(name, numbers, order=layout, tensor_scale=scale, scales=scales if scales.size else None)
+                    for numbers, scales in views
+                ]
+                out = kvq.attend_rows(*sides, q, tokens=tokens, block_table=table, threads=kvq.Threads(2))
+                self.expect(out, expected, 1e-5 * np.abs(expected).max())
+        with self.assertRaisesRegex(kvq.ArgumentError, "takes no scale of the tensor, but got 0.5"):
+            kvq.Rows("q8_0", memory[0][0], tensor_scale=0.5)
+        with self.assertRaisesRegex(kvq.ArgumentError, "std4 is no format of rows"):
+            kvq.Rows("std4", memory[0][0])
+        with self.assertRaisesRegex(kvq.ArgumentError, "but 32 channels take 33"):
+            kvq.attend_rows(*sides, self.tensor(1, Q, 32), tokens=tokens)
+        with self.assertRaisesRegex(kvq.ArgumentError, "block 0 of the table is 12, but the memory has 12 blocks"):
+            kvq.attend_rows(*sides, q, tokens=16, block_table=[12])
+
+
 class Selection(Base):
     def test_token_ranges(self):
         s, k, v = self.filled(200)

@@ -15,7 +15,7 @@ namespace detail {
 
 /// One call: what its tasks share.
 struct rows_attention {
-    static constexpr int span_tokens = 128, most_rows = 32;
+    static constexpr int span_tokens = 128, most_rows = 32, split_tokens = 16 * span_tokens;
     static constexpr std::uint64_t none = ~std::uint64_t{0};
 
     const rows_view& keys;
@@ -26,6 +26,7 @@ struct rows_attention {
     const output_view& out;
     const mods_view& mods;
     int value_dim;
+    std::byte* parts = nullptr;                  ///< of key splits: states, then outputs
     std::atomic<std::uint64_t> bad_scale{none};  ///< the first one: head, span, values or keys
 
     int group() const { return q.heads / shape.kv_heads; }
@@ -34,7 +35,20 @@ struct rows_attention {
     int row_blocks_of_head() const { return ceil_div(rows(), rows_of_task()); }
     /// Those of the table that hold tokens. Blocks may be of any size: no sum with it.
     int used_blocks() const { return shape.tokens == 0 ? 0 : (shape.tokens - 1) / blocks.block_tokens + 1; }
-    int tasks() const { return shape.kv_heads * row_blocks_of_head(); }
+    /// Key splits, of decode steps: the tasks of few rows. The shape alone says how many.
+    int splits() const { return rows() <= most_rows ? larger(1, ceil_div(shape.tokens, split_tokens)) : 1; }
+    int tasks() const { return shape.kv_heads * row_blocks_of_head() * splits(); }
+    /// Of the state of a row of a split, with its output.
+    std::size_t part_floats() const { return static_cast<std::size_t>(value_dim) + 2; }
+    std::size_t part_bytes() const {
+        return splits() == 1 ? 0
+                             : static_cast<std::size_t>(tasks()) * static_cast<std::size_t>(rows()) *
+                                   part_floats() * sizeof(float);
+    }
+    float* part(int head, int split, int row) const {
+        const std::ptrdiff_t at = (std::ptrdiff_t{head} * splits() + split) * rows() + row;
+        return reinterpret_cast<float*>(parts) + at * static_cast<std::ptrdiff_t>(part_floats());
+    }
     block_shape shape_of(tensor role) const {
         return {role, smaller(larger(shape.tokens, 1), span_tokens),
                 role == tensor::key ? shape.head_dim : value_dim};
@@ -87,8 +101,11 @@ struct rows_attention {
     }
 
     void run(int task, const space& s) {
-        const int head = task / row_blocks_of_head(), first = task % row_blocks_of_head() * rows_of_task(),
-                  n = smaller(rows() - first, rows_of_task()), dim = shape.head_dim;
+        const int split = task % splits(), block = task / splits(), head = block / row_blocks_of_head(),
+                  first = block % row_blocks_of_head() * rows_of_task(),
+                  n = smaller(rows() - first, rows_of_task()), dim = shape.head_dim,
+                  first_key = split * split_tokens,
+                  end_key = splits() == 1 ? shape.tokens : smaller(shape.tokens, first_key + split_tokens);
         const format_functions &k = keys.rows.functions(), &v = values.rows.functions();
         const block_id id{0, head};
         const auto q_head = [&](int i) { return head * group() + (first + i) % group(); };
@@ -108,8 +125,8 @@ struct rows_attention {
         k.begin(s.key_plan, shape_of(tensor::key), id, nullptr, s.x, dim, s.key_space);
         const row_place of_keys = place(keys, head), of_values = place(values, head);
         const int first_q = position(first), last_q = position(first + n - 1);
-        for (int span = 0; span < shape.tokens; span += span_tokens) {
-            int from = span, end = smaller(shape.tokens, span + span_tokens);
+        for (int span = first_key; span < end_key; span += span_tokens) {
+            int from = span, end = smaller(end_key, span + span_tokens);
             const page_visibility seen = mods.page(first_q, last_q, from, end);
             if (seen == page_visibility::none) continue;
             // What lies before and behind the tokens that are seen may be no numbers.
@@ -140,14 +157,36 @@ struct rows_attention {
         for (int i = 0; i < n; ++i) {
             softmax_state state{max[i], bad[i] ? std::numeric_limits<float>::quiet_NaN() : sum[i],
                                 s.sums + i * value_dim};
-            const int token = (first + i) / group();
-            const float sink =
-                mods.has_sink() ? mods.sink_logit(q_head(i)) : -std::numeric_limits<float>::infinity();
-            if (mods.has_sink()) state.add_sink(sink, value_dim);
-            if (float* const lse = out.lse(token, q_head(i))) *lse = state.log_sum_exp(sink);
-            state.finish(state.output, value_dim);
-            out.store(token, q_head(i), state.output);
+            if (splits() == 1) {
+                finish(state, head, first + i);
+                continue;
+            }
+            float* const to = part(head, split, first + i);
+            to[0] = state.max;
+            to[1] = state.sum;
+            for (int d = 0; d < value_dim; ++d) to[2 + d] = state.output[d];
         }
+    }
+    /// All splits of a kv head, in the order of tokens.
+    void merge(int head) {
+        for (int row = 0; row < rows(); ++row) {
+            const auto state_of = [&](int split) {
+                float* const from = part(head, split, row);
+                return softmax_state{from[0], from[1], from + 2};
+            };
+            softmax_state state = state_of(0);
+            for (int split = 1; split < splits(); ++split) state.merge(state_of(split), value_dim);
+            finish(state, head, row);
+        }
+    }
+    void finish(softmax_state& state, int head, int row) {
+        const int token = row / group(), q_head = head * group() + row % group();
+        const float sink =
+            mods.has_sink() ? mods.sink_logit(q_head) : -std::numeric_limits<float>::infinity();
+        if (mods.has_sink()) state.add_sink(sink, value_dim);
+        if (float* const lse = out.lse(token, q_head)) *lse = state.log_sum_exp(sink);
+        state.finish(state.output, value_dim);
+        out.store(token, q_head, state.output);
     }
 
     void report(int head, int from, bool of_values) {
@@ -238,14 +277,16 @@ KVQ_FUNC void attend_rows(const rows_view& keys, const rows_view& values, const 
     detail::carver size(nullptr);
     of.carve(size);
     const std::size_t bytes = size.used();
-    std::byte* const all = memory.reserve(bytes * static_cast<std::size_t>(jobs));
+    std::byte* const all = memory.reserve(bytes * static_cast<std::size_t>(jobs) + of.part_bytes());
     detail::carver first(all);
     of.check_scales(of.carve(first));
+    of.parts = all + bytes * static_cast<std::size_t>(jobs);
     threads.parallel_for(jobs, [&](int job) {
         detail::carver own(all + bytes * static_cast<std::size_t>(job));
         const auto space = of.carve(own);
         for (int task = job; task < tasks; task += jobs) of.run(task, space);
     });
+    if (of.splits() > 1) threads.parallel_for(shape.kv_heads, [&](int head) { of.merge(head); });
     of.raise_bad_scale();
 }
 

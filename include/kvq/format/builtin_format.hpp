@@ -19,7 +19,8 @@ struct builtin_format {
     bool keys, values;      ///< tensors that this entry is for; K and V of kivi-4-g64 are two entries
     bool takes_statistics;  ///< keys that can be made from statistics (quant/calibration.hpp)
     int group;              ///< the G at the end of the name; 0: none
-    /// group: another G, for an entry that has one. statistics: the bytes of calibration::save(), or null.
+    /// group: another G, for an entry that has one. statistics: the bytes of calibration::save(), or null; of
+    /// a row_layout those of a float, the scale of the tensor.
     format (*make)(int group, const std::byte* statistics, std::size_t bytes);
 };
 

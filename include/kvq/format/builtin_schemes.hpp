@@ -81,7 +81,10 @@ void add_builtin_preset(builtin_list& list) {
 }
 
 template <class Backend, class Scheme, const auto& Layouts, int At>
-format make_builtin_layout(int, const std::byte*, std::size_t) {
+format make_builtin_layout(int, const std::byte* tensor_scale, std::size_t bytes) {
+    if constexpr (std::is_constructible_v<Scheme, const row_layout&, float>)
+        if (bytes == sizeof(float))
+            return make_format<Backend>(Scheme(Layouts[At], load_as<float>(tensor_scale)));
     return make_format<Backend>(Scheme(Layouts[At]));
 }
 /// All layouts of a list, which one scheme reads.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -114,6 +115,15 @@ KVQ_FUNC format find_format(std::string_view name, tensor role, const calibratio
     if (!entry->takes_statistics) return detail::asked_as(name, entry->make(group, nullptr, 0));
     const std::vector<std::byte> saved = statistics.save();
     return detail::asked_as(name, entry->make(group, saved.data(), saved.size()));
+}
+
+KVQ_FUNC format find_rows_format(std::string_view name, float tensor_scale) {
+    const format plain = find_format(name, tensor::key);
+    detail::expect(plain.functions().of_places.keys != nullptr, std::string(name),
+                   " is no format of rows whose tensor has a scale, such as fp8 and nvfp4");
+    const auto bytes = std::as_bytes(std::span(&tensor_scale, 1));
+    return detail::asked_as(
+        name, detail::find_builtin(name, tensor::key).entry->make(0, bytes.data(), bytes.size()));
 }
 
 KVQ_FUNC cache_options preset(std::string_view name, int recent) {

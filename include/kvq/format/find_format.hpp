@@ -6,6 +6,7 @@
 //                                                              (format/bounds.hpp)
 //   find_format("std4-fp16x64", tensor::key)                   the last 64 channels in 16 bits, for latent
 //                                                              layers (format/latent.hpp)
+//   find_rows_format("fp8", k_scale)                           bytes of another system that have a scale
 //   cache cache(shape, preset("std4"));                        both formats, window and page size
 //   find_format("low2", tensor::key, statistics)               keys made from statistics
 //                                                              (quant/calibration.hpp)
@@ -37,6 +38,10 @@ void for_each_format(F&& f) {
 [[nodiscard]] format find_format(std::string_view name, tensor role);
 /// The format made from statistics, if it takes them; else the same as without them.
 [[nodiscard]] format find_format(std::string_view name, tensor role, const calibration& statistics);
+
+/// A row_layout whose tensor has this scale, by which its numbers were divided: "fp8", "nvfp4". Raises
+/// kvq::error for other formats, and unless the scale is positive.
+[[nodiscard]] format find_rows_format(std::string_view name, float tensor_scale);
 
 /// K and V in the formats of one name, with the window and the page size of presets.
 [[nodiscard]] cache_options preset(std::string_view name, int recent = 32);

@@ -181,6 +181,17 @@ class kvq_attend_options(Struct):
                 ("lse", c_void_p)]
 
 
+class kvq_rows(Struct):
+    _fields_ = [("format", handle), ("data", c_void_p), ("token_stride", c_ssize_t), ("head_stride", c_ssize_t),
+                ("block_stride", c_ssize_t), ("scales", c_void_p), ("scale_token_stride", c_ssize_t),
+                ("scale_head_stride", c_ssize_t), ("scale_block_stride", c_ssize_t), ("scale_group_stride", c_ssize_t)]
+
+
+class kvq_row_blocks(Struct):
+    _fields_ = [("table", POINTER(c_int32)), ("blocks", c_int32), ("block_tokens", c_int32), ("memory_blocks", c_int32),
+                ("tokens", c_int32), ("kv_heads", c_int32)]
+
+
 class kvq_usage(Struct):
     _fields_ = [("size", c_size_t), ("quantized", c_size_t), ("window", c_size_t), ("slack", c_size_t),
                 ("rollback", c_size_t), ("bookkeeping", c_size_t), ("workspace", c_size_t), ("bytes", c_size_t),
@@ -286,6 +297,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_format_count": [POINTER(c_int32)],
     "kvq_format_list": [c_int32, POINTER(kvq_format_entry)],
     "kvq_format_find": [c_char_p, c_int32, handle, POINTER(handle)],
+    "kvq_format_find_rows": [c_char_p, c_float, POINTER(handle)],
     "kvq_format_free": [handle],
     "kvq_format_describe": [handle, c_int32, c_int32, c_int32, POINTER(kvq_format_description)],
     "kvq_format_page_bytes": [handle, POINTER(kvq_page_shape), POINTER(c_size_t), POINTER(c_size_t)],
@@ -312,6 +324,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
         POINTER(kvq_tensor), POINTER(kvq_attend_options)],
     "kvq_sequence_append": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor)],
     "kvq_sequence_attend": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor), POINTER(kvq_attend_options)],
+    "kvq_attend_rows": [POINTER(kvq_rows), POINTER(kvq_rows), POINTER(kvq_row_blocks), POINTER(kvq_tensor),
+        POINTER(kvq_tensor), POINTER(kvq_attend_options)],
     "kvq_sequence_select": [handle, c_int32, POINTER(kvq_tensor), POINTER(c_float), c_int32, POINTER(c_int32),
         POINTER(kvq_attend_options)],
     "kvq_sequence_append_draft": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor)],

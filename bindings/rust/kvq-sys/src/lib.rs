@@ -383,6 +383,32 @@ pub struct kvq_attend_options {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+pub struct kvq_rows {
+    pub format: *const kvq_format,
+    pub data: *const c_void,
+    pub token_stride: isize,
+    pub head_stride: isize,
+    pub block_stride: isize,
+    pub scales: *const c_void,
+    pub scale_token_stride: isize,
+    pub scale_head_stride: isize,
+    pub scale_block_stride: isize,
+    pub scale_group_stride: isize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_row_blocks {
+    pub table: *const i32,
+    pub blocks: i32,
+    pub block_tokens: i32,
+    pub memory_blocks: i32,
+    pub tokens: i32,
+    pub kv_heads: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 pub struct kvq_usage {
     pub size: usize,
     pub quantized: usize,
@@ -617,6 +643,7 @@ extern "C" {
     pub fn kvq_format_list(index: i32, entry: *mut kvq_format_entry) -> kvq_status;
     pub fn kvq_format_find(name: *const c_char, role: kvq_role, statistics: *const kvq_statistics,
         out: *mut *mut kvq_format) -> kvq_status;
+    pub fn kvq_format_find_rows(name: *const c_char, tensor_scale: f32, out: *mut *mut kvq_format) -> kvq_status;
     pub fn kvq_format_free(format: *mut kvq_format) -> kvq_status;
     pub fn kvq_format_describe(format: *const kvq_format, role: kvq_role, tokens: i32, dim: i32,
         description: *mut kvq_format_description) -> kvq_status;
@@ -655,6 +682,8 @@ extern "C" {
         kvq_status;
     pub fn kvq_sequence_attend(sequence: *const kvq_sequence, layer: i32, q: *const kvq_tensor, out: *const kvq_tensor,
         options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_attend_rows(keys: *const kvq_rows, values: *const kvq_rows, blocks: *const kvq_row_blocks,
+        q: *const kvq_tensor, out: *const kvq_tensor, options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_sequence_select(sequence: *const kvq_sequence, layer: i32, q: *const kvq_tensor, weights: *const f32,
         best: i32, out: *mut i32, options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_sequence_append_draft(sequence: *mut kvq_sequence, layer: i32, k: *const kvq_tensor,

@@ -1,0 +1,100 @@
+"""Attention over keys and values that another system keeps, in its bytes and its memory."""
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Iterable, Optional
+
+from . import _abi
+from ._attention import Call, Mods, Threads, Workspace
+from ._errors import ArgumentError
+from ._library import Handle, ask, library, text
+from ._tensors import Tensor, _memory, empty_beside, integers, is_torch, rows, tensor
+
+_ORDERS = {"NHD": (1, 2), "HND": (2, 1)}  # axes of tokens and heads
+
+
+class Rows:
+    """Keys or values of one layer in blocks of another system, such as a cache of vLLM. Nothing is copied.
+
+    format        of rows in the bytes of another system: "fp8", "nvfp4", "q8_0", ... (docs/guide/formats.md)
+    data          one byte a number: [blocks][block_tokens][kv_heads][bytes of a row] ("NHD"), or
+                  [blocks][kv_heads][block_tokens][bytes of a row] ("HND"); a numpy array or a torch tensor of the CPU, any
+                  strides but those of a row's bytes
+    order         "NHD" or "HND"
+    tensor_scale  by which numbers were divided (vLLM's k_scale, v_scale): fp8, nvfp4
+    scales        where they lie beside the rows (nvfp4, mxfp8, mxfp4): as data, the last axis the groups of channels
+    """
+
+    def __init__(self, format: str, data: Tensor, *, order: str = "NHD", tensor_scale: float = 1.0,
+                 scales: Optional[Tensor] = None) -> None:
+        if order not in _ORDERS:
+            raise ArgumentError(f'kvq: order is {order!r}, neither "NHD" nor "HND"')
+        tokens, heads = _ORDERS[order]
+        self._format = Handle(ask(library.kvq_format_find_rows, text(format), float(tensor_scale)), library.kvq_format_free)
+        self._held = (data, scales)
+        self._c = _abi.kvq_rows(format=self._format.address)
+        for name, x in (("data", data), ("scales", scales)):
+            if x is None:
+                continue
+            if len(x.shape) != 4 or (x.element_size() if is_torch(x) else getattr(x, "itemsize", 1)) != 1:
+                raise ArgumentError(f"kvq: {name} is {x.dtype} {list(x.shape)}, not bytes with four axes, {order} in blocks")
+            address, strides = _memory(x, name, False)
+            prefix = "" if name == "data" else "scale_"
+            setattr(self._c, name, address)
+            setattr(self._c, prefix + "token_stride", strides[tokens])
+            setattr(self._c, prefix + "head_stride", strides[heads])
+            setattr(self._c, prefix + "block_stride", strides[0])
+            if name == "scales":
+                if x.shape[:3] != data.shape[:3]:
+                    raise ArgumentError(f"kvq: scales have shape {list(x.shape)}, but data {list(data.shape)}")
+                self._c.scale_group_stride = strides[3]
+            elif x.shape[3] > 1 and strides[3] != 1:
+                raise ArgumentError(f"kvq: data has strides {list(strides)}; the bytes of a row must be contiguous")
+        self.blocks, self.block_tokens, self.kv_heads = data.shape[0], data.shape[tokens], data.shape[heads]
+        self.row_bytes = data.shape[3] + (0 if scales is None else scales.shape[3])
+
+    def _expect_channels(self, dim: int, name: str) -> None:
+        tokens = 16  # a page of so many rows has no padding
+        shape, page = _abi.kvq_page_shape(role=_abi.KEY, tokens=tokens, heads=1, dim=dim), ctypes.c_size_t()
+        library.kvq_format_page_bytes(self._format, ctypes.byref(shape), ctypes.byref(page), None)
+        if page.value != tokens * self.row_bytes:
+            raise ArgumentError(
+                f"kvq: {name} have {self.row_bytes} bytes a token and head, scales included, but {dim} channels take "
+                f"{page.value // tokens}")
+
+
+def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table: Optional[Iterable[int]] = None,
+                value_dim: Optional[int] = None, out: Optional[Tensor] = None, mods: Optional[Mods] = None,
+                lse: Optional[Tensor] = None, threads: Optional[Threads] = None,
+                workspace: Optional[Workspace] = None) -> Any:
+    """softmax(q K^T) V for the last m tokens of a sequence that another system keeps.
+
+    q            [m][q_heads][head_dim]; out [m][q_heads][value_dim], lse [m][q_heads] float32
+    tokens       of the sequence
+    block_table  its blocks in order; None: block 0, 1, ...
+    value_dim    None: head_dim
+    Returns out. mods: without lists, selected_tokens and skipped_mass.
+    """
+    for name, x in (("keys", keys), ("values", values)):
+        if not isinstance(x, Rows):
+            raise TypeError(f"{name} is a {type(x).__name__}, not a kvq.Rows")
+    shape = (keys.blocks, keys.block_tokens, keys.kv_heads)
+    if shape != (values.blocks, values.block_tokens, values.kv_heads):
+        raise ArgumentError(
+            f"kvq: keys are {keys.blocks} blocks of {keys.block_tokens} tokens x {keys.kv_heads} heads, values "
+            f"{values.blocks} of {values.block_tokens} x {values.kv_heads}")
+    of_q = tensor(q, "q")
+    dim = of_q.dim if value_dim is None else value_dim
+    if out is None:
+        out = empty_beside(q, (of_q.tokens, of_q.heads, dim))
+    of_out = tensor(out, "out", write=True)
+    table, blocks = integers(range(keys.blocks) if block_table is None else block_table, "block_table")
+    keys._expect_channels(of_q.dim, "keys")
+    values._expect_channels(of_out.dim, "values")
+    of = _abi.kvq_row_blocks(table=ctypes.cast(table, ctypes.POINTER(ctypes.c_int32)), blocks=blocks,
+                             block_tokens=keys.block_tokens, memory_blocks=keys.blocks, tokens=tokens, kv_heads=keys.kv_heads)
+    row_sums = rows(lse, (of_q.tokens, of_q.heads), "lse")
+    Call(mods, threads, workspace, row_sums).run(
+        library.kvq_attend_rows, ctypes.byref(keys._c), ctypes.byref(values._c), ctypes.byref(of), ctypes.byref(of_q),
+        ctypes.byref(of_out))
+    return out
