@@ -14,6 +14,7 @@
 #include <kvq/cache/preset_options-inl.hpp>
 #include <kvq/cache/rearrange-inl.hpp>
 #include <kvq/cache/requantize-inl.hpp>
+#include <kvq/cache/retain-inl.hpp>
 #include <kvq/cache/sequence-inl.hpp>
 #include <kvq/cache/sequence_steps-inl.hpp>
 #include <kvq/cache/step_down-inl.hpp>

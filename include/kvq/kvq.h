@@ -567,7 +567,7 @@ KVQ_API kvq_status kvq_sequence_keep(kvq_sequence* sequence, const int32_t* path
 /// possible.
 KVQ_API kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens);
 /// The least number of tokens from which on every trim is possible; 0, unless a layer with a window has freed
-/// tokens. Where none is, but to 0: one more than the sequence has.
+/// tokens, or kvq_sequence_retain has dropped some. Where none is, but to 0: one more than the sequence has.
 KVQ_API kvq_status kvq_sequence_trim_limit(const kvq_sequence* sequence, int32_t* tokens);
 /// Gives back the 16-bit copies of quantized pages (kvq_usage.rollback). A trim into pages that are quantized
 /// now then keeps their codes, as one by more than `rollback` tokens does. With kvq_sequence_fork: a sequence
@@ -581,6 +581,29 @@ KVQ_API kvq_status kvq_sequence_shift(kvq_sequence* sequence, int32_t first, int
 /// Appends tokens [first, last) of another sequence of the cache (or this one), whose pages are shared.
 KVQ_API kvq_status kvq_sequence_splice(kvq_sequence* sequence, const kvq_sequence* other, int32_t first,
                                        int32_t last);
+
+/// How much attention the tokens of a layer get: mass[h * tokens + t], of all tokens of the layer, is the sum
+/// of the weights of token t over the queries and query heads of kv head h. q and options.mods as for
+/// kvq_sequence_attend, without lists, selected pages and skipped values; options.lse is NULL.
+KVQ_API kvq_status kvq_sequence_attention_mass(const kvq_sequence* sequence, int32_t layer,
+                                               const kvq_tensor* q, float* mass,
+                                               const kvq_attend_options* options);
+/// Tokens that a layer does not hold any more: [first, last) behind its sinks, which are the tokens before
+/// `first`. Equal unless a window has freed some, or kvq_sequence_retain has dropped some.
+KVQ_API kvq_status kvq_sequence_gap(const kvq_sequence* sequence, int32_t layer, int32_t* first,
+                                    int32_t* last);
+/// Drops all tokens of a layer but those that its kv heads list, as many in each; their memory goes back.
+/// kept: [kv_heads][count] positions that ascend and begin with all sinks. They lie side by side in front of
+/// the next token then, and count as the sinks and the last count - sinks tokens; the sequence has as many
+/// tokens as before. Trims go back to this point. Rows of quantized pages that are not kept whole by every kv
+/// head are quantized once more. For layers of full and latent attention.
+KVQ_API kvq_status kvq_sequence_retain(kvq_sequence* sequence, int32_t layer, const int32_t* kept,
+                                       int32_t count);
+/// All tokens of such layers stay 16 bit until kvq_sequence_retain of the layer or kvq_sequence_release:
+/// those of a prompt, so that only what is kept of it is quantized.
+KVQ_API kvq_status kvq_sequence_hold(kvq_sequence* sequence);
+/// Quantizes what kvq_sequence_hold has kept in 16 bit.
+KVQ_API kvq_status kvq_sequence_release(kvq_sequence* sequence);
 
 /// Upper bounds of the bytes that the call takes from the pool, for n tokens in every layer.
 KVQ_API kvq_status kvq_sequence_append_bytes(const kvq_sequence* sequence, int32_t n, size_t* bytes);

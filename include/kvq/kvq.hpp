@@ -12,6 +12,7 @@
 #include "cache/cache.hpp"
 #include "cache/preset_options.hpp"
 #include "cache/rearrange.hpp"
+#include "cache/retain.hpp"
 #include "cache/sequence.hpp"
 #include "cache/step_down.hpp"
 #include "cache/usage.hpp"

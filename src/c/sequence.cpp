@@ -183,6 +183,47 @@ kvq_status kvq_sequence_splice(kvq_sequence* sequence, const kvq_sequence* other
     });
 }
 
+kvq_status kvq_sequence_attention_mass(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
+                                       float* mass, const kvq_attend_options* options) {
+    return guard([&] {
+        const kvq_sequence& s = get(sequence, "sequence");
+        place(mass, "mass");
+        call c(options, s.of->cache);
+        expect(c.o.lse == nullptr, KVQ_ERROR_ARGUMENT, "options of a mass have no lse");
+        s.sequence.attention_mass(layer, query_of(q, "q"), mass, c.mods.view(), executor_of(c.o.executor),
+                                  c.space);
+    });
+}
+
+kvq_status kvq_sequence_gap(const kvq_sequence* sequence, int32_t layer, int32_t* first, int32_t* last) {
+    return guard([&] {
+        const kvq::token_range gap = get(sequence, "sequence").sequence.gap(layer);
+        place(first, "first");
+        place(last, "last");
+        *first = gap.begin;
+        *last = gap.end;
+    });
+}
+
+kvq_status kvq_sequence_retain(kvq_sequence* sequence, int32_t layer, const int32_t* kept, int32_t count) {
+    return guard([&] {
+        kvq_sequence& s = get(sequence, "sequence");
+        expect_list(kept, count, "kept");
+        const kvq::cache& of = s.of->cache;
+        const int heads = layer >= 0 && layer < of.layer_count() ? of.shape(layer).kv_heads : 0;
+        s.sequence.retain(layer, {kept, static_cast<std::size_t>(heads) * static_cast<std::size_t>(count)},
+                          count);
+    });
+}
+
+kvq_status kvq_sequence_hold(kvq_sequence* sequence) {
+    return guard([&] { get(sequence, "sequence").sequence.hold(); });
+}
+
+kvq_status kvq_sequence_release(kvq_sequence* sequence) {
+    return guard([&] { get(sequence, "sequence").sequence.release(); });
+}
+
 kvq_status kvq_sequence_release_reserved(kvq_sequence* sequence) {
     return guard([&] { get(sequence, "sequence").sequence.release_reserved(); });
 }

@@ -10,6 +10,7 @@
 #include <kvq/format/find_format.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/policy/kept_tokens.hpp>
 #include <kvq/policy/ring.hpp>
 #include <kvq/policy/self_calibration.hpp>
 #include <map>
@@ -1112,6 +1113,53 @@ TEST_CASE("a latent layer in C: no values are given, and the keys are read as su
     CHECK(out.x == want.x);
     CHECK(kvq_sequence_append(s, 0, &ck, &ck) == KVQ_ERROR_ARGUMENT);
     CHECK(std::string(kvq_last_error()).find("it takes keys alone") != std::string::npos);
+    OK(kvq_sequence_free(s));
+    OK(kvq_cache_free(c));
+}
+
+TEST_CASE("tokens are dropped in C as in C++, by the mass of attention") {
+    auto o = init<kvq_cache_options>();
+    o.layers = 1;
+    o.kv_heads = 2;
+    o.head_dim = 16;
+    o.keys = "int8";
+    kvq_cache* c = nullptr;
+    kvq_sequence* s = nullptr;
+    OK(kvq_cache_create(&o, &c));
+    OK(kvq_sequence_create(c, &s));
+    kvq::cache cpp({1, 2, 16},
+                   {.keys = kvq::find_format("int8", kvq::tensor::key), .sinks = 4, .recent = 32});
+    auto sequence = cpp.new_sequence();
+    test::generator random(6);
+    rows<float> k(random, 300, 2, 16), q(random, 3, 4, 16), out(1, 4, 16), want(1, 4, 16),
+        one(random, 1, 4, 16);
+    const kvq_tensor ck = k.c(), cq = q.c(), co = out.c(), c1 = one.c();
+    OK(kvq_sequence_hold(s));
+    sequence.hold();
+    OK(kvq_sequence_append(s, 0, &ck, &ck));
+    sequence.append(0, k.view(), k.view());
+    std::vector<float> mass(600), others(600);
+    OK(kvq_sequence_attention_mass(s, 0, &cq, mass.data(), nullptr));
+    sequence.attention_mass(0, q.view(), others.data());
+    CHECK(mass == others);
+    const std::vector<int> kept = kvq::best_tokens(sequence, 0, mass, 150, 8);
+    std::int32_t first = -1, last = -1;
+    OK(kvq_sequence_gap(s, 0, &first, &last));
+    CHECK((first == 4 && last == 4));
+    OK(kvq_sequence_retain(s, 0, kept.data(), 150));
+    sequence.retain(0, kept, 150);
+    OK(kvq_sequence_gap(s, 0, &first, &last));
+    CHECK((first == 4 && last == 154));
+    OK(kvq_sequence_attend(s, 0, &c1, &co, nullptr));
+    sequence.attend(0, one.view(), want.view());
+    CHECK(out.x == want.x);
+    CHECK(kvq_sequence_retain(s, 0, kept.data(), 200) == KVQ_ERROR_ARGUMENT);
+    CHECK(kvq_sequence_retain(s, 1, kept.data(), 20) == KVQ_ERROR_ARGUMENT);
+    CHECK(kvq_sequence_trim(s, 200) == KVQ_ERROR_ARGUMENT);
+    OK(kvq_sequence_release(s));
+    auto u = init<kvq_usage>();
+    OK(kvq_sequence_get_usage(s, &u));
+    CHECK(u.bytes == sequence.usage().bytes);
     OK(kvq_sequence_free(s));
     OK(kvq_cache_free(c));
 }

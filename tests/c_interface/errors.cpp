@@ -327,6 +327,11 @@ TEST_CASE(
     REFUSES(kvq_sequence_append_draft, MAY_BE_NULL(), f.s, 0, &f.q.t, &f.q.t);
     REFUSES(kvq_sequence_keep, MAY_BE_NULL(), f.s, f.ids, 1);
     REFUSES(kvq_sequence_trim_limit, MAY_BE_NULL(), f.s, &f.n);
+    REFUSES(kvq_sequence_attention_mass, MAY_BE_NULL(4), f.s, 0, &f.q.t, f.weights, usual);
+    REFUSES(kvq_sequence_gap, MAY_BE_NULL(), f.s, 0, &f.n, &f.m);
+    REFUSES(kvq_sequence_retain, MAY_BE_NULL(), f.s, 0, f.ids, 2);
+    REFUSES(kvq_sequence_hold, MAY_BE_NULL(), f.s);
+    REFUSES(kvq_sequence_release, MAY_BE_NULL(), f.s);
     REFUSES(kvq_sequence_trim, MAY_BE_NULL(), f.s, 10);
     REFUSES(kvq_sequence_state, MAY_BE_NULL(), f.s, 0, 0, &f.state_data, &f.bytes);
     REFUSES(kvq_sequence_advance, MAY_BE_NULL(3), f.s, 1, 0, f.executor, &f.n);

@@ -5,12 +5,23 @@ from transformers import AutoModelForCausalLM
 
 import kvq
 import kvq.cuda
+import kvq.press
 
 
 def in_the_package(layer, k, v, q):
     cache = kvq.Cache(layers=32, kv_heads=8, head_dim=128, keys="std4")
     sequence = cache.new_sequence()
     out = sequence.prefill(layer, k, v, q)      # [tokens][heads][dim]
+    return out
+
+
+def tokens_dropped_head_by_head(sequence, layers, k, v, q):
+    sequence.hold()                                         # the prompt stays in 16 bit
+    for layer in range(layers):
+        out = sequence.prefill(layer, k, v, q)
+    for layer in range(layers):
+        scores = kvq.press.snapkv(sequence, layer, q[-64:])
+        kvq.press.retain(sequence, layer, scores, keep=0.5, recent=64)
     return out
 
 

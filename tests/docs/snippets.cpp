@@ -17,6 +17,7 @@
 #include <kvq/io/file.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/policy/kept_tokens.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/prefix_tiers.hpp>
 #include <kvq/policy/ring.hpp>
@@ -29,6 +30,21 @@ namespace {
 using tokens_in = kvq::token_view<const float>;
 using tokens_out = kvq::token_view<float>;
 using numbers = std::vector<std::int32_t>;
+
+namespace dropped {
+
+void half(kvq::sequence& sequence, int layers, tokens_in k, tokens_in v, tokens_in q, tokens_out out,
+          tokens_in last_queries) {
+    sequence.hold();  // the prompt stays in 16 bit
+    for (int i = 0; i < layers; ++i) sequence.prefill(i, k, v, q, out);
+    for (int i = 0; i < layers; ++i) {
+        const auto scores = kvq::snapkv_scores(sequence, i, last_queries);
+        const int count = sequence.tokens(i) / 2;
+        sequence.retain(i, kvq::best_tokens(sequence, i, scores, count, last_queries.tokens), count);
+    }
+}
+
+}  // namespace dropped
 
 namespace latent {
 

@@ -5,6 +5,7 @@ import numpy as np
 from support import attention, generator
 
 import kvq
+from kvq import press
 
 LAYERS, KV, Q, D, DV = 1, 2, 6, 48, 32
 
@@ -73,6 +74,59 @@ class OtherMemory(Base):
             kvq.attend_rows(*sides, self.tensor(1, Q, 32), tokens=tokens)
         with self.assertRaisesRegex(kvq.ArgumentError, "block 0 of the table is 12, but the memory has 12 blocks"):
             kvq.attend_rows(*sides, q, tokens=16, block_table=[12])
+
+
+class Dropped(Base):
+    """Tokens that are dropped head by head (kvq.press)."""
+
+    def test_half_of_a_prompt(self):
+        n, m = 300, 8
+        s, k, v = self.filled(0, "std4", sinks=4, recent=16)[0], self.tensor(n, KV), self.tensor(n, KV, DV)
+        full = s.fork()
+        s.hold()
+        for sequence in (s, full):
+            for first in range(0, n, 100):
+                sequence.append(0, k[first:first + 100], v[first:first + 100])
+        q = self.tensor(m, Q)
+        mass = s.attention_mass(0, q)
+        self.assertEqual(mass.shape, (KV, n))
+        self.assertAlmostEqual(float(mass.sum()), m * Q, delta=1e-3)
+        rows = np.zeros((KV, n))  # V one-hot: outputs are weights
+        for h in range(KV):
+            one_hot = np.broadcast_to(np.eye(n)[:, None, :], (n, 1, n))
+            of = q[:, h * (Q // KV):(h + 1) * (Q // KV)]
+            rows[h] = attention(of, k[:, h:h + 1], one_hot)[0].sum((0, 1))
+        self.assertLess(np.abs(mass - rows).max(), 1e-3)
+
+        scores = press.snapkv(s, 0, q)
+        self.assertEqual(press.retain(s, 0, scores, 0.5, recent=m), n // 2)
+        self.assertEqual(s.gap(0), (4, 4 + n // 2))
+        self.assertEqual(len(s), n)
+        self.assertLess(s.usage().bytes, 0.65 * full.usage().bytes)
+        lists = [sorted(range(4)) + [t for t in range(4, n)][-(n // 2 - 4):] for _ in range(KV)]
+        kept = press.best(full, 0, press.snapkv(full, 0, q), n // 2, m)
+        self.assertTrue(all(of[:4] == lists[0][:4] and of[-m:] == list(range(n - m, n)) for of in kept))
+        one = self.tensor(1, Q)
+        index = np.array(press.best(full, 0, scores, n // 2, m))
+        want = attention(one, np.stack([k[index[h], h] for h in range(KV)], 1),
+                         np.stack([v[index[h], h] for h in range(KV)], 1))[0]
+        self.expect(s.attend(0, one), want, 0.2)  # of 4 bits
+        for refused in (lambda: s.trim(200), lambda: s.retain(0, [[0, 1], [0, 1, 2]]), lambda: s.retain(0, [[1, 2]] * KV)):
+            self.assertRaises(kvq.ArgumentError, refused)
+
+    def test_scores(self):
+        s, k, v = self.filled(200, sinks=4)
+        norms = np.linalg.norm(k.astype(np.float64), axis=2).T
+        self.assertLess(np.abs(press.knorm(s, 0, k) + norms).max(), 1e-4)
+        q = self.tensor(50, Q)
+        scores = press.expected_attention(s, 0, q)
+        of = q[:, :Q // KV].reshape(-1, D).astype(np.float64) * D**-0.5
+        centred = of - of.mean(0)
+        want = k[9, 0] @ of.mean(0) + 0.5 * k[9, 0] @ (centred.T @ centred / len(of)) @ k[9, 0] + np.log(np.linalg.norm(v[9, 0]))
+        self.assertAlmostEqual(float(scores[0, 9]), float(want), delta=1e-3)
+        self.assertEqual(press.retain(s, 0, scores, 100, recent=10), 100)
+        self.assertEqual(press.retain(s, 0, press.knorm(s, 0, k), 0.5, recent=10), 50)
+        self.assertEqual(press.pyramid(3, 100), [150, 100, 50])
 
 
 class Selection(Base):

@@ -86,6 +86,12 @@ public:
     bool takes_steps(int layer) const noexcept {
         return holds_tokens(layer) && layers_[static_cast<std::size_t>(layer)].kind != layer_kind::cross;
     }
+    /// Can tokens be dropped from a layer (sequence::retain)? Not where their positions say which are seen,
+    /// or selected.
+    bool retains(int layer) const noexcept {
+        const layer_kind kind = layers_[static_cast<std::size_t>(layer)].kind;
+        return kind == layer_kind::full || kind == layer_kind::latent;
+    }
     /// Do other layers read its keys and values?
     bool is_shared(int layer) const noexcept;
     const cache_options& options() const noexcept { return options_; }

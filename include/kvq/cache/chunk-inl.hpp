@@ -257,8 +257,8 @@ KVQ_FUNC void chunk::stage_open_span() {
 KVQ_FUNC void chunk::stage_span(page_span& s) {
     const page_geometry g = geometry();
     if (when_ == chunk_pages::at_once && leaves(s)) return;
-    const bool passes =
-        when_ == chunk_pages::at_once && page_table::passes(s, after_, g, cache_->options().rollback);
+    const bool passes = when_ == chunk_pages::at_once && !table_->held &&
+                        page_table::passes(s, after_, g, cache_->options().rollback);
     for (int role = 0; role < static_cast<int>(tensors().size()); ++role) {
         if (!passes || table_->targets[role] == 0)
             s.pages[role] = window_page(role, g.window_tokens(s.tokens, s.room));

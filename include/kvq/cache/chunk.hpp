@@ -93,7 +93,7 @@ public:
         // held: the pages of a span that was closed; null for spans of another kind.
         const auto add_span = [&](int first, int room, bool sinks, bool is_new, const page_span* held) {
             const page_span whole{first, room, room, {}, {}, 0, sinks};
-            const bool due = page_table::is_due(whole, after, g);
+            const bool due = !table.held && page_table::is_due(whole, after, g);
             const bool kept = page_table::keeps_copies(whole, after, g, of.options().rollback);
             const bool leaves = page_table::leaves(whole, after, g, of.options().rollback);
             commits += due;

@@ -144,6 +144,7 @@ KVQ_FUNC void sequence::erase(int first, int last) {
         trim(first);
         return;
     }
+    detail::sequence_access::expect_none_dropped(*this, "erase");
     const std::int64_t by = std::int64_t{first} - last;
     detail::expect_rotary(*cache_, by);
     detail::rearrange(*this, scratch_.data(),
@@ -159,6 +160,7 @@ KVQ_FUNC void sequence::shift(int first, int last, std::int64_t by) {
     detail::expect_range("shift", first, last, "sequence", held);
     detail::expect_rotary(*cache_, by);
     if (first == last || by == 0) return;
+    detail::sequence_access::expect_none_dropped(*this, "shift");
     detail::rearrange(*this, scratch_.data(),
                       [&](detail::rearranged_table& to, const detail::page_table& from) {
                           to.take(from, 0, first, 0);
@@ -187,6 +189,8 @@ KVQ_FUNC void sequence::splice(const sequence& other, int first, int last) {
     }
     const std::int64_t by = std::int64_t{held} - first;
     if (first == last) return;
+    for (const sequence* const s : {static_cast<const sequence*>(this), &other})
+        detail::sequence_access::expect_none_dropped(*s, "splice");
     detail::expect_rotary(*cache_, by);
     auto& others = &other == this ? detail::sequence_access::committed_tables(*this)
                                   : detail::sequence_access::tables(other);

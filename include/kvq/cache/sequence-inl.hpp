@@ -103,6 +103,12 @@ KVQ_FUNC void sequence::attend(int layer, const query_view& q, const output_view
     cache_->attend(layer, std::span(&one, 1), mods, executor, space);
 }
 
+KVQ_FUNC void sequence::attention_mass(int layer, const query_view& q, float* mass,
+                                       const mods_view& mods) const {
+    workspace space(memory());
+    attention_mass(layer, q, mass, mods, serial_executor{}, space);
+}
+
 KVQ_FUNC void sequence::select(int layer, const query_view& q, const float* weights, int best,
                                std::int32_t* out) const {
     workspace space(memory());
@@ -131,6 +137,9 @@ KVQ_FUNC int sequence::trim(int wanted) {
                          g.window.sinks,
                          " tokens, and an earlier cut keeps new ones out of the page of token ", n - 1,
                          "; the limit is ", trim_limit());
+        if (table.dropped > 0 && !table.reaches(n, g))
+            detail::fail("cannot trim to ", n, " tokens: ", describe(layer), ", dropped tokens when it held ",
+                         table.dropped, "; the limit is ", trim_limit());
         if (!table.reaches(n, g))
             detail::fail("cannot trim to ", n, " tokens: ", describe(layer), ", holds tokens from ",
                          table.front(), " on of ", table.tokens, ", the next token must see those from ",
@@ -176,6 +185,12 @@ KVQ_FUNC bool sequence::holds(int layer, int first, int last) const {
     return first >= 0 && last <= tokens(layer) && table(layer).holds(first, last);
 }
 
+KVQ_FUNC token_range sequence::gap(int layer) const {
+    check_layer(layer);
+    const int sinks = table(layer).end_of_sinks();
+    return {sinks, detail::larger(sinks, table(layer).front())};
+}
+
 KVQ_FUNC std::string sequence::describe(int layer) const {
     return detail::describe_layer(layer, cache_->layers()[static_cast<std::size_t>(layer)]);
 }
@@ -188,7 +203,13 @@ KVQ_FUNC void sequence::check_held(const char* verb, int layer, int first, int l
 }
 
 KVQ_FUNC void sequence::check_window(int layer, int first) const {
-    const int front = table(layer).front();
+    const int front = table(layer).front(), dropped = table(layer).dropped;
+    if (dropped > 0) {
+        if (first < dropped - 1)
+            detail::fail(describe(layer), ": a query at position ", first, " comes before token ",
+                         dropped - 1, ", behind which tokens were dropped");
+        return;
+    }
     if (const int seen = cache_->geometry(layer).window.first_seen(first); seen < front)
         detail::fail(describe(layer), ": a query at position ", first, " sees tokens from ", seen,
                      " on, but those before token ", front, " are freed");

@@ -83,6 +83,15 @@ public:
     void attend(int layer, const query_view& q, const output_view& out, const mods_view& mods,
                 executor_view executor, workspace& space) const;
 
+    /// How much attention the tokens get: mass[h * tokens(layer) + t] is the sum of the weights of token t
+    /// over all queries and query heads of kv head h. q and mods: as for attend(), without lists, selected
+    /// pages and skipped values. Weights as in attend(), 0 where a mask hides the token; NaN in the pages
+    /// that a query sees which is not finite, or has such a score. Reads the keys twice, and no values. The
+    /// same bits on any number of threads. O(queries * heads * tokens)
+    void attention_mass(int layer, const query_view& q, float* mass, const mods_view& mods = causal{}) const;
+    void attention_mass(int layer, const query_view& q, float* mass, const mods_view& mods,
+                        executor_view executor, workspace& space) const;
+
     /// The `best` tokens of an index layer for each of the last q.tokens tokens (cache::select). q:
     /// [n][heads][channels], weights: [n][heads], out: [n][best] positions, the best first; -1 where there
     /// are no more.
@@ -120,6 +129,10 @@ public:
     /// Does a layer hold tokens [first, last)? O(sinks)
     [[nodiscard]] bool holds(int layer, int first, int last) const;
 
+    /// Tokens that a layer does not hold any more: [begin, end) behind its sinks, which are the tokens before
+    /// `begin`. Empty unless a window has freed some, or retain() has dropped some. O(sinks)
+    [[nodiscard]] token_range gap(int layer) const;
+
     /// Removes tokens [first, last) of all layers (of shorter layers, those that they have); the tokens
     /// behind them move to the front, positions of the keys included: the next token is token tokens(), and
     /// its key and query are rotated for this position. Quantized pages that are cut keep their codes, and
@@ -138,6 +151,23 @@ public:
     /// not committed of this sequence, the recent window too, since quantized pages may follow; 16-bit
     /// pages of `other` stay 16 bit. Otherwise as erase().
     void splice(const sequence& other, int first, int last);
+
+    /// Drops all tokens of a layer but those that its kv heads list, as many in each. kept: [kv_heads][count]
+    /// positions that ascend and begin with all sinks. They lie side by side in front of the next token then,
+    /// and count as the sinks and the tokens [tokens() - count + sinks, tokens()): for dequantize(), masks,
+    /// score modifiers and later lists. Keys keep their rotation, so the next token is token tokens() as
+    /// before. Pages that every head keeps whole are not touched. Later trims go back to this point at most,
+    /// or into the sinks; queries are those of later tokens, or of the last one. Ends hold() for the layer.
+    /// Defined in cache/retain.hpp, as the next two. Takes memory for the new pages while it holds the old
+    /// ones; strong guarantee. O(held values)
+    /// Raises kvq::error for lists out of order, and for layers that are neither full nor latent attention.
+    void retain(int layer, std::span<const int> kept, int count);
+    /// All tokens of full and latent layers stay 16 bit until retain(), or release(): those of a prompt, so
+    /// that only what is kept of it is quantized. (Pages that are quantized already stay so.)
+    void hold();
+    /// Quantizes what hold() has kept in 16 bit. Raises kvq::out_of_memory or std::bad_alloc; layers that are
+    /// not done are held on then.
+    void release();
 
     /// Upper bound of the bytes that append() of n tokens to every layer takes from the pool: with so many
     /// bytes left of `byte_budget`, append() cannot exceed the budget. (append() frees pages as well; the
@@ -191,6 +221,7 @@ private:
     int page_tokens() const noexcept { return cache_->options().page_tokens; }
     std::pmr::memory_resource* memory() const noexcept { return cache_->pool().memory(); }
 
+    void release(int layer);
     void check_layer(int layer) const;
     void check_held(const char* verb, int layer, int first, int last) const;
     /// Does the layer hold what queries from position `first` on see?

@@ -17,6 +17,7 @@ struct sequence_access {
     template <class Sequence>
     static auto& tables(Sequence& s) {
         expect_no_draft(s);
+        expect_not_held(s);
         for (int i = 0; i < cache(s).layer_count(); ++i)
             if (waits(s, i) && cache(s).holds_tokens(i))
                 fail(s.describe(i),
@@ -27,12 +28,26 @@ struct sequence_access {
     /// Of a sequence that changes: chunks that wait for layers that share them are committed first.
     static auto& committed_tables(sequence& s) {
         expect_no_draft(s);
+        expect_not_held(s);
         s.commit_shared();
         return s.tables_;
     }
     static void expect_no_draft(const sequence& s) {
         expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
         for (const page_table& table : s.tables_) sequence::check_no_draft(table);
+    }
+    static void expect_not_held(const sequence& s) {
+        for (std::size_t i = 0; i < s.tables_.size(); ++i)
+            if (s.tables_[i].held)
+                fail(s.describe(static_cast<int>(i)),
+                     ": its tokens are held in 16 bit until retain() or release()");
+    }
+    /// Raises kvq::error if tokens were dropped from a layer. verb: "erase".
+    static void expect_none_dropped(const sequence& s, const char* verb) {
+        for (std::size_t i = 0; i < s.tables_.size(); ++i)
+            if (s.tables_[i].dropped > 0)
+                fail("cannot ", verb, " tokens: ", s.describe(static_cast<int>(i)),
+                     ", dropped some of its first ", s.tables_[i].dropped);
     }
     /// Raises kvq::error unless sequences of a call are those of a cache, without drafts. whose: "of the
     /// request".

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "../attention/attention_batch.hpp"
+#include "../attention/attention_mass.hpp"
 #include "../attention/token_selection.hpp"
 #include "../core/error.hpp"
 #include "sequence.hpp"
@@ -111,6 +112,29 @@ KVQ_FUNC void cache::attend(int layer, std::span<const attention_request> batch,
         batch[i].sequence->check_window(layer, batch[i].sequence->tokens(layer) - batch[i].q.tokens);
     }
     attend_items(owner(layer), detail::items_of(batch, owner(layer)), mods, executor, space);
+}
+
+KVQ_FUNC void sequence::attention_mass(int layer, const query_view& q, float* mass, const mods_view& mods,
+                                       executor_view executor, workspace& space) const {
+    const int held = tokens(layer);
+    // No output is written: one of the right shape.
+    const token_view<float> shape_of_out(nullptr, 0, q.heads, shape(layer).dim(tensor::value));
+    query_view checked = q;
+    checked.tokens = 0;
+    cache_->check_attention(layer, held, checked, shape_of_out, mods);
+    detail::expect(q.tokens >= 1 && q.tokens <= held && q.data != nullptr && mass != nullptr, "q has ",
+                   q.tokens, " tokens for the mass of layer ", layer, ", which holds ", held,
+                   mass == nullptr || q.data == nullptr ? ", and something is null" : "");
+    detail::expect(
+        mods.lists() == nullptr && mods.selection() == nullptr && mods.skipping() == nullptr,
+        "the mass is that of all tokens that masks show: lists, selections and skipped values have "
+        "none");
+    check_window(layer, held - q.tokens);
+    const int of = cache_->owner(layer), threads = executor.concurrency();
+    const page_geometry g = cache_->geometry(of);
+    const detail::attention_mass all(cache_->keys_, cache_->read_values(of), shape(of), g, cache_->rotations_,
+                                     of, pages(of), q, mods.within(g.window), threads);
+    all.run(executor, space.reserve(all.bytes()), mass);
 }
 
 KVQ_FUNC void cache::select(int layer, std::span<const select_request> batch, int best,

@@ -37,6 +37,7 @@ KVQ_FUNC void send_pages(const sequence& s, int layer, const sink_view& write, s
     const cache& of = sequence_access::cache(s);
     const cache_shape& shape = of.shape(layer);
     const page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+    sequence_access::expect_none_dropped(s, "send");  // a lost page would look the same
     page_pool scratch(of.pool().memory());
     for (const tensor role : of.tensors(layer)) {
         const written_pages pages(of.window(), table, role, shape, scratch, sent.extents());
@@ -154,7 +155,8 @@ KVQ_FUNC sequence page_receiver::built() const {
                        " pages committed) and values of ", found[1].tokens, " (", found[1].committed, ")");
         fill(tables[layer], layer);
         if (converts_) convert(tables[layer], static_cast<int>(layer), found[0].committed);
-        tables[layer].restored(found[0].committed, cache_.geometry(), cache_.options().rollback, says_all_);
+        tables[layer].restored(found[0].committed, cache_.geometry(static_cast<int>(layer)),
+                               cache_.options().rollback, says_all_);
     }
     for (std::size_t layer = 0; layer < tables.size(); ++layer)  // shared layers hold nothing
         std::copy_n(tables[static_cast<std::size_t>(cache_.owner(static_cast<int>(layer)))].targets, 2,

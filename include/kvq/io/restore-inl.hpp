@@ -32,7 +32,7 @@ public:
                                                        saved(layer).freed[1], cache_.geometry()))));
                 table.spans.assign(saved(layer).spans.begin(), saved(layer).spans.end());
                 for (const tensor role : cache_.tensors(layer)) place(role, layer, table);
-                table.restored(saved(layer).committed, cache_.geometry(), cache_.options().rollback,
+                table.restored(saved(layer).committed, cache_.geometry(layer), cache_.options().rollback,
                                index_.says_all());
             } else if (cache_.holds_tokens(layer)) {
                 append_again(s, layer);

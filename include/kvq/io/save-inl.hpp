@@ -100,6 +100,8 @@ private:
         for (const tensor role : {tensor::key, tensor::value})
             for (int i = 0; i < of.table(role).size(); ++i)
                 d.schemes[static_cast<std::size_t>(role)].push_back(identity_of(of.table(role)[i]));
+        for (const page_table& table : sequence_access::tables(s))
+            if (table.dropped > 0) d.version = saved_format_version;
         for (int layer = 0; layer < d.layers; ++layer)
             for (const page_span& span : sequence_access::tables(s)[static_cast<std::size_t>(layer)].spans)
                 if (span.shift != 0) d.rotary[layer] = of.rotations().identity(layer);

@@ -24,7 +24,7 @@ struct saved_table {
 struct saved_layer {
     int tokens = 0;
     int committed = 0;
-    std::array<std::int32_t, 2> freed{};  ///< tokens [first, last) were freed; 0, 0: none
+    std::array<std::int32_t, 2> freed{};  ///< tokens [first, last) were freed or dropped; 0, 0: none
     saved_table tables[2];
     std::vector<page_span> spans;  ///< without pages
 };
@@ -187,8 +187,9 @@ private:
                    " tokens, and has freed tokens ", gap, " to ", front, ", out of place");
         };
         bool found = gap == 0 && front == 0, in_sinks = true;
-        expect_gap(found || (gap >= 0 && gap < front && front < layer.tokens &&
-                             window.first_seen(layer.tokens) >= front));
+        expect_gap(found ||
+                   (gap >= 0 && gap < front && front < layer.tokens &&
+                    (description_.shape_of(l).retains() || window.first_seen(layer.tokens) >= front)));
         for (int i = 0; i < count; ++i) {
             if (!found && in_sinks && at == gap) {
                 found = true;

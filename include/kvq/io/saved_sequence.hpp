@@ -6,7 +6,8 @@
 //     version 5: kind, kv heads, channels of a key and of a value, window (of a latent layer its rotary
 //                                  channels) and visible sinks of each layer
 //   freed        I32 [layers, 2]
-//     version 5: tokens [first, last) that a layer with a window has freed; 0, 0: none
+//     version 5: tokens [first, last) that a layer with a window has freed, or that were dropped of
+//                                  another one (cache/retain.hpp), whose kept tokens follow; 0, 0: none
 //   tokens       I32 [layers]       committed     I32 [layers]
 //   targets      I32 [layers, 2]                                        (K, V)
 //   spans        I32 [spans, 11]    one row per span, layer by layer: layer, tokens that it shows, tokens of
@@ -101,6 +102,10 @@ struct saved_shape {
     bool holds_keys_alone() const noexcept {
         return kind == static_cast<std::int32_t>(layer_kind::latent) ||
                kind == static_cast<std::int32_t>(layer_kind::index);
+    }
+    /// Can tokens be dropped from it (cache/retain.hpp)?
+    bool retains() const noexcept {
+        return is_full() || kind == static_cast<std::int32_t>(layer_kind::latent);
     }
     bool is_full() const noexcept { return kind == static_cast<std::int32_t>(layer_kind::full); }
     key_window sees() const noexcept {

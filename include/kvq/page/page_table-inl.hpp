@@ -37,10 +37,12 @@ KVQ_FUNC page_table::page_table(const page_table& other, std::pmr::memory_resour
       copies_from(other.copies_from),
       targets{other.targets[0], other.targets[1]},
       waits(other.waits),
+      held(other.held),
       rearranged(other.rearranged),
       repacked(other.repacked),
       spans(memory),
       freed(other.freed),
+      dropped(other.dropped),
       draft(other.draft),
       table_before(draft == 0 ? 0
                               : table_capacity(other.spans.size() - 1 + static_cast<std::size_t>(freed))) {
@@ -104,7 +106,8 @@ KVQ_FUNC int page_table::front() const noexcept {
 
 KVQ_FUNC bool page_table::is_whole(int n, const page_geometry& g) const noexcept {
     const int first = front();
-    return first == 0 || n <= end_of_sinks() || (n > first && g.window.first_seen(n) >= first);
+    if (first == 0 || n <= end_of_sinks()) return true;
+    return n > first && (dropped > 0 ? n >= dropped : g.window.first_seen(n) >= first);
 }
 
 KVQ_FUNC bool page_table::ends_in_cut_sinks(int n, const page_geometry& g) const noexcept {
@@ -115,6 +118,7 @@ KVQ_FUNC bool page_table::ends_in_cut_sinks(int n, const page_geometry& g) const
 
 KVQ_FUNC int page_table::trim_limit(const page_geometry& g) const noexcept {
     if (draft > 1) return tokens;
+    if (dropped > 0) return dropped;
     const int first = front(), w = g.window.tokens;
     if (first == 0) {
         int n = smaller(g.window.sinks, tokens) - 1;
@@ -143,7 +147,7 @@ KVQ_FUNC page_span page_table::next_span(int n, const page_geometry& g) const no
 
 KVQ_FUNC int page_table::due(int n, const page_geometry& g) const noexcept {
     int i = committed;
-    while (i < size() && is_due((*this)[i], n, g)) ++i;
+    while (!held && i < size() && is_due((*this)[i], n, g)) ++i;
     return i;
 }
 
@@ -231,7 +235,7 @@ KVQ_FUNC bool page_table::trim(int n, const page_geometry& g) noexcept {
     if (committed > 0 && !(*this)[committed - 1].full())
         for (page_ref& copy : (*this)[committed - 1].copies) copy = page_ref{};
     copies_from = smaller(copies_from, committed);
-    if (front() == 0) freed = 0;
+    if (front() == 0) freed = dropped = 0;
     return within && committed == size();
 }
 
@@ -306,6 +310,7 @@ KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, 
     tokens = size() == 0 ? 0 : spans.back().end();
     committed = committed_spans;
     freed = freed_spans(front(), g);
+    dropped = g.window || front() == 0 ? 0 : tokens;
     drop_copies(g, rollback);
     find_rearranged();
     if (!rearranged || says_all) return;

@@ -3,7 +3,8 @@
 //   spans   [sinks][page][page] ... [page]     the first `committed` of them are past the recent window
 //
 // A layer with a key_window frees spans behind the sinks that no query sees any more. The others keep their
-// positions, so there is one gap: behind the sinks. A table holds its last token always.
+// positions, so there is one gap: behind the sinks. A table holds its last token always. Tokens that are
+// retained when others are dropped (cache/retain.hpp) lie behind such a gap as well, side by side.
 //
 // The cache on the CPU has a table for each layer (cache/sequence.hpp), the cache on a GPU one for all layers
 // of a group (cuda/host/sequence_pages.hpp). Both ask it what is committed, copied, restored, shared and
@@ -40,11 +41,15 @@ struct page_table {
     /// A prefill() of the layer keeps its chunk in 16 bit for the layers that share it; of such a layer: the
     /// chunk waits for it.
     bool waits = false;
+    bool held = false;         ///< pages stay 16 bit and are not committed (sequence::hold)
     bool rearranged = false;   ///< after an erase, shift or splice: two spans may share a page
     std::size_t repacked = 0;  ///< tokens that were quantized once more (cache/repack.hpp)
     resource_vector<page_span> spans;
     int freed = 0;  ///< spans in the gap, up to most_freed: the vector has memory for them all the same
-    int draft = 0;  ///< tokens of the last span that wait for keep() (cache/draft.hpp)
+    /// The number of tokens when some of them were dropped; 0: none were. Those before it are not at their
+    /// own positions.
+    int dropped = 0;
+    int draft = 0;                 ///< tokens of the last span that wait for keep() (cache/draft.hpp)
     std::size_t table_before = 0;  ///< capacity of `spans` before the draft
 
     page_table(std::pmr::memory_resource* memory, int key_target, int value_target);

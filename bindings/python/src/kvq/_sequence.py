@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from typing import Any, BinaryIO, Iterable, List, Optional, Tuple, TYPE_CHECKING, Union
 
 from . import _abi
@@ -12,7 +13,7 @@ from ._errors import ArgumentError
 from ._layers import part_number
 from ._library import Handle, ask, handle_of, library, optional_handle, text
 from ._reports import RequantizeReport, StepDownPolicy, StepDownReport, Snapshot, Usage
-from ._tensors import Tensor, empty_beside, empty_positions, integers, optional_tensor, rows, tensor, view
+from ._tensors import Tensor, empty_beside, empty_positions, integers, is_torch, optional_tensor, rows, tensor, view
 
 if TYPE_CHECKING:
     from ._cache import Cache
@@ -173,6 +174,52 @@ class Sequence(TokenStore):
     def splice(self, other: "Sequence", first: int, last: int) -> None:
         """Appends tokens [first, last) of another sequence of the cache (or this one), whose pages are shared."""
         library.kvq_sequence_splice(self, handle_of(other, Sequence, "other"), first, last)
+
+    def attention_mass(self, layer: int, q: Tensor, *, mods: Optional[Mods] = None, threads: Optional[Threads] = None,
+                       workspace: Optional[Workspace] = None) -> Tensor:
+        """How much attention each token of a layer gets from queries: float32 [kv_heads][tokens], sums of weights over the queries and
+        the query heads of a kv head. q, mods: as of attend, without lists, selected pages and skipped values."""
+        queries = tensor(q, "q")
+        known = 0 <= layer < len(self.cache.layers)  # else the call is refused
+        shape = (self.cache.layers[layer].kv_heads, self.tokens(layer)) if known else (1, 1)
+        out = empty_beside(q, shape, sys.modules["torch"].float32 if is_torch(q) else "float32")
+        Call(mods, threads, workspace).run(library.kvq_sequence_attention_mass, self, layer, ctypes.byref(queries),
+                                           ctypes.cast(rows(out, shape, "mass"), ctypes.POINTER(ctypes.c_float)))
+        return out
+
+    def gap(self, layer: int) -> Tuple[int, int]:
+        """Tokens [first, last) that a layer does not hold any more, behind its sinks, which are the tokens before `first`. Equal unless
+        a window has freed some, or retain has dropped some."""
+        first, last = ctypes.c_int32(), ctypes.c_int32()
+        library.kvq_sequence_gap(self, _layer(layer), ctypes.byref(first), ctypes.byref(last))
+        return first.value, last.value
+
+    def retain(self, layer: int, kept: Any) -> None:
+        """Drops all tokens of a layer but those that its kv heads list, as many in each; their memory goes back.
+
+        kept  [kv_heads][count] positions that ascend and begin with all sinks
+        They lie side by side in front of the next token then, and count as the sinks and the last tokens: in later lists, in masks
+        and for dequantize. len() stays, and so does the number of the next token. A trim goes back to this point. Rows of
+        quantized pages that are not kept whole by every kv head are quantized once more (usage().repacked).
+        kvq.press makes such lists of scores.
+        """
+        lists = [integers(of.tolist() if hasattr(of, "tolist") else of, "kept") for of in kept]
+        counts = sorted({n for _, n in lists})
+        heads = self.cache.layers[layer].kv_heads if 0 <= layer < len(self.cache.layers) else len(lists)
+        if len(lists) != heads or len(counts) > 1:
+            raise ArgumentError(f"kvq: layer {layer} has {heads} kv heads, which keep as many tokens each, and kept has lists of "
+                                f"{[n for _, n in lists]}")
+        every, _ = integers([t for of, _ in lists for t in of], "kept")
+        library.kvq_sequence_retain(self, layer, every, counts[0] if counts else 0)
+
+    def hold(self) -> None:
+        """All tokens of layers of full and latent attention stay 16 bit until retain of the layer, or release: those of a prompt, so
+        that only what is kept of it is quantized."""
+        library.kvq_sequence_hold(self)
+
+    def release(self) -> None:
+        """Quantizes what hold has kept in 16 bit."""
+        library.kvq_sequence_release(self)
 
     def release_reserved(self) -> None:
         """Gives back what Cache.reserve took and no step has used."""

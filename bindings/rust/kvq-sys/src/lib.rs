@@ -696,6 +696,12 @@ extern "C" {
     pub fn kvq_sequence_shift(sequence: *mut kvq_sequence, first: i32, last: i32, by: i64) -> kvq_status;
     pub fn kvq_sequence_splice(sequence: *mut kvq_sequence, other: *const kvq_sequence, first: i32, last: i32) ->
         kvq_status;
+    pub fn kvq_sequence_attention_mass(sequence: *const kvq_sequence, layer: i32, q: *const kvq_tensor, mass: *mut f32,
+        options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_sequence_gap(sequence: *const kvq_sequence, layer: i32, first: *mut i32, last: *mut i32) -> kvq_status;
+    pub fn kvq_sequence_retain(sequence: *mut kvq_sequence, layer: i32, kept: *const i32, count: i32) -> kvq_status;
+    pub fn kvq_sequence_hold(sequence: *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_sequence_release(sequence: *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_append_bytes(sequence: *const kvq_sequence, n: i32, bytes: *mut usize) -> kvq_status;
     pub fn kvq_sequence_prefill_bytes(sequence: *const kvq_sequence, n: i32, bytes: *mut usize) -> kvq_status;
     pub fn kvq_sequence_draft_bytes(sequence: *const kvq_sequence, n: i32, bytes: *mut usize) -> kvq_status;

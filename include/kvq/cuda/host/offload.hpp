@@ -426,6 +426,10 @@ struct cache_access {
         const kvq::cache& cpu = common::sequence_access::cache(from);
         if (status s = check(cpu, gpu); !s) return s;
         const auto& tables = common::sequence_access::tables(from);
+        for (const page_table& of : tables)
+            if (of.dropped > 0)
+                return bad_value("a layer dropped some of its first %d tokens, which a GPU does not take",
+                                 of.dropped);
         const int tokens = from.tokens();
         if (tokens > gpu.options_.max_tokens)
             return bad_value("a sequence of %d tokens, but max_tokens is %d", tokens,
