@@ -5,14 +5,15 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
 namespace llama {
 namespace {
 
-constexpr const char* usual_names[] = {"int8",       "ref8",       "kivi-4-g64", "std4",      "std4-h",
-                                       "mix4+stats", "low3+stats", "kivi-2-g64", "low2+stats"};
+constexpr const char* usual_names[] = {"int8", "fp8",   "q8_0",       "std4",       "std4-h",
+                                       "q4_0", "nvfp4", "mix4+stats", "low3+stats", "low2+stats"};
 constexpr const char* eight_bit_schemes[] = {"fp16", "int8", "affine-8-g64", "kivi-8-g64", "ref8"};
 constexpr int probes_of_window = 4;
 
@@ -76,17 +77,23 @@ parts_of_text divide(const options& chosen, const model& model) {
     return parts;
 }
 
-// Tokens of a window and runs that are read behind it, within the context of the model.
+// Tokens of a window, of greedy text and of runs that are read behind it, within the context of the model.
 report_settings settings_of(const options& chosen, const model& model) {
-    constexpr int usual_window = 2048, shortest = 256, room = probes_of_window * (window::probe_tokens - 1);
+    constexpr int usual_window = 2048, shortest = 256, runs = probes_of_window * (window::probe_tokens - 1);
     report_settings settings;
     settings.threads = chosen.evaluation.threads;
     settings.show_progress = chosen.evaluation.show_progress;
     const int context = model.shape().context;
-    settings.window = chosen.window > 0 ? window_of(chosen, model.shape()) : std::min(usual_window, context);
+    if (chosen.window > 0) {
+        settings.window = window_of(chosen, model.shape());
+        settings.greedy = std::min(chosen.report.greedy, context - settings.window);
+    } else {
+        settings.greedy = std::min(chosen.report.greedy, context / 4);
+        settings.window = std::min(usual_window, context - settings.greedy);
+    }
     settings.probes = 0;
     if (chosen.report.recall) {
-        const int fitting = std::min(settings.window, context - room);
+        const int fitting = std::min(settings.window, context - settings.greedy - runs);
         if (fitting >= shortest && (chosen.window == 0 || fitting == settings.window)) {
             settings.window = fitting;
             settings.probes = probes_of_window;
@@ -94,6 +101,18 @@ report_settings settings_of(const options& chosen, const model& model) {
     }
     settings.chunk = chunk_of(chosen, settings.window);
     return settings;
+}
+
+void check_draft_model(const model& drafting, const model& judging, int greedy) {
+    const model_shape &small = drafting.shape(), &large = judging.shape();
+    if (small.vocab != large.vocab) {
+        throw std::invalid_argument("the draft model has a vocabulary of " + std::to_string(small.vocab) +
+                                    ", the model one of " + std::to_string(large.vocab));
+    }
+    if (small.context < greedy + 2 * draft_tokens) {
+        throw std::invalid_argument("the draft model has a context of " + std::to_string(small.context) +
+                                    ": too few for a greedy text of " + std::to_string(greedy) + " tokens");
+    }
 }
 
 void write_file(const std::string& path, const std::string& text) {
@@ -114,7 +133,13 @@ void run_report(const options& chosen) {
     const report_options& wanted = chosen.report;
     std::vector<scheme_choice> schemes = report_schemes(wanted);
     const model model(weights_of(chosen));
-    const report_settings settings = settings_of(chosen, model);
+    report_settings settings = settings_of(chosen, model);
+    std::optional<llama::model> draft_model;
+    if (!wanted.draft_model_path.empty()) {
+        draft_model.emplace(load_model(wanted.draft_model_path));
+        check_draft_model(*draft_model, model, settings.greedy);
+        settings.draft_model = &*draft_model;
+    }
     parts_of_text text = divide(chosen, model);
     // A short rest has little behind its first chunk, and would only thin out the figures.
     const std::size_t step = static_cast<std::size_t>(settings.window - 1), rest = text.judged.size() % step;
@@ -141,6 +166,8 @@ void run_report(const options& chosen) {
     nlohmann::ordered_json identity =
         conditions_of(chosen, cache, text.judged, text.statistics, settings.window, settings.chunk);
     identity["runs"] = settings.probes;
+    identity["greedy"] = settings.greedy;
+    identity["draft_model"] = file_name(wanted.draft_model_path);
     report_state state(
         std::move(identity),
         {{"name", file_name(chosen.model_path)},
@@ -203,7 +230,8 @@ void run_report(const options& chosen) {
         if (all) {
             continue;
         }
-        window judged(model, windows[w], schemes.front(), settings.chunk, settings.probes, space, progress);
+        window judged(model, windows[w], schemes.front(), settings.chunk, settings.probes, settings.greedy,
+                      settings.draft_model, space, progress);
         state.add(w, labels.front(), judged.baseline());
         for (std::size_t s = 0; s < schemes.size(); ++s) {
             if (s > 0 && state.has(w, labels[s])) {
@@ -245,7 +273,7 @@ void add_report(CLI::App& app, options& chosen) {
     add_window_chunk_option(report, chosen);
     report
         .add_option("--schemes", wanted.schemes,
-                    "schemes to compare, separated by commas; default: nine usual ones")
+                    "schemes to compare, separated by commas; default: ten usual ones")
         ->delimiter(',');
     report.add_option("--tokens", wanted.tokens, "tokens of the text to judge, 0: all")
         ->check(CLI::NonNegativeNumber)
@@ -259,6 +287,14 @@ void add_report(CLI::App& app, options& chosen) {
         "--output", wanted.output,
         "files to write, without extension: .md, .html, and .json, from which an interrupted report goes "
         "on; default: the name of the model and .report");
+    report
+        .add_option("--greedy", wanted.greedy,
+                    "tokens of greedy text behind each window, for divergence lengths and drafts; at most a "
+                    "quarter of the context")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    report.add_option("--draft-model", wanted.draft_model_path,
+                      "a small model of the same vocabulary, whose drafts the formats judge");
     report.add_flag("--fresh", wanted.fresh, "start from the beginning and overwrite the .json");
     report.add_flag("--recall,!--no-recall", wanted.recall, "read runs of each window again behind it");
     report.callback([&] { run_report(chosen); });

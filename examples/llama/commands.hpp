@@ -23,6 +23,8 @@ struct report_options {
     int tokens = 4096;
     std::string output;  // without extension
     bool fresh = false, recall = true;
+    int greedy = 128;  // tokens of greedy text behind each window
+    std::string draft_model_path;
 };
 
 struct options {
@@ -71,6 +73,7 @@ void add_chunks(CLI::App& app, options& chosen, int& status);
 void add_slot(CLI::App& app, options& chosen, int& status);
 void add_dump(CLI::App& app, options& chosen);
 void add_long_context(CLI::App& app, options& chosen);
+void add_machine(CLI::App& app, options& chosen);
 
 // Options of more than one command.
 inline constexpr const char* tokenizer_help =

@@ -72,7 +72,7 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
         if (std::all_of(schemes.begin(), schemes.end(), is_known)) {
             continue;
         }
-        window judged(llama, windows[w], schemes.front(), settings.chunk, 0, space, progress);
+        window judged(llama, windows[w], schemes.front(), settings.chunk, 0, 0, nullptr, space, progress);
         record.add(w, schemes.front().label,
                    total_of(judged.baseline(), schemes.front().bytes_per_token(llama.shape())));
         for (const scheme_choice& scheme : schemes.subspan(1)) {

@@ -1,5 +1,5 @@
-// kvq_llama generate | evaluate | report | chunks | slot | dump | long-context: a small Llama engine whose KV
-// cache is kvq.
+// kvq_llama generate | evaluate | report | chunks | slot | dump | long-context | machine: a small Llama engine
+// whose KV cache is kvq.
 #include "commands.hpp"
 #include "progress.hpp"
 
@@ -26,6 +26,7 @@ int main(int argc, char** argv) {
     llama::add_slot(app, chosen, status);
     llama::add_dump(app, chosen);
     llama::add_long_context(app, chosen);
+    llama::add_machine(app, chosen);
 
     try {
         app.parse(argc, argv);

@@ -14,7 +14,7 @@ namespace {
 
 using json = nlohmann::ordered_json;
 
-constexpr int version = 1;
+constexpr int version = 2;
 
 // JSON has no numbers that are not finite.
 json number(double x) { return std::isfinite(x) ? json(x) : json(nullptr); }
@@ -35,6 +35,9 @@ std::vector<float> floats(const json& list) {
     return values;
 }
 
+json to_json(const draft_count& of) { return {of.steps, of.drafted, of.accepted}; }
+draft_count drafts_from_json(const json& of) { return {of.at(0), of.at(1), of.at(2)}; }
+
 json to_json(const window_result& of) {
     std::string same;
     for (const unsigned char x : of.same_top) {
@@ -47,7 +50,11 @@ json to_json(const window_result& of) {
                 {"tokens_held", of.tokens_held},
                 {"seconds", of.seconds},
                 {"tokens_read", of.tokens_read},
-                {"probes", json::array()}};
+                {"probes", json::array()},
+                {"greedy",
+                 {{"likeliest", of.greedy.likeliest},
+                  {"lookup", to_json(of.greedy.lookup)},
+                  {"draft_model", to_json(of.greedy.draft_model)}}}};
     for (const probe_result& probe : of.probes) {
         result["probes"].push_back({{"depth", probe.depth},
                                     {"judged", probe.judged},
@@ -71,7 +78,28 @@ window_result from_json(const json& of) {
         result.probes.push_back({probe.at("depth"), probe.at("judged"), probe.at("recalled"),
                                  number(probe.at("negative_log_likelihood"))});
     }
+    const json& greedy = of.at("greedy");
+    result.greedy = {greedy.at("likeliest").get<std::vector<int>>(), drafts_from_json(greedy.at("lookup")),
+                     drafts_from_json(greedy.at("draft_model"))};
     return result;
+}
+
+void add_greedy(greedy_agreement& sum, const window_result& baseline, const window_result& of) {
+    const std::vector<int>&text = baseline.greedy.likeliest, &found = of.greedy.likeliest;
+    if (text.empty() || found.size() != text.size()) {
+        return;
+    }
+    const auto part = std::mismatch(text.begin(), text.end(), found.begin()).first - text.begin();
+    sum.length = (sum.length * sum.texts + static_cast<double>(part)) / (sum.texts + 1);
+    ++sum.texts;
+    sum.whole += part == std::ssize(text);
+    sum.tokens += static_cast<int>(text.size());
+    for (std::size_t i = 0; i < text.size(); ++i) {
+        sum.same += text[i] == found[i];
+    }
+    sum.lookup += of.greedy.lookup;
+    sum.draft_model += of.greedy.draft_model;
+    sum.own += accepted_own_drafts(text, found);
 }
 
 std::string text_of(const char* format, auto... values) {
@@ -264,6 +292,8 @@ void report_state::save(const std::string& path) const {
                 {"kld_interval", {number(row.kl_divergence.low), number(row.kl_divergence.high)}},
                 {"top1", number(row.same_top)},
                 {"kld_worst_1_pct", number(row.worst_kl_divergence)},
+                {"kld_worst_window", number(row.worst_window_kl)},
+                {"ppl_delta_pct_worst_window", number(row.worst_window_ppl_change_pct)},
                 {"tokens_per_second", number(row.tokens_per_second)}};
             line["kld_by_position"] = json::array();
             for (const double x : row.by_position) {
@@ -276,6 +306,14 @@ void report_state::save(const std::string& path) const {
                                           {"recalled", part.recalled},
                                           {"negative_log_likelihood", number(part.negative_log_likelihood)}});
             }
+            line["greedy"] = {{"texts", row.greedy.texts},
+                              {"whole", row.greedy.whole},
+                              {"tokens", row.greedy.tokens},
+                              {"same", row.greedy.same},
+                              {"length", row.greedy.length},
+                              {"lookup", to_json(row.greedy.lookup)},
+                              {"draft_model", to_json(row.greedy.draft_model)},
+                              {"own_drafts", to_json(row.greedy.own)}};
             rows.push_back(std::move(line));
         }
         all["rows"] = std::move(rows);
@@ -358,6 +396,8 @@ report_summary report_state::summarize() const {
             held_tokens += of.tokens_held;
             seconds += of.seconds;
             read += of.tokens_read;
+            add_greedy(row.greedy, baselines[w], of);
+            double window_kl = 0.0, window_change = 0.0;
             const std::size_t count = of.kl_divergence.size();
             const std::size_t whole = state_["facts"].value("window_tokens", count);
             for (std::size_t i = 0; i < count; ++i) {
@@ -370,13 +410,21 @@ report_summary report_state::summarize() const {
                 same += of.same_top[i];
                 divergences.push_back(of.kl_divergence[i]);
                 blocks.back().tokens += 1.0;
-                blocks.back().likelihood_change +=
-                    nll - static_cast<double>(baselines[w].negative_log_likelihood[i]);
+                const double change = nll - static_cast<double>(baselines[w].negative_log_likelihood[i]);
+                blocks.back().likelihood_change += change;
                 blocks.back().divergence += kld;
+                window_change += change;
+                window_kl += kld;
                 const std::size_t part =
                     std::min<std::size_t>(parts - 1, i * parts / std::max<std::size_t>(1, whole));
                 position_sums[part] += kld;
                 position_tokens[part] += 1.0;
+            }
+            const double kl = window_kl / static_cast<double>(count);
+            if (row.windows == 1 || kl > row.worst_window_kl) {
+                row.worst_window_kl = kl;
+                row.worst_window_ppl_change_pct =
+                    100.0 * std::expm1(window_change / static_cast<double>(count));
             }
             for (std::size_t i = 0; i < of.probes.size(); ++i) {
                 row.recalls.resize(std::max(row.recalls.size(), i + 1));

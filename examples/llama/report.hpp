@@ -15,7 +15,9 @@ namespace llama {
 
 struct report_settings {
     int window = 0, chunk = 0, threads = 1;
+    int greedy = 0;  // tokens of greedy text behind each window; 0: none
     int probes = 4;  // runs of each window that are read again behind it; 0: none
+    const model* draft_model = nullptr;
     bool show_progress = false;
 };
 
@@ -24,6 +26,15 @@ struct recall {
     int judged = 0, recalled = 0;
     double negative_log_likelihood = 0.0;  // mean
     double share() const { return judged > 0 ? static_cast<double>(recalled) / judged : 0.0; }
+};
+
+// Greedy text behind windows, that of the baseline.
+struct greedy_agreement {
+    int texts = 0, whole = 0;  // whole: the scheme writes the same text
+    int tokens = 0, same = 0;
+    double length = 0.0;  // mean number of tokens before the first other one
+    draft_count lookup, draft_model, own;
+    double same_share() const { return tokens > 0 ? static_cast<double>(same) / tokens : 0.0; }
 };
 
 struct report_row {
@@ -35,9 +46,11 @@ struct report_row {
     interval ppl_change_pct, kl_divergence;
     double same_top = 0.0;
     double worst_kl_divergence = 0.0;  // mean of the worst 1 % of tokens
-    std::vector<double> by_position;   // mean divergence in as many equal parts of a window
-    std::vector<recall> recalls;       // by part of the window
+    double worst_window_kl = 0.0, worst_window_ppl_change_pct = 0.0;
+    std::vector<double> by_position;  // mean divergence in as many equal parts of a window
+    std::vector<recall> recalls;      // by part of the window
     recall recall_of_all() const;
+    greedy_agreement greedy;
     double tokens_per_second = 0.0;  // read by all threads
 };
 

@@ -30,12 +30,12 @@ std::string with_interval(const char* format, const interval& of) {
 
 table main_table(const report_summary& summary) {
     table t{{"format", "bits", "bytes/token", "perplexity", "change %", "KL divergence", "same top-1 %",
-             "KL, worst 1 %", "recall %", "held/token", "tokens/s", "judged"},
+             "KL, worst 1 %", "KL, worst window", "recall %", "held/token", "tokens/s", "judged"},
             {}};
     for (const report_row& row : summary.rows) {
         if (row.tokens == 0) {
             t.rows.push_back({row.scheme, formatted("%.2f", row.bits), formatted("%.0f", row.bytes_per_token),
-                              "…", "", "", "", "", "", "", "", ""});
+                              "…", "", "", "", "", "", "", "", "", ""});
             continue;
         }
         const bool is_baseline = &row == &summary.rows.front();
@@ -46,6 +46,9 @@ table main_table(const report_summary& summary) {
                           is_baseline ? "0" : with_interval("%.2e", row.kl_divergence),
                           formatted("%.2f", 100.0 * row.same_top),
                           is_baseline ? "0" : formatted("%.2e", row.worst_kl_divergence),
+                          is_baseline ? "0"
+                                      : formatted("%.2e", row.worst_window_kl) +
+                                            formatted(" (%+.2f %%)", row.worst_window_ppl_change_pct),
                           all.judged > 0 ? formatted("%.0f", 100.0 * all.share()) : "–",
                           formatted("%.0f", row.held_per_token), formatted("%.0f", row.tokens_per_second),
                           std::to_string(row.tokens) + (row.complete ? "" : " so far")});
@@ -94,6 +97,36 @@ table recall_table(const report_summary& summary) {
         cells.push_back(formatted("%.0f", 100.0 * row.recall_of_all().share()));
         cells.push_back(formatted("%.3f", -row.recall_of_all().negative_log_likelihood));
         t.rows.push_back(std::move(cells));
+    }
+    return t;
+}
+
+table greedy_table(const report_summary& summary) {
+    table t{
+        {"greedy text", "same tokens before the first other", "texts the same to the end", "same token %",
+         "lookup: tokens/step", "lookup: accepted %", "own drafts: tokens/step", "own drafts: accepted %"},
+        {}};
+    const bool has_model = summary.rows.front().greedy.draft_model.steps > 0;
+    if (has_model) {
+        t.head.insert(t.head.end(), {"draft model: tokens/step", "draft model: accepted %"});
+    }
+    for (const report_row& row : summary.rows) {
+        const greedy_agreement& of = row.greedy;
+        if (of.texts == 0) {
+            continue;
+        }
+        t.rows.push_back({row.scheme, formatted("%.1f", of.length),
+                          std::to_string(of.whole) + " of " + std::to_string(of.texts),
+                          formatted("%.2f", 100.0 * of.same_share())});
+        const auto add = [&](const draft_count& drafts) {
+            t.rows.back().push_back(formatted("%.2f", drafts.tokens_per_step()));
+            t.rows.back().push_back(formatted("%.1f", 100.0 * drafts.accepted_share()));
+        };
+        add(of.lookup);
+        add(of.own);
+        if (has_model) {
+            add(of.draft_model);
+        }
     }
     return t;
 }
@@ -179,7 +212,8 @@ void write_page(const report_state& state, const page_writer& to) {
         "16-bit cache. "
         "In brackets: 95 % of 1000 resamplings of " +
         summary.resampled +
-        ". Bits and bytes: quantized pages, parameters included. held/token: what a sequence held at the end "
+        ". Worst window: the one with the largest divergence, and the change of its perplexity. Bits and "
+        "bytes: quantized pages, parameters included. held/token: what a sequence held at the end "
         "of a "
         "window, with its 16-bit tokens. tokens/s: read by all threads, without judging. " +
         fact("conditions"));
@@ -202,6 +236,19 @@ void write_page(const report_state& state, const page_writer& to) {
         to.picture(plots[2]);
     } else {
         to.paragraph("Not measured: the context is too short.");
+    }
+    if (const greedy_agreement& greedy = summary.rows.front().greedy; greedy.texts > 0) {
+        to.heading("Greedy text and drafts");
+        to.paragraph(
+            "Behind each window the 16-bit cache writes " + std::to_string(greedy.tokens / greedy.texts) +
+            " tokens of greedy text. The others read it token by token, as decoding does: up to the first "
+            "token that they "
+            "would have chosen otherwise it is their own. Speculative decoding drafts at most " +
+            std::to_string(draft_tokens) +
+            " tokens a step. Lookup: what followed the last tokens where they stood before; draft model: a "
+            "small model; both verified with the format's cache. Own drafts: the model drafts with the "
+            "format's cache, and verifies with 16 bit.");
+        to.cells(greedy_table(summary));
     }
     if (!summary.eight_bits.empty()) {
         to.heading("8 bits");

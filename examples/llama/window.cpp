@@ -53,6 +53,36 @@ private:
     std::vector<matrix>*keys_ = nullptr, *values_ = nullptr;
 };
 
+// Greedy drafts of another model behind each prefix of `text`; its own cache is fp16. It sees as much of what
+// is before as its context has room for.
+std::vector<std::vector<int>> model_drafts(const model& drafting, std::span<const int> before,
+                                           std::span<const int> text, activations& space) {
+    constexpr int chunk = 512;
+    const std::size_t room = static_cast<std::size_t>(drafting.shape().context) - text.size() - draft_tokens;
+    const auto cache = parse_scheme("fp16", {}).make_cache(drafting.shape());
+    const auto seen = before.last(std::min(before.size(), room));
+    std::vector<int> known(seen.begin(), seen.end());
+    matrix state = drafting.read(known, 0, *cache, chunk, space).bottomRows(1), next, logits;
+    const auto likeliest = [&](const matrix& of) {
+        drafting.logits(of, logits, space.workers);
+        return static_cast<int>(distribution(logits.row(0)).top());
+    };
+    std::vector<std::vector<int>> drafts;
+    for (const int token : text) {
+        const int held = static_cast<int>(known.size());
+        std::vector<int>& draft = drafts.emplace_back(1, likeliest(state));
+        while (static_cast<int>(draft.size()) < draft_tokens) {
+            const int position = held + static_cast<int>(draft.size()) - 1;
+            next = drafting.forward({&draft.back(), 1}, position, *cache, 1, space);
+            draft.push_back(likeliest(next));
+        }
+        drafting.trim(known, *cache, chunk, space);
+        state = drafting.forward({&token, 1}, held, *cache, 1, space);
+        known.push_back(token);
+    }
+    return drafts;
+}
+
 double reading_work(const model_shape& shape) {
     const double dim = shape.dim;
     return shape.layers *
@@ -80,7 +110,7 @@ double window::work(const model& llama, int tokens, int chunk, const scheme_choi
 }
 
 window::window(const model& llama, std::span<const int> text, const scheme_choice& baseline, int chunk,
-               int probes, activations& space, progress_bar& progress)
+               int probes, int greedy, const model* draft_model, activations& space, progress_bar& progress)
     : llama_(llama),
       text_(text.begin(), text.end()),
       input_{llama.begin_of_text()},
@@ -105,6 +135,11 @@ window::window(const model& llama, std::span<const int> text, const scheme_choic
         llama.logits(states_, logits_, space.workers);
     }
     score(states_, 0, baseline_, true);
+    write_greedy(*cache, greedy);
+    if (draft_model != nullptr) {
+        drafts_ = model_drafts(*draft_model, input_, greedy_, space);
+    }
+    judge_drafts(baseline_);
     find_probes(probes);
     read_probes(*cache, baseline_);
 }
@@ -145,8 +180,48 @@ window_result window::judge(const scheme_choice& scheme) {
     result.tokens_held = static_cast<int>(input_.size());
     result.bytes_held = cache->bytes();
     score(states, known, result, false);
+    read_greedy(*cache, (rest.empty() ? states_ : states).bottomRows(1), result);
     read_probes(*cache, result);
     return result;
+}
+
+// The last token of the text is only predicted: the model has not read it, and writes its own instead.
+void window::write_greedy(kv_cache& cache, int tokens) {
+    matrix state = states_.bottomRows(1), logits;
+    while (static_cast<int>(greedy_.size()) < tokens) {
+        llama_.logits(state, logits, space_.workers);
+        greedy_.push_back(static_cast<int>(distribution(logits.row(0)).top()));
+        lookups_.push_back(lookup_drafts(input_, greedy_, static_cast<int>(greedy_.size()) - 1));
+        if (static_cast<int>(greedy_.size()) < tokens) {
+            const int position = static_cast<int>(input_.size() + greedy_.size()) - 1;
+            state = llama_.forward({&greedy_.back(), 1}, position, cache, 1, space_);
+        }
+    }
+    baseline_.greedy.likeliest = greedy_;
+}
+
+void window::read_greedy(kv_cache& cache, const matrix& last_state, window_result& result) {
+    if (greedy_.empty()) {
+        return;
+    }
+    const int count = static_cast<int>(greedy_.size());
+    matrix states(count, llama_.shape().dim), logits;
+    states.topRows(1) = last_state;
+    if (count > 1) {
+        states.bottomRows(count - 1) =
+            llama_.read(span_of_int(greedy_).first(static_cast<std::size_t>(count - 1)),
+                        static_cast<int>(input_.size()), cache, 1, space_);
+    }
+    llama_.logits(states, logits, space_.workers);
+    for (int i = 0; i < count; ++i) {
+        result.greedy.likeliest.push_back(static_cast<int>(distribution(logits.row(i)).top()));
+    }
+    judge_drafts(result);
+}
+
+void window::judge_drafts(window_result& result) const {
+    result.greedy.lookup = accepted_drafts(greedy_, result.greedy.likeliest, lookups_);
+    result.greedy.draft_model = accepted_drafts(greedy_, result.greedy.likeliest, drafts_);
 }
 
 // Judges the tokens from `first` on; `states` begin there.
@@ -208,7 +283,7 @@ void window::find_probes(int probes) {
     }
 }
 
-// The runs follow the window, one after the other; the last token of its text, which is only predicted, is
+// The runs follow the window and its greedy text, one after the other; the last token of its text, which is only predicted, is
 // left out. All are read at once, since the matrices become floats for every reading.
 void window::read_probes(kv_cache& cache, window_result& result) {
     constexpr int read = probe_tokens - 1, judged = probe_tokens - probe_cue;
@@ -219,7 +294,8 @@ void window::read_probes(kv_cache& cache, window_result& result) {
     if (runs.empty()) {
         return;
     }
-    const matrix states = llama_.read(runs, static_cast<int>(input_.size()), cache, read, space_);
+    const std::size_t before = input_.size() + std::max<std::size_t>(greedy_.size(), 1) - 1;
+    const matrix states = llama_.read(runs, static_cast<int>(before), cache, read, space_);
     matrix logits;
     for (std::size_t i = 0; i < probes_.size(); ++i) {
         const auto run = span_of_int(text_).subspan(static_cast<std::size_t>(probes_[i]), probe_tokens);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "divergence.hpp"
+#include "drafts.hpp"
 #include "model.hpp"
 #include "progress.hpp"
 #include "schemes.hpp"
@@ -19,11 +20,20 @@ struct probe_result {
     double negative_log_likelihood = 0.0;  // sum
 };
 
+// Greedy text behind a window: the baseline writes it, the other schemes read it as decoding would, one token
+// after the other. Up to the first token that they would have chosen otherwise it is their own greedy text.
+struct continuation {
+    std::vector<int> likeliest;  // behind each prefix of the baseline's text
+    draft_count lookup;          // drafts out of the text itself, judged by the scheme
+    draft_count draft_model;     // drafts of another model, judged by the scheme
+};
+
 // What a scheme makes of a window; one value for each predicted token, in the order of the text.
 struct window_result {
     std::vector<float> negative_log_likelihood, kl_divergence;
     std::vector<unsigned char> same_top;
     std::vector<probe_result> probes;
+    continuation greedy;
     std::size_t bytes_held = 0;  // by the sequence at the end of the text
     int tokens_held = 0;
     double seconds = 0.0;  // to read tokens_read tokens
@@ -41,11 +51,11 @@ class window {
 public:
     static constexpr int probe_tokens = 24, probe_cue = 8;  // of a run; the first ones are not judged
 
-    // Reads the text with the baseline. `probes` runs are sought, one in each of as many equal parts of the
-    // window, those that the baseline found hardest to predict. Throws what the model throws if they do not
-    // fit into its positions.
+    // Reads the text with the baseline, which then writes `greedy` tokens. `probes` runs are sought, one in
+    // each of as many equal parts of the window, those that the baseline found hardest to predict. Throws
+    // what the model throws if all that does not fit into its positions.
     window(const model& llama, std::span<const int> text, const scheme_choice& baseline, int chunk,
-           int probes, activations& space, progress_bar& progress);
+           int probes, int greedy, const model* draft_model, activations& space, progress_bar& progress);
 
     const window_result& baseline() const { return baseline_; }
     window_result judge(const scheme_choice& scheme);
@@ -64,6 +74,9 @@ private:
     void score(const matrix& states, Eigen::Index first, window_result& result, bool is_baseline);
     void find_probes(int probes);
     void read_probes(kv_cache& cache, window_result& result);
+    void write_greedy(kv_cache& cache, int tokens);
+    void read_greedy(kv_cache& cache, const matrix& last_state, window_result& result);
+    void judge_drafts(window_result& result) const;
 
     const model& llama_;
     std::vector<int> text_, input_;
@@ -71,11 +84,13 @@ private:
     bool shares_first_chunk_;
     activations& space_;
     progress_bar& progress_;
-    matrix states_;                                  // of the baseline
-    matrix logits_;                                  // of the baseline, if they fit into memory
-    std::vector<distribution> distributions_;        // of logits_
-    std::vector<matrix> first_keys_, first_values_;  // by layer: of the first chunk
-    std::vector<int> probes_;                        // first tokens of runs, in text_
+    matrix states_;                                   // of the baseline
+    matrix logits_;                                   // of the baseline, if they fit into memory
+    std::vector<distribution> distributions_;         // of logits_
+    std::vector<matrix> first_keys_, first_values_;   // by layer: of the first chunk
+    std::vector<int> probes_;                         // first tokens of runs, in text_
+    std::vector<int> greedy_;                         // the baseline's text behind the window
+    std::vector<std::vector<int>> lookups_, drafts_;  // behind each prefix of it
     window_result baseline_;
 };
 

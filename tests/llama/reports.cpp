@@ -44,6 +44,9 @@ llama::window_result result_of(std::mt19937& random, int tokens, double likeliho
     result.tokens_read = tokens;
     result.seconds = 0.5;
     result.probes = {{0.25, 16, 16, 1.6}, {0.75, 16, same >= 9 ? 16 : 4, 3.2}};
+    result.greedy.likeliest = {7, 8, 9, 10, 11, 12, 13, 14};
+    if (same < 10) result.greedy.likeliest[5] = 99;
+    result.greedy.lookup = {2, 8, 6};
     return result;
 }
 
@@ -65,6 +68,36 @@ bool contains(const std::string& text, const std::string& part) {
 
 }  // namespace
 
+TEST_CASE("lookups find what followed the last tokens") {
+    const std::vector<int> before{1, 2, 3, 4, 9, 2, 3, 5, 6, 7, 8};
+    using list = std::vector<int>;
+    CHECK(llama::lookup_drafts(before, list{1, 2, 3}, 3) ==
+          list{4, 9, 2, 3});  // three tokens before the later two
+    CHECK(llama::lookup_drafts(before, list{2, 3}, 2) == list{5, 6, 7, 8});  // the latest place
+    CHECK(llama::lookup_drafts(before, list{9, 9, 9}, 1) == list{2, 3, 5, 6});
+    CHECK(llama::lookup_drafts(before, list{9, 9, 9}, 3) == list{9});  // places may overlap the end
+    CHECK(llama::lookup_drafts(before, list{10}, 1).empty());
+    CHECK(llama::lookup_drafts({}, list{10}, 1).empty());
+}
+
+TEST_CASE("drafts are accepted up to the first that is not the likeliest") {
+    using list = std::vector<int>;
+    const list text{1, 2, 3, 4, 5, 6};
+    const std::vector<list> drafts{{1, 2, 0, 4}, {}, {}, {9, 9, 9, 9}, {5, 6}, {6}};
+    // 0: two of four, and the likeliest; 3: none of three that fit; 4: both.
+    const llama::draft_count same = llama::accepted_drafts(text, text, drafts);
+    CHECK(same.steps == 3);
+    CHECK(same.drafted == 9);
+    CHECK(same.accepted == 4);
+    // What a cache takes and the text does not have ends the step: 9 at place 3.
+    const llama::draft_count other = llama::accepted_drafts(text, list{1, 2, 3, 9, 5, 6}, drafts);
+    CHECK(other.steps == 3);
+    CHECK(other.accepted == 5);
+    const llama::draft_count none = llama::accepted_drafts({}, {}, {});
+    CHECK(none.tokens_per_step() == 1.0);
+    CHECK(none.accepted_share() == 0.0);
+}
+
 TEST_CASE("figures of a report are those of its definitions") {
     constexpr int windows = 10, tokens = 500;
     const llama::report_summary summary = filled(windows, tokens).summarize();
@@ -74,6 +107,21 @@ TEST_CASE("figures of a report are those of its definitions") {
     CHECK(full.kl_divergence.value == 0.0);
     CHECK(good.ppl_change_pct.value == doctest::Approx(100.0 * std::expm1(0.0005)).epsilon(1e-3));
     CHECK(good.kl_divergence.value == doctest::Approx(1e-3).epsilon(0.05));
+    CHECK(good.worst_window_kl >= good.kl_divergence.value);
+    CHECK(good.worst_window_kl < 1.2e-3);
+    CHECK(bad.worst_window_ppl_change_pct == doctest::Approx(100.0 * std::expm1(0.3)).epsilon(1e-3));
+    CHECK(good.greedy.texts == windows);
+    CHECK(good.greedy.whole == windows);
+    CHECK(good.greedy.length == doctest::Approx(8.0));
+    CHECK(good.greedy.own.accepted == good.greedy.own.drafted);
+    CHECK(bad.greedy.whole == 0);
+    CHECK(bad.greedy.length == doctest::Approx(5.0));
+    CHECK(bad.greedy.same == 7 * windows);
+    CHECK(bad.greedy.lookup.tokens_per_step() == doctest::Approx(4.0));
+    // Four drafts and the token behind them; three, of which the first is wrong; two.
+    CHECK(bad.greedy.own.steps == 3 * windows);
+    CHECK(bad.greedy.own.drafted == 9 * windows);
+    CHECK(bad.greedy.own.accepted == 6 * windows);
     CHECK(good.kl_divergence.low < good.kl_divergence.value);
     CHECK(good.kl_divergence.high > good.kl_divergence.value);
     // Uniform within half of the mean: a standard error of 1e-3 / sqrt(12 * 5000).
