@@ -120,8 +120,9 @@ kvq::calibration make_statistics(const shape& s) {
 
 class filled_cache {
 public:
-    filled_cache(const kvq::format_pair& formats, const shape& s)
+    filled_cache(const char* name, const kvq::format_pair& formats, const shape& s)
         : shape_(s),
+          mods_{kvq::causal{}, kvq::upper_plane{std::string_view(name).ends_with("/upper")}},
           memory_(static_cast<std::size_t>(s.tokens) * values() * 6 + (64u << 20), &huge_),
           cache_({1, s.kv_heads, s.head_dim}, {.keys = formats.keys,
                                                .values = formats.values,
@@ -141,8 +142,8 @@ public:
         const shape& s = shape_;
         const kvq::token_view<const float> query(q_.data(), s.q_tokens, s.q_heads, s.head_dim);
         const kvq::token_view<float> output(out_.data(), s.q_tokens, s.q_heads, s.head_dim);
-        s.threads == 1 ? sequence_.attend(0, query, output, kvq::causal{}, kvq::serial_executor{}, space_)
-                       : sequence_.attend(0, query, output, kvq::causal{}, threads_, space_);
+        s.threads == 1 ? sequence_.attend(0, query, output, mods_, kvq::serial_executor{}, space_)
+                       : sequence_.attend(0, query, output, mods_, threads_, space_);
         benchmark::DoNotOptimize(out_.data());
     }
     double bytes() const {
@@ -165,6 +166,7 @@ private:
     std::size_t values() const { return static_cast<std::size_t>(shape_.kv_heads * shape_.head_dim); }
 
     shape shape_;
+    kvq::mods<kvq::causal, kvq::upper_plane> mods_;
     bench::huge_page_resource huge_;
     // One piece for the pages of any format; what is not touched costs nothing.
     std::pmr::monotonic_buffer_resource memory_;
@@ -176,7 +178,7 @@ private:
 };
 
 candidate prepare(const char* name, const kvq::format_pair& formats, const shape& s) {
-    const auto cache = std::make_shared<filled_cache>(formats, s);
+    const auto cache = std::make_shared<filled_cache>(name, formats, s);
     const double bytes = cache->bytes();
     return {{name, 8.0 * bytes / (2.0 * s.tokens * s.kv_heads * s.head_dim), bytes},
             [cache] { cache->attend(); },
@@ -323,6 +325,11 @@ int main(int argc, char** argv) {
     add(list, "kivi-2-g128", kvq::make_formats<kvq::kivi<2, 128>>());
     add(list, "std4", kvq::make_formats<kvq::std4>());
     add(list, "std4-h", kvq::make_formats<kvq::std4_h>());
+    const kvq::format_pair upper = kvq::make_formats<kvq::nested4>();
+    const kvq::format_pair both{kvq::with_lower_plane(upper.keys), kvq::with_lower_plane(upper.values)};
+    add(list, "nested8", both);
+    add(list, "nested8/upper", both);
+    add(list, "ref8", kvq::make_formats<kvq::ref8>());
     add(list, "mix4", kvq::make_formats<kvq::mix4>());
     add_planned<kvq::mix4>(list, "mix4-plan");
     add(list, "low3", kvq::make_formats<kvq::low3>());

@@ -29,6 +29,7 @@
 #include <kvq/format/format_names-inl.hpp>
 #include <kvq/format/format_table-inl.hpp>
 #include <kvq/format/latent-inl.hpp>
+#include <kvq/format/planes-inl.hpp>
 #include <kvq/io/page_transfer-inl.hpp>
 #include <kvq/io/page_wire-inl.hpp>
 #include <kvq/io/scheme_identity-inl.hpp>

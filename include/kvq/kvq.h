@@ -316,7 +316,7 @@ typedef struct kvq_mods {
     int32_t selected_tokens;  // 0: all pages are read; n: only the best pages of each kv head, about n tokens
     float
         skipped_mass;  // 0: all values are read; below 1: values of pages with at most so much weight are not
-    int32_t reserved;  // 0
+    int32_t upper_only;  // 1: of pages with two planes (format nested8) the upper one alone is read
     kvq_selection_report* selection;  // NULL, or what selected_tokens did
     kvq_skipping_report* skipping;    // NULL, or what skipped_mass did
     /// Lists of tokens, where list_queries is not 0: queries attend to the tokens of both of their lists, as

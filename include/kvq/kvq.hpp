@@ -21,4 +21,5 @@
 #include "estimate/footprint.hpp"
 #include "format/bounds.hpp"
 #include "format/latent.hpp"
+#include "format/planes.hpp"
 #include "version.hpp"

@@ -44,6 +44,7 @@ public:
         expect_list(m_.token_ranges, m_.range_count, "token_ranges");
         expect_list(m_.range_starts, m_.range_start_count, "range_starts");
         check(m_.selected_tokens >= 0, "selected_tokens is ", m_.selected_tokens);
+        check(m_.upper_only == 0 || m_.upper_only == 1, "upper_only is ", m_.upper_only, ", not 0 or 1");
         if (m_.selection != nullptr) {
             expect_struct(m_.selection, "the selection report");
             const kvq_selection_report& r = *m_.selection;
@@ -89,6 +90,7 @@ public:
     const selected_pages* selection() const noexcept { return m_.selected_tokens > 0 ? &selected_ : nullptr; }
     const skipped_values* skipping() const noexcept { return m_.skipped_mass != 0.0f ? &skipped_ : nullptr; }
     const listed_tokens* lists() const noexcept { return lists_ ? &*lists_ : nullptr; }
+    bool upper_only() const noexcept { return m_.upper_only != 0; }
     /// After a call that succeeded: adds what it did to the reports of the caller.
     void report() const noexcept {
         if (kvq_selection_report* const to = m_.selection) {
@@ -209,6 +211,7 @@ struct hooks {
     const selected_pages* selection() const { return of->selection(); }
     const skipped_values* skipping() const { return of->skipping(); }
     const listed_tokens* lists() const { return of->lists(); }
+    bool upper_only() const { return of->upper_only(); }
     float sink_logit(int q_head) const requires((Flags & mods_parts::sinks) != 0) {
         return of->sink_logit(q_head);
     }

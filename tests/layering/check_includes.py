@@ -13,7 +13,7 @@ import sys
 BASE = {"version", "config"}
 CODES = BASE | {"core", "pack", "quant", "schemes"}
 # What a format is, without any kernel: all that the floors above a block see.
-FORMAT = BASE | {"core", "format/format", "format/format_names", "format/bounds", "format/builtin_format", "format/latent"}
+FORMAT = BASE | {"core", "format/format", "format/format_names", "format/bounds", "format/builtin_format", "format/latent", "format/planes"}
 KERNELS = CODES | FORMAT
 DEVICE = CODES | {"cuda/arch", "cuda/layout"}
 # The quantizers' limits and the layout of 16-bit pages; no scheme is a template argument here.
@@ -35,6 +35,7 @@ ALLOWED = {
     "format/format_table": FORMAT | {"format/check_products"},
     "format/bounds": FORMAT,
     "format/latent": CODES | FORMAT,
+    "format/planes": CODES | FORMAT,
     "format/builtin_format": FORMAT,
     "page": BASE | {"core"},
     "state": BASE | {"core", "page"},

@@ -527,11 +527,11 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
         CHECK(test::contents(f.cache, sequence) == before);
     };
     kvq::requantize_request r;
-    r.key = 4;
-    refuse(r, "kvq: key format 4 is not among the 4 listed ones");
+    r.key = 5;
+    refuse(r, "kvq: key format 5 is not among the 5 listed ones");
     r = {};
     r.value = -2;
-    refuse(r, "kvq: value format -2 is not among the 4 listed ones");
+    refuse(r, "kvq: value format -2 is not among the 5 listed ones");
     r = {};
     r.first_layer = 1, r.last_layer = 3;
     refuse(r, "kvq: layers 1 to 3 are not a range of the 2 layers of the cache");

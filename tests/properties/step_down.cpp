@@ -343,7 +343,7 @@ TEST_CASE("impossible policies are refused with their numbers") {
     refuse({.tiers = {{0, {0, 0}}, {-1, {1, 1}}}}, "kvq: tier 1 starts at age -1, before 0");
     refuse({.tiers = {{-1, {1, 1}}}}, "kvq: tier 0 starts at age -1, before 0");
     refuse({.tiers = {{0, {0, 0}}, {8, {1, 7}}}},
-           "kvq: tier 1 has formats 1 and 7, not among the 4 and 4 listed ones");
+           "kvq: tier 1 has formats 1 and 7, not among the 5 and 5 listed ones");
     refuse({.tiers = {}, .first_layers_kept = 2, .last_layers_kept = 1},
            "kvq: cannot keep 2 first and 1 last of 2 layers");
     constexpr int most = std::numeric_limits<int>::max();

@@ -30,11 +30,12 @@ using product_cache = test::typed_cache<product_scheme<7>, product_scheme<7>, te
 using rotated_cache = test::typed_cache<rotated, rotated, test::usual, kvq::bfloat16>;
 using plain_cache = test::typed_cache<kvq::full<kvq::float16>>;
 /// Stored bounds for keys of every kind that has no others: codes, values, behind a transform, of a user; and
-/// keys that have them.
-using bounded_cache = test::typed_cache<
-    test::formats<bounded<kvq::affine<4>>, bounded<kvq::full<kvq::float16>>, bounded<rotated>,
-                  bounded<magnitude_bytes>, bounded<kvq::int8>, kvq::affine<4, kvq::per_channel<>>>,
-    test::formats<kvq::int8, kvq::affine<2>>>;
+/// keys that have them. Two planes, for both.
+using bounded_cache =
+    test::typed_cache<test::formats<bounded<kvq::affine<4>>, bounded<kvq::full<kvq::float16>>,
+                                    bounded<rotated>, bounded<magnitude_bytes>, bounded<kvq::int8>,
+                                    kvq::affine<4, kvq::per_channel<>>, with_planes<kvq::affine<4>>>,
+                      test::formats<kvq::int8, kvq::affine<2>, with_planes<kvq::affine<4>>>>;
 
 }  // namespace test
 
@@ -75,6 +76,10 @@ struct scheme_maker {
 template <class S>
 struct scheme_maker<bounded<S>> {
     static bounded<S> make() { return bounded<S>(make_scheme<S>()); }
+};
+template <class S>
+struct scheme_maker<with_planes<S>> {
+    static with_planes<S> make() { return with_planes<S>(make_scheme<S>()); }
 };
 template <class... S>
 struct table_maker<scheme_tuple<S...>> {
@@ -151,7 +156,8 @@ std::vector<held_page> contents(const Cache& cache, const typename Cache::sequen
     const auto take = [&](const kvq::page& p, kvq::tensor role, int first, int tokens) {
         held_page h{p.format, first, tokens, {}};
         if (p.format != 0 || all) {
-            h.bytes.assign(p.data(), p.data() + p.bytes);
+            p.for_each_plane(
+                [&](const std::byte* at, std::size_t n) { h.bytes.insert(h.bytes.end(), at, at + n); });
         } else {
             const kvq::block_shape shape{role, p.tokens, cache.shape().dim(role)};
             const kvq::value_layout<window> layout(shape);

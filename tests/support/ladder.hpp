@@ -6,11 +6,15 @@
 
 namespace test {
 
+/// The last one is 8 bits in two planes; the upper one alone is the format of 4 bits.
 using ladder_cache = test::typed_cache<
     test::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<32>>,
-                  kvq::affine<4, kvq::per_channel<32>>, kvq::affine<2, kvq::per_channel<16>>>,
+                  kvq::affine<4, kvq::per_channel<32>>, kvq::affine<2, kvq::per_channel<16>>,
+                  with_planes<kvq::affine<4, kvq::per_channel<32>>>>,
     test::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<32>>,
-                  kvq::affine<4, kvq::per_token<32>>, kvq::affine<2, kvq::per_token<16>>>>;
+                  kvq::affine<4, kvq::per_token<32>>, kvq::affine<2, kvq::per_token<16>>,
+                  with_planes<kvq::affine<4, kvq::per_token<32>>>>>;
+/// Those that get smaller from one to the next.
 inline constexpr int ladder_formats = 4;
 
 /// Layers that start in random formats.
@@ -23,8 +27,8 @@ inline kvq::cache_options ladder_options(generator& random, int layers) {
 /// A request that makes sense for a cache of `layers` layers and a sequence of `tokens` tokens.
 inline kvq::requantize_request random_request(generator& random, int layers, int tokens) {
     kvq::requantize_request r;
-    r.key = random.between(-1, ladder_formats - 1);
-    r.value = random.between(-1, ladder_formats - 1);
+    r.key = random.between(-1, ladder_formats);
+    r.value = random.between(-1, ladder_formats);
     if (random.one_in(2)) {
         r.first_layer = random.between(0, layers);
         r.last_layer = random.between(r.first_layer, layers);

@@ -55,6 +55,18 @@ kvq::format made(const bounded<Scheme>& of) {
     return kvq::with_bounds(made<Backend>(of.inner));
 }
 
+/// Stands for the format of a scheme of 4 bits with a lower plane.
+template <class Scheme>
+struct with_planes {
+    Scheme inner;
+    with_planes() requires std::is_default_constructible_v<Scheme> : inner() {}
+    explicit with_planes(Scheme scheme) : inner(std::move(scheme)) {}
+};
+template <class Backend, class Scheme>
+kvq::format made(const with_planes<Scheme>& of) {
+    return kvq::with_lower_plane(made<Backend>(of.inner));
+}
+
 /// The schemes of one tensor, with their state.
 template <class... Schemes>
 class scheme_tuple {

@@ -278,6 +278,11 @@ private:
             e + 1 < pages.entries() && (!walk.ranks || page_choice::chosen(walk.ranks[e + 1]));
         return pages.at(follows ? e + 1 : e);
     }
+    /// Of the page behind the next one: the next one's says where its lower plane is.
+    static void fetch_headers(const layer_pages::entry& entry) noexcept {
+        prefetch(entry.keys);
+        prefetch(entry.values);
+    }
     /// Computes one split's softmax state: s.part, max, sum; and s.held->left, if values may be skipped.
     void visit_split(const row_block& rows, int split, const scratch& s, float* max, float* sum) const {
         const int n = rows.n, stride = plan.output_stride();
@@ -298,6 +303,7 @@ private:
             const visible_page following = next_page(walk, page.index + 1, last);
             const layer_pages::entry entry = pages.at(page.index),
                                      next = page_after(walk, page.index, following.index);
+            if (following.index + 1 < pages.entries()) fetch_headers(pages.at(following.index + 1));
             if (plan.skips) {
                 hold_page(rows, page, entry, next, s, max, sum);
             } else {

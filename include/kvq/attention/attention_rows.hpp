@@ -95,17 +95,29 @@ struct attention_rows {
         }
         if (space.tokens != shape.tokens) {
             space.tokens = shape.tokens;
-            space.block_bytes = f.block_bytes(shape);
+            space.lower_bytes = f.lower_bytes(shape);
+            space.block_bytes = f.block_bytes(shape) - space.lower_bytes;
         }
         return {f.functions(), space};
+    }
+    /// The block of a head, with its lower plane if the call reads it.
+    block_id id_of(const bound_product& product, const page& p, const page& next, int head) const noexcept {
+        block_id id{layer, head};
+        if (product.space.lower_bytes > 0 && !mods.upper_only()) {
+            id.lower = p.lower + product.space.lower_bytes * static_cast<std::size_t>(head);
+            if (next.lower)
+                id.lower_ahead = static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(next.lower) -
+                                                             reinterpret_cast<std::uintptr_t>(p.lower));
+        }
+        return id;
     }
 
     void score_page(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
                     const scratch& s) const {
         const page& p = *entry.keys;
         const block_shape shape = key_shape(p);
-        const block_id id{layer, rows.head};
         const bound_product product = product_of(keys, p.format, shape, rows, s.key_spaces);
+        const block_id id = id_of(product, p, *next.keys, rows.head);
         const format_functions& f = product.functions;
         const std::byte* const block =
             pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head);
@@ -161,7 +173,6 @@ struct attention_rows {
         const int n = rows.n, dim = plan.value_dim, stride = plan.output_stride();
         const page& p = *entry.values;
         const block_shape shape = value_shape(p);
-        const block_id id{layer, rows.head};
         // Tokens before the shown ones, and behind them where the whole block is folded, get weight zero.
         const int end = entry.skip + entry.tokens;
         for (int i = 0; i < n && entry.skip > 0; ++i) {
@@ -173,6 +184,7 @@ struct attention_rows {
             for (int i = 0; i < n; ++i)
                 for (int t = end; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
         const bound_product product = product_of(values, p.format, shape, rows, s.value_spaces);
+        const block_id id = id_of(product, p, *next.values, rows.head);
         const format_functions& f = product.functions;
         const std::byte* const block =
             pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head);

@@ -83,10 +83,11 @@ private:
     void read(const format_table& table, const page& p, const block_shape& shape, const std::int32_t* tokens,
               int n, float* to) const {
         const format& f = table[p.format];
+        block_id id{of.layer, rows.head};
         const std::byte* const block =
-            of.pages.data(p) + table.block_bytes(p.format, shape) * static_cast<std::size_t>(rows.head);
-        f.functions().dequantize_tokens(f.scheme(), shape, {of.layer, rows.head}, block, tokens, n, to,
-                                        shape.dim, s.listed_scratch);
+            f.block_at(shape, of.pages.data(p), of.mods.upper_only() ? nullptr : p.lower, rows.head, id);
+        f.functions().dequantize_tokens(f.scheme(), shape, id, block, tokens, n, to, shape.dim,
+                                        s.listed_scratch);
     }
 
     void change_scores(const std::int32_t* tokens, int n) const {

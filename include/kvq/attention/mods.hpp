@@ -16,6 +16,8 @@
 //   const listed_tokens* lists() const          only tokens that the caller lists are read
 //   const selected_pages* selection() const     only the best pages are read (selection.hpp)
 //   const skipped_values* skipping() const      values of pages with hardly any weight are not read
+//   bool upper_only() const
+//       of pages with two planes (format/planes.hpp) the upper one alone is read
 //   int text_position(int place) const          by which windows of layers count the token in a place of the
 //                                               sequence, at most the place; where it is the place, so it is
 //                                               in front of it (token_tree.hpp)
@@ -99,6 +101,10 @@ concept own_lists = requires(M& m) {
     { m.lists() } -> std::same_as<const listed_tokens*>;
 };
 template <class M>
+concept own_planes = requires(M& m) {
+    { m.upper_only() } -> std::same_as<bool>;
+};
+template <class M>
 concept own_check = requires(M& m) {
     m.check(1);
 };
@@ -144,9 +150,9 @@ constexpr bool has_query_positions() noexcept {
 }
 
 template <class M>
-concept any_hook =
-    masking<M> || scoring<M> || own_scale<const M> || own_sink<const M> || own_selection<const M> ||
-    own_skipping<const M> || own_lists<const M> || own_check<const M> || own_direction<M>;
+concept any_hook = masking<M> || scoring<M> || own_scale<const M> || own_sink<const M> ||
+    own_selection<const M> || own_skipping<const M> || own_lists<const M> || own_planes<const M> ||
+    own_check<const M> || own_direction<M>;
 template <class M>
 constexpr bool const_hooks() noexcept {
     return pair_mask<M> == pair_mask<const M> && row_mask<M> == row_mask<const M> &&
@@ -154,7 +160,8 @@ constexpr bool const_hooks() noexcept {
            row_score<M> == row_score<const M> && own_scale<M> == own_scale<const M> &&
            own_sink<M> == own_sink<const M> && own_selection<M> == own_selection<const M> &&
            own_skipping<M> == own_skipping<const M> && own_lists<M> == own_lists<const M> &&
-           own_check<M> == own_check<const M> && own_position<M> == own_position<const M>;
+           own_planes<M> == own_planes<const M> && own_check<M> == own_check<const M> &&
+           own_position<M> == own_position<const M>;
 }
 
 /// Says at compile time what is wrong with a type.
@@ -337,6 +344,13 @@ public:
         });
         return of_part;
     }
+    bool upper_only() const requires(detail::own_planes<const Parts> || ...) {
+        bool any = false;
+        each([&](const auto& part) {
+            if constexpr (detail::own_planes<decltype(part)>) any = any || part.upper_only();
+        });
+        return any;
+    }
     int text_position(int place) const requires(detail::own_position<const Parts> || ...) {
         int of_part = place;
         each([&](const auto& part) {
@@ -377,6 +391,7 @@ public:
         if constexpr (detail::own_selection<const M>) selection_ = m.selection();
         if constexpr (detail::own_skipping<const M>) skipping_ = m.skipping();
         if constexpr (detail::own_lists<const M>) lists_ = m.lists();
+        if constexpr (detail::own_planes<const M>) upper_only_ = m.upper_only();
         if constexpr (detail::own_check<const M>) check_ = &hooks::check;
         if constexpr (detail::own_scale<const M>) scale_ = &hooks::scale;
         if constexpr (detail::own_sink<const M>) sink_logit_ = &hooks::sink_logit;
@@ -405,6 +420,8 @@ public:
 
     /// Null: all tokens are read.
     const listed_tokens* lists() const noexcept { return lists_; }
+    /// Is the lower plane of pages left out?
+    bool upper_only() const noexcept { return upper_only_; }
     /// Does the query in this place see the key?
     bool shows(int q_pos, int k_pos) const;
 
@@ -427,6 +444,7 @@ private:
 
     const void* object_;
     bool is_causal_, has_query_positions_;
+    bool upper_only_ = false;
     key_window window_ = {};
     const selected_pages* selection_ = nullptr;
     const skipped_values* skipping_ = nullptr;

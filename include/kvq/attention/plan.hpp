@@ -120,7 +120,8 @@ struct attention_scratch {
         int planned;  // tokens of the pages for which `plan` was made, for the rows of a task; 0: none yet
         bool begun;   // the operands are in `workspace`, likewise
         int tokens;   // of the last page; 0: none yet
-        std::size_t block_bytes;  // of its blocks
+        std::size_t block_bytes;  // of its blocks, without lower planes
+        std::size_t lower_bytes;  // of the lower planes of its blocks
     };
 
     /// For which keys the queries are: 0, or the shift of a span.
@@ -215,7 +216,7 @@ private:
         auto* const all = reinterpret_cast<format_space*>(c.take(n * sizeof(format_space)));
         for (std::size_t i = 0; i < n; ++i) {
             std::byte* const plan = c.take(table[static_cast<int>(i)].functions().plan_bytes);
-            if (all) ::new (all + i) format_space{plan, nullptr, 0, false, 0, 0};
+            if (all) ::new (all + i) format_space{plan, nullptr, 0, false, 0, 0, 0};
         }
         return all;
     }

@@ -68,6 +68,14 @@ struct chosen_tokens {
     token_range tokens;
 };
 
+/// Queries read the upper plane alone of pages that have two (format/planes.hpp), as if they had its format:
+/// drafts of speculative decoding, which a pass over both planes then checks.
+struct upper_plane {
+    bool only = true;
+
+    bool upper_only() const noexcept { return only; }
+};
+
 /// What selected_pages did. Calls add to it after their last task; set it to {} to begin again.
 struct selection_report {
     std::int64_t pages = 0;  ///< pages that masks show, once for every kv head and block of query rows

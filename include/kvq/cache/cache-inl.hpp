@@ -144,6 +144,11 @@ KVQ_FUNC std::size_t cache::page_bytes(tensor role, int layer, int index, int to
            static_cast<std::size_t>(shape(layer).kv_heads);
 }
 
+KVQ_FUNC std::size_t cache::lower_bytes(tensor role, int layer, int index, int tokens) const {
+    return table(role)[index].lower_bytes({role, tokens, shape(layer).dim(role)}) *
+           static_cast<std::size_t>(shape(layer).kv_heads);
+}
+
 KVQ_FUNC std::size_t cache::page_bytes(tensor role, int index, int tokens) const {
     (void)shape();
     return page_bytes(role, shapes_.distinct()[0], index, tokens);

@@ -131,6 +131,8 @@ public:
 
     /// Bytes of data of a layer's page of `tokens` tokens in format `index`.
     [[nodiscard]] std::size_t page_bytes(tensor role, int layer, int index, int tokens) const;
+    /// Those of them in the lower planes of formats with two planes.
+    [[nodiscard]] std::size_t lower_bytes(tensor role, int layer, int index, int tokens) const;
     /// The same for all layers. Raises kvq::error unless layers are equal.
     [[nodiscard]] std::size_t page_bytes(tensor role, int index, int tokens) const;
 

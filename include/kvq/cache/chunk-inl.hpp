@@ -11,10 +11,12 @@
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
 KVQ_FUNC page_ref new_page(cache& of, int layer, int role, int format, int tokens, page_stock* stock) {
-    const std::size_t bytes = of.page_bytes(static_cast<tensor>(role), layer, format, tokens);
+    const auto tensor_of = static_cast<tensor>(role);
+    const std::size_t bytes = of.page_bytes(tensor_of, layer, format, tokens),
+                      lower = of.lower_bytes(tensor_of, layer, format, tokens);
     if (stock)
-        if (page_ref p = stock->take(bytes, format, tokens)) return p;
-    return of.pool().allocate(bytes, format, tokens);
+        if (page_ref p = stock->take({bytes, lower}, format, tokens)) return p;
+    return of.pool().allocate(bytes, format, tokens, lower);
 }
 
 KVQ_FUNC page_ref new_window_page(cache& of, int layer, int role, int tokens, page_stock* stock) {
@@ -181,18 +183,19 @@ KVQ_FUNC void chunk::commit() noexcept {
 KVQ_FUNC chunk::needs chunk::needs_of(const cache& of, int layer, const page_table& table, int tokens,
                                       chunk_pages when) {
     needs n;
-    const auto take = [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); };
-    if (table.waits) for_each_need(of, layer, table, 0, chunk_pages::after_attend, take, [](std::size_t) {});
+    const auto take = [&](const plane_bytes& bytes) { n.taken += page_pool::allocation(bytes.all); };
+    if (table.waits)
+        for_each_need(of, layer, table, 0, chunk_pages::after_attend, take, [](const plane_bytes&) {});
     for_each_need(of, layer, table, tokens, when, take,
-                  [&](std::size_t bytes) { n.returned += page_pool::allocation(bytes); });
+                  [&](const plane_bytes& bytes) { n.returned += page_pool::allocation(bytes.all); });
     return n;
 }
 
 KVQ_FUNC std::size_t chunk::count_reserved(const cache& of, int layer, const page_table& table, int n,
                                            page_stock& stock) {
     return for_each_need(
-        of, layer, table, n, chunk_pages::after_attend, [&](std::size_t bytes) { stock.takes(bytes); },
-        [&](std::size_t bytes) { stock.gives_back(bytes); });
+        of, layer, table, n, chunk_pages::after_attend, [&](const plane_bytes& bytes) { stock.takes(bytes); },
+        [&](const plane_bytes& bytes) { stock.gives_back(bytes); });
 }
 
 KVQ_FUNC bool chunk::needs_copy(const page_span& s, int role, int tokens, const page_geometry& g) noexcept {

@@ -77,7 +77,7 @@ public:
     /// spans that are committed.
     static std::size_t count_reserved(const cache& of, int layer, const page_table& table, int n,
                                       page_stock& stock);
-    /// Calls take(bytes of data) for every page that stage() takes, and give_back(bytes) for those of them
+    /// Calls take(bytes) for every page that stage() takes, and give_back(bytes) for those of them
     /// that commit() gives back. Returns the number of spans that are committed.
     template <class Take, class GiveBack>
     static std::size_t for_each_need(const cache& of, int layer, const page_table& table, int tokens,
@@ -86,7 +86,9 @@ public:
         const int after = table.tokens + tokens;
         const int tensors = static_cast<int>(of.tensors(layer).size());
         const auto bytes_of = [&](int role, int format, int n) {
-            return of.page_bytes(static_cast<tensor>(role), layer, format, n);
+            const auto tensor_of = static_cast<tensor>(role);
+            return plane_bytes{of.page_bytes(tensor_of, layer, format, n),
+                               of.lower_bytes(tensor_of, layer, format, n)};
         };
         std::size_t commits = 0;
         bool temporary[2] = {};
@@ -100,7 +102,7 @@ public:
             for (int role = 0; role < tensors; ++role) {
                 if (leaves) {
                     if (!is_new || when == chunk_pages::at_once) continue;
-                    const std::size_t bytes = bytes_of(role, 0, g.window_tokens(room, room));
+                    const plane_bytes bytes = bytes_of(role, 0, g.window_tokens(room, room));
                     take(bytes);
                     give_back(bytes);
                     continue;
@@ -108,14 +110,14 @@ public:
                 const int target = due && !sinks ? table.targets[role] : 0;
                 if (target != 0) take(bytes_of(role, target, room));
                 if (due && held && held->pages[role]->tokens != room) {
-                    const std::size_t shorter = bytes_of(role, 0, room);
+                    const plane_bytes shorter = bytes_of(role, 0, room);
                     take(shorter);
                     if (target != 0 && !kept) give_back(shorter);
                 }
                 if (!is_new) continue;
                 const bool passes = target != 0 && !kept;
                 if (passes && when == chunk_pages::at_once && std::exchange(temporary[role], true)) continue;
-                const std::size_t bytes =
+                const plane_bytes bytes =
                     bytes_of(role, 0, g.window_tokens(smaller(room, after - first), room));
                 take(bytes);
                 if (passes) give_back(bytes);

@@ -2,6 +2,7 @@
 //
 //   window    -> quantized  quantize() of the target format on the 16/32-bit values
 //   quantized -> window     x^ rounded once to the window format
+//   two planes -> upper     the upper plane as it is (format/planes.hpp)
 //   quantized -> quantized  requantize() of the target scheme on x^ in float, or quantize() for a scheme
 //                           without requantize(); transforms are undone and applied on the way
 //
@@ -32,16 +33,19 @@ inline std::uint32_t convert_block(const format_table& table, const cache_shape&
     const block_shape block{table.role(), from.tokens, shape.dim(table.role())};
     const format &source_format = table[from.format], &target_format = table[to.format];
     const format_functions &read = source_format.functions(), &write = target_format.functions();
-    const std::size_t from_bytes = source_format.block_bytes(block),
-                      to_bytes = target_format.block_bytes(block);
     const default_arithmetic arithmetic;
-    const block_id id{layer, h};
-    const std::byte* const source = from.data() + from_bytes * static_cast<std::size_t>(h);
-    std::byte* const target = to.data() + to_bytes * static_cast<std::size_t>(h);
+    block_id from_id{layer, h}, id{layer, h};
+    const std::byte* const source = source_format.block_at(block, from.data(), from.lower, h, from_id);
+    std::byte* const target = target_format.block_at(block, to.data(), to.lower, h, id);
     if (from.format == 0)
         return write.quantize(target_format.scheme(), block, id, table.window_type(), source, target,
                               scratch);
-    read.dequantize(source_format.scheme(), block, id, source, float_type::fp32, scratch, block.dim, scratch);
+    if (table.drops_lower(from.format, to.format)) {
+        std::memcpy(target, source, target_format.block_bytes(block));
+        return 0;
+    }
+    read.dequantize(source_format.scheme(), block, from_id, source, float_type::fp32, scratch, block.dim,
+                    scratch);
     if (to.format == 0)
         return write.write_tokens(block, target, float_type::fp32, scratch, block.dim, block.tokens, 0);
     float token_scales[most_quantized];
@@ -66,7 +70,8 @@ inline void convert_page(const format_table& table, const cache_shape& shape, in
 template <class Cache>
 page_ref converted_page(Cache& of, tensor role, int layer, const page& from, int target,
                         std::vector<float>& numbers) {
-    page_ref to = of.pool().allocate(of.page_bytes(role, layer, target, from.tokens), target, from.tokens);
+    page_ref to = of.pool().allocate(of.page_bytes(role, layer, target, from.tokens), target, from.tokens,
+                                     of.lower_bytes(role, layer, target, from.tokens));
     numbers.resize(static_cast<std::size_t>(from.tokens) *
                    static_cast<std::size_t>(of.shape(layer).dim(role)));
     convert_page(of.table(role), of.shape(layer), layer, from, *to, numbers.data());

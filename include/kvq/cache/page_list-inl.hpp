@@ -63,6 +63,9 @@ KVQ_FUNC page_ref page_list::header(tensor role, const borrowed_pages& p, std::s
     made.tokens = capacity;
     made.bytes = cache_.page_bytes(role, layer_, format, capacity);
     made.memory = const_cast<std::byte*>(data);
+    // In memory of the caller the planes lie one after the other.
+    made.lower_bytes = cache_.lower_bytes(role, layer_, format, capacity);
+    if (made.lower_bytes > 0) made.lower = made.memory + made.upper_bytes();
     return page_ref(&made);
 }
 

@@ -28,8 +28,7 @@ KVQ_FUNC void page_stock::end_layer(std::size_t table, std::size_t commits, int 
 KVQ_FUNC std::size_t page_stock::bytes_to_fill(std::size_t multiple) const noexcept {
     std::size_t bytes = 0;
     for (const shelf& s : shelves_)
-        bytes += static_cast<std::size_t>(s.stay + s.most_back) *
-                 round_up(page_pool::allocation(s.bytes), multiple);
+        bytes += static_cast<std::size_t>(s.stay + s.most_back) * s.bytes.rounded(multiple);
     return bytes;
 }
 
@@ -44,10 +43,10 @@ KVQ_FUNC void page_stock::fill(page_pool& pool) {
     }
     pages_.reserve(static_cast<std::size_t>(n));
     for (const shelf& s : shelves_)
-        for (int i = 0; i < s.room; ++i) pages_.push_back(pool.allocate(s.bytes, 0, 0));
+        for (int i = 0; i < s.room; ++i) pages_.push_back(pool.allocate(s.bytes.all, 0, 0, s.bytes.lower));
 }
 
-KVQ_FUNC page_ref page_stock::take(std::size_t bytes, int format, int tokens) noexcept {
+KVQ_FUNC page_ref page_stock::take(const plane_bytes& bytes, int format, int tokens) noexcept {
     for (shelf& s : shelves_) {
         if (s.bytes != bytes || s.held == 0) continue;
         page_ref p = std::move(pages_[s.place(--s.held)]);
@@ -62,7 +61,7 @@ KVQ_FUNC page_ref page_stock::take(std::size_t bytes, int format, int tokens) no
 KVQ_FUNC void page_stock::give_back(page_ref p) noexcept {
     if (!p || p.shared()) return;
     for (shelf& s : shelves_) {
-        if (s.bytes != p->bytes || s.held == s.room) continue;
+        if (s.bytes != plane_bytes{p->bytes, p->lower_bytes} || s.held == s.room) continue;
         pages_[s.place(s.held++)] = std::move(p);
         return;
     }
@@ -98,7 +97,7 @@ KVQ_FUNC void page_stock::swap(page_stock& other) noexcept {
 KVQ_FUNC std::size_t page_stock::page_bytes() const noexcept {
     std::size_t bytes = 0;
     for (const shelf& s : shelves_)
-        bytes += static_cast<std::size_t>(s.held) * page_pool::allocation(s.bytes);
+        bytes += static_cast<std::size_t>(s.held) * page_pool::allocation(s.bytes.all);
     return bytes;
 }
 
@@ -114,7 +113,7 @@ KVQ_FUNC std::size_t page_stock::shelf::place(int i) const noexcept {
     return static_cast<std::size_t>(first) + static_cast<std::size_t>(i);
 }
 
-KVQ_FUNC page_stock::shelf& page_stock::shelf_of(std::size_t bytes) {
+KVQ_FUNC page_stock::shelf& page_stock::shelf_of(const plane_bytes& bytes) {
     for (shelf& s : shelves_)
         if (s.bytes == bytes) return s;
     shelves_.push_back({bytes});

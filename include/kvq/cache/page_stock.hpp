@@ -16,6 +16,16 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
+/// Bytes of the data of a page, and those of them in a lower plane.
+struct plane_bytes {
+    std::size_t all, lower;
+
+    std::size_t rounded(std::size_t multiple) const noexcept {
+        return round_up(page_pool::allocation(all - lower), multiple) + round_up(lower, multiple);
+    }
+    friend bool operator==(const plane_bytes&, const plane_bytes&) = default;
+};
+
 class page_stock {
 public:
     resource_vector<page_ref> shorter,
@@ -25,8 +35,8 @@ public:
 
     /// What one step needs, layer by layer: takes(bytes) and gives_back(bytes) of pages' data, then
     /// end_layer(). Then fill().
-    void takes(std::size_t bytes) { ++shelf_of(bytes).taken; }
-    void gives_back(std::size_t bytes) { ++shelf_of(bytes).back; }
+    void takes(const plane_bytes& bytes) { ++shelf_of(bytes).taken; }
+    void gives_back(const plane_bytes& bytes) { ++shelf_of(bytes).back; }
     /// table: spans that the layer must have room for, if it has not; commits: spans that it commits; alike:
     /// number of such layers; shared: others share its chunk, so that what it gives back comes too late for
     /// them.
@@ -37,7 +47,7 @@ public:
     void fill(page_pool& pool);
 
     /// A page of the stock; null if it has none of this size.
-    page_ref take(std::size_t bytes, int format, int tokens) noexcept;
+    page_ref take(const plane_bytes& bytes, int format, int tokens) noexcept;
     /// Takes a page that is not needed any more: to its shelf, if there is room, else to the pool.
     void give_back(page_ref p) noexcept;
     /// Gives `spans` room for n spans.
@@ -55,14 +65,14 @@ public:
 
 private:
     struct shelf {
-        std::size_t bytes;                  // of data
+        plane_bytes bytes;
         int taken = 0, back = 0;            // by the layer that is counted
         int stay = 0, most_back = 0;        // of all layers
         int first = 0, held = 0, room = 0;  // places in pages_
 
         std::size_t place(int i) const noexcept;
     };
-    shelf& shelf_of(std::size_t bytes);
+    shelf& shelf_of(const plane_bytes& bytes);
 
     resource_vector<shelf> shelves_;
     resource_vector<page_ref> pages_;

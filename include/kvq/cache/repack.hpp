@@ -53,7 +53,7 @@ private:
         const format_table& table = cache_.table(tensor_of);
         const int dim = cache_.shape(layer_).dim(tensor_of);
         page_ref p = new_page(cache_, layer_, role, format, rows);
-        std::memset(p->data(), 0, p->bytes);
+        std::memset(p->data(), 0, p->upper_bytes());
         std::uint32_t counted = 0, found = 0;  // not finite: in the pages, among the values
         for (int i = g.first; i < g.last; ++i)
             if (i == g.first || table_[i].pages[role].get() != table_[i - 1].pages[role].get())
@@ -67,10 +67,10 @@ private:
         const rotation* const rotate = role == 0 ? cache_.rotations().at(layer_) : nullptr;
         const format_functions& write = table[format].functions();
         const block_shape block{tensor_of, rows, dim};
-        const std::size_t bytes = table[format].block_bytes(block);
         const default_arithmetic arithmetic;
         for (int h = 0; h < cache_.shape(layer_).kv_heads; ++h) {
-            const block_id id{layer_, h};
+            block_id id{layer_, h};
+            std::byte* const to_block = table[format].block_at(block, p->data(), p->lower, h, id);
             bool scales_known = true;
             int at = 0;
             for (int i = g.first; i < g.last; ++i) {
@@ -78,9 +78,10 @@ private:
                 const page& from = *s.pages[role];
                 const kvq::format& source = table[from.format];
                 const block_shape from_block{tensor_of, from.tokens, dim};
+                block_id from_id{layer_, h};
                 const std::byte* const data =
-                    from.data() + source.block_bytes(from_block) * static_cast<std::size_t>(h);
-                source.functions().dequantize(source.scheme(), from_block, id, data, float_type::fp32,
+                    source.block_at(from_block, from.data(), from.lower, h, from_id);
+                source.functions().dequantize(source.scheme(), from_block, from_id, data, float_type::fp32,
                                               whole.data(), dim, whole.data());
                 float* const to = values.data() + static_cast<std::size_t>(at) * width;
                 std::copy_n(whole.data() + static_cast<std::size_t>(s.skip) * width,
@@ -95,12 +96,12 @@ private:
                 }
                 at += s.tokens;
             }
-            std::byte* const to = p->data() + bytes * static_cast<std::size_t>(h);
             if (format == 0)
-                found += write.write_tokens(block, to, float_type::fp32, values.data(), dim, g.tokens, 0);
+                found +=
+                    write.write_tokens(block, to_block, float_type::fp32, values.data(), dim, g.tokens, 0);
             else
                 found += write.requantize_values(table[format].scheme(), block, id, values.data(),
-                                                 scales_known ? scales.data() : nullptr, to);
+                                                 scales_known ? scales.data() : nullptr, to_block);
         }
         // As in convert_page: those of 16-bit pages are found again, codes hold none.
         p->not_finite = larger(counted, found);

@@ -85,6 +85,7 @@ public:
                 ++report_.pages_left;
                 return;
             }
+            if (drop_lower(role, format, change)) return;
             batch.push_back({layer, role, format, spans_.size(), change.spans.size()});
             spans_.insert(spans_.end(), change.spans.begin(), change.spans.end());
             if (batch.size() == workers) convert(batch, ex);
@@ -164,12 +165,29 @@ private:
         }
     }
 
+    /// A page of two planes that becomes its upper one, and that nothing else holds, loses the lower one
+    /// where it lies: no byte of it is read or written.
+    bool drop_lower(tensor role, int format, const page_change& change) {
+        page& p = *change.held;
+        if (!p.lower || change.held.references() > change.spans.size() ||
+            !cache_->table(role).drops_lower(p.format, format))
+            return false;
+        report_.bytes_freed += p.lower_bytes;
+        report_.bytes_after -= p.lower_bytes;
+        ++report_.pages;
+        if (!dry_) cache_->pool().drop_lower(p, format);
+        return true;
+    }
+
     void convert(resource_vector<job>& batch, const executor_view* ex) {
         std::size_t added = 0;
         for (job& j : batch) {
             const page& held = *old_page(j);
             const std::size_t bytes = data_bytes(j.role, j.layer, j.format, held);
-            if (!dry_) j.fresh = cache_->pool().allocate(bytes, j.format, held.tokens);
+            if (!dry_)
+                j.fresh =
+                    cache_->pool().allocate(bytes, j.format, held.tokens,
+                                            cache_->lower_bytes(j.role, j.layer, j.format, held.tokens));
             added += page_pool::allocation(bytes);
         }
         report_.bytes_after += added;

@@ -291,14 +291,14 @@ KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const outp
         const page& p = role == tensor::key ? *entry.keys : *entry.values;
         const block_shape block{role, p.tokens, dim};
         const format& f = cache_->table(role)[p.format];
-        const std::size_t bytes = f.block_bytes(block);
         const bool moved = rotate && entry.shift != 0, all_of_it = !moved && to - from == p.tokens;
         const float_type type = moved ? float_type::fp32 : out.type;
         const std::size_t row = static_cast<std::size_t>(dim) * size_of(type);
         if (!all_of_it) some.resize(longest * row);
         for (int h = 0; h < shape(layer).kv_heads; ++h) {
-            f.functions().dequantize(f.scheme(), block, block_id{layer, h},
-                                     p.data() + bytes * static_cast<std::size_t>(h), type,
+            block_id id{layer, h};
+            const std::byte* const of_head = f.block_at(block, p.data(), p.lower, h, id);
+            f.functions().dequantize(f.scheme(), block, id, of_head, type,
                                      all_of_it ? out.at(from - first, h) : some.data(),
                                      all_of_it ? out.token_stride() : dim, scratch.data());
             if (all_of_it) continue;

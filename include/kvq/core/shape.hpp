@@ -51,6 +51,10 @@ struct block_shape {
 struct block_id {
     int layer = 0;
     int head = 0;
+    /// Where the lower plane of the block lies, of formats that have one (format/planes.hpp); null: the upper
+    /// plane alone is read.
+    std::byte* lower = nullptr;
+    std::ptrdiff_t lower_ahead = 0;  ///< from there to the one that is read next, for prefetching
 };
 
 }}  // namespace kvq

@@ -33,6 +33,7 @@
 #include "float_rows.hpp"
 #include "kernel_table.hpp"
 #include "product/code_product.hpp"
+#include "product/plane_codes.hpp"
 #include "product/turned_product.hpp"
 #include "rows/row_product.hpp"
 #include "window/tile_value_product.hpp"
@@ -78,6 +79,42 @@ public:
 
 private:
     code_plan<Bits> plan_;
+    parameter_source source_;
+    std::size_t block_bytes_;
+};
+
+/// Codes of 4 bits and their lower planes.
+template <class Backend>
+class plane_block_product {
+public:
+    using lanes = typename Backend::lanes;
+
+    plane_block_product(const product_blocks& of, const block_shape& shape, int n)
+        : plan_(of_both(of.meaning), {{shape.rows(), of.row_group}, {shape.cols(), of.col_group}}, n,
+                query_bytes_in_tiles<lanes, Backend>(n)),
+          source_(of.source),
+          block_bytes_(of.bytes) {}
+
+    std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
+
+    void begin(const block_shape&, block_id id, const std::byte* block, const float* x,
+               std::ptrdiff_t x_stride, std::byte* workspace) const {
+        if (plan_.folds_in_tiles()) return;
+        fold<lanes, Backend>(plan_.meaning, plan_.fold, source_.of(id, block), x, x_stride,
+                             workspace + plan_.parameter_bytes);
+    }
+    void finish(const block_shape&, block_id id, const std::byte* block, const float* x,
+                std::ptrdiff_t x_stride, int, int, float* y, std::ptrdiff_t y_stride, bool add,
+                std::ptrdiff_t ahead, std::byte* workspace) const {
+        prefetch_bytes(block + ahead, plan_.parameters, block_bytes_);
+        const parameter_source source = source_.of(id, block);
+        code_product<lanes, Backend, two_planes>(plan_, source, workspace,
+                                                 plan_.folds_in_tiles() ? unfolded{x, x_stride} : unfolded{})
+            .run(y, y_stride, add, ahead);
+    }
+
+private:
+    code_plan<two_planes> plan_;
     parameter_source source_;
     std::size_t block_bytes_;
 };
@@ -321,6 +358,13 @@ constexpr const product_functions* key_values_of(const window_block_product<Back
         return nullptr;
 }
 
+/// The product of codes with their lower planes, or null.
+constexpr const product_functions* planes_of(const void*) { return nullptr; }
+template <class Backend>
+constexpr const product_functions* planes_of(const code_block_product<Backend, 4, false>*) {
+    return &product_table<plane_block_product<Backend>>::functions;
+}
+
 /// The functions of a plan, of all schemes whose blocks are read in one way.
 template <class Product>
 struct product_table {
@@ -360,9 +404,13 @@ struct product_table {
             return {};
     }
 
-    static constexpr product_functions functions{
-        sizeof(Product), &make_plan, &begin, &finish, key_values_of(static_cast<const Product*>(nullptr)),
-        of_places()};
+    static constexpr product_functions functions{sizeof(Product),
+                                                 &make_plan,
+                                                 &begin,
+                                                 &finish,
+                                                 key_values_of(static_cast<const Product*>(nullptr)),
+                                                 planes_of(static_cast<const Product*>(nullptr)),
+                                                 of_places()};
 };
 
 /// Does one call of `begin` serve every block?

@@ -47,6 +47,8 @@ struct product_functions {
     /// Of blocks of keys with the values of a latent layer, on the same codes: shapes are those of the
     /// values, the blocks those of the keys. Null: there is none.
     const product_functions* of_key_values;
+    /// Of codes with a lower plane, which is at block_id::lower. Null: there is none.
+    const product_functions* of_planes;
     row_place_functions of_places;
 };
 

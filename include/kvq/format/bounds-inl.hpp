@@ -163,6 +163,7 @@ private:
 
 KVQ_FUNC format with_bounds(const format& f) {
     detail::expect(static_cast<bool>(f), "with_bounds takes a format, not an empty one");
+    detail::expect(!f.functions().upper, f.name(), " cannot get bounds: it has two planes");
     if (!f.supports(tensor::key) || f.functions().estimate_scores) return f;
     return format(new detail::bounded_record(f));
 }

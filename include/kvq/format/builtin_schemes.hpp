@@ -122,6 +122,7 @@ void add_builtin_part(builtin_list& list) {
     if constexpr (Part == 9) {
         add_builtin_preset<Backend, std4, Wanted>(list);
         add_builtin_preset<Backend, std4_h, Wanted>(list);
+        add_builtin_preset<Backend, nested4, Wanted>(list);
         add_builtin_preset<Backend, std5, Wanted>(list);
         add_builtin_preset<Backend, hi6, Wanted>(list);
         add_builtin_preset<Backend, ref8, Wanted>(list);

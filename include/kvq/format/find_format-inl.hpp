@@ -15,6 +15,7 @@
 #include "find_format.hpp"
 #include "format_names.hpp"
 #include "latent.hpp"
+#include "planes.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -88,6 +89,7 @@ format with_ending(std::string_view name, tensor role, const Make& make) {
         const format f = make(inner);
         return role == tensor::key ? with_bounds(f) : f;
     }
+    if (name == "nested8") return with_lower_plane(make("nested4"));
     const auto [inner, channels] = fp16_channels_of(name);
     if (inner.empty()) return {};
     const format f = make(inner);

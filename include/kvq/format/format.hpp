@@ -89,6 +89,23 @@ struct format_description {
     KVQ_NO_COPY bool all() const noexcept { return quantize && dequantize && attend && transform; }
 };
 
+/// Functions of a format whose codes of 4 bits may have a lower plane, which is at block_id::lower
+/// (format/planes.hpp). Values are those that the codes stand for, behind the transform of the format.
+struct plane_functions {
+    std::size_t plan_bytes;
+    std::size_t (*make_plan)(const void* scheme, const block_shape&, block_id, int rows, void* plan);
+    void (*begin)(const void* plan, const block_shape&, block_id, const std::byte* block, const float* x,
+                  std::ptrdiff_t x_stride, std::byte* workspace);
+    void (*finish)(const void* plan, const block_shape&, block_id, const std::byte* block, const float* x,
+                   std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                   std::ptrdiff_t ahead, std::byte* workspace);
+    /// Writes the lower plane of values [tokens][dim], which the block has quantized.
+    void (*write)(const void* scheme, const block_shape&, block_id, const std::byte* block,
+                  const float* values);
+    /// x^ of both planes.
+    void (*read)(const void* scheme, const block_shape&, block_id, const std::byte* block, float* values);
+};
+
 /// The functions of one scheme on one backend. `scheme` is the state of the format. Shapes, ids and blocks:
 /// schemes/concepts.hpp.
 struct format_functions {
@@ -177,6 +194,13 @@ struct format_functions {
                             int count);
     void (*restore_output)(const void* scheme, const block_shape&, block_id, float* y, std::ptrdiff_t stride,
                            int count);
+
+    /// Null: the codes cannot have a lower plane.
+    const plane_functions* planes;
+    /// Of formats with two planes (format/planes.hpp), else null. Bytes of the lower plane of a block, which
+    /// are part of block_bytes; the format of the upper plane alone.
+    std::size_t (*lower_bytes)(const void* scheme, const block_shape&);
+    const format& (*upper)(const void* scheme);
 };
 
 /// A format's functions and state, shared by its copies.
@@ -237,6 +261,22 @@ public:
     /// Bytes of one head's block, a multiple of 16.
     KVQ_NO_COPY std::size_t block_bytes(const block_shape& shape) const {
         return record_->functions->block_bytes(record_->scheme, shape);
+    }
+    /// Those of them that the lower plane takes, which lies apart; 0: there is none.
+    KVQ_NO_COPY std::size_t lower_bytes(const block_shape& shape) const {
+        const auto bytes = record_->functions->lower_bytes;
+        return bytes ? bytes(record_->scheme, shape) : 0;
+    }
+    /// Block h of the data of a page. id: learns where its lower plane is; lower: of the page, or null.
+    KVQ_NO_COPY std::byte* block_at(const block_shape& shape, std::byte* data, std::byte* lower, int h,
+                                    block_id& id) const {
+        const std::size_t apart = lower_bytes(shape), at = static_cast<std::size_t>(h);
+        id.lower = lower ? lower + apart * at : nullptr;
+        return data + (block_bytes(shape) - apart) * at;
+    }
+    KVQ_NO_COPY const std::byte* block_at(const block_shape& shape, const std::byte* data, std::byte* lower,
+                                          int h, block_id& id) const {
+        return block_at(shape, const_cast<std::byte*>(data), lower, h, id);
     }
     /// Bits per value, parameters included, of a block with at least one token and channel.
     KVQ_NO_COPY double bits(const block_shape& shape) const {

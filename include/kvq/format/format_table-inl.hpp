@@ -18,6 +18,15 @@ KVQ_FUNC int format_table::index_of(int i) const {
     return f.holds_values() && f.functions().value_type == window_type() ? 0 : i + 1;
 }
 
+KVQ_FUNC bool format_table::drops_lower(int from, int to) const noexcept {
+    const format& f = (*this)[from];
+    if (!f.functions().upper) return false;
+    const format& upper = f.functions().upper(f.scheme());
+    const format_record &a = upper.record(), &b = (*this)[to].record();
+    return std::string_view(a.name) == b.name && a.has_fingerprint == b.has_fingerprint &&
+           a.fingerprint == b.fingerprint && (a.has_fingerprint || !(a.has_state || b.has_state));
+}
+
 KVQ_FUNC std::size_t format_table::block_bytes(int index, const block_shape& shape) const {
     return (*this)[index].block_bytes(shape);
 }

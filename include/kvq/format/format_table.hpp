@@ -29,6 +29,8 @@ public:
     /// Index of the format of pages that are quantized to listed format `i`.
     int index_of(int i) const;
     std::size_t block_bytes(int index, const block_shape& shape) const;
+    /// Has format `from` two planes, of which the upper one alone is a page of format `to`?
+    bool drops_lower(int from, int to) const noexcept;
     /// Number of the first listed format that is the same as f, or listed().
     int find(const format& f) const noexcept;
     void add(format f) { formats_.push_back(std::move(f)); }

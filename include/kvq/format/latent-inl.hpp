@@ -450,6 +450,8 @@ KVQ_FUNC format with_fp16_channels(const format& f, int channels) {
     detail::expect(static_cast<bool>(f), "with_fp16_channels takes a format, not an empty one");
     detail::expect(channels >= 0, "a key has at least 0 channels in fp16, not ", channels);
     if (channels == 0 || !f.supports(tensor::key)) return f;
+    detail::expect(!f.functions().upper, format_text(f), " cannot get ", channels,
+                   " channels in fp16: it has two planes");
     detail::expect(
         detail::name_before_bounds(f.name()).empty() && detail::fp16_channels_of(f.name()).channels == 0,
         format_text(f), " cannot get ", channels,

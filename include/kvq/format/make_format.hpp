@@ -162,6 +162,33 @@ struct scheme_table {
         return product().of_key_values->make_plan(kernels::product_blocks_of<Backend>(of(scheme), keys, id),
                                                   {tensor::value, keys.tokens, channels}, rows, plan);
     }
+    static std::size_t plan_planes(const void* scheme, const block_shape& shape, block_id id, int rows,
+                                   void* plan) {
+        return product().of_planes->make_plan(kernels::product_blocks_of<Backend>(of(scheme), shape, id),
+                                              shape, rows, plan);
+    }
+    static void write_lower(const void* scheme, const block_shape& shape, block_id id, const std::byte* block,
+                            const float* values) {
+        const product_blocks blocks = kernels::product_blocks_of<Backend>(of(scheme), shape, id);
+        kernels::plane_codes(blocks, shape, id, block).write(values);
+    }
+    static void read_planes(const void* scheme, const block_shape& shape, block_id id, const std::byte* block,
+                            float* values) {
+        const product_blocks blocks = kernels::product_blocks_of<Backend>(of(scheme), shape, id);
+        kernels::plane_codes(blocks, shape, id, block).read(values);
+    }
+    static const plane_functions* planes(const product_functions& from) {
+        if constexpr (foldable<Scheme> && composed_by_library<Scheme>) {
+            if constexpr (Scheme::code_bits == 4) {
+                if (!from.of_planes) return nullptr;
+                static const plane_functions all{
+                    from.of_planes->plan_bytes, &plan_planes, from.of_planes->begin,
+                    from.of_planes->finish,     &write_lower, &read_planes};
+                return &all;
+            }
+        }
+        return nullptr;
+    }
     static void estimate_scores(const void* scheme, const block_shape& shape, block_id id,
                                 const std::byte* block, const float* x, std::ptrdiff_t x_stride, int rows,
                                 int first, int end, float spread, float* out, std::ptrdiff_t ahead,
@@ -213,8 +240,8 @@ struct scheme_table {
             return Backend::template product<Scheme>();
     }
     /// reads: attention reads the blocks, and does not dequantize them first.
-    static constexpr format_functions functions_with(const backend_functions* backend,
-                                                     const product_functions& from, bool reads) {
+    static format_functions functions_with(const backend_functions* backend, const product_functions& from,
+                                           bool reads) {
         const bool transforms = transforming<Scheme> && reads,
                    estimates = kernels::bounds_keys<Scheme> && reads;
         const product_functions* const values = supports<Scheme>(tensor::key) ? from.of_key_values : nullptr;
@@ -252,7 +279,10 @@ struct scheme_table {
                 estimates ? &estimate_floats : nullptr,
                 &describe,
                 transforms ? &transform_query : nullptr,
-                transforms ? &restore_output : nullptr};
+                transforms ? &restore_output : nullptr,
+                reads ? planes(from) : nullptr,
+                nullptr,
+                nullptr};
     }
     static const format_functions& functions() {
         if constexpr (Backend::has_all_kernels) {

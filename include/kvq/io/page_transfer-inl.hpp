@@ -33,6 +33,13 @@ KVQ_FUNC std::pair<std::uint32_t, bool> sent_pages::number_of(const page& p) {
     return {found->second, is_new};
 }
 
+/// The planes of a page, copied to one place.
+inline std::span<const std::byte> in_a_row(const page& p, std::vector<std::byte>& copy) {
+    copy.clear();
+    p.for_each_plane([&](const std::byte* data, std::size_t n) { copy.insert(copy.end(), data, data + n); });
+    return copy;
+}
+
 KVQ_FUNC void send_pages(const sequence& s, int layer, const sink_view& write, sent_pages& sent) {
     const cache& of = sequence_access::cache(s);
     const cache_shape& shape = of.shape(layer);
@@ -41,6 +48,7 @@ KVQ_FUNC void send_pages(const sequence& s, int layer, const sink_view& write, s
     page_pool scratch(of.pool().memory());
     for (const tensor role : of.tensors(layer)) {
         const written_pages pages(of.window(), table, role, shape, scratch, sent.extents());
+        std::vector<std::byte> planes;
         const auto send = [&](page_kind kind, int entry, int i) {
             const written_pages::entry& e = pages.all()[static_cast<std::size_t>(entry)];
             const auto [number, is_new] = sent.number_of(*e.held);
@@ -68,6 +76,8 @@ KVQ_FUNC void send_pages(const sequence& s, int layer, const sink_view& write, s
             m.number = number;
             m.is_elsewhere = !is_new;
             if (is_new) m.data = {e.page->data(), e.page->bytes};
+            // One message is one run of bytes: the upper plane first.
+            if (is_new && e.page->lower) m.data = in_a_row(*e.page, planes);
             quantize_page(write, m);
         };
         for (int i = 0; i < table.size(); ++i) {
@@ -324,8 +334,10 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
     }
     page_ref p;
     if (!m.is_elsewhere) {
-        p = cache_.pool().allocate(bytes, format, m.tokens);
-        std::memcpy(p->data(), m.data.data(), bytes);
+        p = cache_.pool().allocate(bytes, format, m.tokens,
+                                   cache_.lower_bytes(tensor_of, m.layer, format, m.tokens));
+        std::memcpy(p->data(), m.data.data(), p->upper_bytes());
+        if (p->lower) std::memcpy(p->lower, m.data.data() + p->upper_bytes(), p->lower_bytes);
         p->not_finite = m.not_finite;
     }
     received& r = known != list.end() ? known->second : list.insert({m.first_token, fresh}).first->second;

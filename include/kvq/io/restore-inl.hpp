@@ -166,7 +166,8 @@ private:
 
     void read_page(tensor role, int layer, const saved_page& row, page& p) {
         source_.restart();
-        source_.read(p.data(), p.bytes, "a page");
+        source_.read(p.data(), p.upper_bytes(), "a page");
+        if (p.lower) source_.read(p.lower, p.lower_bytes, "a page");
         expect(source_.checksum() == row.checksum, "the saved sequence is damaged: the page of span ",
                row.span, " of ", layer_text(static_cast<std::size_t>(layer), role), " has checksum ",
                source_.checksum(), ", not ", row.checksum);
@@ -176,7 +177,9 @@ private:
         const auto tokens = static_cast<int>(row.tokens);
         const std::size_t bytes = block_bytes(role, layer, row.format, tokens) *
                                   static_cast<std::size_t>(cache_.shape(layer).kv_heads);
-        page_ref p = pool.allocate(bytes, mapped(role, row.format), tokens);
+        const int format = mapped(role, row.format);
+        page_ref p = pool.allocate(bytes, format, tokens,
+                                   format < 0 ? 0 : cache_.lower_bytes(role, layer, format, tokens));
         read_page(role, layer, row, *p);
         return p;
     }
@@ -282,8 +285,9 @@ private:
                 continue;
             }
             const kvq::format& f = cache_.table(role)[index];
-            f.functions().dequantize(f.scheme(), shape, block_id{layer, h}, block, float_type::fp32, to,
-                                     shape.dim, to);
+            block_id id{layer, h};
+            const std::byte* const of_head = f.block_at(shape, p.data(), p.lower, h, id);
+            f.functions().dequantize(f.scheme(), shape, id, of_head, float_type::fp32, to, shape.dim, to);
         }
         const detail::rotation* const rotate = role == tensor::key ? cache_.rotations().at(layer) : nullptr;
         if (rotate && span.shift != 0) (*rotate)(values.data(), p.tokens * heads, shape.dim, span.shift);

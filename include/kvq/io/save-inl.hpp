@@ -38,7 +38,9 @@ public:
         const std::size_t index = header_.tensors.size() - 2;
         for_each_page([&](const saved_page& row, const page& p) {
             index_.push_back(row);
-            index_.back().checksum = crc32c::of(p.data(), p.bytes);
+            crc32c checksum;
+            p.for_each_plane([&](const void* data, std::size_t bytes) { checksum.add(data, bytes); });
+            index_.back().checksum = checksum.value();
             add_page(row, p);
         });
         header_.tensors[index].shape[0] = index_.size();
@@ -74,7 +76,9 @@ public:
         if (!index_.empty()) sealed(index_.data(), index_.size() * sizeof(saved_page));
         const std::uint32_t checksum = seal.value();
         sink(&checksum, sizeof(checksum));
-        for_each_page([&](const saved_page&, const page& p) { sink(p.data(), p.bytes); });
+        for_each_page([&](const saved_page&, const page& p) {
+            p.for_each_plane([&](const void* data, std::size_t bytes) { sink(data, bytes); });
+        });
         if (cache_.state_layout()) write_recurrent_state_to(sink, sequence_.state());
     }
 

@@ -60,6 +60,19 @@ private:
     }
 };
 
+/// Codes of 8 bits in two planes of 4 that lie apart: the upper one as codes of 4 bits lie, the lower one
+/// likewise in memory of its own (format/planes.hpp). Plane 0 is the upper one.
+inline constexpr int two_planes = 44;
+template <>
+struct code_planes<two_planes> {
+    static constexpr int count = 2, quads_per_step = 2;
+    KVQ_HD static constexpr int width(int) noexcept { return 4; }
+    KVQ_HD static constexpr int shift(int plane) noexcept { return plane == 0 ? 4 : 0; }
+    KVQ_HD static constexpr int quads_per_word(int) noexcept { return 2; }
+    KVQ_HD static constexpr int first_vector(int, int) noexcept { return 0; }
+    KVQ_HD static constexpr int vectors(int quads) noexcept { return detail::ceil_div(quads, 2); }
+};
+
 namespace detail {
 
 /// Words that a row of codes takes for `quads` quads of `width` bits.

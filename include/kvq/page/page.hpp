@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory_resource>
 
@@ -45,14 +46,30 @@ struct alignas(64) page {
     std::uint32_t not_finite = 0;
     std::int32_t format = 0;  ///< index in the cache's list of formats; 0 is the 16-bit window
     std::int32_t tokens = 0;  ///< capacity
-    std::size_t bytes = 0;    ///< bytes of data
+    std::size_t bytes = 0;    ///< bytes of data, of both planes
     page_owner* owner = nullptr;
     /// Behind the header; of a page in a page_list (cache/page_list.hpp) in memory of the caller.
     std::byte* memory = reinterpret_cast<std::byte*>(this + 1);
     std::int32_t number = 0;  ///< of a page in the memory of a device (cuda/host/free_pages.hpp): which one
+    /// The lower planes of all heads, in memory of their own; null: the format has none (format/planes.hpp).
+    std::byte* lower = nullptr;
+    std::size_t lower_bytes = 0;
 
     std::byte* data() noexcept { return memory; }
     const std::byte* data() const noexcept { return memory; }
+    std::size_t upper_bytes() const noexcept { return bytes - lower_bytes; }
+    /// Calls f(bytes at, count) for the data in its order: the upper plane, then the lower one.
+    template <class F>
+    void for_each_plane(F&& f) const {
+        f(static_cast<const std::byte*>(memory), upper_bytes());
+        if (lower) f(static_cast<const std::byte*>(lower), lower_bytes);
+    }
+    /// Have both pages the same data?
+    friend bool same_data(const page& a, const page& b) noexcept {
+        return a.bytes == b.bytes && a.lower_bytes == b.lower_bytes &&
+               std::memcmp(a.memory, b.memory, a.upper_bytes()) == 0 &&
+               (a.lower_bytes == 0 || std::memcmp(a.lower, b.lower, a.lower_bytes) == 0);
+    }
     /// data() of a page of a pool. The header is not read: a walk over pages need not wait for it.
     const std::byte* data_behind_header() const noexcept {
         return reinterpret_cast<const std::byte*>(this + 1);
@@ -100,9 +117,12 @@ public:
     /// Bytes of a page with `bytes` of data, header included.
     static constexpr std::size_t allocation(std::size_t bytes) noexcept { return sizeof(page) + bytes; }
 
-    /// A page with uninitialised data. Raises out_of_memory when the budget would be exceeded, std::bad_alloc
-    /// when the memory resource fails; the pool is then unchanged.
-    page_ref allocate(std::size_t bytes, int format, int tokens);
+    /// A page with uninitialised data, of which `lower_bytes` are a lower plane. Raises out_of_memory when
+    /// the budget would be exceeded, std::bad_alloc when the memory resource fails; the pool is then
+    /// unchanged.
+    page_ref allocate(std::size_t bytes, int format, int tokens, std::size_t lower_bytes = 0);
+    /// Frees the lower plane of a page of this pool, whose format becomes that of the upper plane.
+    void drop_lower(page& p, int format) noexcept;
 
     /// Bytes of all pages, headers included.
     std::size_t bytes_in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
@@ -114,7 +134,8 @@ public:
     std::pmr::memory_resource* memory() const noexcept { return memory_; }
 
 private:
-    page_ref page_in(void* memory, std::size_t bytes, int format, int tokens) noexcept;
+    void* take(std::size_t bytes, std::size_t total, std::size_t used);
+    void put_back(void* memory, std::size_t bytes) noexcept;
     void free(page* p) noexcept override;
 
     std::pmr::memory_resource* memory_;

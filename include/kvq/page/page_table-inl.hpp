@@ -325,7 +325,9 @@ KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, 
             const page &a = *first.of, &b = *second.of;
             if (a.format != b.format) return a.format < b.format;
             if (a.bytes != b.bytes) return a.bytes < b.bytes;
-            return std::memcmp(a.data(), b.data(), a.bytes) < 0;
+            if (a.lower_bytes != b.lower_bytes) return a.lower_bytes < b.lower_bytes;
+            const int upper = std::memcmp(a.data(), b.data(), a.upper_bytes());
+            return upper != 0 || !a.lower ? upper < 0 : std::memcmp(a.lower, b.lower, a.lower_bytes) < 0;
         };
         sort_uses(uses, before);
         for (std::size_t i = 1; i < uses.size(); ++i)

@@ -254,8 +254,7 @@ KVQ_FUNC void prefix_cache::quantize(sequence& s) {
 
 KVQ_FUNC void prefix_cache::share(sequence& s, const sequence& from, int common) const noexcept {
     const auto take = [](page_ref& mine, const page_ref& theirs) {
-        if (mine && mine.get() != theirs.get() && mine->format == theirs->format &&
-            mine->bytes == theirs->bytes && std::memcmp(mine->data(), theirs->data(), mine->bytes) == 0)
+        if (mine && mine.get() != theirs.get() && mine->format == theirs->format && same_data(*mine, *theirs))
             mine = theirs;
     };
     auto& tables = detail::sequence_access::tables(s);

@@ -71,6 +71,13 @@ struct std4_h {
     using keys = hadamard<affine<4, per_channel<64>, byte_params, min_max, token_scales<byte_params>>>;
     using values = std4::values;
 };
+/// The upper plane of nested8 (format/planes.hpp): values keep the range of a channel, so that the lower
+/// plane reaches every number.
+struct nested4 {
+    static constexpr const char* name = "nested4";
+    using keys = std4::keys;
+    using values = affine<4, per_channel<>, byte_params, mean_corrected<min_max>, token_scales<byte_params>>;
+};
 struct mix4 {
     static constexpr const char* name = "mix4";
     using keys = mixed_affine<code_widths<6, 4, 3, 0>, average_eighths<32>, per_channel<64>, byte_params,

@@ -132,7 +132,7 @@ class kvq_mods(Struct):
                 ("mask_page", mask_page_function), ("score_row", score_row_function), ("user", c_void_p),
                 ("token_ranges", POINTER(kvq_token_range)), ("range_starts", POINTER(c_int32)),
                 ("range_count", c_int32), ("range_start_count", c_int32), ("range_first_query", c_int32),
-                ("selected_tokens", c_int32), ("skipped_mass", c_float), ("reserved", c_int32),
+                ("selected_tokens", c_int32), ("skipped_mass", c_float), ("upper_only", c_int32),
                 ("selection", POINTER(kvq_selection_report)), ("skipping", POINTER(kvq_skipping_report)),
                 ("listed_tokens", POINTER(c_int32)), ("listed_window", POINTER(c_int32)), ("listed_count", c_int32),
                 ("listed_window_count", c_int32), ("list_queries", c_int32), ("list_kv_heads", c_int32)]

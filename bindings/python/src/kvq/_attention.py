@@ -91,6 +91,7 @@ class Mods:
                      [queries][kv_heads][n], in any order; -1: none; a token that is listed twice counts twice
     listed_window    a second list for each of the same queries, such as the last tokens
     skipped_mass     values of pages with at most this share of the weights are not read; 0: all are read
+    upper_only       of pages with two planes (format "nested8") the upper one alone is read
     mask_row         f(scores, query, first_key): sets scores[i] of hidden keys first_key + i to -inf
     mask_page        f(first_query, last_query, first_key, end_key) -> "none", "some" or "all": what these queries see of these
                      keys; needs mask_row
@@ -121,6 +122,7 @@ class Mods:
         listed_tokens: Optional[Any] = None,
         listed_window: Optional[Any] = None,
         skipped_mass: float = 0.0,
+        upper_only: bool = False,
         mask_row: Optional[Callable[[Any, int, int], None]] = None,
         mask_page: Optional[Callable[[int, int, int, int], str]] = None,
         score_row: Optional[Callable[[Any, int, int, int], None]] = None,
@@ -181,6 +183,7 @@ class Mods:
                 raise ArgumentError(f"kvq: listed_tokens and listed_window are for {shapes[0]} and {shapes[-1]} queries and kv heads")
             c.list_queries, c.list_kv_heads = (*shapes[0], 1)[:2]
         c.skipped_mass = skipped_mass
+        c.upper_only = int(upper_only)
         self.has_callbacks = mask_row is not None or mask_page is not None or score_row is not None
         if mask_row is not None:
             row = mask_row

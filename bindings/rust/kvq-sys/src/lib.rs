@@ -266,7 +266,7 @@ pub struct kvq_mods {
     pub range_first_query: i32,
     pub selected_tokens: i32,
     pub skipped_mass: f32,
-    pub reserved: i32,
+    pub upper_only: i32,
     pub selection: *mut kvq_selection_report,
     pub skipping: *mut kvq_skipping_report,
     pub listed_tokens: *const i32,

@@ -45,7 +45,7 @@ fn layouts() {
     layout!(lines, kvq_mods: size, direction, window, window_sinks, prefix, document_starts, documents, tree_parents,
         tree_tokens, tree_first, scale, softcap, alibi_slopes, alibi_heads, sink_heads, sink_logits, mask_row,
         mask_page, score_row, user, token_ranges, range_starts, range_count, range_start_count, range_first_query,
-        selected_tokens, skipped_mass, reserved, selection, skipping, listed_tokens, listed_window, listed_count,
+        selected_tokens, skipped_mass, upper_only, selection, skipping, listed_tokens, listed_window, listed_count,
         listed_window_count, list_queries, list_kv_heads);
     layout!(lines, kvq_rotary: dims, first_channel, layout, frequency_count, base, frequencies, rotate, user);
     layout!(lines, kvq_layer_formats: keys, values);

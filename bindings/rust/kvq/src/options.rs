@@ -97,6 +97,8 @@ pub struct Mods {
     pub list_kv_heads: usize,
     /// Values of pages with at most this share of the weights are not read; 0: all are read.
     pub skipped_mass: f32,
+    /// Of pages with two planes (format nested8) the upper one alone is read.
+    pub upper_only: bool,
 }
 
 /// Tokens [begin, end) of a sequence.
@@ -174,6 +176,7 @@ impl Mods {
             range_first_query: int(self.range_first_query, "range_first_query")?,
             selected_tokens: int(self.selected_tokens.unwrap_or(0), "selected_tokens")?,
             skipped_mass: self.skipped_mass,
+            upper_only: i32::from(self.upper_only),
         }))
     }
 }

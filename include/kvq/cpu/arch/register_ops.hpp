@@ -31,6 +31,7 @@
 //     store_high_low_rows(high, low, a)          folded.hpp: the high bytes of four vectors of such values,
 //                                                then the low ones, in order
 //     larger_magnitude(a, b)                  folded.hpp: the larger magnitude in one instruction
+//     select_bits(mask, a, b)                 unpack_codes.hpp: (mask & a) | (~mask & b) in one instruction
 //     distance_to_whole, scale_by_power       softmax.hpp: exponent arithmetic in one instruction each
 //     dot_word_pairs(acc, a, x)               word_product.hpp: dot_words in one instruction
 //     store_as_halfwords(p, a, b), repeat_lanes<Half>(a)     word_product.hpp: the lanes of a, then b, as

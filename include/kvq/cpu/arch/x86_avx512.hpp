@@ -132,6 +132,10 @@ struct register_ops<Arch> {
     static KVQ_INLINE floats scale_by_power(floats a, floats n) { return _mm512_scalef_ps(a, n); }
     /// max(|a|, |b|)
     static KVQ_INLINE floats larger_magnitude(floats a, floats b) { return _mm512_range_ps(a, b, 11); }
+    /// The bits of a where mask has ones, else those of b.
+    static KVQ_INLINE ints select_bits(ints mask, ints a, ints b) {
+        return _mm512_ternarylogic_epi32(mask, a, b, 0xca);
+    }
     template <int S>
     static KVQ_INLINE ints shift_signed(ints a) {
         return _mm512_srai_epi32(a, S);

@@ -70,6 +70,7 @@ public:
                     codes_.cols.size % tile_columns == 0),
           entries_(plan.meaning.entries),
           block_(codes),
+          lower_(source.id.lower),
           words_(layout_.words(workspace + plan.parameter_bytes)),
           scalars_(layout_.scalars(workspace + plan.parameter_bytes)),
           memory_(workspace + plan.parameter_bytes),
@@ -123,8 +124,9 @@ private:
         const int from = layout_.first_step(p), steps = layout_.last_step(p) - from,
                   slots_of_rows = rows.group_slots(rg);
         const std::byte* first[planes::count];
-        code_part what{first, 0, ahead,   steps, codes_.quads() - from * planes::quads_per_step,
-                       0,     x, entries_};
+        code_part what{
+            first, 0, ahead,   source_.id.lower_ahead, steps, codes_.quads() - from * planes::quads_per_step,
+            0,     x, entries_};
         code_target to{y + rg * rows.group, y_stride, rows.group_size(rg), nullptr, nullptr, scalars, add};
         std::ptrdiff_t line = layout_.group_of(p) * line_ + rows.group_begin(rg);
         for (int tile = 0; tile < slots_of_rows; tile += tile_layout::tile_rows) {
@@ -169,8 +171,9 @@ private:
                 p_.find_part(step.slot, step.height, step.group, planes_);
             }
             const int quads = detail::smaller(left_, step_quads);
-            unpack_codes<Lanes, Bits, 0, Codes>(
-                {planes_, vector_bytes, ahead_, 0, 0, step.height, nullptr, p_.entries_}, 0, quads, out);
+            unpack_codes<Lanes, Bits, 0, Codes>({planes_, vector_bytes, ahead_, p_.source_.id.lower_ahead, 0,
+                                                 0, step.height, nullptr, p_.entries_},
+                                                0, quads, out);
             for (int i = 0; i < planes::count; ++i)
                 planes_[i] += step_quads / planes::quads_per_word(i) * vector_bytes;
             left_ -= step_quads;
@@ -220,10 +223,12 @@ private:
     void find_part(int slot, int height, int part, const std::byte** first) const {
         const std::byte* const begin = tile_at(slot);
         const int from = layout_.first_step(part);
-        for (int i = 0; i < planes::count; ++i)
+        for (int i = 0; i < planes::count; ++i) {
             first[i] = begin + (planes::first_vector(i, codes_.quads()) +
                                 from * (planes::quads_per_step / planes::quads_per_word(i))) *
                                    (height * 4);
+            if (Bits == two_planes && i == 1) first[i] += lower_ - block_;
+        }
     }
 
     template <int Vectors, bool Partial>
@@ -243,6 +248,7 @@ private:
     bool in_place_;  // whether tiles are loaded from the block
     const std::uint8_t* entries_;
     const std::byte* block_;
+    const std::byte* lower_;  // the lower plane of two_planes
     const std::uint32_t* words_;
     const fold_scalars* scalars_;
     std::byte* memory_;  // the output of fold(), then the memory of tiles

@@ -20,7 +20,7 @@ template <class Lanes>
 struct plain_codes {
     explicit plain_codes(const std::uint8_t*) {}
     template <int Bits>
-    static constexpr int bits = Bits;
+    static constexpr int bits = Bits == two_planes ? 8 : Bits;
     KVQ_INLINE typename Lanes::ints operator()(typename Lanes::ints codes) const { return codes; }
 };
 /// The entries of a table of 16 that codes of 4 bits stand for; entries have 7 bits (code_entries in
@@ -106,7 +106,8 @@ KVQ_INLINE void add_quads(code_sums<Lanes, Vectors, Queries>& sums, const std::b
 struct code_part {
     const std::byte* const* planes;  ///< each plane's first vector, at the first of the rows
     std::ptrdiff_t vector_bytes;
-    std::ptrdiff_t ahead;  ///< distance to the bytes to prefetch
+    std::ptrdiff_t ahead;        ///< distance to the bytes to prefetch, of the upper plane of two_planes
+    std::ptrdiff_t lower_ahead;  ///< the same of the lower plane
     int steps;
     int quads;       ///< from the first step to the end of the row: a step that reaches
                      ///< beyond is cut short
@@ -117,15 +118,15 @@ struct code_part {
 
 /// Prefetches the vectors of the same step of the next block, into L2, because L1 has few outstanding misses.
 template <class Lanes, int Bits, int Vectors, int Plane = 0>
-KVQ_INLINE void fetch_ahead(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
-                            std::ptrdiff_t ahead) {
+KVQ_INLINE void fetch_ahead(const std::byte* const* planes, std::ptrdiff_t vector_bytes, std::ptrdiff_t ahead,
+                            std::ptrdiff_t lower_ahead) {
     using P = code_planes<Bits>;
-    const std::byte* const from = planes[Plane] + ahead;
+    const std::byte* const from = planes[Plane] + (Bits == two_planes && Plane == 1 ? lower_ahead : ahead);
     for (int v = 0; v < P::quads_per_step / P::quads_per_word(Plane); ++v)
         for (int line = 0; line < Vectors * Lanes::width * 4; line += 64)
             detail::prefetch(from + v * vector_bytes + line);
     if constexpr (Plane + 1 < P::count)
-        fetch_ahead<Lanes, Bits, Vectors, Plane + 1>(planes, vector_bytes, ahead);
+        fetch_ahead<Lanes, Bits, Vectors, Plane + 1>(planes, vector_bytes, ahead, lower_ahead);
 }
 
 template <class Lanes, int Vectors, int Queries>
@@ -149,7 +150,7 @@ KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queri
     const Codes meant(part.entries);
     const int whole = detail::smaller(part.steps, part.quads / P::quads_per_step);
     for (int s = 0; s < whole; ++s) {
-        fetch_ahead<Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead);
+        fetch_ahead<Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead, part.lower_ahead);
         add_quads<Form, Lanes, Bits, Raise, Vectors, Queries, Partial>(
             sums, planes, part.vector_bytes, P::quads_per_step, x, part.slot_count, meant, all{});
         for (int p = 0; p < P::count; ++p)

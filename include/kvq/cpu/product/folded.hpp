@@ -282,6 +282,7 @@ struct part_fold {
     int stride;
     float top_code;   ///< largest code that the operand is multiplied with
     float zero_code;  ///< what is subtracted from every code
+    float unit;       ///< what a code counts
 
     /// Words from one operand to the next.
     static constexpr int vector_words = !Tiles                      ? 2
@@ -426,8 +427,10 @@ private:
         if (needs_sums())
             each<Queries>([&](auto i) KVQ_INLINE_LAMBDA {
                 s[i].sum = s[i].step * Lanes::sum(Lanes::to_floats(rounding[i].rounded));
-                s[i].bias_dot -= zero_code * s[i].sum;
+                s[i].bias_dot -= zero_code * unit * s[i].sum;
             });
+        if (unit != 1.0f)
+            for (int i = 0; i < Queries; ++i) s[i].step *= unit;
     }
 
     /// Rows of tiles: 64 columns of one operand at a time.
@@ -528,7 +531,8 @@ void fold_operands(const code_meaning& meaning, const fold_layout& layout, int s
                                  scratch,           row_floats,
                                  begin - at,        size,
                                  to - begin - size, part_type::vector_words * beside,
-                                 meaning.top_code,  meaning.zero_code};
+                                 meaning.top_code,  meaning.zero_code,
+                                 meaning.unit};
             const float* const operands = x + first * x_stride + (dense ? begin : p * cols.group);
             fold_scalars* const s = layout.scalars(memory) + (set * layout.parts.groups() + p) * n + first;
             if (block_n == query_block)

@@ -23,6 +23,7 @@ struct code_meaning {
     float top_code;                         ///< the largest number that is multiplied
     float zero_code;                        ///< what is subtracted from every such number
     const std::uint8_t* entries = nullptr;  ///< of the table, 16 of them
+    float unit = 1.0f;                      ///< of such numbers in steps of the scale, a power of two
 };
 
 /// The parameters of a block as floats, in slots: of its rows for a group of columns, of its columns for a

@@ -72,7 +72,7 @@ struct segment_in_tile {
     }
     code_part part(std::ptrdiff_t ahead, int slot_count, const std::uint32_t* x,
                    const std::uint8_t* entries = nullptr) const {
-        return {first, vector_bytes, ahead, detail::ceil_div(quads, P::quads_per_step),
+        return {first, vector_bytes, ahead, 0,      detail::ceil_div(quads, P::quads_per_step),
                 quads, slot_count,   x,     entries};
     }
 };

@@ -140,7 +140,7 @@ KVQ_INLINE void unpack_quads(const std::byte* const* planes, std::ptrdiff_t vect
 /// A whole step of whole vectors: 64 columns of 32 rows. planes: at its first quad.
 template <class Lanes, int Bits, int Raise, class Codes>
 KVQ_INLINE void unpack_step(const std::byte* const* planes, std::ptrdiff_t vector_bytes, std::ptrdiff_t ahead,
-                            std::byte* out, const Codes& meant) {
+                            std::ptrdiff_t lower_ahead, std::byte* out, const Codes& meant) {
     using P = code_planes<Bits>;
     using all = std::make_integer_sequence<int, P::quads_per_step>;
     constexpr int vectors = tile_layout::tile_rows / Lanes::width, quads = P::quads_per_step;
@@ -149,7 +149,7 @@ KVQ_INLINE void unpack_step(const std::byte* const* planes, std::ptrdiff_t vecto
         const std::byte* at[P::count];
         for (int p = 0; p < P::count; ++p)
             at[p] = planes[p] + s * (quads / P::quads_per_word(p)) * vector_bytes;
-        fetch_ahead<Lanes, Bits, vectors>(at, vector_bytes, ahead);
+        fetch_ahead<Lanes, Bits, vectors>(at, vector_bytes, ahead, lower_ahead);
         KVQ_UNROLL
         for (int v = 0; v < vectors; ++v) {
             const int row = v * Lanes::width;
@@ -178,7 +178,7 @@ void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
     const int slot_count = part.slot_count;
     const Codes meant(part.entries);
     if (slot_count == tile_layout::tile_rows && from == first * in_step && to - from == tile_columns / 4)
-        return unpack_step<Lanes, Bits, Raise>(planes, vector_bytes, ahead, out, meant);
+        return unpack_step<Lanes, Bits, Raise>(planes, vector_bytes, ahead, part.lower_ahead, out, meant);
     out -= (from - first * in_step) * tile_space::quad_bytes;
     const auto place = [&](int v) {
         const int row = v * Lanes::width;
@@ -186,7 +186,7 @@ void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
     };
     for (int quad = first * in_step; quad < to; quad += in_step) {
         if (quad >= from && quad + in_step <= to && slot_count == tile_layout::tile_rows) {
-            fetch_ahead<Lanes, Bits, vectors>(planes, vector_bytes, ahead);
+            fetch_ahead<Lanes, Bits, vectors>(planes, vector_bytes, ahead, part.lower_ahead);
             KVQ_UNROLL
             for (int v = 0; v < vectors; ++v)
                 unpack_quads<Lanes, Bits, Raise, false>(planes, vector_bytes, 0, in_step,

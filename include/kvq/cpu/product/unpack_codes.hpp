@@ -25,6 +25,16 @@ KVQ_INLINE typename Lanes::ints load_vector(const std::byte* from, int n) {
 template <class Lanes, int Bits, int Quad, bool Partial, int Raise = 0, int Plane = 0>
 KVQ_INLINE typename Lanes::ints unpack_quad(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
                                             std::ptrdiff_t offset, int n) {
+    if constexpr (Bits == two_planes && requires(typename Lanes::ints a) { Lanes::select_bits(a, a, a); }) {
+        // The upper code in the high half of a byte, the lower one in the other.
+        auto upper = load_vector<Lanes, Partial>(planes[0] + offset, n),
+             lower = load_vector<Lanes, Partial>(planes[1] + offset, n);
+        if constexpr (Quad == 0)
+            upper = Lanes::template shift_left<4>(upper);
+        else
+            lower = Lanes::template shift_right<4>(lower);
+        return Lanes::select_bits(Lanes::splat(static_cast<std::int32_t>(0xf0f0f0f0u)), upper, lower);
+    }
     using P = code_planes<Bits>;
     constexpr int width = P::width(Plane), per_word = P::quads_per_word(Plane),
                   place = P::shift(Plane) + Raise, left = place - width * (Quad % per_word);
