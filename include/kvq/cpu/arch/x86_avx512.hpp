@@ -132,9 +132,9 @@ struct register_ops<Arch> {
     static KVQ_INLINE floats scale_by_power(floats a, floats n) { return _mm512_scalef_ps(a, n); }
     /// max(|a|, |b|)
     static KVQ_INLINE floats larger_magnitude(floats a, floats b) { return _mm512_range_ps(a, b, 11); }
-    /// The bits of a where mask has ones, else those of b.
+    /// The bits of a where mask has ones, else those of b. In the register of a.
     static KVQ_INLINE ints select_bits(ints mask, ints a, ints b) {
-        return _mm512_ternarylogic_epi32(mask, a, b, 0xca);
+        return _mm512_ternarylogic_epi32(a, mask, b, 0xe2);
     }
     template <int S>
     static KVQ_INLINE ints shift_signed(ints a) {

@@ -27,13 +27,15 @@ KVQ_INLINE typename Lanes::ints unpack_quad(const std::byte* const* planes, std:
                                             std::ptrdiff_t offset, int n) {
     if constexpr (Bits == two_planes && requires(typename Lanes::ints a) { Lanes::select_bits(a, a, a); }) {
         // The upper code in the high half of a byte, the lower one in the other.
-        auto upper = load_vector<Lanes, Partial>(planes[0] + offset, n),
-             lower = load_vector<Lanes, Partial>(planes[1] + offset, n);
+        const auto upper = load_vector<Lanes, Partial>(planes[0] + offset, n),
+                   lower = load_vector<Lanes, Partial>(planes[1] + offset, n);
+        constexpr std::uint32_t high = 0xf0f0f0f0u;
         if constexpr (Quad == 0)
-            upper = Lanes::template shift_left<4>(upper);
+            return Lanes::select_bits(Lanes::splat(static_cast<std::int32_t>(high)),
+                                      Lanes::template shift_left<4>(upper), lower);
         else
-            lower = Lanes::template shift_right<4>(lower);
-        return Lanes::select_bits(Lanes::splat(static_cast<std::int32_t>(0xf0f0f0f0u)), upper, lower);
+            return Lanes::select_bits(Lanes::splat(static_cast<std::int32_t>(~high)),
+                                      Lanes::template shift_right<4>(lower), upper);
     }
     using P = code_planes<Bits>;
     constexpr int width = P::width(Plane), per_word = P::quads_per_word(Plane),
