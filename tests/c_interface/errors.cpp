@@ -755,7 +755,7 @@ TEST_CASE("masks and score modifiers out of range") {
     refused([](auto& m) { m.selected_tokens = -1; }, KVQ_ERROR_ARGUMENT, "selected_tokens is -1");
     refused([](auto& m) { m.skipped_mass = 1.0f; }, KVQ_ERROR_ARGUMENT, "less than 1 of the weights");
     refused([](auto& m) { m.skipped_mass = NAN; }, KVQ_ERROR_ARGUMENT, "less than 1 of the weights");
-    refused([](auto& m) { m.reserved = 1; }, KVQ_ERROR_STRUCT, "reserved is 1");
+    refused([](auto& m) { m.upper_only = 2; }, KVQ_ERROR_ARGUMENT, "upper_only is 2, not 0 or 1");
     static kvq_selection_report unset{}, no_list = init<kvq_selection_report>();
     static kvq_skipping_report unset_too{};
     no_list.chosen_capacity = 3;
