@@ -51,6 +51,8 @@ struct caller_page {
                "layer ", s.layer, " and first_head ", s.first_head, " of a page");
         expect(f.supports(role), KVQ_ERROR_ARGUMENT, format_text(f), " holds ",
                role == tensor::key ? "values" : "keys", " only");
+        expect(!f.functions().upper, KVQ_ERROR_ARGUMENT, format_text(f),
+               " has two planes, pages in memory of the caller have one");
         expect(s.heads >= 1, KVQ_ERROR_ARGUMENT, "a page has at least 1 head, got ", s.heads);
         detail::check_shape({1, s.heads, s.dim, 0});
         detail::check_page(s.tokens, s.dim);

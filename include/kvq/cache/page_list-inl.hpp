@@ -52,6 +52,8 @@ KVQ_FUNC page_ref page_list::header(tensor role, const borrowed_pages& p, std::s
     const std::byte* const data = keys ? p.keys : p.values;
     detail::expect(format >= 0 && format < table.size(), "pages ", place, " have ", detail::name_of(role),
                    " format ", format, ", the cache has ", table.size());
+    detail::expect(!table[format].functions().upper, "pages ", place, " have ", detail::name_of(role),
+                   " format ", format_text(table[format]), ", whose two planes do not lie in one place");
     const int most = detail::planned_tokens(format, cache_.geometry());
     detail::expect(capacity <= most, "pages ", place, " have memory for ", capacity,
                    " tokens, pages of this cache for at most ", most);
@@ -63,9 +65,6 @@ KVQ_FUNC page_ref page_list::header(tensor role, const borrowed_pages& p, std::s
     made.tokens = capacity;
     made.bytes = cache_.page_bytes(role, layer_, format, capacity);
     made.memory = const_cast<std::byte*>(data);
-    // In memory of the caller the planes lie one after the other.
-    made.lower_bytes = cache_.lower_bytes(role, layer_, format, capacity);
-    if (made.lower_bytes > 0) made.lower = made.memory + made.upper_bytes();
     return page_ref(&made);
 }
 

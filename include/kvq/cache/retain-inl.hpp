@@ -133,7 +133,6 @@ private:
                                          format != 0 ? n : cache_.geometry(layer_).window_tokens(n, to.room))
                        : new_page(cache_, layer_, piece, first, n);
         const block_shape block{role, p->tokens, dim};
-        const std::size_t bytes = table[first].block_bytes(block);
         resource_vector<float> values(static_cast<std::size_t>(n * dim), cache_.pool().memory()),
             scales(static_cast<std::size_t>(n), cache_.pool().memory());
         const format_functions& write = table[first].functions();
@@ -141,11 +140,11 @@ private:
         std::uint32_t found = 0;
         for (int h = 0; h < heads(); ++h) {
             const bool scales_known = gather(role, h, row, end, to.shift, values.data(), scales.data());
-            std::byte* const data = p->data() + bytes * static_cast<std::size_t>(h);
-            found += first == 0
-                         ? write.write_tokens(block, data, float_type::fp32, values.data(), dim, n, 0)
-                         : write.requantize_values(table[first].scheme(), block, {layer_, h}, values.data(),
-                                                   scales_known ? scales.data() : nullptr, data);
+            block_id id{layer_, h};
+            std::byte* const data = table[first].block_at(block, p->data(), p->lower, h, id);
+            found += first == 0 ? write.write_tokens(block, data, float_type::fp32, values.data(), dim, n, 0)
+                                : write.requantize_values(table[first].scheme(), block, id, values.data(),
+                                                          scales_known ? scales.data() : nullptr, data);
         }
         p->not_finite = found;
         again = again || !exact;
@@ -171,10 +170,10 @@ private:
             const page& from = *s.pages[static_cast<std::size_t>(role)];
             const kvq::format& source = table[from.format];
             const block_shape block{role, from.tokens, dim};
-            const std::byte* const data =
-                from.data() + source.block_bytes(block) * static_cast<std::size_t>(head);
-            source.functions().dequantize(source.scheme(), block, {layer_, head}, data, float_type::fp32,
-                                          whole_.data(), dim, whole_.data());
+            block_id id{layer_, head};
+            const std::byte* const data = source.block_at(block, from.data(), from.lower, head, id);
+            source.functions().dequantize(source.scheme(), block, id, data, float_type::fp32, whole_.data(),
+                                          dim, whole_.data());
             const bool moves = rotate && s.shift != shift;
             known = known && !moves && source.functions().read_token_scales != nullptr;
             if (known)

@@ -52,41 +52,46 @@ public:
 
     /// values: [token][channel].
     void write(const float* values) const {
-        each_word([&](int row, std::size_t word, const cell* cells) {
-            std::uint32_t upper = load(block_, word), lower = 0;
-            for (int j = 0; j < 8; ++j) {
-                if (cells[j].col < 0) continue;
-                const int shift = shift_of(j);
-                const float code = static_cast<float>(upper >> shift & 15u), step = step_of(cells[j]);
-                const float left = values[at(row, cells[j].col)] - value(cells[j], code);
-                // A quotient that is not a number, or no step, is 0.
-                const float place = step > 0.0f ? left / step * 16.0f + 7.5f : 8.0f;
-                const float limited = place > 0.0f     ? detail::smaller(place, 15.0f)
-                                      : place == place ? 0.0f
-                                                       : 8.0f;
-                lower |= static_cast<std::uint32_t>((limited + 0x1p23f) - 0x1p23f) << shift;
+        each_word([&](int row, std::size_t word, const cells& at) {
+            const std::uint32_t upper = load(block_, word);
+            float x[in_word];
+            for (int j = 0; j < in_word; ++j) x[j] = values[place(row, at.col[j])];
+            std::uint32_t lower = 0;
+            for (int j = 0; j < in_word; ++j) {
+                const float step = at.row_scale[j] * at.col_scale[j];
+                const float left = x[j] - value(at, j, static_cast<float>(upper >> shift_of(j) & 15u));
+                // A quotient that is not a number, or no step, is in the middle.
+                const float l = step > 0.0f ? left / step * 16.0f + 7.5f : 8.0f;
+                const float limited = l > 0.0f ? detail::smaller(l, 15.0f) : l == l ? 0.0f : 8.0f;
+                const auto code =
+                    static_cast<std::uint32_t>(static_cast<std::int32_t>((limited + 0x1p23f) - 0x1p23f));
+                lower |= (code & at.keep[j]) << shift_of(j);
             }
             std::memcpy(lower_ + 4 * word, &lower, 4);
         });
     }
     /// x^ of both planes, to values [token][channel].
     void read(float* values) const {
-        each_word([&](int row, std::size_t word, const cell* cells) {
+        each_word([&](int row, std::size_t word, const cells& at) {
             const std::uint32_t upper = load(block_, word), lower = load(lower_, word);
-            for (int j = 0; j < 8; ++j) {
-                if (cells[j].col < 0) continue;
-                const int shift = shift_of(j);
-                const auto both = static_cast<int>((upper >> shift & 15u) << 4 | (lower >> shift & 15u));
-                values[at(row, cells[j].col)] = value(cells[j], (static_cast<float>(both) - 7.5f) * 0.0625f);
+            float x[in_word];
+            for (int j = 0; j < in_word; ++j) {
+                const auto both = static_cast<std::int32_t>((upper >> shift_of(j) & 15u) << 4 |
+                                                            (lower >> shift_of(j) & 15u));
+                x[j] = value(at, j, (static_cast<float>(both) - 7.5f) * 0.0625f);
             }
+            for (int j = 0; j < in_word; ++j)
+                if (at.keep[j] != 0) values[place(row, at.col[j])] = x[j];
         });
     }
 
 private:
-    /// A column of a row, and its parameters.
-    struct cell {
-        int col;
-        float row_scale, row_bias, col_scale, col_bias;
+    static constexpr int in_word = 8;
+    /// The columns of a word, and the parameters of a row there. Padding has column 0, and nothing to keep.
+    struct cells {
+        int col[in_word];
+        std::uint32_t keep[in_word];
+        float row_scale[in_word], row_bias[in_word], col_scale[in_word], col_bias[in_word];
     };
 
     static void fill(detail::tagged_vector<float>& v, int n, float x) {
@@ -100,41 +105,37 @@ private:
         std::memcpy(&w, from + 4 * word, 4);
         return w;
     }
-    std::size_t at(int row, int col) const noexcept {
+    std::size_t place(int row, int col) const noexcept {
         return shape_.role == tensor::key ? static_cast<std::size_t>(row * shape_.dim + col)
                                           : static_cast<std::size_t>(col * shape_.dim + row);
     }
-    static float step_of(const cell& c) noexcept { return c.row_scale * c.col_scale; }
     /// As the scheme rounds it: scale times code, plus bias, times the scale of the other axis.
-    float value(const cell& c, float code) const noexcept {
+    KVQ_INLINE float value(const cells& at, int j, float code) const noexcept {
         if (use_.row_bias || !use_.col_bias)
-            return detail::rounded_product(detail::rounded_product(c.row_scale, code - zero_) + c.row_bias,
-                                           c.col_scale);
-        return detail::rounded_product(detail::rounded_product(c.col_scale, code - zero_) + c.col_bias,
-                                       c.row_scale);
+            return detail::rounded_product(
+                detail::rounded_product(at.row_scale[j], code - zero_) + at.row_bias[j], at.col_scale[j]);
+        return detail::rounded_product(
+            detail::rounded_product(at.col_scale[j], code - zero_) + at.col_bias[j], at.row_scale[j]);
     }
     template <class F>
     void each_word(F&& f) const {
         const grouped_axis &rows = codes_.rows(), &cols = codes_.cols;
         const int words = codes_.tiles.words_per_row;
         for (int row = 0; row < rows.size; ++row) {
-            const int slot = rows.slot(row);
-            const float* const scale =
-                col_scale_.data() + (rows.count == 1 ? 0 : row / rows.group) * col_line_;
-            const float* const bias = col_bias_.data() + (scale - col_scale_.data());
+            const int slot = rows.slot(row), set = (rows.count == 1 ? 0 : row / rows.group) * col_line_;
             for (int w = 0; w < words; ++w) {
-                cell cells[8];
-                for (int j = 0; j < 8; ++j) {
-                    const int c = 8 * w + j, col = c < cols.padded_size() ? cols.index(c) : -1;
-                    const int of_group = cols.count == 1 || col < 0 ? 0 : c / cols.stride;
-                    cells[j].col = col;
-                    if (col < 0) continue;
-                    cells[j].row_scale = row_scale_[static_cast<std::size_t>(of_group * row_line_ + slot)];
-                    cells[j].row_bias = row_bias_[static_cast<std::size_t>(of_group * row_line_ + slot)];
-                    cells[j].col_scale = scale[c];
-                    cells[j].col_bias = bias[c];
+                cells at;
+                for (int j = 0; j < in_word; ++j) {
+                    const int c = in_word * w + j, col = c < cols.padded_size() ? cols.index(c) : -1;
+                    const int line = (cols.count == 1 || col < 0 ? 0 : c / cols.stride) * row_line_ + slot;
+                    at.col[j] = detail::larger(col, 0);
+                    at.keep[j] = col < 0 ? 0u : 15u;
+                    at.row_scale[j] = row_scale_[static_cast<std::size_t>(line)];
+                    at.row_bias[j] = row_bias_[static_cast<std::size_t>(line)];
+                    at.col_scale[j] = col_scale_[static_cast<std::size_t>(set + c)];
+                    at.col_bias[j] = col_bias_[static_cast<std::size_t>(set + c)];
                 }
-                f(row, codes_.tiles.word(row, w), cells);
+                f(row, codes_.tiles.word(row, w), at);
             }
         }
     }
