@@ -1,14 +1,15 @@
-// Latent attention (MLA): formats against 16-bit latents, 512 + 64 channels, one thread: scripts/bench
-// latent.
+// Latent attention (MLA): formats against 16-bit latents, 512 + 64 channels: scripts/bench latent.
 //
-// GMAC/s: multiply-adds of both products (tokens x rows x 1088) per second of CPU time, so that other
-// programs disturb it little. Rounds take turns; the fastest one of each format counts.
+// GMAC/s: multiply-adds of both products (tokens x rows x 1088) per second: on one thread of CPU time, so
+// that other programs disturb it little, on several (--threads) of real time. Rounds take turns; the fastest
+// one of each format counts.
 //
 //   scripts/bench latent --tokens 131072 --heads 16 --rounds 3 --listed 2048
 //     also over so many tokens that are chosen at random for each query (kvq::listed_tokens), and what an
 //     index of int8 and of e4m3 takes to select them
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <ctime>
 #include <deque>
@@ -41,18 +42,24 @@ struct row {
 };
 
 double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+double real_seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    int tokens = 8192, heads = 128, query_tokens = 1, rounds = 15, listed = 0;
-    CLI::App app("latent attention on one thread");
+    int tokens = 8192, heads = 128, query_tokens = 1, rounds = 15, listed = 0, threads = 1;
+    CLI::App app("latent attention");
     app.add_option("--tokens", tokens);
     app.add_option("--heads", heads);
     app.add_option("--query-tokens", query_tokens);
     app.add_option("--rounds", rounds);
     app.add_option("--listed", listed, "tokens of a list for each query; 0: no lists");
+    app.add_option("--threads", threads)->check(CLI::Range(1, 1024));
     CLI11_PARSE(app, argc, argv);
+    const kvq::thread_pool pool(threads);
+    const auto seconds = [&] { return threads == 1 ? cpu_seconds() : real_seconds(); };
 
     const auto queries = static_cast<std::size_t>(heads) * static_cast<std::size_t>(query_tokens);
     const auto latents = bench::random_floats(static_cast<std::size_t>(tokens) * channels, 1),
@@ -82,19 +89,18 @@ int main(int argc, char** argv) {
     const kvq::listed_tokens given{.selected = {list.data(), listed}, .queries = query_tokens};
     const auto attend = [&](const row& r, const kvq::mods_view& mods, double& fastest) {
         static kvq::workspace space;
-        const double start = cpu_seconds();
+        const double start = seconds();
         r.sequence.attend(0, kvq::token_view(q.data(), query_tokens, heads, channels),
-                          kvq::token_view(out.data(), query_tokens, heads, latent), mods,
-                          kvq::serial_executor{}, space);
-        fastest = std::min(fastest, cpu_seconds() - start);
+                          kvq::token_view(out.data(), query_tokens, heads, latent), mods, pool, space);
+        fastest = std::min(fastest, seconds() - start);
     };
     for (int round = 0; round < rounds; ++round)
         for (row& r : rows) {
             attend(r, kvq::causal{}, r.seconds);
             if (listed > 0) attend(r, given, r.listed_seconds);
         }
-    std::printf("%d tokens, %d heads, %d query tokens\n%-44s %12s %10s %8s %8s\n", tokens, heads,
-                query_tokens, "keys", "bytes/token", "ms", "GMAC/s", "x bf16");
+    std::printf("%d tokens, %d heads, %d query tokens, %d threads\n%-44s %12s %10s %8s %8s\n", tokens, heads,
+                query_tokens, threads, "keys", "bytes/token", "ms", "GMAC/s", "x bf16");
     for (const row& r : rows)
         std::printf(
             "%-44s %12.1f %10.2f %8.1f %8.2f\n", r.name.c_str(),
@@ -123,10 +129,10 @@ int main(int argc, char** argv) {
         double fastest = 1e30;
         kvq::workspace space;
         for (int round = 0; round < rounds; ++round) {
-            const double start = cpu_seconds();
+            const double start = seconds();
             keys.select(0, kvq::token_view(index_q.data(), query_tokens, index_heads, index_channels),
-                        weights.data(), listed, list.data(), kvq::serial_executor{}, space);
-            fastest = std::min(fastest, cpu_seconds() - start);
+                        weights.data(), listed, list.data(), pool, space);
+            fastest = std::min(fastest, seconds() - start);
         }
         std::printf("index of %s, 64 x %d: select %-19s %12.2f\n", name, index_channels, "", 1e3 * fastest);
     }
